@@ -1,0 +1,56 @@
+"""Options of the fused loss: one frozen dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Implementation = Literal["auto", "triton", "portable"]
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class CCEConfig:
+    """How the fused loss runs. Equal for every call that shares the object; immutable and hashable.
+
+    Args:
+        implementation: ``"auto"`` picks the Triton kernels on an NVIDIA GPU of compute capability 8.0 or newer and
+            portable PyTorch everywhere else. ``"triton"`` and ``"portable"`` run that one or raise.
+        memory_budget: upper bound, in bytes, of the scratch memory that one call holds besides its inputs and
+            gradients; at least 1 MiB. Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed.
+
+    Raises:
+        ValueError: an option has a value that is not allowed; the message names it.
+    """
+
+    implementation: Implementation = "auto"
+    memory_budget: int = 256 * MIB
+
+    def __post_init__(self) -> None:
+        if self.implementation not in get_args(Implementation):
+            raise ValueError(
+                f"implementation must be one of {get_args(Implementation)}, got {self.implementation!r}"
+            )
+        if isinstance(self.memory_budget, bool) or not isinstance(self.memory_budget, int):
+            raise ValueError(f"memory_budget must be a number of bytes (int), got {self.memory_budget!r}")
+        if self.memory_budget < MIB:
+            raise ValueError(f"memory_budget must be at least {MIB} bytes (1 MiB), got {self.memory_budget}")
+
+    @classmethod
+    def of(cls, config: CCEConfig | None, **options: Any) -> CCEConfig:
+        """``config`` with ``options`` replaced, or a new one from ``options``.
+
+        Raises:
+            TypeError: ``config`` is no ``CCEConfig``, or an option does not exist; the message lists those that do.
+        """
+        from dataclasses import fields, replace
+
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise TypeError(f"unknown option {', '.join(unknown)}; CCEConfig has: {', '.join(known)}")
+        if config is None:
+            return cls(**options)
+        if not isinstance(config, cls):
+            raise TypeError(f"config must be a CCEConfig or None, got {type(config).__name__}")
+        return replace(config, **options)
