@@ -1,31 +1,36 @@
-"""STUB with the final interface; the real one replaces it within the hour."""
+"""The loss and the log-probabilities of a linear head, without its logits: checks, shift, reductions.
+
+Legend: B batch, T sequence, D hidden size, V vocabulary. Logits are z = softcap · tanh(x / softcap) with
+x = logit_scale · (hidden_states · weightᵀ + bias), or x itself without a softcap.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_cce import ops
 from hf_cce.config import CCEConfig
+
+Reduction = Literal["mean", "sum", "none"]
+_LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class LogProbs(NamedTuple):
-    log_probs: Tensor
-    entropy: Tensor | None = None
-    log_sum_sq_probs: Tensor | None = None
-    mean_logit: Tensor | None = None
-    is_top1: Tensor | None = None
-    logsumexp: Tensor | None = None
+    """What ``linear_log_probs`` returns: tensors of the shape of ``labels``; None for what was not asked.
 
+    Float32 (float64 for float64 inputs); zero, or False, at ignored positions.
+    """
 
-def _z(h, w, bias, scale, cap):
-    z = h.float() @ w.float().t() if h.dtype != torch.float64 else h @ w.t()
-    if bias is not None:
-        z = z + bias
-    z = z * scale
-    return cap * torch.tanh(z / cap) if cap else z
+    log_probs: Tensor  # log p(label); differentiable
+    entropy: Tensor | None = None  # −Σ p log p in nats; differentiable
+    log_sum_sq_probs: Tensor | None = None  # log Σ p²; no gradient
+    mean_logit: Tensor | None = None  # mean over the vocabulary; differentiable
+    is_top1: Tensor | None = None  # bool: the label's logit is the largest
+    logsumexp: Tensor | None = None  # log Σ exp z; differentiable
 
 
 def linear_cross_entropy(
@@ -37,24 +42,79 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
-    reduction: Literal["mean", "sum", "none"] = "mean",
+    reduction: Reduction = "mean",
     num_items_in_batch: Tensor | int | float | None = None,
     shift: bool = False,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     config: CCEConfig | None = None,
 ) -> Tensor:
+    """``F.cross_entropy(logits, labels)`` of a linear head, without ever holding the logits.
+
+    The loss of a token is lse − (1 − ε) z_label − ε · mean(z) + z_loss · lse², with ε = ``label_smoothing`` (as in
+    ``F.cross_entropy``) and lse = logsumexp(z); the z-loss is PaLM's (Chowdhery et al., 2022, section 5).
+
+    Args:
+        hidden_states: [..., D], floating point.
+        weight: [V, D], same dtype and device. Under autocast both are cast as a matmul would cast them.
+        labels: [...], integers in [0, V) or ``ignore_index``.
+        bias: [V], same dtype, or None.
+        logit_scale: factor on the logits, before the softcap.
+        softcap: positive, or None for none.
+        ignore_index: label of positions without loss.
+        reduction: ``"mean"`` over the labels that are not ignored, ``"sum"`` or ``"none"``.
+        num_items_in_batch: with ``"mean"``, divide the sum by this instead: the number of labels in all micro-batches and
+            processes, as Trainer counts it.
+        shift: the label of position t is ``labels[..., t + 1]``; the last position has none.
+        label_smoothing: ε in [0, 1].
+        z_loss: non-negative.
+        config: how to compute; see ``CCEConfig``.
+
+    Returns:
+        A scalar, or [...] for ``reduction="none"`` (zero where ignored), in float32 (float64 for float64 inputs). When every
+        label is ignored, or there are no tokens, the mean is 0 with zero gradients, where ``F.cross_entropy`` gives NaN.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options do not fit, or, on the CPU, a label is out of range. On a GPU an
+            out-of-range label fails a device-side assertion that names ``labels``, without synchronising the host.
+        RuntimeError: in a double backward, or where ``config`` asks for kernels that cannot run here.
+    """
+    config = CCEConfig.of(config)
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
+    if num_items_in_batch is not None and reduction != "mean":
+        raise ValueError(f"num_items_in_batch needs reduction='mean', got reduction={reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
+    if z_loss < 0.0:
+        raise ValueError(f"z_loss must not be negative, got {z_loss}")
+    hidden, weight, bias, cap = _prepare(hidden_states, weight, bias, labels, logit_scale, softcap)
     if shift:
+        if labels.dim() == 0:
+            raise ValueError("labels must have a sequence dimension to be shifted, got a scalar")
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    z = _z(hidden_states, weight, bias, logit_scale, softcap)
-    t = labels.reshape(-1)
-    loss = F.cross_entropy(z.reshape(t.numel(), -1), t, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
+    flat = labels.reshape(-1).long()
+
+    if reduction != "none" and _prefer_sum(hidden, weight, bias, config):
+        factor = _factor(flat, ignore_index, reduction, num_items_in_batch, hidden)
+        needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
+        return torch.ops.hf_cce.cross_entropy_sum(
+            hidden, weight, bias, flat, factor, ignore_index, logit_scale, cap, label_smoothing, z_loss, *needs,
+            config.memory_budget,
+        )[0]  # fmt: skip
+
+    lse, label_logit, mean_logit, *_ = torch.ops.hf_cce.logit_stats(
+        hidden, weight, bias, flat, ignore_index, logit_scale, cap, label_smoothing > 0, False, False, False,
+        config.memory_budget, config.implementation,
+    )  # fmt: skip
+    loss = lse - label_logit
+    if label_smoothing:
+        loss = loss + label_smoothing * (label_logit - mean_logit)
+    if z_loss:
+        loss = loss + z_loss * lse.square()
     if reduction == "none":
         return loss.view(labels.shape)
-    if reduction == "sum":
-        return loss.sum()
-    n = num_items_in_batch if num_items_in_batch is not None else (t != ignore_index).sum().clamp(min=1)
-    return loss.sum() / n
+    return loss.sum() * _factor(flat, ignore_index, reduction, num_items_in_batch, hidden)
 
 
 def linear_log_probs(
@@ -73,8 +133,108 @@ def linear_log_probs(
     logsumexp: bool = False,
     config: CCEConfig | None = None,
 ) -> LogProbs:
-    z = _z(hidden_states, weight, bias, logit_scale, softcap)
-    lp = z.log_softmax(-1)
-    keep = labels != ignore_index
-    out = lp.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * keep
-    return LogProbs(out, logsumexp=z.logsumexp(-1) if logsumexp else None)
+    """Log-probability of each label under a linear head, and on request other statistics, without the logits.
+
+    Args:
+        hidden_states: [..., D]; weight: [V, D]; bias: [V] or None; labels: [...]: as in ``linear_cross_entropy``. No shift.
+        logit_scale: factor on the logits, before the softcap; 1 / temperature for a sampling temperature.
+        softcap, ignore_index, config: as in ``linear_cross_entropy``.
+        entropy, log_sum_sq_probs, mean_logit, is_top1, logsumexp: ask for that field of the result.
+
+    Returns:
+        ``LogProbs``, each field of the shape of ``labels``.
+
+    Raises:
+        ValueError, RuntimeError: as in ``linear_cross_entropy``.
+    """
+    config = CCEConfig.of(config)
+    hidden, weight, bias, cap = _prepare(hidden_states, weight, bias, labels, logit_scale, softcap)
+    lse, label_logit, mean, ent, sum_sq, top1 = torch.ops.hf_cce.logit_stats(
+        hidden, weight, bias, labels.reshape(-1).long(), ignore_index, logit_scale, cap,
+        mean_logit, entropy, log_sum_sq_probs, is_top1, config.memory_budget, config.implementation,
+    )  # fmt: skip
+
+    def shaped(x: Tensor, wanted: bool = True) -> Tensor | None:
+        return x.view(labels.shape) if wanted else None
+
+    return LogProbs(
+        (label_logit - lse).view(labels.shape),
+        shaped(ent, entropy),
+        shaped(sum_sq.detach(), log_sum_sq_probs),
+        shaped(mean, mean_logit),
+        shaped(top1, is_top1),
+        shaped(lse, logsumexp),
+    )
+
+
+def _prefer_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, config: CCEConfig) -> bool:
+    """Gradients in the forward pass save a GEMM. Narrow dtypes would need a float32 copy of the weight's gradient for it."""
+    wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    return (
+        wants_gradient
+        and hidden.dtype in (torch.float32, torch.float64)
+        and ops.choose_implementation(hidden.device, config.implementation) == "portable"
+    )
+
+
+def _factor(
+    labels: Tensor, ignore_index: int, reduction: str, num_items_in_batch: Tensor | int | float | None, hidden: Tensor
+) -> Tensor:
+    """What the sum of the losses is multiplied by, a scalar in the accumulation dtype; finite also when nothing counts."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    if reduction == "sum":
+        return torch.ones((), dtype=wide, device=hidden.device)
+    if num_items_in_batch is None:
+        return (labels != ignore_index).sum().clamp(min=1).to(wide).reciprocal()
+    items = torch.as_tensor(num_items_in_batch, device=hidden.device).to(wide)
+    if items.numel() != 1:
+        raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(items.shape)}")
+    items = items.reshape(())
+    return torch.where(items == 0, 0, 1 / torch.where(items == 0, 1, items))
+
+
+def _prepare(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    logit_scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor | None, float]:
+    """Check everything that can be checked without reading data; cast for autocast; flatten to [N, D]."""
+    if not hidden_states.is_floating_point():
+        raise ValueError(f"hidden_states must be floating point, got {hidden_states.dtype}")
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be [V, D], got shape {tuple(weight.shape)}")
+    if weight.shape[0] == 0:
+        raise ValueError("weight must have at least one row (V > 0); is it a sharded parameter that was not gathered?")
+    if hidden_states.dim() < 1 or hidden_states.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden_states must be [..., D] with D = {weight.shape[1]} as in weight, got shape {tuple(hidden_states.shape)}"
+        )
+    if labels.shape != hidden_states.shape[:-1]:
+        raise ValueError(
+            f"labels must have the shape of hidden_states without its last dimension, {tuple(hidden_states.shape[:-1])}, "
+            f"got {tuple(labels.shape)}"
+        )
+    if labels.dtype not in _LABEL_DTYPES:
+        raise ValueError(f"labels must be integers (torch.int64), got {labels.dtype}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [V] = [{weight.shape[0]}], got shape {tuple(bias.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias), ("labels", labels)):
+        if tensor is not None and tensor.device != hidden_states.device:
+            raise ValueError(f"{name} must be on {hidden_states.device} like hidden_states, got {tensor.device}")
+    kind = hidden_states.device.type
+    if torch.is_autocast_enabled(kind) and hidden_states.dtype != torch.float64:
+        target = torch.get_autocast_dtype(kind)
+        hidden_states, weight = hidden_states.to(target), weight.to(target)
+        bias = None if bias is None else bias.to(target)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden_states.dtype:
+            raise ValueError(
+                f"{name} must have the dtype of hidden_states, {hidden_states.dtype}, got {tensor.dtype}; "
+                "cast one of them, or run under torch.autocast"
+            )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive or None, got {softcap}")
+    return hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias, float(softcap or 0.0)

@@ -1,0 +1,294 @@
+"""The loss in plain PyTorch: for CPUs, Apple GPUs and old NVIDIA GPUs, and the executable specification of the kernels.
+
+Legend: N tokens, D hidden size, V vocabulary. z = softcap(logit_scale · (h Wᵀ + b)), p = softmax(z), lse = logsumexp(z).
+
+Two algorithms, because two things can be scarce:
+
+- ``logit_stats`` / ``logit_stats_backward`` walk over slabs of the vocabulary and hold one slab of logits at a time. Every
+  gradient is formed from recomputed logits (four GEMMs), so any gradient of the statistics can be asked for, any number of times.
+- ``cross_entropy_sum`` walks over blocks of tokens, each with the whole vocabulary, and forms the gradients in the forward
+  pass (three GEMMs, as many as full logits need). It wants the gradient of the loss to be one scalar for all tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MIB = 1 << 20
+# Below this, saving memory helps nobody, and smaller slabs starve the GEMMs.
+SCRATCH_FLOOR = 16 * MIB
+
+
+class Stats(NamedTuple):
+    """Per-token statistics of the logits, each [N] in float32 (float64 for float64 inputs); zero where a label is ignored."""
+
+    lse: Tensor
+    label_logit: Tensor
+    mean_logit: Tensor  # empty unless asked for, as are the following
+    entropy: Tensor
+    log_sum_sq: Tensor
+    is_top1: Tensor  # bool
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def scratch_bytes(n: int, v: int, itemsize: int, memory_budget: int) -> int:
+    """A tenth of what the logits would take, but at least ``SCRATCH_FLOOR`` and at most the budget."""
+    return min(memory_budget, max(SCRATCH_FLOOR, n * v * itemsize // 10))
+
+
+def check_labels(labels: Tensor, valid: Tensor, v: int) -> None:
+    """Raise ``ValueError`` if a label that is not ignored lies outside [0, V). Reads the labels on the host."""
+    bad = valid & ((labels < 0) | (labels >= v))
+    if bool(bad.any()):
+        value = int(labels[bad][0])
+        raise ValueError(
+            f"labels must lie in [0, {v}) or equal ignore_index, but {int(bad.sum())} do not (the first is {value}); "
+            "check the tokenizer against the size of lm_head, or set ignore_index"
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float) -> Tensor:
+    """Logits of one slab [N, slab] in the accumulation dtype, as few temporaries as possible."""
+    z = torch.mm(hidden, weight.t())
+    z = z.to(accumulation_dtype(z.dtype))
+    if bias is not None:
+        z.add_(bias)
+    if logit_scale != 1.0:
+        z.mul_(logit_scale)
+    if softcap:
+        z.div_(softcap).tanh_().mul_(softcap)
+    return z
+
+
+def _slab_width(n: int, v: int, dtype: torch.dtype, copies: int, memory_budget: int) -> int:
+    wide = torch.finfo(accumulation_dtype(dtype)).bits // 8
+    per_column = n * (wide * copies + (dtype.itemsize if dtype.itemsize < wide else 0))
+    width = scratch_bytes(n, v, wide, memory_budget) // max(per_column, 1)
+    return max(16, min(v, width))
+
+
+def logit_stats(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,  # [V]
+    labels: Tensor,  # [N]
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    want_mean: bool,
+    want_entropy: bool,
+    want_log_sum_sq: bool,
+    want_top1: bool,
+    memory_budget: int,
+) -> Stats:
+    """One pass over slabs of the vocabulary with a running maximum, as in online softmax (Milakov & Gimelshein, 2018)."""
+    n_all, v = labels.numel(), weight.shape[0]
+    valid = labels != ignore_index
+    check_labels(labels, valid, v)
+    rows = valid.nonzero().squeeze(1)
+    hidden, labels = (hidden, labels) if rows.numel() == n_all else (hidden[rows], labels[rows])
+    n, wide = labels.numel(), accumulation_dtype(hidden.dtype)
+
+    def vector(value: float) -> Tensor:
+        return torch.full((n,), value, dtype=wide, device=hidden.device)
+
+    top, total, label_logit = vector(-math.inf), vector(0), vector(0)
+    z_sum, weighted, squares = vector(0), vector(0), vector(0)
+    width = _slab_width(n, v, hidden.dtype, 3 if want_entropy else 2, memory_budget)
+    for start in range(0, v if n else 0, width):
+        stop = min(v, start + width)
+        z = _logits(hidden, weight[start:stop], None if bias is None else bias[start:stop], logit_scale, softcap)
+        inside = (labels >= start) & (labels < stop)
+        local = (labels - start).clamp_(0, stop - start - 1)
+        label_logit += torch.where(inside, z.gather(1, local[:, None]).squeeze(1), 0)
+        if want_mean:
+            z_sum += z.sum(1)
+        new_top = torch.maximum(top, z.amax(1))
+        shift = torch.where(new_top == -math.inf, 0, top - new_top)  # -inf − -inf would be NaN
+        decay = shift.exp()
+        z.sub_(torch.where(new_top == -math.inf, 0, new_top)[:, None])
+        e = z.exp() if want_entropy else z.exp_()
+        if want_entropy:
+            weighted = torch.where(total > 0, weighted + shift * total, 0) * decay + z.mul_(e).nan_to_num_(0.0).sum(1)
+        total = total * decay + e.sum(1)
+        if want_log_sum_sq:
+            squares = squares * decay * decay + e.square_().sum(1)
+        top = new_top
+    log_total = total.log()
+    lse = top + log_total
+
+    def scatter(x: Tensor, wanted: bool = True) -> Tensor:
+        if not wanted:
+            return x.new_empty(0)
+        return x if n == n_all else x.new_zeros(n_all).index_copy_(0, rows, x)
+
+    return Stats(
+        scatter(lse),
+        scatter(label_logit),
+        scatter(z_sum / v, want_mean),
+        scatter(log_total - weighted / total, want_entropy),
+        scatter(squares.log() - 2 * log_total, want_log_sum_sq),
+        scatter(label_logit >= top, want_top1),
+    )
+
+
+def logit_stats_backward(
+    grad_lse: Tensor,  # [N]
+    grad_label: Tensor,  # [N]
+    grad_mean: Tensor | None,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    lse: Tensor,  # [N]
+    entropy: Tensor | None,  # [N]; needed with grad_entropy
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the statistics in ``hidden`` [N, D], ``weight`` [V, D] and ``bias`` [V]; empty where not needed.
+
+    With H the entropy: ∂lse/∂z = p, ∂z_label/∂z = one-hot, ∂(mean z)/∂z = 1/V, ∂H/∂z = −p · (z − (lse − H)).
+    """
+    v, wide = weight.shape[0], accumulation_dtype(hidden.dtype)
+    all_hidden = hidden
+    rows = (labels != ignore_index).nonzero().squeeze(1)
+    if rows.numel() != labels.numel():
+        hidden, labels, lse, grad_lse, grad_label = (x[rows] for x in (hidden, labels, lse, grad_lse, grad_label))
+        grad_mean = None if grad_mean is None else grad_mean[rows]
+        grad_entropy = None if grad_entropy is None else grad_entropy[rows]
+        entropy = None if entropy is None else entropy[rows]
+    n = labels.numel()
+    grad_hidden = torch.zeros(hidden.shape if need_hidden else 0, dtype=wide, device=hidden.device)
+    grad_weight = torch.zeros_like(weight) if need_weight and not n else weight.new_empty(weight.shape if need_weight else 0)
+    grad_bias = weight.new_zeros(v if need_bias else 0)
+    width = _slab_width(n, v, hidden.dtype, 2 + bool(grad_entropy is not None or softcap), memory_budget)
+    for start in range(0, v if n else 0, width):
+        stop = min(v, start + width)
+        z = _logits(hidden, weight[start:stop], None if bias is None else bias[start:stop], logit_scale, softcap)
+        keep_z = grad_entropy is not None or softcap
+        g = (z - lse[:, None] if keep_z else z.sub_(lse[:, None])).exp_()
+        if grad_entropy is not None and entropy is not None:
+            g.mul_(grad_lse[:, None] - grad_entropy[:, None] * (z - (lse - entropy)[:, None]))
+        else:
+            g.mul_(grad_lse[:, None])
+        if grad_mean is not None:
+            g.add_((grad_mean / v)[:, None])
+        inside = (labels >= start) & (labels < stop)
+        local = (labels - start).clamp_(0, stop - start - 1)
+        g.scatter_add_(1, local[:, None], torch.where(inside, grad_label, 0)[:, None])
+        if softcap:
+            g.mul_(z.div_(softcap).square_().neg_().add_(1))
+        if logit_scale != 1.0:
+            g.mul_(logit_scale)
+        if need_bias:
+            grad_bias[start:stop] = g.sum(0)
+        g = g.to(hidden.dtype)
+        if need_hidden:
+            if grad_hidden.dtype == g.dtype:
+                grad_hidden.addmm_(g, weight[start:stop])
+            else:
+                grad_hidden += torch.mm(g, weight[start:stop])
+        if need_weight:
+            torch.mm(g.t(), hidden, out=grad_weight[start:stop])
+    grad_hidden = grad_hidden.to(hidden.dtype)
+    if need_hidden and n != all_hidden.shape[0]:
+        grad_hidden = torch.zeros_like(all_hidden).index_copy_(0, rows, grad_hidden)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def cross_entropy_sum(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,  # [V]
+    labels: Tensor,  # [N]
+    factor: Tensor,  # scalar
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``factor`` · Σ over tokens of the loss, the tokens' lse [N], and the gradients of that sum, formed in the same pass.
+
+    Loss of a token: lse − (1 − ε) z_label − ε · mean(z) + z_loss · lse², with ε the label smoothing.
+    """
+    n_all, v, d = labels.numel(), weight.shape[0], weight.shape[1]
+    valid = labels != ignore_index
+    check_labels(labels, valid, v)
+    picked = valid.nonzero().squeeze(1)
+    everything = picked.numel() == n_all
+    wide, c = accumulation_dtype(hidden.dtype), float(factor)
+    lse_all = torch.zeros(n_all, dtype=wide, device=hidden.device)
+    grad_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
+    grad_weight = weight.new_empty((v, d) if need_weight else 0)
+    grad_bias = weight.new_zeros(v if need_bias else 0)
+    need_any = need_hidden or need_weight or need_bias
+    itemsize = hidden.dtype.itemsize
+    copies = 2 if softcap and need_any else 1
+    n = picked.numel()
+    block = max(1, min(n, scratch_bytes(n, v, itemsize, memory_budget) // (v * itemsize * copies)))
+    block = math.ceil(n / math.ceil(n / block)) if n else 1  # even blocks: a short last one costs as much as a full one
+    scratch = hidden.new_empty((block, v) if n else (0, v))
+    total = torch.zeros((), dtype=wide, device=hidden.device)
+    for start in range(0, n, block):
+        stop = min(n, start + block)
+        rows = slice(start, stop) if everything else picked[start:stop]
+        h, y = hidden[rows], labels[rows]
+        z = torch.mm(h, weight.t(), out=scratch[: stop - start])
+        if bias is not None:
+            z.add_(bias)
+        if logit_scale != 1.0:
+            z.mul_(logit_scale)
+        if softcap:
+            z.div_(softcap).tanh_().mul_(softcap)
+        top, at_label = z.amax(1), z.gather(1, y[:, None])
+        mean = z.mean(1) if label_smoothing else None
+        jacobian = z.div(softcap).square_().neg_().add_(1) if softcap and need_any else None
+        torch.softmax(z, 1, out=z)  # row by row, so input and output may be one
+        lse = top - z.amax(1).log()  # the largest probability is 1 / Σ exp(z − top)
+        lse_all[rows] = lse
+        loss = lse - at_label.squeeze(1)
+        if mean is not None:
+            loss = loss + label_smoothing * (at_label.squeeze(1) - mean)
+        if z_loss:
+            loss = loss + z_loss * lse.square()
+        total += loss.sum()
+        if not need_any:
+            continue
+        if z_loss:
+            z.mul_((1 + 2 * z_loss * lse)[:, None])
+        z.scatter_add_(1, y[:, None], torch.full_like(at_label, label_smoothing - 1))
+        if label_smoothing:
+            z.sub_(label_smoothing / v)
+        if jacobian is not None:
+            z.mul_(jacobian)
+        alpha = c * logit_scale
+        if need_hidden:
+            block_grad = torch.mm(z, weight)
+            grad_hidden[rows] = block_grad.mul_(alpha)
+        if need_weight:
+            # beta=0 ignores what is in the fresh buffer, so it need not be zeroed first
+            grad_weight.addmm_(z.t(), h, beta=0.0 if start == 0 else 1.0, alpha=alpha)
+        if need_bias:
+            grad_bias.add_(z.sum(0), alpha=alpha)
+    if need_weight and not n:
+        grad_weight.zero_()
+    return total * factor, lse_all, grad_hidden, grad_weight, grad_bias
