@@ -79,7 +79,7 @@ def linear_cross_entropy(
             out-of-range label fails a device-side assertion that names ``labels``, without synchronising the host.
         RuntimeError: in a double backward, or where ``config`` asks for kernels that cannot run here.
     """
-    config = CCEConfig.of(config)
+    config = _checked(config)
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
     if num_items_in_batch is not None and reduction != "mean":
@@ -147,7 +147,7 @@ def linear_log_probs(
     Raises:
         ValueError, RuntimeError: as in ``linear_cross_entropy``.
     """
-    config = CCEConfig.of(config)
+    config = _checked(config)
     hidden, weight, bias, cap = _prepare(hidden_states, weight, bias, labels, logit_scale, softcap)
     lse, label_logit, mean, ent, sum_sq, top1 = torch.ops.hf_cce.logit_stats(
         hidden, weight, bias, labels.reshape(-1).long(), ignore_index, logit_scale, cap,
@@ -160,11 +160,22 @@ def linear_log_probs(
     return LogProbs(
         (label_logit - lse).view(labels.shape),
         shaped(ent, entropy),
-        shaped(sum_sq.detach(), log_sum_sq_probs),
+        shaped(sum_sq, log_sum_sq_probs),
         shaped(mean, mean_logit),
         shaped(top1, is_top1),
         shaped(lse, logsumexp),
     )
+
+
+_DEFAULT = CCEConfig()
+
+
+def _checked(config: CCEConfig | None) -> CCEConfig:
+    if config is None:
+        return _DEFAULT
+    if not isinstance(config, CCEConfig):
+        raise TypeError(f"config must be a CCEConfig or None, got {type(config).__name__}")
+    return config
 
 
 def _prefer_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, config: CCEConfig) -> bool:
@@ -173,7 +184,7 @@ def _prefer_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, config: CCE
     return (
         wants_gradient
         and hidden.dtype in (torch.float32, torch.float64)
-        and ops.choose_implementation(hidden.device, config.implementation) == "portable"
+        and ops.choose_implementation(hidden.device, hidden.dtype, config.implementation) == "portable"
     )
 
 

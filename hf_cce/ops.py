@@ -8,6 +8,7 @@ the portable implementation computes in full precision. Both take two-dimensiona
 from __future__ import annotations
 
 import importlib.util
+import os
 from types import ModuleType
 from typing import Any
 
@@ -16,24 +17,24 @@ from torch import Tensor
 
 from hf_cce import portable
 
-_NAMES = ("lse", "label_logit", "mean_logit", "entropy", "log_sum_sq", "is_top1")
 
-
-def choose_implementation(device: torch.device, implementation: str = "auto") -> str:
-    """``"triton"`` or ``"portable"`` for tensors on ``device``.
+def choose_implementation(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
+    """``"triton"`` or ``"portable"`` for tensors of ``dtype`` on ``device``.
 
     Raises:
         RuntimeError: ``implementation="triton"`` where the kernels cannot run; the message says why.
     """
     if implementation == "portable":
         return implementation
-    why = _why_no_triton(device)
+    why = _why_no_triton(device, dtype)
     if implementation == "triton" and why:
         raise RuntimeError(f"implementation='triton' cannot run here: {why}; use implementation='auto'")
     return "portable" if why else "triton"
 
 
-def _why_no_triton(device: torch.device) -> str | None:
+def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the kernels compute in float32 and the tensors are {dtype}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install triton)"
     if device.type == "cpu":
@@ -48,8 +49,6 @@ def _why_no_triton(device: torch.device) -> str | None:
 
 
 def _interpreted() -> bool:
-    import os
-
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -59,8 +58,20 @@ def _kernels() -> ModuleType:
     return kernels
 
 
-def _implementation(device: torch.device, implementation: str) -> Any:
-    return portable if choose_implementation(device, implementation) == "portable" else _kernels()
+def _implementation(hidden: Tensor, implementation: str) -> Any:
+    return portable if choose_implementation(hidden.device, hidden.dtype, implementation) == "portable" else _kernels()
+
+
+def check_labels(labels: Tensor, ignore_index: int, v: int) -> None:
+    """Every label is in [0, V) or ignored: on a CUDA device by a device-side assertion, elsewhere by ``ValueError``."""
+    bad = (labels != ignore_index) & ((labels < 0) | (labels >= v))
+    if labels.is_cuda:
+        torch._assert_async(~bad.any(), f"hf_cce: labels must lie in [0, {v}) or equal ignore_index={ignore_index}")
+    elif bool(bad.any()):
+        raise ValueError(
+            f"labels must lie in [0, {v}) or equal ignore_index, but {int(bad.sum())} do not (the first is "
+            f"{int(labels[bad][0])}); check the tokenizer against the size of lm_head, or set ignore_index"
+        )
 
 
 @torch.library.custom_op("hf_cce::logit_stats", mutates_args=())
@@ -80,10 +91,11 @@ def logit_stats(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty where not wanted. ``softcap`` 0 is none."""
+    check_labels(labels, ignore_index, weight.shape[0])
     # Autocast is settled by the caller; inside, a cast of what is already an accumulator would lose it.
     with torch.autocast(hidden.device.type, enabled=False):
         return tuple(
-            _implementation(hidden.device, implementation).logit_stats(
+            _implementation(hidden, implementation).logit_stats(
                 hidden, weight, bias, labels, ignore_index, logit_scale, softcap,
                 want_mean, want_entropy, want_log_sum_sq, want_top1, memory_budget,
             )
@@ -124,7 +136,7 @@ def logit_stats_backward(
     """(grad of hidden [N, D], of weight [V, D], of bias [V]), each in its input's dtype, empty where not needed."""
     with torch.autocast(hidden.device.type, enabled=False):
         return tuple(
-            _implementation(hidden.device, implementation).logit_stats_backward(
+            _implementation(hidden, implementation).logit_stats_backward(
                 grad_lse, grad_label, grad_mean, grad_entropy, hidden, weight, bias, labels, lse, entropy,
                 ignore_index, logit_scale, softcap, need_hidden, need_weight, need_bias, memory_budget,
             )
@@ -149,14 +161,13 @@ def _(g1, g2, g3, g4, hidden, weight, bias, labels, lse, entropy, ignore, scale,
 def _save_stats(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, labels, ignore_index, logit_scale, softcap, _, want_entropy = inputs[:9]
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[4], output[5])
     ctx.save_for_backward(hidden, weight, bias, labels, output[0], output[3] if want_entropy else None)
     ctx.options = (ignore_index, logit_scale, softcap)
     ctx.memory_budget, ctx.implementation = inputs[-2], inputs[-1]
 
 
 def _stats_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    if grads[4] is not None:
-        raise RuntimeError("log_sum_sq_probs has no gradient; detach it, or derive it from log_probs")
     hidden, weight, bias, labels, lse, entropy = ctx.saved_tensors
     need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
     grad_lse = torch.zeros_like(lse) if grads[0] is None else grads[0].contiguous()
@@ -199,6 +210,7 @@ def cross_entropy_sum(
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(factor · Σ loss, lse [N], gradients of hidden [N, D], weight [V, D] and bias [V], empty where not needed)."""
+    check_labels(labels, ignore_index, weight.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
         return portable.cross_entropy_sum(
             hidden, weight, bias, labels, factor, ignore_index, logit_scale, softcap,
@@ -231,7 +243,7 @@ def _sum_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[An
     eager = type(grad) is Tensor and not torch.compiler.is_compiling()
     if not eager:
         gradients = [x * grad.to(x.dtype) for x in ctx.gradients]
-    elif ctx.gradients is not None:
+    elif ctx.gradients is not None and not torch.is_grad_enabled():  # enabled: create_graph=True, which the else branch refuses
         # Handed out once, scaled in place: a copy would hold the gradient of the weight twice. A second backward recomputes.
         gradients, ctx.gradients = ctx.gradients, None
         if float(grad) != 1.0:

@@ -1,0 +1,6 @@
+"""Triton kernels of the loss. Same functions, same arguments, same results as ``hf_cce.portable``."""
+
+from hf_cce.kernels.backward import logit_stats_backward
+from hf_cce.kernels.forward import logit_stats
+
+__all__ = ["logit_stats", "logit_stats_backward"]

@@ -1,0 +1,163 @@
+"""Backward: for one slab of the vocabulary at a time, recompute its logits, write the gradient of the logits, and multiply.
+
+Each slab's rows of the weight gradient are written once, from float32 accumulators; the gradient of the hidden states is
+accumulated over slabs in float32. No atomics, so results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.plan import make_plan, operand, slab_width
+from hf_cce.kernels.tiles import tile_logits, tile_position
+
+
+@triton.jit
+def _logit_gradient_kernel(
+    hidden,  # [N, D]
+    weight,  # [V, D]
+    bias,  # [V]
+    labels,  # [N] int64
+    lse,  # [N]
+    entropy,  # [N]
+    grad_lse,  # [N]
+    grad_label,  # [N]
+    grad_mean,  # [N]
+    grad_entropy,  # [N]
+    out,  # [N, width], the gradient of the logits before scale and softcap
+    slab_start,
+    slab_stop,
+    out_stride,
+    num_tokens,
+    vocab_size,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_MEAN: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    num_col_blocks = tl.cdiv(slab_stop - slab_start, BLOCK_N)
+    row_block, col_block = tile_position(
+        tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M), num_col_blocks, GROUP_M
+    )
+    row, col = row_block * BLOCK_M, slab_start + col_block * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_M)
+    cols = col + tl.arange(0, BLOCK_N)
+    in_rows = rows < num_tokens
+    in_slab = cols < slab_stop
+    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
+    valid = label != ignore_index
+    gradient = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if tl.sum(valid.to(tl.int32)) > 0:
+        z = tile_logits(
+            hidden, weight, bias, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
+            logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        # An ignored row has p = 0 this way, whatever its logits are.
+        row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+        p = tl.exp(z - row_lse[:, None])
+        g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
+        if HAS_ENTROPY:
+            g_entropy = tl.load(grad_entropy + rows, mask=in_rows, other=0.0)
+            expectation = tl.where(valid, row_lse - tl.load(entropy + rows, mask=in_rows, other=0.0), 0.0)
+            gradient = p * (g[:, None] - g_entropy[:, None] * (z - expectation[:, None]))
+        else:
+            gradient = p * g[:, None]
+        if HAS_MEAN:
+            g_mean = tl.load(grad_mean + rows, mask=valid, other=0.0)
+            gradient += (g_mean / vocab_size)[:, None]
+        hit = valid & (label >= col) & (label < col + BLOCK_N)
+        if tl.sum(hit.to(tl.int32)) > 0:
+            g_label = tl.load(grad_label + rows, mask=hit, other=0.0)
+            gradient += tl.where(cols[None, :] == label[:, None], g_label[:, None], 0.0)
+        if HAS_SOFTCAP:
+            t = z / softcap
+            gradient *= 1.0 - t * t
+        if HAS_SCALE:
+            gradient *= logit_scale
+    at = rows.to(tl.int64)[:, None] * out_stride + (cols - slab_start)[None, :]
+    tl.store(out + at, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & in_slab[None, :])
+
+
+def logit_stats_backward(
+    grad_lse: Tensor,  # [N]
+    grad_label: Tensor,  # [N]
+    grad_mean: Tensor | None,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,  # [V]
+    labels: Tensor,  # [N]
+    lse: Tensor,  # [N]
+    entropy: Tensor | None,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients as ``hf_cce.portable.logit_stats_backward``. Scratch, within the budget: one slab, and the accumulator [N, D]."""
+    (n, d), v = hidden.shape, weight.shape[0]
+    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    grad_weight = weight.new_empty((v, d) if need_weight else 0)
+    grad_bias = weight.new_empty(v if need_bias else 0)
+    if n == 0:
+        return torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0), grad_weight.zero_(), grad_bias.zero_()
+    plan = make_plan(hidden, weight)
+    itemsize = hidden.element_size()
+    width = slab_width(n, v, itemsize, plan.block_n, memory_budget)
+    if width < v and need_hidden:  # the accumulator comes out of the same budget
+        width = slab_width(n, v, itemsize, plan.block_n, memory_budget - 4 * n * d)
+    scratch = hidden.new_empty((n, width))
+    grad_hidden = None
+    h_operand, w_operand = operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan)
+    for start in range(0, v, width):
+        stop = min(v, start + width)
+        _logit_gradient_kernel[(triton.cdiv(n, plan.block_m) * triton.cdiv(stop - start, plan.block_n),)](
+            h_operand, w_operand, bias, labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy, scratch,
+            start, stop, width, n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
+            HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None, HAS_BIAS=bias is not None,
+            HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
+        )  # fmt: skip
+        gradient = scratch[:, : stop - start]  # [N, slab]
+        if need_weight:
+            torch.mm(gradient.t(), hidden, out=grad_weight[start:stop])
+        if need_hidden:
+            if width == v:
+                grad_hidden = torch.mm(gradient, weight)
+            else:
+                grad_hidden = _accumulate(grad_hidden, gradient, weight[start:stop])
+        if need_bias:
+            grad_bias[start:stop] = gradient.sum(0, dtype=torch.float32)
+    return (
+        hidden.new_empty(0) if grad_hidden is None else grad_hidden.to(hidden.dtype),
+        grad_weight,
+        grad_bias,
+    )
+
+
+def _accumulate(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``total`` + a · b in float32, from narrow operands without rounding the product."""
+    if a.dtype == torch.float32:
+        return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    product = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    return product if total is None else total.add_(product)

@@ -1,0 +1,209 @@
+"""Forward: one pass over hidden_states · weightᵀ in tiles; each tile leaves a few numbers per row, no logits.
+
+``_tile_stats_kernel`` writes each tile's own statistics, ``_combine_kernel`` folds them into those of the whole row. No program
+waits for another and nothing is accumulated in memory, so results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.plan import make_plan, operand
+from hf_cce.kernels.tiles import tile_logits, tile_position
+
+
+@triton.jit
+def _tile_stats_kernel(
+    hidden,  # [N, D]
+    weight,  # [V, D]
+    bias,  # [V]
+    labels,  # [N] int64
+    tile_lse,  # [T, N] logsumexp of the tile's part of a row
+    tile_sum,  # [T, N] Σ z, if WANT_MEAN
+    tile_expectation,  # [T, N] Σ z exp(z) / Σ exp(z), if WANT_ENTROPY
+    tile_lse2,  # [T, N] logsumexp of 2 z, if WANT_SQ
+    tile_max,  # [T, N], if WANT_TOP1
+    label_logit,  # [N], zero on entry
+    num_tokens,
+    vocab_size,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    ignore_index,
+    logit_scale,
+    softcap,
+    WANT_MEAN: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr,
+    WANT_SQ: tl.constexpr,
+    WANT_TOP1: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    num_col_blocks = tl.cdiv(vocab_size, BLOCK_N)
+    row_block, col_block = tile_position(
+        tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M), num_col_blocks, GROUP_M
+    )
+    row, col = row_block * BLOCK_M, col_block * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_M)
+    cols = col + tl.arange(0, BLOCK_N)
+    in_rows = rows < num_tokens
+    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
+    valid = label != ignore_index
+    if tl.sum(valid.to(tl.int32)) > 0:
+        z = tile_logits(
+            hidden, weight, bias, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
+            logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        out = col_block.to(tl.int64) * num_tokens + rows
+        in_cols = (cols < vocab_size)[None, :]
+        if WANT_MEAN:
+            tl.store(tile_sum + out, tl.sum(tl.where(in_cols, z, 0.0), 1), mask=in_rows)
+        hit = valid & (label >= col) & (label < col + BLOCK_N)
+        if tl.sum(hit.to(tl.int32)) > 0:
+            at_label = tl.sum(tl.where(cols[None, :] == label[:, None], z, 0.0), 1)
+            tl.store(label_logit + rows, at_label, mask=hit & in_rows)
+        z = tl.where(in_cols, z, float("-inf"))
+        top = tl.max(z, 1)
+        if WANT_TOP1:
+            tl.store(tile_max + out, top, mask=in_rows)
+        top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
+        z = z - top[:, None]
+        e = tl.exp(z)
+        total = tl.sum(e, 1)
+        tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
+        if WANT_ENTROPY:
+            weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
+            tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
+        if WANT_SQ:
+            tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
+
+
+@triton.jit
+def _combine_kernel(
+    tile_lse,  # [T, N], and so on: see _tile_stats_kernel
+    tile_sum,
+    tile_expectation,
+    tile_lse2,
+    tile_max,
+    label_logit,  # [N]
+    labels,  # [N]
+    lse,  # [N] and what follows: the results
+    mean_logit,
+    entropy,
+    log_sum_sq,
+    is_top1,
+    num_tokens,
+    vocab_size,
+    num_tiles,
+    ignore_index,
+    WANT_MEAN: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr,
+    WANT_SQ: tl.constexpr,
+    WANT_TOP1: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_rows = rows < num_tokens
+    valid = in_rows & (tl.load(labels + rows, mask=in_rows, other=ignore_index) != ignore_index)
+    top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    top2 = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    total2 = tl.zeros((BLOCK_R,), tl.float32)
+    weighted = tl.zeros((BLOCK_R,), tl.float32)
+    z_sum = tl.zeros((BLOCK_R,), tl.float32)
+    z_max = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    for first in range(0, num_tiles, BLOCK_T):
+        tiles = first + tl.arange(0, BLOCK_T)
+        at = tiles.to(tl.int64)[:, None] * num_tokens + rows[None, :]
+        mask = (tiles < num_tiles)[:, None] & valid[None, :]
+        part = tl.load(tile_lse + at, mask=mask, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(part, 0))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        decay = tl.exp(top - safe)
+        e = tl.exp(part - safe[None, :])
+        total = total * decay + tl.sum(e, 0)
+        if WANT_ENTROPY:
+            expectation = tl.load(tile_expectation + at, mask=mask, other=0.0)
+            weighted = weighted * decay + tl.sum(e * expectation, 0)
+        top = new_top
+        if WANT_SQ:
+            part2 = tl.load(tile_lse2 + at, mask=mask, other=float("-inf"))
+            new_top2 = tl.maximum(top2, tl.max(part2, 0))
+            safe2 = tl.where(new_top2 == float("-inf"), 0.0, new_top2)
+            total2 = total2 * tl.exp(top2 - safe2) + tl.sum(tl.exp(part2 - safe2[None, :]), 0)
+            top2 = new_top2
+        if WANT_MEAN:
+            z_sum += tl.sum(tl.load(tile_sum + at, mask=mask, other=0.0), 0)
+        if WANT_TOP1:
+            z_max = tl.maximum(z_max, tl.max(tl.load(tile_max + at, mask=mask, other=float("-inf")), 0))
+    row_lse = top + tl.log(total)
+    tl.store(lse + rows, tl.where(valid, row_lse, 0.0), mask=in_rows)
+    if WANT_MEAN:
+        tl.store(mean_logit + rows, tl.where(valid, z_sum / vocab_size, 0.0), mask=in_rows)
+    if WANT_ENTROPY:
+        tl.store(entropy + rows, tl.where(valid, row_lse - weighted / total, 0.0), mask=in_rows)
+    if WANT_SQ:
+        tl.store(log_sum_sq + rows, tl.where(valid, top2 + tl.log(total2) - 2.0 * row_lse, 0.0), mask=in_rows)
+    if WANT_TOP1:
+        target = tl.load(label_logit + rows, mask=in_rows, other=0.0)
+        tl.store(is_top1 + rows, valid & (target >= z_max), mask=in_rows)
+
+
+def logit_stats(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,  # [V]
+    labels: Tensor,  # [N]
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    want_mean: bool,
+    want_entropy: bool,
+    want_log_sum_sq: bool,
+    want_top1: bool,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The statistics of ``hf_cce.portable.Stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
+    n, v = labels.numel(), weight.shape[0]
+    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    wants = (want_mean, want_entropy, want_log_sum_sq, want_top1)
+    lse, label_logit = (torch.zeros(n, dtype=torch.float32, device=hidden.device) for _ in range(2))
+    results = [
+        torch.empty(n if want else 0, dtype=torch.bool if want and i == 3 else torch.float32, device=hidden.device)
+        for i, want in enumerate(wants)
+    ]
+    plan = make_plan(hidden, weight)
+    num_tiles = triton.cdiv(v, plan.block_n)
+    per_token = 4 * num_tiles * (1 + sum(wants))
+    group = max(plan.block_m, memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
+    flags = dict(zip(("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1"), wants, strict=True))
+    for start in range(0, n, group):
+        rows = slice(start, min(n, start + group))
+        h, y = hidden[rows], labels[rows]
+        size = y.numel()
+        tiles = [torch.empty(num_tiles * size if want else 1, device=hidden.device) for want in (True, *wants)]
+        _tile_stats_kernel[(triton.cdiv(size, plan.block_m) * num_tiles,)](
+            operand(h, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, y, *tiles, label_logit[rows],
+            size, v, h.shape[1], h.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
+            **flags, HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0,
+            **plan.constants(),
+        )  # fmt: skip
+        outputs = [x[rows] if x.numel() else lse for x in results]
+        _combine_kernel[(triton.cdiv(size, 64),)](
+            *tiles, label_logit[rows], y, lse[rows], *outputs, size, v, num_tiles, ignore_index,
+            **flags, BLOCK_R=64, BLOCK_T=16, num_warps=4,
+        )  # fmt: skip
+    return lse, label_logit, results[0], results[1], results[2], results[3]
