@@ -24,8 +24,8 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, implementati
     Raises:
         RuntimeError: ``implementation="triton"`` where the kernels cannot run; the message says why.
     """
-    if implementation == "portable":
-        return implementation
+    if implementation == "portable" or (implementation == "auto" and device.type == "cpu"):
+        return "portable"
     why = _why_no_triton(device, dtype)
     if implementation == "triton" and why:
         raise RuntimeError(f"implementation='triton' cannot run here: {why}; use implementation='auto'")
@@ -38,8 +38,10 @@ def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install triton)"
     if device.type == "cpu":
-        # Asked for by the environment only: the interpreter is for tests, thousands of times slower than PyTorch.
-        return None if _interpreted() else "the tensors are on the CPU"
+        # Triton's interpreter is for tests, thousands of times slower than PyTorch.
+        return (
+            None if _interpreted() else "the tensors are on the CPU (set TRITON_INTERPRET=1 to interpret the kernels)"
+        )
     if device.type != "cuda" or torch.version.cuda is None:
         return f"the kernels are for NVIDIA GPUs and the tensors are on {device}"
     capability = torch.cuda.get_device_capability(device)
@@ -103,13 +105,21 @@ def logit_stats(
 
 
 @logit_stats.register_fake
-def _(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, mean, entropy, sq, top1, budget, implementation):  # type: ignore[no-untyped-def]
+def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    want_mean, want_entropy, want_log_sum_sq, want_top1 = others[6:10]
     n, wide = hidden.shape[0], portable.accumulation_dtype(hidden.dtype)
 
     def vector(wanted: bool = True, dtype: torch.dtype = wide) -> Tensor:
         return hidden.new_empty(n if wanted else 0, dtype=dtype)
 
-    return vector(), vector(), vector(mean), vector(entropy), vector(sq), vector(top1, torch.bool if top1 else wide)
+    return (
+        vector(),
+        vector(),
+        vector(want_mean),
+        vector(want_entropy),
+        vector(want_log_sum_sq),
+        vector(want_top1, torch.bool if want_top1 else wide),
+    )
 
 
 @torch.library.custom_op("hf_cce::logit_stats_backward", mutates_args=())
@@ -154,8 +164,10 @@ def _fake_gradients(
 
 
 @logit_stats_backward.register_fake
-def _(g1, g2, g3, g4, hidden, weight, bias, labels, lse, entropy, ignore, scale, cap, nh, nw, nb, budget, implementation):  # type: ignore[no-untyped-def]
-    return _fake_gradients(hidden, weight, nh, nw, nb)
+def _(
+    g1: Tensor, g2: Tensor, g3: Tensor, g4: Tensor, hidden: Tensor, weight: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    return _fake_gradients(hidden, weight, *others[7:10])
 
 
 def _save_stats(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -219,9 +231,9 @@ def cross_entropy_sum(
 
 
 @cross_entropy_sum.register_fake
-def _(hidden, weight, bias, labels, factor, ignore, scale, cap, smoothing, z_loss, nh, nw, nb, budget):  # type: ignore[no-untyped-def]
+def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     wide = portable.accumulation_dtype(hidden.dtype)
-    gradients = _fake_gradients(hidden, weight, nh, nw, nb)
+    gradients = _fake_gradients(hidden, weight, *others[8:11])
     return hidden.new_empty((), dtype=wide), hidden.new_empty(hidden.shape[0], dtype=wide), *gradients
 
 
@@ -243,7 +255,9 @@ def _sum_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[An
     eager = type(grad) is Tensor and not torch.compiler.is_compiling()
     if not eager:
         gradients = [x * grad.to(x.dtype) for x in ctx.gradients]
-    elif ctx.gradients is not None and not torch.is_grad_enabled():  # enabled: create_graph=True, which the else branch refuses
+    elif (
+        ctx.gradients is not None and not torch.is_grad_enabled()
+    ):  # enabled: create_graph=True, which the else branch refuses
         # Handed out once, scaled in place: a copy would hold the gradient of the weight twice. A second backward recomputes.
         gradients, ctx.gradients = ctx.gradients, None
         if float(grad) != 1.0:

@@ -16,6 +16,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MIB = 1 << 20
@@ -63,9 +64,10 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: fl
     return z
 
 
-def _slab_width(n: int, v: int, dtype: torch.dtype, copies: int, memory_budget: int) -> int:
+def _slab_width(n: int, v: int, dtype: torch.dtype, copies: int, memory_budget: int, per_column: int = 0) -> int:
+    """Columns of a slab that has ``copies`` float arrays [N, width], one more of a narrow ``dtype``, and ``per_column`` bytes."""
     wide = torch.finfo(accumulation_dtype(dtype)).bits // 8
-    per_column = n * (wide * copies + (dtype.itemsize if dtype.itemsize < wide else 0))
+    per_column += n * (wide * copies + (dtype.itemsize if dtype.itemsize < wide else 0))
     width = scratch_bytes(n, v, wide, memory_budget) // max(per_column, 1)
     return max(16, min(v, width))
 
@@ -96,7 +98,7 @@ def logit_stats(
 
     top, total, label_logit = vector(-math.inf), vector(0), vector(0)
     z_sum, weighted, squares = vector(0), vector(0), vector(0)
-    width = _slab_width(n, v, hidden.dtype, 3 if want_entropy else 2, memory_budget)
+    width = _slab_width(n, v, hidden.dtype, 1 + want_entropy, memory_budget)
     for start in range(0, v if n else 0, width):
         stop = min(v, start + width)
         z = _logits(hidden, weight[start:stop], None if bias is None else bias[start:stop], logit_scale, softcap)
@@ -116,6 +118,7 @@ def logit_stats(
         if want_log_sum_sq:
             squares = squares * decay * decay + e.square_().sum(1)
         top = new_top
+        del z, e  # or they would still be there while the next slab is made
     log_total = total.log()
     lse = top + log_total
 
@@ -167,16 +170,20 @@ def logit_stats_backward(
         entropy = None if entropy is None else entropy[rows]
     n = labels.numel()
     grad_hidden = torch.zeros(hidden.shape if need_hidden else 0, dtype=wide, device=hidden.device)
-    grad_weight = torch.zeros_like(weight) if need_weight and not n else weight.new_empty(weight.shape if need_weight else 0)
+    grad_weight = (
+        torch.zeros_like(weight) if need_weight and not n else weight.new_empty(weight.shape if need_weight else 0)
+    )
     grad_bias = weight.new_zeros(v if need_bias else 0)
-    width = _slab_width(n, v, hidden.dtype, 2 + bool(grad_entropy is not None or softcap), memory_budget)
+    narrow = hidden.dtype != wide
+    weight_copy = 4 * weight.shape[1] if narrow and need_hidden else 0
+    keep_z = grad_entropy is not None or softcap > 0
+    width = _slab_width(n, v, hidden.dtype, 1 + keep_z + (grad_entropy is not None), memory_budget, weight_copy)
     for start in range(0, v if n else 0, width):
         stop = min(v, start + width)
         z = _logits(hidden, weight[start:stop], None if bias is None else bias[start:stop], logit_scale, softcap)
-        keep_z = grad_entropy is not None or softcap
         g = (z - lse[:, None] if keep_z else z.sub_(lse[:, None])).exp_()
         if grad_entropy is not None and entropy is not None:
-            g.mul_(grad_lse[:, None] - grad_entropy[:, None] * (z - (lse - entropy)[:, None]))
+            g.mul_((z - (lse - entropy)[:, None]).mul_(-grad_entropy[:, None]).add_(grad_lse[:, None]))
         else:
             g.mul_(grad_lse[:, None])
         if grad_mean is not None:
@@ -190,14 +197,12 @@ def logit_stats_backward(
             g.mul_(logit_scale)
         if need_bias:
             grad_bias[start:stop] = g.sum(0)
-        g = g.to(hidden.dtype)
         if need_hidden:
-            if grad_hidden.dtype == g.dtype:
-                grad_hidden.addmm_(g, weight[start:stop])
-            else:
-                grad_hidden += torch.mm(g, weight[start:stop])
+            # In float32 also for narrow dtypes: a product rounded per slab would be worse than one over all of V.
+            grad_hidden.addmm_(g, weight[start:stop].to(wide))
         if need_weight:
-            torch.mm(g.t(), hidden, out=grad_weight[start:stop])
+            torch.mm(g.to(hidden.dtype).t(), hidden, out=grad_weight[start:stop])
+        del z, g
     grad_hidden = grad_hidden.to(hidden.dtype)
     if need_hidden and n != all_hidden.shape[0]:
         grad_hidden = torch.zeros_like(all_hidden).index_copy_(0, rows, grad_hidden)
@@ -237,13 +242,15 @@ def cross_entropy_sum(
     n = picked.numel()
     block = _token_block(n, v, hidden.dtype.itemsize * (2 if softcap and need_any else 1), memory_budget)
     # [V, tokens], not [tokens, V]: measured on two cores at 96 tokens, the three GEMMs take 25 % less in this orientation.
-    scratch = hidden.new_empty(v * min(block, n))
+    scratch = hidden.new_empty(v * max(16, min(block, n)) if n else 0)
     total = torch.zeros((), dtype=wide, device=hidden.device)
     for start in range(0, n, block):
         stop = min(n, start + block)
         rows = slice(start, stop) if everything else picked[start:stop]
-        h, y = hidden[rows], labels[rows]
-        z = torch.mm(weight, h.t(), out=scratch[: v * (stop - start)].view(v, stop - start))
+        h, y, size = hidden[rows], labels[rows], stop - start
+        if size < 16:  # measured: with fewer columns MKL sums over V naively, ten times the rounding error
+            h, y, size = F.pad(h, (0, 0, 0, 16 - size)), F.pad(y, (0, 16 - size)), 16
+        z = torch.mm(weight, h.t(), out=scratch[: v * size].view(v, size))
         if bias is not None:
             z.add_(bias[:, None])
         if logit_scale != 1.0:
@@ -253,32 +260,36 @@ def cross_entropy_sum(
         top, at_label = z.amax(0), z.gather(0, y[None])
         mean = z.mean(0) if label_smoothing else None
         jacobian = z.div(softcap).square_().neg_().add_(1) if softcap and need_any else None
-        torch.softmax(z, 0, out=z)  # column by column, so input and output may be one
-        lse = top - z.amax(0).log()  # the largest probability is 1 / Σ exp(z − top)
-        lse_all[rows] = lse
+        # Not torch.softmax: over the first dimension it sums naively, and its error grows with V.
+        z.sub_(torch.where(top == -math.inf, 0, top)).exp_()
+        norm = z.sum(0)
+        lse = top + norm.log()
+        lse_all[rows] = lse[: stop - start]
         loss = lse - at_label[0]
         if mean is not None:
             loss = loss + label_smoothing * (at_label[0] - mean)
         if z_loss:
             loss = loss + z_loss * lse.square()
-        total += loss.sum()
+        total += loss[: stop - start].sum()
         if not need_any:
             continue
+        # z becomes norm · ∂loss/∂z: the division by norm costs nothing on the small factors h and grad_hidden.
         if z_loss:
             z.mul_(1 + 2 * z_loss * lse)
-        z.scatter_add_(0, y[None], torch.full_like(at_label, label_smoothing - 1))
+        z.scatter_add_(0, y[None], (norm * (label_smoothing - 1))[None])
         if label_smoothing:
-            z.sub_(label_smoothing / v)
+            z.sub_(norm * (label_smoothing / v))
         if jacobian is not None:
             z.mul_(jacobian)
-        alpha = c * logit_scale
+        weights = (c * logit_scale) / norm
+        weights[stop - start :] = 0
         if need_hidden:
-            grad_hidden[rows] = torch.mm(weight.t(), z).t().mul_(alpha)
+            grad_hidden[rows] = torch.mm(weight.t(), z).mul_(weights).t()[: stop - start]
         if need_weight:
             # beta=0 ignores what is in the fresh buffer, so it need not be zeroed first
-            grad_weight.addmm_(z, h, beta=0.0 if start == 0 else 1.0, alpha=alpha)
+            grad_weight.addmm_(z, h * weights[:, None], beta=0.0 if start == 0 else 1.0)
         if need_bias:
-            grad_bias.add_(z.sum(1), alpha=alpha)
+            grad_bias.add_(torch.mv(z, weights))
     if need_weight and not n:
         grad_weight.zero_()
     return total * factor, lse_all, grad_hidden, grad_weight, grad_bias

@@ -15,7 +15,7 @@ from hf_cce.kernels.plan import make_plan, operand, slab_width
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "slab_start", "slab_stop", "ignore_index"])
 def _logit_gradient_kernel(
     hidden,  # [N, D]
     weight,  # [V, D]
@@ -53,9 +53,7 @@ def _logit_gradient_kernel(
     GROUP_M: tl.constexpr,
 ):
     num_col_blocks = tl.cdiv(slab_stop - slab_start, BLOCK_N)
-    row_block, col_block = tile_position(
-        tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M), num_col_blocks, GROUP_M
-    )
+    row_block, col_block = tile_position(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M), num_col_blocks, GROUP_M)
     row, col = row_block * BLOCK_M, slab_start + col_block * BLOCK_N
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
@@ -114,50 +112,78 @@ def logit_stats_backward(
     need_bias: bool,
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients as ``hf_cce.portable.logit_stats_backward``. Scratch, within the budget: one slab, and the accumulator [N, D]."""
+    """Gradients as ``hf_cce.portable.logit_stats_backward``.
+
+    Scratch, within the budget: one slab [N, width] and, with more than one slab, the float32 accumulator of the hidden states'
+    gradient [N, D]. Where that accumulator would take more than half of the budget, the two gradients are formed in two
+    passes, the second over groups of tokens: a fifth GEMM, but no accumulator for all tokens.
+    """
     (n, d), v = hidden.shape, weight.shape[0]
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
     grad_weight = weight.new_empty((v, d) if need_weight else 0)
     grad_bias = weight.new_empty(v if need_bias else 0)
     if n == 0:
-        return torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0), grad_weight.zero_(), grad_bias.zero_()
+        return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
     plan = make_plan(hidden, weight)
-    itemsize = hidden.element_size()
-    width = slab_width(n, v, itemsize, plan.block_n, memory_budget)
-    if width < v and need_hidden:  # the accumulator comes out of the same budget
-        width = slab_width(n, v, itemsize, plan.block_n, memory_budget - 4 * n * d)
-    scratch = hidden.new_empty((n, width))
-    grad_hidden = None
-    h_operand, w_operand = operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan)
-    for start in range(0, v, width):
-        stop = min(v, start + width)
-        _logit_gradient_kernel[(triton.cdiv(n, plan.block_m) * triton.cdiv(stop - start, plan.block_n),)](
-            h_operand, w_operand, bias, labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy, scratch,
-            start, stop, width, n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
-            HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None, HAS_BIAS=bias is not None,
-            HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
-        )  # fmt: skip
-        gradient = scratch[:, : stop - start]  # [N, slab]
-        if need_weight:
-            torch.mm(gradient.t(), hidden, out=grad_weight[start:stop])
-        if need_hidden:
-            if width == v:
-                grad_hidden = torch.mm(gradient, weight)
-            else:
-                grad_hidden = _accumulate(grad_hidden, gradient, weight[start:stop])
-        if need_bias:
-            grad_bias[start:stop] = gradient.sum(0, dtype=torch.float32)
-    return (
-        hidden.new_empty(0) if grad_hidden is None else grad_hidden.to(hidden.dtype),
-        grad_weight,
-        grad_bias,
-    )
+    w_operand = operand(weight, plan.block_n, plan)
+    per_token = (labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy)
+
+    def one_pass(rows: slice, for_hidden: bool, for_weight: bool) -> None:
+        """Form gradients from the tokens ``rows``; that of the weight, and the bias, only over all of them."""
+        h, vectors = hidden[rows], [None if x is None else x[rows] for x in per_token]
+        size, narrow = h.shape[0], h.element_size() < 4
+        width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget)
+        if width < v and for_hidden and narrow:
+            width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget - 4 * size * d)
+        # In the result's own memory where its dtype is float32 or one product is all there is.
+        total = torch.empty_like(h, dtype=torch.float32) if for_hidden and width < v and narrow else grad_hidden[rows]
+        scratch = hidden.new_empty((size, width))
+        for start in range(0, v, width):
+            stop = min(v, start + width)
+            _logit_gradient_kernel[(triton.cdiv(size, plan.block_m) * triton.cdiv(stop - start, plan.block_n),)](
+                operand(h, plan.block_m, plan), w_operand, bias, *vectors, scratch,
+                start, stop, width, size, v, d, h.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
+                HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None, HAS_BIAS=bias is not None,
+                HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
+            )  # fmt: skip
+            gradient = scratch[:, : stop - start]  # [tokens, slab]
+            if for_weight:
+                if need_weight:
+                    torch.mm(gradient.t(), h, out=grad_weight[start:stop])
+                if need_bias:
+                    grad_bias[start:stop] = gradient.sum(0, dtype=torch.float32)
+            if for_hidden:
+                _multiply_add(total, gradient, weight[start:stop], first=start == 0)
+        if for_hidden and total.dtype != hidden.dtype:
+            grad_hidden[rows] = total
+
+    everything = slice(0, n)
+    one_slab = slab_width(n, v, hidden.element_size(), plan.block_n, memory_budget) == v
+    if not need_hidden or hidden.element_size() == 4 or one_slab or 4 * n * d <= memory_budget // 2:
+        one_pass(everything, need_hidden, need_weight or need_bias)
+    else:
+        if need_weight or need_bias:
+            one_pass(everything, False, True)
+        groups = triton.cdiv(4 * n * d, memory_budget // 2)
+        size = triton.cdiv(triton.cdiv(n, groups), plan.block_m) * plan.block_m
+        for start in range(0, n, size):
+            one_pass(slice(start, min(n, start + size)), True, False)
+    return grad_hidden, grad_weight, grad_bias
 
 
-def _accumulate(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """``total`` + a · b in float32, from narrow operands without rounding the product."""
-    if a.dtype == torch.float32:
-        return torch.mm(a, b) if total is None else total.addmm_(a, b)
-    product = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
-    return product if total is None else total.add_(product)
+def _multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """``total`` = a · b, added to what is there unless it is the ``first``, accumulated in float32 when ``total`` is."""
+    if total.dtype == a.dtype:
+        if first:
+            torch.mm(a, b, out=total)
+        else:
+            total.addmm_(a, b)
+    elif not a.is_cuda:  # the interpreter
+        product = a.float() @ b.float()
+        total.copy_(product) if first else total.add_(product)
+    elif first:
+        torch.mm(a, b, out_dtype=torch.float32, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

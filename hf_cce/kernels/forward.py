@@ -15,7 +15,8 @@ from hf_cce.kernels.plan import make_plan, operand
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
 
-@triton.jit
+# Numbers that change from step to step must not make Triton compile again.
+@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _tile_stats_kernel(
     hidden,  # [N, D]
     weight,  # [V, D]
@@ -51,9 +52,7 @@ def _tile_stats_kernel(
     GROUP_M: tl.constexpr,
 ):
     num_col_blocks = tl.cdiv(vocab_size, BLOCK_N)
-    row_block, col_block = tile_position(
-        tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M), num_col_blocks, GROUP_M
-    )
+    row_block, col_block = tile_position(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M), num_col_blocks, GROUP_M)
     row, col = row_block * BLOCK_M, col_block * BLOCK_N
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
@@ -89,7 +88,7 @@ def _tile_stats_kernel(
             tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _combine_kernel(
     tile_lse,  # [T, N], and so on: see _tile_stats_kernel
     tile_sum,

@@ -1,0 +1,104 @@
+"""The loss as plain PyTorch with full logits, and how to run it and ours on the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from numerics import assert_as_good
+from torch import Tensor
+
+from hf_cce import linear_cross_entropy
+
+Inputs = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Options:
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    bias: bool = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    reduction: str = "mean"
+
+
+PLAIN = Options()
+EVERYTHING = Options(0.7, 5.0, True, 0.1, 1e-2, "mean")
+OPTIONS = (PLAIN, EVERYTHING, Options(bias=True, reduction="none"), Options(softcap=5.0, reduction="sum"))
+
+
+def make_inputs(
+    n: int, d: int, v: int, dtype: torch.dtype, device: str = "cpu", bias: bool = False, ignored: str = "some"
+) -> tuple[Inputs, Tensor]:
+    """((hidden_states [N, D], weight [V, D], bias [V] or None), labels [N]); logits of standard deviation 2."""
+    g = torch.Generator().manual_seed(n * 7919 + d * 31 + v)
+    hidden = torch.randn(n, d, generator=g)
+    weight = torch.randn(v, d, generator=g) * (2 / d**0.5)
+    labels = torch.randint(v, (n,), generator=g)
+    if ignored == "some":
+        labels[::3] = -100
+        labels[n // 2 : n // 2 + 40] = -100  # whole blocks of tokens without a label
+        if n > 1:
+            labels[-1] = v - 1
+    elif ignored == "all":
+        labels[:] = -100
+    offsets = torch.randn(v, generator=g).to(device, dtype) if bias else None
+    return (hidden.to(device, dtype), weight.to(device, dtype), offsets), labels.to(device)
+
+
+def full_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    z = F.linear(hidden, weight, bias) * options.logit_scale
+    return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
+
+
+def plain_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
+    z = full_logits(hidden, weight, bias, options)
+    z = z if z.dtype == torch.float64 else z.float()
+    loss = F.cross_entropy(z, labels, reduction="none", label_smoothing=options.label_smoothing)
+    valid = labels != -100
+    loss = loss + options.z_loss * z.logsumexp(-1).square() * valid
+    if options.reduction == "mean":
+        return loss.sum() / valid.sum().clamp(min=1)
+    return loss.sum() if options.reduction == "sum" else loss
+
+
+def fused_loss(config=None):  # type: ignore[no-untyped-def]
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
+        return linear_cross_entropy(
+            hidden, weight, labels, bias=bias, logit_scale=options.logit_scale, softcap=options.softcap,
+            label_smoothing=options.label_smoothing, z_loss=options.z_loss, reduction=options.reduction, config=config,
+        )  # fmt: skip
+
+    return loss
+
+
+def loss_and_gradients(
+    loss: Callable[..., Tensor], inputs: Inputs, labels: Tensor, options: Options, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Loss and gradients with every input in ``dtype``; uneven upstream gradients where the loss is one per token.
+
+    float16 gets the loss scale that float16 training has: without it, gradients underflow in plain PyTorch and here.
+    """
+    leaves = [None if x is None else x.detach().to(dtype).requires_grad_() for x in inputs]
+    result = loss(*leaves, labels, options)
+    upstream = torch.linspace(0.5, 1.0, result.numel(), dtype=result.dtype, device=result.device).view(result.shape)
+    (result * upstream / max(1, result.numel())).sum().mul(4096.0).backward()
+    found = {"loss": result.detach()}
+    found.update({name: x.grad for name, x in zip(("hidden", "weight", "bias"), leaves, strict=True) if x is not None})
+    return found
+
+
+def check_against_plain(
+    loss: Callable[..., Tensor], inputs: Inputs, labels: Tensor, options: Options, dtype: torch.dtype, what: str
+) -> None:
+    """Loss and every gradient of ``loss`` in ``dtype`` are as good as those of full logits in ``dtype``, by float64."""
+    exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
+    twin = loss_and_gradients(plain_loss, inputs, labels, options, dtype)
+    actual = loss_and_gradients(loss, inputs, labels, options, dtype)
+    assert actual.keys() == exact.keys()
+    for name, value in actual.items():
+        assert value.dtype == twin[name].dtype
+        assert_as_good(value, twin[name], exact[name], f"{what}: {name}", dtype)

@@ -1,0 +1,178 @@
+"""The Triton kernels: on a GPU for real, elsewhere in Triton's interpreter with tiles small enough to cross borders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from losses import EVERYTHING, OPTIONS, PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs
+from numerics import assert_as_good
+
+from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs
+
+pytest.importorskip("triton")
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+TRITON = CCEConfig(implementation="triton")
+# The interpreter truncates where a GPU rounds to bfloat16, so bfloat16 gradients are checked on GPUs only.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("n", "d", "v"), [(1, 64, 99), (40, 72, 131), (70, 600, 33)])
+def test_loss_and_gradients(n: int, d: int, v: int, options: Options, dtype: torch.dtype) -> None:
+    inputs, labels = make_inputs(n, d, v, dtype, DEVICE, bias=options.bias)
+    check_against_plain(fused_loss(TRITON), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}")
+
+
+@pytest.mark.parametrize("options", [PLAIN, EVERYTHING], ids=str)
+def test_narrow_budgets_change_nothing_but_the_order(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slabs of the vocabulary, groups of tokens, and the two passes that a small budget asks for."""
+    from hf_cce.kernels import backward, forward
+
+    for budget in (64, 4096, 40_000):
+        monkeypatch.setattr(CCEConfig, "__post_init__", lambda self: None)
+        inputs, labels = make_inputs(70, 72, 300, torch.float16, DEVICE, bias=options.bias)
+        config = CCEConfig("triton", budget)
+        check_against_plain(fused_loss(config), inputs, labels, options, torch.float16, f"budget {budget}")
+    assert forward.make_plan is backward.make_plan  # both ways see the same tiles
+
+
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+def test_ignored_labels(ignored: str) -> None:
+    inputs, labels = make_inputs(70, 64, 99, torch.float32, DEVICE, ignored=ignored)
+    check_against_plain(fused_loss(TRITON), inputs, labels, PLAIN, torch.float32, ignored)
+
+
+def test_empty_batch() -> None:
+    hidden = torch.randn(0, 16, device=DEVICE, requires_grad=True)
+    weight = torch.randn(33, 16, device=DEVICE, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.empty(0, dtype=torch.long, device=DEVICE), config=TRITON)
+    loss.backward()
+    assert loss == 0 and not weight.grad.any() and hidden.grad.shape == (0, 16)
+
+
+def test_non_contiguous_inputs() -> None:
+    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32, DEVICE)
+    strided = torch.randn(40, 200, device=DEVICE)[:, 100:164].copy_(hidden)
+    turned = weight.t().contiguous().t()
+    one = linear_cross_entropy(hidden, weight, labels, reduction="none", config=TRITON)
+    other = linear_cross_entropy(strided, turned, labels, reduction="none", config=TRITON)
+    assert torch.equal(one, other)
+
+
+def test_results_repeat_bit_for_bit() -> None:
+    inputs, labels = make_inputs(200, 64, 999, torch.float16, DEVICE)
+    first, second = (loss_and_gradients(fused_loss(TRITON), inputs, labels, PLAIN, torch.float16) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_statistics(softcap: float | None, dtype: torch.dtype) -> None:
+    (hidden, weight, bias), labels = make_inputs(70, 64, 131, dtype, DEVICE, bias=True)
+    wants = dict(entropy=True, log_sum_sq_probs=True, mean_logit=True, is_top1=True, logsumexp=True)
+
+    def stats(as_dtype: torch.dtype, implementation: str):  # type: ignore[no-untyped-def]
+        h, w, b = (x.to(as_dtype) for x in (hidden, weight, bias))
+        config = CCEConfig(implementation)
+        return linear_log_probs(h, w, labels, bias=b, logit_scale=0.7, softcap=softcap, config=config, **wants)
+
+    exact, twin, actual = stats(torch.float64, "portable"), stats(dtype, "portable"), stats(dtype, "triton")
+    for name, a, t, e in zip(actual._fields, actual, twin, exact, strict=True):
+        if a.dtype == torch.bool:
+            assert torch.equal(a, e)
+        else:
+            assert_as_good(a, t, e, name, dtype)
+
+
+def test_gradients_of_entropy_and_mean_logit() -> None:
+    (hidden, weight, _), labels = make_inputs(40, 64, 131, torch.float32, DEVICE)
+
+    def gradients(dtype: torch.dtype, implementation: str) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        out = linear_log_probs(*leaves, labels, entropy=True, mean_logit=True, config=CCEConfig(implementation))
+        (out.log_probs.sum() + 0.3 * out.entropy.square().sum() + out.mean_logit.sum()).backward()
+        return [x.grad for x in leaves]
+
+    exact, twin = gradients(torch.float64, "portable"), gradients(torch.float32, "portable")
+    for name, a, t, e in zip(("hidden", "weight"), gradients(torch.float32, "triton"), twin, exact, strict=True):
+        assert_as_good(a, t, e, name)
+
+
+def test_row_of_minus_infinity_tiles() -> None:
+    (hidden, weight, _), labels = make_inputs(40, 64, 131, torch.float32, DEVICE, ignored="none")
+    labels %= 20
+    bias = torch.full((131,), float("-inf"), device=DEVICE)
+    bias[:20] = 0.0
+    expected = linear_cross_entropy(hidden, weight[:20], labels, reduction="none", config=CCEConfig("portable"))
+    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction="none", config=TRITON)
+    assert_as_good(loss, expected, expected, "loss")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("n", "d", "v"),
+    [(1, 64, 99), (7, 576, 49152), (128, 1000, 50257), (1000, 2304, 32000), (1000, 576, 151936), (128, 64, 128256)],
+)
+def test_real_sizes_on_the_gpu(n: int, d: int, v: int, dtype: torch.dtype) -> None:
+    for options in OPTIONS:
+        inputs, labels = make_inputs(n, d, v, dtype, "cuda", bias=options.bias)
+        check_against_plain(fused_loss(TRITON), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}")
+
+
+@pytest.mark.gpu
+def test_the_training_path_does_not_synchronise_the_host() -> None:
+    (hidden, weight, _), labels = make_inputs(1000, 256, 5000, torch.bfloat16, "cuda")
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    items = torch.tensor(500.0, device="cuda")
+    linear_cross_entropy(hidden, weight, labels).backward()  # compile first
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        linear_cross_entropy(hidden, weight, labels).backward()
+        linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items, label_smoothing=0.1).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [64 << 20, 256 << 20])
+def test_memory_budget_holds(budget: int) -> None:
+    (hidden, weight, _), labels = make_inputs(8192, 1024, 128256, torch.bfloat16, "cuda")
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    config = CCEConfig(memory_budget=budget)
+    linear_cross_entropy(hidden, weight, labels, config=config).backward()
+    hidden.grad = weight.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    linear_cross_entropy(hidden, weight, labels, config=config).backward()
+    gradients = 2 * (hidden.numel() + weight.numel())
+    # A few vectors [N] besides: losses, labels, upstream gradients.
+    assert torch.cuda.max_memory_allocated() - before - gradients <= budget + 64 * hidden.shape[0]
+
+
+@pytest.mark.gpu
+def test_compiles_on_the_gpu_without_a_graph_break() -> None:
+    inputs, labels = make_inputs(300, 64, 999, torch.bfloat16, "cuda")
+    eager = loss_and_gradients(fused_loss(), inputs, labels, PLAIN, torch.bfloat16)
+    compiled = loss_and_gradients(torch.compile(fused_loss(), fullgraph=True), inputs, labels, PLAIN, torch.bfloat16)
+    for name, value in eager.items():
+        assert_as_good(compiled[name], value, value, name)
+
+
+@pytest.mark.gpu
+def test_out_of_range_label_fails_a_named_assertion() -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import torch; from hf_cce import linear_cross_entropy as f\n"
+        "f(torch.randn(4, 8, device='cuda'), torch.randn(11, 8, device='cuda'), torch.tensor([0, 1, 11, 3], device='cuda'))\n"
+        "torch.cuda.synchronize()"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "labels must lie in [0, 11)" in run.stderr + run.stdout

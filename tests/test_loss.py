@@ -1,0 +1,383 @@
+"""linear_cross_entropy and linear_log_probs on the CPU: values, gradients, edges, errors, memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from losses import (
+    EVERYTHING,
+    OPTIONS,
+    PLAIN,
+    Options,
+    check_against_plain,
+    full_logits,
+    fused_loss,
+    loss_and_gradients,
+    make_inputs,
+    plain_loss,
+)
+from numerics import assert_as_good
+
+from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs, ops
+
+# Every N, D and V that the project promises, not every product of them.
+SHAPES = [(1, 64, 151936), (7, 1000, 128256), (128, 576, 50257), (1000, 64, 49152), (7, 2304, 32000), (1000, 1000, 99)]
+SMALL = CCEConfig(memory_budget=1 << 20)  # so small that every loop takes several turns
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("n", "d", "v"), SHAPES)
+def test_real_sizes(n: int, d: int, v: int, dtype: torch.dtype) -> None:
+    inputs, labels = make_inputs(n, d, v, dtype)
+    check_against_plain(fused_loss(), inputs, labels, PLAIN, dtype, f"{n}×{d}×{v}")
+
+
+@pytest.mark.parametrize("config", [None, SMALL], ids=["default", "1 MiB"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+def test_options(options: Options, ignored: str, dtype: torch.dtype, config: CCEConfig | None) -> None:
+    inputs, labels = make_inputs(300, 96, 3001, dtype, bias=options.bias, ignored=ignored)
+    check_against_plain(fused_loss(config), inputs, labels, options, dtype, f"{options} {ignored}")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(0, 40),
+    d=st.integers(1, 40),
+    v=st.integers(2, 80),  # with one entry every gradient is zero, and a relative error means nothing
+    options=st.builds(
+        Options,
+        st.sampled_from([1.0, 0.3]),
+        st.sampled_from([None, 3.0]),
+        st.booleans(),
+        st.sampled_from([0.0, 0.2]),
+        st.sampled_from([0.0, 0.05]),
+        st.sampled_from(["mean", "sum", "none"]),
+    ),
+    ignored=st.sampled_from(["none", "some", "all"]),
+)
+def test_any_shape(n: int, d: int, v: int, options: Options, ignored: str) -> None:
+    inputs, labels = make_inputs(n, d, v, torch.float64, bias=options.bias, ignored=ignored)
+    check_against_plain(fused_loss(), inputs, labels, options, torch.float64, str((n, d, v, options)))
+
+
+def test_leading_dimensions_and_non_contiguous_inputs() -> None:
+    (hidden, weight, _), labels = make_inputs(60, 32, 99, torch.float32, ignored="none")
+    hidden = hidden.view(5, 12, 32).transpose(0, 1)  # [12, 5, 32], not contiguous
+    weight = weight.t().contiguous().t()
+    labels = labels.view(5, 12).t()
+    assert not hidden.is_contiguous() and not weight.is_contiguous() and not labels.is_contiguous()
+    exact = F.cross_entropy(
+        (hidden.double() @ weight.double().t()).reshape(60, 99), labels.reshape(60), reduction="none"
+    )
+    twin = F.cross_entropy((hidden @ weight.t()).reshape(60, 99), labels.reshape(60), reduction="none")
+    assert_as_good(
+        linear_cross_entropy(hidden, weight, labels, reduction="none"), twin.view(12, 5), exact.view(12, 5), "loss"
+    )
+
+
+def test_shift_is_the_shift_of_transformers() -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    (hidden, weight, _), labels = make_inputs(48, 32, 99, torch.float64)
+    hidden, labels = hidden.view(4, 12, 32), labels.view(4, 12)
+    logits = hidden @ weight.t()
+    for items in (None, 17, torch.tensor(17.0)):
+        expected = ForCausalLMLoss(logits, labels, 99, num_items_in_batch=items)
+        actual = linear_cross_entropy(hidden, weight, labels, shift=True, num_items_in_batch=items)
+        twin = expected.double()  # Transformers computes the loss in float32
+        assert_as_good(actual.float(), twin.float(), actual, f"num_items_in_batch={items}", torch.float32)
+        assert_as_good(expected, expected, actual, f"num_items_in_batch={items}", torch.float32)
+
+
+def test_micro_batches_equal_the_full_batch() -> None:
+    (hidden, weight, _), labels = make_inputs(90, 32, 99, torch.float64)
+    items = int((labels != -100).sum())
+    whole = [x.clone().requires_grad_() for x in (hidden, weight)]
+    linear_cross_entropy(*whole, labels).backward()
+    parts = [x.clone().requires_grad_() for x in (hidden, weight)]
+    for rows in (slice(0, 7), slice(7, 50), slice(50, 90)):  # of unequal length and with unequal numbers of labels
+        linear_cross_entropy(parts[0][rows], parts[1], labels[rows], num_items_in_batch=items).backward()
+    for one, other in zip(whole, parts, strict=True):
+        assert_as_good(other.grad, one.grad, one.grad, "gradient")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_ignored_and_empty_give_zero(reduction: str) -> None:
+    for n in (5, 0):
+        hidden, weight = torch.randn(n, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+        loss = linear_cross_entropy(hidden, weight, torch.full((n,), -100), reduction=reduction)
+        loss.sum().backward()
+        assert not loss.any() and not hidden.grad.any() and not weight.grad.any()
+    loss = linear_cross_entropy(torch.randn(3, 8), torch.randn(11, 8), torch.full((3,), -100), num_items_in_batch=0)
+    assert loss == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_second_backward_gives_the_same_again(reduction: str, scale: float) -> None:
+    inputs, labels = make_inputs(50, 16, 99, torch.float64)
+    hidden, weight = (x.requires_grad_() for x in inputs[:2])
+    loss = (
+        linear_cross_entropy(hidden, weight, labels, reduction=reduction, z_loss=0.1, label_smoothing=0.1).sum() * scale
+    )
+    loss.backward(retain_graph=True)
+    first = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    loss.backward()
+    for name, one, other in zip(("hidden", "weight"), first, (hidden.grad, weight.grad), strict=True):
+        assert_as_good(other, one, one, name)
+
+
+def test_changing_a_gradient_in_place_does_not_reach_the_next_backward() -> None:
+    inputs, labels = make_inputs(50, 16, 99, torch.float64)
+    hidden, weight = (x.requires_grad_() for x in inputs[:2])
+    loss = linear_cross_entropy(hidden, weight, labels)
+    loss.backward(retain_graph=True)
+    first = weight.grad.clone()
+    weight.grad.mul_(100)  # as gradient clipping does
+    weight.grad = None
+    loss.backward()
+    assert_as_good(weight.grad, first, first, "weight")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_double_backward_is_refused(reduction: str) -> None:
+    (hidden, weight, _), labels = make_inputs(9, 8, 11, torch.float64)
+    hidden.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction).sum()
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        gradient.square().sum().backward()
+
+
+def test_frozen_inputs_get_no_gradient_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    (hidden, weight, _), labels = make_inputs(40, 16, 99, torch.float32)
+    hidden.requires_grad_()
+    seen = []
+    original = torch.Tensor.addmm_
+    monkeypatch.setattr(
+        torch.Tensor, "addmm_", lambda self, *a, **k: (seen.append(self.shape), original(self, *a, **k))[1]
+    )
+    linear_cross_entropy(hidden, weight, labels).backward()
+    assert not seen and weight.grad is None
+    weight.requires_grad_()
+    linear_cross_entropy(hidden, weight, labels).backward()
+    assert seen == [weight.shape]
+
+
+def test_tied_weight_gets_both_gradients() -> None:
+    (_, weight, _), labels = make_inputs(40, 16, 99, torch.float64, ignored="none")
+    tokens = torch.arange(40)
+
+    def both(loss):  # type: ignore[no-untyped-def]
+        w = weight.clone().requires_grad_()
+        loss(torch.tanh(w[tokens]), w).backward()
+        return w.grad
+
+    exact = both(lambda h, w: F.cross_entropy(h @ w.t(), labels))
+    assert_as_good(both(lambda h, w: linear_cross_entropy(h, w, labels)), exact, exact, "tied")
+
+
+def test_autocast_casts_as_the_matmul_would() -> None:
+    (hidden, weight, bias), labels = make_inputs(100, 64, 999, torch.float32, bias=True)
+
+    def run(loss):  # type: ignore[no-untyped-def]
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        with torch.autocast("cpu", torch.bfloat16):
+            result = loss(*leaves)
+        result.backward()
+        return [result.detach(), *(x.grad for x in leaves)]
+
+    def plain(h, w, b):  # type: ignore[no-untyped-def]
+        logits = F.linear(h, w, b)
+        assert logits.dtype == torch.bfloat16
+        return F.cross_entropy(logits.float(), labels)
+
+    exact = loss_and_gradients(plain_loss, (hidden, weight, bias), labels, PLAIN, torch.float64)
+    actual, twin = run(lambda h, w, b: linear_cross_entropy(h, w, labels, bias=b)), run(plain)
+    for name, a, t in zip(("loss", "hidden", "weight", "bias"), actual, twin, strict=True):
+        assert a.dtype == torch.float32
+        expected = exact[name] if name == "loss" else exact[name] / 4096 / 0.5  # the upstream gradient of the helper
+        assert_as_good(a, t, expected, name, torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [PLAIN, EVERYTHING, Options(reduction="none")], ids=str)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiles_without_a_graph_break(options: Options, backend: str) -> None:
+    inputs, labels = make_inputs(40, 16, 99, torch.float32, bias=options.bias)
+    loss = fused_loss()
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    expected = loss_and_gradients(loss, inputs, labels, options, torch.float32)
+    actual = loss_and_gradients(compiled, inputs, labels, options, torch.float32)
+    exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
+    for name in expected:
+        assert_as_good(actual[name], expected[name], exact[name], name)
+
+
+@pytest.mark.parametrize("config", ["auto", "triton"])
+def test_operators_pass_opcheck(config: str) -> None:
+    if config == "triton" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU: fake tensors do not run in the interpreter")
+    (hidden, weight, bias), labels = make_inputs(20, 16, 50, torch.float32, bias=True)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    one = torch.ones(())
+    torch.library.opcheck(
+        torch.ops.hf_cce.cross_entropy_sum.default,
+        (*leaves, labels, one, -100, 0.5, 3.0, 0.1, 0.1, True, True, True, 1 << 20),
+    )
+    torch.library.opcheck(
+        torch.ops.hf_cce.logit_stats.default,
+        (*leaves, labels, -100, 0.5, 3.0, True, True, True, True, 1 << 20, "auto"),
+    )
+
+
+@pytest.mark.parametrize("options", [PLAIN, Options(0.7, 5.0, True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_log_probs_and_statistics(options: Options, dtype: torch.dtype) -> None:
+    inputs, labels = make_inputs(200, 64, 999, dtype, bias=options.bias)
+    valid = labels != -100
+
+    def plain(hidden, weight, bias):  # type: ignore[no-untyped-def]
+        z = full_logits(hidden, weight, bias, options)
+        z = z if dtype == torch.float64 or z.dtype == torch.float64 else z.float()
+        log_p = z.log_softmax(-1)
+        at_label = log_p.gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
+        p = log_p.exp()
+        fields = (at_label, -(p * log_p).sum(1), p.square().sum(1).log(), z.mean(1), z.logsumexp(1))
+        return [torch.where(valid, x, 0) for x in fields], (z.argmax(1) == labels) & valid
+
+    def fused(hidden, weight, bias):  # type: ignore[no-untyped-def]
+        out = linear_log_probs(
+            hidden, weight, labels, bias=bias, logit_scale=options.logit_scale, softcap=options.softcap,
+            entropy=True, log_sum_sq_probs=True, mean_logit=True, is_top1=True, logsumexp=True, config=SMALL,
+        )  # fmt: skip
+        return [out.log_probs, out.entropy, out.log_sum_sq_probs, out.mean_logit, out.logsumexp], out.is_top1
+
+    def run(function, as_dtype):  # type: ignore[no-untyped-def]
+        leaves = [None if x is None else x.detach().to(as_dtype).requires_grad_() for x in inputs]
+        fields, top1 = function(*leaves)
+        # log Σ p² has no gradient
+        sum(c * x.sum() for c, x in zip((1.0, 0.3, 0.0, 0.2, 0.1), fields, strict=True) if c).backward()
+        return [*(x.detach() for x in fields), *(x.grad for x in leaves if x is not None)], top1
+
+    exact, top1 = run(plain, torch.float64)
+    twin, _ = run(plain, dtype)
+    actual, fused_top1 = run(fused, dtype)
+    names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logit", "logsumexp", "hidden", "weight", "bias")
+    for name, a, t, e in zip(names, actual, twin, exact, strict=False):
+        assert_as_good(a, t, e, name, dtype)
+    assert fused_top1.dtype == torch.bool
+    # bfloat16 rounds logits to ties; who wins one is nobody's error
+    assert (fused_top1 != top1).sum() <= (0 if dtype != torch.bfloat16 else 2)
+
+
+def test_what_was_not_asked_for_is_none() -> None:
+    (hidden, weight, _), labels = make_inputs(5, 8, 11, torch.float32)
+    out = linear_log_probs(hidden, weight, labels)
+    assert out.log_probs.shape == labels.shape
+    assert all(x is None for x in out[1:])
+
+
+def test_minus_infinity_in_the_bias_masks_entries() -> None:
+    (hidden, weight, _), labels = make_inputs(40, 16, 99, torch.float64, ignored="none")
+    labels %= 50
+    bias = torch.zeros(99, dtype=torch.float64)
+    bias[50:] = float("-inf")
+    exact = F.cross_entropy(F.linear(hidden, weight, bias), labels, reduction="none")
+    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction="none", config=SMALL)
+    assert_as_good(loss, exact, exact, "loss")
+    out = linear_log_probs(hidden, weight, labels, bias=bias, entropy=True, config=SMALL)
+    p = F.linear(hidden, weight[:50]).softmax(-1)
+    entropy = -(p * p.log()).sum(1)
+    assert_as_good(out.entropy, entropy, entropy, "entropy")
+
+
+def test_a_nan_in_the_hidden_states_is_not_hidden() -> None:
+    (hidden, weight, _), labels = make_inputs(9, 8, 11, torch.float32, ignored="none")
+    hidden[4, 2] = float("nan")
+    assert linear_cross_entropy(hidden, weight, labels).isnan()
+
+
+H, W, Y = torch.randn(4, 8), torch.randn(11, 8), torch.arange(4)
+BAD_INPUTS = {
+    "labels .* do not (the first is 11)": dict(labels=torch.tensor([0, 1, 11, 3])),
+    "labels .* (the first is -7)": dict(labels=torch.tensor([0, 1, -7, 3])),
+    "labels must have the shape": dict(labels=Y[:3]),
+    "labels must be integers": dict(labels=Y.float()),
+    "hidden_states must be floating point": dict(hidden_states=H.long()),
+    "hidden_states must be [..., D] with D = 8": dict(hidden_states=H[:, :7]),
+    "weight must be [V, D]": dict(weight=W[0]),
+    "weight must have at least one row": dict(weight=W[:0]),
+    "weight must have the dtype of hidden_states": dict(weight=W.double()),
+    "weight must be on cpu": dict(weight=W.to("meta")),
+    "labels must be on cpu": dict(labels=Y.to("meta")),
+    "bias must be [V] = [11]": dict(bias=torch.randn(8)),
+    "bias must have the dtype": dict(bias=torch.randn(11).half()),
+    "softcap must be positive": dict(softcap=-1.0),
+    "reduction must be one of": dict(reduction="batchmean"),
+    "num_items_in_batch needs reduction='mean'": dict(reduction="sum", num_items_in_batch=3),
+    "num_items_in_batch must be one number": dict(num_items_in_batch=torch.ones(2)),
+    "label_smoothing must lie in": dict(label_smoothing=1.5),
+    "z_loss must not be negative": dict(z_loss=-1.0),
+}
+
+
+@pytest.mark.parametrize("message", BAD_INPUTS)
+def test_bad_input_gets_one_clear_error(message: str) -> None:
+    arguments = dict(hidden_states=H.clone().requires_grad_(), weight=W, labels=Y) | BAD_INPUTS[message]
+    pattern = ".*".join(re.escape(part) for part in message.split(".*"))
+    with pytest.raises(ValueError, match=pattern):
+        linear_cross_entropy(**arguments)
+
+
+def test_config_is_checked() -> None:
+    with pytest.raises(ValueError, match="implementation must be one of"):
+        CCEConfig(implementation="cuda")
+    with pytest.raises(ValueError, match="memory_budget must be at least"):
+        CCEConfig(memory_budget=1000)
+    with pytest.raises(ValueError, match="number of bytes"):
+        CCEConfig(memory_budget=1.5e9)
+    with pytest.raises(TypeError, match="unknown option memory"):
+        CCEConfig.of(None, memory=1 << 30)
+    with pytest.raises(TypeError, match="CCEConfig or None"):
+        linear_cross_entropy(H, W, Y, config={"implementation": "auto"})
+    assert CCEConfig.of(SMALL, implementation="portable") == CCEConfig("portable", 1 << 20)
+
+
+def test_explicit_kernels_never_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match="the tensors are on the CPU"):
+        linear_cross_entropy(H, W, Y, config=CCEConfig(implementation="triton"))
+    with pytest.raises(RuntimeError, match=r"tensors are torch\.float64"):
+        linear_cross_entropy(H.double(), W.double(), Y, config=CCEConfig(implementation="triton"))
+    assert ops.choose_implementation(torch.device("cpu"), torch.float32) == "portable"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduction"), [(torch.float32, "mean"), (torch.float32, "none"), (torch.bfloat16, "mean")]
+)
+def test_memory_stays_below_a_tenth_of_the_logits(dtype: torch.dtype, reduction: str, tmp_path: Path) -> None:
+    n, d, v = 2048, 64, 50257
+    (hidden, weight, _), labels = make_inputs(n, d, v, dtype, ignored="none")
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        linear_cross_entropy(hidden, weight, labels, reduction=reduction).sum().backward()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    allocations = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    peak = max(itertools.accumulate(size for _, size in allocations))
+    gradients = sum(x.grad.numel() * x.grad.element_size() for x in (hidden, weight))
+    vectors = 16 * 8 * n  # losses, labels and the like, [N] each
+    assert gradients < peak < gradients + vectors + n * v * 4 / 10
