@@ -31,12 +31,19 @@ OPTIONS = (PLAIN, EVERYTHING, Options(bias=True, reduction="none"), Options(soft
 
 
 def make_inputs(
-    n: int, d: int, v: int, dtype: torch.dtype, device: str = "cpu", bias: bool = False, ignored: str = "some"
+    n: int,
+    d: int,
+    v: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    bias: bool = False,
+    ignored: str = "some",
+    spread: float = 2.0,
 ) -> tuple[Inputs, Tensor]:
-    """((hidden_states [N, D], weight [V, D], bias [V] or None), labels [N]); logits of standard deviation 2."""
+    """((hidden_states [N, D], weight [V, D], bias [V] or None), labels [N]); logits of standard deviation ``spread``."""
     g = torch.Generator().manual_seed(n * 7919 + d * 31 + v)
     hidden = torch.randn(n, d, generator=g)
-    weight = torch.randn(v, d, generator=g) * (2 / d**0.5)
+    weight = torch.randn(v, d, generator=g) * (spread / d**0.5)
     labels = torch.randint(v, (n,), generator=g)
     if ignored == "some":
         labels[::3] = -100

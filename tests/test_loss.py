@@ -66,7 +66,8 @@ def test_options(options: Options, ignored: str, dtype: torch.dtype, config: CCE
     ignored=st.sampled_from(["none", "some", "all"]),
 )
 def test_any_shape(n: int, d: int, v: int, options: Options, ignored: str) -> None:
-    inputs, labels = make_inputs(n, d, v, torch.float64, bias=options.bias, ignored=ignored)
+    # Flat logits: where all p are near 1, the p − 1 of any implementation is mostly rounding.
+    inputs, labels = make_inputs(n, d, v, torch.float64, bias=options.bias, ignored=ignored, spread=0.3)
     check_against_plain(fused_loss(), inputs, labels, options, torch.float64, str((n, d, v, options)))
 
 

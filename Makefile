@@ -1,0 +1,71 @@
+# Everything a contributor or CI runs. On a machine with only Python and make: `make demo`, `make test`.
+#
+#   PYTHON  the interpreter that makes the virtual environment
+#   VENV    where it goes
+#   TORCH   what pip is asked for; on a machine without a GPU name a CPU build to spare yourself the CUDA packages
+#   JOBS    test processes; each one loads torch (about 1 GB)
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch
+JOBS ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS ?= --json demo.json --plot demo.png
+
+ifeq ($(OS),Windows_NT)
+BIN := $(VENV)/Scripts
+else
+BIN := $(VENV)/bin
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-fast test-gpu style quality types examples build clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# One stamp for each set of extras, so that the demo does not wait for the tools of the tests.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	@touch $@
+
+$(VENV)/.%: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet -e ".[$*]"
+	@touch $@
+
+install: $(VENV)/.dev  ## virtual environment with everything for development
+
+demo: $(VENV)/.bench  ## train a small model without and with CCE, on this machine, with no download of data
+	$(BIN)/python -m hf_cce demo $(DEMO_ARGS)
+
+test: $(VENV)/.dev  ## all tests (those for a GPU are skipped where there is none)
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.dev  ## the tests without the slow ones
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.dev  ## only the tests that need a GPU, one after the other
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+style: $(VENV)/.dev  ## format and repair what can be repaired
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+quality: $(VENV)/.dev  ## what CI asks of format and lint
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+
+types: $(VENV)/.dev  ## what CI asks of types
+	$(BIN)/mypy
+
+examples: $(VENV)/.dev  ## run the README's Python and the demo on a tiny model
+	$(BIN)/python -m pytest tests/test_readme.py tests/test_demo.py $(PYTEST_ARGS)
+
+build: $(VENV)/.dev  ## sdist and wheel into dist/
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build
+
+clean:  ## remove the virtual environment and what builds and tools leave behind
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache demo.json demo.png

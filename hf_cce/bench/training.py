@@ -1,0 +1,319 @@
+"""The same training run twice from the same seed, without CCE and with it, each in a process of its own.
+
+A process each, because on a CPU the only honest measure of peak memory is that of a whole process.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import platform
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+
+import hf_cce
+from hf_cce.bench.text import Corpus
+
+if TYPE_CHECKING:  # torch is loaded by the processes that train, not by the one that shows their progress
+    import torch
+
+Report = Callable[[dict[str, Any]], None]
+NEW_TOKENS = 24
+PROMPT = "def __init__(self"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training run. None: what suits the device, see ``resolved``."""
+
+    tokens_file: str
+    tokenizer_file: str
+    model: str | None = None  # name or path of pretrained weights; None: a fresh model of SmolLM2's shape
+    vocabulary: int = 49_152
+    hidden: int = 576
+    layers: int | None = None
+    steps: int | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    learning_rate: float = 1e-3
+    seed: int = 0
+    dtype: str | None = None
+    device: str | None = None
+    cce: bool = False
+
+    def resolved(self) -> Settings:
+        """With every None filled in, by the device and by the size of its memory."""
+        import torch
+
+        device = self.device
+        if device is None:
+            mps = torch.backends.mps.is_available()
+            device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+        kind = torch.device(device).type
+        if kind == "cuda":
+            size = torch.cuda.get_device_properties(torch.device(device)).total_memory >> 30
+            batch, sequence = (8, 2048) if size >= 60 else (4, 1024) if size >= 14 else (2, 512)
+            suited: dict[str, Any] = {
+                "layers": 30,
+                "steps": 100,
+                "batch": batch,
+                "sequence": sequence,
+                "dtype": "bfloat16",
+            }
+        elif kind == "mps":
+            suited = {"layers": 8, "steps": 20, "batch": 4, "sequence": 512, "dtype": "float32"}
+        else:
+            suited = {"layers": 2, "steps": 10, "batch": 4, "sequence": 512, "dtype": "float32"}
+        chosen = {name: value for name, value in suited.items() if getattr(self, name) is None}
+        return replace(self, device=device, **chosen)
+
+
+def twin(settings: Settings, corpus: Corpus, report: Report = lambda event: None) -> dict[str, Any]:
+    """Run both and compare.
+
+    Args:
+        settings: of both runs; ``cce`` is set here.
+        corpus: the text, for the record and to decode what the models write.
+        report: called with an event a run ("start") and a step ("step"), for progress bars.
+
+    Returns:
+        Everything measured, ready for JSON; bytes are of the GPU's allocator, or of the whole
+        process on a CPU; ``peak_bytes`` at most, ``rest_bytes`` between two steps (weights and optimizer's state).
+    """
+    began, load = time.perf_counter(), psutil.getloadavg()[0]
+    plain = in_own_process(replace(settings, cce=False), report)
+    fused = in_own_process(replace(settings, cce=True), report)
+    common = plain.pop("common")
+    fused.pop("common")
+    differences = [abs(a - b) for a, b in zip(plain["losses"], fused["losses"], strict=True)]
+    tokenizer = corpus.tokenizer()
+    for run in (plain, fused):
+        run["generated"] = tokenizer.decode(run["generated_ids"])
+    return {
+        **common,
+        "load_average_before": load,  # of other processes: well above 0, and the speeds below say little on a CPU
+        "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries},
+        "prompt": PROMPT,
+        "plain": plain,
+        "cce": fused,
+        "largest_difference": max(differences),
+        "largest_relative_difference": max(d / a for d, a in zip(differences, plain["losses"], strict=True)),
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def in_own_process(settings: Settings, report: Report) -> dict[str, Any]:
+    """``train`` in a fresh process; its events are passed on, its exception is raised here, its end is ours."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(settings, there), daemon=True)
+    process.start()
+    there.close()
+    try:
+        while True:
+            event = here.recv()
+            if event["event"] == "result":
+                return event["result"]
+            if event["event"] == "error":
+                raise RuntimeError(event["message"])
+            report(event)
+    except EOFError:
+        process.join()
+        raise RuntimeError(
+            f"the run {'with' if settings.cce else 'without'} CCE was killed (exit code {process.exitcode}); "
+            "out of memory? Try a smaller --batch, --seq or --layers"
+        ) from None
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _child(settings: Settings, pipe: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends this process
+    try:
+        pipe.send({"event": "result", "result": train(settings, pipe.send)})
+    except Exception as error:
+        pipe.send({"event": "error", "message": f"{type(error).__name__}: {error}"})
+
+
+def train(settings: Settings, report: Report = lambda event: None) -> dict[str, Any]:
+    """One run in this process: build, train, measure, write a few tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM, set_seed
+    from transformers.utils import logging
+
+    from hf_cce.bench import memory
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    settings = settings.resolved()
+    assert settings.steps and settings.batch and settings.sequence and settings.dtype and settings.device
+    device = torch.device(settings.device)
+    set_seed(settings.seed)
+    model: Any
+    if settings.model:
+        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+    else:
+        model = fresh_model(settings)
+    model.to(device).train()
+    if settings.cce:
+        hf_cce.apply_cce(model)
+
+    optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, betas=(0.9, 0.95), fused=True)
+    batches = _batches(settings)
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    if (largest := int(batches.max())) >= vocabulary:
+        raise ValueError(f"token {largest} does not fit the model's vocabulary of {vocabulary}")
+    common = _common(settings, model)
+    report({"event": "start", "cce": settings.cce, "steps": settings.steps, "common": common})
+
+    losses, seconds = [], []
+    for step, rows in enumerate(batches):
+        ids = torch.from_numpy(rows).to(device)
+        for group in optimizer.param_groups:  # a short warm-up, as long runs have
+            group["lr"] = settings.learning_rate * min(1.0, (step + 1) / 5)
+        _synchronize(device)
+        start = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        report({"event": "step", "cce": settings.cce, "step": step, "loss": losses[-1], "seconds": seconds[-1]})
+        if not math.isfinite(losses[-1]):
+            raise RuntimeError(f"the loss became {losses[-1]} at step {step}; try a smaller --lr")
+    del loss, ids
+    gc.collect()
+    peak, rest = memory.peak(device), memory.in_use(device)
+    usual = statistics.median(seconds[1:] or seconds)  # the first step also warms up
+    written, shape = _write(model, settings, device)
+    return {
+        "common": common,
+        "losses": losses,
+        "step_seconds": seconds,
+        "tokens_per_second": settings.batch * settings.sequence / usual,
+        "peak_bytes": peak,
+        "rest_bytes": rest,
+        "eval_logits_shape": shape,
+        "generated_ids": written,
+    }
+
+
+def fresh_model(settings: Settings) -> Any:
+    """A Llama of SmolLM2-135M's shape: 9 heads of 64, 3 for keys and values, MLP of 8/3 the width, tied head."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = max(1, settings.hidden // 64)
+    config = LlamaConfig(
+        vocab_size=settings.vocabulary,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.hidden * 8 // 3,
+        num_hidden_layers=settings.layers or 1,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 3 if heads % 3 == 0 else heads,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        rms_norm_eps=1e-5,
+        initializer_range=1 / 24,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _batches(settings: Settings) -> np.ndarray:
+    """[steps, batch, sequence] windows of the text, drawn by the seed; the same for both runs."""
+    tokens = np.load(settings.tokens_file, mmap_mode="r")
+    assert settings.steps and settings.batch and settings.sequence
+    if len(tokens) <= settings.sequence:
+        raise ValueError(f"the text has only {len(tokens)} tokens; --seq {settings.sequence} needs more of it")
+    shape = (settings.steps, settings.batch)
+    starts = np.random.default_rng(settings.seed).integers(len(tokens) - settings.sequence, size=shape)
+    return np.stack([[tokens[s : s + settings.sequence] for s in row] for row in starts]).astype(np.int64)
+
+
+def _write(model: Any, settings: Settings, device: torch.device) -> tuple[list[int], list[int]]:
+    """Tokens that the trained model writes after the prompt, and the shape of its logits in evaluation mode."""
+    import torch
+    from tokenizers import Tokenizer
+
+    model.eval()
+    prompt = Tokenizer.from_file(settings.tokenizer_file).encode(PROMPT, add_special_tokens=False).ids
+    ids = torch.tensor([prompt], device=device)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+        shape = list(model(input_ids=ids).logits.shape)
+        written = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
+        )
+    return written[0, len(prompt) :].tolist(), shape
+
+
+def _common(settings: Settings, model: Any) -> dict[str, Any]:
+    """What both runs share: settings, sizes, device, versions."""
+    import torch
+
+    head = model.get_output_embeddings().weight
+    kept = {k: v for k, v in asdict(settings).items() if k not in ("cce", "tokens_file", "tokenizer_file")}
+    return {
+        "settings": kept,
+        "model": {
+            "name": settings.model or "SmolLM2-shaped",
+            "class": type(model).__name__,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "layers": model.config.get_text_config().num_hidden_layers,
+            "vocabulary": head.shape[0],
+            "hidden": head.shape[1],
+        },
+        "device": _device_name(torch.device(str(settings.device))),
+        "versions": {
+            "python": platform.python_version(),
+            "hf_cce": hf_cce.__version__,
+            **_versions("torch", "transformers", "triton"),
+        },
+    }
+
+
+def _versions(*packages: str) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _device_name(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return f"{device.type.upper()} ({platform.machine()}, {platform.system()}{threads})"
+
+
+def _synchronize(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

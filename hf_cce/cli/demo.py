@@ -1,0 +1,184 @@
+"""``hf-cce demo``: the same small training run without and with CCE, side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hf_cce.bench.files import whole_file
+
+
+class Precision(str, Enum):
+    """What the matrix products compute in; the weights stay float32, as under Trainer's ``bf16=True``."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+BY_MEMORY = "by the size of the memory"
+
+
+def demo(
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the model.", show_default="2 on a CPU, 30 on a GPU")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps.", show_default="10 on a CPU, 100 on a GPU")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.", show_default=BY_MEMORY)] = None,
+    seq: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence.", show_default=BY_MEMORY)] = None,
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate (AdamW).")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Seed of both runs.")] = 0,
+    dtype: Annotated[
+        Precision | None, typer.Option(help="Autocast dtype.", show_default="float32; bfloat16 on an NVIDIA GPU")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Such as cpu, cuda, cuda:1, mps.", show_default="the best there is")
+    ] = None,
+    vocab: Annotated[int, typer.Option(min=257, help="Vocabulary of the model.")] = 49_152,
+    hidden: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")] = 576,
+    model: Annotated[
+        str | None, typer.Option(help="A pretrained causal LM instead: a name on the hub or a folder.")
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Text instead of Python's own sources: a file, a folder or a data set's name on the hub."),
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write all the numbers here.", dir_okay=False)
+    ] = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", help="Draw losses and memory here (.png, .svg, .pdf).", dir_okay=False)
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table, errors only.")] = False,
+) -> None:
+    """Train the same model twice from one seed, without and with CCE, and compare.
+
+    By default nothing is downloaded: a model of SmolLM2's shape learns from the sources of Python's standard library,
+    with a tokenizer trained on the spot.
+    """
+    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        if hidden % 64:
+            raise ValueError(f"--hidden must be a multiple of 64 (the width of an attention head), got {hidden}")
+        if plot_path:
+            from hf_cce.bench.plots import draw_demo, require_matplotlib
+
+            require_matplotlib()
+        options: dict[str, Any] = {
+            "model": model, "vocabulary": vocab, "hidden": hidden, "layers": layers, "steps": steps, "batch": batch,
+            "sequence": seq, "learning_rate": lr, "seed": seed, "dtype": dtype and dtype.value, "device": device,
+        }  # fmt: skip
+        report = _run(console, options, dataset)
+        report["command"] = shlex.join(["hf-cce", *sys.argv[1:]])
+        _show(console, report)
+        if json_path:
+            with whole_file(json_path) as temporary:
+                temporary.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+            console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
+        if plot_path:
+            draw_demo(report, plot_path)
+            console.print(f"Picture: [bold]{escape(str(plot_path))}[/]")
+    except KeyboardInterrupt:
+        errors.print("Interrupted; nothing was written.")
+        raise typer.Exit(130) from None
+    except (ValueError, RuntimeError, OSError) as error:
+        errors.print(f"[bold red]Error:[/] {escape(str(error))}")
+        raise typer.Exit(1) from None
+
+
+def _run(console: Console, options: dict[str, Any], dataset: str | None) -> dict[str, Any]:
+    from hf_cce.bench.text import prepare
+    from hf_cce.bench.training import Settings, twin
+
+    with console.status("reading text") as status:
+        corpus = prepare(
+            options["vocabulary"], dataset=dataset, model=options["model"], say=lambda message: status.update(message)
+        )
+    console.print(
+        f"Text: {escape(corpus.source)}, {corpus.tokens:,} tokens; "
+        f"byte-level BPE tokenizer with {corpus.entries:,} entries"
+    )
+    settings = Settings(str(corpus.tokens_file), str(corpus.tokenizer_file), **options)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as progress:
+        tasks = {
+            cce: progress.add_task(f"{name} CCE", total=None, start=False, loss="")
+            for cce, name in ((False, "without"), (True, "with   "))
+        }
+
+        def follow(event: dict[str, Any]) -> None:
+            task = tasks[event["cce"]]
+            if event["event"] == "start":
+                if not event["cce"]:
+                    progress.print(_headline(event["common"]))
+                progress.start_task(task)
+                progress.update(task, total=event["steps"])
+            else:
+                progress.update(task, advance=1, loss=f"loss {event['loss']:.4f}")
+
+        return twin(settings, corpus, follow)
+
+
+def _headline(common: dict[str, Any]) -> str:
+    model, settings = common["model"], common["settings"]
+    return (
+        f"Model: {escape(model['name'])} ({model['class']}), {model['parameters'] / 1e6:,.1f} M parameters, "
+        f"{model['layers']} layer{'s' * (model['layers'] > 1)}, vocabulary {model['vocabulary']:,}\n"
+        f"Device: {escape(common['device'])}, {settings['dtype']}; "
+        f"{settings['batch']} × {settings['sequence']} tokens a step"
+    )
+
+
+def _show(console: Console, report: dict[str, Any]) -> None:
+    plain, cce = report["plain"], report["cce"]
+    table = Table(title="The same training run, without and with CCE", title_justify="left", title_style="bold")
+    table.add_column("")
+    for column in ("without CCE", "with CCE", "difference"):
+        table.add_column(column, justify="right")
+    rows = list(zip(plain["losses"], cce["losses"], strict=True))
+    every = max(1, len(rows) // 12)
+    for step, (a, b) in enumerate(rows, 1):
+        if (step - 1) % every == 0 or step == len(rows):
+            table.add_row(f"loss, step {step}", f"{a:.6f}", f"{b:.6f}", f"{b - a:+.1e}")
+    table.add_section()
+    table.add_row("largest difference of the loss", "", "", f"{report['largest_difference']:.1e}")
+    table.add_section()
+
+    def figures(name: str, a: float, b: float, form: str) -> None:
+        table.add_row(name, form.format(a), form.format(b), f"{b / a - 1:+.0%}" if a > 0 else "")
+
+    what = "process" if report["settings"]["device"] == "cpu" else "device"
+    figures(f"peak memory of the {what} (MB)", plain["peak_bytes"] / 1e6, cce["peak_bytes"] / 1e6, "{:,.0f}")
+    a, b = (max(0, run["peak_bytes"] - run["rest_bytes"]) / 1e6 for run in (plain, cce))
+    figures("  of which in a step (MB)", a, b, "{:,.0f}")
+    figures("tokens per second", plain["tokens_per_second"], cce["tokens_per_second"], "{:,.0f}")
+    console.print(table)
+    shape = " × ".join(f"{n:,}" for n in cce["eval_logits_shape"])
+    console.print(
+        f"Logits are still there: in evaluation mode the trained model gives {shape} of them, and generate writes"
+    )
+    console.print(f"  {escape(report['prompt'])}[bold]{escape(cce['generated'])}[/]".replace("\n", "\n  "))
+    same = plain["generated_ids"] == cce["generated_ids"]
+    console.print(f"({'the same' if same else 'not the same'} tokens as the model trained without CCE writes)")
+    console.print(f"Both runs took {report['seconds']:.0f} s.")
+    load, cores = report["load_average_before"], os.cpu_count() or 1
+    if report["settings"]["device"] == "cpu" and load > cores / 4:
+        console.print(
+            f"The machine was busy when they began (load {load:.1f}, {cores} cores): compare memory, and not speed."
+        )

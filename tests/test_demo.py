@@ -1,0 +1,295 @@
+"""The demo: what it writes, that both runs agree, that its text and its memory figures are real, and how it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from numerics import budget
+
+from hf_cce.bench import text, training
+from hf_cce.bench.files import whole_file, whole_folder
+from hf_cce.bench.training import Settings
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "--vocab",
+    "512",
+    "--hidden",
+    "64",
+    "--layers",
+    "1",
+    "--steps",
+    "3",
+    "--batch",
+    "2",
+    "--seq",
+    "32",
+    "--device",
+    "cpu",
+]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A little real text: one module of the standard library."""
+    path = tmp_path_factory.mktemp("words") / "argparse.txt"
+    path.write_text(Path(sys.modules["argparse"].__file__ or "").read_text("utf-8"), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def corpus(words: Path, cache: Path) -> text.Corpus:
+    return text.prepare(512, dataset=str(words), cache=cache)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "hf_cce", "demo", *arguments]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_CACHE_HOME": str(cache), "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
+
+
+def hf_cce(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=ROOT,
+        env=environment(cache),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+
+
+def test_whole_demo(words: Path, cache: Path, tmp_path: Path) -> None:
+    numbers, picture = tmp_path / "new" / "demo.json", tmp_path / "demo.png"
+    done = hf_cce(cache, *TINY, "--dataset", str(words), "--json", str(numbers), "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(numbers.read_text("utf-8"))
+    assert report["settings"]["steps"] == 3 and report["settings"]["device"] == "cpu"
+    assert report["model"]["vocabulary"] == 512 and report["data"]["tokenizer_entries"] == 512
+    assert report["versions"]["torch"] == torch.__version__
+    for run in (report["plain"], report["cce"]):
+        assert len(run["losses"]) == len(run["step_seconds"]) == 3
+        assert run["peak_bytes"] > 0 and run["rest_bytes"] > 0 and run["tokens_per_second"] > 0
+        assert run["eval_logits_shape"][2] == 512
+        assert len(run["generated_ids"]) == training.NEW_TOKENS
+    # Every step doubles what rounding the steps before it left in the weights, at most.
+    for step, (plain, fused) in enumerate(zip(report["plain"]["losses"], report["cce"]["losses"], strict=True)):
+        assert abs(plain - fused) <= plain * budget(0.0, torch.float32) * 2**step, step
+    assert report["largest_difference"] == max(
+        abs(a - b) for a, b in zip(report["plain"]["losses"], report["cce"]["losses"], strict=True)
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["demo.json", "demo.png", "new"]
+    for words_ in (
+        "without CCE",
+        "with CCE",
+        "loss, step 3",
+        "peak memory",
+        "tokens per second",
+        "Logits are still there",
+    ):
+        assert words_ in done.stdout, words_
+    assert "\x1b[" not in done.stdout  # no colours in a pipe
+    assert not done.stderr
+
+
+def test_quiet_writes_numbers_and_says_nothing(words: Path, cache: Path, tmp_path: Path) -> None:
+    done = hf_cce(
+        cache, *TINY, "--dataset", str(words), "--json", str(tmp_path / "demo.json"), "--quiet", "--steps", "1"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert json.loads((tmp_path / "demo.json").read_text())["settings"]["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hidden", "100"], "--hidden must be a multiple of 64"),
+        (["--dataset", "no/such/dataset"], "no/such/dataset"),
+        (["--seq", "1000000"], "--seq 1000000 needs more of it"),
+        (["--device", "nonsense"], "nonsense"),
+    ],
+)
+def test_errors_are_one_sentence(
+    arguments: list[str], message: str, words: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments if "--dataset" in arguments else ["--dataset", str(words), *arguments]
+    done = hf_cce(cache, *TINY, *given)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def processes_of(group: int) -> list[psutil.Process]:
+    """The live processes of a process group; who has ended and waits to be collected is not alive."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for another process")
+def test_interruption_leaves_nothing_behind(words: Path, cache: Path, tmp_path: Path) -> None:
+    arguments = [*TINY, "--dataset", str(words), "--steps", "100000", "--seq", "2", "--batch", "1"]
+    process = subprocess.Popen(
+        command(*arguments, "--json", str(tmp_path / "demo.json")), cwd=ROOT, env=environment(cache), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    while "Device:" not in (line := process.stdout.readline()):
+        assert line, "the demo ended before it began to train"
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to parent and child
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.strip() == "Interrupted; nothing was written."
+    assert not list(tmp_path.iterdir())
+    patience = time.monotonic() + 30
+    while group := processes_of(process.pid):
+        assert time.monotonic() < patience, group
+        time.sleep(0.1)
+
+
+def test_a_local_model_and_its_tokenizer(words: Path, corpus: text.Corpus, cache: Path, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    settings = Settings(str(corpus.tokens_file), str(corpus.tokenizer_file), vocabulary=600, hidden=64, layers=1)
+    training.fresh_model(settings).save_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer()).save_pretrained(tmp_path / "model")
+    taken = text.prepare(600, dataset=str(words), model=str(tmp_path / "model"), cache=cache)
+    assert taken.entries == corpus.entries
+    assert np.array_equal(np.load(taken.tokens_file), np.load(corpus.tokens_file))
+    options: dict[str, Any] = {"model": str(tmp_path / "model"), "steps": 2, "batch": 1, "sequence": 8, "device": "cpu"}
+    settings = Settings(str(taken.tokens_file), str(taken.tokenizer_file), **options)
+    plain = training.train(settings)
+    assert plain["common"]["model"]["vocabulary"] == 600
+    assert plain["common"]["settings"]["model"] == str(tmp_path / "model")
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(corpus: text.Corpus) -> None:
+    settings = Settings(
+        str(corpus.tokens_file), str(corpus.tokenizer_file), vocabulary=257, hidden=64, layers=1, device="cpu"
+    )
+    with pytest.raises(ValueError, match="does not fit the model's vocabulary of 257"):
+        training.train(settings)
+    with pytest.raises(RuntimeError, match="does not fit the model's vocabulary of 257"):
+        training.in_own_process(settings, lambda event: None)
+
+
+def _dies(*_: Any) -> None:
+    os._exit(9)
+
+
+def test_a_killed_run_is_reported(corpus: text.Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_child", _dies)
+    settings = Settings(str(corpus.tokens_file), str(corpus.tokenizer_file), cce=True)
+    with pytest.raises(RuntimeError, match=r"with CCE was killed \(exit code 9\)"):
+        training.in_own_process(settings, lambda event: None)
+
+
+def test_the_same_seed_gives_the_same_batches(corpus: text.Corpus) -> None:
+    def batches(seed: int) -> np.ndarray:
+        files = str(corpus.tokens_file), str(corpus.tokenizer_file)
+        return training._batches(Settings(*files, steps=3, batch=2, sequence=16, seed=seed))
+
+    assert batches(1).shape == (3, 2, 16)
+    assert np.array_equal(batches(1), batches(1))
+    assert not np.array_equal(batches(1), batches(2))
+
+
+def test_the_default_model_has_the_shape_of_smollm2() -> None:
+    with torch.device("meta"):
+        model = training.fresh_model(Settings("", "", layers=30))
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008  # SmolLM2-135M's own count
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_text_comes_back_from_its_tokens(words: Path, corpus: text.Corpus, cache: Path) -> None:
+    ids = np.load(corpus.tokens_file)
+    tokenizer = corpus.tokenizer()
+    assert ids.dtype == np.int32 and len(ids) == corpus.tokens
+    assert ids[-1] == tokenizer.token_to_id(text.END_OF_TEXT)
+    assert tokenizer.decode(ids.tolist()) == words.read_text("utf-8")
+    said: list[str] = []
+    assert text.prepare(512, dataset=str(words), cache=cache, say=said.append) == corpus
+    assert said == ["reading text"]  # the rest came from the cache
+
+
+def test_a_folder_of_texts(words: Path, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two " * 100)
+    (tmp_path / "b.md").write_text("three " * 100)
+    (tmp_path / "c.bin").write_bytes(b"\xff\xfe")
+    corpus = text.prepare(300, dataset=str(tmp_path), cache=cache)
+    assert corpus.tokenizer().decode(np.load(corpus.tokens_file).tolist()) == "one two " * 100 + "three " * 100
+
+
+@pytest.mark.slow
+def test_the_sources_of_python_fill_the_vocabulary(cache: Path) -> None:
+    source, documents = text._python_sources(49_152)
+    assert "standard library" in source
+    assert sum(map(len, documents)) > 8_000_000
+    assert text.train_tokenizer(documents, 49_152).get_vocab_size() > 45_000
+
+
+def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), whole_file(path) as temporary:  # noqa: PT012
+        temporary.write_text("ne")
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and path.read_text() == "old"
+    with whole_file(path) as temporary:
+        temporary.write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and path.read_text() == "new"
+
+
+def test_folders_are_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    with pytest.raises(KeyboardInterrupt), whole_folder(path) as temporary:  # noqa: PT012
+        (temporary / "half").write_text("")
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+    with whole_folder(path) as first, whole_folder(path) as second:  # two processes at once
+        (first / "by").write_text("first")
+        (second / "by").write_text("second")
+    assert (path / "by").read_text() == "second"
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def test_peak_memory_is_that_of_the_process_and_not_of_its_parent() -> None:
+    code = """
+import sys, torch
+from hf_cce.bench import memory
+cpu = torch.device("cpu")
+before = memory.peak(cpu)
+held = torch.ones(50_000_000)
+del held
+print(before, memory.peak(cpu), memory.in_use(cpu))
+"""
+    ballast = torch.ones(250_000_000)  # 1 GB here, which the child must not report as its own
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ballast.numel() and done.returncode == 0, done.stderr
+    before, peak, after = map(int, done.stdout.split())
+    assert 180e6 < peak - max(before, after) < 260e6
+    assert before < 900e6
