@@ -1,0 +1,48 @@
+"""Memory-efficient cross entropy for Transformers: ``apply_cce(model)``, and training never makes logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_cce.api import apply_cce, remove_cce, supported_models
+    from hf_cce.callback import CCECallback
+    from hf_cce.config import CCEConfig
+    from hf_cce.loss import linear_cross_entropy, linear_log_probs
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CCECallback",
+    "CCEConfig",
+    "apply_cce",
+    "linear_cross_entropy",
+    "linear_log_probs",
+    "remove_cce",
+    "supported_models",
+]
+
+_HOME = {
+    "CCECallback": "callback",
+    "CCEConfig": "config",
+    "apply_cce": "api",
+    "linear_cross_entropy": "loss",
+    "linear_log_probs": "loss",
+    "remove_cce": "api",
+    "supported_models": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Each name loads its module when it is first used, so that ``import hf_cce`` loads no torch, Triton or trainer."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,135 @@
+"""``apply_cce`` and ``remove_cce``: find the causal LM that is meant, refuse or patch it."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+from torch import nn
+
+from hf_cce.config import CCEConfig
+from hf_cce.patches.causal_lm import patch, patch_of, unpatch
+from hf_cce.patches.classes import patch_class, unpatch_class
+from hf_cce.patches.refused import REFUSED, why_refuse, why_refuse_class
+
+Target = TypeVar("Target")
+
+
+def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) -> Target:
+    """From now on a training call of ``model`` with labels makes no logits; loss and gradients stay what they were.
+
+    Args:
+        model: a causal LM of Transformers, bare or inside PEFT, DDP, FSDP, DeepSpeed, accelerate or torch.compile; or a
+            class such as ``LlamaForCausalLM``, or a model type such as ``"llama"``: then every instance made later is
+            patched, and those that exist are not.
+        config: options of the loss; ``options`` replace single ones. A second call changes them.
+
+    Returns:
+        ``model``, the same object.
+
+    Raises:
+        ValueError: the model cannot be supported; the message says why. Nothing is patched then.
+        RuntimeError: Transformers is older than 5.0.
+    """
+    config = CCEConfig.of(config, **options)
+    _check_version()
+    if isinstance(model, (str, type)):
+        cls = _class_of(model)
+        _refuse(cls, why_refuse_class(cls))
+        patch_class(cls, config)
+        return model
+    base = causal_lm(model)
+    _refuse(type(base), why_refuse(base))
+    _forget_graphs(base, patched=True)
+    patch(base, config)
+    return model
+
+
+def remove_cce(model: Target) -> Target:
+    """Take back what ``apply_cce`` did to this model, class or model type; an unpatched one is left as it is.
+
+    As with ``apply_cce``, a class speaks for the instances made later: those that exist keep their patch.
+
+    Returns:
+        ``model``, the same object.
+    """
+    if isinstance(model, (str, type)):
+        unpatch_class(_class_of(model))
+        return model
+    base = causal_lm(model)
+    _forget_graphs(base, patched=False)
+    unpatch(base)
+    return model
+
+
+def supported_models() -> list[str]:
+    """The model types that ``apply_cce`` takes by name, sorted. Instances of other classes with an LM head work too."""
+    return sorted(name for name, cls in _causal_lm_names().items() if cls not in REFUSED)
+
+
+def _causal_lm_names() -> dict[str, str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _check_version() -> None:
+    installed = version("transformers")
+    if int(installed.split(".")[0]) < 5:
+        raise RuntimeError(
+            f"hf_cce needs transformers >= 5.0, and {installed} is installed: pip install -U transformers"
+        )
+
+
+def _class_of(target: str | type) -> type:
+    """The class itself, or the causal LM class of a model type."""
+    if isinstance(target, type):
+        if not issubclass(target, nn.Module):
+            raise ValueError(f"model must be a model, a model class or a model type, got the class {target.__name__}")
+        return target
+    import transformers
+
+    names = _causal_lm_names()
+    if target not in names:
+        near = difflib.get_close_matches(target, names)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "supported_models() lists them"
+        raise ValueError(
+            f"model: no causal LM of model type {target!r} in transformers {transformers.__version__}; {hint}"
+        )
+    return getattr(transformers, names[target])
+
+
+def causal_lm(model: Any) -> nn.Module:
+    """The causal LM inside the wrappers of torch.compile, DDP, FSDP, DeepSpeed and PEFT."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a model, a model class or a model type, got {type(model).__name__}")
+    while True:
+        if isinstance(inner := model._modules.get("_orig_mod"), nn.Module):  # torch.compile
+            model = inner
+        elif callable(getattr(type(model), "get_base_model", None)):  # PEFT
+            model = model.get_base_model()  # type: ignore[operator]
+        elif not hasattr(type(model), "get_output_embeddings") and isinstance(
+            inner := model._modules.get("module", model._modules.get("_fsdp_wrapped_module")), nn.Module
+        ):  # DDP, DataParallel, DeepSpeed; FSDP1
+            model = inner
+        else:
+            return model
+
+
+def _refuse(cls: type, reason: str | None) -> None:
+    if reason is not None:
+        raise ValueError(
+            f"model: {cls.__name__} cannot be patched: {reason}. Nothing was changed; train it without CCE."
+        )
+
+
+def _forget_graphs(base: nn.Module, *, patched: bool) -> None:
+    """Drop compiled graphs when a model becomes patched, or ceases to be.
+
+    Dynamo does not guard on a module's hooks: a compiled function that calls the model would go on with the old graph.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and (patch_of(base) is not None) is not patched:
+        dynamo.reset()

@@ -1,0 +1,97 @@
+"""``CCECallback``: patches a Trainer's model at the right moment, and says so when a run misses the fused loss."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any, Literal
+
+from transformers import TrainerCallback
+
+from hf_cce.api import apply_cce, causal_lm
+from hf_cce.config import CCEConfig
+from hf_cce.patches.causal_lm import patch_of
+
+
+class CCECallback(TrainerCallback):
+    """``Trainer(..., callbacks=[CCECallback()])`` is ``apply_cce(model)`` plus a check that it took effect.
+
+    It patches when the Trainer has been built (before accelerate wraps the model) and again when training begins, for
+    callbacks added later and for ``model_init``, whose model is built only then.
+
+    Args:
+        config: options of the loss; ``options`` replace single ones.
+        on_unused: what to do when the first step has ended, or training has, without one fused loss: ``"warn"`` or
+            ``"raise"`` (RuntimeError). One report per training run.
+
+    Raises:
+        ValueError: ``on_unused`` is neither, or, in the Trainer, the model cannot be supported.
+    """
+
+    def __init__(
+        self, config: CCEConfig | None = None, on_unused: Literal["warn", "raise"] = "warn", **options: Any
+    ) -> None:
+        if on_unused not in ("warn", "raise"):
+            raise ValueError(f'on_unused must be "warn" or "raise", got {on_unused!r}')
+        self.config = CCEConfig.of(config, **options)
+        self.on_unused = on_unused
+        self._before: tuple[int, int] | None = None  # fused and calls when training began; None: nothing to check
+        self._steps = 0
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (model := kwargs.get("model")) is not None:  # None with model_init
+            apply_cce(model, self.config)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        patch = patch_of(causal_lm(apply_cce(kwargs["model"], self.config)))
+        assert patch is not None
+        patch.stats.traced = False
+        self._before, self._steps = (patch.stats.fused, patch.stats.calls), 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps += 1
+        self._check(args, kwargs["model"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._check(args, kwargs["model"])
+        self._before = None
+
+    def _check(self, args: Any, model: Any) -> None:
+        """After a step: report, once, that no loss of this run was fused."""
+        if self._before is None or self._steps == 0:
+            return
+        base, before = causal_lm(model), self._before
+        patch = patch_of(base)
+        self._before = None  # reached, or reported: either way once per run
+        if patch is not None and (patch.stats.fused > before[0] or patch.stats.traced):
+            return
+        message = f"hf_cce: a training step ended without our fused loss: {_why(args, base, before[1])}"
+        if self.on_unused == "raise":
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=2)
+
+
+def _why(args: Any, base: Any, calls_before: int) -> str:
+    if _is_trl(base.forward):
+        return (
+            "TRL replaces the model's forward with its own fused LM head (trl.trainer.utils.add_fused_lm_head), so "
+            "neither the model's forward nor its loss is called"
+        )
+    patch = patch_of(base)
+    if patch is None:
+        return "the patch was removed during training"
+    if getattr(args, "label_smoothing_factor", 0):
+        return "label_smoothing_factor makes Trainer take the labels away and compute the loss from logits itself"
+    if patch.stats.calls == calls_before:
+        return "the model was never called with labels in training mode (compute_loss_func, or your own compute_loss?)"
+    return "the model computed its loss from full logits; the warning of its first training call says why"
+
+
+def _is_trl(forward: Any) -> bool:
+    """True for TRL's forward, also under those of accelerate; each layer copies the signature of the one below."""
+    while forward is not None:
+        forward = getattr(forward, "__func__", forward)
+        if "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False

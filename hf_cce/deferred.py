@@ -1,0 +1,497 @@
+"""Deferred logits: what an LM head returns instead of multiplying, and what answers the model's own loss.
+
+``HeadInput`` stands for the hidden states while they pass through the head; the ``F.linear`` inside it answers with
+``DeferredLogits``. That object records what the model's forward does to the logits (scale, tanh, casts, slices, views)
+and answers ``F.cross_entropy`` and ``logsumexp`` without ever making them. Whatever else is asked of it, it makes the
+real logits, exactly as the head and the recorded operations would have, and goes on with those: slower, never wrong.
+
+Shapes: hidden_states [..., D], weight [V, D], bias [V] or None, logits [..., V].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_cce.config import CCEConfig
+from hf_cce.head import needs_grad, why_not_read
+from hf_cce.loss import linear_cross_entropy, linear_log_probs
+from hf_cce.symbolic import Op, Symbolic, closed_form, floating_or_device, full_device, plain, split_index
+
+Number = float  # inside DeferredLogits ``float`` is the method
+
+
+@dataclass
+class Stats:
+    """What happened in the training calls of one model: ``model._hf_cce.stats``.
+
+    Under ``torch.compile`` Python counters would recompile the graph at every step, so there only ``traced`` is set.
+    """
+
+    calls: int = 0  # training calls with labels
+    fused: int = 0  # cross entropies answered without logits
+    materialised: int = 0  # times real logits were made from deferred ones
+    missed: int = 0  # training calls that ended without a fused cross entropy
+    traced: bool = False  # a compiled graph holds a fused cross entropy
+
+
+@dataclass
+class Call:
+    """One training call: the options it runs with and what happened in it."""
+
+    config: CCEConfig | None = None
+    stats: Stats = field(default_factory=Stats)
+    fused: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def note_fused(self) -> None:
+        if torch.compiler.is_compiling():
+            self.stats.traced = True
+        else:
+            self.fused += 1
+            self.stats.fused += 1
+
+    def note_materialised(self, why: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.stats.materialised += 1
+            self.reasons.append(f"{why} asked for the logits themselves")
+
+    def note_refused(self, why: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.reasons.append(why)
+
+
+class HeadInput(Symbolic):
+    """Hidden states [..., D] on their way through the head; ``F.linear`` on them gives ``DeferredLogits``.
+
+    Every other operation (a LoRA term, a dropout) gets the hidden states themselves.
+    """
+
+    _ANSWERS: ClassVar[dict[Any, str]] = {F.linear: "linear"}
+
+    def __init__(self, hidden_states: Tensor, call: Call) -> None:
+        self.hidden_states = hidden_states
+        self.call = call
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.hidden_states.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden_states.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden_states.device
+
+    def to(self, *args: Any, **kwargs: Any) -> HeadInput:
+        return HeadInput(self.hidden_states.to(*args, **kwargs), self.call)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """The head's multiplication: put off where the weight will still be there for the loss, else done."""
+        hidden_states, device = self.hidden_states, self.hidden_states.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if hidden_states.dtype == torch.float64:
+            cast = None  # autocast leaves float64 alone
+        reason = why_not_read(weight, bias)
+        fits = cast is not None or hidden_states.dtype == weight.dtype
+        if reason is None and (hidden_states.device != weight.device or not fits):
+            reason = "hidden states and head differ in dtype or device"  # torch's own error is the right one
+        if reason is not None:
+            self.call.note_refused(reason)
+            return F.linear(hidden_states, weight, bias)
+        return DeferredLogits(hidden_states, weight, bias, call=self.call, cast=cast)
+
+    def _real(self, why: str) -> Tensor:
+        return self.hidden_states
+
+
+class DeferredLogits(Symbolic):
+    """Logits [..., V] that have not been multiplied out; behaves like the tensor, see the module's docstring.
+
+    Args:
+        hidden_states: [..., D], what the head was given.
+        weight: [V, D].
+        bias: [V] or None.
+        call: the training call it belongs to; carries the options of the loss and the counters.
+        cast: the dtype in which autocast would have multiplied, or None.
+        ops: what was done to the logits since, in order.
+    """
+
+    def __init__(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        call: Call | None = None,
+        cast: torch.dtype | None = None,
+        ops: tuple[Op, ...] = (),
+    ) -> None:
+        self.hidden_states = hidden_states
+        self.weight = weight
+        self.bias = bias
+        self.call = Call() if call is None else call
+        self.cast = cast
+        self.ops = ops
+        self._made: Tensor | None = None  # real logits, once somebody asked for them
+        self._made_version = 0
+        self._rewritten = False
+        self._aliases: list[Any] = []  # weak references to views of this object, and to what it is a view of
+        # A recipe is only as good as its ingredients: logits read after optimizer.step() would be other logits.
+        self._versions = None if torch.compiler.is_compiling() else (hidden_states._version, weight._version)
+
+    @property
+    def _written(self) -> bool:
+        """An in-place write, here or through an alias of the real logits, made the recipe stale: they are the truth."""
+        if self._rewritten or self._made is None:
+            return self._rewritten
+        return not torch.compiler.is_compiling() and self._made._version != self._made_version
+
+    # What a tensor says about itself
+    layout = torch.strided
+    is_leaf = is_sparse = is_nested = is_quantized = False
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def shape(self) -> torch.Size:
+        if self._written:
+            return self._real("shape").shape
+        return torch.Size((*self.hidden_states.shape[:-1], self.weight.shape[0]))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        for name, value in reversed(self.ops):
+            if name == "to" and isinstance(value, torch.dtype):
+                return value
+        return self.weight.dtype if self.cast is None else self.cast
+
+    @property
+    def device(self) -> torch.device:
+        for name, value in reversed(self.ops):
+            if name == "to" and isinstance(value, torch.device):
+                return value
+        return self.hidden_states.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return needs_grad(self.hidden_states, self.weight, self.bias)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def is_contiguous(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        state = "made" if self._made is not None else "not made"
+        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', {state})"
+
+    # What it records
+    def float(self) -> DeferredLogits:
+        return self._cast(torch.float32)
+
+    def double(self) -> DeferredLogits:
+        return self._cast(torch.float64)
+
+    def half(self) -> DeferredLogits:
+        return self._cast(torch.float16)
+
+    def bfloat16(self) -> DeferredLogits:
+        return self._cast(torch.bfloat16)
+
+    def type_as(self, other: Any) -> Any:
+        return self.to(dtype=other.dtype, device=other.device)
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> Any:
+        if self._written or args or kwargs:
+            return self._real("contiguous").contiguous(*args, **kwargs)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """``Tensor.to`` for floating dtypes and devices; ``copy=True`` and memory formats need real logits."""
+        rest = dict(kwargs)
+        rest.pop("non_blocking", None)
+        targets = [rest.pop(name, None) for name in ("dtype", "device")]
+        for arg in args[:2]:
+            if isinstance(arg, (Tensor, DeferredLogits)):
+                targets = [arg.dtype, arg.device]
+            elif not isinstance(arg, bool):
+                targets.append(arg)
+        targets = [t for t in targets if t is not None]
+        if self._written or rest or len(args) > 2 or not all(floating_or_device(t) for t in targets):
+            return self._real("to").to(*args, **kwargs)
+        result = self
+        for target in targets:
+            result = result._cast(target if isinstance(target, torch.dtype) else full_device(target))
+        return result
+
+    def _cast(self, target: torch.dtype | torch.device) -> DeferredLogits:
+        if self._written:
+            return self._made.to(target)  # type: ignore[union-attr, return-value]
+        if target == (self.dtype if isinstance(target, torch.dtype) else self.device):
+            return self  # as torch does: the same tensor
+        return self._copy(ops=(*self.ops, ("to", target)))
+
+    def view(self, *shape: Any) -> Any:
+        if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+            return self._real("view").view(*shape)
+        return self.reshape(*shape)
+
+    def reshape(self, *shape: Any) -> Any:
+        """[..., V] to other token dimensions; a shape that does not end in V needs real logits."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        vocabulary = self.shape[-1]
+        ends_in_vocabulary = len(sizes) > 0 and sizes[-1] == vocabulary
+        if len(sizes) > 0 and sizes[-1] == -1:
+            ends_in_vocabulary = math.prod(sizes[:-1]) == math.prod(self.shape[:-1])
+        if self._written or not ends_in_vocabulary:
+            return self._real("view").reshape(sizes)
+        return self._view(self.hidden_states.reshape(*sizes[:-1], self.hidden_states.shape[-1]))
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        last = end_dim % self.ndim
+        if self._written or last == self.ndim - 1:
+            return self._real("flatten").flatten(start_dim, end_dim)
+        return self._view(self.hidden_states.flatten(start_dim, last))
+
+    def __getitem__(self, key: Any) -> Any:
+        index = None if self._written else split_index(key, self.ndim)
+        if index is None:
+            return self._real("indexing")[plain(key)]
+        tokens, vocabulary = index
+        if vocabulary is None:
+            return self._view(self.hidden_states[tokens])
+        return self._view(
+            self.hidden_states[tokens], self.weight[vocabulary], None if self.bias is None else self.bias[vocabulary]
+        )
+
+    def tanh(self) -> Any:
+        return self._apply("tanh", None)
+
+    def mul(self, other: Any) -> Any:
+        return self._apply("mul", other)
+
+    def div(self, other: Any, **kwargs: Any) -> Any:
+        return self._real("div").div(plain(other), **kwargs) if kwargs else self._apply("div", other)
+
+    def add(self, other: Any, **kwargs: Any) -> Any:
+        """A bias per word, [V] or [1, V] of the same dtype, joins the head's own; anything else needs real logits."""
+        words = self.shape[-1]
+        fits = isinstance(other, Tensor) and other.dim() in range(1, self.ndim + 1) and other.shape[-1] == words
+        fits = fits and other.numel() == words and (other.dtype, other.device) == (self.dtype, self.device)
+        if self._written or self.ops or kwargs or not fits:
+            return self._real("add").add(plain(other), **kwargs)
+        bias = other.reshape(-1)
+        return self._copy(bias=bias if self.bias is None else self.bias + bias)
+
+    __mul__ = __rmul__ = multiply = mul
+    __truediv__ = divide = true_divide = div
+    __add__ = __radd__ = add
+
+    def mul_(self, other: Any) -> Any:
+        return self._apply_("mul", other)
+
+    def div_(self, other: Any, **kwargs: Any) -> Any:
+        return self._write("div_", other, **kwargs) if kwargs else self._apply_("div", other)
+
+    def tanh_(self) -> Any:
+        return self._apply_("tanh", None)
+
+    __imul__ = mul_
+    __itruediv__ = div_
+
+    def _apply(self, name: str, value: Any) -> Any:
+        if self._written or not _is_scalar(name, value):
+            made = self._real(name)
+            return made.tanh() if name == "tanh" else getattr(made, name)(plain(value))
+        return self._copy(ops=(*self.ops, (name, value)))
+
+    def _apply_(self, name: str, value: Any) -> Any:
+        if self._written or not _is_scalar(name, value):
+            return self._write(f"{name}_", *(() if name == "tanh" else (value,)))
+        self._refuse_if_shared(f"{name}_")
+        self.ops, self._made = (*self.ops, (name, value)), None
+        return self
+
+    # What answers the loss
+    def cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: Number = 0.0,
+    ) -> Tensor:
+        """``F.cross_entropy`` of these logits [N, V] and integer labels [N] by the fused loss.
+
+        Class weights, probabilities as targets, a class dimension that is not the last, and whatever has no closed
+        form go to torch on real logits. Where every label is ignored the fused mean is zero, torch's is NaN.
+        """
+        form = None if self._written else closed_form(self.ops)
+        plain_target = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
+        if form is None or self.ndim != 2 or not plain_target or not (weight is size_average is reduce is None):
+            rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+            return F.cross_entropy(self._real("cross_entropy"), plain(target), *rest)
+        scale, softcap = form
+        with self._as_multiplied():
+            loss = linear_cross_entropy(
+                self.hidden_states,
+                self.weight,
+                target.to(self.hidden_states.device),
+                bias=self.bias,
+                logit_scale=scale,
+                softcap=softcap,
+                ignore_index=ignore_index,
+                reduction=reduction,  # type: ignore[arg-type]
+                label_smoothing=label_smoothing,
+                config=self.call.config,
+            )
+        self.call.note_fused()
+        return loss.to(self.device)
+
+    def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
+        """Over the vocabulary [...] without logits (Bamba's z-loss asks for it); over anything else with them."""
+        form = None if self._written else closed_form(self.ops)
+        over_vocabulary = dim in (-1, self.ndim - 1, (-1,), [-1])
+        if form is None or not over_vocabulary:
+            return torch.logsumexp(self._real("logsumexp"), dim, keepdim)
+        scale, softcap = form
+        labels = torch.zeros(self.hidden_states.shape[:-1], dtype=torch.long, device=self.hidden_states.device)
+        with self._as_multiplied():
+            result = linear_log_probs(
+                self.hidden_states,
+                self.weight,
+                labels,
+                bias=self.bias,
+                logit_scale=scale,
+                softcap=softcap,
+                logsumexp=True,
+                config=self.call.config,
+            ).logsumexp
+        assert result is not None
+        result = result.to(self.device)
+        return result.unsqueeze(-1) if keepdim else result
+
+    # What makes real logits
+    def materialize(self) -> Tensor:
+        """The logits [..., V] as the head and the recorded operations would have made them: same dtype, differentiable.
+
+        Raises:
+            RuntimeError: hidden states or weight were changed in place since, as ``optimizer.step()`` does.
+        """
+        return self._real("materialize")
+
+    def _real(self, why: str) -> Tensor:
+        if self._made is not None and (self._written or self._made.requires_grad >= self.requires_grad):
+            return self._made
+        if self._versions is not None and (
+            self._versions != (self.hidden_states._version, self.weight._version)
+            or self.weight.untyped_storage().nbytes() == 0  # FSDP2 has freed it, as it does after the backward
+        ):
+            raise RuntimeError(
+                "these logits were deferred, and hidden states or LM head have changed since (optimizer.step()?); "
+                "read outputs.logits before the step, or keep outputs.logits.materialize()"
+            )
+        self.call.note_materialised(why)
+        with self._as_multiplied():
+            made = F.linear(self.hidden_states, self.weight, self.bias)
+        for name, value in self.ops:
+            made = made.tanh() if name == "tanh" else getattr(made, name)(value)
+        self._made, self._made_version = made, 0 if self._versions is None else made._version
+        return made
+
+    def _write(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """An in-place operation that has no recipe: make the logits, write into them, and be them from now on."""
+        self._refuse_if_shared(name)
+        made = self._real(name)
+        getattr(made, name)(*plain(args), **plain(kwargs))
+        self._rewritten = True
+        return self
+
+    def _refuse_if_shared(self, name: str) -> None:
+        if any(reference() is not None for reference in self._aliases):
+            raise RuntimeError(
+                f"{name}: deferred logits cannot be written to while a view of them is alive; write before viewing, "
+                "or use the model without CCE (remove_cce)"
+            )
+
+    def _as_multiplied(self) -> contextlib.AbstractContextManager[Any]:
+        """The autocast state in which the head was called; it may be another one by now."""
+        kind = self.hidden_states.device.type
+        now = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if now == self.cast:
+            return contextlib.nullcontext()
+        return torch.autocast(kind, dtype=self.cast, enabled=self.cast is not None)
+
+    def _copy(self, **changes: Any) -> DeferredLogits:
+        new = DeferredLogits(
+            changes.get("hidden_states", self.hidden_states),
+            changes.get("weight", self.weight),
+            changes.get("bias", self.bias),
+            call=self.call,
+            cast=self.cast,
+            ops=changes.get("ops", self.ops),
+        )
+        if self._versions is not None:
+            new._versions = (new.hidden_states._version, self._versions[1])
+        return new
+
+    def _view(self, hidden_states: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> DeferredLogits:
+        """Other tokens, and with ``weight`` other words, of the same logits: what torch would share memory with."""
+        new = self._copy(hidden_states=hidden_states, **({} if weight is None else {"weight": weight, "bias": bias}))
+        if not torch.compiler.is_compiling():
+            family = [*self._aliases, weakref.ref(self)]
+            for reference in family:
+                if (relative := reference()) is not None:
+                    relative._aliases.append(weakref.ref(new))
+            new._aliases.extend(family)
+        return new
+
+    _ANSWERS: ClassVar[dict[Any, str]] = {
+        F.cross_entropy: "cross_entropy",
+        F.tanh: "tanh",
+        torch.add: "add",
+        torch.div: "div",
+        torch.divide: "div",
+        torch.flatten: "flatten",
+        torch.logsumexp: "logsumexp",
+        torch.mul: "mul",
+        torch.multiply: "mul",
+        torch.reshape: "reshape",
+        torch.tanh: "tanh",
+        torch.true_divide: "div",
+    }
+
+
+def _is_scalar(name: str, value: Any) -> bool:
+    return name == "tanh" or (isinstance(value, (int, float)) and not isinstance(value, bool))

@@ -1,0 +1,71 @@
+"""The one place that judges an LM head: which module it is, and whether its weight may be read after its forward.
+
+A head defers only when its weight is still there, whole, when the loss reads it, some lines after the head's forward
+has returned. Quantised heads, sharded heads and heads whose weight an engine releases after the forward do not; each
+function below returns the reason in words, or None.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+# Modules of these packages pass their input to the Linear inside and add their own term in plain torch operations
+# (PEFT's LoRA layers and modules_to_save wrapper; containers and dropout of torch.nn): a symbolic input is safe there.
+_TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear")
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """``model.get_output_embeddings()``: resolved at every call, so that resizing, quantising and adapters are seen."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return head if isinstance(head, nn.Module) else None
+
+
+def why_not_defer(head: nn.Module) -> str | None:
+    """Why the multiplication of ``head`` cannot be put off, judged by its structure; None where it can."""
+    for module in head.modules():
+        kind = type(module)
+        if kind.forward is not nn.Linear.forward and not kind.__module__.startswith(_TRANSPARENT):
+            return f"the head holds a {kind.__module__}.{kind.__qualname__}, which is no plain torch.nn.Linear"
+        hook = getattr(module, "_hf_hook", None)
+        if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
+            return "accelerate offloads the head's weight after its forward"
+        if _reshards(module):
+            return (
+                "FSDP2 reshards the head's weight right after its forward; put it in one group with the final norm and "
+                "reshard_after_forward=False, as accelerate does"
+            )
+    return None
+
+
+def why_not_read(weight: object, bias: object = None) -> str | None:
+    """Why this weight [V, D] (with bias [V] or None) cannot be read later, judged at the head's forward; or None."""
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is None and name == "bias":
+            continue
+        if type(value) is not Tensor and type(value) is not nn.Parameter:
+            return f"the head's {name} is a {type(value).__name__} (tensor parallel, sharded or quantised)"
+        if not value.is_floating_point():
+            return f"the head's {name} is quantised to {value.dtype}"
+        if hasattr(value, "ds_id"):
+            return f"DeepSpeed ZeRO-3 partitions the head's {name}"
+    assert isinstance(weight, Tensor)
+    if weight.dim() != 2 or weight.numel() == 0:
+        return f"the head's weight has shape {tuple(weight.shape)}, not [vocabulary, hidden]"
+    return None
+
+
+def _reshards(module: nn.Module) -> bool:
+    """True when ``module`` belongs to an FSDP2 group that frees its weight after its forward."""
+    if not hasattr(module, "_get_fsdp_state"):
+        return False
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.10; one group before
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return any(group._reshard_after_forward for group in groups)
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """True when autograd is on and one of ``tensors`` asks for a gradient."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -1,0 +1,173 @@
+"""What a plain object needs so that torch code takes it for the tensor it stands for.
+
+A subclass says how to get the real tensor and answers what it can answer without; everything else comes here, gets
+the real tensor and goes on with that. A plain object with ``__torch_function__`` and no tensor subclass, because Dynamo
+traces the former and stops at the latter.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+Op = tuple[str, Any]  # done to logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device)
+
+
+class Symbolic:
+    """Stands for a tensor. Subclasses give ``_real``, and in ``_ANSWERS`` torch functions with the methods for them."""
+
+    _ANSWERS: ClassVar[dict[Any, str]] = {}
+
+    def _real(self, why: str) -> Tensor:
+        """The tensor itself; ``why`` names the operation that asks for it."""
+        raise NotImplementedError
+
+    def _write(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the in-place method ``name`` of the tensor."""
+        return getattr(self._real(name), name)(*plain(args), **plain(kwargs))
+
+    def _read(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the method ``name`` of the tensor."""
+        return getattr(self._real(name), name)(*plain(args), **plain(kwargs))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if len(args) > 0 and isinstance(args[0], Symbolic):
+            answer = args[0]._ANSWERS.get(func)
+            if answer is not None:
+                return getattr(args[0], answer)(*args[1:], **kwargs)
+        elif isinstance(kwargs.get("input"), Symbolic):
+            return func(kwargs["input"], *args, **{name: value for name, value in kwargs.items() if name != "input"})
+        why = getattr(func, "__name__", "an operation")
+        return func(*plain(args, why), **plain(kwargs, why))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        if not callable(getattr(Tensor, name)):
+            return getattr(self._real(name), name)
+        return functools.partial(self._write if name.endswith("_") else self._read, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._real("indexing")[plain(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._write("__setitem__", key, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._real("iteration"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._real("pickling").detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._real("deepcopy").detach().clone()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def plain(value: Any, why: str = "an operation") -> Any:
+    """``value`` with the real tensor in place of every symbolic one; looks into lists, tuples and dictionaries."""
+    if isinstance(value, Symbolic):
+        return value._real(why)
+    if type(value) in (list, tuple):
+        return type(value)([plain(each, why) for each in value])
+    if type(value) is dict:
+        return {key: plain(each, why) for key, each in value.items()}
+    return value
+
+
+def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:
+    """The ``key`` of a [..., V] tensor of ``ndim`` dimensions as a key of a [..., D] tensor and a slice of V.
+
+    Returns:
+        (key, None) where the last dimension is left alone, (key, slice) where it is sliced, and None where it is
+        indexed in any other way or the key is no plain one (lists, arrays, booleans, strides, too many indices).
+    """
+    keys = key if isinstance(key, tuple) else (key,)
+    used = 0  # dimensions that the key consumes
+    for each in keys:
+        if isinstance(each, Tensor):
+            used += each.dim() if each.dtype in (torch.bool, torch.uint8) else 1
+        elif isinstance(each, slice) or (isinstance(each, int) and not isinstance(each, bool)):
+            used += 1
+        elif each is not None and each is not Ellipsis:
+            return None
+    dots = len([each for each in keys if each is Ellipsis])
+    if used > ndim or dots > 1:
+        return None
+    if not keys or keys[-1] is Ellipsis or (dots == 0 and used < ndim):
+        return keys, None
+    last = keys[-1]
+    if not isinstance(last, slice) or last.step not in (None, 1):
+        return None
+    whole = last.start is None and last.stop is None
+    return (*keys[:-1], slice(None)), None if whole else last
+
+
+def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
+    """(logit_scale, softcap) with which the loss gives what was recorded; None where there is no such pair.
+
+    Any run of scales, then at most one tanh, then any run of scales is ``c · tanh(s · z)``, which is a scale of
+    ``s · c`` with a softcap of ``c``. Casts and device moves do not matter: the loss is computed in float32.
+    """
+    scale, cap = 1.0, None
+    for name, value in ops:
+        if name == "tanh":
+            if cap is not None:
+                return None
+            cap = 1.0
+        elif name != "to":
+            if value == 0:
+                return None
+            factor = value if name == "mul" else 1.0 / value
+            if cap is None:
+                scale *= factor
+            else:
+                cap *= factor
+    if cap is not None:
+        scale *= cap
+    usable = scale > 0 and math.isfinite(scale) and (cap is None or (cap > 0 and math.isfinite(cap)))
+    return (scale, cap) if usable else None
+
+
+def floating_or_device(target: Any) -> bool:
+    """True for a floating dtype and for whatever names a device."""
+    return target.is_floating_point if isinstance(target, torch.dtype) else isinstance(target, (torch.device, str, int))
+
+
+def full_device(target: torch.device | str | int) -> torch.device:
+    """A device with its index, as tensors have it: ``"cuda"`` is the current GPU."""
+    device = torch.device(target)
+    return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
+
+
+def _special(name: str, way: str) -> Callable[..., Any]:
+    """A special method, which Python looks up on the class and never in ``__getattr__``."""
+
+    def method(self: Symbolic, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, way)(name, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+# fmt: off
+_READING = (
+    "abs", "add", "and", "array", "bool", "contains", "eq", "float", "floordiv", "ge", "gt", "index", "int", "invert",
+    "le", "lt", "matmul", "mod", "mul", "ne", "neg", "or", "pos", "pow", "radd", "rfloordiv", "rmatmul", "rmul", "rpow",
+    "rsub", "rtruediv", "sub", "truediv", "xor",
+)
+_WRITING = ("iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor")
+# fmt: on
+for _word in _READING:
+    setattr(Symbolic, f"__{_word}__", _special(f"__{_word}__", "_read"))
+for _word in _WRITING:
+    setattr(Symbolic, f"__{_word}__", _special(f"__{_word}__", "_write"))

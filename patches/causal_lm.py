@@ -1,0 +1,203 @@
+"""Transformers: the head of a causal LM defers its multiplication during a training call with labels.
+
+Cause: a causal LM's forward multiplies hidden states [B, S, D] with the head [V, D] and hands all logits [B, S, V] to
+its loss. Versions: transformers 5.0 and newer, read and tested with 5.0, 5.17 and 5.23. It can go when Transformers
+offers a hook between the head and the loss.
+
+How: two module hooks on the model, module-level functions, no closure. Before a training call the head's ``forward`` is
+swapped for one that hands ``HeadInput`` to the forward that was there; after the call, or an exception, it is put back.
+Hooks and not a new ``model.forward``, because the signature that Trainer and ``generate`` inspect, the forward that
+accelerate, TRL and DeepSpeed wrap, copies, pickles and DataParallel replicas then stay what they are (a forward that
+closes over the bound original trains the original's weights after a deepcopy). Swapped per call, not for good, because
+the head may be another module by the next call: resized, quantised, wrapped by PEFT. Between calls the head is
+untouched. State lives in ``model._hf_cce`` and, during a call, in the head's own ``__dict__``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_cce.config import CCEConfig
+from hf_cce.deferred import Call, DeferredLogits, HeadInput, Stats
+from hf_cce.head import find_head, why_not_defer
+
+STATE = "_hf_cce"
+
+
+@dataclass
+class Patch:
+    """What one patched model carries: its options, its counters, its two hooks."""
+
+    config: CCEConfig
+    labels_position: int | None  # where forward takes labels when they come without a name
+    stats: Stats = field(default_factory=Stats)
+    handles: list[RemovableHandle] = field(default_factory=list)
+    forward: Any = None  # the head's forward during a call: kept, because Dynamo makes a new graph for a new object
+    warned: bool = False
+    set_loss_function: bool = False
+
+
+def patch(model: nn.Module, config: CCEConfig) -> None:
+    """Patch one instance; on a patched one only the options change."""
+    state = patch_of(model)
+    if state is not None:
+        state.config = config
+        return
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    state = Patch(config, names.index("labels") if "labels" in names else None)
+    state.handles = [
+        model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
+        model.register_forward_hook(_after, with_kwargs=True, always_call=True),
+    ]
+    state.set_loss_function = _name_the_loss(model)
+    setattr(model, STATE, state)
+
+
+def unpatch(model: nn.Module) -> None:
+    """Take everything back that ``patch`` did; nothing to do on an unpatched model."""
+    state = patch_of(model)
+    if state is None:
+        return
+    for handle in state.handles:
+        handle.remove()
+    if state.set_loss_function:
+        model.__dict__.pop("_loss_function", None)
+    delattr(model, STATE)
+    head = find_head(model)
+    if head is not None:
+        _put_back(head)
+
+
+def patch_of(model: nn.Module) -> Patch | None:
+    """The state of a patched model, None of any other."""
+    state = model.__dict__.get(STATE)
+    return state if isinstance(state, Patch) else None
+
+
+def _name_the_loss(model: nn.Module) -> bool:
+    """Set the loss function that the model would fall back to, where it has no ``loss_type`` of its own (GPT-2, BERT).
+
+    The property logs a warning on that way, at which ``torch.compile(fullgraph=True)`` stops, with or without us.
+    """
+    if getattr(model, "loss_type", None) is not None or "_loss_function" in model.__dict__:
+        return False
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    model._loss_function = LOSS_MAPPING["ForCausalLM"]  # type: ignore[assignment]
+    return True
+
+
+def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    state, head = patch_of(model), find_head(model)
+    if state is None or head is None:
+        return
+    _put_back(head)  # left by a call that a KeyboardInterrupt ended, or by the one around this one
+    if not (model.training and torch.is_grad_enabled() and _has_labels(state, args, kwargs)):
+        return
+    call, reason = Call(state.config, state.stats), why_not_defer(head)
+    if reason is not None:
+        call.note_refused(reason)
+        _close(state, call)
+        return
+    previous = head.__dict__.get("forward")
+    if _is_ours(previous):  # left by a compiled call
+        previous = previous.args[1]
+    forward = state.forward
+    if forward is None or forward.args[0] is not head or forward.args[1] is not previous:
+        forward = functools.partial(_deferring_forward, head, previous)
+        if not getattr(model, "_is_replica", False):  # replicas share the state, each has a head of its own
+            state.forward = forward
+    setattr(head, STATE, call)
+    head.forward = forward
+
+
+def _deferring_forward(head: nn.Module, previous: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    """The head's own forward, or the one that accelerate had put there, on an input that does not multiply."""
+    call = head.__dict__.get(STATE)
+    if call is not None and isinstance(hidden_states, torch.Tensor) and torch.is_grad_enabled():
+        hidden_states = HeadInput(hidden_states, call)
+    if previous is None:
+        return type(head).forward(head, hidden_states, *args, **kwargs)
+    return previous(hidden_states, *args, **kwargs)
+
+
+def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    state, head = patch_of(model), find_head(model)
+    if state is None or head is None:
+        return None
+    call = _put_back(head)
+    if call is None or output is None:  # no training call, or one that raised
+        return None
+    _close(state, call)
+    if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
+        return _without_deferred(output)  # a graph and DataParallel's gather hand on tensors only
+    return None
+
+
+def _is_ours(forward: Any) -> TypeGuard[functools.partial[Any]]:
+    return isinstance(forward, functools.partial) and forward.func is _deferring_forward
+
+
+def _put_back(head: nn.Module) -> Call | None:
+    """Undo the swap of the head's forward; the call it belonged to, None where there was none.
+
+    Dynamo turns an attribute that is set and deleted in one graph into a deletion of what never was. So in a graph the
+    swapped forward stays, without a call, and does what it replaced; the next call outside, or ``unpatch``, removes it.
+    """
+    call = head.__dict__.get(STATE)
+    if torch.compiler.is_compiling():
+        if call is not None:
+            setattr(head, STATE, None)
+        return call
+    head.__dict__.pop(STATE, None)
+    forward = head.__dict__.get("forward")
+    if _is_ours(forward):
+        previous = forward.args[1]
+        if previous is None:
+            del head.forward
+        else:
+            head.forward = previous
+    return call
+
+
+def _has_labels(state: Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("fused_lm_head"):  # TRL's forward: it calls neither the head nor the model's loss
+        return False
+    if "labels" in kwargs:
+        return kwargs["labels"] is not None
+    position = state.labels_position
+    return position is not None and position < len(args) and args[position] is not None
+
+
+def _without_deferred(output: Any) -> Any:
+    """The same return value, its logits None; a tuple without them, as ``to_tuple`` leaves None out."""
+    if isinstance(output, tuple):
+        return tuple(value for value in output if not isinstance(value, DeferredLogits))
+    if not isinstance(output, dict):
+        return output
+    fields = {name: None if isinstance(value, DeferredLogits) else value for name, value in output.items()}
+    return type(output)(**fields)
+
+
+def _close(state: Patch, call: Call) -> None:
+    """Count a finished training call, and say once per model when it made logits after all."""
+    if torch.compiler.is_compiling():
+        return
+    state.stats.calls += 1
+    state.stats.missed += call.fused == 0
+    if (call.fused == 0 or call.reasons) and not state.warned:
+        state.warned = True
+        why = "; ".join(dict.fromkeys(call.reasons)) or "its loss is no cross entropy of the output of its LM head"
+        warnings.warn(
+            f"hf_cce: a training call of this model made full logits, so it saves no memory: {why}. The loss is right; "
+            "it only costs what it cost before.",
+            stacklevel=2,
+        )

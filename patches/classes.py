@@ -1,0 +1,43 @@
+"""Transformers classes: every instance made later is patched, whichever way it is made.
+
+Cause: users of class-level patches call them before ``from_pretrained``. ``cls(config)``, ``from_pretrained`` and the
+AutoModel classes all go through ``cls.__init__``, which is wrapped here; a subclass that calls ``super().__init__`` is
+patched too. Versions: any. It can go when instance patching is all that users ask for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from hf_cce.config import CCEConfig
+from hf_cce.patches.causal_lm import patch
+
+CONFIG = "_hf_cce_config"
+
+
+def patch_class(cls: type, config: CCEConfig) -> None:
+    """Instances of ``cls`` made from now on are patched with ``config``; on a patched class only the options change."""
+    if CONFIG not in vars(cls):
+        cls.__init__ = _patching(cls.__init__)  # type: ignore[misc]
+    setattr(cls, CONFIG, config)
+
+
+def unpatch_class(cls: type) -> None:
+    """Instances of ``cls`` made from now on are left alone."""
+    if CONFIG not in vars(cls):
+        return
+    init: Any = vars(cls)["__init__"].__wrapped__
+    del cls.__init__  # type: ignore[misc]
+    if cls.__init__ is not init:  # type: ignore[misc]  # it was the class's own, not an inherited one
+        cls.__init__ = init  # type: ignore[misc]
+    delattr(cls, CONFIG)
+
+
+def _patching(init: Any) -> Any:
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        patch(self, getattr(type(self), CONFIG))  # of the nearest patched class
+
+    return __init__

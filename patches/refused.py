@@ -1,0 +1,50 @@
+"""Causal LMs that are declined, and why: one table of classes, and the rules that need no table."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+_SEVERAL_HEADS = "it has one LM head per codebook and adds up their losses"
+_NO_LOSS = "its forward takes no labels, so it computes no loss"
+
+REFUSED: dict[str, str] = {
+    "MusicgenForCausalLM": _SEVERAL_HEADS,
+    "MusicgenMelodyForCausalLM": _SEVERAL_HEADS,
+    "ProphetNetForCausalLM": "its loss goes over several predicted n-gram streams of one head",
+    "Gemma4AssistantForCausalLM": _NO_LOSS,
+    "Gemma4UnifiedAssistantForCausalLM": _NO_LOSS,
+}
+
+
+def why_refuse_class(cls: type) -> str | None:
+    """Why no instance of ``cls`` can be patched; None where one can."""
+    for base in cls.__mro__:
+        if base.__name__ in REFUSED:
+            return REFUSED[base.__name__]
+    forward: Any = getattr(cls, "forward", None)
+    if forward is None or not hasattr(cls, "get_output_embeddings"):
+        return "it is no Transformers model"
+    if "labels" not in inspect.signature(forward).parameters:
+        return _NO_LOSS
+    return None
+
+
+def why_refuse(model: nn.Module) -> str | None:
+    """Why this instance cannot be patched: its class, or its head; None where it can."""
+    reason = why_refuse_class(type(model))
+    if reason is not None:
+        return reason
+    try:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        head = None
+    if head is None:
+        return "it has no LM head (get_output_embeddings() gives None)"
+    if isinstance(head, (nn.ModuleList, nn.ModuleDict, list, tuple)):
+        return "it has several LM heads"
+    if not isinstance(head, nn.Module):
+        return f"its LM head is a {type(head).__name__}, not a module"
+    return None

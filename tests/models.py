@@ -1,0 +1,294 @@
+"""Tiny causal LMs, one per family, each with every knob between head and loss turned away from its default."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from numerics import assert_as_good
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_cce.api import causal_lm
+from hf_cce.patches.causal_lm import patch_of
+
+VOCABULARY, HIDDEN, BATCH, LENGTH = 99, 32, 2, 24  # more tokens (48) than hidden sizes: [V, D] is smaller than logits
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_MOE = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_experts_per_tok": 2}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to build one family; ``options`` go on top of the common sizes, ``drop`` takes common ones away."""
+
+    model: str
+    config: str
+    options: dict[str, Any] = field(default_factory=dict)
+    drop: tuple[str, ...] = ()
+    forward: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, **options: Any) -> Any:
+        """The model in fp32 training mode, from a fixed seed; skips where this Transformers has no such family."""
+        if not hasattr(transformers, self.model) or not hasattr(transformers, self.config):
+            pytest.skip(f"transformers {transformers.__version__} has no {self.model}")
+        sizes = {key: value for key, value in _COMMON.items() if key not in self.drop}
+        config = getattr(transformers, self.config)(**{**sizes, **self.options, **options})
+        torch.manual_seed(0)
+        model = getattr(transformers, self.model)(config)
+        return randomise(model).train()
+
+
+def randomise(model: Any) -> Any:
+    """Random biases (they start at zero) and a head large enough for softcap and scale to show in the loss."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+        model.get_output_embeddings().weight.normal_(std=0.5)
+    return model
+
+
+_LLAMA = ("LlamaForCausalLM", "LlamaConfig")
+FAMILIES: dict[str, Family] = {
+    "llama": Family(*_LLAMA, {"tie_word_embeddings": False}),
+    "llama_tied": Family(*_LLAMA, {"tie_word_embeddings": True}),
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config"),
+    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 16}),
+    "smollm3": Family("SmolLM3ForCausalLM", "SmolLM3Config"),
+    "mistral": Family("MistralForCausalLM", "MistralConfig"),
+    "gemma": Family("GemmaForCausalLM", "GemmaConfig", {"head_dim": 16}),
+    "gemma2": Family("Gemma2ForCausalLM", "Gemma2Config", {"head_dim": 16, "final_logit_softcapping": 5.0}),
+    "gemma3_text": Family("Gemma3ForCausalLM", "Gemma3TextConfig", {"head_dim": 16, "final_logit_softcapping": 5.0}),
+    "granite": Family("GraniteForCausalLM", "GraniteConfig", {"logits_scaling": 3.0}),
+    "cohere": Family("CohereForCausalLM", "CohereConfig", {"logit_scale": 0.3}),
+    "cohere2": Family("Cohere2ForCausalLM", "Cohere2Config", {"logit_scale": 0.3}),
+    "phi": Family("PhiForCausalLM", "PhiConfig", {"tie_word_embeddings": False}),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "n_embd": HIDDEN,
+            "n_layer": 1,
+            "n_head": 2,
+            "n_positions": 64,
+            "resid_pdrop": 0,
+            "embd_pdrop": 0,
+            "attn_pdrop": 0,
+        },
+        drop=(*_SIZES, "max_position_embeddings"),
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM", "GPTNeoXConfig", {"tie_word_embeddings": False}, drop=("num_key_value_heads",)
+    ),
+    "opt": Family(
+        "OPTForCausalLM",
+        "OPTConfig",
+        {"ffn_dim": 40, "dropout": 0.0, "word_embed_proj_dim": HIDDEN},
+        drop=("intermediate_size", "num_key_value_heads"),
+    ),
+    "bert": Family(
+        "BertLMHeadModel",
+        "BertConfig",
+        {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        drop=("num_key_value_heads",),
+    ),
+    "roberta": Family(
+        "RobertaForCausalLM",
+        "RobertaConfig",
+        {
+            "is_decoder": True,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "tie_word_embeddings": False,
+        },
+        drop=("num_key_value_heads",),
+    ),
+    "bart": Family(
+        "BartForCausalLM",
+        "BartConfig",
+        {
+            "d_model": HIDDEN,
+            "decoder_layers": 1,
+            "decoder_attention_heads": 2,
+            "decoder_ffn_dim": 40,
+            "encoder_layers": 1,
+        }
+        | {"encoder_attention_heads": 2, "encoder_ffn_dim": 40, "dropout": 0.0, "is_decoder": True}
+        | {"is_encoder_decoder": False},
+        drop=_SIZES,
+    ),
+    "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {**_MOE, "num_local_experts": 4}),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {**_MOE, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_MOE, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 16}
+    ),
+    "bamba": Family(
+        "BambaForCausalLM",
+        "BambaConfig",
+        {"z_loss_coefficient": 0.1, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+        | {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    ),
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        {"lm_head_multiplier": 0.4, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8}
+        | {"mamba_chunk_size": 8, "mamba_n_groups": 1},
+    ),
+    "minicpm3": Family(
+        "MiniCPM3ForCausalLM",
+        "MiniCPM3Config",
+        {"dim_model_base": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+        | {"v_head_dim": 8},
+    ),
+    "llama4_text": Family(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 40, "attention_chunk_size": 16},
+    ),
+}
+
+
+def tiny_llama(**options: Any) -> Any:
+    """The model for everything that does not depend on the family."""
+    return FAMILIES["llama"].build(**options)
+
+
+def batch(*, ignored: bool = True, rows: int = BATCH, seed: int = 1) -> dict[str, Tensor]:
+    """``input_ids`` [B, S] with labels; ``ignored``: one row padded at its end, and a prompt that is not scored."""
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(3, VOCABULARY, (rows, LENGTH), generator=generator)
+    labels = input_ids.clone()
+    inputs = {"input_ids": input_ids, "labels": labels}
+    if ignored:
+        inputs["attention_mask"] = torch.ones_like(input_ids)
+        inputs["attention_mask"][0, -5:] = 0
+        labels[0, -5:] = -100
+        labels[:, :3] = -100
+    return inputs
+
+
+class _StayDouble(TorchFunctionMode):
+    """float64 stays float64 where a model's code asks for float32 (norms, softmax, the loss): the exact reference."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs) if func is not Tensor.float else args[0].double()
+
+
+def exact(model: Any) -> Any:
+    """A float64 copy of an unpatched model; run it with ``loss_and_grads(..., double=True)``."""
+    model = copy.deepcopy(model).double()
+    model.config._experts_implementation = "eager"  # torch's grouped_mm takes no float64
+    return model
+
+
+def loss_and_grads(model: Any, inputs: dict[str, Any], *, double: bool = False) -> dict[str, Tensor]:
+    """The loss and the gradient of every parameter, by name; parameters without a gradient are left out."""
+    model.zero_grad(set_to_none=True)
+    if double:
+        with _StayDouble():
+            loss = model(**inputs).loss
+    else:
+        loss = model(**inputs).loss
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **grads}
+
+
+def _by_module(results: dict[str, Tensor], head: set[str]) -> dict[str, Tensor]:
+    """Gradients of one module as one vector, those of the head one by one.
+
+    A bias in front of a softmax has a gradient that is zero but for rounding (the key bias of attention) or nearly so;
+    its own relative error is chance, and says something only next to the weight it belongs to.
+    """
+    groups: dict[str, list[Tensor]] = {}
+    for name, value in results.items():
+        groups.setdefault(name if name in head else name.rpartition(".")[0] or name, []).append(value.flatten())
+    return {name: torch.cat(values) for name, values in groups.items()}
+
+
+def assert_same_training(
+    patched: Any, plain: Any, inputs: dict[str, Any], dtype: torch.dtype = torch.float32, reference: Any = None
+) -> None:
+    """Loss and every gradient of ``patched`` are as close to float64 as those of the unpatched ``plain``."""
+    reference = loss_and_grads(exact(plain) if reference is None else reference, inputs, double=True)
+    twin, actual = loss_and_grads(plain, inputs), loss_and_grads(patched, inputs)
+    assert actual.keys() == twin.keys()
+    assert math.isfinite(float(twin["loss"]))
+    mine = {id(parameter) for parameter in plain.get_output_embeddings().parameters()}
+    head = {name for name, parameter in plain.named_parameters() if id(parameter) in mine}
+    actual, twin, reference = (_by_module(results, head) for results in (actual, twin, reference))
+    for name, value in actual.items():
+        assert_as_good(value, twin[name], reference[name], name, dtype)
+
+
+class _Spy(TorchDispatchMode):
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor) and VOCABULARY in value.shape and value.numel() >= self.tokens * VOCABULARY:
+                self.seen.append(f"{func} made {tuple(value.shape)}")
+        return result
+
+
+@contextmanager
+def logits_made(tokens: int = BATCH * LENGTH - BATCH) -> Iterator[list[str]]:
+    """The operations outside our own that made a tensor of ``tokens`` x vocabulary, in forward and backward.
+
+    A dispatch mode sees ``torch.ops.hf_cce`` as one operation, not what happens inside.
+    """
+    with _Spy(tokens) as spy:
+        yield spy.seen
+
+
+def anatomy(model: nn.Module) -> dict[str, Any]:
+    """What a patch could leave behind: class, attributes and hooks of the model and of every module in it."""
+    hooks = [name for name in vars(nn.Module()) if "hooks" in name]
+    return {
+        name: (type(module), sorted(vars(module)), [len(getattr(module, hook) or ()) for hook in hooks])
+        for name, module in model.named_modules()
+    }
+
+
+def stats(model: Any) -> Any:
+    """The counters of a patched model, bare or wrapped."""
+    patch = patch_of(causal_lm(model))
+    assert patch is not None
+    return patch.stats
+
+
+def assert_fused(model: Any, calls: int | None = None) -> None:
+    """Every training call so far was answered without logits."""
+    counters = stats(model)
+    assert counters.fused > 0 and counters.materialised == counters.missed == 0
+    assert calls is None or counters.calls == calls

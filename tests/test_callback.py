@@ -1,0 +1,237 @@
+"""CCECallback in a real Trainer: the same run as without, patched in time, and loud when it had no effect."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import batch, logits_made, tiny_llama
+from numerics import assert_as_good
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_cce import CCECallback, apply_cce
+from hf_cce.api import causal_lm
+from hf_cce.patches.causal_lm import patch_of
+
+
+class Losses(TrainerCallback):
+    def __init__(self) -> None:
+        self.history: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.history.append(logs["loss"])
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    data = batch(rows=12)
+    data["labels"][5, -12:] = -100
+    return [{name: value[row] for name, value in data.items()} for row in range(12)]
+
+
+def build(tmp_path: Path, *callbacks: Any, model: Any = None, trainer: type[Trainer] = Trainer, **options: Any) -> Any:
+    arguments = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    arguments |= {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "learning_rate": 0.1}
+    arguments["optim"] = "sgd"  # Adam makes steps of full size out of rounding
+    made = {
+        name: options.pop(name) for name in ("model_init", "compute_loss_func", "compute_metrics") if name in options
+    }
+    if "model_init" not in made:
+        made["model"] = tiny_llama() if model is None else model
+    return trainer(
+        args=TrainingArguments(output_dir=str(tmp_path), **{**arguments, **options}),
+        train_dataset=rows(),
+        eval_dataset=rows()[:4],
+        callbacks=[Losses(), *callbacks],
+        **made,
+    )
+
+
+def history(trainer: Any) -> list[float]:
+    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, Losses)).history
+
+
+def run(trainer: Any) -> list[str]:
+    """Train; what we had to say about it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    return [str(w.message) for w in caught if "hf_cce" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=["fp32", "bf16", "checkpointing"]
+)
+def test_a_run_is_the_run_without(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Accumulation, rows of different lengths, num_items_in_batch and evaluation included."""
+    plain, patched = build(tmp_path, **options), build(tmp_path, CCECallback(on_unused="raise"), **options)
+    assert patched.model_accepts_loss_kwargs
+    assert getattr(patched, "_loss_shifts_labels", None) == getattr(plain, "_loss_shifts_labels", None)
+    plain.train()
+    assert run(patched) == []
+    dtype = torch.bfloat16 if options.get("bf16") else torch.float32
+    start = tiny_llama().state_dict()
+    for (name, actual), twin in zip(patched.model.named_parameters(), plain.model.parameters(), strict=True):
+        assert not torch.equal(twin, start[name])
+        if dtype is torch.float32:
+            assert_as_good(actual, twin, twin, name)
+    losses, expected = torch.tensor(history(patched)), torch.tensor(history(plain))
+    assert len(losses) == 3
+    reference = expected
+    if dtype is torch.bfloat16:
+        full = build(tmp_path)
+        full.train()
+        reference = torch.tensor(history(full))
+    assert_as_good(losses, expected, reference, "logged losses", dtype)
+    stats = patch_of(patched.model).stats
+    assert (stats.calls, stats.fused, stats.missed, stats.materialised) == (6, 6, 0, 0)
+
+
+def test_evaluation_has_logits(tmp_path: Path) -> None:
+    seen = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions.shape)
+        return {}
+
+    results = [
+        build(tmp_path, *callbacks, compute_metrics=compute_metrics).evaluate()["eval_loss"]
+        for callbacks in ([], [CCECallback()])
+    ]
+    assert results[0] == results[1] and seen[0] == seen[1] == (4, 24, 99)
+
+
+def test_training_steps_make_no_logits(tmp_path: Path) -> None:
+    trainer = build(tmp_path, CCECallback(), max_steps=1)
+    with logits_made(tokens=40) as seen:
+        trainer.train()
+    assert seen == []
+
+
+def test_patches_when_the_trainer_is_built_with_its_options(tmp_path: Path) -> None:
+    trainer = build(tmp_path, CCECallback(implementation="portable"))
+    assert patch_of(trainer.model).config.implementation == "portable"
+
+
+def test_added_late(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    trainer.add_callback(CCECallback(on_unused="raise"))
+    assert patch_of(trainer.model) is None
+    assert run(trainer) == []
+    assert patch_of(causal_lm(trainer.model)).stats.missed == 0
+
+
+def test_model_init(tmp_path: Path) -> None:
+    """Trainer throws the first model away and builds another one in train()."""
+    trainer = build(tmp_path, CCECallback(on_unused="raise"), model_init=lambda: tiny_llama())
+    assert run(trainer) == []
+    assert patch_of(trainer.model).stats.fused == 6
+
+
+def test_a_second_run_is_checked_anew(tmp_path: Path) -> None:
+    trainer = build(tmp_path, CCECallback(on_unused="raise"))
+    assert run(trainer) == []
+    trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.float().square().mean()
+    with pytest.raises(RuntimeError, match="never called with labels"):
+        trainer.train()
+
+
+def test_compile(tmp_path: Path) -> None:
+    trainer = build(
+        tmp_path, CCECallback(on_unused="raise"), torch_compile=True, torch_compile_backend="eager", max_steps=1
+    )
+    assert run(trainer) == []
+    assert patch_of(causal_lm(trainer.model)).stats.traced
+
+
+# A run that misses the fused loss says so, once
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs["logits"].float().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"compute_loss_func": own_loss}, "compute_loss_func"),
+    ],
+)
+def test_labels_taken_away(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+    told = run(build(tmp_path, CCECallback(), **options))
+    assert len(told) == 1 and "without our fused loss" in told[0] and reason in told[0]
+    with pytest.raises(RuntimeError, match=reason):
+        run(build(tmp_path, CCECallback(on_unused="raise"), **options))
+
+
+def test_a_loss_from_full_logits(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.loss_function = lambda logits, labels, **_: logits.softmax(-1).square().mean()
+    told = run(build(tmp_path, CCECallback(), model=model))
+    assert len(told) == 2 and "softmax asked for the logits" in told[0] and "from full logits" in told[1]
+
+
+def test_a_patch_that_somebody_removed(tmp_path: Path) -> None:
+    class Removing(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            from hf_cce import remove_cce
+
+            remove_cce(kwargs["model"])
+
+    told = run(build(tmp_path, CCECallback(), Removing()))
+    assert len(told) == 1 and "removed during training" in told[0]
+
+
+def test_trl_bypasses_the_forward_and_is_named(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    if not hasattr(trl.trainer.utils, "add_fused_lm_head"):
+        pytest.skip("this TRL calls the model's forward")
+    import datasets
+
+    data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, 8, 9, 10]] * 4, "labels": [[5, 6, 7, 8, 9, 10]] * 4})
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=_tokenizer(), pad_token="<pad>", eos_token="<eos>"
+    )
+    options = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+    }
+    trainer = trl.SFTTrainer(
+        model=tiny_llama(),
+        args=trl.SFTConfig(output_dir=str(tmp_path), disable_tqdm=True, bf16=False, **options),
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[CCECallback()],
+    )
+    told = run(trainer)
+    assert len(told) == 1 and "TRL replaces the model's forward with its own fused LM head" in told[0]
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    return Tokenizer(WordLevel({"<pad>": 0, "<eos>": 2, "a": 3}, unk_token="a"))
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match='on_unused must be "warn" or "raise"'):
+        CCECallback(on_unused="ignore")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="CCEConfig has"):
+        CCECallback(nonsense=1)
+    with pytest.raises(ValueError, match="cannot be patched"):
+        build(tmp_path, CCECallback(), model=transformers.LlamaForSequenceClassification(tiny_llama().config))
+
+
+def test_an_already_patched_model_stays_patched_once(tmp_path: Path) -> None:
+    model = apply_cce(tiny_llama())
+    hooks = len(model._forward_hooks)
+    trainer = build(tmp_path, CCECallback(on_unused="raise"), model=model)
+    assert run(trainer) == []
+    assert len(model._forward_hooks) == hooks

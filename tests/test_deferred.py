@@ -1,0 +1,422 @@
+"""DeferredLogits against the tensor they stand for: the same values, gradients, shapes, errors, whatever is asked."""
+
+from __future__ import annotations
+
+import copy
+import io
+import operator
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import assert_as_good
+from torch import Tensor, nn
+
+from hf_cce.deferred import Call, DeferredLogits, HeadInput
+
+B, S, D, V = 2, 6, 32, 99
+MASK = torch.tensor([[True, True, False, True, False, True], [False, True, True, False, True, True]])
+ROWS = torch.tensor([1, 0])
+CLASS_WEIGHTS = torch.linspace(0.1, 2.0, V)
+
+
+def ingredients(dtype: torch.dtype = torch.float32, bias: bool = True) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(*shape, generator=generator) * 0.5 for shape in ((B, S, D), (V, D), (V,))]
+    tensors = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+    return [*tensors[:2], tensors[2] if bias else None]
+
+
+def labels(count: int = B * S) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    target = torch.randint(0, V, (count,), generator=generator)
+    target[::4] = -100
+    return target
+
+
+def outcome(
+    ask: Callable[[Any], Any], dtype: torch.dtype, deferred: bool, bias: bool = True
+) -> tuple[Any, list[Any], Call]:
+    """What ``ask`` says to logits, real or deferred, with the gradients of its sum and what the call went through."""
+    hidden_states, weight, extra = ingredients(dtype, bias)
+    call = Call()
+    assert hidden_states is not None and weight is not None
+    logits = (
+        DeferredLogits(hidden_states, weight, extra, call=call) if deferred else F.linear(hidden_states, weight, extra)
+    )
+    result = ask(logits)
+    grads = []
+    if isinstance(result, (Tensor, DeferredLogits)) and result.requires_grad:
+        used = [tensor for tensor in (hidden_states, weight, extra) if tensor is not None]
+        total = result.materialize() if isinstance(result, DeferredLogits) else result
+        grads = list(torch.autograd.grad(total.sum(), used))
+    return result, grads, call
+
+
+def flat_loss(logits: Any, **options: Any) -> Any:
+    logits = logits.reshape(-1, logits.size(-1))
+    return F.cross_entropy(logits, labels(logits.shape[0]), **options)
+
+
+# Each is said to logits [B, S, V] and ends in a loss, without logits.
+FUSED: dict[str, Callable[[Any], Any]] = {
+    "plain": flat_loss,
+    "sum": lambda x: flat_loss(x, reduction="sum"),
+    "none": lambda x: flat_loss(x, reduction="none"),
+    "ignore_index": lambda x: F.cross_entropy(x.view(-1, V), labels().clamp(min=0), ignore_index=0),
+    "label_smoothing": lambda x: flat_loss(x, label_smoothing=0.2),
+    "module": lambda x: nn.CrossEntropyLoss(reduction="sum")(x.view(-1, V), labels()),
+    "keywords": lambda x: F.cross_entropy(input=x.reshape(-1, V), target=labels()),
+    "float": lambda x: flat_loss(x.float()),
+    "scale": lambda x: flat_loss(x * 0.3),
+    "scale from the left": lambda x: flat_loss(2 * x),
+    "divided": lambda x: flat_loss(x / 3.0),
+    "function calls": lambda x: flat_loss(torch.div(torch.mul(x, 4.0), 3.0)),
+    "softcap": lambda x: flat_loss(torch.tanh(x / 5.0) * 5.0),
+    "softcap by method": lambda x: flat_loss(5.0 * (x.float() / 5.0).tanh()),
+    "softcap by function": lambda x: flat_loss(F.tanh(x / 5.0) * 5.0),
+    "cap of another size": lambda x: flat_loss(torch.tanh(x / 2.0) * 5.0),
+    "scale, then softcap": lambda x: flat_loss(torch.tanh(x * 0.7 / 5.0) * 5.0),
+    "softcap, then scale": lambda x: flat_loss(torch.tanh(x / 5.0) * 5.0 * 0.5),
+    "tanh alone": lambda x: flat_loss(torch.tanh(x)),
+    "in place": lambda x: flat_loss(x.div_(5.0).mul_(2.0)),
+    "in place, operators": lambda x: flat_loss(operator.imul(operator.itruediv(x, 5.0), 2.0)),
+    "tanh in place": lambda x: flat_loss(x.div_(5.0).tanh_() * 5.0),
+    "shifted": lambda x: flat_loss(x[..., :-1, :].contiguous()),
+    "shifted otherwise": lambda x: flat_loss(x[:, :-1]),
+    "sliced": lambda x: flat_loss(x[:, 2:5, :]),
+    "one row": lambda x: flat_loss(x[1]),
+    "new axis": lambda x: flat_loss(x[:, None, 1:, :]),
+    "words": lambda x: F.cross_entropy(x[..., :50].reshape(-1, 50), labels().clamp(max=49)),
+    "words, negative": lambda x: F.cross_entropy(x[:, :, :-1].flatten(0, 1), labels().clamp(max=V - 2)),
+    "mask": lambda x: flat_loss(x[MASK]),
+    "mask and words": lambda x: F.cross_entropy(x[MASK][:, 3:], labels(8).clamp(max=90)),
+    "rows by number": lambda x: flat_loss(x[ROWS]),
+    "pairs by number": lambda x: flat_loss(x[ROWS, ROWS + 2]),
+    "flatten": lambda x: F.cross_entropy(torch.flatten(x, 0, 1), labels()),
+    "inferred vocabulary": lambda x: F.cross_entropy(x.view(B * S, -1), labels()),
+    "shape as a tuple": lambda x: F.cross_entropy(x.reshape((-1, V)), labels()),
+    "type_as": lambda x: flat_loss(x.type_as(torch.zeros(1))),
+    "to device": lambda x: flat_loss(x.to("cpu").to(device="cpu", dtype=torch.float32, non_blocking=True)),
+    "bias of its own": lambda x: flat_loss(x + torch.linspace(-1, 1, V)[None]),
+    "logsumexp": lambda x: x.logsumexp(dim=-1).pow(2).mean(),
+    "logsumexp, kept": lambda x: torch.logsumexp(x * 0.5, -1, keepdim=True),
+    "loss and z-loss": lambda x: flat_loss(x.float()) + 0.1 * torch.logsumexp(x, dim=-1).square().mean(),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", FUSED)
+def test_answered_without_logits(name: str, bias: bool) -> None:
+    ask = FUSED[name]
+    exact = (
+        outcome(ask, torch.float64, False, bias)
+        if "float" not in name
+        else outcome(flat_loss, torch.float64, False, bias)
+    )
+    if name == "softcap by method":
+        exact = outcome(FUSED["softcap"], torch.float64, False, bias)
+    twin, actual = (outcome(ask, torch.float32, deferred, bias) for deferred in (False, True))
+    assert actual[2].stats.materialised == 0 and (actual[2].fused == 1 or "logsumexp" in name)
+    assert_as_good(actual[0], twin[0], exact[0], name)
+    assert len(actual[1]) == len(exact[1]) == 2 + bias
+    for position, grad in enumerate(actual[1]):
+        assert_as_good(grad, twin[1][position], exact[1][position], f"{name}: gradient {position}")
+
+
+def written(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def ask(logits: Any) -> Any:
+        write(logits)
+        return flat_loss(logits.float())
+
+    return ask
+
+
+def _assign(logits: Any, key: Any, value: Any) -> None:
+    logits[key] = value
+
+
+# Each needs the logits; the answer must be torch's own, to the bit.
+MATERIALISED: dict[str, Callable[[Any], Any]] = {
+    "class weights": lambda x: flat_loss(x, weight=CLASS_WEIGHTS),
+    "probabilities": lambda x: F.cross_entropy(x.view(-1, V), torch.full((B * S, V), 1 / V)),
+    "class dimension first": lambda x: F.cross_entropy(x.transpose(1, 2), labels().view(B, S)),
+    "one token": lambda x: F.cross_entropy(x[0, 1], torch.tensor(5)),
+    "log_softmax": lambda x: F.nll_loss(F.log_softmax(x.view(-1, V), -1), labels()),
+    "two tanh": lambda x: flat_loss(torch.tanh(torch.tanh(x))),
+    "negative scale": lambda x: flat_loss(-1.0 * x),
+    "zero scale": lambda x: flat_loss(x * 0.0),
+    "scale by a tensor": lambda x: flat_loss(x * torch.tensor(0.5)),
+    "scale by words": lambda x: flat_loss(x * CLASS_WEIGHTS),
+    "rounded division": lambda x: torch.div(x, 2.0, rounding_mode="floor").sum(),
+    "bias after scale": lambda x: flat_loss(x * 2.0 + CLASS_WEIGHTS),
+    "adapter": lambda x: flat_loss(x + torch.ones(B, S, V)),
+    "adapter from the left": lambda x: flat_loss(torch.ones(B, S, V) + x),
+    "minus": lambda x: flat_loss(1.0 - x),
+    "negated": lambda x: (-x).sum(),
+    "power": lambda x: (x**2).sum(),
+    "matmul": lambda x: (x @ torch.ones(V, 3)).sum(),
+    "concatenated": lambda x: flat_loss(torch.cat([x, x], dim=0)),
+    "stacked in a list": lambda x: torch.stack((x, x)),
+    "einsum": lambda x: torch.einsum("bsv,v->bs", x, CLASS_WEIGHTS),
+    "where": lambda x: torch.where(MASK[..., None], x, 0.0),
+    "gather": lambda x: x.gather(-1, labels().clamp(min=0).view(B, S, 1)),
+    "every second word": lambda x: x[..., ::2],
+    "one word": lambda x: x[..., 3],
+    "words by number": lambda x: x[:, :, ROWS],
+    "list": lambda x: x[[0, 1]],
+    "mask of everything": lambda x: x[torch.ones(B, S, V, dtype=torch.bool)],
+    "wrong view": lambda x: x.view(-1, 3),
+    "flattened whole": lambda x: x.flatten(),
+    "logsumexp over tokens": lambda x: x.logsumexp(dim=1),
+    "argmax": lambda x: x.argmax(-1),
+    "topk": lambda x: x.topk(3).indices,
+    "softmax": lambda x: x.softmax(-1),
+    "detach": lambda x: x.detach(),
+    "clone": lambda x: x.clone(),
+    "cpu": lambda x: x.cpu(),
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "transposed property": lambda x: x.mT,
+    "numpy": lambda x: x.detach().numpy(),
+    "array": lambda x: torch.from_numpy(np.asarray(x.detach())),
+    "compared": lambda x: x > 0.5,
+    "equal": lambda x: x == x,
+    "iterated": lambda x: torch.stack(list(x)),
+    "integers": lambda x: x.to(torch.int32),
+    "dtype view": lambda x: x.view(torch.int32),
+    "assigned words": written(lambda x: _assign(x, (slice(None), slice(None), ROWS), -30.0)),
+    "assigned tokens": written(lambda x: _assign(x, MASK, 0.25)),
+    "added in place": written(lambda x: x.add_(CLASS_WEIGHTS)),
+    "added in place, operator": written(lambda x: x.__iadd__(CLASS_WEIGHTS)),
+    "multiplied in place by a tensor": written(lambda x: x.mul_(CLASS_WEIGHTS)),
+    "masked in place": written(lambda x: x.masked_fill_(MASK[..., None], 0.5)),
+    "divided in place after a write": written(lambda x: x.add_(1.0).div_(3.0)),
+    "written through an alias": written(lambda x: _assign(x.detach(), MASK, 0.25)),
+    "written through a transposed view": written(lambda x: x.transpose(0, 1).mul_(0.5)),
+    "new shape in place": lambda x: flat_loss(x.unsqueeze_(0)[0]),
+    "array of a dtype": lambda x: torch.from_numpy(np.asarray(x.detach(), dtype=np.float64)),
+    "sliced after a write": lambda x: flat_loss(x.add_(CLASS_WEIGHTS)[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MATERIALISED)
+def test_everything_else_is_asked_of_real_logits(name: str, dtype: torch.dtype) -> None:
+    if dtype is torch.bfloat16 and name in (
+        "matmul",
+        "numpy",
+        "array",
+        "array of a dtype",
+        "einsum",
+        "dtype view",
+        "probabilities",
+        "class weights",
+    ):
+        pytest.skip("torch itself refuses mixed dtypes here")
+    expected, expected_grads, _ = outcome(MATERIALISED[name], dtype, False)
+    actual, grads, call = outcome(MATERIALISED[name], dtype, True)
+    assert call.stats.materialised == 1 and call.fused == 0 and len(call.reasons) == 1
+    assert type(actual) is type(expected) or isinstance(actual, DeferredLogits)
+    if isinstance(expected, (float, list)):
+        assert actual == expected
+        return
+    assert torch.equal(torch.as_tensor(actual), torch.as_tensor(expected))
+    assert len(grads) == len(expected_grads)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert_as_good(grad, expected_grad, expected_grad, name)  # one token is multiplied as one: rounding, no more
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["float", "scale", "softcap", "softcap by method", "words", "mask", "bias of its own"])
+def test_materialises_what_the_forward_would_have_made(name: str, dtype: torch.dtype) -> None:
+    """Same dtype, same rounding at every recorded step, and torch's gradients."""
+    steps: dict[str, Callable[[Any], Any]] = {
+        "float": lambda x: x.float(),
+        "scale": lambda x: x * 0.3 / 1.7,
+        "softcap": lambda x: torch.tanh(x / 5.0) * 5.0,
+        "softcap by method": lambda x: (x.float() / 5.0).tanh().to(torch.bfloat16) * 5,
+        "words": lambda x: x[:, 1:, 3:50],
+        "mask": lambda x: x[MASK].double(),
+        "bias of its own": lambda x: x + torch.linspace(-1, 1, V).to(x.dtype),
+    }
+    expected, expected_grads, _ = outcome(steps[name], dtype, False)
+    actual, grads, _ = outcome(steps[name], dtype, True)
+    assert isinstance(actual, DeferredLogits)
+    assert (actual.shape, actual.dtype, actual.device) == (expected.shape, expected.dtype, expected.device)
+    # Slices are multiplied as slices, and another shape may be summed in another order: rounding, no more.
+    exact = outcome(steps[name], torch.float64, False)
+    assert_as_good(actual.materialize(), expected, exact[0], name, dtype)
+    for grad, twin, reference in zip(grads, expected_grads, exact[1], strict=True):
+        assert_as_good(grad, twin, reference, name, dtype)
+
+
+def test_says_what_a_tensor_says_without_making_it() -> None:
+    asks: list[Callable[[Any], Any]] = [
+        lambda x: x.shape,
+        lambda x: x.size(),
+        lambda x: x.size(-1),
+        lambda x: x.ndim,
+        lambda x: x.dim(),
+        lambda x: len(x),
+        lambda x: x.dtype,
+        lambda x: x.device,
+        lambda x: x.requires_grad,
+        lambda x: x.numel(),
+        lambda x: x.is_floating_point(),
+        lambda x: x.is_contiguous(),
+        lambda x: hasattr(x, "no_such_thing"),
+        lambda x: x.float().dtype,
+        lambda x: x[:, 2].shape,
+        lambda x: x.is_cuda,
+        lambda x: x.is_leaf,
+        lambda x: x.layout,
+        lambda x: x.contiguous() is x,
+        lambda x: x.float() is x,
+        lambda x: x.to(x.device) is x,
+        lambda x: bool({x: 1}),
+        lambda x: x.half().dtype,
+        lambda x: x.double().dtype,
+        lambda x: x.bfloat16().dtype,
+    ]
+    for position, ask in enumerate(asks):
+        expected, (actual, _, call) = outcome(ask, torch.float32, False)[0], outcome(ask, torch.float32, True)
+        assert actual == expected, position
+        assert call.stats.materialised == 0
+    text, _, call = outcome(repr, torch.float32, True)
+    assert text == "DeferredLogits(shape=(2, 6, 99), dtype=torch.float32, device='cpu', not made)"
+    assert call.stats.materialised == 0
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x.no_such_thing,
+        lambda x: x[0, 0, 0, 0],
+        lambda x: x.view(5, 5),
+        lambda x: x[7],
+        lambda x: x[..., V + 3],
+        lambda x: F.cross_entropy(x, labels()),
+        lambda x: x + "a",
+        lambda x: x.to(nonsense=1),
+        lambda x: x + torch.ones(7),
+    ],
+)
+def test_raises_as_a_tensor_does(ask: Callable[[Any], Any]) -> None:
+    errors = []
+    for deferred in (False, True):
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            outcome(ask, torch.float32, deferred)
+        errors.append(caught.type)
+    assert errors[0] is errors[1]
+
+
+def test_real_logits_are_made_once() -> None:
+    def ask(logits: Any) -> Tensor:
+        assert logits.argmax(-1).shape == (B, S)
+        return logits.softmax(-1) + logits.materialize()
+
+    assert outcome(ask, torch.float32, True)[2].stats.materialised == 1
+
+
+def test_reading_without_grad_first_does_not_lose_the_gradient() -> None:
+    def ask(logits: Any) -> Any:
+        with torch.no_grad():
+            logits.argmax(-1)
+        return logits.softmax(-1)[..., 0]
+
+    expected, actual = outcome(ask, torch.float32, False), outcome(ask, torch.float32, True)
+    assert len(actual[1]) == 3
+    for grad, twin in zip(actual[1], expected[1], strict=True):
+        assert torch.equal(grad, twin)
+
+
+def test_a_read_before_the_loss_keeps_the_loss_fused() -> None:
+    def ask(logits: Any) -> Any:
+        with torch.no_grad():
+            logits.argmax(-1)
+        return flat_loss(logits)
+
+    assert outcome(ask, torch.float32, True)[2].fused == 1
+
+
+def test_logits_of_changed_weights_are_refused() -> None:
+    hidden_states, weight, _ = ingredients()
+    assert hidden_states is not None and weight is not None
+    logits = DeferredLogits(hidden_states, weight)
+    part = logits[:, 1:]
+    with torch.no_grad():
+        weight.add_(1.0)
+    for deferred in (logits, part, logits[1]):
+        with pytest.raises(RuntimeError, match="have changed since"):
+            deferred.argmax(-1)
+
+
+def test_writing_under_a_living_view_is_refused() -> None:
+    """Torch would show the write in the view; we cannot, so we do not pretend."""
+    hidden_states, weight, _ = ingredients()
+    assert hidden_states is not None and weight is not None
+    logits = DeferredLogits(hidden_states, weight)
+    view = logits[:, 1:]
+    for target in (logits, view):
+        with pytest.raises(RuntimeError, match="while a view of them is alive"):
+            target.mul_(2.0)
+    del view, target
+    logits.mul_(2.0)
+    assert torch.equal(logits.materialize(), F.linear(hidden_states, weight) * 2.0)
+
+
+def test_copies_and_pickles_are_tensors() -> None:
+    hidden_states, weight, bias = ingredients()
+    assert hidden_states is not None and weight is not None
+    logits = DeferredLogits(hidden_states, weight, bias)
+    saved = io.BytesIO()
+    torch.save({"logits": logits}, saved)
+    saved.seek(0)
+    copies = [copy.copy(logits), copy.deepcopy(logits), pickle.loads(pickle.dumps(logits)), torch.load(saved)["logits"]]
+    for each in copies:
+        assert type(each) is Tensor and torch.equal(each, logits.materialize())
+
+
+def test_autocast_is_that_of_the_head() -> None:
+    """Whatever the autocast state is when the logits are read or the loss is taken."""
+    hidden_states, weight, bias = ingredients()
+    head = nn.Linear(D, V)
+    head.weight, head.bias = nn.Parameter(weight), nn.Parameter(bias)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside, expected = head(HeadInput(hidden_states, Call())), head(hidden_states)
+    outside, expected_outside = head(HeadInput(hidden_states, Call())), head(hidden_states)
+    assert inside.dtype is torch.bfloat16 and torch.equal(inside.materialize(), expected)
+    exact = flat_loss(F.linear(hidden_states.double(), head.weight.double(), head.bias.double()))
+    assert_as_good(flat_loss(inside), flat_loss(expected.float()), exact, "autocast head, loss outside", torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(outside.materialize(), expected_outside)
+        assert_as_good(flat_loss(outside), flat_loss(expected_outside), exact, "loss in autocast, head outside")
+
+
+def test_head_input_gives_hidden_states_to_everything_but_the_head() -> None:
+    hidden_states, weight, _ = ingredients()
+    assert hidden_states is not None and weight is not None
+    given = HeadInput(hidden_states, Call())
+    assert given.shape == hidden_states.shape and given.dtype is hidden_states.dtype
+    asks: list[Callable[[Any], Any]] = [
+        lambda x: F.dropout(x, 0.0),
+        lambda x: x * 2.0,
+        lambda x: 2.0 - x,
+        lambda x: x[:, 1:],
+        lambda x: x @ torch.ones(D, 2),
+        lambda x: x.mean(-1),
+        lambda x: torch.cat([x, x]),
+        lambda x: x.view(-1, D),
+        lambda x: -x,
+    ]
+    for ask in asks:
+        assert torch.equal(ask(given), ask(hidden_states))
+    deferred = F.linear(given.to(torch.float64), weight.double())
+    assert isinstance(deferred, DeferredLogits) and deferred.dtype is torch.float64
+    with pytest.raises(RuntimeError, match="dtype"):
+        F.linear(given, weight.double())

@@ -1,0 +1,252 @@
+"""A patched model under autocast, torch.compile, DataParallel, accelerate and PEFT."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import (
+    FAMILIES,
+    anatomy,
+    assert_fused,
+    assert_same_training,
+    batch,
+    exact,
+    loss_and_grads,
+    stats,
+    tiny_llama,
+)
+from numerics import assert_as_good
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+from hf_cce import apply_cce, remove_cce
+from hf_cce.api import causal_lm
+from hf_cce.patches.causal_lm import patch_of
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bart", "phi"])
+def test_autocast(family: str) -> None:
+    """bf16 autocast: no further from float64 than the unpatched model under autocast."""
+    plain = FAMILIES[family].build()
+    patched = apply_cce(copy.deepcopy(plain))
+    reference = loss_and_grads(exact(plain), batch(), double=True)
+    results = []
+    for model in (plain, patched):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(**batch())
+        output.loss.backward()
+        results.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        assert output.logits.dtype is torch.bfloat16
+    for name in ("lm_head.weight", "lm_head.bias"):
+        if name in results[0]:
+            assert_as_good(results[1][name], results[0][name], reference[name], name, torch.bfloat16)
+    everything = [torch.cat([r[n].flatten() for n in reference if n != "loss"]) for r in (*results, reference)]
+    assert_as_good(everything[1], everything[0], everything[2], "gradient", torch.bfloat16)
+    assert torch.equal(output.logits.materialize(), patched.eval().to(torch.float32) and _autocast_logits(patched))
+
+
+def _autocast_logits(model: Any) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(**batch()).logits
+
+
+def test_bfloat16_weights() -> None:
+    plain = tiny_llama().bfloat16()
+    patched = apply_cce(copy.deepcopy(plain))
+    reference = loss_and_grads(exact(plain), batch(), double=True)
+    twin, actual = loss_and_grads(plain, batch()), loss_and_grads(patched, batch())
+    assert actual["lm_head.weight"].dtype is torch.bfloat16
+    assert_as_good(
+        actual["lm_head.weight"], twin["lm_head.weight"], reference["lm_head.weight"], "head", torch.bfloat16
+    )
+    assert_as_good(actual["loss"], twin["loss"], reference["loss"], "loss", torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
+def test_torch_compile_in_one_graph(family: str) -> None:
+    plain = FAMILIES[family].build()
+    patched = apply_cce(copy.deepcopy(plain))
+    inputs = {**batch(), "use_cache": False}
+    for model in (plain, patched):
+        model(**inputs)  # the MoE models of Transformers install hooks behind a lock in their first call
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(patched, fullgraph=True, backend=counter)
+    try:
+        compiled(**inputs)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        assert family == "mixtral"
+        with pytest.raises(type(error)):
+            torch.compile(plain, fullgraph=True, backend="eager")(**inputs)
+        pytest.skip(f"transformers {transformers.__version__} does not compile {family} without us either")
+    for _ in range(2):
+        output = compiled(**inputs)
+    assert counter.frame_count == 1, "something that changes with every call recompiles"
+    assert output.logits is None and stats(patched).traced
+    assert type(output) is type(plain(**inputs))
+    output.loss.backward()
+    actual = {"loss": output.loss.detach(), **{n: p.grad for n, p in patched.named_parameters()}}
+    twin, reference = loss_and_grads(plain, inputs), loss_and_grads(exact(plain), inputs, double=True)
+    for name in ("loss", *(n for n in actual if "head" in n or "wte" in n)):
+        assert_as_good(actual[name], twin[name], reference[name], name)
+    patched.eval(), plain.eval()
+    assert torch.equal(compiled(**inputs).logits, plain(**inputs).logits)
+    remove_cce(compiled)
+    torch.compile(plain)  # leaves a mark of its own
+    assert anatomy(patched) == anatomy(plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_torch_compile_of_a_step_around_the_model(family: str) -> None:
+    """Here Dynamo traces the hooks into the user's graph."""
+    plain = FAMILIES[family].build()
+    patched = apply_cce(copy.deepcopy(plain))
+    inputs = {**batch(), "use_cache": False}
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    def step(model: Any, **inputs: Any) -> torch.Tensor:
+        return 2.0 * model(**inputs).loss
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    losses = [compiled(patched, **inputs) for _ in range(4)]
+    assert counter.frame_count <= 2 and stats(patched).traced
+    assert_as_good(losses[-1], step(plain, **inputs), step(exact(plain), **inputs), "loss")
+    assert_same_training(patched, plain, batch())
+    compiled(patched, **inputs)
+    remove_cce(patched)
+    assert anatomy(patched) == anatomy(plain)
+
+
+@pytest.mark.parametrize("way", ["wrapper", "in place", "around"])
+def test_patching_a_compiled_model_drops_its_graphs(way: str) -> None:
+    model, inputs = tiny_llama(), {**batch(), "use_cache": False}
+    compiled = torch.compile(lambda **inputs: model(**inputs), fullgraph=True, backend="eager")
+    if way == "wrapper":
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+    elif way == "in place":
+        model.compile(fullgraph=True, backend="eager")
+        compiled = model
+    target = compiled if isinstance(compiled, nn.Module) else model
+    assert compiled(**inputs).logits is not None
+    apply_cce(target)
+    assert compiled(**inputs).logits is None
+    remove_cce(target)
+    assert compiled(**inputs).logits is not None
+
+
+def test_a_data_parallel_replica_returns_tensors_only() -> None:
+    """As torch.nn.parallel.replicate builds them, short of moving them: its gather takes tensors only."""
+    model = apply_cce(tiny_llama())
+    modules = list(model.modules())
+    replicas = [module._replicate_for_data_parallel() for module in modules]
+    for module, replica in zip(modules, replicas, strict=True):
+        for name, child in module._modules.items():
+            setattr(replica, name, replicas[modules.index(child)])
+        for name, parameter in module._parameters.items():
+            object.__setattr__(replica, name, None if parameter is None else parameter * 1)
+        for name, buffer in module._buffers.items():
+            replica._buffers[name] = buffer
+    output = replicas[0](**batch())
+    assert output.logits is None and "logits" not in output.keys()  # noqa: SIM118
+    assert replicas[0](**batch(), return_dict=False)[0].dim() == 0
+    output.loss.backward()
+    assert model.lm_head.weight.grad is not None
+    assert_fused(model, calls=2)
+    assert patch_of(model).forward is None, "the model would keep a replica's head alive"
+
+
+def test_accelerate_wraps_and_unwraps() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    try:
+        first, later = apply_cce(tiny_llama()), tiny_llama()
+        prepared = [accelerator.prepare(first), apply_cce(accelerator.prepare(later))]
+        plain = accelerator.prepare(tiny_llama())
+        expected = loss_and_grads(plain, batch())
+        reference = loss_and_grads(exact(tiny_llama()), batch(), double=True)
+        for model in prepared:
+            actual = loss_and_grads(model, batch())
+            assert_as_good(actual["loss"], expected["loss"], reference["loss"], "loss", torch.bfloat16)
+            output = model(**batch())
+            assert output.logits.dtype is torch.float32 and torch.equal(
+                output.logits.materialize(), plain(**batch()).logits
+            )
+        assert_fused_but_read(first), assert_fused_but_read(later)
+        for keep in (True, False):
+            unwrapped = accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=keep)
+            before = stats(unwrapped).fused
+            loss_and_grads(unwrapped, batch())
+            assert stats(unwrapped).fused == before + 1
+    finally:
+        accelerate.state.AcceleratorState._reset_state(True)
+
+
+def assert_fused_but_read(model: Any) -> None:
+    assert stats(model).missed == 0 and stats(model).fused == stats(model).calls
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_accelerate_device_hooks_on_the_head(when: str) -> None:
+    """They rewrite ``head.forward``; weights that only exist inside of it are another matter (offload)."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    plain, model = tiny_llama(), tiny_llama()
+    if when == "after":
+        apply_cce(model)
+    hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    apply_cce(model)
+    hooked = model.lm_head.forward
+    assert_same_training(model, plain, batch())
+    assert_fused(model, calls=1)
+    assert model.lm_head.forward is hooked
+    hooks.remove_hook_from_module(model.lm_head)
+    assert "forward" not in vars(model.lm_head) or model.lm_head.forward == nn.Linear.forward.__get__(model.lm_head)
+
+
+# PEFT
+@pytest.mark.parametrize("target", ["all-linear", "saved-head", "lora-head", "dora-head", "prompt"])
+@pytest.mark.parametrize("first", ["peft", "cce"])
+def test_peft(target: str, first: str) -> None:
+    peft = pytest.importorskip("peft")
+    options = {
+        "all-linear": {"target_modules": "all-linear"},
+        "saved-head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        "lora-head": {"target_modules": ["q_proj", "lm_head"]},
+        "dora-head": {"target_modules": ["lm_head"], "use_dora": True},
+    }
+    config = (
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        if target == "prompt"
+        else peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False, **options[target])
+    )
+
+    def build(cce: bool) -> Any:
+        model = tiny_llama()
+        if cce and first == "cce":
+            apply_cce(model)
+        torch.manual_seed(3)
+        wrapped = peft.get_peft_model(model, config)
+        return apply_cce(wrapped) if cce and first == "peft" else wrapped
+
+    plain, patched = build(False), build(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        actual = loss_and_grads(patched, batch())
+    twin, reference = loss_and_grads(plain, batch()), loss_and_grads(exact(build(False)), batch(), double=True)
+    assert actual.keys() == twin.keys() and len(actual) > 1
+    for name, value in actual.items():
+        assert_as_good(value, twin[name], reference[name], name)
+    ours = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
+    if target in ("lora-head", "dora-head"):
+        assert stats(patched).missed == 1 and len(ours) == 1
+    else:
+        assert_fused(patched, calls=1)
+        assert ours == []
+    remove_cce(patched)
+    assert patch_of(causal_lm(patched)) is None
