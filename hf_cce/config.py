@@ -28,9 +28,7 @@ class CCEConfig:
 
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):
-            raise ValueError(
-                f"implementation must be one of {get_args(Implementation)}, got {self.implementation!r}"
-            )
+            raise ValueError(f"implementation must be one of {get_args(Implementation)}, got {self.implementation!r}")
         if isinstance(self.memory_budget, bool) or not isinstance(self.memory_budget, int):
             raise ValueError(f"memory_budget must be a number of bytes (int), got {self.memory_budget!r}")
         if self.memory_budget < MIB:

@@ -95,14 +95,13 @@ def linear_cross_entropy(
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     flat = labels.reshape(-1).long()
 
-    if reduction != "none" and _prefer_sum(hidden, weight, bias, config):
-        factor = _factor(flat, ignore_index, reduction, num_items_in_batch, hidden)
+    if reduction != "none":
+        num_items, divisor = _divisor(reduction, num_items_in_batch, hidden.device)
         needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
-        return torch.ops.hf_cce.cross_entropy_sum(
-            hidden, weight, bias, flat, factor, ignore_index, logit_scale, cap, label_smoothing, z_loss, *needs,
-            config.memory_budget,
-        )[0]  # fmt: skip
-
+        return ops.cross_entropy(
+            hidden, weight, bias, flat, num_items, divisor, ignore_index, logit_scale, cap, label_smoothing, z_loss, *needs,
+            config.memory_budget, config.implementation,
+        )  # fmt: skip
     lse, label_logit, mean_logit, *_ = torch.ops.hf_cce.logit_stats(
         hidden, weight, bias, flat, ignore_index, logit_scale, cap, label_smoothing > 0, False, False, False,
         config.memory_budget, config.implementation,
@@ -112,9 +111,7 @@ def linear_cross_entropy(
         loss = loss + label_smoothing * (label_logit - mean_logit)
     if z_loss:
         loss = loss + z_loss * lse.square()
-    if reduction == "none":
-        return loss.view(labels.shape)
-    return loss.sum() * _factor(flat, ignore_index, reduction, num_items_in_batch, hidden)
+    return loss.view(labels.shape)
 
 
 def linear_log_probs(
@@ -178,30 +175,22 @@ def _checked(config: CCEConfig | None) -> CCEConfig:
     return config
 
 
-def _prefer_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, config: CCEConfig) -> bool:
-    """Gradients in the forward pass save a GEMM. Narrow dtypes would need a float32 copy of the weight's gradient for it."""
-    wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    return (
-        wants_gradient
-        and hidden.dtype in (torch.float32, torch.float64)
-        and ops.choose_implementation(hidden.device, hidden.dtype, config.implementation) == "portable"
-    )
+def _divisor(
+    reduction: str, num_items_in_batch: Tensor | int | float | None, device: torch.device
+) -> tuple[Tensor | None, float]:
+    """(a divisor on the device or None, a divisor on the host or 0): what the sum of the losses is divided by; (None, 0) counts.
 
-
-def _factor(
-    labels: Tensor, ignore_index: int, reduction: str, num_items_in_batch: Tensor | int | float | None, hidden: Tensor
-) -> Tensor:
-    """What the sum of the losses is multiplied by, a scalar in the accumulation dtype; finite also when nothing counts."""
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    A number of items that is a tensor stays one, so that it need not be read on the host.
+    """
     if reduction == "sum":
-        return torch.ones((), dtype=wide, device=hidden.device)
+        return None, 1.0
     if num_items_in_batch is None:
-        return (labels != ignore_index).sum().clamp(min=1).to(wide).reciprocal()
-    items = torch.as_tensor(num_items_in_batch, device=hidden.device).to(wide)
-    if items.numel() != 1:
-        raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(items.shape)}")
-    items = items.reshape(())
-    return torch.where(items == 0, 0, 1 / torch.where(items == 0, 1, items))
+        return None, 0.0
+    if not isinstance(num_items_in_batch, Tensor):
+        return (None, float(num_items_in_batch)) if num_items_in_batch > 0 else (torch.zeros((), device=device), 0.0)
+    if num_items_in_batch.numel() != 1:
+        raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(num_items_in_batch.shape)}")
+    return num_items_in_batch.detach().reshape(()).to(device), 0.0
 
 
 def _prepare(

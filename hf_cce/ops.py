@@ -1,8 +1,7 @@
 """The operators behind the loss, registered with torch.library: schema, implementation by device, fake tensors, autograd.
 
 ``hf_cce::logit_stats`` gives per-token statistics of logits that are never written, and any gradient of them;
-``hf_cce::cross_entropy_sum`` gives the summed loss with its gradients formed in the same pass, which is the cheaper way where
-the portable implementation computes in full precision. Both take two-dimensional, checked inputs: see ``hf_cce.loss``.
+``hf_cce::cross_entropy`` gives one scalar loss. Both take two-dimensional, checked inputs: see ``hf_cce.loss``.
 """
 
 from __future__ import annotations
@@ -64,15 +63,15 @@ def _implementation(hidden: Tensor, implementation: str) -> Any:
     return portable if choose_implementation(hidden.device, hidden.dtype, implementation) == "portable" else _kernels()
 
 
-def check_labels(labels: Tensor, ignore_index: int, v: int) -> None:
-    """Every label is in [0, V) or ignored: on a CUDA device by a device-side assertion, elsewhere by ``ValueError``."""
-    bad = (labels != ignore_index) & ((labels < 0) | (labels >= v))
-    if labels.is_cuda:
-        torch._assert_async(~bad.any(), f"hf_cce: labels must lie in [0, {v}) or equal ignore_index={ignore_index}")
-    elif bool(bad.any()):
+def _require(ok: Tensor, labels: Tensor, ignore_index: int, v: int) -> None:
+    """Fail unless ``ok``: on a CUDA device by a device-side assertion, elsewhere by ``ValueError``."""
+    if ok.is_cuda:
+        torch._assert_async(ok, f"hf_cce: labels must lie in [0, {v}) or equal ignore_index={ignore_index}")
+    elif not bool(ok):
+        bad = labels[(labels != ignore_index) & ((labels < 0) | (labels >= v))]
         raise ValueError(
-            f"labels must lie in [0, {v}) or equal ignore_index, but {int(bad.sum())} do not (the first is "
-            f"{int(labels[bad][0])}); check the tokenizer against the size of lm_head, or set ignore_index"
+            f"labels must lie in [0, {v}) or equal ignore_index, but {bad.numel()} do not (the first is {int(bad[0])}); "
+            "check the tokenizer against the size of lm_head, or set ignore_index"
         )
 
 
@@ -93,11 +92,12 @@ def logit_stats(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty where not wanted. ``softcap`` 0 is none."""
-    check_labels(labels, ignore_index, weight.shape[0])
+    module, v = _implementation(hidden, implementation), weight.shape[0]
     # Autocast is settled by the caller; inside, a cast of what is already an accumulator would lose it.
     with torch.autocast(hidden.device.type, enabled=False):
+        _require(module.survey_labels(labels, ignore_index, v, None, 1.0)[0], labels, ignore_index, v)
         return tuple(
-            _implementation(hidden, implementation).logit_stats(
+            module.logit_stats(
                 hidden, weight, bias, labels, ignore_index, logit_scale, softcap,
                 want_mean, want_entropy, want_log_sum_sq, want_top1, memory_budget,
             )
@@ -204,13 +204,17 @@ def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> Any:
 logit_stats_backward.register_autograd(_refuse_second_derivative)
 
 
-@torch.library.custom_op("hf_cce::cross_entropy_sum", mutates_args=())
-def cross_entropy_sum(
+# One scalar loss. It has a gradient path of its own because its upstream gradient is one number: the portable implementation
+# then forms the gradients in the forward pass, and the kernels need no gradient vectors from PyTorch.
+
+
+def _cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    factor: Tensor,
+    num_items: Tensor | None,
+    divisor: float,
     ignore_index: int,
     logit_scale: float,
     softcap: float,
@@ -220,57 +224,117 @@ def cross_entropy_sum(
     need_weight: bool,
     need_bias: bool,
     memory_budget: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(factor · Σ loss, lse [N], gradients of hidden [N, D], weight [V, D] and bias [V], empty where not needed)."""
-    check_labels(labels, ignore_index, weight.shape[0])
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, lse [N], factor, and, empty where not needed or formed later, the gradients of hidden, weight and bias).
+
+    The loss is the sum over tokens times ``factor``: one over ``divisor`` if that is positive, else over ``num_items`` if given,
+    else over the number of labels that are not ignored; zero where that would divide by zero.
+    """
+    module, v = _implementation(hidden, implementation), weight.shape[0]
     with torch.autocast(hidden.device.type, enabled=False):
-        return portable.cross_entropy_sum(
+        ok, factor = module.survey_labels(labels, ignore_index, v, num_items, divisor)
+        _require(ok, labels, ignore_index, v)
+        factor = factor.to(portable.accumulation_dtype(hidden.dtype))
+        loss, lse, *gradients = module.cross_entropy(
             hidden, weight, bias, labels, factor, ignore_index, logit_scale, softcap,
             label_smoothing, z_loss, need_hidden, need_weight, need_bias, memory_budget,
         )  # fmt: skip
+        return loss, lse, factor, *gradients
 
 
-@cross_entropy_sum.register_fake
+cross_entropy_op = torch.library.custom_op("hf_cce::cross_entropy", _cross_entropy, mutates_args=())
+
+
+@cross_entropy_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     wide = portable.accumulation_dtype(hidden.dtype)
-    gradients = _fake_gradients(hidden, weight, *others[8:11])
-    return hidden.new_empty((), dtype=wide), hidden.new_empty(hidden.shape[0], dtype=wide), *gradients
+    needs = others[9:12] if _forms_gradients(hidden, others[-1]) else (False, False, False)
+    scalars = (hidden.new_empty((), dtype=wide) for _ in range(2))
+    return (
+        next(scalars),
+        hidden.new_empty(hidden.shape[0], dtype=wide),
+        next(scalars),
+        *_fake_gradients(hidden, weight, *needs),
+    )
 
 
-def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, labels, factor = inputs[:5]
-    _, lse, *gradients = output
+def _forms_gradients(hidden: Tensor, implementation: str) -> bool:
+    return choose_implementation(
+        hidden.device, hidden.dtype, implementation
+    ) == "portable" and portable.forms_gradients(hidden.dtype)
+
+
+def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, bias, labels = inputs[:4]
+    _, lse, factor, *gradients = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, weight, bias, labels, factor, lse)
-    ctx.options, ctx.smoothing, ctx.z_loss, ctx.memory_budget = inputs[5:8], inputs[8], inputs[9], inputs[13]
+    ctx.save_for_backward(hidden, weight, bias, labels, lse, factor)
+    ctx.options, ctx.smoothing, ctx.z_loss = inputs[6:9], inputs[9], inputs[10]
+    ctx.memory_budget, ctx.implementation = inputs[14], inputs[15]
     # Detached, since an output that knows its node and a node that holds the output would be a cycle.
-    ctx.gradients = [x.detach() for x in gradients]
+    formed = _forms_gradients(hidden, ctx.implementation)
+    ctx.gradients = [x.detach() for x in gradients] if formed else None
 
 
-def _sum_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    hidden, weight, bias, labels, factor, lse = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:3]
+def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    nothing_more = (None,) * 13
     if grad is None:
-        return (None,) * 14
-    eager = type(grad) is Tensor and not torch.compiler.is_compiling()
-    if not eager:
+        return (None, None, None, *nothing_more)
+    hidden, weight, bias, labels, lse, factor = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    plain = type(grad) is Tensor and not torch.compiler.is_compiling()
+    if ctx.gradients is not None and not plain:
         gradients = [x * grad.to(x.dtype) for x in ctx.gradients]
-    elif (
-        ctx.gradients is not None and not torch.is_grad_enabled()
-    ):  # enabled: create_graph=True, which the else branch refuses
-        # Handed out once, scaled in place: a copy would hold the gradient of the weight twice. A second backward recomputes.
+    elif ctx.gradients is not None and not torch.is_grad_enabled():
+        # Handed out once, scaled in place: a copy would hold the weight's gradient twice. A second backward recomputes.
         gradients, ctx.gradients = ctx.gradients, None
-        if float(grad) != 1.0:
+        if hidden.device.type != "cpu" or float(grad) != 1.0:
             gradients = [x.mul_(grad.to(x.dtype)) for x in gradients]
     else:
-        g = (grad * factor).to(lse.dtype).expand_as(lse)
-        smoothing = ctx.smoothing
+        # With create_graph=True gradients are enabled here, and it is this operator that refuses the second derivative.
+        vectors = _token_gradients(grad * factor, lse, ctx.smoothing, ctx.z_loss)
         gradients = torch.ops.hf_cce.logit_stats_backward(
-            (g * (1 + 2 * ctx.z_loss * lse)).contiguous(), (g * (smoothing - 1)).contiguous(),
-            (g * -smoothing).contiguous() if smoothing else None, None, hidden, weight, bias, labels, lse, None,
-            *ctx.options, *needs, ctx.memory_budget, "portable",
+            *vectors, None, hidden, weight, bias, labels, lse, None, *ctx.options, *needs,
+            ctx.memory_budget, ctx.implementation,
         )  # fmt: skip
-    return (*(x if need else None for x, need in zip(gradients, needs, strict=True)), *[None] * 11)
+    return (*(x if need else None for x, need in zip(gradients, needs, strict=True)), *nothing_more)
 
 
-cross_entropy_sum.register_autograd(_sum_gradients, setup_context=_save_sum)
+def _token_gradients(g: Tensor, lse: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients in lse, the label's logit and the mean logit, [N] each, of ``g`` times the sum of the tokens' losses."""
+    g = g.to(lse.dtype).expand_as(lse)
+    grad_lse = g * (1 + 2 * z_loss * lse) if z_loss else g
+    return (
+        grad_lse.contiguous(),
+        (g * (smoothing - 1)).contiguous(),
+        (g * -smoothing).contiguous() if smoothing else None,
+    )
+
+
+cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_cross_entropy)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The operator without the operator: the same functions, called directly.
+
+    torch.library's Python operators with autograd cost some 250 µs of host time forward and backward, several times what
+    the kernels of a small batch need. Tracing takes the operator; see ``cross_entropy``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = _cross_entropy(*inputs)
+        _save_cross_entropy(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return _cross_entropy_gradients(ctx, *grads)
+
+
+def cross_entropy(hidden: Tensor, *others: Any) -> Tensor:
+    """The scalar of ``hf_cce::cross_entropy``: through the dispatcher where somebody is tracing, else directly."""
+    if torch.compiler.is_compiling() or type(hidden) not in (Tensor, torch.nn.Parameter):
+        return torch.ops.hf_cce.cross_entropy(hidden, *others)[0]
+    return _CrossEntropy.apply(hidden, *others)

@@ -6,8 +6,8 @@ Two algorithms, because two things can be scarce:
 
 - ``logit_stats`` / ``logit_stats_backward`` walk over slabs of the vocabulary and hold one slab of logits at a time. Every
   gradient is formed from recomputed logits (four GEMMs), so any gradient of the statistics can be asked for, any number of times.
-- ``cross_entropy_sum`` walks over blocks of tokens, each with the whole vocabulary, and forms the gradients in the forward
-  pass (three GEMMs, as many as full logits need). It wants the gradient of the loss to be one scalar for all tokens.
+- ``cross_entropy``, in full precision, walks over blocks of tokens, each with the whole vocabulary, and forms the gradients in
+  the forward pass (three GEMMs, as many as full logits need): the gradient of its result is one scalar for all tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def scratch_bytes(n: int, v: int, itemsize: int, memory_budget: int) -> int:
 
 
 def _token_block(n: int, v: int, bytes_per_logit: int, memory_budget: int) -> int:
-    """Tokens per block of ``cross_entropy_sum``; multiples of 32, which GEMM and softmax over the first dimension like."""
+    """Tokens per block of ``cross_entropy``; multiples of 32, which GEMM and softmax over the first dimension like."""
     block = scratch_bytes(n, v, bytes_per_logit, memory_budget) // (v * bytes_per_logit)
     return max(1, min(n, block)) if block < 32 or n <= block else block - block % 32
 
@@ -70,6 +70,19 @@ def _slab_width(n: int, v: int, dtype: torch.dtype, copies: int, memory_budget: 
     per_column += n * (wide * copies + (dtype.itemsize if dtype.itemsize < wide else 0))
     width = scratch_bytes(n, v, wide, memory_budget) // max(per_column, 1)
     return max(16, min(v, width))
+
+
+def survey_labels(
+    labels: Tensor, ignore_index: int, v: int, num_items: Tensor | None, divisor: float
+) -> tuple[Tensor, Tensor]:
+    """(whether every label is in [0, V) or ignored, what a sum of losses is multiplied by), two scalars; see ``hf_cce.ops``."""
+    valid = labels != ignore_index
+    ok = ~(valid & ((labels < 0) | (labels >= v))).any()
+    if divisor > 0:
+        return ok, torch.full((), 1 / divisor, dtype=torch.float64, device=labels.device)
+    items = valid.sum() if num_items is None else num_items
+    items = items.to(labels.device, torch.float32 if labels.device.type == "mps" else torch.float64)
+    return ok, torch.where(items == 0, 0.0, 1 / torch.where(items == 0, 1.0, items))
 
 
 def logit_stats(
@@ -209,7 +222,12 @@ def logit_stats_backward(
     return grad_hidden, grad_weight, grad_bias
 
 
-def cross_entropy_sum(
+def forms_gradients(dtype: torch.dtype) -> bool:
+    """Whether ``cross_entropy`` forms the gradients itself: for a narrow dtype it would need the weight's in float32 as well."""
+    return dtype in (torch.float32, torch.float64)
+
+
+def cross_entropy(
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]
     bias: Tensor | None,  # [V]
@@ -225,10 +243,44 @@ def cross_entropy_sum(
     need_bias: bool,
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``factor`` · Σ over tokens of the loss, the tokens' lse [N], and the gradients of that sum, formed in the same pass.
+    """``factor`` · Σ over tokens of the loss, the tokens' lse [N], and the gradients of that sum where they are formed here.
 
     Loss of a token: lse − (1 − ε) z_label − ε · mean(z) + z_loss · lse², with ε the label smoothing.
     """
+    if forms_gradients(hidden.dtype):
+        return _with_gradients(
+            hidden, weight, bias, labels, factor, ignore_index, logit_scale, softcap, label_smoothing, z_loss,
+            need_hidden, need_weight, need_bias, memory_budget,
+        )  # fmt: skip
+    stats = logit_stats(
+        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, label_smoothing > 0, False, False, False,
+        memory_budget,
+    )  # fmt: skip
+    loss = stats.lse - stats.label_logit
+    if label_smoothing:
+        loss = loss + label_smoothing * (stats.label_logit - stats.mean_logit)
+    if z_loss:
+        loss = loss + z_loss * stats.lse.square()
+    return loss.sum() * factor, stats.lse, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+
+
+def _with_gradients(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,  # [V]
+    labels: Tensor,  # [N]
+    factor: Tensor,  # scalar
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``cross_entropy`` in full precision: blocks of tokens with the whole vocabulary, loss and gradients in one pass."""
     n_all, v, d = labels.numel(), weight.shape[0], weight.shape[1]
     valid = labels != ignore_index
     picked = valid.nonzero().squeeze(1)

@@ -226,20 +226,19 @@ def test_compiles_without_a_graph_break(options: Options, backend: str) -> None:
         assert_as_good(actual[name], expected[name], exact[name], name)
 
 
-@pytest.mark.parametrize("config", ["auto", "triton"])
-def test_operators_pass_opcheck(config: str) -> None:
-    if config == "triton" and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU: fake tensors do not run in the interpreter")
-    (hidden, weight, bias), labels = make_inputs(20, 16, 50, torch.float32, bias=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
+    config = "auto"
+    (hidden, weight, bias), labels = make_inputs(20, 16, 50, dtype, bias=True)
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    one = torch.ones(())
-    torch.library.opcheck(
-        torch.ops.hf_cce.cross_entropy_sum.default,
-        (*leaves, labels, one, -100, 0.5, 3.0, 0.1, 0.1, True, True, True, 1 << 20),
-    )
+    for num_items, divisor in ((None, 0.0), (torch.tensor(7), 0.0), (None, 7.0)):
+        torch.library.opcheck(
+            torch.ops.hf_cce.cross_entropy.default,
+            (*leaves, labels, num_items, divisor, -100, 0.5, 3.0, 0.1, 0.1, True, True, True, 1 << 20, config),
+        )
     torch.library.opcheck(
         torch.ops.hf_cce.logit_stats.default,
-        (*leaves, labels, -100, 0.5, 3.0, True, True, True, True, 1 << 20, "auto"),
+        (*leaves, labels, -100, 0.5, 3.0, True, True, True, True, 1 << 20, config),
     )
 
 
