@@ -122,8 +122,7 @@ def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
     )
 
 
-@torch.library.custom_op("hf_cce::logit_stats_backward", mutates_args=())
-def logit_stats_backward(
+def _logit_stats_backward(
     grad_lse: Tensor,
     grad_label: Tensor,
     grad_mean: Tensor | None,
@@ -161,6 +160,9 @@ def _fake_gradients(
         weight.new_empty(weight.shape if need_weight else 0),
         weight.new_empty(weight.shape[0] if need_bias else 0),
     )
+
+
+logit_stats_backward = torch.library.custom_op("hf_cce::logit_stats_backward", _logit_stats_backward, mutates_args=())
 
 
 @logit_stats_backward.register_fake
@@ -292,24 +294,16 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
         if hidden.device.type != "cpu" or float(grad) != 1.0:
             gradients = [x.mul_(grad.to(x.dtype)) for x in gradients]
     else:
-        # With create_graph=True gradients are enabled here, and it is this operator that refuses the second derivative.
-        vectors = _token_gradients(grad * factor, lse, ctx.smoothing, ctx.z_loss)
-        gradients = torch.ops.hf_cce.logit_stats_backward(
+        # With create_graph=True gradients are enabled here, and it is the operator that refuses the second derivative.
+        direct = plain and not torch.is_grad_enabled()
+        backward: Any = _logit_stats_backward if direct else torch.ops.hf_cce.logit_stats_backward
+        module = _implementation(hidden, ctx.implementation) if direct else portable
+        vectors = module.token_gradients(grad, factor, lse, ctx.smoothing, ctx.z_loss)
+        gradients = backward(
             *vectors, None, hidden, weight, bias, labels, lse, None, *ctx.options, *needs,
             ctx.memory_budget, ctx.implementation,
         )  # fmt: skip
     return (*(x if need else None for x, need in zip(gradients, needs, strict=True)), *nothing_more)
-
-
-def _token_gradients(g: Tensor, lse: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients in lse, the label's logit and the mean logit, [N] each, of ``g`` times the sum of the tokens' losses."""
-    g = g.to(lse.dtype).expand_as(lse)
-    grad_lse = g * (1 + 2 * z_loss * lse) if z_loss else g
-    return (
-        grad_lse.contiguous(),
-        (g * (smoothing - 1)).contiguous(),
-        (g * -smoothing).contiguous() if smoothing else None,
-    )
 
 
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_cross_entropy)

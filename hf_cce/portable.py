@@ -264,6 +264,16 @@ def cross_entropy(
     return loss.sum() * factor, stats.lse, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
 
 
+def token_gradients(
+    grad: Tensor, factor: Tensor, lse: Tensor, label_smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """∂/∂lse, ∂/∂z_label and ∂/∂mean(z), [N] each, of ``grad`` · ``factor`` · Σ loss; the last only with label smoothing."""
+    g = (grad * factor).to(lse.dtype).expand_as(lse)
+    grad_lse = g * (1 + 2 * z_loss * lse) if z_loss else g.contiguous()
+    grad_label = (g * (label_smoothing - 1)).contiguous()
+    return grad_lse, grad_label, (g * -label_smoothing).contiguous() if label_smoothing else None
+
+
 def _with_gradients(
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]

@@ -72,7 +72,7 @@ class Settings:
         elif kind == "mps":
             suited = {"layers": 8, "steps": 20, "batch": 4, "sequence": 512, "dtype": "float32"}
         else:
-            suited = {"layers": 2, "steps": 10, "batch": 4, "sequence": 512, "dtype": "float32"}
+            suited = {"layers": 2, "steps": 16, "batch": 4, "sequence": 512, "dtype": "float32"}
         chosen = {name: value for name, value in suited.items() if getattr(self, name) is None}
         return replace(self, device=device, **chosen)
 

@@ -34,7 +34,7 @@ def demo(
         int | None, typer.Option(min=1, help="Layers of the model.", show_default="2 on a CPU, 30 on a GPU")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps.", show_default="10 on a CPU, 100 on a GPU")
+        int | None, typer.Option(min=1, help="Training steps.", show_default="16 on a CPU, 100 on a GPU")
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.", show_default=BY_MEMORY)] = None,
     seq: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence.", show_default=BY_MEMORY)] = None,

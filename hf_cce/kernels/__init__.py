@@ -1,7 +1,7 @@
 """Triton kernels of the loss. Same functions, same arguments, same results as ``hf_cce.portable``."""
 
 from hf_cce.kernels.backward import logit_stats_backward
-from hf_cce.kernels.cross_entropy import cross_entropy
+from hf_cce.kernels.cross_entropy import cross_entropy, token_gradients
 from hf_cce.kernels.forward import logit_stats, survey_labels
 
-__all__ = ["cross_entropy", "logit_stats", "logit_stats_backward", "survey_labels"]
+__all__ = ["cross_entropy", "logit_stats", "logit_stats_backward", "survey_labels", "token_gradients"]

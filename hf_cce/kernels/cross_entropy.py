@@ -39,6 +39,48 @@ def _total_loss_kernel(
     tl.store(loss, tl.sum(total) * tl.load(factor))
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def _token_gradients_kernel(
+    grad,  # scalar
+    factor,  # scalar
+    lse,  # [N]
+    grad_lse,  # [N]
+    grad_label,  # [N]
+    grad_mean,  # [N], if SMOOTH
+    num_tokens,
+    label_smoothing,
+    z_loss,
+    SMOOTH: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < num_tokens
+    g = tl.load(grad).to(tl.float32) * tl.load(factor) + tl.zeros((BLOCK,), tl.float32)
+    of_lse = g
+    if Z_LOSS:
+        of_lse = g * (1.0 + 2.0 * z_loss * tl.load(lse + at, mask=mask, other=0.0))
+    tl.store(grad_lse + at, of_lse, mask=mask)
+    tl.store(grad_label + at, g * (label_smoothing - 1.0), mask=mask)
+    if SMOOTH:
+        tl.store(grad_mean + at, -g * label_smoothing, mask=mask)
+
+
+def token_gradients(
+    grad: Tensor, factor: Tensor, lse: Tensor, label_smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As ``hf_cce.portable.token_gradients``, in one launch."""
+    n, smooth = lse.numel(), label_smoothing > 0
+    vectors = torch.empty((3 if smooth else 2, n), dtype=torch.float32, device=lse.device)
+    grad_lse, grad_label, grad_mean = vectors[0], vectors[1], vectors[2] if smooth else None
+    if n:
+        _token_gradients_kernel[(triton.cdiv(n, 1024),)](
+            grad, factor, lse, grad_lse, grad_label, grad_mean, n, label_smoothing, z_loss,
+            SMOOTH=smooth, Z_LOSS=z_loss > 0, BLOCK=1024,
+        )  # fmt: skip
+    return grad_lse, grad_label, grad_mean
+
+
 def cross_entropy(
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]

@@ -27,7 +27,7 @@ def _tile_stats_kernel(
     tile_expectation,  # [T, N] Σ z exp(z) / Σ exp(z), if WANT_ENTROPY
     tile_lse2,  # [T, N] logsumexp of 2 z, if WANT_SQ
     tile_max,  # [T, N], if WANT_TOP1
-    label_logit,  # [N], zero on entry
+    label_logit,  # [N], written where the label lies in the tile
     num_tokens,
     vocab_size,
     hidden_size,
@@ -149,6 +149,9 @@ def _combine_kernel(
             z_max = tl.maximum(z_max, tl.max(tl.load(tile_max + at, mask=mask, other=float("-inf")), 0))
     row_lse = top + tl.log(total)
     tl.store(lse + rows, tl.where(valid, row_lse, 0.0), mask=in_rows)
+    label = tl.load(labels + rows, mask=in_rows, other=0)
+    no_tile = (valid == 0) | (label < 0) | (label >= vocab_size)  # no tile has written this label's logit
+    tl.store(label_logit + rows, tl.zeros((BLOCK_R,), tl.float32), mask=in_rows & no_tile)
     if WANT_MEAN:
         tl.store(mean_logit + rows, tl.where(valid, z_sum / vocab_size, 0.0), mask=in_rows)
     if WANT_ENTROPY:
@@ -222,7 +225,8 @@ def logit_stats(
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     wants = (want_mean, want_entropy, want_log_sum_sq, want_top1)
-    lse, label_logit = (torch.zeros(n, dtype=torch.float32, device=hidden.device) for _ in range(2))
+    lse = torch.empty(n, dtype=torch.float32, device=hidden.device)
+    label_logit = torch.empty_like(lse)
     results = [
         torch.empty(n if want else 0, dtype=torch.bool if want and i == 3 else torch.float32, device=hidden.device)
         for i, want in enumerate(wants)
@@ -236,14 +240,14 @@ def logit_stats(
         rows = slice(start, min(n, start + group))
         h, y = hidden[rows], labels[rows]
         size = y.numel()
-        tiles = [torch.empty(num_tiles * size if want else 1, device=hidden.device) for want in (True, *wants)]
+        tiles = [torch.empty(num_tiles * size, device=hidden.device) if want else None for want in (True, *wants)]
         _tile_stats_kernel[(triton.cdiv(size, plan.block_m) * num_tiles,)](
             operand(h, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, y, *tiles, label_logit[rows],
             size, v, h.shape[1], h.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
             **flags, HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0,
             **plan.constants(),
         )  # fmt: skip
-        outputs = [x[rows] if x.numel() else lse for x in results]
+        outputs = [x[rows] if want else None for x, want in zip(results, wants, strict=True)]
         _combine_kernel[(triton.cdiv(size, 64),)](
             *tiles, label_logit[rows], y, lse[rows], *outputs, size, v, num_tiles, ignore_index,
             **flags, BLOCK_R=64, BLOCK_T=16, num_warps=4,
