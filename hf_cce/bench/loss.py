@@ -40,18 +40,47 @@ def versions() -> dict[str, str]:
     return found
 
 
-def timed(function: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds of one call, by device events where there are any."""
-    if device.type != "cuda":
-        start = time.perf_counter()
+class Stopwatch:
+    """Times calls one after the other. On a GPU: the device's own time, of calls that are queued while it is busy sleeping.
+
+    Without the sleep, the time that Python needs to launch the first kernels would count as the device's; a training step
+    queues its loss while the device still works on the layers before it. ``wall_ms`` is for the other side of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.spans: list[Any] = []
+
+    def run(self, function: Callable[[], Any]) -> None:
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            function()
+            self.spans.append((time.perf_counter() - start) * 1e3)
+            return
+        start_event, stop_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(4_000_000)  # clock cycles, some 2 ms
+        start_event.record()
         function()
-        return (time.perf_counter() - start) * 1e3
-    start_event, stop_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start_event.record()
-    function()
-    stop_event.record()
-    torch.cuda.synchronize(device)
-    return start_event.elapsed_time(stop_event)
+        stop_event.record()
+        self.spans.append((start_event, stop_event))
+
+    def milliseconds(self) -> list[float]:
+        if self.device.type != "cuda":
+            return self.spans
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(stop) for start, stop in self.spans]
+
+
+def wall_ms(function: Callable[[], Any], device: torch.device, calls: int = 10) -> float:
+    """Milliseconds a call when calls follow each other without a pause: whichever is slower, host or device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3 / calls
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
@@ -67,18 +96,17 @@ def exact_gradients(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Ten
     return loss.detach(), h.grad, w.grad
 
 
-def gemm_ms(hidden: Tensor, weight: Tensor, repeats: int) -> float:
-    """Median time of the three matrix products that a dense loss cannot avoid: logits, and both gradients."""
-    logits = hidden @ weight.t()
+def three_gemms(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
+    """The matrix products that a dense loss cannot avoid, as one call: logits, and both gradients."""
+    logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=hidden.device).normal_(std=1e-3)
     grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
-    def three() -> None:
+    def run() -> None:
         torch.mm(hidden, weight.t(), out=logits)
         torch.mm(logits, weight, out=grad_hidden)
         torch.mm(logits.t(), hidden, out=grad_weight)
 
-    three()
-    return statistics.median(timed(three, hidden.device) for _ in range(repeats))
+    return run
 
 
 def measure(
@@ -128,24 +156,30 @@ def measure(
             gradients = sum(x.grad.numel() * x.grad.element_size() for x in (h, w) if x.grad is not None)
             rows[name]["extra_mib"] = (torch.cuda.max_memory_allocated(device) - before - gradients) / MIB
         h.grad = w.grad = None
-    times: dict[str, list[float]] = {name: [] for name in alive}
-    forward: dict[str, list[float]] = {name: [] for name in alive}
-    for _ in range(repeats):
+    gemms = three_gemms(hidden.detach(), weight.detach())
+    gemms()
+    both = {name: Stopwatch(device) for name in alive}
+    forward = {name: Stopwatch(device) for name in alive}
+    reference = Stopwatch(device)
+    for _ in range(repeats):  # interleaved, and the GEMMs too: clocks fall as the chip warms up
+        reference.run(gemms)
         for name, loss in alive.items():
-            times[name].append(timed(partial(step, loss), device))
+            both[name].run(partial(step, loss))
             with torch.no_grad():
-                forward[name].append(timed(partial(loss, h, w, labels), device))
-    h.grad = w.grad = None
-    three_gemms = gemm_ms(hidden.detach(), weight.detach(), repeats)
-    for name in alive:
+                forward[name].run(partial(loss, h, w, labels))
+    three = statistics.median(reference.milliseconds())
+    for name, loss in alive.items():
+        times, forward_times = both[name].milliseconds(), forward[name].milliseconds()
         rows[name].update(
-            ms=statistics.median(times[name]),
-            ms_spread=[min(times[name]), max(times[name])],
-            forward_ms=statistics.median(forward[name]),
-            gemm_multiple=statistics.median(times[name]) / three_gemms,
-            forward_gemm_multiple=3 * statistics.median(forward[name]) / three_gemms,
+            ms=statistics.median(times),
+            ms_spread=[min(times), max(times)],
+            forward_ms=statistics.median(forward_times),
+            gemm_multiple=statistics.median(times) / three,
+            forward_gemm_multiple=3 * statistics.median(forward_times) / three,
+            wall_ms=wall_ms(partial(step, loss), device),
         )
-    return {"three_gemms_ms": three_gemms, "rows": rows}
+    h.grad = w.grad = None
+    return {"three_gemms_ms": three, "rows": rows}
 
 
 def synthetic(n: int, d: int, v: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,8 +193,8 @@ def synthetic(n: int, d: int, v: int, device: torch.device, dtype: torch.dtype) 
 def table(title: str, result: dict[str, Any]) -> str:
     lines = [
         f"### {title} (three GEMMs: {result['three_gemms_ms']:.2f} ms)",
-        "| | ms | × 3 GEMMs | forward ms | × 1 GEMM | MiB above gradients | error loss | error dh | error dW | first call s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| | ms | × 3 GEMMs | forward ms | × 1 GEMM | wall ms | MiB above gradients | error loss | dh | dW | first call s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in result["rows"].items():
         if "failed" in row:
@@ -168,7 +202,8 @@ def table(title: str, result: dict[str, Any]) -> str:
             continue
         lines.append(
             f"| {name} | {row['ms']:.2f} | {row['gemm_multiple']:.2f} | {row['forward_ms']:.2f} | "
-            f"{row['forward_gemm_multiple']:.2f} | {row.get('extra_mib', float('nan')):.0f} | {row['loss_error']:.1e} | "
+            f"{row['forward_gemm_multiple']:.2f} | {row['wall_ms']:.2f} | {row.get('extra_mib', float('nan')):.0f} | "
+            f"{row['loss_error']:.1e} | "
             f"{row['grad_hidden_error']:.1e} | {row['grad_weight_error']:.1e} | {row['first_call_s']:.1f} |"
         )
     return "\n".join(lines)

@@ -52,8 +52,8 @@ def _logit_gradient_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    num_col_blocks = tl.cdiv(slab_stop - slab_start, BLOCK_N)
-    row_block, col_block = tile_position(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M), num_col_blocks, GROUP_M)
+    num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(slab_stop - slab_start, BLOCK_N)
+    row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
     row, col = row_block * BLOCK_M, slab_start + col_block * BLOCK_N
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
@@ -61,34 +61,34 @@ def _logit_gradient_kernel(
     in_slab = cols < slab_stop
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     valid = label != ignore_index
-    gradient = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if tl.sum(valid.to(tl.int32)) > 0:
-        z = tile_logits(
-            hidden, weight, bias, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
-            logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        # An ignored row has p = 0 this way, whatever its logits are.
-        row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
-        p = tl.exp(z - row_lse[:, None])
-        g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
-        if HAS_ENTROPY:
-            g_entropy = tl.load(grad_entropy + rows, mask=in_rows, other=0.0)
-            expectation = tl.where(valid, row_lse - tl.load(entropy + rows, mask=in_rows, other=0.0), 0.0)
-            gradient = p * (g[:, None] - g_entropy[:, None] * (z - expectation[:, None]))
-        else:
-            gradient = p * g[:, None]
-        if HAS_MEAN:
-            g_mean = tl.load(grad_mean + rows, mask=valid, other=0.0)
-            gradient += (g_mean / vocab_size)[:, None]
-        hit = valid & (label >= col) & (label < col + BLOCK_N)
-        if tl.sum(hit.to(tl.int32)) > 0:
-            g_label = tl.load(grad_label + rows, mask=hit, other=0.0)
-            gradient += tl.where(cols[None, :] == label[:, None], g_label[:, None], 0.0)
-        if HAS_SOFTCAP:
-            t = z / softcap
-            gradient *= 1.0 - t * t
-        if HAS_SCALE:
-            gradient *= logit_scale
+    # Tiles of ignored tokens alone multiply nothing.
+    depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
+    z = tile_logits(
+        hidden, weight, bias, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
+        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    # An ignored row has p = 0 this way, whatever its logits are.
+    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+    p = tl.exp(z - row_lse[:, None])
+    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
+    if HAS_ENTROPY:
+        g_entropy = tl.load(grad_entropy + rows, mask=in_rows, other=0.0)
+        expectation = tl.where(valid, row_lse - tl.load(entropy + rows, mask=in_rows, other=0.0), 0.0)
+        gradient = p * (g[:, None] - g_entropy[:, None] * (z - expectation[:, None]))
+    else:
+        gradient = p * g[:, None]
+    if HAS_MEAN:
+        g_mean = tl.load(grad_mean + rows, mask=valid, other=0.0)
+        gradient += (g_mean / vocab_size)[:, None]
+    hit = valid & (label >= col) & (label < col + BLOCK_N)
+    if tl.sum(hit.to(tl.int32)) > 0:
+        g_label = tl.load(grad_label + rows, mask=hit, other=0.0)
+        gradient += tl.where(cols[None, :] == label[:, None], g_label[:, None], 0.0)
+    if HAS_SOFTCAP:
+        t = z / softcap
+        gradient *= 1.0 - t * t
+    if HAS_SCALE:
+        gradient *= logit_scale
     at = rows.to(tl.int64)[:, None] * out_stride + (cols - slab_start)[None, :]
     tl.store(out + at, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & in_slab[None, :])
 
@@ -126,7 +126,7 @@ def logit_stats_backward(
     grad_bias = weight.new_empty(v if need_bias else 0)
     if n == 0:
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
-    plan = make_plan(hidden, weight)
+    plan = make_plan(hidden, weight, backward=True)
     w_operand = operand(weight, plan.block_n, plan)
     per_token = (labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy)
 

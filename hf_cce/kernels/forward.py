@@ -51,41 +51,42 @@ def _tile_stats_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    num_col_blocks = tl.cdiv(vocab_size, BLOCK_N)
-    row_block, col_block = tile_position(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M), num_col_blocks, GROUP_M)
+    num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(vocab_size, BLOCK_N)
+    row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
     row, col = row_block * BLOCK_M, col_block * BLOCK_N
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
     in_rows = rows < num_tokens
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     valid = label != ignore_index
-    if tl.sum(valid.to(tl.int32)) > 0:
-        z = tile_logits(
-            hidden, weight, bias, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
-            logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        out = col_block.to(tl.int64) * num_tokens + rows
-        in_cols = (cols < vocab_size)[None, :]
-        if WANT_MEAN:
-            tl.store(tile_sum + out, tl.sum(tl.where(in_cols, z, 0.0), 1), mask=in_rows)
-        hit = valid & (label >= col) & (label < col + BLOCK_N)
-        if tl.sum(hit.to(tl.int32)) > 0:
-            at_label = tl.sum(tl.where(cols[None, :] == label[:, None], z, 0.0), 1)
-            tl.store(label_logit + rows, at_label, mask=hit & in_rows)
-        z = tl.where(in_cols, z, float("-inf"))
-        top = tl.max(z, 1)
-        if WANT_TOP1:
-            tl.store(tile_max + out, top, mask=in_rows)
-        top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
-        z = z - top[:, None]
-        e = tl.exp(z)
-        total = tl.sum(e, 1)
-        tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
-        if WANT_ENTROPY:
-            weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
-            tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
-        if WANT_SQ:
-            tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
+    # Tiles of ignored tokens alone multiply nothing.
+    depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
+    z = tile_logits(
+        hidden, weight, bias, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
+        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    out = col_block.to(tl.int64) * num_tokens + rows
+    if WANT_MEAN:
+        tl.store(tile_sum + out, tl.sum(tl.where((cols < vocab_size)[None, :], z, 0.0), 1), mask=in_rows)
+    hit = valid & (label >= col) & (label < col + BLOCK_N)
+    if tl.sum(hit.to(tl.int32)) > 0:
+        at_label = tl.sum(tl.where(cols[None, :] == label[:, None], z, 0.0), 1)
+        tl.store(label_logit + rows, at_label, mask=hit & in_rows)
+    if col + BLOCK_N > vocab_size:
+        z = tl.where((cols < vocab_size)[None, :], z, float("-inf"))
+    top = tl.max(z, 1)
+    if WANT_TOP1:
+        tl.store(tile_max + out, top, mask=in_rows)
+    top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
+    z = z - top[:, None]
+    e = tl.exp(z)
+    total = tl.sum(e, 1)
+    tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
+    if WANT_ENTROPY:
+        weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
+        tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
+    if WANT_SQ:
+        tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
