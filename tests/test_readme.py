@@ -153,6 +153,13 @@ def test_the_demo_s_figures_are_those_of_its_json() -> None:
     assert table in README, f"write:\n{table}"
 
 
+def test_the_loss_table_is_that_of_its_json() -> None:
+    from hf_cce.bench.report import filled
+
+    assert filled(README) == README, "run: python -m hf_cce.bench.report README.md"
+    assert "13,970 MiB" in README  # the markers are there, and something between them
+
+
 def test_figures_come_from_saved_results() -> None:
     """A table of measurements is followed by the name of the JSON it was taken from, and that file is there."""
     for name in re.findall(r"hf_cce/bench/results/[\w./-]+\.json", README + CONTRIBUTING):
