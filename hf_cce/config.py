@@ -18,6 +18,8 @@ class CCEConfig:
             portable PyTorch everywhere else. ``"triton"`` and ``"portable"`` run that one or raise.
         memory_budget: upper bound, in bytes, of the scratch memory that one call holds besides its inputs and
             gradients; at least 1 MiB. Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed.
+            Two floors: portable PyTorch works on at least 16 tokens with the whole vocabulary, or 16 entries of it with all
+            tokens, and in float16 and bfloat16 it accumulates the gradient of the hidden states in float32.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names it.

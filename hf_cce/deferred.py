@@ -13,59 +13,18 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.config import CCEConfig
+from hf_cce.calls import Call
 from hf_cce.head import needs_grad, why_not_read
 from hf_cce.loss import linear_cross_entropy, linear_log_probs
 from hf_cce.symbolic import Op, Symbolic, closed_form, floating_or_device, full_device, plain, split_index
 
 Number = float  # inside DeferredLogits ``float`` is the method
-
-
-@dataclass
-class Stats:
-    """What happened in the training calls of one model: ``model._hf_cce.stats``.
-
-    Under ``torch.compile`` Python counters would recompile the graph at every step, so there only ``traced`` is set.
-    """
-
-    calls: int = 0  # training calls with labels
-    fused: int = 0  # cross entropies answered without logits
-    materialised: int = 0  # times real logits were made from deferred ones
-    missed: int = 0  # training calls that ended without a fused cross entropy
-    traced: bool = False  # a compiled graph holds a fused cross entropy
-
-
-@dataclass
-class Call:
-    """One training call: the options it runs with and what happened in it."""
-
-    config: CCEConfig | None = None
-    stats: Stats = field(default_factory=Stats)
-    fused: int = 0
-    reasons: list[str] = field(default_factory=list)
-
-    def note_fused(self) -> None:
-        if torch.compiler.is_compiling():
-            self.stats.traced = True
-        else:
-            self.fused += 1
-            self.stats.fused += 1
-
-    def note_materialised(self, why: str) -> None:
-        if not torch.compiler.is_compiling():
-            self.stats.materialised += 1
-            self.reasons.append(f"{why} asked for the logits themselves")
-
-    def note_refused(self, why: str) -> None:
-        if not torch.compiler.is_compiling():
-            self.reasons.append(why)
 
 
 class HeadInput(Symbolic):
@@ -147,7 +106,7 @@ class DeferredLogits(Symbolic):
         self._rewritten = False
         self._aliases: list[Any] = []  # weak references to views of this object, and to what it is a view of
         # A recipe is only as good as its ingredients: logits read after optimizer.step() would be other logits.
-        self._versions = None if torch.compiler.is_compiling() else (hidden_states._version, weight._version)
+        self._versions = None if torch.compiler.is_compiling() else self._ingredient_versions()
 
     @property
     def _written(self) -> bool:
@@ -260,20 +219,20 @@ class DeferredLogits(Symbolic):
             return self  # as torch does: the same tensor
         return self._copy(ops=(*self.ops, ("to", target)))
 
-    def view(self, *shape: Any) -> Any:
-        if len(shape) == 1 and isinstance(shape[0], torch.dtype):
-            return self._real("view").view(*shape)
+    def view(self, *shape: Any, **named: Any) -> Any:
+        if named or (len(shape) == 1 and isinstance(shape[0], torch.dtype)):
+            return self._real("view").view(*shape, **named)
         return self.reshape(*shape)
 
-    def reshape(self, *shape: Any) -> Any:
+    def reshape(self, *shape: Any, **named: Any) -> Any:
         """[..., V] to other token dimensions; a shape that does not end in V needs real logits."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         vocabulary = self.shape[-1]
         ends_in_vocabulary = len(sizes) > 0 and sizes[-1] == vocabulary
         if len(sizes) > 0 and sizes[-1] == -1:
             ends_in_vocabulary = math.prod(sizes[:-1]) == math.prod(self.shape[:-1])
-        if self._written or not ends_in_vocabulary:
-            return self._real("view").reshape(sizes)
+        if named or self._written or not ends_in_vocabulary:
+            return self._real("view").reshape(*shape, **named)
         return self._view(self.hidden_states.reshape(*sizes[:-1], self.hidden_states.shape[-1]))
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -337,8 +296,10 @@ class DeferredLogits(Symbolic):
     def _apply_(self, name: str, value: Any) -> Any:
         if self._written or not _is_scalar(name, value):
             return self._write(f"{name}_", *(() if name == "tanh" else (value,)))
+        if self._made is not None:  # somebody may hold the real logits, or a part of them
+            return self._write(f"{name}_", *(() if name == "tanh" else (value,)))
         self._refuse_if_shared(f"{name}_")
-        self.ops, self._made = (*self.ops, (name, value)), None
+        self.ops = (*self.ops, (name, value))
         return self
 
     # What answers the loss
@@ -357,6 +318,7 @@ class DeferredLogits(Symbolic):
         Class weights, probabilities as targets, a class dimension that is not the last, and whatever has no closed
         form go to torch on real logits. Where every label is ignored the fused mean is zero, torch's is NaN.
         """
+        self._check_fresh()
         form = None if self._written else closed_form(self.ops)
         plain_target = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
         if form is None or self.ndim != 2 or not plain_target or not (weight is size_average is reduce is None):
@@ -377,10 +339,11 @@ class DeferredLogits(Symbolic):
                 config=self.call.config,
             )
         self.call.note_fused()
-        return loss.to(self.device)
+        return loss.to(self.device, torch.promote_types(loss.dtype, self.dtype))
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
         """Over the vocabulary [...] without logits (Bamba's z-loss asks for it); over anything else with them."""
+        self._check_fresh()
         form = None if self._written else closed_form(self.ops)
         over_vocabulary = dim in (-1, self.ndim - 1, (-1,), [-1])
         if form is None or not over_vocabulary:
@@ -414,14 +377,7 @@ class DeferredLogits(Symbolic):
     def _real(self, why: str) -> Tensor:
         if self._made is not None and (self._written or self._made.requires_grad >= self.requires_grad):
             return self._made
-        if self._versions is not None and (
-            self._versions != (self.hidden_states._version, self.weight._version)
-            or self.weight.untyped_storage().nbytes() == 0  # FSDP2 has freed it, as it does after the backward
-        ):
-            raise RuntimeError(
-                "these logits were deferred, and hidden states or LM head have changed since (optimizer.step()?); "
-                "read outputs.logits before the step, or keep outputs.logits.materialize()"
-            )
+        self._check_fresh()
         self.call.note_materialised(why)
         with self._as_multiplied():
             made = F.linear(self.hidden_states, self.weight, self.bias)
@@ -429,6 +385,27 @@ class DeferredLogits(Symbolic):
             made = made.tanh() if name == "tanh" else getattr(made, name)(value)
         self._made, self._made_version = made, 0 if self._versions is None else made._version
         return made
+
+    def _ingredient_versions(self) -> tuple[int | None, ...]:
+        return tuple(None if x is None else x._version for x in (self.hidden_states, self.weight, self.bias))
+
+    def _check_fresh(self) -> None:
+        """Refuse to answer from a recipe whose ingredients have changed since it was written."""
+        if self._versions is None or self._written:
+            return
+        if (
+            self._versions != self._ingredient_versions()
+            or self.weight.untyped_storage().nbytes() == 0  # FSDP2 has freed it, as it does after the backward
+        ):
+            raise RuntimeError(
+                "these logits were deferred, and hidden states or LM head have changed since (optimizer.step()?); "
+                "read outputs.logits before the step, or keep outputs.logits.materialize()"
+            )
+        if any((relative := reference()) is not None and relative._written for reference in self._aliases):
+            raise RuntimeError(
+                "these deferred logits are a view of logits that were written to since; write before viewing, "
+                "or use the model without CCE (remove_cce)"
+            )
 
     def _write(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """An in-place operation that has no recipe: make the logits, write into them, and be them from now on."""
@@ -463,7 +440,7 @@ class DeferredLogits(Symbolic):
             ops=changes.get("ops", self.ops),
         )
         if self._versions is not None:
-            new._versions = (new.hidden_states._version, self._versions[1])
+            self._check_fresh()  # or the copy would take the changed ingredients for fresh ones
         return new
 
     def _view(self, hidden_states: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> DeferredLogits:

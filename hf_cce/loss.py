@@ -77,7 +77,8 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes, dtypes, devices or options do not fit, or, on the CPU, a label is out of range. On a GPU an
             out-of-range label fails a device-side assertion that names ``labels``, without synchronising the host.
-        RuntimeError: in a double backward, or where ``config`` asks for kernels that cannot run here.
+        RuntimeError: in a double backward, or where ``config`` asks for kernels that cannot run here; also under
+            ``torch.func`` transforms, which are not supported.
     """
     config = _checked(config)
     if reduction not in get_args(Reduction):
@@ -92,7 +93,7 @@ def linear_cross_entropy(
     if shift:
         if labels.dim() == 0:
             raise ValueError("labels must have a sequence dimension to be shifted, got a scalar")
-        labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        labels = F.pad(labels.long(), (0, 1), value=ignore_index)[..., 1:]
     flat = labels.reshape(-1).long()
 
     if reduction != "none":
@@ -187,7 +188,12 @@ def _divisor(
     if num_items_in_batch is None:
         return None, 0.0
     if not isinstance(num_items_in_batch, Tensor):
-        return (None, float(num_items_in_batch)) if num_items_in_batch > 0 else (torch.zeros((), device=device), 0.0)
+        if not torch.compiler.is_compiling():
+            if not num_items_in_batch >= 0:
+                raise ValueError(f"num_items_in_batch must not be negative, got {num_items_in_batch}")
+            return (None, float(num_items_in_batch)) if num_items_in_batch else (torch.zeros((), device=device), 0.0)
+        # A number would be a constant of the graph, and its next value a new graph.
+        return torch.full((), num_items_in_batch, dtype=torch.float32, device=device), 0.0
     if num_items_in_batch.numel() != 1:
         raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(num_items_in_batch.shape)}")
     return num_items_in_batch.detach().reshape(()).to(device), 0.0

@@ -186,8 +186,9 @@ def _stats_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
     grad_lse = torch.zeros_like(lse) if grads[0] is None else grads[0].contiguous()
     grad_label = torch.zeros_like(lse) if grads[1] is None else grads[1].contiguous()
+    grad_mean, grad_entropy = (None if g is None else g.contiguous() for g in grads[2:4])
     dh, dw, db = torch.ops.hf_cce.logit_stats_backward(
-        grad_lse, grad_label, grads[2], grads[3], hidden, weight, bias, labels, lse, entropy,
+        grad_lse, grad_label, grad_mean, grad_entropy, hidden, weight, bias, labels, lse, entropy,
         *ctx.options, need_hidden, need_weight, need_bias, ctx.memory_budget, ctx.implementation,
     )  # fmt: skip
     return (dh if need_hidden else None, dw if need_weight else None, db if need_bias else None, *[None] * 10)

@@ -48,7 +48,7 @@ def scratch_bytes(n: int, v: int, itemsize: int, memory_budget: int) -> int:
 def _token_block(n: int, v: int, bytes_per_logit: int, memory_budget: int) -> int:
     """Tokens per block of ``cross_entropy``; multiples of 32, which GEMM and softmax over the first dimension like."""
     block = scratch_bytes(n, v, bytes_per_logit, memory_budget) // (v * bytes_per_logit)
-    return max(1, min(n, block)) if block < 32 or n <= block else block - block % 32
+    return max(16, block if block < 32 else block - block % 32)  # of fewer than 16, rounding suffers
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float) -> Tensor:
@@ -196,6 +196,7 @@ def logit_stats_backward(
         z = _logits(hidden, weight[start:stop], None if bias is None else bias[start:stop], logit_scale, softcap)
         g = (z - lse[:, None] if keep_z else z.sub_(lse[:, None])).exp_()
         if grad_entropy is not None and entropy is not None:
+            z.clamp_(min=-1e30)  # −inf would make NaN of p · z = 0
             g.mul_((z - (lse - entropy)[:, None]).mul_(-grad_entropy[:, None]).add_(grad_lse[:, None]))
         else:
             g.mul_(grad_lse[:, None])
@@ -218,7 +219,7 @@ def logit_stats_backward(
         del z, g
     grad_hidden = grad_hidden.to(hidden.dtype)
     if need_hidden and n != all_hidden.shape[0]:
-        grad_hidden = torch.zeros_like(all_hidden).index_copy_(0, rows, grad_hidden)
+        grad_hidden = all_hidden.new_zeros(all_hidden.shape).index_copy_(0, rows, grad_hidden)
     return grad_hidden, grad_weight, grad_bias
 
 
@@ -297,7 +298,7 @@ def _with_gradients(
     everything = picked.numel() == n_all
     wide, c = accumulation_dtype(hidden.dtype), float(factor)
     lse_all = torch.zeros(n_all, dtype=wide, device=hidden.device)
-    grad_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
+    grad_hidden = hidden.new_zeros(hidden.shape if need_hidden else 0)
     grad_weight = weight.new_empty((v, d) if need_weight else 0)
     grad_bias = weight.new_zeros(v if need_bias else 0)
     need_any = need_hidden or need_weight or need_bias
@@ -323,7 +324,7 @@ def _with_gradients(
         mean = z.mean(0) if label_smoothing else None
         jacobian = z.div(softcap).square_().neg_().add_(1) if softcap and need_any else None
         # Not torch.softmax: over the first dimension it sums naively, and its error grows with V.
-        z.sub_(torch.where(top == -math.inf, 0, top)).exp_()
+        z.sub_(top).exp_()
         norm = z.sum(0)
         lse = top + norm.log()
         lse_all[rows] = lse[: stop - start]

@@ -40,7 +40,7 @@ class Symbolic:
         kwargs = kwargs or {}
         if len(args) > 0 and isinstance(args[0], Symbolic):
             answer = args[0]._ANSWERS.get(func)
-            if answer is not None:
+            if answer is not None and "out" not in kwargs:
                 return getattr(args[0], answer)(*args[1:], **kwargs)
         elif isinstance(kwargs.get("input"), Symbolic):
             return func(kwargs["input"], *args, **{name: value for name, value in kwargs.items() if name != "input"})

@@ -25,8 +25,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_cce.calls import Call, Stats
 from hf_cce.config import CCEConfig
-from hf_cce.deferred import Call, DeferredLogits, HeadInput, Stats
+from hf_cce.deferred import DeferredLogits, HeadInput
 from hf_cce.head import find_head, why_not_defer
 
 STATE = "_hf_cce"

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from numerics import assert_as_good
 from torch import Tensor, nn
 
-from hf_cce.deferred import Call, DeferredLogits, HeadInput
+from hf_cce.calls import Call
+from hf_cce.deferred import DeferredLogits, HeadInput
 
 B, S, D, V = 2, 6, 32, 99
 MASK = torch.tensor([[True, True, False, True, False, True], [False, True, True, False, True, True]])
@@ -351,9 +352,39 @@ def test_logits_of_changed_weights_are_refused() -> None:
     part = logits[:, 1:]
     with torch.no_grad():
         weight.add_(1.0)
-    for deferred in (logits, part, logits[1]):
+    for read in (
+        lambda: logits.argmax(-1),
+        lambda: part.argmax(-1),
+        lambda: logits[1],
+        lambda: F.cross_entropy(logits.view(B * S, V), labels()),
+        lambda: logits.logsumexp(-1),
+    ):
         with pytest.raises(RuntimeError, match="have changed since"):
-            deferred.argmax(-1)
+            read()
+
+
+def test_logits_of_a_changed_bias_are_refused() -> None:
+    hidden_states, weight, bias = ingredients()
+    assert hidden_states is not None and weight is not None and bias is not None
+    logits = DeferredLogits(hidden_states, weight, bias)
+    with torch.no_grad():
+        bias.add_(1.0)
+    with pytest.raises(RuntimeError, match="have changed since"):
+        logits.materialize()
+
+
+def test_writing_through_the_real_logits_does_not_leave_a_view_behind() -> None:
+    hidden_states, weight, _ = ingredients()
+    assert hidden_states is not None and weight is not None
+    logits = DeferredLogits(hidden_states, weight)
+    view = logits[:, 1:]
+    logits.detach().add_(5.0)
+    with pytest.raises(RuntimeError, match="written to since"):
+        view.argmax(-1)
+    kept = DeferredLogits(hidden_states, weight)
+    alias = kept.detach()
+    kept.mul_(2.0)
+    assert torch.equal(alias, kept.materialize())
 
 
 def test_writing_under_a_living_view_is_refused() -> None:

@@ -56,9 +56,20 @@ def test_non_contiguous_inputs() -> None:
     (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32, DEVICE)
     strided = torch.randn(40, 200, device=DEVICE)[:, 100:164].copy_(hidden)
     turned = weight.t().contiguous().t()
-    one = linear_cross_entropy(hidden, weight, labels, reduction="none", config=TRITON)
-    other = linear_cross_entropy(strided, turned, labels, reduction="none", config=TRITON)
-    assert torch.equal(one, other)
+    bias = torch.randn(99, 2, device=DEVICE)[:, 0]
+    every_other = torch.stack([labels, labels.flip(0)], 1)[:, 0]
+    assert not any(x.is_contiguous() for x in (strided, turned, bias, every_other))
+
+    def run(h, w, b, y):  # type: ignore[no-untyped-def]
+        leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in (h, w)]
+        loss = linear_cross_entropy(*leaves, y, bias=b, reduction="none", config=TRITON)
+        loss.sum().backward()
+        return [loss, *(x.grad for x in leaves)]
+
+    plain = run(hidden, weight, bias.contiguous(), labels)
+    assert all(torch.equal(a, b) for a, b in zip(plain, run(strided, turned, bias, every_other), strict=True))
+    shifted = linear_cross_entropy(hidden.view(40, 1, 64), weight, labels.view(40, 1), shift=True, config=TRITON)
+    assert shifted == 0  # no position has a next one
 
 
 def test_results_repeat_bit_for_bit() -> None:
@@ -90,14 +101,48 @@ def test_gradients_of_entropy_and_mean_logit() -> None:
     (hidden, weight, _), labels = make_inputs(40, 64, 131, torch.float32, DEVICE)
 
     def gradients(dtype: torch.dtype, implementation: str) -> list[torch.Tensor]:
-        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        leaves = [x.detach().clone().to(dtype).requires_grad_() for x in (hidden, weight)]
         out = linear_log_probs(*leaves, labels, entropy=True, mean_logit=True, config=CCEConfig(implementation))
-        (out.log_probs.sum() + 0.3 * out.entropy.square().sum() + out.mean_logit.sum()).backward()
+        # Sums: their upstream gradients are expanded scalars, one float in memory.
+        (out.log_probs.sum() + 0.3 * out.entropy.sum() + out.mean_logit.sum()).backward()
         return [x.grad for x in leaves]
 
     exact, twin = gradients(torch.float64, "portable"), gradients(torch.float32, "portable")
     for name, a, t, e in zip(("hidden", "weight"), gradients(torch.float32, "triton"), twin, exact, strict=True):
         assert_as_good(a, t, e, name)
+
+
+def test_divisors() -> None:
+    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32, DEVICE)
+    total = linear_cross_entropy(hidden, weight, labels, reduction="sum", config=CCEConfig("portable"))
+    for items in (7, 0.5, torch.tensor(7, device=DEVICE), torch.tensor([7.0], device=DEVICE)):
+        expected = total / (items.reshape(()) if isinstance(items, torch.Tensor) else items)
+        loss = linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items, config=TRITON)
+        assert_as_good(loss, expected, expected, f"num_items_in_batch={items}")
+    none_counts = torch.zeros((), device=DEVICE)
+    assert linear_cross_entropy(hidden, weight, labels, num_items_in_batch=none_counts, config=TRITON) == 0
+
+
+@pytest.mark.skipif(CUDA, reason="on a GPU it is a device-side assertion, tested below")
+@pytest.mark.parametrize("bad", [99, -1])
+def test_out_of_range_labels_are_seen(bad: int) -> None:
+    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32)
+    labels[17] = bad
+    for reduction in ("mean", "none"):
+        with pytest.raises(ValueError, match=f"the first is {bad}"):
+            linear_cross_entropy(hidden, weight, labels, reduction=reduction, config=TRITON)
+
+
+def test_entropy_gradient_with_masked_entries() -> None:
+    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32, DEVICE, ignored="none")
+    bias = torch.zeros(99, device=DEVICE)
+    bias[50:] = float("-inf")
+    gradients = []
+    for w, b in ((weight, bias), (weight[:50], None)):
+        h = hidden.detach().clone().requires_grad_()
+        linear_log_probs(h, w, labels % 50, bias=b, entropy=True, config=TRITON).entropy.sum().backward()
+        gradients.append(h.grad)
+    assert_as_good(gradients[0], gradients[1], gradients[1], "hidden")
 
 
 def test_row_of_minus_infinity_tiles() -> None:

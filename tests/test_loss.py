@@ -100,6 +100,27 @@ def test_shift_is_the_shift_of_transformers() -> None:
         assert_as_good(expected, expected, actual, f"num_items_in_batch={items}", torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+def test_shift_with_other_label_types_and_ignore_index(dtype: torch.dtype) -> None:
+    (hidden, weight, _), labels = make_inputs(48, 32, 99, torch.float64, ignored="none")
+    hidden, labels = hidden.view(4, 12, 32), labels.view(4, 12).to(dtype)
+    for ignore_index in (-100, 3):
+        loss = linear_cross_entropy(hidden, weight, labels, shift=True, ignore_index=ignore_index)
+        expected = F.cross_entropy(
+            (hidden[:, :-1] @ weight.t()).flatten(0, 1), labels[:, 1:].long().flatten(), ignore_index=ignore_index
+        )
+        assert_as_good(loss, expected, expected, str(ignore_index))
+
+
+def test_num_items_of_one_element_and_below_one() -> None:
+    (hidden, weight, _), labels = make_inputs(9, 8, 11, torch.float64)
+    total = linear_cross_entropy(hidden, weight, labels, reduction="sum")
+    for items in (torch.tensor([0.5]), torch.tensor(0.5), 0.5):  # tensor parallel sizes divide the count
+        loss = linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items)
+        assert loss.shape == ()
+        assert_as_good(loss, total / 0.5, total / 0.5, str(items))
+
+
 def test_micro_batches_equal_the_full_batch() -> None:
     (hidden, weight, _), labels = make_inputs(90, 32, 99, torch.float64)
     items = int((labels != -100).sum())
@@ -212,6 +233,45 @@ def test_autocast_casts_as_the_matmul_would() -> None:
         assert_as_good(a, t, expected, name, torch.bfloat16)
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    (hidden, weight, _), labels = make_inputs(9, 8, 11, torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = linear_cross_entropy(hidden, weight, labels)
+    assert inside == linear_cross_entropy(hidden, weight, labels)
+
+
+def test_a_changing_number_of_items_does_not_recompile() -> None:
+    (hidden, weight, _), labels = make_inputs(9, 8, 11, torch.float64)
+    graphs = []
+
+    def count(graph, inputs):  # type: ignore[no-untyped-def]
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda items: linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items),
+        fullgraph=True,
+        backend=count,
+    )
+    for items in range(11, 20):
+        assert_as_good(
+            compiled(items), *[linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items)] * 2, "loss"
+        )
+    assert len(graphs) <= 2  # one for the first value, one for all others
+
+
+def test_compiled_gradients_of_column_major_hidden_states() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        (hidden, weight, _), labels = make_inputs(30, 16, 99, dtype)
+        hidden = hidden.t().contiguous().t().requires_grad_()
+        torch.compiler.reset()
+        torch.compile(linear_cross_entropy, fullgraph=True)(hidden, weight, labels).backward()
+        compiled, hidden.grad = hidden.grad, None
+        linear_cross_entropy(hidden, weight, labels).backward()
+        assert_as_good(compiled, hidden.grad, hidden.grad.double(), "hidden", dtype)
+
+
 @pytest.mark.parametrize("options", [PLAIN, EVERYTHING, Options(reduction="none")], ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_without_a_graph_break(options: Options, backend: str) -> None:
@@ -289,18 +349,29 @@ def test_what_was_not_asked_for_is_none() -> None:
     assert all(x is None for x in out[1:])
 
 
-def test_minus_infinity_in_the_bias_masks_entries() -> None:
-    (hidden, weight, _), labels = make_inputs(40, 16, 99, torch.float64, ignored="none")
-    labels %= 50
-    bias = torch.zeros(99, dtype=torch.float64)
-    bias[50:] = float("-inf")
+@pytest.mark.parametrize("first", [True, False])
+def test_minus_infinity_in_the_bias_masks_entries(first: bool) -> None:
+    (hidden, weight, _), labels = make_inputs(3000, 16, 999, torch.float64, ignored="none")  # several slabs
+    kept = slice(500, 999) if first else slice(0, 500)
+    labels = labels % 499 + kept.start
+    bias = torch.full((999,), float("-inf"), dtype=torch.float64)
+    bias[kept] = 0.0
     exact = F.cross_entropy(F.linear(hidden, weight, bias), labels, reduction="none")
     loss = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction="none", config=SMALL)
     assert_as_good(loss, exact, exact, "loss")
-    out = linear_log_probs(hidden, weight, labels, bias=bias, entropy=True, config=SMALL)
-    p = F.linear(hidden, weight[:50]).softmax(-1)
-    entropy = -(p * p.log()).sum(1)
-    assert_as_good(out.entropy, entropy, entropy, "entropy")
+
+    def entropy_and_gradient(entropy):  # type: ignore[no-untyped-def]
+        h = hidden.clone().requires_grad_()
+        value = entropy(h)
+        value.sum().backward()
+        return value.detach(), h.grad
+
+    actual = entropy_and_gradient(
+        lambda h: linear_log_probs(h, weight, labels, bias=bias, entropy=True, config=SMALL).entropy
+    )
+    exact = entropy_and_gradient(lambda h: torch.distributions.Categorical(logits=h @ weight[kept].t()).entropy())
+    for name, a, e in zip(("entropy", "hidden"), actual, exact, strict=True):
+        assert_as_good(a, e, e, name)
 
 
 def test_a_nan_in_the_hidden_states_is_not_hidden() -> None:
@@ -327,6 +398,7 @@ BAD_INPUTS = {
     "softcap must be positive": dict(softcap=-1.0),
     "reduction must be one of": dict(reduction="batchmean"),
     "num_items_in_batch needs reduction='mean'": dict(reduction="sum", num_items_in_batch=3),
+    "num_items_in_batch must not be negative": dict(num_items_in_batch=-3),
     "num_items_in_batch must be one number": dict(num_items_in_batch=torch.ones(2)),
     "label_smoothing must lie in": dict(label_smoothing=1.5),
     "z_loss must not be negative": dict(z_loss=-1.0),

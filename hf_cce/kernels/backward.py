@@ -67,14 +67,15 @@ def _logit_gradient_kernel(
         hidden, weight, bias, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
         logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    # An ignored row has p = 0 this way, whatever its logits are.
+    # An ignored row has p = 0 this way, whatever its finite logits are.
     row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
     p = tl.exp(z - row_lse[:, None])
     g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
     if HAS_ENTROPY:
         g_entropy = tl.load(grad_entropy + rows, mask=in_rows, other=0.0)
         expectation = tl.where(valid, row_lse - tl.load(entropy + rows, mask=in_rows, other=0.0), 0.0)
-        gradient = p * (g[:, None] - g_entropy[:, None] * (z - expectation[:, None]))
+        z_finite = tl.maximum(z, -1e30)  # -inf would make NaN of p * z = 0
+        gradient = p * (g[:, None] - g_entropy[:, None] * (z_finite - expectation[:, None]))
     else:
         gradient = p * g[:, None]
     if HAS_MEAN:
@@ -121,6 +122,7 @@ def logit_stats_backward(
     (n, d), v = hidden.shape, weight.shape[0]
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
     grad_weight = weight.new_empty((v, d) if need_weight else 0)
     grad_bias = weight.new_empty(v if need_bias else 0)
@@ -128,7 +130,8 @@ def logit_stats_backward(
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
     plan = make_plan(hidden, weight, backward=True)
     w_operand = operand(weight, plan.block_n, plan)
-    per_token = (labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy)
+    vectors = (labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy)
+    per_token = [None if x is None else x.contiguous() for x in vectors]
 
     def one_pass(rows: slice, for_hidden: bool, for_weight: bool) -> None:
         """Form gradients from the tokens ``rows``; that of the weight, and the bias, only over all of them."""

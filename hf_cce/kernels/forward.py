@@ -198,6 +198,7 @@ def survey_labels(
     labels: Tensor, ignore_index: int, v: int, num_items: Tensor | None, divisor: float
 ) -> tuple[Tensor, Tensor]:
     """As ``hf_cce.portable.survey_labels``, in one launch instead of a dozen."""
+    labels = labels.contiguous()
     ok = torch.empty((), dtype=torch.bool, device=labels.device)
     factor = torch.empty((), dtype=torch.float32, device=labels.device)
     _survey_kernel[(1,)](
@@ -225,6 +226,7 @@ def logit_stats(
     n, v = labels.numel(), weight.shape[0]
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     wants = (want_mean, want_entropy, want_log_sum_sq, want_top1)
     lse = torch.empty(n, dtype=torch.float32, device=hidden.device)
     label_logit = torch.empty_like(lse)
