@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import portable
 
@@ -286,7 +287,7 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
         return (None, None, None, *nothing_more)
     hidden, weight, bias, labels, lse, factor = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    plain = type(grad) is Tensor and not torch.compiler.is_compiling()
+    plain = not _traced(grad)
     if ctx.gradients is not None and not plain:
         gradients = [x * grad.to(x.dtype) for x in ctx.gradients]
     elif ctx.gradients is not None and not torch.is_grad_enabled():
@@ -310,6 +311,11 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_cross_entropy)
 
 
+def _traced(x: Tensor) -> bool:
+    """Whether somebody looks on who wants to see one operator: the compiler, a tensor subclass, a dispatch mode."""
+    return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode()
+
+
 class _CrossEntropy(torch.autograd.Function):
     """The operator without the operator: the same functions, called directly.
 
@@ -330,6 +336,6 @@ class _CrossEntropy(torch.autograd.Function):
 
 def cross_entropy(hidden: Tensor, *others: Any) -> Tensor:
     """The scalar of ``hf_cce::cross_entropy``: through the dispatcher where somebody is tracing, else directly."""
-    if torch.compiler.is_compiling() or type(hidden) not in (Tensor, torch.nn.Parameter):
+    if _traced(hidden):
         return torch.ops.hf_cce.cross_entropy(hidden, *others)[0]
     return _CrossEntropy.apply(hidden, *others)
