@@ -85,6 +85,7 @@ def linear_cross_entropy(
         raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
     if num_items_in_batch is not None and reduction != "mean":
         raise ValueError(f"num_items_in_batch needs reduction='mean', got reduction={reduction!r}")
+    _refuse_learnable(label_smoothing=label_smoothing, z_loss=z_loss)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
     if z_loss < 0.0:
@@ -199,6 +200,16 @@ def _divisor(
     return num_items_in_batch.detach().reshape(()).to(device), 0.0
 
 
+def _refuse_learnable(**options: object) -> None:
+    """An option has no gradient here: a learnable one would silently never learn."""
+    for name, value in options.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise ValueError(
+                f"{name} must be a number, got a tensor that requires grad, and it would get no gradient; scale "
+                "hidden_states by it instead, detach it, or use full logits"
+            )
+
+
 def _prepare(
     hidden_states: Tensor,
     weight: Tensor,
@@ -241,6 +252,7 @@ def _prepare(
                 f"{name} must have the dtype of hidden_states, {hidden_states.dtype}, got {tensor.dtype}; "
                 "cast one of them, or run under torch.autocast"
             )
+    _refuse_learnable(logit_scale=logit_scale, softcap=softcap)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive or None, got {softcap}")
     return hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias, float(softcap or 0.0)
