@@ -20,6 +20,10 @@ class CCEConfig:
             gradients; at least 1 MiB. Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed.
             Two floors: portable PyTorch works on at least 16 tokens with the whole vocabulary, or 16 entries of it with all
             tokens, and in float16 and bfloat16 it accumulates the gradient of the hidden states in float32.
+        gradient_filter: the Triton kernels of the scalar loss may leave out tiles of the logits' gradient that hardly matter and
+            keep their probability mass in their place. A number is the error this may make in the gradient of the hidden
+            states, relative to its norm, at most 0.1. ``"auto"`` keeps it, in bfloat16, below what rounding the logits to bfloat16
+            makes, and leaves out nothing in other dtypes. None leaves out nothing.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names it.
@@ -27,6 +31,7 @@ class CCEConfig:
 
     implementation: Implementation = "auto"
     memory_budget: int = 256 * MIB
+    gradient_filter: Literal["auto"] | float | None = "auto"
 
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):
@@ -35,6 +40,11 @@ class CCEConfig:
             raise ValueError(f"memory_budget must be a number of bytes (int), got {self.memory_budget!r}")
         if self.memory_budget < MIB:
             raise ValueError(f"memory_budget must be at least {MIB} bytes (1 MiB), got {self.memory_budget}")
+
+        wanted = self.gradient_filter
+        if wanted is not None and wanted != "auto":
+            if isinstance(wanted, bool) or not isinstance(wanted, (int, float)) or not 0.0 < wanted <= 0.1:
+                raise ValueError(f"gradient_filter must be 'auto', None or a number in (0, 0.1], got {wanted!r}")
 
     @classmethod
     def of(cls, config: CCEConfig | None, **options: Any) -> CCEConfig:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_cce import ops
 from hf_cce.config import CCEConfig
+from hf_cce.state import FilterState
 
 Reduction = Literal["mean", "sum", "none"]
 _LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -48,6 +49,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     config: CCEConfig | None = None,
+    filter_state: FilterState | None = None,
 ) -> Tensor:
     """``F.cross_entropy(logits, labels)`` of a linear head, without ever holding the logits.
 
@@ -69,6 +71,8 @@ def linear_cross_entropy(
         label_smoothing: ε in [0, 1].
         z_loss: non-negative.
         config: how to compute; see ``CCEConfig``.
+        filter_state: what the gradient filter has learned from earlier calls with this head, kept by whoever trains it; see
+            ``FilterState``. Without one every call starts anew and nothing is measured.
 
     Returns:
         A scalar, or [...] for ``reduction="none"`` (zero where ignored), in float32 (float64 for float64 inputs). When every
@@ -102,7 +106,7 @@ def linear_cross_entropy(
         needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
         return ops.cross_entropy(
             hidden, weight, bias, flat, num_items, divisor, ignore_index, logit_scale, cap, label_smoothing, z_loss, *needs,
-            config.memory_budget, config.implementation,
+            config.memory_budget, config.implementation, gradient_filter=config.gradient_filter, state=filter_state,
         )  # fmt: skip
     lse, label_logit, mean_logit, *_ = torch.ops.hf_cce.logit_stats(
         hidden, weight, bias, flat, ignore_index, logit_scale, cap, label_smoothing > 0, False, False, False,

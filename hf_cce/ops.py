@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import portable
+from hf_cce.state import FilterState
 
 
 def choose_implementation(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
@@ -281,12 +282,14 @@ def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.gradients = [x.detach() for x in gradients] if formed else None
 
 
-def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+def _cross_entropy_gradients(
+    ctx: Any, grad: Tensor | None, *_: Tensor | None, needs: tuple[bool, ...] | None = None
+) -> tuple[Any, ...]:
     nothing_more = (None,) * 13
     if grad is None:
         return (None, None, None, *nothing_more)
     hidden, weight, bias, labels, lse, factor = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:3]
+    needs = ctx.needs_input_grad[:3] if needs is None else needs
     plain = not _traced(grad)
     if ctx.gradients is not None and not plain:
         gradients = [x * grad.to(x.dtype) for x in ctx.gradients]
@@ -324,18 +327,58 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, gradient_filter: Any, state: FilterState | None, *inputs: Any) -> Tensor:
+        ctx.filtered = None
+        hidden, weight, bias, labels, num_items, divisor, ignore_index, scale, softcap, smoothing, z_loss = inputs[:11]
+        need_hidden, need_weight, need_bias, budget, implementation = inputs[11:]
+        filter_it = (
+            gradient_filter is not None
+            and (need_hidden or need_weight)
+            and not (need_bias or smoothing)
+            and choose_implementation(hidden.device, hidden.dtype, implementation) == "triton"
+        )
+        if filter_it:
+            state = FilterState() if state is None else state
+            tau = state.threshold(gradient_filter, hidden)
+            filter_it = tau is not None
+        if filter_it:
+            kernels, v = _kernels(), weight.shape[0]
+            with torch.autocast(hidden.device.type, enabled=False):
+                ok, factor = kernels.survey_labels(labels, ignore_index, v, num_items, divisor)
+                _require(ok, labels, ignore_index, v)
+                result = kernels.filtered_cross_entropy(
+                    hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss, need_weight, budget
+                )
+            if result is not None:
+                loss, lse, ctx.filtered = result
+                _save_cross_entropy(ctx, inputs, (loss, lse, factor))
+                ctx.tau, ctx.state = tau, state
+                return loss
         output = _cross_entropy(*inputs)
         _save_cross_entropy(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _cross_entropy_gradients(ctx, *grads)
+        nothing = (None, None)
+        need_hidden, need_weight = ctx.needs_input_grad[2:4]
+        saved, ctx.filtered = ctx.filtered, None  # used once: its memory is overwritten; a second backward recomputes
+        grad = grads[0]
+        if saved is None or grad is None or torch.is_grad_enabled() or _traced(grad):
+            return *nothing, *_cross_entropy_gradients(ctx, *grads, needs=ctx.needs_input_grad[2:5])
+        weight, factor = ctx.saved_tensors[1], ctx.saved_tensors[5]
+        with torch.autocast(grad.device.type, enabled=False):
+            dh, dw, report = _kernels().filtered_gradients(
+                saved, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, need_hidden, need_weight
+            )
+        ctx.state.report(report)
+        return *nothing, dh if need_hidden else None, dw if need_weight else None, *[None] * 14
 
 
-def cross_entropy(hidden: Tensor, *others: Any) -> Tensor:
+def cross_entropy(
+    hidden: Tensor, *others: Any, gradient_filter: Any = None, state: FilterState | None = None
+) -> Tensor:
     """The scalar of ``hf_cce::cross_entropy``: through the dispatcher where somebody is tracing, else directly."""
     if _traced(hidden):
         return torch.ops.hf_cce.cross_entropy(hidden, *others)[0]
-    return _CrossEntropy.apply(hidden, *others)
+    return _CrossEntropy.apply(gradient_filter, state, hidden, *others)

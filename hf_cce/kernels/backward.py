@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.plan import make_plan, operand, slab_width
-from hf_cce.kernels.tiles import tile_logits, tile_position
+from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 
 
 @triton.jit(do_not_specialize=["num_tokens", "slab_start", "slab_stop", "ignore_index"])
@@ -64,32 +64,13 @@ def _logit_gradient_kernel(
     # Tiles of ignored tokens alone multiply nothing.
     depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
     z = tile_logits(
-        hidden, weight, bias, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
-        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
+        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    # An ignored row has p = 0 this way, whatever its finite logits are.
-    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
-    p = tl.exp(z - row_lse[:, None])
-    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
-    if HAS_ENTROPY:
-        g_entropy = tl.load(grad_entropy + rows, mask=in_rows, other=0.0)
-        expectation = tl.where(valid, row_lse - tl.load(entropy + rows, mask=in_rows, other=0.0), 0.0)
-        z_finite = tl.maximum(z, -1e30)  # -inf would make NaN of p * z = 0
-        gradient = p * (g[:, None] - g_entropy[:, None] * (z_finite - expectation[:, None]))
-    else:
-        gradient = p * g[:, None]
-    if HAS_MEAN:
-        g_mean = tl.load(grad_mean + rows, mask=valid, other=0.0)
-        gradient += (g_mean / vocab_size)[:, None]
-    hit = valid & (label >= col) & (label < col + BLOCK_N)
-    if tl.sum(hit.to(tl.int32)) > 0:
-        g_label = tl.load(grad_label + rows, mask=hit, other=0.0)
-        gradient += tl.where(cols[None, :] == label[:, None], g_label[:, None], 0.0)
-    if HAS_SOFTCAP:
-        t = z / softcap
-        gradient *= 1.0 - t * t
-    if HAS_SCALE:
-        gradient *= logit_scale
+    gradient = tile_gradient(
+        z, rows, cols, in_rows, col, label, valid, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy,
+        vocab_size, logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
+    )  # fmt: skip
     at = rows.to(tl.int64)[:, None] * out_stride + (cols - slab_start)[None, :]
     tl.store(out + at, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & in_slab[None, :])
 
@@ -158,7 +139,7 @@ def logit_stats_backward(
                 if need_bias:
                     grad_bias[start:stop] = gradient.sum(0, dtype=torch.float32)
             if for_hidden:
-                _multiply_add(total, gradient, weight[start:stop], first=start == 0)
+                multiply_add(total, gradient, weight[start:stop], first=start == 0)
         if for_hidden and total.dtype != hidden.dtype:
             grad_hidden[rows] = total
 
@@ -176,7 +157,7 @@ def logit_stats_backward(
     return grad_hidden, grad_weight, grad_bias
 
 
-def _multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """``total`` = a · b, added to what is there unless it is the ``first``, accumulated in float32 when ``total`` is."""
     if total.dtype == a.dtype:
         if first:

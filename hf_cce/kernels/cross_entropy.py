@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels import filtered
 from hf_cce.kernels.forward import logit_stats
 
 
@@ -81,6 +82,17 @@ def token_gradients(
     return grad_lse, grad_label, grad_mean
 
 
+def _total_loss(
+    lse: Tensor, label_logit: Tensor, mean_logit: Tensor | None, factor: Tensor, label_smoothing: float, z_loss: float
+) -> Tensor:
+    loss = torch.empty((), dtype=torch.float32, device=lse.device)
+    _total_loss_kernel[(1,)](
+        lse, label_logit, mean_logit, factor, loss, lse.numel(), label_smoothing, z_loss,
+        SMOOTH=label_smoothing > 0, Z_LOSS=z_loss > 0, BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return loss
+
+
 def cross_entropy(
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]
@@ -102,9 +114,51 @@ def cross_entropy(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, label_smoothing > 0, False, False, False,
         memory_budget,
     )  # fmt: skip
-    loss = torch.empty((), dtype=torch.float32, device=hidden.device)
-    _total_loss_kernel[(1,)](
-        lse, label_logit, mean_logit, factor, loss, labels.numel(), label_smoothing, z_loss,
-        SMOOTH=label_smoothing > 0, Z_LOSS=z_loss > 0, BLOCK=4096, num_warps=8,
-    )  # fmt: skip
+    loss = _total_loss(lse, label_logit, mean_logit, factor, label_smoothing, z_loss)
     return loss, lse, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+
+
+def filtered_cross_entropy(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,  # [V]
+    labels: Tensor,  # [N]
+    factor: Tensor,  # scalar
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    z_loss: float,
+    need_weight: bool,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, filtered.Filtered] | None:
+    """(loss, lse [N], what ``filtered_gradients`` needs), or None where the budget does not allow the filter."""
+    if not labels.numel():
+        return None
+    chosen = filtered.plan_and_layout(hidden, weight, softcap, need_weight, memory_budget)
+    if chosen is None:
+        return None
+    plan, layout = chosen
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
+    lse, saved = filtered.forward(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan)
+    return _total_loss(saved.lse, saved.label_logit, None, factor, 0.0, z_loss), lse, saved
+
+
+def filtered_gradients(
+    saved: filtered.Filtered,
+    grad: Tensor,  # scalar
+    factor: Tensor,  # scalar
+    weight: Tensor,  # [V, D]
+    tau: Tensor,  # scalar
+    logit_scale: float,
+    softcap: float,
+    z_loss: float,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, filtered.Report]:
+    """The gradients of hidden and weight, up to what ``tau`` lets the filter drop; empty where not needed. Consumes ``saved``."""
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    grad_lse, grad_label, _ = token_gradients(grad, factor, saved.lse, 0.0, z_loss)
+    return filtered.backward(
+        saved, weight, grad_lse, grad_label, False, tau, logit_scale, softcap, need_hidden, need_weight
+    )

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.plan import make_plan, operand
+from hf_cce.kernels.plan import Plan, make_plan, operand
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
 
 # Numbers that change from step to step must not make Triton compile again.
-@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
+@triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
 def _tile_stats_kernel(
     hidden,  # [N, D]
     weight,  # [V, D]
@@ -27,9 +27,12 @@ def _tile_stats_kernel(
     tile_expectation,  # [T, N] Σ z exp(z) / Σ exp(z), if WANT_ENTROPY
     tile_lse2,  # [T, N] logsumexp of 2 z, if WANT_SQ
     tile_max,  # [T, N], if WANT_TOP1
+    tile_ratio,  # [T, N], if WANT_RATIO: see hf_cce.kernels.filter, like the next
+    tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP
     label_logit,  # [N], written where the label lies in the tile
     num_tokens,
     vocab_size,
+    first_col,  # what to take from a label to have its column in weight
     hidden_size,
     hidden_stride,
     weight_stride,
@@ -40,6 +43,7 @@ def _tile_stats_kernel(
     WANT_ENTROPY: tl.constexpr,
     WANT_SQ: tl.constexpr,
     WANT_TOP1: tl.constexpr,
+    WANT_RATIO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -62,12 +66,13 @@ def _tile_stats_kernel(
     # Tiles of ignored tokens alone multiply nothing.
     depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
     z = tile_logits(
-        hidden, weight, bias, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
-        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
+        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     out = col_block.to(tl.int64) * num_tokens + rows
     if WANT_MEAN:
         tl.store(tile_sum + out, tl.sum(tl.where((cols < vocab_size)[None, :], z, 0.0), 1), mask=in_rows)
+    label -= first_col
     hit = valid & (label >= col) & (label < col + BLOCK_N)
     if tl.sum(hit.to(tl.int32)) > 0:
         at_label = tl.sum(tl.where(cols[None, :] == label[:, None], z, 0.0), 1)
@@ -78,9 +83,22 @@ def _tile_stats_kernel(
     if WANT_TOP1:
         tl.store(tile_max + out, top, mask=in_rows)
     top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
+    if WANT_RATIO and HAS_SOFTCAP:
+        slope = 1.0 - (z / softcap) * (z / softcap)
     z = z - top[:, None]
     e = tl.exp(z)
     total = tl.sum(e, 1)
+    if WANT_RATIO:
+        some = tl.where(total > 0, total, 1.0)
+        if HAS_SOFTCAP:
+            e = tl.where(e > 0, e * slope, 0.0)  # outside V the slope is not a number
+            damped = tl.sum(e, 1)
+            tl.store(tile_damping + out, (damped / some).to(tl.bfloat16), mask=in_rows)
+        else:
+            damped = total
+        width = tl.minimum(vocab_size - col, BLOCK_N).to(tl.float32)
+        energy = tl.sum(e * e, 1) - damped * damped / width
+        tl.store(tile_ratio + out, (tl.maximum(energy, 0.0) / (some * some)).to(tl.bfloat16), mask=in_rows)
     tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
     if WANT_ENTROPY:
         weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
@@ -208,6 +226,54 @@ def survey_labels(
     return ok, factor
 
 
+_FLAGS = ("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1")
+
+
+def tile_stats(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,
+    labels: Tensor,  # [N]
+    tiles: list[Tensor | None],  # T·N each: lse, and sum, expectation, lse of 2 z, maximum where wanted
+    label_logit: Tensor,  # [N]
+    first_col: int,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    plan: Plan,
+    tile_ratio: Tensor | None = None,
+    tile_damping: Tensor | None = None,
+) -> None:
+    """Fill ``tiles`` and, for labels in [first_col, first_col + V), ``label_logit``."""
+    n, v = labels.numel(), weight.shape[0]
+    wants = [x is not None for x in tiles[1:]]
+    _tile_stats_kernel[(triton.cdiv(n, plan.block_m) * triton.cdiv(v, plan.block_n),)](
+        operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
+        *tiles, tile_ratio, tile_damping, label_logit,
+        n, v, first_col, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
+        **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tile_ratio is not None,
+        HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
+    )  # fmt: skip
+
+
+def combine(
+    tiles: list[Tensor | None],
+    label_logit: Tensor,  # [N]
+    labels: Tensor,  # [N]
+    lse: Tensor,  # [N], written
+    outputs: list[Tensor | None],  # mean_logit, entropy, log_sum_sq, is_top1: written
+    v: int,
+    num_tiles: int,
+    ignore_index: int,
+) -> None:
+    """Fold the statistics of tiles into those of tokens."""
+    n = labels.numel()
+    _combine_kernel[(triton.cdiv(n, 32),)](
+        *tiles, label_logit, labels, lse, *outputs, n, v, num_tiles, ignore_index,
+        **dict(zip(_FLAGS, [x is not None for x in outputs], strict=True)), BLOCK_R=32, BLOCK_T=32, num_warps=4,
+    )  # fmt: skip
+
+
 def logit_stats(
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]
@@ -238,21 +304,12 @@ def logit_stats(
     num_tiles = triton.cdiv(v, plan.block_n)
     per_token = 4 * num_tiles * (1 + sum(wants))
     group = max(plan.block_m, memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
-    flags = dict(zip(("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1"), wants, strict=True))
     for start in range(0, n, group):
         rows = slice(start, min(n, start + group))
         h, y = hidden[rows], labels[rows]
         size = y.numel()
         tiles = [torch.empty(num_tiles * size, device=hidden.device) if want else None for want in (True, *wants)]
-        _tile_stats_kernel[(triton.cdiv(size, plan.block_m) * num_tiles,)](
-            operand(h, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, y, *tiles, label_logit[rows],
-            size, v, h.shape[1], h.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
-            **flags, HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0,
-            **plan.constants(),
-        )  # fmt: skip
+        tile_stats(h, weight, bias, y, tiles, label_logit[rows], 0, ignore_index, logit_scale, softcap, plan)
         outputs = [x[rows] if want else None for x, want in zip(results, wants, strict=True)]
-        _combine_kernel[(triton.cdiv(size, 64),)](
-            *tiles, label_logit[rows], y, lse[rows], *outputs, size, v, num_tiles, ignore_index,
-            **flags, BLOCK_R=64, BLOCK_T=16, num_warps=4,
-        )  # fmt: skip
+        combine(tiles, label_logit[rows], y, lse[rows], outputs, v, num_tiles, ignore_index)
     return lse, label_logit, results[0], results[1], results[2], results[3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,14 @@ class Plan:
     use_tma: bool
     precision: str  # of a float32 dot: "ieee" or "tf32"
     upcast: bool = False  # multiply in float32: the interpreter cannot multiply bfloat16
-    group_m: int = 8  # row blocks that share weight tiles in L2
+    group_m: int = 32  # row blocks that share weight tiles in L2
+    # of the kernels over kept tiles alone (hf_cce.kernels.sparse)
+    sparse_block_k: int = 64
+    block_d: int = 128  # columns of a gradient's tile
+    sparse_warps: int = 4
+    sparse_stages: int = 3
+    tile_warps: int = 4
+    programs: int = 264  # that share the kept tiles
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -65,6 +72,23 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
     return Plan(128, 128, 64, 4, 3, tma, precision)
 
 
+def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
+    """The plan of the filtered loss; its tiles of BLOCK_M by BLOCK_N are what is kept or dropped."""
+    plan = make_plan(hidden, weight)
+    if (
+        hidden.shape[1] * hidden.element_size() % 16
+    ):  # the kernels work on contiguous copies, whose rows then start anywhere
+        plan = replace(plan, use_tma=False)
+    if hidden.device.type != "cuda":
+        return replace(plan, sparse_block_k=16, block_d=32, sparse_warps=1, tile_warps=1, programs=3)
+    processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    if plan.block_m != 128:  # float32
+        return replace(plan, sparse_block_k=32, block_d=64, programs=2 * processors)
+    if not plan.use_tma:
+        return replace(plan, sparse_block_k=32, sparse_warps=8, tile_warps=8, programs=2 * processors)
+    return replace(plan, block_n=128, num_warps=4, num_stages=3, programs=2 * processors)
+
+
 def _tma_ready(x: Tensor) -> bool:
     """TMA wants 16-byte aligned rows."""
     return TensorDescriptor is not None and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
@@ -73,6 +97,11 @@ def _tma_ready(x: Tensor) -> bool:
 def operand(x: Tensor, rows: int, plan: Plan) -> Any:
     """``x`` as the kernels want it: a TMA descriptor for blocks [rows, BLOCK_K], or the tensor itself."""
     return TensorDescriptor.from_tensor(x, [rows, plan.block_k]) if plan.use_tma else x
+
+
+def descriptor(x: Tensor, rows: int, cols: int, plan: Plan) -> Any:
+    """As ``operand``, for blocks [rows, cols]."""
+    return TensorDescriptor.from_tensor(x, [rows, cols]) if plan.use_tma else x
 
 
 def slab_width(n: int, v: int, bytes_per_logit: int, block_n: int, budget: int) -> int:

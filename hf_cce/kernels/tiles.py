@@ -19,6 +19,7 @@ def tile_logits(
     hidden,  # [N, D] pointer or TMA descriptor
     weight,  # [V, D] pointer or TMA descriptor
     bias,  # [V] pointer
+    order,  # [V padded to whole tiles] int32: the row of weight of each column, if GATHER
     row,  # first token of the tile
     col,  # first vocabulary entry of the tile
     num_tokens,
@@ -32,6 +33,7 @@ def tile_logits(
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
+    GATHER: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -41,14 +43,22 @@ def tile_logits(
     """softcap · tanh(logit_scale · (h Wᵀ + b) / softcap) of one tile, [BLOCK_M, BLOCK_N] float32. Outside V: whatever."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     cols = col + tl.arange(0, BLOCK_N)
-    if TMA:
+    if TMA and not GATHER:
         for k in range(0, hidden_size, BLOCK_K):
             acc = tl.dot(hidden.load([row, k]), weight.load([col, k]).T, acc)
+    elif TMA:
+        ks = tl.arange(0, BLOCK_K)
+        w_rows = tl.load(order + cols)
+        w_ptr = weight + w_rows.to(tl.int64)[:, None] * weight_stride + ks[None, :]
+        for k in range(0, hidden_size, BLOCK_K):
+            w = tl.load(w_ptr + k, mask=(ks < hidden_size - k)[None, :], other=0.0)
+            acc = tl.dot(hidden.load([row, k]), w.T, acc)
     else:
         rows = row + tl.arange(0, BLOCK_M)
         ks = tl.arange(0, BLOCK_K)
         h_ptr = hidden + rows.to(tl.int64)[:, None] * hidden_stride + ks[None, :]
-        w_ptr = weight + cols.to(tl.int64)[:, None] * weight_stride + ks[None, :]
+        w_rows = tl.load(order + cols) if GATHER else cols
+        w_ptr = weight + w_rows.to(tl.int64)[:, None] * weight_stride + ks[None, :]
         row_in, col_in = (rows < num_tokens)[:, None], (cols < vocab_size)[:, None]
         for k in range(0, hidden_size, BLOCK_K):
             in_k = (ks < hidden_size - k)[None, :]
@@ -66,3 +76,54 @@ def tile_logits(
         e = tl.exp(-2.0 * tl.abs(acc) / softcap)
         acc = tl.where(acc < 0, -softcap, softcap) * ((1.0 - e) / (1.0 + e))
     return acc
+
+
+@triton.jit
+def tile_gradient(
+    z,  # [BLOCK_M, BLOCK_N] logits after scale and softcap
+    rows,
+    cols,
+    in_rows,
+    col,  # the first of cols
+    label,  # [BLOCK_M]
+    valid,  # [BLOCK_M] not ignored
+    lse,  # [N] and so on: pointers
+    entropy,
+    grad_lse,
+    grad_label,
+    grad_mean,
+    grad_entropy,
+    vocab_size,
+    logit_scale,
+    softcap,
+    HAS_MEAN: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The gradient of one tile of logits before scale and softcap, [BLOCK_M, BLOCK_N] float32; zero in ignored rows."""
+    # An ignored row has p = 0 this way, whatever its finite logits are.
+    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+    p = tl.exp(z - row_lse[:, None])
+    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
+    if HAS_ENTROPY:
+        g_entropy = tl.load(grad_entropy + rows, mask=in_rows, other=0.0)
+        expectation = tl.where(valid, row_lse - tl.load(entropy + rows, mask=in_rows, other=0.0), 0.0)
+        z_finite = tl.maximum(z, -1e30)  # -inf would make NaN of p * z = 0
+        gradient = p * (g[:, None] - g_entropy[:, None] * (z_finite - expectation[:, None]))
+    else:
+        gradient = p * g[:, None]
+    if HAS_MEAN:
+        g_mean = tl.load(grad_mean + rows, mask=valid, other=0.0)
+        gradient += (g_mean / vocab_size)[:, None]
+    hit = valid & (label >= col) & (label < col + BLOCK_N)
+    if tl.sum(hit.to(tl.int32)) > 0:
+        g_label = tl.load(grad_label + rows, mask=hit, other=0.0)
+        gradient += tl.where(cols[None, :] == label[:, None], g_label[:, None], 0.0)
+    if HAS_SOFTCAP:
+        t = z / softcap
+        gradient *= 1.0 - t * t
+    if HAS_SCALE:
+        gradient *= logit_scale
+    return gradient

@@ -1,0 +1,419 @@
+"""The gradient filter: which tiles of the logits' gradient are computed, and what stands for the others.
+
+Vocabulary and tokens are put in an order in which what matters lies together: the vocabulary by its average logit, the tokens by the
+place of their label in that order. The forward pass leaves, for each row of each tile, its mass S = Σ p (as a logsumexp) and its
+energy Σ (p − S/width)² over S²; both come from the tile alone. In the backward pass the tiles of least energy are dropped while
+their sum stays under τ² Σ_i [(1 − p_label)² + Σ (p − S/width)²]. A dropped tile keeps its mass, spread evenly over its columns. A tile that
+holds a label is never dropped, so the label's term is exact. With a softcap all of it is of p (1 − (z/softcap)²), the gradient's own size.
+
+Everything is decided on the device, in integers or in a fixed order: results repeat bit for bit and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
+BINS = tl.constexpr(512)
+SAMPLE = 1024  # tokens whose mean gives the average logits
+
+
+@triton.jit
+def _bin(energy):
+    known = (energy > 0.0) & (energy < float("inf"))
+    octaves = tl.log2(tl.where(known, energy, 1.0))
+    place = tl.minimum(tl.maximum(tl.floor(4.0 * octaves) + 400.0, 0.0), 510.0).to(tl.int32)
+    # infinite or not a number: kept
+    return tl.where(known, place, tl.where(energy == 0.0, 0, 511))
+
+
+@triton.jit
+def _order_kernel(by_logit, order, rank, v, padded, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(by_logit + at, mask=at < v, other=0).to(tl.int32)
+    tl.store(order + at, entry, mask=at < padded)
+    tl.store(rank + entry, at, mask=at < v)
+
+
+@triton.jit(do_not_specialize=["ignore_index", "num_tokens"])
+def _key_kernel(labels, rank, keys, num_tokens, v, ignore_index, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    label = tl.load(labels + at, mask=at < num_tokens, other=ignore_index)
+    good = (label != ignore_index) & (label >= 0) & (label < v)
+    tl.store(keys + at, tl.load(rank + label, mask=good, other=v), mask=at < num_tokens)
+
+
+@triton.jit
+def _permute_rows_kernel(
+    weight,  # [V, D]
+    order,  # [V padded] int32
+    out,  # [columns, D], if HAS_OUT
+    means,  # [T, D]: mean over the rows of each block
+    first_block,
+    v,
+    d,
+    stride,
+    HAS_OUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    block = first_block + tl.program_id(0)
+    cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (cols < v)[:, None] & (ds < d)[None, :]
+    x = tl.load(weight + tl.load(order + cols).to(tl.int64)[:, None] * stride + ds[None, :], mask=mask, other=0.0)
+    if HAS_OUT:
+        tl.store(out + (cols - first_block * BLOCK_N).to(tl.int64)[:, None] * d + ds[None, :], x, mask=mask)
+    width = tl.minimum(v - block * BLOCK_N, BLOCK_N).to(tl.float32)
+    tl.store(means + block.to(tl.int64) * d + ds, tl.sum(x.to(tl.float32), 0) / width, mask=ds < d)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "span"])
+def _score_kernel(
+    tile_lse,  # [T, N]
+    tile_ratio,  # [T, N]
+    lse,  # [N]
+    label_logit,  # [N]
+    labels,  # [N], V where ignored
+    grad_lse,  # [N], if WEIGHTED: the tokens' weights
+    energy,  # [T, row blocks], written; infinite for a tile that holds a label
+    part,  # [programs], written: this program's part of what the energies are compared with
+    counts,  # [programs, BINS], written: its tiles by energy
+    num_tokens,
+    num_row_blocks,
+    num_col_blocks,
+    span,  # column blocks of a program
+    v,
+    WEIGHTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    row_block, begin = tl.program_id(0), tl.program_id(1) * span
+    program = tl.program_id(1) * num_row_blocks + row_block
+    end = tl.minimum(begin + span, num_col_blocks)
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < num_tokens
+    label = tl.load(labels + rows, mask=in_rows, other=v)
+    valid = label < v
+    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+    scale = tl.load(grad_lse + rows, mask=in_rows, other=0.0) if WEIGHTED else 1.0
+    wrong = tl.where(valid, 1.0 - tl.exp(tl.load(label_logit + rows, mask=in_rows, other=0.0) - row_lse), 0.0) * scale
+    total = tl.where(begin == 0, tl.sum(wrong * wrong), 0.0)
+    label_block = label // BLOCK_N
+    histogram = tl.zeros((BINS,), tl.int32)
+    for first in range(begin, end, BLOCK_T):
+        blocks = first + tl.arange(0, BLOCK_T)
+        inside = blocks < end
+        at = blocks.to(tl.int64)[:, None] * num_tokens + rows[None, :]
+        mask = inside[:, None] & valid[None, :]
+        mass = tl.exp(tl.load(tile_lse + at, mask=mask, other=float("-inf")) - row_lse[None, :])
+        if WEIGHTED:
+            mass *= scale[None, :]
+        e = tl.sum(mass * mass * tl.load(tile_ratio + at, mask=mask, other=0.0).to(tl.float32), 1)
+        held = tl.max((label_block[None, :] == blocks[:, None]).to(tl.int32), 1) > 0
+        total += tl.sum(tl.where(held, 0.0, e))
+        e = tl.where(held | (inside == 0), float("inf"), e)
+        tl.store(energy + blocks * num_row_blocks + row_block, e, mask=inside)
+        histogram += tl.histogram(_bin(e), BINS)
+    tl.store(part + program, total)
+    tl.store(counts + program * BINS + tl.arange(0, BINS), histogram)
+
+
+@triton.jit(do_not_specialize=["num_programs"])
+def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    bins = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH,), tl.int32)
+    for first in range(0, num_programs, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        total += tl.sum(
+            tl.load(counts + at[:, None] * BINS + bins[None, :], mask=(at < num_programs)[:, None], other=0), 0
+        )
+    tl.store(sums + bins, total)
+
+
+@triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
+def _columns_kernel(
+    energy,  # [T, row blocks]
+    part,  # [programs of _score_kernel]
+    sums,  # [BINS]: tiles by energy
+    tau,  # scalar
+    place,  # [T, row blocks] int32, written: the how-manieth kept tile of its column block; -1 where dropped
+    count,  # [T] int32, written
+    num_row_blocks,
+    num_programs,
+    ROWS: tl.constexpr,  # row blocks, or more
+    BLOCK: tl.constexpr,
+):
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, num_programs, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        total += tl.load(part + at, mask=at < num_programs, other=0.0)
+    bins = tl.arange(0, BINS)
+    # A bin's upper edge stands for its energies, so the sum is never taken too small.
+    below = tl.cumsum(tl.load(sums + bins).to(tl.float32) * tl.exp2((bins - 399).to(tl.float32) / 4.0), 0)
+    limit = tl.load(tau)
+    fits = (below <= limit * limit * tl.sum(total)) & (bins < 511)
+    cutoff = tl.sum(fits.to(tl.int32))
+    block = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    inside = rows < num_row_blocks
+    e = tl.load(energy + block * num_row_blocks + rows, mask=inside, other=0.0)
+    kept = inside & (_bin(e) >= cutoff)
+    before = tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(place + block * num_row_blocks + rows, tl.where(kept, before, -1), mask=inside)
+    tl.store(count + block, tl.sum(kept.to(tl.int32)))
+
+
+@triton.jit(do_not_specialize=["room"])
+def _scan_kernel(
+    count,  # [T]
+    start,  # [T + 1], written: kept tiles in the column blocks before
+    pass_of,  # [T], written
+    pass_block,  # [P + 1], written: first column block of each pass
+    pass_start,  # [P + 1], written: kept tiles before each pass
+    num_col_blocks,
+    room,
+    PASSES: tl.constexpr,
+    COLS: tl.constexpr,  # column blocks, or more
+):
+    cols = tl.arange(0, COLS)
+    inside = cols < num_col_blocks
+    counts = tl.load(count + cols, mask=inside, other=0)
+    upto = tl.cumsum(counts, 0)
+    number = (upto - counts) // room
+    tl.store(start + cols, upto - counts, mask=inside)
+    tl.store(start + num_col_blocks, tl.sum(counts))
+    tl.store(pass_of + cols, number, mask=inside)
+    for p in range(PASSES + 1):
+        earlier = inside & (number < p)
+        tl.store(pass_block + p, tl.sum(earlier.to(tl.int32)))
+        tl.store(pass_start + p, tl.sum(tl.where(earlier, counts, 0)))
+
+
+@triton.jit(do_not_specialize=["num_row_blocks"])
+def _rows_kernel(
+    place,  # [T, row blocks]
+    start,  # [T + 1]
+    pass_of,  # [T]
+    pass_start,  # [P + 1]
+    tiles,  # [kept], written: column block · row blocks + row block, in the order of column blocks
+    tile_rows,  # [kept], written: the row block alone
+    row_tiles,  # [row blocks, T] int64, written: of the kept tiles of a row block, column block and, times 2³², slot in its pass
+    row_pass,  # [row blocks, P + 1], written: how many of them come before each pass
+    num_row_blocks,
+    num_col_blocks,
+    PASSES: tl.constexpr,
+    PASSES_2: tl.constexpr,  # PASSES + 1, or more
+    BLOCK: tl.constexpr,
+):
+    row_block = tl.program_id(0)
+    passes = tl.arange(0, PASSES_2)
+    before = tl.zeros((PASSES_2,), tl.int32)
+    done = 0
+    for first in range(0, num_col_blocks, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        inside = cols < num_col_blocks
+        index = tl.load(place + cols * num_row_blocks + row_block, mask=inside, other=-1)
+        kept = index >= 0
+        number = tl.load(pass_of + cols, mask=inside, other=0)
+        slot = tl.load(start + cols, mask=inside, other=0) + index
+        at = row_block * num_col_blocks + done + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(tiles + slot, cols * num_row_blocks + row_block, mask=kept)
+        tl.store(tile_rows + slot, row_block + tl.zeros((BLOCK,), tl.int32), mask=kept)
+        in_pass = slot - tl.load(pass_start + number, mask=inside, other=0)
+        tl.store(row_tiles + at, in_pass.to(tl.int64) * 4294967296 + cols, mask=kept)
+        before += tl.sum((kept[:, None] & (number[:, None] < passes[None, :])).to(tl.int32), 0)
+        done += tl.sum(kept.to(tl.int32))
+    tl.store(row_pass + row_block * (PASSES + 1) + passes, before, mask=passes <= PASSES)
+
+
+@triton.jit(do_not_specialize=["num_row_blocks"])
+def _longest_first_kernel(
+    row_pass,  # [row blocks, P + 1]
+    row_order,  # [P, row blocks], written: the row blocks of each pass, those with most kept tiles first
+    num_row_blocks,
+    PASSES: tl.constexpr,
+    ROWS: tl.constexpr,  # row blocks, or more
+):
+    row, number = tl.program_id(0), tl.program_id(1)
+    rows = tl.arange(0, ROWS)
+    inside = rows < num_row_blocks
+    at = row_pass + rows * (PASSES + 1) + number
+    lengths = tl.load(at + 1, mask=inside, other=0) - tl.load(at, mask=inside, other=0)
+    own = tl.sum(tl.where(rows == row, lengths, 0))
+    ahead = inside & ((lengths > own) | ((lengths == own) & (rows < row)))
+    tl.store(row_order + number * num_row_blocks + tl.sum(ahead.to(tl.int32)), row)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"])
+def _mass_kernel(
+    tile_lse,  # [T, N]
+    tile_damping,  # [T, N], if HAS_DAMPING
+    place,  # [T, row blocks]
+    lse,  # [N]
+    labels,  # [N], V where ignored
+    grad_lse,  # [N]
+    mass,  # [T, N], written: the gradient that a dropped tile's row keeps, zero for the others
+    dropped,  # [T, blocks of N], written: share of the tokens' probability in the dropped tiles
+    num_tokens,
+    num_row_blocks,
+    v,
+    logit_scale,
+    HAS_DAMPING: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_rows = rows < num_tokens
+    valid = tl.load(labels + rows, mask=in_rows, other=v) < v
+    gone = valid & (tl.load(place + block * num_row_blocks + rows // BLOCK_M, mask=in_rows, other=0) < 0)
+    at = block.to(tl.int64) * num_tokens + rows
+    of_row = tl.load(lse + rows, mask=in_rows, other=0.0)
+    p = tl.where(gone, tl.exp(tl.load(tile_lse + at, mask=gone, other=float("-inf")) - of_row), 0.0)
+    tl.store(dropped + block * tl.num_programs(1) + tl.program_id(1), tl.sum(p))
+    if HAS_DAMPING:
+        p *= tl.load(tile_damping + at, mask=gone, other=0.0).to(tl.float32)
+    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0) * logit_scale
+    tl.store(mass + at, p * g, mask=in_rows)
+
+
+class Order(NamedTuple):
+    """Vocabulary and tokens in the order in which tiles are cut."""
+
+    order: Tensor  # [V padded to whole tiles] int32: the vocabulary entry at each column
+    tokens: Tensor  # [N] int64: the token at each row
+    labels: Tensor  # [N] int32: the column of each row's label; V where it is ignored
+
+
+class Kept(NamedTuple):
+    """Which tiles are kept, for each kernel as it needs it; all on the device. See the kernels for what each array holds."""
+
+    place: Tensor
+    count: Tensor
+    start: Tensor
+    pass_block: Tensor
+    pass_start: Tensor
+    tiles: Tensor
+    tile_rows: Tensor
+    row_tiles: Tensor
+    row_pass: Tensor
+    row_order: Tensor
+
+
+def put_in_order(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, block_n: int
+) -> Order:
+    """The vocabulary by its average logit over some tokens, the largest first; the tokens by their label's place in it.
+
+    Any order gives right gradients; this one lets most tiles be dropped, and what they lose has no common direction.
+    """
+    n, v = labels.numel(), weight.shape[0]
+    some = hidden[:: max(1, n // SAMPLE)]
+    average = torch.mv(weight, some.mean(0))
+    if bias is not None:
+        average = average + bias
+    by_logit = torch.sort(average, descending=True).indices
+    padded = triton.cdiv(v, block_n) * block_n
+    order = torch.empty(padded, dtype=torch.int32, device=hidden.device)
+    rank = torch.empty(v, dtype=torch.int32, device=hidden.device)
+    _order_kernel[(triton.cdiv(padded, 1024),)](by_logit, order, rank, v, padded, BLOCK=1024)
+    keys = torch.empty(n, dtype=torch.int32, device=hidden.device)
+    _key_kernel[(triton.cdiv(n, 1024),)](labels, rank, keys, n, v, ignore_index, BLOCK=1024)
+    in_order = torch.sort(keys)
+    return Order(order, in_order.indices, in_order.values)
+
+
+def permute_rows(
+    weight: Tensor, order: Tensor, first: int, stop: int, means: Tensor, block_n: int, copy: bool
+) -> Tensor | None:
+    """Rows ``first`` to ``stop`` of ``weight`` in that order, if ``copy``; their blocks' means into ``means`` [T, D]."""
+    v, d = weight.shape
+    out = weight.new_empty((stop - first, d)) if copy else None
+    _permute_rows_kernel[(triton.cdiv(stop - first, block_n), triton.cdiv(d, 128))](
+        weight, order, out, means, first // block_n, v, d, weight.stride(0),
+        HAS_OUT=copy, BLOCK_N=block_n, BLOCK_D=128, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def select(
+    tile_lse: Tensor,  # [T, N]
+    tile_ratio: Tensor,  # [T, N]
+    lse: Tensor,  # [N]
+    label_logit: Tensor,  # [N]
+    labels: Tensor,  # [N]
+    grad_lse: Tensor | None,  # [N], where tokens weigh differently
+    tau: Tensor,  # scalar
+    v: int,
+    block_m: int,
+    block_n: int,
+    room: int,
+    passes: int,
+) -> Kept:
+    """Choose the tiles to keep, and list them by column block, by row block and by pass: a pass holds at most ``room`` tiles before
+    its last column block."""
+    device, n = lse.device, lse.numel()
+    rows, cols = triton.cdiv(n, block_m), triton.cdiv(v, block_n)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    # some hundreds of programs, few enough for their counts to be added up fast
+    span = triton.cdiv(max(32, triton.cdiv(rows * cols, 1024)), 32) * 32
+    grid = (rows, triton.cdiv(cols, span))
+    programs = grid[0] * grid[1]
+    energy, part = torch.empty((cols, rows), device=device), torch.empty(programs, device=device)
+    counts, sums = ints(programs, BINS.value), ints(BINS.value)
+    _score_kernel[grid](
+        tile_lse, tile_ratio, lse, label_logit, labels, grad_lse, energy, part, counts, n, rows, cols, span, v,
+        WEIGHTED=grad_lse is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=32, num_warps=8,
+    )  # fmt: skip
+    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, programs, BLOCK=256, WIDTH=16, num_warps=4)
+    kept = Kept(
+        place=ints(cols, rows), count=ints(cols), start=ints(cols + 1), pass_block=ints(passes + 1),
+        pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
+        row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=device), row_pass=ints(rows, passes + 1), row_order=ints(passes, rows),
+    )  # fmt: skip
+    pass_of = ints(cols)
+    padded = max(16, triton.next_power_of_2(rows))
+    _columns_kernel[(cols,)](energy, part, sums, tau, kept.place, kept.count, rows, programs, ROWS=padded, BLOCK=1024)
+    _scan_kernel[(1,)](
+        kept.count, kept.start, pass_of, kept.pass_block, kept.pass_start, cols, room,
+        PASSES=passes, COLS=max(16, triton.next_power_of_2(cols)),
+    )  # fmt: skip
+    _rows_kernel[(rows,)](
+        kept.place, kept.start, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,
+        rows, cols, PASSES=passes, PASSES_2=max(16, triton.next_power_of_2(passes + 1)), BLOCK=128,
+    )  # fmt: skip
+    _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=padded, num_warps=1)
+    return kept
+
+
+def dropped_mass(
+    kept: Kept,
+    tile_lse: Tensor,  # [T, N]
+    tile_damping: Tensor | None,  # [T, N]
+    lse: Tensor,  # [N]
+    labels: Tensor,  # [N]
+    grad_lse: Tensor,  # [N]
+    v: int,
+    logit_scale: float,
+    dtype: torch.dtype,
+    block_m: int,
+) -> tuple[Tensor, Tensor]:
+    """(the gradient [T, N] that the rows of dropped tiles keep, partial sums of the probability in them)."""
+    n, cols = lse.numel(), kept.count.numel()
+    mass = torch.empty((cols, n), dtype=dtype, device=lse.device)
+    dropped = torch.empty((cols, triton.cdiv(n, 1024)), device=lse.device)
+    _mass_kernel[dropped.shape](
+        tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, n, kept.place.shape[1], v, logit_scale,
+        HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, BLOCK=1024,
+    )  # fmt: skip
+    return mass, dropped

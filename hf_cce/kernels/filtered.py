@@ -1,0 +1,229 @@
+"""The scalar loss with the gradient filter: forward leaves the statistics of tiles, backward computes the tiles that matter.
+
+hf_cce.kernels.filter chooses them, hf_cce.kernels.sparse computes and multiplies them. What is dropped enters the gradients by its mass:
+two products with the blocks of the vocabulary in place of its entries, 128 times smaller than a dense one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from hf_cce.kernels.backward import multiply_add
+from hf_cce.kernels.filter import Order, dropped_mass, permute_rows, put_in_order, select
+from hf_cce.kernels.forward import combine, tile_stats
+from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand
+from hf_cce.kernels.sparse import (
+    _hidden_gradient_kernel,
+    _kept_tiles_kernel,
+    _put_back_kernel,
+    _weight_gradient_kernel,
+)
+
+MAX_PASSES = 96  # each costs three launches, used or not
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the scratch is divided: decided from shapes alone, before anything is known of the data."""
+
+    slab: int  # vocabulary entries whose rows of the weight are put in order at a time
+    keep_rows: bool  # whether all of them stay so until the backward pass
+    slots: int  # tiles of the logits' gradient that a pass holds
+    room: int  # kept tiles after which a new pass begins
+    passes: int  # as many as can be needed
+
+
+def make_layout(
+    n: int, d: int, v: int, element: int, softcap: bool, need_weight: bool, plan: Plan, budget: int
+) -> Layout | None:
+    """The division of ``budget`` bytes, or None where they do not suffice. ``element``: bytes of an element of the inputs."""
+    rows, cols = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n)
+    orders = 4 * (3 * v + 4 * n)
+    means = (element + 4) * cols * d
+    statistics = (4 + 2 + 2 * softcap) * cols * n
+    mass, lists = element * cols * n, 4 * (7 * rows * cols + 8 * cols)
+    hidden, total = element * n * d, 4 * n * d
+    tile = element * plan.block_m * plan.block_n
+    for keep_rows in (True, False):
+        # with a gradient of the weight its own memory holds the rows in order until it is written
+        weight = element * v * d if keep_rows and not need_weight else 0
+        standing = orders + means + hidden + weight
+        # at the three moments that need most: the forward pass, the choice of tiles, the products
+        slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
+        choice = standing + statistics + mass + lists
+        slots = (budget - standing - lists - total) // tile
+        if slab < min(v, 32 * plan.block_n) or standing + statistics > budget or choice > budget or slots < 2 * rows:
+            continue
+        slots = min(slots, rows * cols)
+        room = slots if slots == rows * cols else slots - rows
+        passes = triton.cdiv(rows * cols, room)
+        if passes <= (MAX_PASSES // 8 if weight else MAX_PASSES):
+            return Layout(min(slab, v), keep_rows, slots, room, passes)
+    return None
+
+
+class Report(NamedTuple):
+    """What the filter did in one backward pass; tensors stay on the device until somebody asks."""
+
+    kept: Tensor  # scalar: tiles computed
+    tiles: int  # of so many
+    dropped: Tensor  # partial sums of the tokens' probability in dropped tiles
+    tokens: int
+    tau: Tensor  # scalar: the threshold
+
+
+@dataclass
+class Filtered:
+    """What the forward pass leaves to the backward pass. N-long tensors are in the order of ``order.tokens``."""
+
+    order: Order
+    hidden: Tensor  # [N, D]
+    weight: Tensor | None  # [V, D] in the order of columns, if the layout keeps it
+    bias: Tensor | None  # [V], likewise
+    means: Tensor  # [T, D]: mean rows of the column blocks
+    lse: Tensor  # [N]
+    label_logit: Tensor  # [N]
+    tile_lse: Tensor  # [T, N] and the next two
+    tile_ratio: Tensor
+    tile_damping: Tensor | None
+    layout: Layout
+    plan: Plan
+
+
+def forward(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,
+    labels: Tensor,  # [N]
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    layout: Layout,
+    plan: Plan,
+) -> tuple[Tensor, Filtered]:
+    """(logsumexp of each token [N], zero where ignored; what the backward pass needs)."""
+    (n, d), v = hidden.shape, weight.shape[0]
+    cols = triton.cdiv(v, plan.block_n)
+    order = put_in_order(hidden, weight, bias, labels, ignore_index, plan.block_n)
+    hidden = hidden.index_select(0, order.tokens)
+    if bias is not None:
+        bias = bias.index_select(0, order.order[:v])
+    means = weight.new_empty((cols, d))
+    lse, label_logit = torch.empty((2, n), device=hidden.device).unbind()
+    tile_lse = torch.empty((cols, n), device=hidden.device)
+    tile_ratio = torch.empty((cols, n), dtype=torch.bfloat16, device=hidden.device)
+    tile_damping = torch.empty_like(tile_ratio) if softcap > 0 else None
+    in_order = None
+    for first in range(0, v, layout.slab):
+        stop, block = min(v, first + layout.slab), first // plan.block_n
+        in_order = None  # frees the slab before
+        in_order = permute_rows(weight, order.order, first, stop, means, plan.block_n, copy=True)
+        assert in_order is not None
+        tile_stats(
+            hidden, in_order, None if bias is None else bias[first:stop], order.labels,
+            [tile_lse[block:], None, None, None, None], label_logit, first, v, logit_scale, softcap, plan,
+            tile_ratio[block:], None if tile_damping is None else tile_damping[block:],
+        )  # fmt: skip
+    combine([tile_lse, *[None] * 4], label_logit, order.labels, lse, [None] * 4, v, cols, v)
+    return torch.empty_like(lse).scatter_(0, order.tokens, lse), Filtered(
+        order, hidden, in_order if layout.keep_rows else None, bias, means, lse, label_logit, tile_lse, tile_ratio, tile_damping,
+        layout, plan,
+    )  # fmt: skip
+
+
+def backward(
+    saved: Filtered,
+    weight: Tensor,  # [V, D]
+    grad_lse: Tensor,  # [N] in the order of rows
+    grad_label: Tensor,  # [N]
+    weigh_tokens: bool,
+    tau: Tensor,
+    logit_scale: float,
+    softcap: float,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Report]:
+    """(gradient of hidden [N, D] in the tokens' own order, of weight [V, D], report), empty where not needed. Consumes ``saved``."""
+    hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
+    (n, d), v, dtype = hidden.shape, weight.shape[0], hidden.dtype
+    rows, cols, passes = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n), layout.passes
+    kept = select(
+        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, grad_lse if weigh_tokens else None,
+        tau, v, plan.block_m, plan.block_n, layout.room, passes,
+    )  # fmt: skip
+    mass, dropped = dropped_mass(
+        kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
+    )
+    report = Report(kept.start[-1], rows * cols, dropped, n, tau)
+    # Their memory is what the kept tiles are written to.
+    del saved.tile_lse, saved.tile_ratio, saved.tile_damping
+    total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
+    if need_hidden:
+        multiply_add(total, mass.t(), saved.means, first=True)
+    spread = torch.empty((cols, d) if need_weight else 0, device=hidden.device)
+    if need_weight:
+        multiply_add(spread, mass, hidden, first=True)
+    del mass
+    gather = saved.weight is None
+    source = weight if saved.weight is None else saved.weight
+    bk, bd = plan.sparse_block_k, plan.block_d
+    scratch = hidden.new_empty((layout.slots * plan.block_m, plan.block_n))
+    blocks = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_K": bk, "BLOCK_D": bd}
+    common = {**blocks, "TMA": plan.use_tma, "PRECISION": plan.precision, "UPCAST": plan.upcast}
+    h_tiles, w_tiles = operand(hidden, plan.block_m, plan), source if gather else operand(source, plan.block_n, plan)
+    by_row, by_col = descriptor(scratch, plan.block_m, bk, plan), descriptor(scratch, bk, plan.block_n, plan)
+    w_rows = source if gather else descriptor(source, bk, bd, plan)
+    h_rows = descriptor(hidden, bk, bd, plan)
+    chunks = triton.cdiv(d, bd)
+
+    def compute_tiles(number: int, h: Any, w: Any, rows_of: Tensor, **flags: bool) -> None:
+        _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
+            h, w, saved.bias, order.order, order.labels, saved.lse, grad_lse, grad_label, kept.tiles,
+            kept.pass_start, scratch, number, n, rows, v, d, hidden.stride(0), rows_of.stride(0), logit_scale, softcap or 1.0,
+            HAS_BIAS=saved.bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, PASSES=passes, **flags,
+            TMA=plan.use_tma, PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+            BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages,
+        )  # fmt: skip
+
+    for number in range(passes if need_hidden else 0):
+        compute_tiles(number, h_tiles, w_tiles, source, GATHER=gather, AGAIN=False)
+        _hidden_gradient_kernel[(rows * chunks,)](
+            by_row, w_rows, order.order, kept.row_tiles, kept.row_pass, kept.row_order, total, number, n, rows, cols,
+            v, d, source.stride(0), PASSES=passes, GATHER=gather, **common,
+            num_warps=plan.sparse_warps, num_stages=plan.sparse_stages,
+        )  # fmt: skip
+    # From here on the rows in order are overwritten by the gradient. The tiles of the last pass that had any are still there, those
+    # of the passes before are computed once more.
+    grad_weight = (
+        (torch.empty_like(weight, memory_format=torch.contiguous_format) if gather else source)
+        if need_weight
+        else weight.new_empty(0)
+    )
+    for number in reversed(range(passes if need_weight else 0)):
+        compute_tiles(number, h_tiles, weight, weight, GATHER=True, AGAIN=need_hidden)
+        _weight_gradient_kernel[(min(plan.programs, cols * chunks),)](
+            by_col, h_rows, order.order, kept.tile_rows, kept.start, kept.pass_block, kept.pass_start, spread, grad_weight,
+            number, n, v, d, hidden.stride(0), **common, num_warps=plan.sparse_warps, num_stages=plan.sparse_stages,
+        )  # fmt: skip
+    grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
+    if need_hidden:
+        del scratch
+        _put_back_kernel[(triton.cdiv(n, 16), triton.cdiv(d, 256))](
+            total, order.tokens, grad_hidden, n, d, BLOCK_M=16, BLOCK_D=256
+        )
+    return grad_hidden, grad_weight, report
+
+
+def plan_and_layout(
+    hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int
+) -> tuple[Plan, Layout] | None:
+    """How the filter would run for these inputs, or None where the budget does not allow it."""
+    plan = filter_plan(hidden, weight)
+    (n, d), v = hidden.shape, weight.shape[0]
+    layout = make_layout(n, d, v, hidden.element_size(), softcap > 0, need_weight, plan, budget)
+    return None if layout is None else (plan, layout)

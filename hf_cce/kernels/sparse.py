@@ -1,0 +1,209 @@
+"""The kept tiles of the logits' gradient: computed into slots of a scratch buffer, and multiplied from there.
+
+A slot holds one tile, [BLOCK_M, BLOCK_N]; the slots of a pass follow each other in the order of column blocks. Programs of a fixed number
+share what there is, so a pass without tiles costs a launch and no more.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_cce.kernels.tiles import tile_gradient, tile_logits
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number"])
+def _kept_tiles_kernel(
+    hidden,  # [N, D] in the order of rows
+    weight,  # [V, D] in the order of columns, or as it is if GATHER
+    bias,  # [V] in the order of columns
+    order,  # [V padded]
+    labels,  # [N] the column of each label; V where ignored
+    lse,  # [N]
+    grad_lse,  # [N]
+    grad_label,  # [N]
+    tiles,  # [kept]
+    pass_start,  # [P + 1]
+    scratch,  # [slots · BLOCK_M, BLOCK_N]
+    pass_number,
+    num_tokens,
+    num_row_blocks,
+    vocab_size,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PASSES: tl.constexpr,
+    AGAIN: tl.constexpr,
+    TMA: tl.constexpr,
+    GATHER: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    first = tl.load(pass_start + pass_number)
+    stop = tl.load(pass_start + pass_number + 1)
+    if AGAIN and stop == tl.load(pass_start + PASSES):
+        stop = first  # the last tiles there are: they are still in the scratch
+    for tile in range(first + tl.program_id(0), stop, tl.num_programs(0)):
+        code = tl.load(tiles + tile)
+        row, col = code % num_row_blocks * BLOCK_M, code // num_row_blocks * BLOCK_N
+        rows = row + tl.arange(0, BLOCK_M)
+        cols = col + tl.arange(0, BLOCK_N)
+        in_rows = rows < num_tokens
+        label = tl.load(labels + rows, mask=in_rows, other=vocab_size)
+        z = tile_logits(
+            hidden, weight, bias, order, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
+            logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        gradient = tile_gradient(
+            z, rows, cols, in_rows, col, label, label < vocab_size, lse, None, grad_lse, grad_label, None, None,
+            vocab_size, logit_scale, softcap, False, False, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
+        )  # fmt: skip
+        if col + BLOCK_N > vocab_size:
+            gradient = tl.where((cols < vocab_size)[None, :], gradient, 0.0)
+        at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        slot = scratch + (tile - first).to(tl.int64) * (BLOCK_M * BLOCK_N)
+        tl.store(slot + at, gradient.to(scratch.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number"])
+def _hidden_gradient_kernel(
+    scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_M, BLOCK_K]
+    weight,  # [V, D] pointer, or TMA descriptor [BLOCK_K, BLOCK_D] of the rows in order
+    order,  # [V padded], if GATHER
+    row_tiles,  # [row blocks, T] int64
+    row_pass,  # [row blocks, P + 1]
+    row_order,  # [P, row blocks]
+    total,  # [N, D] float32, added to
+    pass_number,
+    num_tokens,
+    num_row_blocks,
+    num_col_blocks,
+    vocab_size,
+    hidden_size,
+    weight_stride,
+    PASSES: tl.constexpr,
+    TMA: tl.constexpr,
+    GATHER: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    chunks = tl.cdiv(hidden_size, BLOCK_D)
+    row_block = tl.load(row_order + pass_number * num_row_blocks + tl.program_id(0) // chunks)
+    d = tl.program_id(0) % chunks * BLOCK_D
+    steps: tl.constexpr = BLOCK_N // BLOCK_K
+    first = tl.load(row_pass + row_block * (PASSES + 1) + pass_number) * steps
+    stop = tl.load(row_pass + row_block * (PASSES + 1) + pass_number + 1) * steps
+    ds = d + tl.arange(0, BLOCK_D)
+    ks = tl.arange(0, BLOCK_K)
+    if stop > first:
+        mine = total + (row_block * BLOCK_M).to(tl.int64) * hidden_size + d
+        here = tl.arange(0, BLOCK_M)[:, None] * hidden_size + tl.arange(0, BLOCK_D)[None, :]
+        mask = (row_block * BLOCK_M + tl.arange(0, BLOCK_M) < num_tokens)[:, None] & (ds < hidden_size)[None, :]
+        acc = tl.load(mine + here, mask=mask, other=0.0)
+        listed = row_tiles + row_block * num_col_blocks
+        # Read a step before it is used: as a load of the step itself it would keep the products waiting.
+        now = tl.load(listed + first // steps)
+        for step in range(first, stop):
+            k = step % steps * BLOCK_K
+            col, slot = (now & 0xFFFFFFFF).to(tl.int32) * BLOCK_N + k, (now >> 32).to(tl.int32) * BLOCK_M
+            now = tl.load(listed + (step + 1) // steps, mask=step + 1 < stop, other=0)
+            if TMA:
+                g = scratch.load([slot, k])
+            else:
+                at = (slot + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * BLOCK_N
+                g = tl.load(scratch + at + (k + ks)[None, :])
+            if TMA and not GATHER:
+                w = weight.load([col, d])
+            else:
+                w_rows = tl.load(order + col + ks) if GATHER else col + ks
+                w_in = (col + ks < vocab_size)[:, None] & (ds < hidden_size)[None, :]
+                w = tl.load(weight + w_rows.to(tl.int64)[:, None] * weight_stride + ds[None, :], mask=w_in, other=0.0)
+            if UPCAST:
+                g, w = g.to(tl.float32), w.to(tl.float32)
+            acc = tl.dot(g, w, acc, input_precision=PRECISION)
+        tl.store(mine + here, acc, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "pass_number"])
+def _weight_gradient_kernel(
+    scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_K, BLOCK_N]
+    hidden,  # [N, D] pointer or TMA descriptor [BLOCK_K, BLOCK_D]
+    order,  # [V padded]
+    tile_rows,  # [kept]: the row block of each tile
+    start,  # [T + 1]
+    pass_block,  # [P + 1]
+    pass_start,  # [P + 1]
+    spread,  # [T, D] float32: what the dropped tiles of each column block leave to it as a whole
+    out,  # [V, D], written
+    pass_number,
+    num_tokens,
+    vocab_size,
+    hidden_size,
+    hidden_stride,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    chunks = tl.cdiv(hidden_size, BLOCK_D)
+    steps: tl.constexpr = BLOCK_M // BLOCK_K
+    base = tl.load(pass_start + pass_number)
+    first_job = tl.load(pass_block + pass_number) * chunks + tl.program_id(0)
+    ks = tl.arange(0, BLOCK_K)
+    for job in range(first_job, tl.load(pass_block + pass_number + 1) * chunks, tl.num_programs(0)):
+        block, d = job // chunks, job % chunks * BLOCK_D
+        ds = d + tl.arange(0, BLOCK_D)
+        first = tl.load(start + block)
+        acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        stop = tl.load(start + block + 1)
+        now = tl.load(tile_rows + first, mask=first < stop, other=0)
+        for step in range(first * steps, stop * steps):
+            k = step % steps * BLOCK_K
+            row, slot = now * BLOCK_M + k, (step // steps - base) * BLOCK_M + k
+            now = tl.load(tile_rows + (step + 1) // steps, mask=step + 1 < stop * steps, other=0)
+            if TMA:
+                g, h = scratch.load([slot, 0]), hidden.load([row, d])
+            else:
+                at = (slot + ks).to(tl.int64)[:, None] * BLOCK_N
+                g = tl.load(scratch + at + tl.arange(0, BLOCK_N)[None, :])
+                h_in = (row + ks < num_tokens)[:, None] & (ds < hidden_size)[None, :]
+                h = tl.load(
+                    hidden + (row + ks).to(tl.int64)[:, None] * hidden_stride + ds[None, :], mask=h_in, other=0.0
+                )
+            if UPCAST:
+                g, h = g.to(tl.float32), h.to(tl.float32)
+            acc = tl.dot(tl.trans(g), h, acc, input_precision=PRECISION)
+        width = tl.minimum(vocab_size - block * BLOCK_N, BLOCK_N).to(tl.float32)
+        acc += (tl.load(spread + block.to(tl.int64) * hidden_size + ds, mask=ds < hidden_size, other=0.0) / width)[
+            None, :
+        ]
+        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        entries = tl.load(order + cols).to(tl.int64)
+        mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
+        tl.store(out + entries[:, None] * hidden_size + ds[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _put_back_kernel(total, tokens, out, num_tokens, hidden_size, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of ``total`` to where their tokens stand in ``out``, in its dtype."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (rows < num_tokens)[:, None] & (ds < hidden_size)[None, :]
+    x = tl.load(total + rows.to(tl.int64)[:, None] * hidden_size + ds[None, :], mask=mask, other=0.0)
+    to = tl.load(tokens + rows, mask=rows < num_tokens, other=0).to(tl.int64)
+    tl.store(out + to[:, None] * hidden_size + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
