@@ -1,0 +1,106 @@
+"""What a user is told: whatever keeps a model from training without logits is named once, and never passes in silence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import batch, stats, tiny_llama
+from torch import Tensor, nn
+
+from hf_cce import apply_cce
+from hf_cce.deferred import DeferredLogits
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """Our warnings, each as often as it was given."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(w.message) for w in caught if "hf_cce" in str(w.message)]
+
+
+# Hooks on the gradient of the logits
+def by_module(model: Any, seen: list[Tensor]) -> None:
+    model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+
+
+def by_module_before(model: Any, seen: list[Tensor]) -> None:
+    model.lm_head.register_full_backward_pre_hook(lambda module, outputs: seen.append(outputs[0]))
+
+
+def by_tensor(model: Any, seen: list[Tensor]) -> None:
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        output.register_hook(seen.append)
+
+    model.lm_head.register_forward_hook(hook)
+
+
+HOOKS = [by_module, by_module_before, by_tensor]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+def test_a_hook_on_the_head_sees_the_gradient_of_the_logits(register: Callable[[Any, list[Tensor]], None]) -> None:
+    models = tiny_llama(), apply_cce(tiny_llama())
+    gradients: list[list[Tensor]] = [[], []]
+    for model, seen in zip(models, gradients, strict=True):
+        register(model, seen)
+    models[0](**batch()).loss.backward()
+    with told() as messages:
+        for _ in range(2):
+            models[1](**batch()).loss.backward()
+    assert len(gradients[0]) == 1 and len(gradients[1]) == 2
+    for seen in gradients[1]:
+        assert torch.equal(seen, gradients[0][0])
+    assert stats(models[1]).fused == 0
+    assert len(messages) == 1 and "hook" in messages[0] and "full logits" in messages[0]
+
+
+def test_a_hook_on_every_module_counts_as_one_on_the_head() -> None:
+    model, seen = apply_cce(tiny_llama()), []
+
+    def hook(module: Any, inputs: Any, outputs: Any) -> None:
+        if module is model.lm_head:
+            seen.append(outputs)
+
+    handle = nn.modules.module.register_module_full_backward_hook(hook)
+    try:
+        with pytest.warns(UserWarning, match="backward hook on all modules"):
+            model(**batch()).loss.backward()
+    finally:
+        handle.remove()
+    assert len(seen) == 1
+    model(**batch()).loss.backward()
+    assert stats(model).fused == 1  # the hook is gone
+
+
+def test_retain_grad_before_the_loss_keeps_the_gradient() -> None:
+    kept: list[list[Any]] = [[], []]
+    for model, seen in zip((tiny_llama(), apply_cce(tiny_llama())), kept, strict=True):
+        model.lm_head.register_forward_hook(
+            lambda module, inputs, output, seen=seen: (output.retain_grad(), seen.append(output))[0]
+        )
+        model(**batch()).loss.backward()
+    assert torch.equal(kept[1][0].grad, kept[0][0].grad) and kept[1][0].grad.any()
+
+
+@pytest.mark.parametrize("ask", [lambda x: x.retain_grad(), lambda x: x.register_hook(print)], ids=["retain", "hook"])
+def test_after_the_loss_it_is_too_late_and_an_error(ask: Callable[[Any], Any]) -> None:
+    outputs = apply_cce(tiny_llama())(**batch())
+    with pytest.raises(RuntimeError, match=r"does not pass through these logits.*remove_cce.*forward hook"):
+        ask(outputs.logits)
+    outputs.loss.backward()  # the call itself is as good as ever
+
+
+def test_real_logits_can_be_watched_for_a_loss_of_ones_own() -> None:
+    weight, hidden_states = torch.randn(7, 4, requires_grad=True), torch.randn(3, 4)
+    for logits in (DeferredLogits(hidden_states, weight), DeferredLogits(hidden_states, weight).materialize()):
+        logits.retain_grad()
+        logits.square().sum().backward()
+        assert torch.equal(logits.grad, 2 * (hidden_states @ weight.detach().t()))
