@@ -44,6 +44,15 @@ def why_not_defer(head: nn.Module) -> str | None:
     return None
 
 
+def adapter_in(head: nn.Module) -> str | None:
+    """What PEFT adds to the output of ``head`` at present ("lora", "ia3" …); None where it adds nothing."""
+    for module in head.modules():
+        room, _, name = type(module).__module__.partition(".tuners.")
+        if room == "peft" and not getattr(module, "merged", False) and not getattr(module, "disable_adapters", False):
+            return name.split(".")[0]
+    return None
+
+
 def why_not_read(weight: object, bias: object = None) -> str | None:
     """Why this weight [V, D] (with bias [V] or None) cannot be read later, judged at the head's forward; or None."""
     for name, value in (("weight", weight), ("bias", bias)):

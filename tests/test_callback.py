@@ -174,6 +174,17 @@ def test_a_loss_from_full_logits(tmp_path: Path) -> None:
     assert len(told) == 2 and "softmax asked for the logits" in told[0] and "from full logits" in told[1]
 
 
+def test_a_trainer_that_reads_logits_is_told_so_once(tmp_path: Path) -> None:
+    class Measuring(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            self.right = (outputs.logits.argmax(-1) == inputs["input_ids"]).float().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    told = run(build(tmp_path, CCECallback(on_unused="raise"), trainer=Measuring))
+    assert len(told) == 1 and "outputs.logits of a training call was used (argmax)" in told[0]
+
+
 def test_a_patch_that_somebody_removed(tmp_path: Path) -> None:
     class Removing(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

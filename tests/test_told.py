@@ -104,3 +104,60 @@ def test_real_logits_can_be_watched_for_a_loss_of_ones_own() -> None:
         logits.retain_grad()
         logits.square().sum().backward()
         assert torch.equal(logits.grad, 2 * (hidden_states @ weight.detach().t()))
+
+
+# Who reads the logits of a training call
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda logits: logits.argmax(-1), "argmax"),
+        (lambda logits: torch.softmax(logits, -1), "softmax"),
+        (lambda logits: logits[..., 3], "indexing"),
+        (lambda logits: logits.float().detach().cpu().numpy(), "detach"),
+    ],
+)
+def test_reading_logits_at_every_step_is_named_once(read: Callable[[Any], Any], name: str) -> None:
+    model = apply_cce(tiny_llama())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            outputs = model(**batch())
+            outputs.loss.backward()
+            read(outputs.logits)
+    ours = [w for w in caught if "hf_cce" in str(w.message)]
+    assert len(ours) == 1 and f"outputs.logits of a training call was used ({name})" in str(ours[0].message)
+    assert ours[0].filename == __file__  # it shows the line that reads, not one of torch or ours
+    assert (stats(model).fused, stats(model).materialised, stats(model).read) == (3, 3, 3)
+
+
+def test_asking_for_logits_by_name_is_no_reason_to_warn() -> None:
+    model = apply_cce(tiny_llama())
+    with told() as messages:
+        outputs = model(**batch())
+        print(outputs.logits, outputs.logits.shape, outputs.logits.float().dtype)
+        outputs.logits.materialize().argmax(-1)
+    assert messages == [] and (stats(model).materialised, stats(model).read) == (1, 0)
+
+
+# Adapters on the head
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_an_adapter_on_the_head_is_named_with_the_way_out(options: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "lm_head"], **options)
+    model = apply_cce(peft.get_peft_model(tiny_llama(), config))
+    with told() as messages:
+        for _ in range(2):
+            model(**batch()).loss.backward()
+    (message,) = messages
+    assert "adapter (lora) on its LM head" in message and "asked for the logits" not in message
+    assert "target_modules" in message and 'modules_to_save=["lm_head"]' in message and "The loss is right" in message
+
+
+def test_an_adapter_that_adds_nothing_at_present_is_not_blamed() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "lm_head"])
+    model = apply_cce(peft.get_peft_model(tiny_llama(), config))
+    with told() as messages, model.disable_adapter():
+        model.get_input_embeddings().weight.requires_grad_()
+        model(**batch()).loss.backward()
+    assert messages == [] and stats(model).fused == 1
