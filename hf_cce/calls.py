@@ -23,6 +23,7 @@ class Stats:
     materialised: int = 0  # times real logits were made from deferred ones
     read: int = 0  # of these, times it was for somebody who used outputs.logits after a training call
     missed: int = 0  # training calls that ended without a fused cross entropy
+    bypassed: int = 0  # training calls that TRL answered with a fused head of its own; not among ``calls``
     traced: bool = False  # a compiled graph holds a fused cross entropy
 
 

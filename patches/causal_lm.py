@@ -103,6 +103,9 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _put_back(head)  # left by a call that a KeyboardInterrupt ended, or by the one around this one
     if not (model.training and torch.is_grad_enabled() and _has_labels(state, args, kwargs)):
         return
+    if kwargs.get("fused_lm_head"):
+        _note_bypass(state)
+        return
     call, reason = Call(state.config, state.stats), why_not_defer(head)
     if reason is not None:
         call.note_refused(reason)
@@ -170,8 +173,6 @@ def _put_back(head: nn.Module) -> Call | None:
 
 
 def _has_labels(state: Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("fused_lm_head"):  # TRL's forward: it calls neither the head nor the model's loss
-        return False
     if "labels" in kwargs:
         return kwargs["labels"] is not None
     position = state.labels_position
@@ -186,6 +187,20 @@ def _without_deferred(output: Any) -> Any:
         return output
     fields = {name: None if isinstance(value, DeferredLogits) else value for name, value in output.items()}
     return type(output)(**fields)
+
+
+def _note_bypass(state: Patch) -> None:
+    """A call of TRL's forward, which calls neither the head nor the model's loss: say once that nothing comes of us."""
+    if torch.compiler.is_compiling():
+        return
+    state.stats.bypassed += 1
+    if state.stats.bypassed == 1:
+        warnings.warn(
+            "hf_cce: apply_cce has no effect on this training: TRL replaces the model's forward with its own fused LM head "
+            "(trl.trainer.utils.add_fused_lm_head), so neither the model's forward nor its loss is called. The training is "
+            "right, and what it saves is TRL's doing.",
+            stacklevel=2,
+        )
 
 
 def _close(state: Patch, call: Call, head: nn.Module) -> None:
