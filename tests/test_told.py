@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ import torch
 from models import batch, stats, tiny_llama
 from torch import Tensor, nn
 
-from hf_cce import apply_cce
+from hf_cce import apply_cce, remove_cce, supported_models
+from hf_cce.api import _causal_lm_names
 from hf_cce.deferred import DeferredLogits
 
 
@@ -161,3 +163,30 @@ def test_an_adapter_that_adds_nothing_at_present_is_not_blamed() -> None:
         model.get_input_embeddings().weight.requires_grad_()
         model(**batch()).loss.backward()
     assert messages == [] and stats(model).fused == 1
+
+
+# Names that are no model types
+@pytest.mark.parametrize("function", [apply_cce, remove_cce])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("LlamaForCausalLM", "LlamaForCausalLM is the class of 'llama'"),
+        ("meta-llama/Llama-3.2-1B", "a name on the hub or a folder does not help"),
+        ("t5", "supported_models() lists them"),
+        ("Llama", "did you mean 'llama'"),
+        ("MusicgenForCausalLM", "supported_models() lists them"),
+    ],
+)
+def test_a_name_that_is_no_model_type(function: Callable[[Any], Any], name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is no model type of a causal LM") as caught:
+        function(name)
+    message = str(caught.value)
+    assert 'Pass the model instance, or its class, or a model type such as "llama"; ' in message and hint in message
+
+
+@pytest.mark.parametrize("name", ["musicgen_decoder", "Musicgen", "prophetnets", "gemma4_asistant"])
+def test_what_is_refused_is_not_suggested(name: str) -> None:
+    with pytest.raises(ValueError, match="is no model type") as caught:
+        apply_cce(name)
+    refused = set(_causal_lm_names()) - set(supported_models())
+    assert refused and not {f"'{each}'" for each in refused} & set(re.findall(r"'\w+'", str(caught.value))[1:])
