@@ -93,12 +93,25 @@ def _class_of(target: str | type) -> type:
 
     names = _causal_lm_names()
     if target not in names:
-        near = difflib.get_close_matches(target, names)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "supported_models() lists them"
         raise ValueError(
-            f"model: no causal LM of model type {target!r} in transformers {transformers.__version__}; {hint}"
+            f"model: {target!r} is no model type of a causal LM in transformers {transformers.__version__}. Pass the model "
+            f'instance, or its class, or a model type such as "llama"; {_hint(target, names)}'
         )
     return getattr(transformers, names[target])
+
+
+def _hint(target: str, names: dict[str, str]) -> str:
+    """What somebody who wrote ``target`` for a model type may have meant."""
+    from transformers import CONFIG_MAPPING
+
+    supported = supported_models()
+    types = [name for name in supported if names[name] == target]
+    if types:
+        return f"{target} is the class of {difflib.get_close_matches(target.lower(), types, 1, 0.0)[0]!r}"
+    if "/" in target:
+        return "nothing is loaded here, so a name on the hub or a folder does not help"
+    near = [] if target in CONFIG_MAPPING else difflib.get_close_matches(target.lower(), supported)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else "supported_models() lists them"
 
 
 def causal_lm(model: Any) -> nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +21,9 @@ class Stats:
     calls: int = 0  # training calls with labels
     fused: int = 0  # cross entropies answered without logits
     materialised: int = 0  # times real logits were made from deferred ones
+    read: int = 0  # of these, times it was for somebody who used outputs.logits after a training call
     missed: int = 0  # training calls that ended without a fused cross entropy
+    bypassed: int = 0  # training calls that TRL answered with a fused head of its own; not among ``calls``
     traced: bool = False  # a compiled graph holds a fused cross entropy
 
 
@@ -31,6 +35,7 @@ class Call:
     stats: Stats = field(default_factory=Stats)
     fused: int = 0
     reasons: list[str] = field(default_factory=list)
+    closed: bool = False  # it has returned
 
     def note_fused(self) -> None:
         if torch.compiler.is_compiling():
@@ -40,10 +45,30 @@ class Call:
             self.stats.fused += 1
 
     def note_materialised(self, why: str) -> None:
-        if not torch.compiler.is_compiling():
-            self.stats.materialised += 1
+        if torch.compiler.is_compiling():
+            return
+        self.stats.materialised += 1
+        if not self.closed:
             self.reasons.append(f"{why} asked for the logits themselves")
+        elif why != "materialize":  # that one is asked for by name
+            self.stats.read += 1
+            if self.stats.read == 1:
+                warnings.warn(
+                    f"hf_cce: outputs.logits of a training call was used ({why}), so full logits were made for it after "
+                    "all. They are right; made at every step they cost the memory that CCE saves. Use logits in evaluation "
+                    "mode, or outputs.logits.materialize() where you mean it; for per-token log-probabilities or entropy "
+                    "there is linear_log_probs.",
+                    stacklevel=_outside(),
+                )
 
     def note_refused(self, why: str) -> None:
         if not torch.compiler.is_compiling():
             self.reasons.append(why)
+
+
+def _outside() -> int:
+    """The ``stacklevel`` with which the caller's warning shows the line that made torch or us do it."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("hf_cce", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level

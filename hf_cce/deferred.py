@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_cce.calls import Call
 from hf_cce.head import needs_grad, why_not_read
 from hf_cce.loss import linear_cross_entropy, linear_log_probs
-from hf_cce.symbolic import Op, Symbolic, closed_form, floating_or_device, full_device, plain, split_index
+from hf_cce.symbolic import Op, Symbolic, closed_form, floating_or_device, full_device, is_op, plain, split_index
 
 Number = float  # inside DeferredLogits ``float`` is the method
 
@@ -104,6 +104,7 @@ class DeferredLogits(Symbolic):
         self._made: Tensor | None = None  # real logits, once somebody asked for them
         self._made_version = 0
         self._rewritten = False
+        self._used = False  # something was computed from the recipe: a hook on the logits would not see its gradient
         self._aliases: list[Any] = []  # weak references to views of this object, and to what it is a view of
         # A recipe is only as good as its ingredients: logits read after optimizer.step() would be other logits.
         self._versions = None if torch.compiler.is_compiling() else self._ingredient_versions()
@@ -288,13 +289,13 @@ class DeferredLogits(Symbolic):
     __itruediv__ = div_
 
     def _apply(self, name: str, value: Any) -> Any:
-        if self._written or not _is_scalar(name, value):
+        if self._written or not is_op(name, value):
             made = self._real(name)
             return made.tanh() if name == "tanh" else getattr(made, name)(plain(value))
         return self._copy(ops=(*self.ops, (name, value)))
 
     def _apply_(self, name: str, value: Any) -> Any:
-        if self._written or not _is_scalar(name, value):
+        if self._written or not is_op(name, value):
             return self._write(f"{name}_", *(() if name == "tanh" else (value,)))
         if self._made is not None:  # somebody may hold the real logits, or a part of them
             return self._write(f"{name}_", *(() if name == "tanh" else (value,)))
@@ -325,6 +326,7 @@ class DeferredLogits(Symbolic):
             rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
             return F.cross_entropy(self._real("cross_entropy"), plain(target), *rest)
         scale, softcap = form
+        self._used = True
         with self._as_multiplied():
             loss = linear_cross_entropy(
                 self.hidden_states,
@@ -349,6 +351,7 @@ class DeferredLogits(Symbolic):
         if form is None or not over_vocabulary:
             return torch.logsumexp(self._real("logsumexp"), dim, keepdim)
         scale, softcap = form
+        self._used = True
         labels = torch.zeros(self.hidden_states.shape[:-1], dtype=torch.long, device=self.hidden_states.device)
         with self._as_multiplied():
             result = linear_log_probs(
@@ -364,6 +367,25 @@ class DeferredLogits(Symbolic):
         assert result is not None
         result = result.to(self.device)
         return result.unsqueeze(-1) if keepdim else result
+
+    # What asks for the gradient of the logits
+    def register_hook(self, hook: Any) -> Any:
+        return self._watched("register_hook").register_hook(hook)
+
+    def retain_grad(self) -> None:
+        self._watched("retain_grad").retain_grad()
+
+    def _watched(self, name: str) -> Tensor:
+        """Be real logits from now on, so that gradients pass through; an error once something was computed past them."""
+        if self._used and not self._written:
+            raise RuntimeError(
+                f"{name}: the loss of this call does not pass through these logits, so their gradient is never made. "
+                f"Use the model without CCE (remove_cce), or call {name} in a forward hook of the LM head, which makes "
+                "full logits; for a loss of your own, outputs.logits.materialize() has the gradient of what you compute"
+            )
+        made = self._real(name)
+        self._rewritten = True
+        return made
 
     # What makes real logits
     def materialize(self) -> Tensor:
@@ -441,6 +463,7 @@ class DeferredLogits(Symbolic):
         )
         if self._versions is not None:
             self._check_fresh()  # or the copy would take the changed ingredients for fresh ones
+        self._used = True
         return new
 
     def _view(self, hidden_states: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> DeferredLogits:
@@ -468,7 +491,3 @@ class DeferredLogits(Symbolic):
         torch.tanh: "tanh",
         torch.true_divide: "div",
     }
-
-
-def _is_scalar(name: str, value: Any) -> bool:
-    return name == "tanh" or (isinstance(value, (int, float)) and not isinstance(value, bool))

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
 
 # Modules of these packages pass their input to the Linear inside and add their own term in plain torch operations
 # (PEFT's LoRA layers and modules_to_save wrapper; containers and dropout of torch.nn): a symbolic input is safe there.
 _TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear")
+_WANTS_GRADIENTS = "(register_full_backward_hook) asks for the gradient of the logits, which the fused loss never makes"
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
@@ -23,8 +25,12 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 def why_not_defer(head: nn.Module) -> str | None:
     """Why the multiplication of ``head`` cannot be put off, judged by its structure; None where it can."""
+    if _module._global_backward_hooks or _module._global_backward_pre_hooks:
+        return f"a backward hook on all modules {_WANTS_GRADIENTS}"
     for module in head.modules():
         kind = type(module)
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"a backward hook on the head {_WANTS_GRADIENTS}"
         if kind.forward is not nn.Linear.forward and not kind.__module__.startswith(_TRANSPARENT):
             return f"the head holds a {kind.__module__}.{kind.__qualname__}, which is no plain torch.nn.Linear"
         hook = getattr(module, "_hf_hook", None)
@@ -35,6 +41,15 @@ def why_not_defer(head: nn.Module) -> str | None:
                 "FSDP2 reshards the head's weight right after its forward; put it in one group with the final norm and "
                 "reshard_after_forward=False, as accelerate does"
             )
+    return None
+
+
+def adapter_in(head: nn.Module) -> str | None:
+    """What PEFT adds to the output of ``head`` at present ("lora", "ia3" …); None where it adds nothing."""
+    for module in head.modules():
+        room, _, name = type(module).__module__.partition(".tuners.")
+        if room == "peft" and not getattr(module, "merged", False) and not getattr(module, "disable_adapters", False):
+            return name.split(".")[0]
     return None
 
 

@@ -6,11 +6,13 @@ x = logit_scale · (hidden_states · weightᵀ + bias), or x itself without a so
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_cce import ops
 from hf_cce.config import CCEConfig
@@ -79,12 +81,14 @@ def linear_cross_entropy(
         label is ignored, or there are no tokens, the mean is 0 with zero gradients, where ``F.cross_entropy`` gives NaN.
 
     Raises:
+        TypeError: an argument is not of the type that it has here.
         ValueError: shapes, dtypes, devices or options do not fit, or, on the CPU, a label is out of range. On a GPU an
             out-of-range label fails a device-side assertion that names ``labels``, without synchronising the host.
         RuntimeError: in a double backward, or where ``config`` asks for kernels that cannot run here; also under
             ``torch.func`` transforms, which are not supported.
     """
     config = _checked(config)
+    _check_index(ignore_index)
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
     if num_items_in_batch is not None and reduction != "mean":
@@ -148,9 +152,10 @@ def linear_log_probs(
         ``LogProbs``, each field of the shape of ``labels``.
 
     Raises:
-        ValueError, RuntimeError: as in ``linear_cross_entropy``.
+        TypeError, ValueError, RuntimeError: as in ``linear_cross_entropy``.
     """
     config = _checked(config)
+    _check_index(ignore_index)
     hidden, weight, bias, cap = _prepare(hidden_states, weight, bias, labels, logit_scale, softcap)
     lse, label_logit, mean, ent, sum_sq, top1 = torch.ops.hf_cce.logit_stats(
         hidden, weight, bias, labels.reshape(-1).long(), ignore_index, logit_scale, cap,
@@ -171,6 +176,9 @@ def linear_log_probs(
 
 
 _DEFAULT = CCEConfig()
+# The usual type first: isinstance then never asks the slow abstract classes, which are there for numpy's numbers.
+_NUMBERS = (float, int, numbers.Real, torch.SymFloat, torch.SymInt)
+_INTEGERS = (int, numbers.Integral, torch.SymInt)
 
 
 def _checked(config: CCEConfig | None) -> CCEConfig:
@@ -205,13 +213,47 @@ def _divisor(
 
 
 def _refuse_learnable(**options: object) -> None:
-    """An option has no gradient here: a learnable one would silently never learn."""
+    """An option must be a finite number, and has no gradient here: a learnable one would silently never learn.
+
+    A tensor that is no parameter passes unread, as reading it would make the host wait for a GPU.
+    """
     for name, value in options.items():
-        if isinstance(value, Tensor) and value.requires_grad:
-            raise ValueError(
-                f"{name} must be a number, got a tensor that requires grad, and it would get no gradient; scale "
-                "hidden_states by it instead, detach it, or use full logits"
-            )
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                raise ValueError(
+                    f"{name} must be a number, got a tensor that requires grad, and it would get no gradient; scale "
+                    "hidden_states by it instead, detach it, or use full logits"
+                )
+        elif not isinstance(value, _NUMBERS) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number{_or_none(name)}, got {_kind(value)}")
+        elif not -math.inf < value < math.inf:  # type: ignore[operator]
+            raise ValueError(f"{name} must be a finite number{_or_none(name)}, got {value}")
+
+
+def _check_index(ignore_index: object) -> None:
+    if not isinstance(ignore_index, _INTEGERS) or isinstance(ignore_index, bool):
+        raise TypeError(
+            f"ignore_index must be an int, got {_kind(ignore_index)}; where no label is to be ignored, leave it at -100"
+        )
+
+
+def _check_tensor(name: str, shape: str, value: object) -> None:
+    """For what is no tensor: an error that names the argument, and the tensor that was meant where one can tell."""
+    if isinstance(value, Tensor):
+        return
+    way = "" if value is None or isinstance(value, nn.Module) else f"; torch.as_tensor({name}) makes one"
+    if name in ("weight", "bias") and isinstance(getattr(value, name, None), Tensor):
+        way = f"; pass its .{name}"
+    raise TypeError(f"{name} must be a tensor {shape}, got {_kind(value)}{way}")
+
+
+def _or_none(name: str) -> str:
+    return " or None" if name == "softcap" else ""
+
+
+def _kind(value: object) -> str:
+    """Of the type and never of the value: to show a tensor on a GPU is to wait for it."""
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _prepare(
@@ -223,6 +265,11 @@ def _prepare(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, float]:
     """Check everything that can be checked without reading data; cast for autocast; flatten to [N, D]."""
+    _check_tensor("hidden_states", "[..., D]", hidden_states)
+    _check_tensor("weight", "[V, D]", weight)
+    _check_tensor("labels", "[...]", labels)
+    if bias is not None:
+        _check_tensor("bias", "[V]", bias)
     if not hidden_states.is_floating_point():
         raise ValueError(f"hidden_states must be floating point, got {hidden_states.dtype}")
     if weight.dim() != 2:
@@ -230,6 +277,11 @@ def _prepare(
     if weight.shape[0] == 0:
         raise ValueError("weight must have at least one row (V > 0); is it a sharded parameter that was not gathered?")
     if hidden_states.dim() < 1 or hidden_states.shape[-1] != weight.shape[1]:
+        if hidden_states.dim() > 0 and hidden_states.shape[-1] == weight.shape[0]:
+            raise ValueError(
+                f"weight must be [V, D] with D = {hidden_states.shape[-1]} as in hidden_states, got shape "
+                f"{tuple(weight.shape)}, which looks transposed; pass weight.t()"
+            )
         raise ValueError(
             f"hidden_states must be [..., D] with D = {weight.shape[1]} as in weight, got shape {tuple(hidden_states.shape)}"
         )
@@ -239,7 +291,8 @@ def _prepare(
             f"got {tuple(labels.shape)}"
         )
     if labels.dtype not in _LABEL_DTYPES:
-        raise ValueError(f"labels must be integers (torch.int64), got {labels.dtype}")
+        way = "" if labels.is_floating_point() else "; labels.long() converts them"
+        raise ValueError(f"labels must be integers (torch.int64, int32, int16 or uint8), got {labels.dtype}{way}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [V] = [{weight.shape[0]}], got shape {tuple(bias.shape)}")
     for name, tensor in (("weight", weight), ("bias", bias), ("labels", labels)):
@@ -256,7 +309,9 @@ def _prepare(
                 f"{name} must have the dtype of hidden_states, {hidden_states.dtype}, got {tensor.dtype}; "
                 "cast one of them, or run under torch.autocast"
             )
-    _refuse_learnable(logit_scale=logit_scale, softcap=softcap)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive or None, got {softcap}")
+    _refuse_learnable(logit_scale=logit_scale)
+    if softcap is not None:
+        _refuse_learnable(softcap=softcap)
+        if not softcap > 0:
+            raise ValueError(f"softcap must be positive or None, got {softcap}")
     return hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias, float(softcap or 0.0)

@@ -138,6 +138,11 @@ def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
     return (scale, cap) if usable else None
 
 
+def is_op(name: str, value: Any) -> bool:
+    """True when the operation ``name`` with this operand can stand in a list of ``Op``."""
+    return name == "tanh" or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
 def floating_or_device(target: Any) -> bool:
     """True for a floating dtype and for whatever names a device."""
     return target.is_floating_point if isinstance(target, torch.dtype) else isinstance(target, (torch.device, str, int))

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_cce.calls import Call, Stats
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits, HeadInput
-from hf_cce.head import find_head, why_not_defer
+from hf_cce.head import adapter_in, find_head, why_not_defer
 
 STATE = "_hf_cce"
 
@@ -103,10 +103,13 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _put_back(head)  # left by a call that a KeyboardInterrupt ended, or by the one around this one
     if not (model.training and torch.is_grad_enabled() and _has_labels(state, args, kwargs)):
         return
+    if kwargs.get("fused_lm_head"):
+        _note_bypass(state)
+        return
     call, reason = Call(state.config, state.stats), why_not_defer(head)
     if reason is not None:
         call.note_refused(reason)
-        _close(state, call)
+        _close(state, call, head)
         return
     previous = head.__dict__.get("forward")
     if _is_ours(previous):  # left by a compiled call
@@ -137,7 +140,7 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     call = _put_back(head)
     if call is None or output is None:  # no training call, or one that raised
         return None
-    _close(state, call)
+    _close(state, call, head)
     if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
         return _without_deferred(output)  # a graph and DataParallel's gather hand on tensors only
     return None
@@ -170,8 +173,6 @@ def _put_back(head: nn.Module) -> Call | None:
 
 
 def _has_labels(state: Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("fused_lm_head"):  # TRL's forward: it calls neither the head nor the model's loss
-        return False
     if "labels" in kwargs:
         return kwargs["labels"] is not None
     position = state.labels_position
@@ -188,15 +189,37 @@ def _without_deferred(output: Any) -> Any:
     return type(output)(**fields)
 
 
-def _close(state: Patch, call: Call) -> None:
+def _note_bypass(state: Patch) -> None:
+    """A call of TRL's forward, which calls neither the head nor the model's loss: say once that nothing comes of us."""
+    if torch.compiler.is_compiling():
+        return
+    state.stats.bypassed += 1
+    if state.stats.bypassed == 1:
+        warnings.warn(
+            "hf_cce: apply_cce has no effect on this training: TRL replaces the model's forward with its own fused LM head "
+            "(trl.trainer.utils.add_fused_lm_head), so neither the model's forward nor its loss is called. The training is "
+            "right, and what it saves is TRL's doing.",
+            stacklevel=2,
+        )
+
+
+def _close(state: Patch, call: Call, head: nn.Module) -> None:
     """Count a finished training call, and say once per model when it made logits after all."""
     if torch.compiler.is_compiling():
         return
+    call.closed = True
     state.stats.calls += 1
     state.stats.missed += call.fused == 0
     if (call.fused == 0 or call.reasons) and not state.warned:
         state.warned = True
         why = "; ".join(dict.fromkeys(call.reasons)) or "its loss is no cross entropy of the output of its LM head"
+        adapter = adapter_in(head) if any("asked for the logits" in reason for reason in call.reasons) else None
+        if adapter is not None:
+            why = (
+                f"PEFT trains an adapter ({adapter}) on its LM head and adds its output to the logits, and for the sum there "
+                "is no fused loss. To train without logits, leave the LM head out of target_modules, or train it whole: "
+                'modules_to_save=["lm_head"]'
+            )
         warnings.warn(
             f"hf_cce: a training call of this model made full logits, so it saves no memory: {why}. The loss is right; "
             "it only costs what it cost before.",

@@ -174,6 +174,17 @@ def test_a_loss_from_full_logits(tmp_path: Path) -> None:
     assert len(told) == 2 and "softmax asked for the logits" in told[0] and "from full logits" in told[1]
 
 
+def test_a_trainer_that_reads_logits_is_told_so_once(tmp_path: Path) -> None:
+    class Measuring(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            self.right = (outputs.logits.argmax(-1) == inputs["input_ids"]).float().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    told = run(build(tmp_path, CCECallback(on_unused="raise"), trainer=Measuring))
+    assert len(told) == 1 and "outputs.logits of a training call was used (argmax)" in told[0]
+
+
 def test_a_patch_that_somebody_removed(tmp_path: Path) -> None:
     class Removing(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -185,7 +196,8 @@ def test_a_patch_that_somebody_removed(tmp_path: Path) -> None:
     assert len(told) == 1 and "removed during training" in told[0]
 
 
-def test_trl_bypasses_the_forward_and_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("callback", [None, "warn", "raise"])
+def test_trl_bypasses_the_forward_and_is_named_once(tmp_path: Path, callback: Any) -> None:
     trl = pytest.importorskip("trl")
     if not hasattr(trl.trainer.utils, "add_fused_lm_head"):
         pytest.skip("this TRL calls the model's forward")
@@ -196,21 +208,28 @@ def test_trl_bypasses_the_forward_and_is_named(tmp_path: Path) -> None:
         tokenizer_object=_tokenizer(), pad_token="<pad>", eos_token="<eos>"
     )
     options = {
-        "max_steps": 1,
+        "max_steps": 2,
         "per_device_train_batch_size": 2,
         "report_to": [],
         "save_strategy": "no",
         "use_cpu": True,
     }
     trainer = trl.SFTTrainer(
-        model=tiny_llama(),
+        model=apply_cce(tiny_llama()),
         args=trl.SFTConfig(output_dir=str(tmp_path), disable_tqdm=True, bf16=False, **options),
         train_dataset=data,
         processing_class=tokenizer,
-        callbacks=[CCECallback()],
+        callbacks=[] if callback is None else [CCECallback(on_unused=callback)],
     )
-    told = run(trainer)
-    assert len(told) == 1 and "TRL replaces the model's forward with its own fused LM head" in told[0]
+    reason = "TRL replaces the model's forward with its own fused LM head"
+    if callback == "raise":
+        with pytest.raises(RuntimeError, match=reason):
+            run(trainer)
+        return
+    for expected in (1, 0 if callback is None else 1):  # the callback reports once per run
+        told = run(trainer)
+        assert len(told) == expected and all(reason in message for message in told)
+    assert patch_of(trainer.model).stats.bypassed == 4
 
 
 def _tokenizer() -> Any:

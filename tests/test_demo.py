@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -17,10 +18,12 @@ import psutil
 import pytest
 import torch
 from numerics import budget
+from rich.console import Console
 
 from hf_cce.bench import text, training
 from hf_cce.bench.files import whole_file, whole_folder
 from hf_cce.bench.training import Settings
+from hf_cce.cli.demo import _show
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -122,22 +125,47 @@ def test_quiet_writes_numbers_and_says_nothing(words: Path, cache: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["--hidden", "100"], "--hidden must be a multiple of 64"),
-        (["--dataset", "no/such/dataset"], "no/such/dataset"),
-        (["--seq", "1000000"], "--seq 1000000 needs more of it"),
-        (["--device", "nonsense"], "nonsense"),
+        (["--hidden", "100"], 2, "--hidden must be a multiple of 64"),
+        (["--dataset", "no/such/dataset"], 2, "--dataset no/such/dataset: no such file or folder"),
+        (["--dataset", "missing.txt"], 2, "--dataset missing.txt: no such file or folder"),
+        (["--dataset", "no_such_dataset"], 2, "--dataset no_such_dataset: no such file or folder here, and the hub"),
+        (["--seq", "1000000"], 1, "--seq 1000000 needs more of it"),
+        (["--device", "nonsense"], 2, "--device nonsense: "),
+        (["--device", "cuda:99"], 2, "--device cuda:99: torch"),
     ],
 )
-def test_errors_are_one_sentence(
-    arguments: list[str], message: str, words: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_one_line(arguments: list[str], code: int, message: str, words: Path, cache: Path) -> None:
     given = arguments if "--dataset" in arguments else ["--dataset", str(words), *arguments]
     done = hf_cce(cache, *TINY, *given)
-    assert done.returncode == 1
+    assert done.returncode == code
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def shown(report: dict[str, Any], steps: int, **changes: Any) -> str:
+    """What the demo prints of ``report``, stretched to ``steps`` steps and changed."""
+    report = json.loads(json.dumps(report)) | {"cpu_used_before": 0.0, **changes}
+    for run in (report["plain"], report["cce"]):
+        run["losses"] = [10.0 - step / 100 for step in range(steps)]
+    console = Console(record=True, quiet=False, width=120, file=io.StringIO())
+    _show(console, report)
+    return console.export_text()
+
+
+def test_what_is_printed_says_what_it_is() -> None:
+    report = json.loads((ROOT / "hf_cce/bench/results/demo_cpu.json").read_text("utf-8"))
+    short, long = shown(report, 16), shown(report, 100)
+    assert all(f"loss, step {step} " in short for step in range(1, 17)) and "one step in" not in short
+    assert "loss, step 8 " in long and "loss, step 100 " in long and "loss, step 2 " not in long
+    assert "one step in 7, and the last" in long
+    assert "cannot make sense yet" in short and "after 32,768 tokens" in short
+    assert "cannot make sense" not in shown(
+        report, 16, settings=report["settings"] | {"model": "HuggingFaceTB/SmolLM2-135M"}
+    )
+    assert "of the processor" not in short + shown(report, 16, cpu_used_before=0.25, load_average_before=9.0)
+    assert "used 50% of the processor" in shown(report, 16, cpu_used_before=0.5)
 
 
 def processes_of(group: int) -> list[psutil.Process]:

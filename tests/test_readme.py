@@ -126,6 +126,36 @@ def test_the_first_screen_says_what_matters() -> None:
         assert words in screen, words
 
 
+def test_limits_that_a_user_meets_are_named() -> None:
+    (section,) = re.findall(r"What does not work yet(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    for words in (
+        "TRL",
+        "label_smoothing_factor",
+        "compute_loss_func",
+        "evaluate()",
+        "LoRA on the LM head",
+        "retain_grad",
+    ):
+        assert words in section, words
+    assert "Where all labels are ignored the loss is 0" in README and "git clone" in README
+
+
+def test_empty_folders_are_called_planned() -> None:
+    for folder in ("recipes", "notebooks"):
+        if [path.name for path in (ROOT / folder).iterdir()] == ["README.md"]:
+            assert re.search(rf"^{folder}/ +planned: ", README, re.MULTILINE), folder
+
+
+def test_the_counters_are_shown_as_they_are(namespace: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    from hf_cce import remove_cce
+
+    (block,) = [code for code in PYTHON if "stats" in code]
+    remove_cce(namespace["model"])
+    exec(compile(block, "README.md", "exec"), namespace)
+    printed = re.findall(r"Stats\(.*\)", capsys.readouterr().out)
+    assert printed == re.findall(r"# (Stats\(.*\))", block)
+
+
 def demo_figures() -> tuple[str, str]:
     """Where the demo ran and its table, as the README must show them."""
     report = json.loads((ROOT / "hf_cce/bench/results/demo_cpu.json").read_text("utf-8"))

@@ -24,6 +24,7 @@ from hf_cce.bench.files import whole_folder
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_CHARACTERS = 32_000_000  # more text makes no better demo, only a longer wait
+_OF_FILES = {".txt", ".md", ".py", ".rst", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".gz", ".zst", ".zip"}
 Say = Callable[[str], None]
 
 
@@ -165,6 +166,14 @@ def _capped(documents: Iterable[str]) -> Iterator[str]:
 
 
 def _rows_of(dataset: str) -> Iterator[str]:
+    # A name on the hub is "name" or "owner/name"; who wrote anything else meant a file, and shall not wait for the hub.
+    if (
+        Path(dataset).suffix in _OF_FILES
+        or dataset.startswith((".", "/", "~"))
+        or "\\" in dataset
+        or dataset.count("/") > 1
+    ):
+        raise ValueError(f"--dataset {dataset}: no such file or folder")
     try:
         from datasets import load_dataset
     except ImportError:
@@ -172,7 +181,13 @@ def _rows_of(dataset: str) -> Iterator[str]:
             f"--dataset {dataset}: no such file or folder here, and a data set from the hub needs "
             "the package datasets (pip install 'hf-cce[bench]')"
         ) from None
-    rows: Any = load_dataset(dataset, split="train", streaming=True)
+    try:
+        rows: Any = load_dataset(dataset, split="train", streaming=True)
+    except Exception as error:  # the hub's client has dozens
+        why = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"--dataset {dataset}: no such file or folder here, and the hub did not give it: {type(error).__name__}: {why}"
+        ) from None
     column = ""
     for row in rows:
         column = column or ("text" if "text" in row else next((k for k, v in row.items() if isinstance(v, str)), ""))

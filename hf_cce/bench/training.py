@@ -90,6 +90,8 @@ def twin(settings: Settings, corpus: Corpus, report: Report = lambda event: None
         process on a CPU; ``peak_bytes`` at most, ``rest_bytes`` between two steps (weights and optimizer's state).
     """
     began, load = time.perf_counter(), psutil.getloadavg()[0]
+    # The load average remembers the minute before, in which the tokenizer may have been trained on all cores.
+    used = psutil.cpu_percent(interval=1.0) / 100
     plain = in_own_process(replace(settings, cce=False), report)
     fused = in_own_process(replace(settings, cce=True), report)
     common = plain.pop("common")
@@ -100,7 +102,8 @@ def twin(settings: Settings, corpus: Corpus, report: Report = lambda event: None
         run["generated"] = tokenizer.decode(run["generated_ids"])
     return {
         **common,
-        "load_average_before": load,  # of other processes: well above 0, and the speeds below say little on a CPU
+        "load_average_before": load,
+        "cpu_used_before": used,  # by others: well above 0, and the speeds below say little on a CPU
         "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries},
         "prompt": PROMPT,
         "plain": plain,
@@ -109,6 +112,27 @@ def twin(settings: Settings, corpus: Corpus, report: Report = lambda event: None
         "largest_relative_difference": max(d / a for d, a in zip(differences, plain["losses"], strict=True)),
         "seconds": time.perf_counter() - began,
     }
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that torch does not have, before the text is prepared and not after.
+
+    Raises:
+        ValueError: it does not.
+    """
+    import torch
+
+    why = ""
+    try:
+        device = torch.device(name)
+        if device.type != "cuda":
+            torch.empty(0, device=device)
+        elif (device.index or 0) >= torch.cuda.device_count():  # asked without a CUDA context in this process
+            why = f"torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices here"
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0].split(". ")[0]  # torch goes on with a list of all its backends
+    if why:
+        raise ValueError(f"--device {name}: {why}; without --device the demo takes the best there is")
 
 
 def in_own_process(settings: Settings, report: Report) -> dict[str, Any]:

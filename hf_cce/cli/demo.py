@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from enum import Enum
@@ -26,6 +25,7 @@ class Precision(str, Enum):
     bfloat16 = "bfloat16"
 
 
+BUSY = 1 / 3  # of the processor; a desktop at rest stays well below
 BY_MEMORY = "by the size of the memory"
 
 
@@ -66,7 +66,7 @@ def demo(
     """Train the same model twice from one seed, without and with CCE, and compare.
 
     By default nothing is downloaded: a model of SmolLM2's shape learns from the sources of Python's standard library,
-    with a tokenizer trained on the spot.
+    and of installed packages where the vocabulary needs more text, with a tokenizer trained on the spot.
     """
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -77,6 +77,10 @@ def demo(
             from hf_cce.bench.plots import draw_demo, require_matplotlib
 
             require_matplotlib()
+        if device and device != "cpu":
+            from hf_cce.bench.training import check_device
+
+            check_device(device)
         options: dict[str, Any] = {
             "model": model, "vocabulary": vocab, "hidden": hidden, "layers": layers, "steps": steps, "batch": batch,
             "sequence": seq, "learning_rate": lr, "seed": seed, "dtype": dtype and dtype.value, "device": device,
@@ -96,7 +100,7 @@ def demo(
         raise typer.Exit(130) from None
     except (ValueError, RuntimeError, OSError) as error:
         errors.print(f"[bold red]Error:[/] {escape(str(error))}")
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None  # 2 as typer: an argument is wrong
 
 
 def _run(console: Console, options: dict[str, Any], dataset: str | None) -> dict[str, Any]:
@@ -152,7 +156,7 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     for column in ("without CCE", "with CCE", "difference"):
         table.add_column(column, justify="right")
     rows = list(zip(plain["losses"], cce["losses"], strict=True))
-    every = max(1, len(rows) // 12)
+    every = -(-len(rows) // 16)
     for step, (a, b) in enumerate(rows, 1):
         if (step - 1) % every == 0 or step == len(rows):
             table.add_row(f"loss, step {step}", f"{a:.6f}", f"{b:.6f}", f"{b - a:+.1e}")
@@ -169,16 +173,23 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     figures("  of which in a step (MB)", a, b, "{:,.0f}")
     figures("tokens per second", plain["tokens_per_second"], cce["tokens_per_second"], "{:,.0f}")
     console.print(table)
-    shape = " × ".join(f"{n:,}" for n in cce["eval_logits_shape"])
-    console.print(
-        f"Logits are still there: in evaluation mode the trained model gives {shape} of them, and generate writes"
-    )
+    if every > 1:
+        console.print(f"(one step in {every}, and the last; --json writes them all)")
+    shape, settings = " × ".join(f"{n:,}" for n in cce["eval_logits_shape"]), report["settings"]
+    console.print(f"Logits are still there: in evaluation mode the trained model gives {shape} of them.")
+    if settings["model"]:
+        console.print("It generates")
+    else:
+        seen = settings["steps"] * settings["batch"] * settings["sequence"]
+        console.print(
+            f"generate runs as before; after {seen:,} tokens of training from nothing it cannot make sense yet, and writes"
+        )
     console.print(f"  {escape(report['prompt'])}[bold]{escape(cce['generated'])}[/]".replace("\n", "\n  "))
     same = plain["generated_ids"] == cce["generated_ids"]
     console.print(f"({'the same' if same else 'not the same'} tokens as the model trained without CCE writes)")
     console.print(f"Both runs took {report['seconds']:.0f} s.")
-    load, cores = report["load_average_before"], os.cpu_count() or 1
-    if report["settings"]["device"] == "cpu" and load > cores / 4:
+    if settings["device"] == "cpu" and report["cpu_used_before"] > BUSY:
         console.print(
-            f"The machine was busy when they began (load {load:.1f}, {cores} cores): compare memory, and not speed."
+            f"Other programs used {report['cpu_used_before']:.0%} of the processor when they began: "
+            "compare memory, and not speed."
         )

@@ -1,0 +1,89 @@
+"""Arguments of a wrong type: one error that names the argument and the way out, at no cost worth naming."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numerics import assert_as_good
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from hf_cce import linear_cross_entropy, linear_log_probs
+
+H, W, Y = torch.randn(4, 8), torch.randn(11, 8), torch.arange(4)
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (dict(hidden_states=None), TypeError, "hidden_states must be a tensor [..., D], got None"),
+    (dict(hidden_states=H.tolist()), TypeError, "got a list; torch.as_tensor(hidden_states) makes one"),
+    (dict(weight=None), TypeError, "weight must be a tensor [V, D], got None"),
+    (dict(weight=W.numpy()), TypeError, "got a ndarray; torch.as_tensor(weight) makes one"),
+    (dict(weight=nn.Linear(8, 11)), TypeError, "weight must be a tensor [V, D], got a Linear; pass its .weight"),
+    (dict(weight=nn.ReLU()), TypeError, "weight must be a tensor [V, D], got a ReLU"),
+    (dict(bias=nn.Linear(8, 11)), TypeError, "bias must be a tensor [V], got a Linear; pass its .bias"),
+    (dict(bias=[0.0] * 11), TypeError, "bias must be a tensor [V], got a list"),
+    (dict(labels=None), TypeError, "labels must be a tensor [...], got None"),
+    (dict(labels=[0, 1, 2, 3]), TypeError, "got a list; torch.as_tensor(labels) makes one"),
+    (dict(labels=Y.to(torch.int8)), ValueError, "int16 or uint8), got torch.int8; labels.long() converts them"),
+    (
+        dict(weight=W.t()),
+        ValueError,
+        "weight must be [V, D] with D = 8 as in hidden_states, got shape (8, 11), which looks",
+    ),
+    (dict(softcap="30"), TypeError, "softcap must be a number or None, got a str"),
+    (dict(softcap=True), TypeError, "softcap must be a number or None, got a bool"),
+    (dict(softcap=math.inf), ValueError, "softcap must be a finite number or None, got inf"),
+    (dict(softcap=math.nan), ValueError, "softcap must be a finite number or None, got nan"),
+    (dict(logit_scale=None), TypeError, "logit_scale must be a number, got None"),
+    (dict(logit_scale=1j), TypeError, "logit_scale must be a number, got a complex"),
+    (dict(logit_scale=math.nan), ValueError, "logit_scale must be a finite number, got nan"),
+    (dict(logit_scale=-math.inf), ValueError, "logit_scale must be a finite number, got -inf"),
+    (dict(ignore_index=None), TypeError, "ignore_index must be an int, got None; where no label is to be ignored"),
+    (dict(ignore_index=-100.0), TypeError, "ignore_index must be an int, got a float"),
+    (dict(ignore_index=torch.tensor(3)), TypeError, "ignore_index must be an int, got a Tensor"),
+]
+ONLY_OF_THE_LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (dict(label_smoothing="0.1"), TypeError, "label_smoothing must be a number, got a str"),
+    (dict(label_smoothing=math.nan), ValueError, "label_smoothing must be a finite number, got nan"),
+    (dict(z_loss=None), TypeError, "z_loss must be a number, got None"),
+    (dict(z_loss=math.nan), ValueError, "z_loss must be a finite number, got nan"),
+    (dict(z_loss=math.inf), ValueError, "z_loss must be a finite number, got inf"),
+]
+CASES = [(function, *case) for function in (linear_cross_entropy, linear_log_probs) for case in WRONG]
+CASES += [(linear_cross_entropy, *case) for case in ONLY_OF_THE_LOSS]
+
+
+@pytest.mark.parametrize(("function", "wrong", "error", "message"), CASES)
+def test_a_wrong_type_is_named(function: Any, wrong: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = dict(hidden_states=H, weight=W, labels=Y) | wrong
+    with pytest.raises(error, match=re.escape(message)):
+        function(**arguments)
+
+
+def test_numbers_of_numpy_and_tensors_without_gradient_are_numbers() -> None:
+    expected = linear_cross_entropy(H, W, Y, logit_scale=0.5, softcap=3.0, ignore_index=2, z_loss=0.25)
+    for number in (np.float32, np.float64, torch.tensor):
+        options = dict(logit_scale=number(0.5), softcap=number(3.0), z_loss=number(0.25), ignore_index=np.int64(2))
+        assert_as_good(linear_cross_entropy(H, W, Y, **options), expected, expected, str(number))
+
+
+def test_the_checks_read_no_tensor() -> None:
+    """On a GPU a read would make the host wait; a tensor without data raises at a read."""
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (H, W, Y)]
+        assert linear_cross_entropy(*fakes, softcap=3.0, z_loss=0.1).shape == ()
+        with pytest.raises(TypeError, match="got a FakeTensor"):
+            linear_cross_entropy(*fakes, ignore_index=fakes[2][0])
+
+
+def test_a_changing_option_is_traced_without_a_break() -> None:
+    """Dynamo makes a symbol of a number that changes; the checks must compare it without ending the graph."""
+    torch.compiler.reset()
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    for scale in (0.5, 0.75, 1.25, 1.5):
+        options = dict(logit_scale=scale, softcap=10 * scale, z_loss=scale / 10, label_smoothing=scale / 5)
+        expected = linear_cross_entropy(H, W, Y, **options)
+        assert_as_good(compiled(H, W, Y, **options), expected, expected, str(scale))

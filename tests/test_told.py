@@ -1,0 +1,192 @@
+"""What a user is told: whatever keeps a model from training without logits is named once, and never passes in silence."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import batch, stats, tiny_llama
+from torch import Tensor, nn
+
+from hf_cce import apply_cce, remove_cce, supported_models
+from hf_cce.api import _causal_lm_names
+from hf_cce.deferred import DeferredLogits
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """Our warnings, each as often as it was given."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(w.message) for w in caught if "hf_cce" in str(w.message)]
+
+
+# Hooks on the gradient of the logits
+def by_module(model: Any, seen: list[Tensor]) -> None:
+    model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+
+
+def by_module_before(model: Any, seen: list[Tensor]) -> None:
+    model.lm_head.register_full_backward_pre_hook(lambda module, outputs: seen.append(outputs[0]))
+
+
+def by_tensor(model: Any, seen: list[Tensor]) -> None:
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        output.register_hook(seen.append)
+
+    model.lm_head.register_forward_hook(hook)
+
+
+HOOKS = [by_module, by_module_before, by_tensor]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+def test_a_hook_on_the_head_sees_the_gradient_of_the_logits(register: Callable[[Any, list[Tensor]], None]) -> None:
+    models = tiny_llama(), apply_cce(tiny_llama())
+    gradients: list[list[Tensor]] = [[], []]
+    for model, seen in zip(models, gradients, strict=True):
+        register(model, seen)
+    models[0](**batch()).loss.backward()
+    with told() as messages:
+        for _ in range(2):
+            models[1](**batch()).loss.backward()
+    assert len(gradients[0]) == 1 and len(gradients[1]) == 2
+    for seen in gradients[1]:
+        assert torch.equal(seen, gradients[0][0])
+    assert stats(models[1]).fused == 0
+    assert len(messages) == 1 and "hook" in messages[0] and "full logits" in messages[0]
+
+
+def test_a_hook_on_every_module_counts_as_one_on_the_head() -> None:
+    model, seen = apply_cce(tiny_llama()), []
+
+    def hook(module: Any, inputs: Any, outputs: Any) -> None:
+        if module is model.lm_head:
+            seen.append(outputs)
+
+    handle = nn.modules.module.register_module_full_backward_hook(hook)
+    try:
+        with pytest.warns(UserWarning, match="backward hook on all modules"):
+            model(**batch()).loss.backward()
+    finally:
+        handle.remove()
+    assert len(seen) == 1
+    model(**batch()).loss.backward()
+    assert stats(model).fused == 1  # the hook is gone
+
+
+def test_retain_grad_before_the_loss_keeps_the_gradient() -> None:
+    kept: list[list[Any]] = [[], []]
+    for model, seen in zip((tiny_llama(), apply_cce(tiny_llama())), kept, strict=True):
+        model.lm_head.register_forward_hook(
+            lambda module, inputs, output, seen=seen: (output.retain_grad(), seen.append(output))[0]
+        )
+        model(**batch()).loss.backward()
+    assert torch.equal(kept[1][0].grad, kept[0][0].grad) and kept[1][0].grad.any()
+
+
+@pytest.mark.parametrize("ask", [lambda x: x.retain_grad(), lambda x: x.register_hook(print)], ids=["retain", "hook"])
+def test_after_the_loss_it_is_too_late_and_an_error(ask: Callable[[Any], Any]) -> None:
+    outputs = apply_cce(tiny_llama())(**batch())
+    with pytest.raises(RuntimeError, match=r"does not pass through these logits.*remove_cce.*forward hook"):
+        ask(outputs.logits)
+    outputs.loss.backward()  # the call itself is as good as ever
+
+
+def test_real_logits_can_be_watched_for_a_loss_of_ones_own() -> None:
+    weight, hidden_states = torch.randn(7, 4, requires_grad=True), torch.randn(3, 4)
+    for logits in (DeferredLogits(hidden_states, weight), DeferredLogits(hidden_states, weight).materialize()):
+        logits.retain_grad()
+        logits.square().sum().backward()
+        assert torch.equal(logits.grad, 2 * (hidden_states @ weight.detach().t()))
+
+
+# Who reads the logits of a training call
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda logits: logits.argmax(-1), "argmax"),
+        (lambda logits: torch.softmax(logits, -1), "softmax"),
+        (lambda logits: logits[..., 3], "indexing"),
+        (lambda logits: logits.float().detach().cpu().numpy(), "detach"),
+    ],
+)
+def test_reading_logits_at_every_step_is_named_once(read: Callable[[Any], Any], name: str) -> None:
+    model = apply_cce(tiny_llama())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            outputs = model(**batch())
+            outputs.loss.backward()
+            read(outputs.logits)
+    ours = [w for w in caught if "hf_cce" in str(w.message)]
+    assert len(ours) == 1 and f"outputs.logits of a training call was used ({name})" in str(ours[0].message)
+    assert ours[0].filename == __file__  # it shows the line that reads, not one of torch or ours
+    assert (stats(model).fused, stats(model).materialised, stats(model).read) == (3, 3, 3)
+
+
+def test_asking_for_logits_by_name_is_no_reason_to_warn() -> None:
+    model = apply_cce(tiny_llama())
+    with told() as messages:
+        outputs = model(**batch())
+        print(outputs.logits, outputs.logits.shape, outputs.logits.float().dtype)
+        outputs.logits.materialize().argmax(-1)
+    assert messages == [] and (stats(model).materialised, stats(model).read) == (1, 0)
+
+
+# Adapters on the head
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_an_adapter_on_the_head_is_named_with_the_way_out(options: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "lm_head"], **options)
+    model = apply_cce(peft.get_peft_model(tiny_llama(), config))
+    with told() as messages:
+        for _ in range(2):
+            model(**batch()).loss.backward()
+    (message,) = messages
+    assert "adapter (lora) on its LM head" in message and "asked for the logits" not in message
+    assert "target_modules" in message and 'modules_to_save=["lm_head"]' in message and "The loss is right" in message
+
+
+def test_an_adapter_that_adds_nothing_at_present_is_not_blamed() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "lm_head"])
+    model = apply_cce(peft.get_peft_model(tiny_llama(), config))
+    with told() as messages, model.disable_adapter():
+        model.get_input_embeddings().weight.requires_grad_()
+        model(**batch()).loss.backward()
+    assert messages == [] and stats(model).fused == 1
+
+
+# Names that are no model types
+@pytest.mark.parametrize("function", [apply_cce, remove_cce])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("LlamaForCausalLM", "LlamaForCausalLM is the class of 'llama'"),
+        ("meta-llama/Llama-3.2-1B", "a name on the hub or a folder does not help"),
+        ("t5", "supported_models() lists them"),
+        ("Llama", "did you mean 'llama'"),
+        ("MusicgenForCausalLM", "supported_models() lists them"),
+    ],
+)
+def test_a_name_that_is_no_model_type(function: Callable[[Any], Any], name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is no model type of a causal LM") as caught:
+        function(name)
+    message = str(caught.value)
+    assert 'Pass the model instance, or its class, or a model type such as "llama"; ' in message and hint in message
+
+
+@pytest.mark.parametrize("name", ["musicgen_decoder", "Musicgen", "prophetnets", "gemma4_asistant"])
+def test_what_is_refused_is_not_suggested(name: str) -> None:
+    with pytest.raises(ValueError, match="is no model type") as caught:
+        apply_cce(name)
+    refused = set(_causal_lm_names()) - set(supported_models())
+    assert refused and not {f"'{each}'" for each in refused} & set(re.findall(r"'\w+'", str(caught.value))[1:])
