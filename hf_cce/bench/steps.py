@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def table(report: dict[str, Any]) -> str:
         f"### {settings['model']}, {settings['batch']} × {settings['sequence']} tokens, bf16{trained}{checkpointing}{capped}",
         "",
         "| loss | ms a step (min–max) | forward, backward, optimizer ms | tokens/s | peak GiB | reserved GiB | "
-        f"first loss | difference to {reference} at once, later |",
+        f"first loss | difference to {reference or 'eager'} at once, later |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in report["results"].items():
@@ -164,18 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         say(f"error: {error}")
         return 1
-    same = (
-        "model",
-        "batch",
-        "sequence",
-        "steps",
-        "warmup",
-        "ids",
-        "attention",
-        "gradient_checkpointing",
-        "memory_limit",
-    )
-    same += ("learning_rate", "seed", "device")
+    same = {field.name for field in fields(Job)} & set(vars(args))
     job = Job(
         loss="eager",
         tokens_file=str(corpus.tokens_file),
