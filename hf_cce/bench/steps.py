@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from hf_cce.bench import text
-from hf_cce.bench.files import whole_file
+from hf_cce.bench.files import write_json
 from hf_cce.bench.installed import LOSSES
 from hf_cce.bench.loss import versions
 from hf_cce.bench.onestep import Job
@@ -173,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     report: dict[str, Any] = {
         "command": "python -m hf_cce.bench.steps " + " ".join(arguments if arguments is not None else sys.argv[1:]),
-        "device": platform.processor() or platform.machine(),
+        "device": None,  # as the processes name it: this one leaves the GPU alone
         "versions": versions(),
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
@@ -206,7 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
             say(f"trained {args.pretrain_steps} steps in {result['seconds']:.0f} s: loss {result['losses'][-1]:.3f}")
         for name in dict.fromkeys(args.losses):
             result = in_own_process(replace(job, loss=name), args.timeout)
-            report["device"] = result.pop("device", report["device"])
+            for key in ("device", "device_gib"):
+                report[key] = result.pop(key, report.get(key))
             if result["status"] == "missing":
                 report["missing"][name] = result["message"]
             else:
@@ -217,8 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
             report["reference"] = compare(report["results"])
             report["seconds"] = time.perf_counter() - start
             if args.json:
-                with whole_file(args.json) as temporary:
-                    temporary.write_text(json.dumps(report, indent=1), "utf-8")
+                write_json(args.json, report)
     print(table(report), flush=True)
     return int(any(row["status"] == "failed" for row in report["results"].values()))
 
