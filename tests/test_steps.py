@@ -30,6 +30,17 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    """Models this small run a hundred times slower when their threads wait for cores that other tests hold."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """No test fills the user's cache folder."""
     with pytest.MonkeyPatch.context() as patch:
