@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -26,6 +29,13 @@ def whole_file(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """``value`` as JSON, whole or not at all; lists of numbers take one line each, as they may be long."""
+    lines = re.sub(r"\[\n[-+.\w\s,]*\]", lambda found: " ".join(found[0].split()), json.dumps(value, indent=1))
+    with whole_file(path) as temporary:
+        temporary.write_text(lines + "\n", "utf-8")
 
 
 @contextmanager

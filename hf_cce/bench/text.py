@@ -118,6 +118,20 @@ def encode(tokenizer: Tokenizer, documents: Iterable[str]) -> np.ndarray:
     return np.concatenate(rows)
 
 
+def windows(tokens_file: str | Path, count: tuple[int, ...], sequence: int, seed: int) -> np.ndarray:
+    """[*count, sequence] token ids (int64): windows of the text that ``seed`` draws, and nothing else does.
+
+    Raises:
+        ValueError: the text is no longer than ``sequence``.
+    """
+    tokens = np.load(tokens_file, mmap_mode="r")
+    if len(tokens) <= sequence:
+        raise ValueError(f"the text has only {len(tokens)} tokens; --seq {sequence} needs more of it")
+    starts = np.random.default_rng(seed).integers(len(tokens) - sequence, size=count)
+    drawn = np.stack([tokens[start : start + sequence] for start in starts.reshape(-1)])
+    return drawn.reshape(*count, sequence).astype(np.int64)
+
+
 def _documents(dataset: str | None, vocabulary: int) -> tuple[str, list[str]]:
     if dataset is None:
         return _python_sources(vocabulary)

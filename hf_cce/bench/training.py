@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 import hf_cce
-from hf_cce.bench.text import Corpus
+from hf_cce.bench.text import Corpus, windows
 
 if TYPE_CHECKING:  # torch is loaded by the processes that train, not by the one that shows their progress
     import torch
@@ -260,13 +260,8 @@ def fresh_model(settings: Settings) -> Any:
 
 def _batches(settings: Settings) -> np.ndarray:
     """[steps, batch, sequence] windows of the text, drawn by the seed; the same for both runs."""
-    tokens = np.load(settings.tokens_file, mmap_mode="r")
     assert settings.steps and settings.batch and settings.sequence
-    if len(tokens) <= settings.sequence:
-        raise ValueError(f"the text has only {len(tokens)} tokens; --seq {settings.sequence} needs more of it")
-    shape = (settings.steps, settings.batch)
-    starts = np.random.default_rng(settings.seed).integers(len(tokens) - settings.sequence, size=shape)
-    return np.stack([[tokens[s : s + settings.sequence] for s in row] for row in starts]).astype(np.int64)
+    return windows(settings.tokens_file, (settings.steps, settings.batch), settings.sequence, settings.seed)
 
 
 def _write(model: Any, settings: Settings, device: torch.device) -> tuple[list[int], list[int]]:

@@ -1,0 +1,76 @@
+"""The picture of ``hf_cce.bench.curves``: losses above, differences to eager below, one column a setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hf_cce.bench.files import whole_file
+from hf_cce.bench.plots import CCE, FAINT, INK, PLAIN, STATE, _quiet
+
+EXACT = "#7a4f9a"
+STYLE: dict[str, dict[str, Any]] = {  # drawn in this order: the wide and pale ones lie below
+    "eager": dict(color=PLAIN, linewidth=5, alpha=0.35, label="Transformers (eager)"),
+    "compiled": dict(color=STATE, linewidth=2.2, alpha=0.75, label="yardstick: eager, compiled loss"),
+    "reversed": dict(color=FAINT, linewidth=2.2, label="yardstick: eager, rows reversed"),
+    "hf_cce": dict(color=CCE, linewidth=1.2, label="hf_cce"),
+    "hf_cce-exact": dict(color=EXACT, linewidth=1.0, label="hf_cce, exact gradients", linestyle=(0, (4, 1.5))),
+}
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Draw ``report`` (what ``hf_cce.bench.curves`` writes as JSON) into ``path``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    setup = report["setup"]
+    figure = Figure(figsize=(11, 6.6), dpi=150, facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.subplots_adjust(left=0.075, right=0.985, top=0.83, bottom=0.13, wspace=0.2, hspace=0.16)
+    figure.text(
+        0.02, 0.955, "The same training with one loss after the other", fontsize=13, fontweight="bold", color=INK
+    )
+    figure.text(
+        0.02, 0.918,
+        f"{report['device']} · Llama, width {setup['dim']}, {setup['layers']} layer{'s' * (setup['layers'] > 1)}, vocabulary "
+        f"{setup['vocab']:,} · {setup['batch']} × {setup['sequence']} tokens a step, bfloat16 autocast · torch "
+        f"{report['versions']['torch']} · text: {report['data']['source']}",
+        fontsize=8.5, color="#5b6470",
+    )  # fmt: skip
+    axes = figure.subplots(2, len(report["settings"]), sharex="col", height_ratios=[1, 1], squeeze=False)
+    for column, (title, runs) in enumerate(report["settings"].items()):
+        first = setup["checkpoint_steps"] if column else 0
+        _column(axes[:, column], title, runs, first)
+    axes[0, 0].set_ylabel("loss (nats per token)")
+    axes[1, 0].set_ylabel("difference to eager (nats)")
+    lines, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(lines, labels, frameon=False, loc="lower center", ncols=len(lines), fontsize=9)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary)
+
+
+def _column(axes: Any, title: str, runs: dict[str, Any], first: int) -> None:
+    losses, differences = axes
+    for name, style in STYLE.items():
+        if name not in runs:
+            continue
+        steps = range(first + 1, first + len(runs[name]["losses"]) + 1)
+        losses.plot(steps, runs[name]["losses"], solid_capstyle="round", **style)
+        if name != "eager":
+            apart = [a - b for a, b in zip(runs[name]["losses"], runs["eager"]["losses"], strict=True)]
+            differences.plot(steps, apart, **style)
+    differences.axhline(0, color=INK, linewidth=0.6)
+    differences.set_xlabel("training step")
+    differences.xaxis.get_major_locator().set_params(integer=True)
+    differences.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
+    losses.set_title(title, loc="left", fontsize=10.5, color=INK)
+    parts = []
+    for name, label in (("hf_cce", "hf_cce"), ("hf_cce-exact", "exact")):
+        if name in runs and (ratio := runs[name]["mean_difference_in_yardsticks"]) is not None:
+            parts.append(f"{label} {ratio:.2f}")
+    if parts:
+        differences.set_title(
+            f"mean |difference| in yardsticks: {', '.join(parts)}", loc="right", fontsize=8.5, color="#5b6470"
+        )
+    _quiet(losses, "both")
+    _quiet(differences, "both")
