@@ -48,7 +48,7 @@ def draw_bench(report: dict[str, Any], path: Path) -> None:
     height = 5.6
     if not panels:
         panels.append((_bars, report["results"]))
-        height = max(height, 1.6 + 0.19 * sum(len(result["rows"]) + 1 for result in report["results"].values()))
+        height = 1.8 + 0.22 * sum(len(result["rows"]) + 1 for result in report["results"].values())
     figure = Figure(figsize=(max(7.5, 5.6 * len(panels)), height), dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.05)  # type: ignore[union-attr, call-arg]
@@ -253,8 +253,10 @@ def _bars(axes: Any, results: dict[str, dict[str, Any]]) -> None:
             if key not in row:
                 continue
             axes.barh(y - 0.5, row[key], height=0.72, color=STYLES.get(name, OTHER)[0])
-            axes.text(row[key], y - 0.5, f" {row[key]:.2f}", va="center", fontsize=8, color=INK,
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
+            axes.annotate(
+                f"{row[key]:.2f}", (row[key], y - 0.5), (4, 0), textcoords="offset points", va="center", fontsize=8,
+                color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+            )  # fmt: skip
             ticks.append((y - 0.5, name))
             y += 1
     axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks], fontsize=8)

@@ -132,8 +132,10 @@ def checked_device(name: str | None) -> torch.device:
 
 def reference_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """What errors are measured against: float64; float32 for shorter dtypes on a GPU where float64 takes 64 times longer."""
-    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
-    return torch.float32 if device.type == "mps" or (dtype.itemsize == 2 and not fast) else torch.float64
+    if device.type == "cuda" and dtype.itemsize == 2:
+        fast = torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
+        return torch.float64 if fast else torch.float32
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
 def run(settings: Settings, report: Report = lambda event: None, cache: Path | None = None) -> dict[str, Any]:

@@ -194,6 +194,7 @@ class Bench:
     def _checked(self, loss: Loss, modes: list[str], exact: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
         """First call, errors, memory: everything but the times, which are taken when all losses are warm."""
         row: dict[str, Any] = {}
+        gc.collect()  # what the loss before left in cycles must not be freed, or counted, in the middle of this one
         for mode in modes:
             prefix = PREFIX[mode]
             machine.synchronize(self.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import sys
 from pathlib import Path
 
@@ -41,8 +40,7 @@ def peak(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Let ``peak`` begin anew, after what was freed has been given back; False where the system cannot do that."""
-    gc.collect()
+    """Let ``peak`` begin anew, after what was freed has been given back; False where that cannot be done."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.synchronize(device)
