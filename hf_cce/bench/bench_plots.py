@@ -229,12 +229,12 @@ def _errors(axes: Any, data: dict[str, dict[str, Any]]) -> None:
         ("hidden states, eager", {"linestyle": ":"}),
     ]
     entries += [Line2D([], [], color=INK, label=label, **{"markersize": 5, **look}) for label, look in kinds]
-    _logarithmic(axes.yaxis, [errors[what] for errors in data.values() for what in ("hidden", "weight")], 1, ".0e")
+    _logarithmic(axes.yaxis, [errors[what] for errors in data.values() for what in ("hidden", "weight")], 1, ".2g")
     axes.set_xlim(0, 1.02)
     axes.set_xlabel("share of the gradient's tiles kept")
     axes.set_ylabel("relative error of the gradients")
     axes.set_title("Error over the share kept", loc="left", fontsize=10.5, color=INK)
-    axes.legend(handles=entries, frameon=False, fontsize=8, loc="upper right")
+    axes.legend(handles=entries, fontsize=8, loc="upper right", facecolor="white", edgecolor="none", framealpha=0.85)
     quiet(axes, "both")
 
 
