@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_cce.api import apply_cce, remove_cce, supported_models
+    from hf_cce.api import apply_cce, cce_stats, remove_cce, supported_models
     from hf_cce.callback import CCECallback
     from hf_cce.config import CCEConfig
     from hf_cce.loss import linear_cross_entropy, linear_log_probs
+    from hf_cce.state import FilterState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CCECallback",
     "CCEConfig",
+    "FilterState",
     "apply_cce",
+    "cce_stats",
     "linear_cross_entropy",
     "linear_log_probs",
     "remove_cce",
@@ -25,7 +28,9 @@ __all__ = [
 _HOME = {
     "CCECallback": "callback",
     "CCEConfig": "config",
+    "FilterState": "state",
     "apply_cce": "api",
+    "cce_stats": "api",
     "linear_cross_entropy": "loss",
     "linear_log_probs": "loss",
     "remove_cce": "api",

@@ -64,6 +64,24 @@ def remove_cce(model: Target) -> Target:
     return model
 
 
+def cce_stats(model: nn.Module) -> dict[str, float]:
+    """What happened in the training calls of a patched model, for logs. Waits for the device.
+
+    Returns:
+        ``calls`` with labels; ``fused``, those whose loss made no logits; ``materialised``, how often real logits were made
+        nevertheless; and, once the gradient filter has run, what ``FilterState.stats`` says of its last step.
+
+    Raises:
+        ValueError: ``model`` is not patched.
+    """
+    state = patch_of(causal_lm(model))
+    if state is None:
+        raise ValueError("model is not patched: apply_cce(model) first")
+    stats = state.stats
+    counts = {"calls": stats.calls, "fused": stats.fused, "materialised": stats.materialised}
+    return {**{key: float(value) for key, value in counts.items()}, **state.filter_state.stats()}
+
+
 def supported_models() -> list[str]:
     """The model types that ``apply_cce`` takes by name, sorted. Instances of other classes with an LM head work too."""
     return sorted(name for name, cls in _causal_lm_names().items() if cls not in REFUSED)

@@ -52,6 +52,14 @@ class CCECallback(TrainerCallback):
         self._steps += 1
         self._check(args, kwargs["model"])
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        patch = patch_of(causal_lm(kwargs["model"])) if logs is not None and "loss" in logs else None
+        if patch is not None and logs is not None:
+            told = {f"cce_{key}": round(value, 6) for key, value in patch.filter_state.stats().items()}
+            logs.update(told)  # for the callbacks that come after this one
+            if state.log_history:
+                state.log_history[-1].update(told)
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._check(args, kwargs["model"])
         self._before = None

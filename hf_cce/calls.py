@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_cce.config import CCEConfig
+from hf_cce.state import FilterState
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Call:
 
     config: CCEConfig | None = None
     stats: Stats = field(default_factory=Stats)
+    filter_state: FilterState | None = None
     fused: int = 0
     reasons: list[str] = field(default_factory=list)
     closed: bool = False  # it has returned

@@ -339,6 +339,7 @@ class DeferredLogits(Symbolic):
                 reduction=reduction,  # type: ignore[arg-type]
                 label_smoothing=label_smoothing,
                 config=self.call.config,
+                filter_state=self.call.filter_state,
             )
         self.call.note_fused()
         return loss.to(self.device, torch.promote_types(loss.dtype, self.dtype))

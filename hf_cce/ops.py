@@ -347,10 +347,12 @@ class _CrossEntropy(torch.autograd.Function):
                 ok, factor = kernels.survey_labels(labels, ignore_index, v, num_items, divisor)
                 _require(ok, labels, ignore_index, v)
                 result = kernels.filtered_cross_entropy(
-                    hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss, need_weight, budget
-                )
+                    hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss, need_weight, budget,
+                    state.vocabulary(weight),
+                )  # fmt: skip
             if result is not None:
                 loss, lse, ctx.filtered = result
+                state.keep_vocabulary(weight, ctx.filtered.vocabulary)
                 _save_cross_entropy(ctx, inputs, (loss, lse, factor))
                 ctx.tau, ctx.state = tau, state
                 return loss
@@ -369,8 +371,9 @@ class _CrossEntropy(torch.autograd.Function):
         weight, factor = ctx.saved_tensors[1], ctx.saved_tensors[5]
         with torch.autocast(grad.device.type, enabled=False):
             dh, dw, report = _kernels().filtered_gradients(
-                saved, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, need_hidden, need_weight
-            )
+                saved, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, need_hidden, need_weight,
+                ctx.state.measure(),
+            )  # fmt: skip
         ctx.state.report(report)
         return *nothing, dh if need_hidden else None, dw if need_weight else None, *[None] * 14
 

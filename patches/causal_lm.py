@@ -29,6 +29,7 @@ from hf_cce.calls import Call, Stats
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits, HeadInput
 from hf_cce.head import adapter_in, find_head, why_not_defer
+from hf_cce.state import FilterState
 
 STATE = "_hf_cce"
 
@@ -40,6 +41,7 @@ class Patch:
     config: CCEConfig
     labels_position: int | None  # where forward takes labels when they come without a name
     stats: Stats = field(default_factory=Stats)
+    filter_state: FilterState = field(default_factory=FilterState)
     handles: list[RemovableHandle] = field(default_factory=list)
     forward: Any = None  # the head's forward during a call: kept, because Dynamo makes a new graph for a new object
     warned: bool = False
@@ -106,7 +108,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if kwargs.get("fused_lm_head"):
         _note_bypass(state)
         return
-    call, reason = Call(state.config, state.stats), why_not_defer(head)
+    call, reason = Call(state.config, state.stats, state.filter_state), why_not_defer(head)
     if reason is not None:
         call.note_refused(reason)
         _close(state, call, head)

@@ -1,1 +1,1 @@
-"""Measuring and showing: the demo's twin training run, its text, its plots. Uses only the public names of hf_cce."""
+"""Measuring and showing: the demo's twin runs, the losses' benchmark, plots. Uses only the public names of hf_cce."""

@@ -21,14 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_cce.bench import text
+from hf_cce.bench import machine, text
 from hf_cce.bench.curves_plot import draw
 from hf_cce.bench.files import write_json
 from hf_cce.bench.installed import Missing, install
-from hf_cce.bench.loss import versions
 from hf_cce.bench.plots import require_matplotlib
 from hf_cce.bench.shapes import Shape, config_of
-from hf_cce.bench.training import _device_name
 
 YARDSTICKS = ("compiled", "reversed")  # as correct as eager: their distance from it is what rounding does
 OURS = ("hf_cce", "hf_cce-exact")
@@ -245,8 +243,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     report: dict[str, Any] = {
         "command": "python -m hf_cce.bench.curves " + " ".join(arguments if arguments is not None else sys.argv[1:]),
-        "device": _device_name(torch.device(setup.device)),
-        "versions": versions(),
+        "device": machine.device_name(torch.device(setup.device)),
+        "versions": machine.versions("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy"),
         "setup": asdict(setup),
         "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries},
         "notes": "float32 weights and AdamW state, bfloat16 autocast, no dropout; same start and same batches in the same "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import sys
 from pathlib import Path
 
@@ -35,3 +37,23 @@ def peak(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak(device: torch.device) -> bool:
+    """Let ``peak`` begin anew, after what was freed has been given back; False where that cannot be done."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    if device.type != "cpu" or sys.platform != "linux":
+        return False
+    with contextlib.suppress(
+        AttributeError, OSError
+    ):  # of glibc: else small blocks that were freed still count as in use
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True

@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_cce.bench import memory
+from hf_cce.bench import machine, memory
 from hf_cce.bench.installed import Missing, install
 from hf_cce.bench.shapes import SHAPES, config_of
 from hf_cce.bench.text import windows
-from hf_cce.bench.training import _device_name
 
 GIB = 1 << 30
 PARTS = ("forward", "backward", "optimizer")
@@ -242,7 +241,7 @@ def run(job: Job) -> dict[str, Any]:
         traceback.print_exc()
         result = {"status": "failed", "message": f"{type(error).__name__}: {str(error)[:600]}"}
     device = torch.device(job.device)
-    result["device"] = _device_name(device)
+    result["device"] = machine.device_name(device)
     if device.type == "cuda":
         result["device_gib"] = torch.cuda.get_device_properties(device).total_memory / GIB
     return result

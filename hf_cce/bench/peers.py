@@ -1,26 +1,40 @@
 """The ways to compute the loss of a linear head that a user can choose from, under one signature.
 
 Each takes (hidden_states [N, D], weight [V, D], labels [N]) and returns the mean loss, a scalar that can be differentiated.
-A peer that is not installed is left out, with the reason.
+A peer that is not installed, or that needs an option which this version does not have, is left out, with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce import CCEConfig, linear_cross_entropy
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+MIB = 1 << 20
+
+
+class Unavailable(Exception):
+    """A peer cannot be made here; the message is the reason."""
 
 
 def eager(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """What Transformers does: logits in the model's dtype, upcast, cross-entropy."""
     return F.cross_entropy(F.linear(hidden_states, weight).float(), labels)
+
+
+def _ours(**options: Any) -> Loss:
+    try:
+        config = CCEConfig(**options)
+    except TypeError as error:
+        raise Unavailable(f"this version of hf_cce has no such option: {error}") from None
+    return partial(linear_cross_entropy, config=config, filter_state=FilterState())
 
 
 def _compiled() -> Loss:
@@ -44,30 +58,64 @@ def _apple(**options: object) -> Loss:
 
 
 def _torch_linear_cross_entropy() -> Loss:
-    function = F.linear_cross_entropy  # torch 2.13 and later
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Unavailable(f"torch {torch.__version__} has no F.linear_cross_entropy; 2.13 has")
+    function = F.linear_cross_entropy
     return lambda hidden_states, weight, labels: function(hidden_states, weight, labels)
 
 
-def make_peers(names: list[str] | None = None) -> tuple[dict[str, Loss], dict[str, str]]:
-    """(the losses that can run here, the reason for each that cannot), both by name."""
-    builders: dict[str, Callable[[], Loss]] = {
-        "hf_cce": lambda: linear_cross_entropy,
-        "hf_cce 64 MiB": lambda: partial(linear_cross_entropy, config=CCEConfig(memory_budget=64 << 20)),
-        "hf_cce 1.25 GiB": lambda: partial(linear_cross_entropy, config=CCEConfig(memory_budget=1280 << 20)),
-        "eager": lambda: eager,
-        "torch.compile": _compiled,
-        "liger": _liger,
-        "apple cce": _apple,
-        "apple cce exact": partial(_apple, impl="cce_exact"),
-        "torch F.linear_cross_entropy": _torch_linear_cross_entropy,
-    }
-    unknown = sorted(set(names or ()) - set(builders))
+BUILDERS: dict[str, Callable[[], Loss]] = {
+    "hf_cce": _ours,
+    "hf_cce exact": partial(_ours, gradient_filter=None),
+    "hf_cce 64 MiB": partial(_ours, memory_budget=64 * MIB),
+    "hf_cce exact 1.25 GiB": partial(_ours, gradient_filter=None, memory_budget=1280 * MIB),
+    "eager": lambda: eager,
+    "torch.compile": _compiled,
+    "liger": _liger,
+    "apple cce": _apple,
+    "apple cce exact": partial(_apple, impl="cce_exact"),
+    "torch F.linear_cross_entropy": _torch_linear_cross_entropy,
+}
+
+
+def make_peers(names: Iterable[str] | None = None) -> tuple[dict[str, Loss], dict[str, str]]:
+    """(the losses that can run here, the reason for each that cannot), both by name; all peers by default.
+
+    Raises:
+        ValueError: a name is not known; the message lists those that are.
+    """
+    names = list(BUILDERS if names is None else dict.fromkeys(names))
+    unknown = sorted(set(names) - set(BUILDERS))
     if unknown:
-        raise ValueError(f"unknown peer {', '.join(unknown)}; known: {', '.join(builders)}")
+        raise ValueError(f"unknown peer {', '.join(map(repr, unknown))}; known: {', '.join(BUILDERS)}")
+    return _made({name: BUILDERS[name] for name in names})
+
+
+def make_sweep(thresholds: Iterable[float]) -> tuple[dict[str, Loss], dict[str, str]]:
+    """The same for hf_cce with each of these gradient filters; ``sweep_name`` gives the names."""
+    return _made({sweep_name(x): partial(_ours, gradient_filter=x) for x in thresholds})
+
+
+def sweep_name(threshold: float) -> str:
+    return f"hf_cce filter {threshold:g}"
+
+
+def filter_stats(loss: Loss) -> dict[str, Any]:
+    """What ``loss`` says about its last training step: what the gradient filter did, if there is one.
+
+    Called after a forward and backward of ``loss`` (one of the values that ``make_peers`` returns: for hf_cce a partial
+    with the ``config`` in its keywords), with the device idle. The result goes into the row under "filter" and must be
+    ready for JSON. "kept" is the share of the gradient's tiles that were computed, 0 to 1: the plot and the table show it.
+    """
+    state = getattr(loss, "keywords", {}).get("filter_state")
+    return state.stats() if state is not None else {}
+
+
+def _made(builders: dict[str, Callable[[], Loss]]) -> tuple[dict[str, Loss], dict[str, str]]:
     losses, missing = {}, {}
-    for name in names or builders:
+    for name, build in builders.items():
         try:
-            losses[name] = builders[name]()
-        except (ImportError, AttributeError) as error:
+            losses[name] = build()
+        except (ImportError, Unavailable) as error:
             missing[name] = str(error)
     return losses, missing

@@ -58,7 +58,7 @@ def _losses(axes: Any, report: dict[str, Any]) -> None:
     axes.set_title(f"Loss: largest difference {report['largest_difference']:.1e}", loc="left", fontsize=10.5, color=INK)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, loc="upper right")
-    _quiet(axes, "both")
+    quiet(axes, "both")
 
 
 def _memory(axes: Any, report: dict[str, Any]) -> None:
@@ -80,10 +80,11 @@ def _memory(axes: Any, report: dict[str, Any]) -> None:
         f"Peak memory: {saved:.0%} less" if saved > 0 else "Peak memory", loc="left", fontsize=10.5, color=INK
     )
     axes.legend(frameon=False, loc="upper right", fontsize=8)
-    _quiet(axes, "x")
+    quiet(axes, "x")
 
 
-def _quiet(axes: Any, grid: str) -> None:
+def quiet(axes: Any, grid: str) -> None:
+    """Few lines, little ink; ``grid`` is "x", "y" or "both"."""
     axes.grid(axis=grid, color=FAINT, linewidth=0.6, alpha=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

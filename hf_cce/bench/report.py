@@ -40,7 +40,7 @@ def loss_table(problem: str = "flat N=8192 D=896 V=151936") -> str:
     lines += [
         "",
         f"{report['device']}, {report['dtype']}, random data, {packages};",
-        "interleaved, medians of 10, errors (hidden states, weight) against float64. `python -m hf_cce.bench.loss --shape "
+        "interleaved, medians of 10, errors (hidden states, weight) against float64. `hf-cce bench --shape "
         f"8192,896,151936`; more shapes: [`{LOSS}`](hf_cce/bench/results/{LOSS}).",
     ]
     return "\n".join(lines)

@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from hf_cce.bench import text
+from hf_cce.bench import machine, text
 from hf_cce.bench.files import write_json
 from hf_cce.bench.installed import LOSSES
-from hf_cce.bench.loss import versions
 from hf_cce.bench.onestep import Job
 from hf_cce.bench.shapes import SHAPES
 
@@ -173,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     report: dict[str, Any] = {
         "command": "python -m hf_cce.bench.steps " + " ".join(arguments if arguments is not None else sys.argv[1:]),
         "device": None,  # as the processes name it: this one leaves the GPU alone
-        "versions": versions(),
+        "versions": machine.versions("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy"),
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
         "shape": asdict(SHAPES[args.model]),

@@ -52,6 +52,7 @@ def prepare(
     *,
     dataset: str | None = None,
     model: str | None = None,
+    characters: int = MAX_CHARACTERS,
     cache: Path | None = None,
     say: Say = lambda message: None,
 ) -> Corpus:
@@ -61,11 +62,13 @@ def prepare(
         vocabulary: entries that the tokenizer may have at most; it gets fewer where the text does not give more.
         dataset: a text file, a folder of text files, or a data set's name on the hub; default: Python's own sources.
         model: take this model's tokenizer (name on the hub or local folder) instead of training one.
+        characters: how much of Python's sources, or of the hub's data set, to take at most; for more than the standard
+            library has, the installed packages' sources are taken too.
         cache: folder to keep tokenizer and tokens in.
         say: told, in a few words, what is being done.
     """
     say("reading text")
-    source, documents = _documents(dataset, vocabulary)
+    source, documents = _documents(dataset, vocabulary, characters)
     digest = hashlib.sha256(repr((source, vocabulary, model, tokenizers.__version__)).encode())
     for document in documents:
         digest.update(document.encode("utf-8", "replace"))
@@ -132,18 +135,18 @@ def windows(tokens_file: str | Path, count: tuple[int, ...], sequence: int, seed
     return drawn.reshape(*count, sequence).astype(np.int64)
 
 
-def _documents(dataset: str | None, vocabulary: int) -> tuple[str, list[str]]:
+def _documents(dataset: str | None, vocabulary: int, characters: int) -> tuple[str, list[str]]:
     if dataset is None:
-        return _python_sources(vocabulary)
+        return _python_sources(vocabulary, characters)
     path = Path(dataset)
     if path.is_file():
         return path.name, list(_read([path]))
     if path.is_dir():
         return path.name, list(_read(sorted(p for p in path.rglob("*") if p.suffix in {".txt", ".md", ".py", ".rst"})))
-    return dataset, list(_capped(_rows_of(dataset)))
+    return dataset, list(_capped(_rows_of(dataset), characters))
 
 
-def _python_sources(vocabulary: int) -> tuple[str, list[str]]:
+def _python_sources(vocabulary: int, characters: int = MAX_CHARACTERS) -> tuple[str, list[str]]:
     """The standard library's files, shuffled; with installed packages where it alone gives too few distinct words.
 
     Some systems ship the library without its tests, and two thirds of the text are tests.
@@ -151,10 +154,13 @@ def _python_sources(vocabulary: int) -> tuple[str, list[str]]:
     standard = Path(sysconfig.get_path("stdlib"))
     packages = Path(sysconfig.get_path("purelib"))
     files = [path for path in sorted(standard.rglob("*.py")) if not {"site-packages", "dist-packages"} & {*path.parts}]
-    source, documents = f"the standard library of Python {platform.python_version()}", list(_capped(_read(files)))
+    source = f"the standard library of Python {platform.python_version()}"
+    documents = list(_capped(_read(files), characters))
     # Measured: the whole library of Python 3.11 (31 MB) gives 49,152 entries and more, 11 MB without tests give 40,000.
-    if sum(map(len, documents)) < 500 * vocabulary:
-        documents = list(_capped(chain(documents, _read(sorted(packages.rglob("*.py"))))))
+    if sum(map(len, documents)) < (characters if characters > MAX_CHARACTERS else 500 * vocabulary):
+        more = sorted(packages.rglob("*.py"))
+        random.Random(0).shuffle(more)  # some of every package, not all of those that begin with an a
+        documents = list(_capped(dict.fromkeys(chain(documents, _capped(_read(more), characters))), characters))
         source += " and installed packages"
     random.Random(0).shuffle(documents)
     return source, documents
@@ -170,8 +176,8 @@ def _read(paths: Iterable[Path]) -> Iterator[str]:
             yield text
 
 
-def _capped(documents: Iterable[str]) -> Iterator[str]:
-    left = MAX_CHARACTERS
+def _capped(documents: Iterable[str], characters: int) -> Iterator[str]:
+    left = characters
     for document in documents:
         if left <= 0:
             return

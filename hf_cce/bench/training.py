@@ -14,13 +14,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
 import hf_cce
+from hf_cce.bench import machine
 from hf_cce.bench.text import Corpus, windows
 
 if TYPE_CHECKING:  # torch is loaded by the processes that train, not by the one that shows their progress
@@ -205,7 +205,7 @@ def train(settings: Settings, report: Report = lambda event: None) -> dict[str, 
         ids = torch.from_numpy(rows).to(device)
         for group in optimizer.param_groups:  # a short warm-up, as long runs have
             group["lr"] = settings.learning_rate * min(1.0, (step + 1) / 5)
-        _synchronize(device)
+        machine.synchronize(device)
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
             loss = model(input_ids=ids, labels=ids).loss
@@ -213,7 +213,7 @@ def train(settings: Settings, report: Report = lambda event: None) -> dict[str, 
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-        _synchronize(device)
+        machine.synchronize(device)
         seconds.append(time.perf_counter() - start)
         report({"event": "step", "cce": settings.cce, "step": step, "loss": losses[-1], "seconds": seconds[-1]})
         if not math.isfinite(losses[-1]):
@@ -301,38 +301,10 @@ def _common(settings: Settings, model: Any) -> dict[str, Any]:
             "vocabulary": head.shape[0],
             "hidden": head.shape[1],
         },
-        "device": _device_name(torch.device(str(settings.device))),
+        "device": machine.device_name(torch.device(str(settings.device))),
         "versions": {
             "python": platform.python_version(),
             "hf_cce": hf_cce.__version__,
-            **_versions("torch", "transformers", "triton"),
+            **machine.versions("torch", "transformers", "triton"),
         },
     }
-
-
-def _versions(*packages: str) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def _device_name(device: torch.device) -> str:
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return f"{device.type.upper()} ({platform.machine()}, {platform.system()}{threads})"
-
-
-def _synchronize(device: torch.device) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import hf_cce
+from hf_cce.cli.bench import bench
 from hf_cce.cli.demo import demo
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(bench)
 
 
 def _version(wanted: bool) -> None:

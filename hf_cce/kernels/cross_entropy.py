@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels import filtered
+from hf_cce.kernels.filter import Vocabulary
 from hf_cce.kernels.forward import logit_stats
 
 
@@ -130,6 +131,7 @@ def filtered_cross_entropy(
     z_loss: float,
     need_weight: bool,
     memory_budget: int,
+    vocabulary: Vocabulary | None,
 ) -> tuple[Tensor, Tensor, filtered.Filtered] | None:
     """(loss, lse [N], what ``filtered_gradients`` needs), or None where the budget does not allow the filter."""
     if not labels.numel():
@@ -140,7 +142,9 @@ def filtered_cross_entropy(
     plan, layout = chosen
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
-    lse, saved = filtered.forward(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan)
+    lse, saved = filtered.forward(
+        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary
+    )
     return _total_loss(saved.lse, saved.label_logit, None, factor, 0.0, z_loss), lse, saved
 
 
@@ -155,10 +159,11 @@ def filtered_gradients(
     z_loss: float,
     need_hidden: bool,
     need_weight: bool,
+    measure: bool,
 ) -> tuple[Tensor, Tensor, filtered.Report]:
     """The gradients of hidden and weight, up to what ``tau`` lets the filter drop; empty where not needed. Consumes ``saved``."""
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     grad_lse, grad_label, _ = token_gradients(grad, factor, saved.lse, 0.0, z_loss)
     return filtered.backward(
-        saved, weight, grad_lse, grad_label, False, tau, logit_scale, softcap, need_hidden, need_weight
+        saved, weight, grad_lse, grad_label, False, tau, logit_scale, softcap, need_hidden, need_weight, measure
     )

@@ -233,6 +233,51 @@ def _rows_kernel(
     tl.store(row_pass + row_block * (PASSES + 1) + passes, before, mask=passes <= PASSES)
 
 
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"])
+def _residual_kernel(
+    z,  # [S, V]: h Wᵀ of some rows, in the order of columns
+    sampled,  # [S] int64: which rows
+    bias,  # [V], if HAS_BIAS
+    lse,  # [N]
+    labels,  # [N], V where ignored
+    place,  # [T, row blocks]
+    mass,  # [T, N]
+    grad_lse,  # [N]
+    out,  # [S, V], written: the gradient of z less what stands for it, zero in kept tiles
+    num_tokens,
+    num_row_blocks,
+    v,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.load(sampled + tl.program_id(0))
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < v
+    at = tl.program_id(0).to(tl.int64) * v + cols
+    x = tl.load(z + at, mask=inside, other=0.0)
+    if HAS_BIAS:
+        x += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
+    x *= logit_scale
+    slope = 1.0
+    if HAS_SOFTCAP:
+        e = tl.exp(-2.0 * tl.abs(x) / softcap)
+        t = tl.where(x < 0, -1.0, 1.0) * ((1.0 - e) / (1.0 + e))
+        x = softcap * t
+        slope = 1.0 - t * t
+    gradient = tl.exp(x - tl.load(lse + row)) * slope * tl.load(grad_lse + row) * logit_scale
+    tile = cols // BLOCK_N
+    width = tl.minimum(v - tile * BLOCK_N, BLOCK_N).to(tl.float32)
+    spread = tl.load(mass + tile.to(tl.int64) * num_tokens + row, mask=inside, other=0.0).to(tl.float32) / width
+    gone = inside & (tl.load(place + tile * num_row_blocks + row // BLOCK_M, mask=inside, other=0) < 0)
+    gone &= tl.load(labels + row) < v
+    tl.store(out + at, tl.where(gone, gradient - spread, 0.0), mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_row_blocks"])
 def _longest_first_kernel(
     row_pass,  # [row blocks, P + 1]
@@ -284,6 +329,13 @@ def _mass_kernel(
     tl.store(mass + at, p * g, mask=in_rows)
 
 
+class Vocabulary(NamedTuple):
+    """The vocabulary in the order in which tiles are cut."""
+
+    order: Tensor  # [V padded to whole tiles] int32: the vocabulary entry at each column
+    rank: Tensor  # [V] int32: the column of each entry
+
+
 class Order(NamedTuple):
     """Vocabulary and tokens in the order in which tiles are cut."""
 
@@ -307,15 +359,13 @@ class Kept(NamedTuple):
     row_order: Tensor
 
 
-def put_in_order(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, block_n: int
-) -> Order:
-    """The vocabulary by its average logit over some tokens, the largest first; the tokens by their label's place in it.
+def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n: int) -> Vocabulary:
+    """By the average logit over some tokens, the largest first.
 
     Any order gives right gradients; this one lets most tiles be dropped, and what they lose has no common direction.
     """
-    n, v = labels.numel(), weight.shape[0]
-    some = hidden[:: max(1, n // SAMPLE)]
+    v = weight.shape[0]
+    some = hidden[:: max(1, hidden.shape[0] // SAMPLE)]
     average = torch.mv(weight, some.mean(0))
     if bias is not None:
         average = average + bias
@@ -324,10 +374,16 @@ def put_in_order(
     order = torch.empty(padded, dtype=torch.int32, device=hidden.device)
     rank = torch.empty(v, dtype=torch.int32, device=hidden.device)
     _order_kernel[(triton.cdiv(padded, 1024),)](by_logit, order, rank, v, padded, BLOCK=1024)
-    keys = torch.empty(n, dtype=torch.int32, device=hidden.device)
-    _key_kernel[(triton.cdiv(n, 1024),)](labels, rank, keys, n, v, ignore_index, BLOCK=1024)
+    return Vocabulary(order, rank)
+
+
+def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Order:
+    """By the column of their label; those without one come last."""
+    n, v = labels.numel(), vocabulary.rank.numel()
+    keys = torch.empty(n, dtype=torch.int32, device=labels.device)
+    _key_kernel[(triton.cdiv(n, 1024),)](labels, vocabulary.rank, keys, n, v, ignore_index, BLOCK=1024)
     in_order = torch.sort(keys)
-    return Order(order, in_order.indices, in_order.values)
+    return Order(vocabulary.order, in_order.indices, in_order.values)
 
 
 def permute_rows(
@@ -417,3 +473,28 @@ def dropped_mass(
         HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, BLOCK=1024,
     )  # fmt: skip
     return mass, dropped
+
+
+def residual(
+    z: Tensor,  # [S, V]
+    sampled: Tensor,  # [S]
+    bias: Tensor | None,
+    lse: Tensor,  # [N]
+    labels: Tensor,  # [N]
+    place: Tensor,
+    mass: Tensor,  # [T, N]
+    grad_lse: Tensor,  # [N]
+    dtype: torch.dtype,
+    logit_scale: float,
+    softcap: float,
+    block_m: int,
+    block_n: int,
+) -> Tensor:
+    """What the dropped tiles leave out of the gradient of some rows' logits, [S, V]."""
+    v = z.shape[1]
+    out = torch.empty(z.shape, dtype=dtype, device=z.device)
+    _residual_kernel[(z.shape[0], triton.cdiv(v, 1024))](
+        z, sampled, bias, lse, labels, place, mass, grad_lse, out, lse.numel(), place.shape[1], v, logit_scale, softcap or 1.0,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK=1024,
+    )  # fmt: skip
+    return out

@@ -14,7 +14,16 @@ import triton
 from torch import Tensor
 
 from hf_cce.kernels.backward import multiply_add
-from hf_cce.kernels.filter import Order, dropped_mass, permute_rows, put_in_order, select
+from hf_cce.kernels.filter import (
+    Order,
+    Vocabulary,
+    dropped_mass,
+    permute_rows,
+    residual,
+    select,
+    sort_tokens,
+    sort_vocabulary,
+)
 from hf_cce.kernels.forward import combine, tile_stats
 from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand
 from hf_cce.kernels.sparse import (
@@ -24,6 +33,7 @@ from hf_cce.kernels.sparse import (
     _weight_gradient_kernel,
 )
 
+SAMPLED = 64  # tokens whose error is measured
 MAX_PASSES = 96  # each costs three launches, used or not
 
 
@@ -75,6 +85,9 @@ class Report(NamedTuple):
     dropped: Tensor  # partial sums of the tokens' probability in dropped tiles
     tokens: int
     tau: Tensor  # scalar: the threshold
+    error: (
+        Tensor | None
+    )  # scalar: the error of the hidden states' gradient, relative to its norm, where it was measured
 
 
 @dataclass
@@ -93,6 +106,7 @@ class Filtered:
     tile_damping: Tensor | None
     layout: Layout
     plan: Plan
+    vocabulary: Vocabulary
 
 
 def forward(
@@ -105,11 +119,14 @@ def forward(
     softcap: float,
     layout: Layout,
     plan: Plan,
+    vocabulary: Vocabulary | None,
 ) -> tuple[Tensor, Filtered]:
     """(logsumexp of each token [N], zero where ignored; what the backward pass needs)."""
     (n, d), v = hidden.shape, weight.shape[0]
     cols = triton.cdiv(v, plan.block_n)
-    order = put_in_order(hidden, weight, bias, labels, ignore_index, plan.block_n)
+    if vocabulary is None:
+        vocabulary = sort_vocabulary(hidden, weight, bias, plan.block_n)
+    order = sort_tokens(labels, vocabulary, ignore_index)
     hidden = hidden.index_select(0, order.tokens)
     if bias is not None:
         bias = bias.index_select(0, order.order[:v])
@@ -132,7 +149,7 @@ def forward(
     combine([tile_lse, *[None] * 4], label_logit, order.labels, lse, [None] * 4, v, cols, v)
     return torch.empty_like(lse).scatter_(0, order.tokens, lse), Filtered(
         order, hidden, in_order if layout.keep_rows else None, bias, means, lse, label_logit, tile_lse, tile_ratio, tile_damping,
-        layout, plan,
+        layout, plan, vocabulary,
     )  # fmt: skip
 
 
@@ -147,6 +164,7 @@ def backward(
     softcap: float,
     need_hidden: bool,
     need_weight: bool,
+    measure: bool,
 ) -> tuple[Tensor, Tensor, Report]:
     """(gradient of hidden [N, D] in the tokens' own order, of weight [V, D], report), empty where not needed. Consumes ``saved``."""
     hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
@@ -159,7 +177,10 @@ def backward(
     mass, dropped = dropped_mass(
         kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
     )
-    report = Report(kept.start[-1], rows * cols, dropped, n, tau)
+    sampled = wrong = None
+    if measure and need_hidden:
+        sampled = torch.arange(min(n, SAMPLED), device=hidden.device) * (n // min(n, SAMPLED))
+        wrong = _dropped_gradient(saved, weight, sampled, kept.place, mass, grad_lse, logit_scale, softcap)
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
@@ -216,7 +237,37 @@ def backward(
         _put_back_kernel[(triton.cdiv(n, 16), triton.cdiv(d, 256))](
             total, order.tokens, grad_hidden, n, d, BLOCK_M=16, BLOCK_D=256
         )
-    return grad_hidden, grad_weight, report
+    error = None if wrong is None else wrong.norm() / total[sampled].norm()
+    return grad_hidden, grad_weight, Report(kept.start[-1], rows * cols, dropped, n, tau, error)
+
+
+def _dropped_gradient(
+    saved: Filtered,
+    weight: Tensor,  # [V, D]
+    sampled: Tensor,  # [S] rows
+    place: Tensor,
+    mass: Tensor,  # [T, N]
+    grad_lse: Tensor,  # [N]
+    logit_scale: float,
+    softcap: float,
+) -> Tensor:
+    """What the filter leaves out of the gradient of the hidden states of some rows, [S, D] float32."""
+    hidden, v = saved.hidden.index_select(0, sampled), weight.shape[0]
+    if saved.weight is not None:
+        weight = saved.weight
+    z = torch.empty((len(sampled), v), device=hidden.device)
+    multiply_add(z, hidden, weight.t(), first=True)
+    if saved.weight is None:
+        z = z.index_select(1, saved.order.order[:v])
+    left_out = residual(
+        z, sampled, saved.bias, saved.lse, saved.order.labels, place, mass, grad_lse, hidden.dtype,
+        logit_scale, softcap, saved.plan.block_m, saved.plan.block_n,
+    )  # fmt: skip
+    if saved.weight is None:
+        left_out = left_out.index_select(1, saved.vocabulary.rank)
+    wrong = torch.empty(hidden.shape, device=hidden.device)
+    multiply_add(wrong, left_out, weight, first=True)
+    return wrong
 
 
 def plan_and_layout(

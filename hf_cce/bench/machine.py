@@ -1,0 +1,59 @@
+"""What a figure was measured on: the device's name, the packages' versions; and waiting until the device has finished.
+
+torch is loaded by the functions that need it: the demo's parent process asks for versions without it.
+"""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """By package; None for one that is not installed."""
+    found: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def cpu_name() -> str:
+    """The model of the processor, such as "AMD EPYC 9654", or "CPU" where the system does not say."""
+    # platform.processor() is empty on most Linux systems, and names only the instruction set on others.
+    try:
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or "CPU"
+
+
+def device_name(device: torch.device) -> str:
+    """Of the GPU as its driver calls it; of a CPU with architecture, system and torch's number of threads."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    name = cpu_name() if device.type == "cpu" else device.type.upper()
+    return f"{name} ({platform.machine()}, {platform.system()}{threads})"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that was queued."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

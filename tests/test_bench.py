@@ -1,0 +1,246 @@
+"""The benchmark: what it writes, that its judge is right, that heads are trained once, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numerics import budget, relative_error
+from typer.testing import CliRunner, Result
+
+from hf_cce import CCEConfig
+from hf_cce.bench import bench_plots, machine, measure
+from hf_cce.bench.heads import HEADS, flat_head, train_head
+from hf_cce.bench.measure import Bench, Problem, exact_gradients
+from hf_cce.bench.peers import BUILDERS, eager, make_peers, make_sweep, sweep_name
+from hf_cce.cli.app import app
+
+HAS_FILTER = "gradient_filter" in {field.name for field in fields(CCEConfig)}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A little real text: one module of the standard library."""
+    path = tmp_path_factory.mktemp("words") / "argparse.txt"
+    path.write_text(Path(sys.modules["argparse"].__file__ or "").read_text("utf-8"), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def hf_cce(cache: Path, *arguments: str) -> Result:
+    environment = {"XDG_CACHE_HOME": str(cache), "COLUMNS": "120"}
+    return CliRunner().invoke(app, ["bench", *arguments], env=environment)
+
+
+def test_whole_bench_and_then_the_head_from_the_cache(words: Path, cache: Path, tmp_path: Path) -> None:
+    numbers, table, picture = tmp_path / "new" / "b.json", tmp_path / "b.md", tmp_path / "b.png"
+    head = ["--device", "cpu", "--head", "V512:256", "--head-seconds", "2", "--dataset", str(words)]
+    done = hf_cce(
+        cache, *head, "--shape", "64,64,512 128,64,512", "--shape", "128,64,4096", "--repeats", "2", "--sweep", "1e-3",
+        "--peers", "hf_cce,hf_cce exact", "--peers", "eager", "--json", str(numbers), "--markdown", str(table),
+        "--plot", str(picture),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    report = json.loads(numbers.read_text("utf-8"))
+    assert report["device"].startswith(machine.cpu_name()) and report["dtype"] == "float32"
+    assert report["versions"]["torch"] == torch.__version__
+    titles = ["flat N=64 D=64 V=512", "flat N=128 D=64 V=512", "flat N=128 D=64 V=4096", "trained V512 N=256"]
+    assert list(report["results"]) == titles
+    wanted = {"hf_cce", "eager"} | ({"hf_cce exact", sweep_name(1e-3)} if HAS_FILTER else set())
+    assert set(report["missing"]) == (set() if HAS_FILTER else {"hf_cce exact", sweep_name(1e-3)})
+    for result in report["results"].values():
+        assert set(result["rows"]) == wanted
+        assert result["three_gemms_ms"] == result["gemms_ms"]["both"] > 0
+        for name, row in result["rows"].items():
+            assert "failed" not in row, row
+            for mode, prefix in measure.PREFIX.items() if name in ("hf_cce", "eager") else [("both", "")]:
+                least, most = row[f"{prefix}ms_spread"]
+                assert 0 < least <= row[f"{prefix}ms"] <= most
+                assert row[f"{prefix}gemm_multiple"] == row[f"{prefix}ms"] / result["gemms_ms"][mode]
+        for error in ("loss_error", "grad_hidden_error", "grad_weight_error", "frozen_grad_hidden_error"):
+            theirs = result["rows"]["eager"][error]
+            assert result["rows"]["hf_cce"][error] <= budget(theirs, torch.float32), error
+    if sys.platform == "linux":
+        rows = report["results"]["flat N=128 D=64 V=4096"]["rows"]
+        logits = 128 * 4096 * 4 / measure.MIB
+        assert logits <= rows["eager"]["extra_mib"] <= 20 * logits
+    about = report["heads"]["V512"]
+    assert not about["from_cache"] and about["source"] == "argparse.txt" and about["steps"] > 3
+    text = table.read_text("utf-8")
+    assert text in done.output
+    for expected in (*titles, "| hf_cce |", "| eager |", "Head V512: 2 layers trained for 2 s", "× 3", "float64"):
+        assert expected in text, expected
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["b.json", "b.md", "b.png", "new"]
+
+    (file,) = (cache / "hf_cce").glob("head-V512-*.pt")
+    made = file.stat().st_mtime_ns
+    again = hf_cce(cache, *head, "--peers", "hf_cce", "--modes", "forward", "--repeats", "1", "--json", str(numbers))
+    assert again.exit_code == 0, again.output
+    assert "head V512: from the cache" in again.output
+    assert file.stat().st_mtime_ns == made and len(list((cache / "hf_cce").glob("head-*"))) == 1
+    second = json.loads(numbers.read_text("utf-8"))
+    assert second["heads"]["V512"]["held_out_loss"] == about["held_out_loss"]
+    row = second["results"]["trained V512 N=256"]["rows"]["hf_cce"]
+    assert row["forward_ms"] > 0 and "ms" not in row and "grad_hidden_error" not in row
+
+    short = hf_cce(cache, *head[:3], "V512:32768", *head[4:])
+    assert short.exit_code == 1
+    assert "not enough held-out tokens; the text (argparse.txt) gave" in short.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "hf_cce,nobody"], "unknown peer 'nobody'; known: hf_cce, hf_cce exact"),
+        (["--shape", "8192,1024"], "--shape '8192,1024': expected N,D,V"),
+        (["--shape", "8,0,99"], "--shape '8,0,99': N and D must be at least 1"),
+        (["--head", "V512"], "--head 'V512': expected NAME:TOKENS"),
+        (["--head", "V7:100"], "unknown head 'V7'; known: V512"),
+        (["--head", "V512:99999"], "a trained head keeps 32768 held-out tokens at most"),
+        (["--modes", "both,sideways"], "unknown mode 'sideways'; known: forward"),
+        (["--sweep", "1e-3,much"], "--sweep '1e-3,much': expected numbers"),
+        (["--sweep", "2"], "each gradient filter lies between 0 and 1"),
+        (["--device", "nonsense"], "--device 'nonsense': expected cpu, cuda"),
+        (["--device", "cuda"], "sees no NVIDIA GPU here; try --device cpu"),
+        (["--head", "V512:8", "--dataset", "SHORT"], "to hold a fifth out, it needs at least 640"),
+    ],
+)
+def test_errors_are_one_sentence(arguments: list[str], message: str, cache: Path, tmp_path: Path) -> None:
+    if arguments == ["--device", "cuda"] and torch.cuda.is_available():
+        pytest.skip("there is one")
+    (tmp_path / "short.txt").write_text("one two three " * 20)
+    device = [] if "--device" in arguments else ["--device", "cpu"]
+    done = hf_cce(cache, *(str(tmp_path / "short.txt") if a == "SHORT" else a for a in arguments), *device)
+    assert done.exit_code == 1
+    assert message in done.stderr
+    assert isinstance(done.exception, SystemExit)
+
+
+def small(tokens: int = 96) -> Problem:
+    return Problem(*flat_head(tokens, 32, 300, torch.device("cpu"), torch.float32))
+
+
+def test_the_judge_is_right() -> None:
+    problem = small()
+    hidden, weight = (x.double().requires_grad_() for x in (problem.hidden_states, problem.weight))
+    loss = torch.nn.functional.cross_entropy(hidden @ weight.t(), problem.labels)
+    loss.backward()
+    for value, expected in zip(exact_gradients(problem, torch.float64), (loss, hidden.grad, weight.grad), strict=True):
+        assert expected is not None
+        assert relative_error(value, expected) <= budget(0.0, torch.float64)
+
+
+def test_a_loss_that_raises_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> torch.Tensor:
+        raise NotImplementedError("not on a Saturday")
+
+    monkeypatch.setattr(measure, "filter_stats", lambda loss: {"kept": 0.5} if loss is eager else {})
+    said: list[str] = []
+    result = Bench(small(), ["both", "frozen"], torch.float64, said.append).run({"a": broken, "b": eager}, 1)
+    assert result["rows"]["a"] == {"failed": "NotImplementedError: not on a Saturday"}
+    assert result["rows"]["b"]["ms"] > 0 and result["rows"]["b"]["frozen_ms"] > 0
+    assert result["rows"]["b"]["filter"] == {"kept": 0.5}
+    assert "forward_ms" not in result["rows"]["b"]
+    assert said[-1] == "timing, round 1 of 1"
+
+
+def test_every_peer_is_made_or_missing_with_a_reason() -> None:
+    losses, missing = make_peers()
+    assert set(losses) | set(missing) == set(BUILDERS) and not set(losses) & set(missing)
+    assert all(missing.values())
+    assert {"hf_cce", "hf_cce 64 MiB", "eager"} <= set(losses)
+    swept, reasons = make_sweep([1e-3])
+    assert set(swept if HAS_FILTER else reasons) == {"hf_cce filter 0.001"}
+
+
+def test_a_trained_head_is_what_its_model_saw(words: Path, cache: Path) -> None:
+    head = train_head(HEADS["V512"], seconds=2, device="cpu", dataset=str(words), cache=cache / "hf_cce")
+    n, (v, d) = len(head.labels), head.weight.shape
+    assert (v, d) == (512, 64) and head.hidden_states.shape == (n, d) and head.counts.shape == (v,)
+    assert head.hidden_states.dtype == head.weight.dtype == torch.bfloat16
+    assert int(head.counts.sum()) > 3 * n and head.about["held_out_tokens"] == n
+    loss = eager(head.hidden_states, head.weight, head.labels)
+    assert relative_error(loss, torch.tensor(head.about["held_out_loss"])) <= budget(0.0, torch.bfloat16)
+    if head.about["steps"] >= 50:  # a busy machine does not get that far in two seconds
+        assert loss < torch.log(torch.tensor(512.0))
+
+
+def report(*, modes: str = "both") -> dict[str, Any]:
+    """What a GPU's report looks like, with invented figures."""
+    results: dict[str, Any] = {}
+    for kind, n, v in (("flat", 128, 512), ("flat", 1024, 512), ("flat", 1024, 2048), ("trained", 1024, 512)):
+        prefix = measure.PREFIX[modes]
+        base = {f"{prefix}ms": n * v / 1e5, f"{prefix}gemm_multiple": 1.5, "extra_mib": n * v / 1e5}
+        errors = {"grad_hidden_error": 1e-3, "grad_weight_error": 2e-3}
+        rows: dict[str, Any] = {"hf_cce": base | errors, "eager": base | errors, "liger": {"failed": "no"}}
+        if kind == "trained":
+            rows["hf_cce"]["filter"] = {"kept": 0.3}
+            for i, x in enumerate((1e-3, 1e-2)):
+                rows[sweep_name(x)] = base | errors | {"filter": {"kept": 0.5 - 0.2 * i}}
+        about = {"kind": kind, "N": n, "D": 64, "V": v}
+        results[f"{kind} N={n} V={v}"] = {"problem": about, "gemms_ms": {modes: 1.0}, "rows": rows}
+        if modes == "both":
+            results[f"{kind} N={n} V={v}"]["three_gemms_ms"] = 1.0
+    sweep = {sweep_name(x): x for x in (1e-3, 1e-2)}
+    return {"device": "a GPU", "dtype": "bfloat16", "versions": {"torch": "2"}, "sweep": sweep, "results": results}
+
+
+def test_panels_show_what_was_measured(tmp_path: Path) -> None:
+    whole = report()
+    results = whole["results"].values()
+    title, times = bench_plots.time_over_tokens(results) or ("", {})
+    assert title == "flat head, D = 64, V = 512"
+    assert set(times) == {"hf_cce", "eager", bench_plots.GEMMS_ALONE}
+    assert [n for n, _ in times["hf_cce"]] == [128, 1024]
+    title, memory = bench_plots.memory_over_vocabulary(results) or ("", {})
+    assert title == "1,024 tokens" and [v for v, _ in memory["eager"]] == [512, 2048]
+    errors = bench_plots.error_over_kept(whole)
+    assert errors is not None and list(errors) == ["trained N=1024 V=512"]
+    assert errors["trained N=1024 V=512"]["hidden"] == [(0.3, 1e-3), (0.5, 1e-3)]
+    bench_plots.draw_bench(whole, tmp_path / "whole.svg")
+    drawn = (tmp_path / "whole.svg").read_text("utf-8")
+    for words_ in ("tokens N", "vocabulary V", "Error over the share kept"):
+        assert words_ in drawn, words_
+    assert "multiple of" not in drawn
+
+
+def test_bars_where_no_panel_has_figures(tmp_path: Path) -> None:
+    few = report(modes="forward")
+    first = next(iter(few["results"]))
+    few["results"] = {first: few["results"][first]}
+    bench_plots.draw_bench(few, tmp_path / "few.svg")
+    drawn = (tmp_path / "few.svg").read_text("utf-8")
+    assert "multiple of the GEMM of a dense loss (forward)" in drawn and "tokens N" not in drawn
+
+
+def test_the_name_of_the_processor() -> None:
+    name = machine.cpu_name()
+    assert name.strip()
+    if os.path.exists("/proc/cpuinfo") and "model name" in (text := Path("/proc/cpuinfo").read_text()):
+        assert f"\t: {name}\n" in text
+    assert machine.device_name(torch.device("cpu")).startswith(name)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(words: Path, cache: Path, tmp_path: Path) -> None:
+    arguments = ["--device", "cuda", "--shape", "256,128,4096", "--head", "V512:512", "--head-seconds", "2"]
+    peers = ["--peers", "hf_cce,eager,torch.compile", "--dataset", str(words), "--repeats", "2"]
+    done = hf_cce(cache, *arguments, *peers, "--json", str(tmp_path / "b.json"))
+    assert done.exit_code == 0, done.output
+    for result in json.loads((tmp_path / "b.json").read_text())["results"].values():
+        for row in result["rows"].values():
+            assert row["ms"] > 0 and row["frozen_ms"] > 0 and row["wall_ms"] > 0 and row["extra_mib"] >= 0
+        ours, theirs = result["rows"]["hf_cce"], result["rows"]["eager"]
+        for error in ("grad_hidden_error", "grad_weight_error"):
+            assert ours[error] <= budget(theirs[error], torch.bfloat16)
