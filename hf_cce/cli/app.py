@@ -9,6 +9,7 @@ import typer
 
 import hf_cce
 from hf_cce.cli.demo import demo
+from hf_cce.cli.gradcheck import gradcheck
 
 app = typer.Typer(
     name="hf-cce",
@@ -20,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(gradcheck)
 
 
 def _version(wanted: bool) -> None:
