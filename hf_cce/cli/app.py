@@ -10,6 +10,7 @@ import typer
 import hf_cce
 from hf_cce.cli.bench import bench
 from hf_cce.cli.demo import demo
+from hf_cce.cli.gradcheck import gradcheck
 
 app = typer.Typer(
     name="hf-cce",
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
+app.command()(gradcheck)
 
 
 def _version(wanted: bool) -> None:

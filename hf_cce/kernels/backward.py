@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.plan import make_plan, operand, slab_width
+from hf_cce.kernels.stored import Stored, settle
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 
 
@@ -27,6 +28,7 @@ def _logit_gradient_kernel(
     grad_label,  # [N]
     grad_mean,  # [N]
     grad_entropy,  # [N]
+    flags,  # [row blocks], if FLAGGED: only these row blocks are computed
     out,  # [N, width], the gradient of the logits before scale and softcap
     slab_start,
     slab_stop,
@@ -39,6 +41,7 @@ def _logit_gradient_kernel(
     ignore_index,
     logit_scale,
     softcap,
+    FLAGGED: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -54,6 +57,9 @@ def _logit_gradient_kernel(
 ):
     num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(slab_stop - slab_start, BLOCK_N)
     row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
+    if FLAGGED:
+        if tl.load(flags + row_block) == 0:
+            return
     row, col = row_block * BLOCK_M, slab_start + col_block * BLOCK_N
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
@@ -71,8 +77,9 @@ def _logit_gradient_kernel(
         z, rows, cols, in_rows, col, label, valid, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy,
         vocab_size, logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
     )  # fmt: skip
-    at = rows.to(tl.int64)[:, None] * out_stride + (cols - slab_start)[None, :]
-    tl.store(out + at, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & in_slab[None, :])
+    at = out + row.to(tl.int64) * out_stride + (col - slab_start)
+    here = tl.arange(0, BLOCK_M)[:, None] * out_stride + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & in_slab[None, :])
 
 
 def logit_stats_backward(
@@ -93,12 +100,14 @@ def logit_stats_backward(
     need_weight: bool,
     need_bias: bool,
     memory_budget: int,
+    stored: Stored | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients as ``hf_cce.portable.logit_stats_backward``.
 
     Scratch, within the budget: one slab [N, width] and, with more than one slab, the float32 accumulator of the hidden states'
     gradient [N, D]. Where that accumulator would take more than half of the budget, the two gradients are formed in two
-    passes, the second over groups of tokens: a fifth GEMM, but no accumulator for all tokens.
+    passes, the second over groups of tokens: a fifth GEMM, but no accumulator for all tokens. ``stored`` brings the first slab,
+    and the memory for the others.
     """
     (n, d), v = hidden.shape, weight.shape[0]
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
@@ -123,13 +132,19 @@ def logit_stats_backward(
             width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget - 4 * size * d)
         # In the result's own memory where its dtype is float32 or one product is all there is.
         total = torch.empty_like(h, dtype=torch.float32) if for_hidden and width < v and narrow else grad_hidden[rows]
-        scratch = hidden.new_empty((size, width))
+        if stored is not None:
+            width = stored.values.shape[1]
+            total = grad_hidden[rows] if width == v or not narrow or not for_hidden else torch.empty_like(h, dtype=torch.float32)
+        scratch = hidden.new_empty((size, width)) if stored is None else stored.values
         for start in range(0, v, width):
             stop = min(v, start + width)
+            flags = None
+            if stored is not None and start == 0:
+                flags = settle(stored, labels, lse, grad_lse, grad_label, logit_scale, softcap, plan.block_m)
             _logit_gradient_kernel[(triton.cdiv(size, plan.block_m) * triton.cdiv(stop - start, plan.block_n),)](
-                operand(h, plan.block_m, plan), w_operand, bias, *vectors, scratch,
+                operand(h, plan.block_m, plan), w_operand, bias, *vectors, flags, scratch,
                 start, stop, width, size, v, d, h.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
-                HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None, HAS_BIAS=bias is not None,
+                FLAGGED=flags is not None, HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None, HAS_BIAS=bias is not None,
                 HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
             )  # fmt: skip
             gradient = scratch[:, : stop - start]  # [tokens, slab]
@@ -145,7 +160,7 @@ def logit_stats_backward(
 
     everything = slice(0, n)
     one_slab = slab_width(n, v, hidden.element_size(), plan.block_n, memory_budget) == v
-    if not need_hidden or hidden.element_size() == 4 or one_slab or 4 * n * d <= memory_budget // 2:
+    if stored is not None or not need_hidden or hidden.element_size() == 4 or one_slab or 4 * n * d <= memory_budget // 2:
         one_pass(everything, need_hidden, need_weight or need_bias)
     else:
         if need_weight or need_bias:

@@ -29,7 +29,9 @@ def _tile_stats_kernel(
     tile_max,  # [T, N], if WANT_TOP1
     tile_ratio,  # [T, N], if WANT_RATIO: see hf_cce.kernels.filter, like the next
     tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP
-    label_logit,  # [N], written where the label lies in the tile
+    label_logit,  # [N], written where the label lies in the tile; if STORE, read
+    stored,  # [N, stored_width], if STORE: see hf_cce.kernels.stored
+    stored_width,
     num_tokens,
     vocab_size,
     first_col,  # what to take from a label to have its column in weight
@@ -44,6 +46,7 @@ def _tile_stats_kernel(
     WANT_SQ: tl.constexpr,
     WANT_TOP1: tl.constexpr,
     WANT_RATIO: tl.constexpr,
+    STORE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -74,7 +77,7 @@ def _tile_stats_kernel(
         tl.store(tile_sum + out, tl.sum(tl.where((cols < vocab_size)[None, :], z, 0.0), 1), mask=in_rows)
     label -= first_col
     hit = valid & (label >= col) & (label < col + BLOCK_N)
-    if tl.sum(hit.to(tl.int32)) > 0:
+    if not STORE and tl.sum(hit.to(tl.int32)) > 0:
         at_label = tl.sum(tl.where(cols[None, :] == label[:, None], z, 0.0), 1)
         tl.store(label_logit + rows, at_label, mask=hit & in_rows)
     if col + BLOCK_N > vocab_size:
@@ -83,7 +86,7 @@ def _tile_stats_kernel(
     if WANT_TOP1:
         tl.store(tile_max + out, top, mask=in_rows)
     top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
-    if WANT_RATIO and HAS_SOFTCAP:
+    if (WANT_RATIO or STORE) and HAS_SOFTCAP:
         slope = 1.0 - (z / softcap) * (z / softcap)
     z = z - top[:, None]
     e = tl.exp(z)
@@ -100,6 +103,15 @@ def _tile_stats_kernel(
         energy = tl.sum(e * e, 1) - damped * damped / width
         tl.store(tile_ratio + out, (tl.maximum(energy, 0.0) / (some * some)).to(tl.bfloat16), mask=in_rows)
     tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
+    if STORE and col < stored_width:
+        height = top - tl.load(label_logit + rows, mask=in_rows, other=0.0)
+        scaled = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
+        if HAS_SOFTCAP:
+            scaled *= slope
+        at = stored + row.to(tl.int64) * stored_width + col
+        here = tl.arange(0, BLOCK_M)[:, None] * stored_width + tl.arange(0, BLOCK_N)[None, :]
+        in_store = in_rows[:, None] & (cols < stored_width)[None, :]
+        tl.store(at + here, scaled.to(stored.dtype.element_ty), mask=in_store)
     if WANT_ENTROPY:
         weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
         tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
@@ -243,15 +255,16 @@ def tile_stats(
     plan: Plan,
     tile_ratio: Tensor | None = None,
     tile_damping: Tensor | None = None,
+    stored: Tensor | None = None,
 ) -> None:
-    """Fill ``tiles`` and, for labels in [first_col, first_col + V), ``label_logit``."""
+    """Fill ``tiles`` and, for labels in [first_col, first_col + V), ``label_logit``; with ``stored`` that is read instead."""
     n, v = labels.numel(), weight.shape[0]
     wants = [x is not None for x in tiles[1:]]
     _tile_stats_kernel[(triton.cdiv(n, plan.block_m) * triton.cdiv(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
-        *tiles, tile_ratio, tile_damping, label_logit,
+        *tiles, tile_ratio, tile_damping, label_logit, stored, 0 if stored is None else stored.shape[1],
         n, v, first_col, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
-        **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tile_ratio is not None,
+        **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tile_ratio is not None, STORE=stored is not None,
         HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
     )  # fmt: skip
 

@@ -1,0 +1,155 @@
+"""The first slab of the logits' gradient, kept from the forward pass: as much of it as the budget holds need not be computed twice.
+
+What is stored is exp(z − z_label), which needs no logsumexp, and times (1 − (z/softcap)²) with a softcap: whatever it lacks to the gradient is
+a factor per token, and the label's own entry. bfloat16 has the range for it as long as a token's loss is below LIMIT; row blocks with a
+token above are computed anew in the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the ends of bfloat16
+
+
+class Stored(NamedTuple):
+    """What the forward pass leaves of the first slab."""
+
+    values: Tensor  # [N, width] exp(z − z_label) · (1 − (z/softcap)²), zero where the label is ignored
+    label_logit: Tensor  # [N]
+
+
+@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
+def _label_logit_kernel(
+    hidden,  # [N, D]
+    weight,  # [V, D]
+    bias,  # [V]
+    labels,  # [N]
+    out,  # [N], zero where the label is ignored
+    num_tokens,
+    vocab_size,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    label = tl.load(labels + rows, mask=rows < num_tokens, other=ignore_index)
+    good = (label != ignore_index) & (label >= 0) & (label < vocab_size)
+    ks = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_R,), tl.float32)
+    for k in range(0, hidden_size, BLOCK_K):
+        mask = good[:, None] & (k + ks < hidden_size)[None, :]
+        h = tl.load(hidden + rows.to(tl.int64)[:, None] * hidden_stride + (k + ks)[None, :], mask=mask, other=0.0)
+        w = tl.load(weight + label[:, None] * weight_stride + (k + ks)[None, :], mask=mask, other=0.0)
+        acc += tl.sum(h.to(tl.float32) * w.to(tl.float32), 1)
+    if HAS_BIAS:
+        acc += tl.load(bias + label, mask=good, other=0.0).to(tl.float32)
+    acc *= logit_scale
+    if HAS_SOFTCAP:
+        e = tl.exp(-2.0 * tl.abs(acc) / softcap)
+        acc = tl.where(acc < 0, -softcap, softcap) * ((1.0 - e) / (1.0 + e))
+    tl.store(out + rows, acc, mask=rows < num_tokens)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "width"])
+def _settle_kernel(
+    values,  # [N, width], in place
+    label_logit,  # [N]
+    labels,  # [N]
+    lse,  # [N]
+    grad_lse,  # [N]
+    grad_label,  # [N]
+    flags,  # [row blocks] int32, written: whether a token of the block is beyond the limit
+    num_tokens,
+    width,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_rows = rows < num_tokens
+    label = tl.load(labels + rows, mask=in_rows, other=-1)
+    at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
+    p_label = tl.exp(at_label - tl.load(lse + rows, mask=in_rows, other=0.0))
+    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
+    of_label = g * p_label + tl.load(grad_label + rows, mask=in_rows, other=0.0)
+    if HAS_SOFTCAP:
+        of_label *= 1.0 - (at_label / softcap) * (at_label / softcap)
+    at = rows.to(tl.int64)[:, None] * width + cols[None, :]
+    mask = in_rows[:, None] & (cols < width)[None, :]
+    x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32) * (g * p_label * logit_scale)[:, None]
+    x = tl.where(cols[None, :] == label[:, None], (of_label * logit_scale)[:, None], x)
+    tl.store(values + at, x.to(values.dtype.element_ty), mask=mask)
+    if tl.program_id(1) == 0 and tl.program_id(0) * BLOCK_R % BLOCK_M == 0:
+        block = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_M)
+        inside = block < num_tokens
+        loss = tl.load(lse + block, mask=inside, other=0.0) - tl.load(label_logit + block, mask=inside, other=0.0)
+        # not a number: computed anew as well, to say so
+        tl.store(flags + tl.program_id(0) * BLOCK_R // BLOCK_M, 1 - (tl.max((loss <= LIMIT).to(tl.int32) * -1, 0) * -1))
+
+
+def stored_width(n: int, d: int, v: int, dtype: torch.dtype, tile_rows: int, block_n: int, budget: int) -> int:
+    """Columns of the first slab that the budget can hold from the forward pass to the backward pass; 0 for none."""
+    if dtype == torch.float16 or n == 0:  # float16 has no range for it
+        return 0
+    element = dtype.itemsize
+    left = budget - 4 * n * tile_rows - 8 * n
+    if element * n * v <= left:
+        return v
+    left = min(left, budget - (4 * n * d if element < 4 else 0))
+    return max(0, left // (element * n) // block_n * block_n)
+
+
+def label_logits(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,
+    labels: Tensor,  # [N]
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+) -> Tensor:
+    """The logit of each token's label, [N] float32, zero where it is ignored."""
+    (n, d), v = hidden.shape, weight.shape[0]
+    out = torch.empty(n, device=hidden.device)
+    _label_logit_kernel[(triton.cdiv(n, 8),)](
+        hidden, weight, bias, labels, out, n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK_R=8, BLOCK_K=256, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def settle(
+    stored: Stored,
+    labels: Tensor,  # [N]
+    lse: Tensor,  # [N]
+    grad_lse: Tensor,  # [N]
+    grad_label: Tensor,  # [N]
+    logit_scale: float,
+    softcap: float,
+    block_m: int,
+) -> Tensor:
+    """Turn the stored slab into the gradient of the logits, in place. Returns the row blocks [⌈N / block_m⌉] to compute anew."""
+    n, width = stored.values.shape
+    flags = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=lse.device)
+    _settle_kernel[(triton.cdiv(n, 4), triton.cdiv(width, 2048))](
+        stored.values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, n, width, logit_scale, softcap or 1.0,
+        HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8,
+    )  # fmt: skip
+    return flags
