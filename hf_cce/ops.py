@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -319,6 +320,12 @@ def _traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode()
 
 
+# Tokens times hidden size times vocabulary from which the filter is worth its overhead of some 0.3 ms.
+FILTER_FROM = 1.5e11
+# … below which a step waits for the host, so that the fewest launches win.
+DENSE_BELOW = 5e10
+
+
 class _CrossEntropy(torch.autograd.Function):
     """The operator without the operator: the same functions, called directly.
 
@@ -328,54 +335,83 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient_filter: Any, state: FilterState | None, *inputs: Any) -> Tensor:
-        ctx.filtered = None
+        ctx.filtered = ctx.stored = ctx.dense = None
         hidden, weight, bias, labels, num_items, divisor, ignore_index, scale, softcap, smoothing, z_loss = inputs[:11]
         need_hidden, need_weight, need_bias, budget, implementation = inputs[11:]
-        filter_it = (
-            gradient_filter is not None
-            and (need_hidden or need_weight)
-            and not (need_bias or smoothing)
-            and choose_implementation(hidden.device, hidden.dtype, implementation) == "triton"
-        )
-        if filter_it:
-            state = FilterState() if state is None else state
-            tau = state.threshold(gradient_filter, hidden)
-            filter_it = tau is not None
-        if filter_it:
-            kernels, v = _kernels(), weight.shape[0]
-            with torch.autocast(hidden.device.type, enabled=False):
-                ok, factor = kernels.survey_labels(labels, ignore_index, v, num_items, divisor)
-                _require(ok, labels, ignore_index, v)
-                result = kernels.filtered_cross_entropy(
-                    hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss, need_weight, budget,
-                    state.vocabulary(weight),
-                )  # fmt: skip
+        if (
+            smoothing
+            or not (need_hidden or need_weight)
+            or choose_implementation(hidden.device, hidden.dtype, implementation) != "triton"
+        ):
+            output = _cross_entropy(*inputs)
+            _save_cross_entropy(ctx, inputs, output)
+            return output[0]
+        kernels, v = _kernels(), weight.shape[0]
+        with torch.autocast(hidden.device.type, enabled=False):
+            ok, factor = kernels.survey_labels(labels, ignore_index, v, num_items, divisor)
+            _require(ok, labels, ignore_index, v)
+            common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
+            result, tau = None, None
+            work = hidden.numel() * v
+            if gradient_filter is not None and not need_bias and work >= FILTER_FROM:
+                ctx.state = FilterState() if state is None else state
+                tau = ctx.tau = ctx.state.threshold(gradient_filter, hidden)
+            if tau is not None:
+                result = kernels.filtered_cross_entropy(*common, need_weight, budget, ctx.state.vocabulary(weight))
             if result is not None:
                 loss, lse, ctx.filtered = result
-                state.keep_vocabulary(weight, ctx.filtered.vocabulary)
-                _save_cross_entropy(ctx, inputs, (loss, lse, factor))
-                ctx.tau, ctx.state = tau, state
-                return loss
-        output = _cross_entropy(*inputs)
-        _save_cross_entropy(ctx, inputs, output)
-        return output[0]
+                ctx.state.keep_vocabulary(weight, ctx.filtered.vocabulary)
+            elif 0 < work < DENSE_BELOW and 4 * labels.numel() * v <= budget:
+                loss, lse, ctx.dense = kernels.dense_cross_entropy(*common)
+            elif (result := kernels.stored_cross_entropy(*common, budget)) is not None:
+                loss, lse, ctx.stored = result
+            else:
+                needs = (need_hidden, need_weight, need_bias)
+                loss, lse, *_ = kernels.cross_entropy(*common[:8], 0.0, z_loss, *needs, budget)
+        _save_cross_entropy(ctx, inputs, (loss, lse, factor))
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        nothing = (None, None)
-        need_hidden, need_weight = ctx.needs_input_grad[2:4]
-        saved, ctx.filtered = ctx.filtered, None  # used once: its memory is overwritten; a second backward recomputes
-        grad = grads[0]
-        if saved is None or grad is None or torch.is_grad_enabled() or _traced(grad):
-            return *nothing, *_cross_entropy_gradients(ctx, *grads, needs=ctx.needs_input_grad[2:5])
-        weight, factor = ctx.saved_tensors[1], ctx.saved_tensors[5]
+        needs, grad = ctx.needs_input_grad[2:5], grads[0]
+        # Used once, since their memory is overwritten; a second backward recomputes.
+        filtered, stored, dense = ctx.filtered, ctx.stored, ctx.dense
+        ctx.filtered = ctx.stored = ctx.dense = None
+        if (filtered is stored is dense is None) or grad is None or torch.is_grad_enabled() or _traced(grad):
+            return None, None, *_cross_entropy_gradients(ctx, *grads, needs=needs)
+        hidden, weight, bias, labels, lse, factor = ctx.saved_tensors
+        kernels = _kernels()
+        gradients: Sequence[Tensor | None]
         with torch.autocast(grad.device.type, enabled=False):
-            dh, dw, report = _kernels().filtered_gradients(
-                saved, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, need_hidden, need_weight,
-                ctx.state.measure(),
-            )  # fmt: skip
-        ctx.state.report(report)
-        return *nothing, dh if need_hidden else None, dw if need_weight else None, *[None] * 14
+            if filtered is not None:
+                measure = ctx.state.measure()
+                dh, dw, report = kernels.filtered_gradients(
+                    filtered, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, *needs[:2], measure
+                )
+                ctx.state.report(report)
+                gradients = [dh, dw, None]
+            elif dense is not None:
+                contiguous = labels.contiguous()
+                gradients = kernels.dense_gradients(
+                    dense, grad, factor, hidden, weight, bias, contiguous, *ctx.options, ctx.z_loss, *needs
+                )
+            else:
+                vectors = kernels.token_gradients(grad, factor, lse, 0.0, ctx.z_loss)
+                gradients = kernels.logit_stats_backward(
+                    *vectors,
+                    None,
+                    hidden,
+                    weight,
+                    bias,
+                    labels,
+                    lse,
+                    None,
+                    *ctx.options,
+                    *needs,
+                    ctx.memory_budget,
+                    stored,
+                )
+        return None, None, *(x if need else None for x, need in zip(gradients, needs, strict=True)), *[None] * 13
 
 
 def cross_entropy(

@@ -134,7 +134,11 @@ def logit_stats_backward(
         total = torch.empty_like(h, dtype=torch.float32) if for_hidden and width < v and narrow else grad_hidden[rows]
         if stored is not None:
             width = stored.values.shape[1]
-            total = grad_hidden[rows] if width == v or not narrow or not for_hidden else torch.empty_like(h, dtype=torch.float32)
+            total = (
+                grad_hidden[rows]
+                if width == v or not narrow or not for_hidden
+                else torch.empty_like(h, dtype=torch.float32)
+            )
         scratch = hidden.new_empty((size, width)) if stored is None else stored.values
         for start in range(0, v, width):
             stop = min(v, start + width)
@@ -160,7 +164,13 @@ def logit_stats_backward(
 
     everything = slice(0, n)
     one_slab = slab_width(n, v, hidden.element_size(), plan.block_n, memory_budget) == v
-    if stored is not None or not need_hidden or hidden.element_size() == 4 or one_slab or 4 * n * d <= memory_budget // 2:
+    if (
+        stored is not None
+        or not need_hidden
+        or hidden.element_size() == 4
+        or one_slab
+        or 4 * n * d <= memory_budget // 2
+    ):
         one_pass(everything, need_hidden, need_weight or need_bias)
     else:
         if need_weight or need_bias:

@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels import filtered
+from hf_cce.kernels import dense, filtered
 from hf_cce.kernels.filter import Vocabulary
-from hf_cce.kernels.forward import logit_stats
+from hf_cce.kernels.forward import combine, logit_stats, tile_stats
+from hf_cce.kernels.plan import make_plan
+from hf_cce.kernels.stored import Stored, label_logits, stored_width
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -117,6 +119,68 @@ def cross_entropy(
     )  # fmt: skip
     loss = _total_loss(lse, label_logit, mean_logit, factor, label_smoothing, z_loss)
     return loss, lse, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+
+
+def stored_cross_entropy(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,  # [V]
+    labels: Tensor,  # [N]
+    factor: Tensor,  # scalar
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    z_loss: float,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, Stored] | None:
+    """(loss, lse [N], the first slab for ``logit_stats_backward``), or None where the budget has no room for one."""
+    (n, d), v = hidden.shape, weight.shape[0]
+    plan = make_plan(hidden, weight)
+    num_tiles = triton.cdiv(v, plan.block_n)
+    block_n = make_plan(hidden, weight, backward=True).block_n
+    width = stored_width(n, d, v, hidden.dtype, num_tiles, max(block_n, plan.block_n), memory_budget)
+    if width == 0:
+        return None
+    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
+    label_logit = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
+    stored = Stored(hidden.new_empty((n, width)), label_logit)
+    lse = torch.empty_like(label_logit)
+    tiles: list[Tensor | None] = [torch.empty(num_tiles * n, device=hidden.device), None, None, None, None]
+    tile_stats(
+        hidden,
+        weight,
+        bias,
+        labels,
+        tiles,
+        label_logit,
+        0,
+        ignore_index,
+        logit_scale,
+        softcap,
+        plan,
+        stored=stored.values,
+    )
+    combine(tiles, label_logit, labels, lse, [None] * 4, v, num_tiles, ignore_index)
+    return _total_loss(lse, label_logit, None, factor, 0.0, z_loss), lse, stored
+
+
+def dense_cross_entropy(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,  # [V]
+    labels: Tensor,  # [N]
+    factor: Tensor,  # scalar
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    z_loss: float,
+) -> tuple[Tensor, Tensor, dense.Dense]:
+    """(loss, lse [N], what ``dense_gradients`` needs): for few tokens, with real logits of 4 · N · V bytes."""
+    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
+    saved, label_logit = dense.forward(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
+    return _total_loss(saved.lse, label_logit, None, factor, 0.0, z_loss), saved.lse, saved
 
 
 def filtered_cross_entropy(

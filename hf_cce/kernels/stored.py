@@ -100,8 +100,8 @@ def _settle_kernel(
         block = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_M)
         inside = block < num_tokens
         loss = tl.load(lse + block, mask=inside, other=0.0) - tl.load(label_logit + block, mask=inside, other=0.0)
-        # not a number: computed anew as well, to say so
-        tl.store(flags + tl.program_id(0) * BLOCK_R // BLOCK_M, 1 - (tl.max((loss <= LIMIT).to(tl.int32) * -1, 0) * -1))
+        beyond = inside & ((loss <= LIMIT) == 0)  # so that not a number counts too
+        tl.store(flags + tl.program_id(0) * BLOCK_R // BLOCK_M, tl.max(beyond.to(tl.int32), 0))
 
 
 def stored_width(n: int, d: int, v: int, dtype: torch.dtype, tile_rows: int, block_n: int, budget: int) -> int:

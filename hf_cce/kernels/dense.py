@@ -1,0 +1,166 @@
+"""The scalar loss for few tokens: real logits, in float32, whose memory the gradient of the logits then takes over.
+
+Below some size a step waits for the host, not for the GPU; this way needs the fewest launches, and less memory and time than
+full logits of PyTorch, which are upcast, copied and kept several times.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.backward import multiply_add
+
+
+class Dense(NamedTuple):
+    """What the forward pass leaves."""
+
+    logits: Tensor  # [N, V] float32: h Wᵀ
+    lse: Tensor  # [N]
+
+
+@triton.jit
+def _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    if HAS_BIAS:
+        x += tl.load(bias + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
+    x *= logit_scale
+    if HAS_SOFTCAP:
+        e = tl.exp(-2.0 * tl.abs(x) / softcap)
+        x = tl.where(x < 0, -softcap, softcap) * ((1.0 - e) / (1.0 + e))
+    return x
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _row_stats_kernel(
+    logits,  # [N, V] h Wᵀ
+    bias,  # [V]
+    labels,  # [N]
+    lse,  # [N], written; zero where the label is ignored, as the next
+    label_logit,  # [N], written
+    vocab_size,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    label = tl.load(labels + row)
+    if label == ignore_index:
+        tl.store(lse + row, 0.0)
+        tl.store(label_logit + row, 0.0)
+        return
+    start = logits + row.to(tl.int64) * vocab_size
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    at_label = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, vocab_size, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        x = tl.load(start + cols, mask=cols < vocab_size, other=0.0)
+        x = _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        at_label += tl.where(cols == label, x, 0.0)
+        x = tl.where(cols < vocab_size, x, float("-inf"))
+        new = tl.maximum(top, x)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        total = total * tl.exp(top - safe) + tl.exp(x - safe)
+        top = new
+    largest = tl.max(top, 0)
+    safe = tl.where(largest == float("-inf"), 0.0, largest)
+    tl.store(lse + row, safe + tl.log(tl.sum(total * tl.exp(top - safe), 0)))
+    tl.store(label_logit + row, tl.sum(at_label, 0))
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _row_gradient_kernel(
+    logits,  # [N, V] float32: h Wᵀ
+    out,  # the same memory, in the dtype of hidden and weight: row i begins where row i of the logits does
+    bias,  # [V]
+    labels,  # [N]
+    lse,  # [N]
+    grad,  # scalar
+    factor,  # scalar
+    vocab_size,
+    out_stride,
+    ignore_index,
+    logit_scale,
+    softcap,
+    z_loss,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    label = tl.load(labels + row)
+    valid = label != ignore_index
+    row_lse = tl.load(lse + row)
+    g = tl.where(valid, tl.load(grad).to(tl.float32) * tl.load(factor), 0.0)
+    of_lse = g * (1.0 + 2.0 * z_loss * row_lse)
+    start = logits + row.to(tl.int64) * vocab_size
+    to = out + row.to(tl.int64) * out_stride
+    for first in range(0, vocab_size, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        x = tl.load(start + cols, mask=cols < vocab_size, other=0.0)
+        x = _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        gradient = tl.where(valid, tl.exp(x - row_lse), 0.0) * of_lse - tl.where(cols == label, g, 0.0)
+        if HAS_SOFTCAP:
+            gradient *= 1.0 - (x / softcap) * (x / softcap)
+        # What is written is at most as wide as what was read, but other threads may have to read it first.
+        tl.debug_barrier()
+        tl.store(to + cols, (gradient * logit_scale).to(out.dtype.element_ty), mask=cols < vocab_size)
+
+
+def forward(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,
+    labels: Tensor,  # [N]
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+) -> tuple[Dense, Tensor]:
+    """(what the backward pass needs, the logit of each label [N])."""
+    n, v = labels.numel(), weight.shape[0]
+    logits = torch.empty((n, v), device=hidden.device)
+    multiply_add(logits, hidden, weight.t(), first=True)
+    lse, label_logit = torch.empty((2, n), device=hidden.device).unbind()
+    _row_stats_kernel[(n,)](
+        logits, bias, labels, lse, label_logit, v, ignore_index, logit_scale, softcap or 1.0,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,
+    )  # fmt: skip
+    return Dense(logits, lse), label_logit
+
+
+def backward(
+    saved: Dense,
+    grad: Tensor,  # scalar
+    factor: Tensor,  # scalar
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,
+    labels: Tensor,  # [N]
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    z_loss: float,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias; None where not needed. Consumes ``saved``."""
+    n, v = saved.logits.shape
+    narrow = saved.logits.view(hidden.dtype)  # [N, 2 V] of 16 bits, or the logits themselves
+    _row_gradient_kernel[(n,)](
+        saved.logits, narrow, bias, labels, saved.lse, grad, factor, v, narrow.stride(0), ignore_index, logit_scale,
+        softcap or 1.0, z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,
+    )  # fmt: skip
+    gradient = narrow[:, :v]
+    return (
+        gradient @ weight if need_hidden else None,
+        gradient.t() @ hidden if need_weight else None,
+        gradient.sum(0, dtype=torch.float32).to(weight.dtype) if need_bias else None,
+    )
