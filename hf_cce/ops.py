@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -284,13 +285,19 @@ def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 
 def _cross_entropy_gradients(
-    ctx: Any, grad: Tensor | None, *_: Tensor | None, needs: tuple[bool, ...] | None = None
+    ctx: Any,
+    grad: Tensor | None,
+    *_: Tensor | None,
+    needs: tuple[bool, ...] | None = None,
+    tokens: Tensor | None = None,
 ) -> tuple[Any, ...]:
     nothing_more = (None,) * 13
     if grad is None:
         return (None, None, None, *nothing_more)
     hidden, weight, bias, labels, lse, factor = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3] if needs is None else needs
+    if tokens is not None:  # the order that lse is in
+        lse = torch.empty_like(lse).scatter_(0, tokens, lse)
     plain = not _traced(grad)
     if ctx.gradients is not None and not plain:
         gradients = [x * grad.to(x.dtype) for x in ctx.gradients]
@@ -320,10 +327,12 @@ def _traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode()
 
 
-# Tokens times hidden size times vocabulary from which the filter is worth its overhead of some 0.3 ms.
+# Which way a loss takes, by measurement on an H200 (hf_cce/bench/results). Tokens times hidden size times vocabulary from which
+# the filter is worth its overhead of some 0.3 ms, and below which a step waits for the host, so that the fewest launches win:
 FILTER_FROM = 1.5e11
-# … below which a step waits for the host, so that the fewest launches win.
 DENSE_BELOW = 5e10
+# Bytes per token and vocabulary entry that PyTorch's loss on bfloat16 logits takes.
+EAGER_BYTES = 10
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -335,7 +344,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient_filter: Any, state: FilterState | None, *inputs: Any) -> Tensor:
-        ctx.filtered = ctx.stored = ctx.dense = None
+        ctx.filtered = ctx.stored = ctx.dense = ctx.tokens = None
         hidden, weight, bias, labels, num_items, divisor, ignore_index, scale, softcap, smoothing, z_loss = inputs[:11]
         need_hidden, need_weight, need_bias, budget, implementation = inputs[11:]
         if (
@@ -359,7 +368,9 @@ class _CrossEntropy(torch.autograd.Function):
             if tau is not None:
                 result = kernels.filtered_cross_entropy(*common, need_weight, budget, ctx.state.vocabulary(weight))
             if result is not None:
-                loss, lse, ctx.filtered = result
+                loss, ctx.filtered = result
+                lse = ctx.filtered.lse
+                ctx.tokens = ctx.filtered.order.tokens  # whose the statistics are
                 ctx.state.keep_vocabulary(weight, ctx.filtered.vocabulary)
             elif 0 < work < DENSE_BELOW and 4 * labels.numel() * v <= budget:
                 loss, lse, ctx.dense = kernels.dense_cross_entropy(*common)
@@ -378,7 +389,7 @@ class _CrossEntropy(torch.autograd.Function):
         filtered, stored, dense = ctx.filtered, ctx.stored, ctx.dense
         ctx.filtered = ctx.stored = ctx.dense = None
         if (filtered is stored is dense is None) or grad is None or torch.is_grad_enabled() or _traced(grad):
-            return None, None, *_cross_entropy_gradients(ctx, *grads, needs=needs)
+            return None, None, *_cross_entropy_gradients(ctx, *grads, needs=needs, tokens=ctx.tokens)
         hidden, weight, bias, labels, lse, factor = ctx.saved_tensors
         kernels = _kernels()
         gradients: Sequence[Tensor | None]
@@ -414,10 +425,46 @@ class _CrossEntropy(torch.autograd.Function):
         return None, None, *(x if need else None for x, need in zip(gradients, needs, strict=True)), *[None] * 13
 
 
+def _full_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    num_items: Tensor | None,
+    divisor: float,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+) -> Tensor:
+    """The same scalar from real logits, as Transformers computes it, by PyTorch's own operators."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = F.linear(hidden, weight, bias).float()
+        if logit_scale != 1.0:
+            logits = logits * logit_scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        total = F.cross_entropy(
+            logits, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+        )
+        if z_loss:
+            total = total + z_loss * (logits.logsumexp(1).square() * (labels != ignore_index)).sum()
+        if divisor:
+            return total / divisor
+        count = (labels != ignore_index).sum() if num_items is None else num_items
+        return torch.where(count == 0, 0.0, total / count.clamp_min(1e-30))
+
+
 def cross_entropy(
     hidden: Tensor, *others: Any, gradient_filter: Any = None, state: FilterState | None = None
 ) -> Tensor:
     """The scalar of ``hf_cce::cross_entropy``: through the dispatcher where somebody is tracing, else directly."""
     if _traced(hidden):
         return torch.ops.hf_cce.cross_entropy(hidden, *others)[0]
+    # So few tokens that a step waits for the host alone: nothing is faster than what PyTorch does in C++, and it fits the budget.
+    weight, labels, budget, implementation = others[0], others[2], others[-2], others[-1]
+    few = EAGER_BYTES * labels.numel() * weight.shape[0] <= budget
+    if few and hidden.is_cuda and implementation == "auto" and hidden.dtype != torch.float64 and labels.numel():
+        return _full_logits(hidden, *others[:10])
     return _CrossEntropy.apply(gradient_filter, state, hidden, *others)

@@ -77,7 +77,7 @@ def _logit_gradient_kernel(
         z, rows, cols, in_rows, col, label, valid, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy,
         vocab_size, logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
     )  # fmt: skip
-    at = out + row.to(tl.int64) * out_stride + (col - slab_start)
+    at = out + row.to(tl.int64) * out_stride + col_block * BLOCK_N  # said so, Triton knows that it is aligned
     here = tl.arange(0, BLOCK_M)[:, None] * out_stride + tl.arange(0, BLOCK_N)[None, :]
     tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & in_slab[None, :])
 
@@ -130,15 +130,10 @@ def logit_stats_backward(
         width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget)
         if width < v and for_hidden and narrow:
             width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget - 4 * size * d)
-        # In the result's own memory where its dtype is float32 or one product is all there is.
-        total = torch.empty_like(h, dtype=torch.float32) if for_hidden and width < v and narrow else grad_hidden[rows]
         if stored is not None:
             width = stored.values.shape[1]
-            total = (
-                grad_hidden[rows]
-                if width == v or not narrow or not for_hidden
-                else torch.empty_like(h, dtype=torch.float32)
-            )
+        # In the result's own memory where its dtype is float32 or one product is all there is.
+        total = torch.empty_like(h, dtype=torch.float32) if for_hidden and width < v and narrow else grad_hidden[rows]
         scratch = hidden.new_empty((size, width)) if stored is None else stored.values
         for start in range(0, v, width):
             stop = min(v, start + width)

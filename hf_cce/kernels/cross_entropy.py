@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_cce.kernels import dense, filtered
 from hf_cce.kernels.filter import Vocabulary
-from hf_cce.kernels.forward import combine, logit_stats, tile_stats
+from hf_cce.kernels.forward import combine, logit_stats, tile_stats, tile_stride
 from hf_cce.kernels.plan import make_plan
 from hf_cce.kernels.stored import Stored, label_logits, stored_width
 
@@ -147,7 +147,7 @@ def stored_cross_entropy(
     label_logit = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
     stored = Stored(hidden.new_empty((n, width)), label_logit)
     lse = torch.empty_like(label_logit)
-    tiles: list[Tensor | None] = [torch.empty(num_tiles * n, device=hidden.device), None, None, None, None]
+    tiles: list[Tensor | None] = [torch.empty(num_tiles * tile_stride(n), device=hidden.device), None, None, None, None]
     tile_stats(
         hidden,
         weight,
@@ -196,8 +196,8 @@ def filtered_cross_entropy(
     need_weight: bool,
     memory_budget: int,
     vocabulary: Vocabulary | None,
-) -> tuple[Tensor, Tensor, filtered.Filtered] | None:
-    """(loss, lse [N], what ``filtered_gradients`` needs), or None where the budget does not allow the filter."""
+) -> tuple[Tensor, filtered.Filtered] | None:
+    """(loss, what ``filtered_gradients`` needs), or None where the budget does not allow the filter."""
     if not labels.numel():
         return None
     chosen = filtered.plan_and_layout(hidden, weight, softcap, need_weight, memory_budget)
@@ -206,10 +206,8 @@ def filtered_cross_entropy(
     plan, layout = chosen
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
-    lse, saved = filtered.forward(
-        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary
-    )
-    return _total_loss(saved.lse, saved.label_logit, None, factor, 0.0, z_loss), lse, saved
+    saved = filtered.forward(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary)
+    return _total_loss(saved.lse, saved.label_logit, None, factor, 0.0, z_loss), saved
 
 
 def filtered_gradients(

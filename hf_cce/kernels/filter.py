@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.forward import tile_stride
+
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
 BINS = tl.constexpr(512)
 SAMPLE = 1024  # tokens whose mean gives the average logits
@@ -83,7 +85,7 @@ def _score_kernel(
     grad_lse,  # [N], if WEIGHTED: the tokens' weights
     energy,  # [T, row blocks], written; infinite for a tile that holds a label
     part,  # [programs], written: this program's part of what the energies are compared with
-    counts,  # [programs, BINS], written: its tiles by energy
+    tile_stride,
     num_tokens,
     num_row_blocks,
     num_col_blocks,
@@ -106,11 +108,10 @@ def _score_kernel(
     wrong = tl.where(valid, 1.0 - tl.exp(tl.load(label_logit + rows, mask=in_rows, other=0.0) - row_lse), 0.0) * scale
     total = tl.where(begin == 0, tl.sum(wrong * wrong), 0.0)
     label_block = label // BLOCK_N
-    histogram = tl.zeros((BINS,), tl.int32)
     for first in range(begin, end, BLOCK_T):
         blocks = first + tl.arange(0, BLOCK_T)
         inside = blocks < end
-        at = blocks.to(tl.int64)[:, None] * num_tokens + rows[None, :]
+        at = blocks.to(tl.int64)[:, None] * tile_stride + rows[None, :]
         mask = inside[:, None] & valid[None, :]
         mass = tl.exp(tl.load(tile_lse + at, mask=mask, other=float("-inf")) - row_lse[None, :])
         if WEIGHTED:
@@ -118,11 +119,16 @@ def _score_kernel(
         e = tl.sum(mass * mass * tl.load(tile_ratio + at, mask=mask, other=0.0).to(tl.float32), 1)
         held = tl.max((label_block[None, :] == blocks[:, None]).to(tl.int32), 1) > 0
         total += tl.sum(tl.where(held, 0.0, e))
-        e = tl.where(held | (inside == 0), float("inf"), e)
-        tl.store(energy + blocks * num_row_blocks + row_block, e, mask=inside)
-        histogram += tl.histogram(_bin(e), BINS)
+        tl.store(energy + blocks * num_row_blocks + row_block, tl.where(held, float("inf"), e), mask=inside)
     tl.store(part + program, total)
-    tl.store(counts + program * BINS + tl.arange(0, BINS), histogram)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _count_kernel(energy, counts, num_tiles, BLOCK: tl.constexpr):
+    """Tiles by energy, [programs, BINS]."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    e = tl.load(energy + at, mask=at < num_tiles, other=float("inf"))
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(_bin(e), BINS))
 
 
 @triton.jit(do_not_specialize=["num_programs"])
@@ -233,7 +239,7 @@ def _rows_kernel(
     tl.store(row_pass + row_block * (PASSES + 1) + passes, before, mask=passes <= PASSES)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"])
+@triton.jit(do_not_specialize=["num_row_blocks"])
 def _residual_kernel(
     z,  # [S, V]: h Wᵀ of some rows, in the order of columns
     sampled,  # [S] int64: which rows
@@ -244,7 +250,7 @@ def _residual_kernel(
     mass,  # [T, N]
     grad_lse,  # [N]
     out,  # [S, V], written: the gradient of z less what stands for it, zero in kept tiles
-    num_tokens,
+    tile_stride,
     num_row_blocks,
     v,
     logit_scale,
@@ -272,7 +278,7 @@ def _residual_kernel(
     gradient = tl.exp(x - tl.load(lse + row)) * slope * tl.load(grad_lse + row) * logit_scale
     tile = cols // BLOCK_N
     width = tl.minimum(v - tile * BLOCK_N, BLOCK_N).to(tl.float32)
-    spread = tl.load(mass + tile.to(tl.int64) * num_tokens + row, mask=inside, other=0.0).to(tl.float32) / width
+    spread = tl.load(mass + tile.to(tl.int64) * tile_stride + row, mask=inside, other=0.0).to(tl.float32) / width
     gone = inside & (tl.load(place + tile * num_row_blocks + row // BLOCK_M, mask=inside, other=0) < 0)
     gone &= tl.load(labels + row) < v
     tl.store(out + at, tl.where(gone, gradient - spread, 0.0), mask=inside)
@@ -306,6 +312,7 @@ def _mass_kernel(
     grad_lse,  # [N]
     mass,  # [T, N], written: the gradient that a dropped tile's row keeps, zero for the others
     dropped,  # [T, blocks of N], written: share of the tokens' probability in the dropped tiles
+    tile_stride,
     num_tokens,
     num_row_blocks,
     v,
@@ -319,7 +326,7 @@ def _mass_kernel(
     in_rows = rows < num_tokens
     valid = tl.load(labels + rows, mask=in_rows, other=v) < v
     gone = valid & (tl.load(place + block * num_row_blocks + rows // BLOCK_M, mask=in_rows, other=0) < 0)
-    at = block.to(tl.int64) * num_tokens + rows
+    at = block.to(tl.int64) * tile_stride + rows
     of_row = tl.load(lse + rows, mask=in_rows, other=0.0)
     p = tl.where(gone, tl.exp(tl.load(tile_lse + at, mask=gone, other=float("-inf")) - of_row), 0.0)
     tl.store(dropped + block * tl.num_programs(1) + tl.program_id(1), tl.sum(p))
@@ -421,17 +428,17 @@ def select(
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    # some hundreds of programs, few enough for their counts to be added up fast
-    span = triton.cdiv(max(32, triton.cdiv(rows * cols, 1024)), 32) * 32
+    span = triton.cdiv(max(16, triton.cdiv(rows * cols, 2048)), 16) * 16  # some hundreds of programs
     grid = (rows, triton.cdiv(cols, span))
-    programs = grid[0] * grid[1]
+    programs, counting = grid[0] * grid[1], triton.cdiv(rows * cols, 2048)
     energy, part = torch.empty((cols, rows), device=device), torch.empty(programs, device=device)
-    counts, sums = ints(programs, BINS.value), ints(BINS.value)
+    counts, sums = ints(counting, BINS.value), ints(BINS.value)
     _score_kernel[grid](
-        tile_lse, tile_ratio, lse, label_logit, labels, grad_lse, energy, part, counts, n, rows, cols, span, v,
-        WEIGHTED=grad_lse is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=32, num_warps=8,
+        tile_lse, tile_ratio, lse, label_logit, labels, grad_lse, energy, part, tile_stride(n), n, rows, cols, span, v,
+        WEIGHTED=grad_lse is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
-    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, programs, BLOCK=256, WIDTH=16, num_warps=4)
+    _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
+    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)
     kept = Kept(
         place=ints(cols, rows), count=ints(cols), start=ints(cols + 1), pass_block=ints(passes + 1),
         pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
@@ -466,13 +473,13 @@ def dropped_mass(
 ) -> tuple[Tensor, Tensor]:
     """(the gradient [T, N] that the rows of dropped tiles keep, partial sums of the probability in them)."""
     n, cols = lse.numel(), kept.count.numel()
-    mass = torch.empty((cols, n), dtype=dtype, device=lse.device)
+    mass = torch.empty((cols, tile_stride(n)), dtype=dtype, device=lse.device)
     dropped = torch.empty((cols, triton.cdiv(n, 1024)), device=lse.device)
     _mass_kernel[dropped.shape](
-        tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, n, kept.place.shape[1], v, logit_scale,
+        tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, tile_stride(n), n, kept.place.shape[1], v, logit_scale,
         HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, BLOCK=1024,
     )  # fmt: skip
-    return mass, dropped
+    return mass[:, :n], dropped
 
 
 def residual(
@@ -494,7 +501,7 @@ def residual(
     v = z.shape[1]
     out = torch.empty(z.shape, dtype=dtype, device=z.device)
     _residual_kernel[(z.shape[0], triton.cdiv(v, 1024))](
-        z, sampled, bias, lse, labels, place, mass, grad_lse, out, lse.numel(), place.shape[1], v, logit_scale, softcap or 1.0,
+        z, sampled, bias, lse, labels, place, mass, grad_lse, out, mass.stride(0), place.shape[1], v, logit_scale, softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK=1024,
     )  # fmt: skip
     return out

@@ -24,7 +24,7 @@ from hf_cce.kernels.filter import (
     sort_tokens,
     sort_vocabulary,
 )
-from hf_cce.kernels.forward import combine, tile_stats
+from hf_cce.kernels.forward import combine, tile_stats, tile_stride
 from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand
 from hf_cce.kernels.sparse import (
     _hidden_gradient_kernel,
@@ -120,8 +120,8 @@ def forward(
     layout: Layout,
     plan: Plan,
     vocabulary: Vocabulary | None,
-) -> tuple[Tensor, Filtered]:
-    """(logsumexp of each token [N], zero where ignored; what the backward pass needs)."""
+) -> Filtered:
+    """What the backward pass needs, and the loss: ``lse`` and ``label_logit`` of each token, zero where it is ignored."""
     (n, d), v = hidden.shape, weight.shape[0]
     cols = triton.cdiv(v, plan.block_n)
     if vocabulary is None:
@@ -132,8 +132,8 @@ def forward(
         bias = bias.index_select(0, order.order[:v])
     means = weight.new_empty((cols, d))
     lse, label_logit = torch.empty((2, n), device=hidden.device).unbind()
-    tile_lse = torch.empty((cols, n), device=hidden.device)
-    tile_ratio = torch.empty((cols, n), dtype=torch.bfloat16, device=hidden.device)
+    tile_lse = torch.empty((cols, tile_stride(n)), device=hidden.device)
+    tile_ratio = torch.empty((cols, tile_stride(n)), dtype=torch.bfloat16, device=hidden.device)
     tile_damping = torch.empty_like(tile_ratio) if softcap > 0 else None
     in_order = None
     for first in range(0, v, layout.slab):
@@ -147,7 +147,7 @@ def forward(
             tile_ratio[block:], None if tile_damping is None else tile_damping[block:],
         )  # fmt: skip
     combine([tile_lse, *[None] * 4], label_logit, order.labels, lse, [None] * 4, v, cols, v)
-    return torch.empty_like(lse).scatter_(0, order.tokens, lse), Filtered(
+    return Filtered(
         order, hidden, in_order if layout.keep_rows else None, bias, means, lse, label_logit, tile_lse, tile_ratio, tile_damping,
         layout, plan, vocabulary,
     )  # fmt: skip
@@ -192,14 +192,14 @@ def backward(
     del mass
     gather = saved.weight is None
     source = weight if saved.weight is None else saved.weight
-    bk, bd = plan.sparse_block_k, plan.block_d
+    bk, bd, wd = plan.sparse_block_k, plan.block_d, plan.weight_block_d
     scratch = hidden.new_empty((layout.slots * plan.block_m, plan.block_n))
-    blocks = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_K": bk, "BLOCK_D": bd}
+    blocks = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_K": bk}
     common = {**blocks, "TMA": plan.use_tma, "PRECISION": plan.precision, "UPCAST": plan.upcast}
     h_tiles, w_tiles = operand(hidden, plan.block_m, plan), source if gather else operand(source, plan.block_n, plan)
     by_row, by_col = descriptor(scratch, plan.block_m, bk, plan), descriptor(scratch, bk, plan.block_n, plan)
     w_rows = source if gather else descriptor(source, bk, bd, plan)
-    h_rows = descriptor(hidden, bk, bd, plan)
+    h_rows = descriptor(hidden, bk, wd, plan)
     chunks = triton.cdiv(d, bd)
 
     def compute_tiles(number: int, h: Any, w: Any, rows_of: Tensor, **flags: bool) -> None:
@@ -215,8 +215,8 @@ def backward(
         compute_tiles(number, h_tiles, w_tiles, source, GATHER=gather, AGAIN=False)
         _hidden_gradient_kernel[(rows * chunks,)](
             by_row, w_rows, order.order, kept.row_tiles, kept.row_pass, kept.row_order, total, number, n, rows, cols,
-            v, d, source.stride(0), PASSES=passes, GATHER=gather, **common,
-            num_warps=plan.sparse_warps, num_stages=plan.sparse_stages,
+            v, d, source.stride(0), PASSES=passes, GATHER=gather, BLOCK_D=bd, **common,
+            num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
         )  # fmt: skip
     # From here on the rows in order are overwritten by the gradient. The tiles of the last pass that had any are still there, those
     # of the passes before are computed once more.
@@ -227,9 +227,9 @@ def backward(
     )
     for number in reversed(range(passes if need_weight else 0)):
         compute_tiles(number, h_tiles, weight, weight, GATHER=True, AGAIN=need_hidden)
-        _weight_gradient_kernel[(min(plan.programs, cols * chunks),)](
+        _weight_gradient_kernel[(min(plan.programs, cols * triton.cdiv(d, wd)),)](
             by_col, h_rows, order.order, kept.tile_rows, kept.start, kept.pass_block, kept.pass_start, spread, grad_weight,
-            number, n, v, d, hidden.stride(0), **common, num_warps=plan.sparse_warps, num_stages=plan.sparse_stages,
+            number, n, v, d, hidden.stride(0), BLOCK_D=wd, **common, num_warps=plan.weight_warps, num_stages=plan.weight_stages,
         )  # fmt: skip
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
     if need_hidden:

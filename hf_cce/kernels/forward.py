@@ -32,6 +32,7 @@ def _tile_stats_kernel(
     label_logit,  # [N], written where the label lies in the tile; if STORE, read
     stored,  # [N, stored_width], if STORE: see hf_cce.kernels.stored
     stored_width,
+    tile_stride,  # from one tile's statistics to the next column's: N, rounded up
     num_tokens,
     vocab_size,
     first_col,  # what to take from a label to have its column in weight
@@ -72,7 +73,7 @@ def _tile_stats_kernel(
         hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
         logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    out = col_block.to(tl.int64) * num_tokens + rows
+    out = col_block.to(tl.int64) * tile_stride + rows
     if WANT_MEAN:
         tl.store(tile_sum + out, tl.sum(tl.where((cols < vocab_size)[None, :], z, 0.0), 1), mask=in_rows)
     label -= first_col
@@ -133,6 +134,7 @@ def _combine_kernel(
     entropy,
     log_sum_sq,
     is_top1,
+    tile_stride,
     num_tokens,
     vocab_size,
     num_tiles,
@@ -156,7 +158,7 @@ def _combine_kernel(
     z_max = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     for first in range(0, num_tiles, BLOCK_T):
         tiles = first + tl.arange(0, BLOCK_T)
-        at = tiles.to(tl.int64)[:, None] * num_tokens + rows[None, :]
+        at = tiles.to(tl.int64)[:, None] * tile_stride + rows[None, :]
         mask = (tiles < num_tiles)[:, None] & valid[None, :]
         part = tl.load(tile_lse + at, mask=mask, other=float("-inf"))
         new_top = tl.maximum(top, tl.max(part, 0))
@@ -238,6 +240,11 @@ def survey_labels(
     return ok, factor
 
 
+def tile_stride(n: int) -> int:
+    """From one column of tiles to the next in an array of their statistics: such that rows begin aligned."""
+    return triton.cdiv(n, 16) * 16
+
+
 _FLAGS = ("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1")
 
 
@@ -246,7 +253,7 @@ def tile_stats(
     weight: Tensor,  # [V, D]
     bias: Tensor | None,
     labels: Tensor,  # [N]
-    tiles: list[Tensor | None],  # T·N each: lse, and sum, expectation, lse of 2 z, maximum where wanted
+    tiles: list[Tensor | None],  # T · tile_stride(N) each: lse, and sum, expectation, lse of 2 z, maximum where wanted
     label_logit: Tensor,  # [N]
     first_col: int,
     ignore_index: int,
@@ -263,7 +270,7 @@ def tile_stats(
     _tile_stats_kernel[(triton.cdiv(n, plan.block_m) * triton.cdiv(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
         *tiles, tile_ratio, tile_damping, label_logit, stored, 0 if stored is None else stored.shape[1],
-        n, v, first_col, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
+        tile_stride(n), n, v, first_col, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
         **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tile_ratio is not None, STORE=stored is not None,
         HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
     )  # fmt: skip
@@ -282,7 +289,7 @@ def combine(
     """Fold the statistics of tiles into those of tokens."""
     n = labels.numel()
     _combine_kernel[(triton.cdiv(n, 32),)](
-        *tiles, label_logit, labels, lse, *outputs, n, v, num_tiles, ignore_index,
+        *tiles, label_logit, labels, lse, *outputs, tile_stride(n), n, v, num_tiles, ignore_index,
         **dict(zip(_FLAGS, [x is not None for x in outputs], strict=True)), BLOCK_R=32, BLOCK_T=32, num_warps=4,
     )  # fmt: skip
 
@@ -321,7 +328,10 @@ def logit_stats(
         rows = slice(start, min(n, start + group))
         h, y = hidden[rows], labels[rows]
         size = y.numel()
-        tiles = [torch.empty(num_tiles * size, device=hidden.device) if want else None for want in (True, *wants)]
+        tiles = [
+            torch.empty(num_tiles * tile_stride(size), device=hidden.device) if want else None
+            for want in (True, *wants)
+        ]
         tile_stats(h, weight, bias, y, tiles, label_logit[rows], 0, ignore_index, logit_scale, softcap, plan)
         outputs = [x[rows] if want else None for x, want in zip(results, wants, strict=True)]
         combine(tiles, label_logit[rows], y, lse[rows], outputs, v, num_tiles, ignore_index)

@@ -27,12 +27,15 @@ class Plan:
     use_tma: bool
     precision: str  # of a float32 dot: "ieee" or "tf32"
     upcast: bool = False  # multiply in float32: the interpreter cannot multiply bfloat16
-    group_m: int = 32  # row blocks that share weight tiles in L2
+    group_m: int = 64  # row blocks that share weight tiles in L2
     # of the kernels over kept tiles alone (hf_cce.kernels.sparse)
     sparse_block_k: int = 64
     block_d: int = 128  # columns of a gradient's tile
     sparse_warps: int = 4
-    sparse_stages: int = 3
+    hidden_stages: int = 3
+    weight_stages: int = 3
+    weight_block_d: int = 128
+    weight_warps: int = 4
     tile_warps: int = 4
     programs: int = 264  # that share the kept tiles
 
@@ -80,13 +83,23 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
     ):  # the kernels work on contiguous copies, whose rows then start anywhere
         plan = replace(plan, use_tma=False)
     if hidden.device.type != "cuda":
-        return replace(plan, sparse_block_k=16, block_d=32, sparse_warps=1, tile_warps=1, programs=3)
+        return replace(
+            plan,
+            sparse_block_k=16,
+            block_d=32,
+            weight_block_d=64,
+            sparse_warps=1,
+            weight_warps=1,
+            tile_warps=1,
+            programs=3,
+        )
     processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     if plan.block_m != 128:  # float32
-        return replace(plan, sparse_block_k=32, block_d=64, programs=2 * processors)
+        return replace(plan, sparse_block_k=32, block_d=64, weight_block_d=64, programs=2 * processors)
     if not plan.use_tma:
-        return replace(plan, sparse_block_k=32, sparse_warps=8, tile_warps=8, programs=2 * processors)
-    return replace(plan, block_n=128, num_warps=4, num_stages=3, programs=2 * processors)
+        return replace(plan, sparse_block_k=32, sparse_warps=8, weight_warps=8, tile_warps=8, programs=2 * processors)
+    plan = replace(plan, block_n=128, num_warps=4, num_stages=3, hidden_stages=4, programs=2 * processors)
+    return replace(plan, weight_block_d=256, weight_warps=8) if hidden.shape[1] % 256 == 0 else plan
 
 
 def _tma_ready(x: Tensor) -> bool:

@@ -63,7 +63,7 @@ def _label_logit_kernel(
     tl.store(out + rows, acc, mask=rows < num_tokens)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "width"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _settle_kernel(
     values,  # [N, width], in place
     label_logit,  # [N]
