@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -328,9 +329,10 @@ def _traced(x: Tensor) -> bool:
 
 
 # Which way a loss takes, by measurement on an H200 (hf_cce/bench/results). Tokens times hidden size times vocabulary from which
-# the filter is worth its overhead of some 0.3 ms, and below which a step waits for the host, so that the fewest launches win:
+# the filter is worth its overhead of some 0.3 ms:
 FILTER_FROM = 1.5e11
-DENSE_BELOW = 5e10
+# Bytes of float32 logits up to which the way of fewest launches wins:
+DENSE_BYTES = 256 << 20
 # Bytes per token and vocabulary entry that PyTorch's loss on bfloat16 logits takes.
 EAGER_BYTES = 10
 
@@ -372,7 +374,7 @@ class _CrossEntropy(torch.autograd.Function):
                 lse = ctx.filtered.lse
                 ctx.tokens = ctx.filtered.order.tokens  # whose the statistics are
                 ctx.state.keep_vocabulary(weight, ctx.filtered.vocabulary)
-            elif 0 < work < DENSE_BELOW and 4 * labels.numel() * v <= budget:
+            elif 0 < 4 * labels.numel() * v <= min(budget, DENSE_BYTES):
                 loss, lse, ctx.dense = kernels.dense_cross_entropy(*common)
             elif (result := kernels.stored_cross_entropy(*common, budget)) is not None:
                 loss, lse, ctx.stored = result
@@ -439,7 +441,8 @@ def _full_logits(
     z_loss: float,
 ) -> Tensor:
     """The same scalar from real logits, as Transformers computes it, by PyTorch's own operators."""
-    with torch.autocast(hidden.device.type, enabled=False):
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext():
         logits = F.linear(hidden, weight, bias).float()
         if logit_scale != 1.0:
             logits = logits * logit_scale
@@ -452,8 +455,9 @@ def _full_logits(
             total = total + z_loss * (logits.logsumexp(1).square() * (labels != ignore_index)).sum()
         if divisor:
             return total / divisor
-        count = (labels != ignore_index).sum() if num_items is None else num_items
-        return torch.where(count == 0, 0.0, total / count.clamp_min(1e-30))
+        if num_items is None:
+            return total / (labels != ignore_index).sum().clamp_min(1)
+        return torch.where(num_items == 0, 0.0, total / num_items)
 
 
 def cross_entropy(

@@ -16,7 +16,7 @@ from hf_cce.kernels.stored import Stored, settle
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 
 
-@triton.jit(do_not_specialize=["num_tokens", "slab_start", "slab_stop", "ignore_index"])
+@triton.jit(do_not_specialize=["num_tokens", "slab_start", "ignore_index"])
 def _logit_gradient_kernel(
     hidden,  # [N, D]
     weight,  # [V, D]
@@ -31,7 +31,7 @@ def _logit_gradient_kernel(
     flags,  # [row blocks], if FLAGGED: only these row blocks are computed
     out,  # [N, width], the gradient of the logits before scale and softcap
     slab_start,
-    slab_stop,
+    slab_width,
     out_stride,
     num_tokens,
     vocab_size,
@@ -55,7 +55,7 @@ def _logit_gradient_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(slab_stop - slab_start, BLOCK_N)
+    num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(slab_width, BLOCK_N)
     row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
     if FLAGGED:
         if tl.load(flags + row_block) == 0:
@@ -64,22 +64,26 @@ def _logit_gradient_kernel(
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
     in_rows = rows < num_tokens
-    in_slab = cols < slab_stop
+    # Counted from the start of the slab, Triton can tell that they are aligned, and stores vectors.
+    place = col_block * BLOCK_N + tl.arange(0, BLOCK_N)
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     valid = label != ignore_index
     # Tiles of ignored tokens alone multiply nothing.
     depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
+    # Loaded before the products, which hide how long that takes.
+    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
     z = tile_logits(
         hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
         logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     gradient = tile_gradient(
-        z, rows, cols, in_rows, col, label, valid, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy,
+        z, rows, cols, in_rows, col, label, valid, row_lse, g, entropy, grad_label, grad_mean, grad_entropy,
         vocab_size, logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
     )  # fmt: skip
-    at = out + row.to(tl.int64) * out_stride + col_block * BLOCK_N  # said so, Triton knows that it is aligned
-    here = tl.arange(0, BLOCK_M)[:, None] * out_stride + tl.arange(0, BLOCK_N)[None, :]
-    tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & in_slab[None, :])
+    at = out + row.to(tl.int64) * out_stride
+    here = tl.arange(0, BLOCK_M)[:, None] * out_stride + place[None, :]
+    tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (place < slab_width)[None, :])
 
 
 def logit_stats_backward(
@@ -142,7 +146,7 @@ def logit_stats_backward(
                 flags = settle(stored, labels, lse, grad_lse, grad_label, logit_scale, softcap, plan.block_m)
             _logit_gradient_kernel[(triton.cdiv(size, plan.block_m) * triton.cdiv(stop - start, plan.block_n),)](
                 operand(h, plan.block_m, plan), w_operand, bias, *vectors, flags, scratch,
-                start, stop, width, size, v, d, h.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
+                start, stop - start, width, size, v, d, h.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
                 FLAGGED=flags is not None, HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None, HAS_BIAS=bias is not None,
                 HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
             )  # fmt: skip

@@ -67,12 +67,18 @@ def make_layout(
         slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
         choice = standing + statistics + mass + lists
         slots = (budget - standing - lists - total) // tile
-        if slab < min(v, 32 * plan.block_n) or standing + statistics > budget or choice > budget or slots < 2 * rows:
+        if (
+            slab < min(v, 32 * plan.block_n)
+            or standing + statistics > budget
+            or choice > budget
+            or slots < max(2 * rows, 4 * plan.programs)
+        ):
             continue
         slots = min(slots, rows * cols)
         room = slots if slots == rows * cols else slots - rows
         passes = triton.cdiv(rows * cols, room)
-        if passes <= (MAX_PASSES // 8 if weight else MAX_PASSES):
+        # With many passes it costs less to gather rows than to keep them or to compute tiles twice.
+        if passes <= (MAX_PASSES // 8 if keep_rows else MAX_PASSES):
             return Layout(min(slab, v), keep_rows, slots, room, passes)
     return None
 
@@ -202,6 +208,13 @@ def backward(
     h_rows = descriptor(hidden, bk, wd, plan)
     chunks = triton.cdiv(d, bd)
 
+    # The rows in order, where the layout kept them, lie in the memory of the gradient that will overwrite them.
+    in_place = need_weight and not gather
+    if not need_weight:
+        grad_weight = weight.new_empty(0)
+    else:
+        grad_weight = source if in_place else torch.empty_like(weight, memory_format=torch.contiguous_format)
+
     def compute_tiles(number: int, h: Any, w: Any, rows_of: Tensor, **flags: bool) -> None:
         _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
             h, w, saved.bias, order.order, order.labels, saved.lse, grad_lse, grad_label, kept.tiles,
@@ -211,26 +224,27 @@ def backward(
             BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages,
         )  # fmt: skip
 
-    for number in range(passes if need_hidden else 0):
-        compute_tiles(number, h_tiles, w_tiles, source, GATHER=gather, AGAIN=False)
-        _hidden_gradient_kernel[(rows * chunks,)](
-            by_row, w_rows, order.order, kept.row_tiles, kept.row_pass, kept.row_order, total, number, n, rows, cols,
-            v, d, source.stride(0), PASSES=passes, GATHER=gather, BLOCK_D=bd, **common,
-            num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
-        )  # fmt: skip
-    # From here on the rows in order are overwritten by the gradient. The tiles of the last pass that had any are still there, those
-    # of the passes before are computed once more.
-    grad_weight = (
-        (torch.empty_like(weight, memory_format=torch.contiguous_format) if gather else source)
-        if need_weight
-        else weight.new_empty(0)
-    )
-    for number in reversed(range(passes if need_weight else 0)):
-        compute_tiles(number, h_tiles, weight, weight, GATHER=True, AGAIN=need_hidden)
+    def multiply_weight(number: int) -> None:
         _weight_gradient_kernel[(min(plan.programs, cols * triton.cdiv(d, wd)),)](
             by_col, h_rows, order.order, kept.tile_rows, kept.start, kept.pass_block, kept.pass_start, spread, grad_weight,
             number, n, v, d, hidden.stride(0), BLOCK_D=wd, **common, num_warps=plan.weight_warps, num_stages=plan.weight_stages,
         )  # fmt: skip
+
+    for number in range(passes if need_hidden or not in_place else 0):
+        compute_tiles(number, h_tiles, w_tiles, source, GATHER=gather, AGAIN=False)
+        if need_hidden:
+            _hidden_gradient_kernel[(rows * chunks,)](
+                by_row, w_rows, order.order, kept.row_tiles, kept.row_pass, kept.row_order, total, number, n, rows, cols,
+                v, d, source.stride(0), PASSES=passes, GATHER=gather, BLOCK_D=bd, **common,
+                num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
+            )  # fmt: skip
+        if need_weight and not in_place:
+            multiply_weight(number)
+    # From here on the rows in order are gone. The tiles of the last pass that had any are still there, those of the passes
+    # before are computed once more.
+    for number in reversed(range(passes if in_place else 0)):
+        compute_tiles(number, h_tiles, weight, weight, GATHER=True, AGAIN=need_hidden)
+        multiply_weight(number)
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
     if need_hidden:
         del scratch

@@ -58,12 +58,15 @@ def _kept_tiles_kernel(
         cols = col + tl.arange(0, BLOCK_N)
         in_rows = rows < num_tokens
         label = tl.load(labels + rows, mask=in_rows, other=vocab_size)
+        # Loaded before the products, which hide how long that takes.
+        row_lse = tl.where(label < vocab_size, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+        g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
         z = tile_logits(
             hidden, weight, bias, order, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
             logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         gradient = tile_gradient(
-            z, rows, cols, in_rows, col, label, label < vocab_size, lse, None, grad_lse, grad_label, None, None,
+            z, rows, cols, in_rows, col, label, label < vocab_size, row_lse, g, None, grad_label, None, None,
             vocab_size, logit_scale, softcap, False, False, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
         )  # fmt: skip
         if col + BLOCK_N > vocab_size:

@@ -87,9 +87,9 @@ def tile_gradient(
     col,  # the first of cols
     label,  # [BLOCK_M]
     valid,  # [BLOCK_M] not ignored
-    lse,  # [N] and so on: pointers
-    entropy,
-    grad_lse,
+    row_lse,  # [BLOCK_M], infinite where the label is ignored: p = 0 there this way, whatever the finite logits are
+    g,  # [BLOCK_M] the gradient of lse
+    entropy,  # [N] and so on: pointers
     grad_label,
     grad_mean,
     grad_entropy,
@@ -103,10 +103,7 @@ def tile_gradient(
     BLOCK_N: tl.constexpr,
 ):
     """The gradient of one tile of logits before scale and softcap, [BLOCK_M, BLOCK_N] float32; zero in ignored rows."""
-    # An ignored row has p = 0 this way, whatever its finite logits are.
-    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
     p = tl.exp(z - row_lse[:, None])
-    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
     if HAS_ENTROPY:
         g_entropy = tl.load(grad_entropy + rows, mask=in_rows, other=0.0)
         expectation = tl.where(valid, row_lse - tl.load(entropy + rows, mask=in_rows, other=0.0), 0.0)
