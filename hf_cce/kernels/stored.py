@@ -112,8 +112,12 @@ def stored_width(n: int, d: int, v: int, dtype: torch.dtype, tile_rows: int, blo
     left = budget - 4 * n * tile_rows - 8 * n
     if element * n * v <= left:
         return v
-    left = min(left, budget - (4 * n * d if element < 4 else 0))
-    return max(0, left // (element * n) // block_n * block_n)
+    beside = 4 * n * d if element < 4 else 0
+    if 2 * beside > budget:
+        return 0
+    # The slabs that follow are as wide as this one: where the statistics leave it narrow, none of them gains.
+    width, later = (x // (element * n) // block_n * block_n for x in (min(left, budget - beside), budget - beside))
+    return width if 4 * width >= 3 * later else 0
 
 
 def label_logits(
