@@ -162,7 +162,7 @@ def run(settings: Settings, report: Report = lambda event: None, cache: Path | N
     assert settings.dtype and settings.device and settings.repeats and settings.shapes is not None
     device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     losses, missing = make_peers(settings.peers)
     swept, missing_sweep = make_sweep(settings.sweep)
     losses.update(swept)

@@ -226,7 +226,7 @@ def limit(job: Job, device: torch.device) -> None:
     total = torch.cuda.get_device_properties(device).total_memory / GIB
     if not 0 < job.memory_limit <= total:
         raise ValueError(f"--memory-limit must be above 0 and at most {total:.1f} GiB, got {job.memory_limit}")
-    torch.cuda.set_per_process_memory_fraction(job.memory_limit / total, device)
+    torch.cuda.set_per_process_memory_fraction(job.memory_limit / total, device.index or 0)
 
 
 def run(job: Job) -> dict[str, Any]:
