@@ -6,6 +6,7 @@ liger         Liger's own patch of the model, with nothing but the fused linear 
 apple         Apple's linear_cross_entropy on the last hidden states (their package has a patch for some versions only)
 hf_cce        apply_cce(model)
 hf_cce-exact  apply_cce(model, gradient_filter=None)
+hf_cce-1gib   apply_cce(model, memory_budget=1 << 30), for many tokens at once
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from hf_cce import CCEConfig, apply_cce
 
-LOSSES = ("eager", "compiled", "liger", "apple", "hf_cce", "hf_cce-exact")
+LOSSES = ("eager", "compiled", "liger", "apple", "hf_cce", "hf_cce-exact", "hf_cce-1gib")
 FILTER = "gradient_filter"
 
 
@@ -100,3 +101,7 @@ def _hf_cce_exact(model: Any) -> str:
     if FILTER not in {field.name for field in dataclasses.fields(CCEConfig)}:
         raise Missing(f"CCEConfig of this version has no {FILTER}; its only loss is hf_cce")
     return _hf_cce(model, **{FILTER: None})
+
+
+def _hf_cce_1gib(model: Any) -> str:
+    return _hf_cce(model, memory_budget=1 << 30)

@@ -52,7 +52,7 @@ class Stopwatch:
             self.spans.append((time.perf_counter() - start) * 1e3)
             return
         start_event, stop_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(4_000_000)  # clock cycles, some 2 ms
+        torch.cuda._sleep(8_000_000)  # clock cycles, some 4 ms
         start_event.record()
         function()
         stop_event.record()
