@@ -167,7 +167,8 @@ def builds(arch: int) -> Iterator[Build]:
                     if dtype != dtypes[0] and name != [*variants][-1]:
                         continue
                     label = " ".join(filter(None, (spec.kernel, shape, name)))
-                    yield Build(label, spec, dtype, known, {**dict.fromkeys(flags, False), **on}, name != "plain")
+                    odd = name.endswith(("everything", "odd"))
+                    yield Build(label, spec, dtype, known, {**dict.fromkeys(flags, False), **on}, odd)
 
 
 def _function(spec: Spec) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 #   *fp32, *i64, *u1   pointer to 16-byte aligned memory; *T: to the dtype of the problem
 #   tile BLOCK_M BLOCK_K  an operand: a TMA descriptor of blocks [BLOCK_M, BLOCK_K] where the plan uses TMA, else *T
 #   i32, i32:16, fp32  a number; :16 for one that is a multiple of 16
-#   size               a number that is a multiple of 16 in the plain variant only, as vocabularies are or are not
+#   size               a number; no multiple of 16 in variants named "… everything" and "odd", as vocabularies are or are not
 #   … if FLAG, … if FLAG and FLAG  None unless those constexprs are true
 #   tile … unless FLAG *T where that constexpr is true
 TYPES = {
@@ -159,7 +159,7 @@ SPECS = (
             "spread": "*fp32",
             "out": "*T",
         },
-        variants={"odd": {}},
+        variants={"plain": {}, "odd": {}},
     ),
     Spec("sparse._put_back_kernel", types={"total": "*fp32", "tokens": "*i64", "out": "*T"}),
     Spec("filter._order_kernel", types={"by_logit": "*i64", "padded": "i32:16"}),
