@@ -4,7 +4,7 @@
     python -m tests.aot --write      # the same, and make what was found the budget
     python -m tests.aot --arch 90    # one architecture
 
-A new kernel needs one entry in ``SPECS``, and an entry in ``TYPES`` for each argument whose name is not there yet.
+What there is to compile stands in aot_specs.py; a new kernel needs an entry there.
 ``test_aot.py`` runs ``--json`` in a process of its own for each architecture: the tests' own process interprets kernels.
 """
 
@@ -19,15 +19,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+from tests.aot_specs import SPECS, TYPES, Spec
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "hf_cce" / "kernels"
@@ -45,94 +47,11 @@ SHARED_LIMIT = {
 }
 TENSOR_MEMORY_LIMIT = 512  # columns, Blackwell's
 REGISTER_SLACK = 8  # the unit in which registers are allocated to a thread
-HIDDEN_SIZES = (1024, 4096)  # plans depend on it; equal plans are compiled once
-
-# What each argument is, by its name, for every kernel; a spec can say otherwise.
-#   *fp32, *i64, *u1   pointer to 16-byte aligned memory; *T: to the dtype of the problem
-#   tile BLOCK_M       an operand: a TMA descriptor of blocks [BLOCK_M, BLOCK_K] where the plan uses TMA, else *T
-#   i32, i32:16, fp32  a number; :16 for one that is a multiple of 16
-#   size               a number that is a multiple of 16 in the plain variant only, as vocabularies are or are not
-#   … if FLAG          None unless that constexpr is true
-TYPES = {
-    "hidden": "tile BLOCK_M",
-    "weight": "tile BLOCK_N",
-    "bias": "*T if HAS_BIAS",
-    "labels": "*i64",
-    "num_tokens": "i32",
-    "vocab_size": "size",
-    "hidden_size": "i32:16",
-    "hidden_stride": "i32:16",
-    "weight_stride": "i32:16",
-    "ignore_index": "i32",
-    "logit_scale": "fp32",
-    "softcap": "fp32",
-    "label_smoothing": "fp32",
-    "z_loss": "fp32",
-    "tile_lse": "*fp32",
-    "tile_sum": "*fp32 if WANT_MEAN",
-    "tile_expectation": "*fp32 if WANT_ENTROPY",
-    "tile_lse2": "*fp32 if WANT_SQ",
-    "tile_max": "*fp32 if WANT_TOP1",
-    "lse": "*fp32",
-    "label_logit": "*fp32",
-    "factor": "*fp32",
-    "loss": "*fp32",
-    "grad": "*fp32",
-    "grad_lse": "*fp32",
-    "grad_label": "*fp32",
-}
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One kernel. Constexprs that neither plan nor launch give as a literal are flags: all off, and all on."""
-
-    kernel: str  # module.function, below hf_cce.kernels
-    plan: str | None = None  # a key of PLANS; None: nothing depends on dtype or device, compiled once an architecture
-    types: dict[str, str] = field(default_factory=dict)  # beyond TYPES, or against it
-    constants: dict[str, Any] = field(
-        default_factory=dict
-    )  # constexprs, num_warps, num_stages that the launch computes
-    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # instead of all off and all on: name -> flags
-
-    @property
-    def name(self) -> str:
-        return self.kernel.rpartition(".")[2]
-
-
-SPECS = (
-    Spec("forward._tile_stats_kernel", plan="forward"),
-    Spec(
-        "backward._logit_gradient_kernel",
-        plan="backward",
-        types={
-            "out": "*T",
-            "out_stride": "size",
-            "slab_start": "i32",
-            "slab_stop": "i32",
-            "entropy": "*fp32 if HAS_ENTROPY",
-            "grad_mean": "*fp32 if HAS_MEAN",
-            "grad_entropy": "*fp32 if HAS_ENTROPY",
-        },
-    ),
-    Spec(
-        "forward._combine_kernel",
-        types={
-            "mean_logit": "*fp32 if WANT_MEAN",
-            "entropy": "*fp32 if WANT_ENTROPY",
-            "log_sum_sq": "*fp32 if WANT_SQ",
-            "is_top1": "*u1 if WANT_TOP1",
-            "num_tiles": "i32",
-        },
-    ),
-    Spec(
-        "forward._survey_kernel",
-        types={"num_items": "*i64 if HAS_ITEMS", "divisor": "fp32", "ok": "*u1"},
-        variants={"plain": {}, "items": {"HAS_ITEMS": True}, "divisor": {"HAS_DIVISOR": True}},
-    ),
-    Spec("cross_entropy._total_loss_kernel", types={"mean_logit": "*fp32 if SMOOTH"}),
-    Spec("cross_entropy._token_gradients_kernel", types={"grad_mean": "*fp32 if SMOOTH"}),
-)
+HIDDEN_SIZES = (
+    1024,
+    2880,
+    4096,
+)  # plans depend on it, and on whether it is a multiple of 256; equal plans are compiled once
 
 
 def jitted_kernels() -> set[str]:
@@ -163,27 +82,53 @@ def launch_literals(name: str) -> dict[str, Any]:
     return found
 
 
-def _plan(backward: bool, arch: int, dtype: Any, hidden_size: int) -> Any:
-    """What hf_cce.kernels.plan picks on that architecture for aligned tensors."""
+def _plan(kind: str, arch: int, dtype: Any, hidden_size: int) -> Any:
+    """What hf_cce.kernels.plan picks on that architecture for aligned tensors; ``kind``: forward, backward or filter."""
     import torch
 
     from hf_cce.kernels import plan
 
-    capability = divmod(arch, 10)
-    if hasattr(plan, "plan_for"):
-        return plan.plan_for(capability, dtype, hidden_size, backward)
     tensor = SimpleNamespace(
         device=SimpleNamespace(type="cuda"), dtype=dtype, shape=(8192, hidden_size), stride=lambda _: hidden_size,
         element_size=lambda: dtype.itemsize, data_ptr=lambda: 0,
     )  # fmt: skip
-    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
-        return plan.make_plan(tensor, tensor, backward=backward)
+    properties = SimpleNamespace(multi_processor_count=132)  # enters no kernel, only how many programs are launched
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(arch, 10)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+    ):
+        return (
+            plan.filter_plan(tensor, tensor) if kind == "filter" else plan.make_plan(tensor, tensor, kind == "backward")
+        )
 
 
-PLANS = {
-    "forward": lambda *problem: _plan(False, *problem),
-    "backward": lambda *problem: _plan(True, *problem),
+def _sparse(plan: Any, block_d: int, num_warps: int, num_stages: int) -> dict[str, Any]:
+    """The constants of a product with kept tiles: see hf_cce.kernels.filtered."""
+    own = {"BLOCK_K": plan.sparse_block_k, "BLOCK_D": block_d, "num_warps": num_warps, "num_stages": num_stages}
+    return {**plan.constants(), **own}
+
+
+def _blocks(plan: Any) -> dict[str, Any]:
+    return {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
+
+
+# What kernels are launched with: a kind of plan, and its part in their constants.
+PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    "forward": ("forward", lambda plan: plan.constants()),
+    "backward": ("backward", lambda plan: plan.constants()),
+    "backward blocks": ("backward", _blocks),
+    "filter forward": ("filter", lambda plan: plan.constants()),
+    "filter blocks": ("filter", _blocks),
+    "kept tiles": ("filter", lambda plan: {**plan.constants(), "num_warps": plan.tile_warps}),
+    "hidden gradient": ("filter", lambda p: _sparse(p, p.block_d, p.sparse_warps, p.hidden_stages)),
+    "weight gradient": ("filter", lambda p: _sparse(p, p.weight_block_d, p.weight_warps, p.weight_stages)),
 }
+
+
+def plan_constants(key: str, arch: int, dtype: Any, hidden_size: int) -> dict[str, Any]:
+    """The constants of the plan ``key`` of PLANS for one problem."""
+    kind, part = PLANS[key]
+    return part(_plan(kind, arch, dtype, hidden_size))
 
 
 @dataclass(frozen=True)
@@ -206,21 +151,24 @@ def builds(arch: int) -> Iterator[Build]:
         fn = _function(spec)
         literals = {**launch_literals(spec.name), **spec.constants}
         dtypes = [*([torch.bfloat16] if arch >= 80 else []), torch.float16, torch.float32]
-        for dtype in dtypes if spec.plan else dtypes[:1]:
+        multiplies = spec.plan is not None and not spec.plan.endswith("blocks")
+        for dtype in dtypes if multiplies else dtypes[:1]:
             plans: dict[str, dict[str, Any]] = {"": {}}
             if spec.plan:
-                picked = [PLANS[spec.plan](arch, dtype, size) for size in HIDDEN_SIZES]
-                plans = {_describe(dtype, plan.constants()): plan.constants() for plan in picked}
+                picked = [plan_constants(spec.plan, arch, dtype, size) for size in HIDDEN_SIZES]
+                plans = {_describe(dtype, constants): constants for constants in picked}
             for shape, constants in plans.items():
                 known = {**constants, **literals}
                 flags = [p.name for p in fn.params if p.is_constexpr and p.name not in known]
                 both = {"plain": dict.fromkeys(flags, False), "everything": dict.fromkeys(flags, True)}
-                for name, on in (spec.variants or both).items():
-                    # The smaller variant of one dtype is enough to see what the larger one adds.
-                    if name == "plain" and dtype != dtypes[0]:
+                variants = spec.variants or (both if flags else {"plain": {}})
+                for name, on in variants.items():
+                    # The smaller variants of one dtype are enough to see what the largest, the last, adds.
+                    if dtype != dtypes[0] and name != [*variants][-1]:
                         continue
                     label = " ".join(filter(None, (spec.kernel, shape, name)))
-                    yield Build(label, spec, dtype, known, {**dict.fromkeys(flags, False), **on}, name != "plain")
+                    odd = name.endswith(("everything", "odd"))
+                    yield Build(label, spec, dtype, known, {**dict.fromkeys(flags, False), **on}, odd)
 
 
 def _function(spec: Spec) -> Any:
@@ -231,7 +179,8 @@ def _function(spec: Spec) -> Any:
 def _describe(dtype: Any, c: dict[str, Any]) -> str:
     blocks = "x".join(str(value) for name, value in c.items() if name.startswith("BLOCK_"))
     dtype_name = str(dtype).removeprefix("torch.")
-    return f"{dtype_name} {blocks} w{c['num_warps']} s{c['num_stages']}" + (" tma" if c.get("TMA") else "")
+    launch = f" w{c['num_warps']} s{c['num_stages']}" if "num_warps" in c else ""
+    return f"{dtype_name} {blocks}{launch}" + (" tma" if c.get("TMA") else "")
 
 
 def signature(build: Build) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:
@@ -249,14 +198,15 @@ def signature(build: Build) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
             continue
         kind = build.spec.types.get(name) or TYPES.get(name)
         if kind is None:
-            raise ValueError(f"{build.spec.kernel}: no type for the argument {name}; give it in tests/aot.py")
-        kind, _, flag = kind.partition(" if ")
-        if flag and not values[flag]:
+            raise ValueError(f"{build.spec.kernel}: no type for the argument {name}; give it in tests/aot_specs.py")
+        kind, _, condition = kind.partition(" if ")
+        if condition and not all(values[flag] for flag in condition.split(" and ")):
             types[name], constexprs[name] = "constexpr", None
             continue
         if kind.startswith("tile "):
-            rows = values[kind.removeprefix("tile ")]
-            kind = _descriptor(build.dtype, [rows, values["BLOCK_K"]]) if values.get("TMA") else "*T"
+            kind, _, flag = kind.removeprefix("tile ").partition(" unless ")
+            described = values["TMA"] and not (flag and values[flag])
+            kind = _descriptor(build.dtype, [values[block] for block in kind.split()]) if described else "*T"
         if kind == "size":
             kind = "i32" if build.odd else "i32:16"
         aligned = kind.startswith("*") or kind.endswith(":16")

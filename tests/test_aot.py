@@ -14,9 +14,11 @@ pytest.importorskip("triton")
 
 def test_every_kernel_has_a_spec_and_every_spec_a_kernel() -> None:
     kernels, specs = aot.jitted_kernels(), {spec.kernel for spec in aot.SPECS}
-    assert kernels - specs == set(), "kernels without a spec in tests/aot.py, so nobody compiles them for other GPUs"
-    assert specs - kernels == set(), "specs in tests/aot.py without a kernel"
-    assert len(specs) == len(aot.SPECS)
+    assert kernels - specs == set(), (
+        "kernels without a spec in tests/aot_specs.py, so nobody compiles them for other GPUs"
+    )
+    assert specs - kernels == set(), "specs in tests/aot_specs.py without a kernel"
+    assert len({(spec.kernel, spec.plan) for spec in aot.SPECS}) == len(aot.SPECS)
 
 
 def test_the_budget_names_every_architecture() -> None:
@@ -70,8 +72,12 @@ def test_the_plans_are_those_of_the_architecture(monkeypatch: pytest.MonkeyPatch
     import torch
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    hopper, ampere = (aot.PLANS["forward"](arch, torch.bfloat16, 4096) for arch in (90, 80))
-    assert hopper.use_tma and not ampere.use_tma
+    hopper, ampere = (aot.plan_constants("forward", arch, torch.bfloat16, 4096) for arch in (90, 80))
+    assert hopper["TMA"] and not ampere["TMA"]
+    tiles, products = (
+        aot.plan_constants(f"{which} gradient", 90, torch.bfloat16, 4096) for which in ("hidden", "weight")
+    )
+    assert tiles["BLOCK_N"] == products["BLOCK_N"] == 128 and tiles["BLOCK_D"] < products["BLOCK_D"] == 256
 
 
 def test_literals_are_read_from_the_launches() -> None:

@@ -64,7 +64,11 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
         return Plan(16, 32, 32, 1, 1, False, "ieee", upcast=True)
     if hidden.dtype == torch.float32:
         return Plan(64, 64, 32, 4, 3, False, precision)
-    if torch.cuda.get_device_capability(hidden.device)[0] != 9:
+    major = torch.cuda.get_device_capability(hidden.device)[0]
+    if major < 8:
+        # ptxas has no registers for more: tiles of 128 by 128 spill thousands of bytes, and these with 4 warps hundreds
+        return Plan(64, 64, 32, 8, 3, False, precision)
+    if major != 9:
         # fits the shared memory of every GPU from compute capability 8.0 on
         return Plan(128, 128, 32, 8, 3, False, precision)
     tma = _tma_ready(hidden) and _tma_ready(weight)
@@ -94,7 +98,10 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
             programs=3,
         )
     processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-    if plan.block_m != 128:  # float32
+    if plan.block_m != 128:  # float32, and GPUs before Ampere
+        # 4 warps of the product with gathered rows of the weight spill before compute capability 8.6
+        hopper = torch.cuda.get_device_capability(hidden.device)[0] == 9
+        plan = replace(plan, sparse_warps=4 if hopper else 8, weight_warps=plan.num_warps, tile_warps=plan.num_warps)
         return replace(plan, sparse_block_k=32, block_d=64, weight_block_d=64, programs=2 * processors)
     if not plan.use_tma:
         return replace(plan, sparse_block_k=32, sparse_warps=8, weight_warps=8, tile_warps=8, programs=2 * processors)

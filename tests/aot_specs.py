@@ -1,0 +1,209 @@
+"""What aot.py compiles: every kernel, the types of its arguments, and the variants that are worth the time.
+
+A new kernel needs an entry in ``SPECS``, and one in ``TYPES`` for each argument whose name is not there yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# What each argument is, by its name, for every kernel; a spec can say otherwise.
+#   *fp32, *i64, *u1   pointer to 16-byte aligned memory; *T: to the dtype of the problem
+#   tile BLOCK_M BLOCK_K  an operand: a TMA descriptor of blocks [BLOCK_M, BLOCK_K] where the plan uses TMA, else *T
+#   i32, i32:16, fp32  a number; :16 for one that is a multiple of 16
+#   size               a number; no multiple of 16 in variants named "… everything" and "odd", as vocabularies are or are not
+#   … if FLAG, … if FLAG and FLAG  None unless those constexprs are true
+#   tile … unless FLAG *T where that constexpr is true
+TYPES = {
+    "hidden": "tile BLOCK_M BLOCK_K",
+    "weight": "tile BLOCK_N BLOCK_K",
+    "bias": "*T if HAS_BIAS",
+    "labels": "*i64",
+    "num_tokens": "i32",
+    "vocab_size": "size",
+    "hidden_size": "i32:16",
+    "hidden_stride": "i32:16",
+    "weight_stride": "i32:16",
+    "ignore_index": "i32",
+    "logit_scale": "fp32",
+    "softcap": "fp32",
+    "label_smoothing": "fp32",
+    "z_loss": "fp32",
+    "tile_lse": "*fp32",
+    "tile_sum": "*fp32 if WANT_MEAN",
+    "tile_expectation": "*fp32 if WANT_ENTROPY",
+    "tile_lse2": "*fp32 if WANT_SQ",
+    "tile_max": "*fp32 if WANT_TOP1",
+    "lse": "*fp32",
+    "label_logit": "*fp32",
+    "factor": "*fp32",
+    "loss": "*fp32",
+    "grad": "*fp32",
+    "grad_lse": "*fp32",
+    "grad_label": "*fp32",
+    "tile_ratio": "*bf16",
+    "tile_damping": "*bf16",
+    "tile_stride": "i32:16",
+    "order": "*i32",
+    "rank": "*i32",
+    "energy": "*fp32",
+    "part": "*fp32",
+    "tau": "*fp32",
+    "sampled": "*i64",
+    "mass": "*T",
+    **dict.fromkeys(("place", "count", "counts", "sums", "start", "flags"), "*i32"),
+    **dict.fromkeys(("pass_of", "pass_block", "pass_start"), "*i32"),
+    **dict.fromkeys(("tiles", "tile_rows", "row_pass", "row_order"), "*i32"),
+    "row_tiles": "*i64",
+    **dict.fromkeys(("num_row_blocks", "num_col_blocks", "num_programs", "num_tiles", "pass_number", "room"), "i32"),
+    "v": "size",
+    "d": "i32:16",
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One kernel. Constexprs that neither plan nor launch give as a literal are flags: all off, and all on."""
+
+    kernel: str  # module.function, below hf_cce.kernels
+    plan: str | None = None  # a key of PLANS; None: nothing depends on dtype or device, compiled once an architecture
+    types: dict[str, str] = field(default_factory=dict)  # beyond TYPES, or against it
+    constants: dict[str, Any] = field(default_factory=dict)  # constexprs and so on that the launch computes
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # instead of all off and all on: name -> flags
+
+    @property
+    def name(self) -> str:
+        return self.kernel.rpartition(".")[2]
+
+
+TOKEN_FLAGS = dict.fromkeys(("HAS_BIAS", "HAS_SCALE", "HAS_SOFTCAP"), True)
+WANTS = dict.fromkeys(("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1"), True)
+GATHERED = {"plain": {}, "gather": {"GATHER": True}}
+# Of 8,192 tokens and a vocabulary of 152,064: what the launches of hf_cce.kernels.filter compute
+ROWS, COLS, PASSES = {"ROWS": 64}, {"COLS": 2048}, {"PASSES": 2}
+
+SPECS = (
+    Spec(
+        "forward._tile_stats_kernel",
+        plan="forward",
+        types={
+            "tile_ratio": "*bf16 if WANT_RATIO",
+            "tile_damping": "*bf16 if WANT_RATIO and HAS_SOFTCAP",
+            "stored": "*T if STORE",
+            "stored_width": "size",
+            "first_col": "i32",
+        },
+        variants={
+            "plain": {},
+            "store": {"STORE": True},
+            "store everything": {"STORE": True, **TOKEN_FLAGS},
+            "everything": {**WANTS, **TOKEN_FLAGS},
+        },
+    ),
+    Spec(
+        "forward._tile_stats_kernel",
+        plan="filter forward",
+        types={
+            "tile_ratio": "*bf16 if WANT_RATIO",
+            "tile_damping": "*bf16 if WANT_RATIO and HAS_SOFTCAP",
+            "stored": "*T if STORE",
+            "stored_width": "i32:16",
+            "first_col": "i32",
+            "labels": "*i32",
+        },
+        variants={"ratio": {"WANT_RATIO": True}, "ratio everything": {"WANT_RATIO": True, **TOKEN_FLAGS}},
+    ),
+    Spec(
+        "backward._logit_gradient_kernel",
+        plan="backward",
+        types={
+            "out": "*T",
+            "out_stride": "size",
+            "slab_start": "i32",
+            "slab_stop": "i32",
+            "flags": "*i32 if FLAGGED",
+            "entropy": "*fp32 if HAS_ENTROPY",
+            "grad_mean": "*fp32 if HAS_MEAN",
+            "grad_entropy": "*fp32 if HAS_ENTROPY",
+        },
+    ),
+    Spec(
+        "sparse._kept_tiles_kernel",
+        plan="kept tiles",
+        types={"weight": "tile BLOCK_N BLOCK_K unless GATHER", "labels": "*i32", "scratch": "*T"},
+        constants=PASSES,
+        variants={
+            **GATHERED,
+            "everything": TOKEN_FLAGS,
+            "gather everything": {"GATHER": True, "AGAIN": True, **TOKEN_FLAGS},
+        },
+    ),
+    Spec(
+        "sparse._hidden_gradient_kernel",
+        plan="hidden gradient",
+        types={
+            "scratch": "tile BLOCK_M BLOCK_K",
+            "weight": "tile BLOCK_K BLOCK_D unless GATHER",
+            "total": "*fp32",
+        },
+        constants=PASSES,
+        variants=GATHERED,
+    ),
+    Spec(
+        "sparse._weight_gradient_kernel",
+        plan="weight gradient",
+        types={
+            "scratch": "tile BLOCK_K BLOCK_N",
+            "hidden": "tile BLOCK_K BLOCK_D",
+            "spread": "*fp32",
+            "out": "*T",
+        },
+        variants={"plain": {}, "odd": {}},
+    ),
+    Spec("sparse._put_back_kernel", types={"total": "*fp32", "tokens": "*i64", "out": "*T"}),
+    Spec("filter._order_kernel", types={"by_logit": "*i64", "padded": "i32:16"}),
+    Spec("filter._key_kernel", types={"keys": "*i32"}),
+    Spec(
+        "filter._permute_rows_kernel",
+        plan="filter blocks",
+        types={"weight": "*T", "out": "*T if HAS_OUT", "means": "*T", "first_block": "i32", "stride": "i32:16"},
+    ),
+    Spec(
+        "filter._score_kernel",
+        plan="filter blocks",
+        types={"labels": "*i32", "grad_lse": "*fp32 if WEIGHTED", "span": "i32"},
+    ),
+    Spec("filter._count_kernel"),
+    Spec("filter._sum_counts_kernel"),
+    Spec("filter._columns_kernel", constants=ROWS),
+    Spec("filter._scan_kernel", constants={**PASSES, **COLS}),
+    Spec("filter._rows_kernel", constants={**PASSES, "PASSES_2": 16}),
+    Spec("filter._longest_first_kernel", constants={**PASSES, **ROWS}),
+    Spec(
+        "filter._mass_kernel",
+        plan="filter blocks",
+        types={"labels": "*i32", "tile_damping": "*bf16 if HAS_DAMPING", "dropped": "*fp32"},
+    ),
+    Spec("filter._residual_kernel", plan="filter blocks", types={"z": "*fp32", "labels": "*i32", "out": "*T"}),
+    Spec("stored._label_logit_kernel", types={"hidden": "*T", "weight": "*T", "out": "*fp32"}),
+    Spec("stored._settle_kernel", plan="backward blocks", types={"values": "*T", "width": "size"}),
+    Spec("dense._row_stats_kernel", types={"logits": "*fp32"}),
+    Spec("dense._row_gradient_kernel", types={"logits": "*fp32", "out": "*T", "out_stride": "size"}),
+    Spec(
+        "forward._combine_kernel",
+        types={
+            "mean_logit": "*fp32 if WANT_MEAN",
+            "entropy": "*fp32 if WANT_ENTROPY",
+            "log_sum_sq": "*fp32 if WANT_SQ",
+            "is_top1": "*u1 if WANT_TOP1",
+        },
+    ),
+    Spec(
+        "forward._survey_kernel",
+        types={"num_items": "*i64 if HAS_ITEMS", "divisor": "fp32", "ok": "*u1"},
+        variants={"plain": {}, "items": {"HAS_ITEMS": True}, "divisor": {"HAS_DIVISOR": True}},
+    ),
+    Spec("cross_entropy._total_loss_kernel", types={"mean_logit": "*fp32 if SMOOTH"}),
+    Spec("cross_entropy._token_gradients_kernel", types={"grad_mean": "*fp32 if SMOOTH"}),
+)
