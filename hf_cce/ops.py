@@ -333,8 +333,9 @@ def _traced(x: Tensor) -> bool:
 FILTER_FROM = 1.5e11
 # Bytes of float32 logits up to which the way of fewest launches wins:
 DENSE_BYTES = 256 << 20
-# Bytes per token and vocabulary entry that PyTorch's loss on bfloat16 logits takes.
-EAGER_BYTES = 10
+# Logits up to which PyTorch's own operators are the fastest, as the host is the slower side. They take 12 bytes each, of which the
+# weight's gradient, made last, takes some over:
+EAGER_LOGITS = 42_000_000
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -468,7 +469,8 @@ def cross_entropy(
         return torch.ops.hf_cce.cross_entropy(hidden, *others)[0]
     # So few tokens that a step waits for the host alone: nothing is faster than what PyTorch does in C++, and it fits the budget.
     weight, labels, budget, implementation = others[0], others[2], others[-2], others[-1]
-    few = EAGER_BYTES * labels.numel() * weight.shape[0] <= budget
-    if few and hidden.is_cuda and implementation == "auto" and hidden.dtype != torch.float64 and labels.numel():
+    logits = labels.numel() * weight.shape[0]
+    few = 0 < logits <= EAGER_LOGITS and 12 * logits - 2 * weight.numel() <= budget
+    if few and hidden.is_cuda and implementation == "auto" and hidden.dtype != torch.float64:
         return _full_logits(hidden, *others[:10])
     return _CrossEntropy.apply(gradient_filter, state, hidden, *others)

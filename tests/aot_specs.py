@@ -162,10 +162,10 @@ SPECS = (
         variants={"plain": {}, "odd": {}},
     ),
     Spec("sparse._put_back_kernel", types={"total": "*fp32", "tokens": "*i64", "out": "*T"}),
-    Spec("filter._order_kernel", types={"by_logit": "*i64", "padded": "i32:16"}),
-    Spec("filter._key_kernel", types={"keys": "*i32"}),
+    Spec("order._order_kernel", types={"by_logit": "*i64", "padded": "i32:16"}),
+    Spec("order._key_kernel", types={"keys": "*i32"}),
     Spec(
-        "filter._permute_rows_kernel",
+        "order._permute_rows_kernel",
         plan="filter blocks",
         types={"weight": "*T", "out": "*T if HAS_OUT", "means": "*T", "first_block": "i32", "stride": "i32:16"},
     ),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_cce.bench.files import whole_file
-from hf_cce.bench.plots import CCE, FAINT, INK, PLAIN, STATE, _quiet
+from hf_cce.bench.plots import CCE, FAINT, INK, PLAIN, STATE, quiet
 
 EXACT = "#7a4f9a"
 STYLE: dict[str, dict[str, Any]] = {  # drawn in this order: the wide and pale ones lie below
@@ -72,5 +72,5 @@ def _column(axes: Any, title: str, runs: dict[str, Any], first: int) -> None:
         differences.set_title(
             f"mean |difference| in yardsticks: {', '.join(parts)}", loc="right", fontsize=8.5, color="#5b6470"
         )
-    _quiet(losses, "both")
-    _quiet(differences, "both")
+    quiet(losses, "both")
+    quiet(differences, "both")

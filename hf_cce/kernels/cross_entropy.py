@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels import dense, filtered
-from hf_cce.kernels.filter import Vocabulary
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats, tile_stride
+from hf_cce.kernels.order import Vocabulary
 from hf_cce.kernels.plan import make_plan
 from hf_cce.kernels.stored import Stored, label_logits, stored_width
 

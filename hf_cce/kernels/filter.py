@@ -22,7 +22,6 @@ from hf_cce.kernels.forward import tile_stride
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
 BINS = tl.constexpr(512)
-SAMPLE = 1024  # tokens whose mean gives the average logits
 
 
 @triton.jit
@@ -32,47 +31,6 @@ def _bin(energy):
     place = tl.minimum(tl.maximum(tl.floor(4.0 * octaves) + 400.0, 0.0), 510.0).to(tl.int32)
     # infinite or not a number: kept
     return tl.where(known, place, tl.where(energy == 0.0, 0, 511))
-
-
-@triton.jit
-def _order_kernel(by_logit, order, rank, v, padded, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    entry = tl.load(by_logit + at, mask=at < v, other=0).to(tl.int32)
-    tl.store(order + at, entry, mask=at < padded)
-    tl.store(rank + entry, at, mask=at < v)
-
-
-@triton.jit(do_not_specialize=["ignore_index", "num_tokens"])
-def _key_kernel(labels, rank, keys, num_tokens, v, ignore_index, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    label = tl.load(labels + at, mask=at < num_tokens, other=ignore_index)
-    good = (label != ignore_index) & (label >= 0) & (label < v)
-    tl.store(keys + at, tl.load(rank + label, mask=good, other=v), mask=at < num_tokens)
-
-
-@triton.jit
-def _permute_rows_kernel(
-    weight,  # [V, D]
-    order,  # [V padded] int32
-    out,  # [columns, D], if HAS_OUT
-    means,  # [T, D]: mean over the rows of each block
-    first_block,
-    v,
-    d,
-    stride,
-    HAS_OUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    block = first_block + tl.program_id(0)
-    cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = (cols < v)[:, None] & (ds < d)[None, :]
-    x = tl.load(weight + tl.load(order + cols).to(tl.int64)[:, None] * stride + ds[None, :], mask=mask, other=0.0)
-    if HAS_OUT:
-        tl.store(out + (cols - first_block * BLOCK_N).to(tl.int64)[:, None] * d + ds[None, :], x, mask=mask)
-    width = tl.minimum(v - block * BLOCK_N, BLOCK_N).to(tl.float32)
-    tl.store(means + block.to(tl.int64) * d + ds, tl.sum(x.to(tl.float32), 0) / width, mask=ds < d)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "span"])
@@ -336,21 +294,6 @@ def _mass_kernel(
     tl.store(mass + at, p * g, mask=in_rows)
 
 
-class Vocabulary(NamedTuple):
-    """The vocabulary in the order in which tiles are cut."""
-
-    order: Tensor  # [V padded to whole tiles] int32: the vocabulary entry at each column
-    rank: Tensor  # [V] int32: the column of each entry
-
-
-class Order(NamedTuple):
-    """Vocabulary and tokens in the order in which tiles are cut."""
-
-    order: Tensor  # [V padded to whole tiles] int32: the vocabulary entry at each column
-    tokens: Tensor  # [N] int64: the token at each row
-    labels: Tensor  # [N] int32: the column of each row's label; V where it is ignored
-
-
 class Kept(NamedTuple):
     """Which tiles are kept, for each kernel as it needs it; all on the device. See the kernels for what each array holds."""
 
@@ -364,46 +307,6 @@ class Kept(NamedTuple):
     row_tiles: Tensor
     row_pass: Tensor
     row_order: Tensor
-
-
-def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n: int) -> Vocabulary:
-    """By the average logit over some tokens, the largest first.
-
-    Any order gives right gradients; this one lets most tiles be dropped, and what they lose has no common direction.
-    """
-    v = weight.shape[0]
-    some = hidden[:: max(1, hidden.shape[0] // SAMPLE)]
-    average = torch.mv(weight, some.mean(0))
-    if bias is not None:
-        average = average + bias
-    by_logit = torch.sort(average, descending=True).indices
-    padded = triton.cdiv(v, block_n) * block_n
-    order = torch.empty(padded, dtype=torch.int32, device=hidden.device)
-    rank = torch.empty(v, dtype=torch.int32, device=hidden.device)
-    _order_kernel[(triton.cdiv(padded, 1024),)](by_logit, order, rank, v, padded, BLOCK=1024)
-    return Vocabulary(order, rank)
-
-
-def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Order:
-    """By the column of their label; those without one come last."""
-    n, v = labels.numel(), vocabulary.rank.numel()
-    keys = torch.empty(n, dtype=torch.int32, device=labels.device)
-    _key_kernel[(triton.cdiv(n, 1024),)](labels, vocabulary.rank, keys, n, v, ignore_index, BLOCK=1024)
-    in_order = torch.sort(keys)
-    return Order(vocabulary.order, in_order.indices, in_order.values)
-
-
-def permute_rows(
-    weight: Tensor, order: Tensor, first: int, stop: int, means: Tensor, block_n: int, copy: bool
-) -> Tensor | None:
-    """Rows ``first`` to ``stop`` of ``weight`` in that order, if ``copy``; their blocks' means into ``means`` [T, D]."""
-    v, d = weight.shape
-    out = weight.new_empty((stop - first, d)) if copy else None
-    _permute_rows_kernel[(triton.cdiv(stop - first, block_n), triton.cdiv(d, 128))](
-        weight, order, out, means, first // block_n, v, d, weight.stride(0),
-        HAS_OUT=copy, BLOCK_N=block_n, BLOCK_D=128, num_warps=8,
-    )  # fmt: skip
-    return out
 
 
 def select(

@@ -14,17 +14,9 @@ import triton
 from torch import Tensor
 
 from hf_cce.kernels.backward import multiply_add
-from hf_cce.kernels.filter import (
-    Order,
-    Vocabulary,
-    dropped_mass,
-    permute_rows,
-    residual,
-    select,
-    sort_tokens,
-    sort_vocabulary,
-)
+from hf_cce.kernels.filter import dropped_mass, residual, select
 from hf_cce.kernels.forward import combine, tile_stats, tile_stride
+from hf_cce.kernels.order import Order, Vocabulary, permute_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand
 from hf_cce.kernels.sparse import (
     _hidden_gradient_kernel,
