@@ -333,8 +333,8 @@ def _traced(x: Tensor) -> bool:
 FILTER_FROM = 1.5e11
 # Bytes of float32 logits up to which the way of fewest launches wins:
 DENSE_BYTES = 256 << 20
-# Logits up to which PyTorch's own operators are the fastest, as the host is the slower side. They take 12 bytes each, of which the
-# weight's gradient, made last, takes some over:
+# Logits up to which PyTorch's own operators are the fastest, as the host is the slower side. They take 12 bytes each, of which
+# the weight's gradient, made last, takes some over:
 EAGER_LOGITS = 42_000_000
 
 

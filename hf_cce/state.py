@@ -111,8 +111,8 @@ class FilterState:
         """Of the last step that was filtered; empty before one was. Waits for the device.
 
         ``kept``: share of the tiles of the logits' gradient that were computed. ``dropped_mass``: share of the tokens'
-        probability in the others. ``tau``: the threshold on the error of the logits' gradient. ``error``: the error in the gradient of
-        the hidden states that was measured last, relative to its norm. ``dense``: 1 while the filter rests.
+        probability in the others. ``tau``: the threshold on the error of the logits' gradient. ``error``: the error in the
+        gradient of the hidden states that was measured last, relative to its norm. ``dense``: 1 while the filter rests.
         """
         if self._last is None:
             return {}

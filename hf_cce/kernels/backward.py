@@ -57,7 +57,7 @@ def _logit_gradient_kernel(
 ):
     num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(slab_width, BLOCK_N)
     row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
-    if FLAGGED:
+    if FLAGGED:  # noqa: SIM102 - flags is None otherwise, and Triton would read it in one condition with the other
         if tl.load(flags + row_block) == 0:
             return
     row, col = row_block * BLOCK_M, slab_start + col_block * BLOCK_N
@@ -147,7 +147,8 @@ def logit_stats_backward(
             _logit_gradient_kernel[(triton.cdiv(size, plan.block_m) * triton.cdiv(stop - start, plan.block_n),)](
                 operand(h, plan.block_m, plan), w_operand, bias, *vectors, flags, scratch,
                 start, stop - start, width, size, v, d, h.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
-                FLAGGED=flags is not None, HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None, HAS_BIAS=bias is not None,
+                FLAGGED=flags is not None, HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None,
+                HAS_BIAS=bias is not None,
                 HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
             )  # fmt: skip
             gradient = scratch[:, : stop - start]  # [tokens, slab]

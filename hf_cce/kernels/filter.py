@@ -1,10 +1,10 @@
 """The gradient filter: which tiles of the logits' gradient are computed, and what stands for the others.
 
-Vocabulary and tokens are put in an order in which what matters lies together: the vocabulary by its average logit, the tokens by the
-place of their label in that order. The forward pass leaves, for each row of each tile, its mass S = Σ p (as a logsumexp) and its
-energy Σ (p − S/width)² over S²; both come from the tile alone. In the backward pass the tiles of least energy are dropped while
-their sum stays under τ² Σ_i [(1 − p_label)² + Σ (p − S/width)²]. A dropped tile keeps its mass, spread evenly over its columns. A tile that
-holds a label is never dropped, so the label's term is exact. With a softcap all of it is of p (1 − (z/softcap)²), the gradient's own size.
+Vocabulary and tokens are in an order in which what matters lies together (hf_cce.kernels.order). The forward pass leaves, for
+each row of each tile, its mass S = Σ p (as a logsumexp) and its energy Σ (p − S/width)² over S²; both come from the tile alone. In the
+backward pass the tiles of least energy are dropped while their sum stays under τ² Σ_i [(1 − p_label)² + Σ (p − S/width)²]. A
+dropped tile keeps its mass, spread evenly over its columns. A tile that holds a label is never dropped, so the label's term is
+exact. With a softcap all of it is of p (1 − (z/softcap)²), the gradient's own size.
 
 Everything is decided on the device, in integers or in a fixed order: results repeat bit for bit and the host waits for nothing.
 """
@@ -323,8 +323,10 @@ def select(
     room: int,
     passes: int,
 ) -> Kept:
-    """Choose the tiles to keep, and list them by column block, by row block and by pass: a pass holds at most ``room`` tiles before
-    its last column block."""
+    """Choose the tiles to keep, and list them by column block, by row block and by pass.
+
+    A pass holds at most ``room`` tiles before its last column block.
+    """
     device, n = lse.device, lse.numel()
     rows, cols = triton.cdiv(n, block_m), triton.cdiv(v, block_n)
 
@@ -345,7 +347,8 @@ def select(
     kept = Kept(
         place=ints(cols, rows), count=ints(cols), start=ints(cols + 1), pass_block=ints(passes + 1),
         pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
-        row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=device), row_pass=ints(rows, passes + 1), row_order=ints(passes, rows),
+        row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=device), row_pass=ints(rows, passes + 1),
+        row_order=ints(passes, rows),
     )  # fmt: skip
     pass_of = ints(cols)
     padded = max(16, triton.next_power_of_2(rows))
@@ -379,7 +382,8 @@ def dropped_mass(
     mass = torch.empty((cols, tile_stride(n)), dtype=dtype, device=lse.device)
     dropped = torch.empty((cols, triton.cdiv(n, 1024)), device=lse.device)
     _mass_kernel[dropped.shape](
-        tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, tile_stride(n), n, kept.place.shape[1], v, logit_scale,
+        tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped,
+        tile_stride(n), n, kept.place.shape[1], v, logit_scale,
         HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, BLOCK=1024,
     )  # fmt: skip
     return mass[:, :n], dropped

@@ -1,7 +1,7 @@
 """The scalar loss with the gradient filter: forward leaves the statistics of tiles, backward computes the tiles that matter.
 
-hf_cce.kernels.filter chooses them, hf_cce.kernels.sparse computes and multiplies them. What is dropped enters the gradients by its mass:
-two products with the blocks of the vocabulary in place of its entries, 128 times smaller than a dense one.
+hf_cce.kernels.filter chooses them, hf_cce.kernels.sparse computes and multiplies them. What is dropped enters the gradients by its
+mass: two products with the blocks of the vocabulary in place of its entries, 128 times smaller than a dense one.
 """
 
 from __future__ import annotations
@@ -164,7 +164,10 @@ def backward(
     need_weight: bool,
     measure: bool,
 ) -> tuple[Tensor, Tensor, Report]:
-    """(gradient of hidden [N, D] in the tokens' own order, of weight [V, D], report), empty where not needed. Consumes ``saved``."""
+    """(gradient of hidden [N, D] in the tokens' own order, of weight [V, D], report), empty where not needed.
+
+    Consumes ``saved``.
+    """
     hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
     (n, d), v, dtype = hidden.shape, weight.shape[0], hidden.dtype
     rows, cols, passes = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n), layout.passes
