@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs
-from hf_cce.bench import memory
-from hf_cce.bench.loss import versions
+from hf_cce.bench import machine, memory
 
 IMPLEMENTATIONS: tuple[Literal["portable", "triton"], ...] = ("portable", "triton")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -196,7 +195,7 @@ class Report:
         ]
         return {
             "device": self.device,
-            "versions": versions(),
+            "versions": machine.versions("torch", "triton", "transformers"),
             "problem": asdict(self.problem),
             "reference": compared,
             "ok": not self.failures,

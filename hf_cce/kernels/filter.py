@@ -1,10 +1,10 @@
 """The gradient filter: which tiles of the logits' gradient are computed, and what stands for the others.
 
-Vocabulary and tokens are in an order in which what matters lies together (hf_cce.kernels.order). The forward pass leaves, for
-each row of each tile, its mass S = Σ p (as a logsumexp) and its energy Σ (p − S/width)² over S²; both come from the tile alone. In the
-backward pass the tiles of least energy are dropped while their sum stays under τ² Σ_i [(1 − p_label)² + Σ (p − S/width)²]. A
-dropped tile keeps its mass, spread evenly over its columns. A tile that holds a label is never dropped, so the label's term is
-exact. With a softcap all of it is of p (1 − (z/softcap)²), the gradient's own size.
+Vocabulary and tokens are in an order in which what matters lies together (hf_cce.kernels.order). The forward pass leaves,
+for each row of each tile, its mass S = Σ p (as a logsumexp) and its energy Σ (p − S/width)² over S²; both come from the tile
+alone. In the backward pass the tiles of least energy are dropped while their sum stays under
+τ² Σ_i [(1 − p_label)² + Σ (p − S/width)²]. A dropped tile keeps its mass, spread evenly over its columns. A tile that holds a
+label is never dropped, so the label's term is exact. With a softcap all of it is of p (1 − (z/softcap)²), the gradient's size.
 
 Everything is decided on the device, in integers or in a fixed order: results repeat bit for bit and the host waits for nothing.
 """
@@ -62,7 +62,7 @@ def _score_kernel(
     label = tl.load(labels + rows, mask=in_rows, other=v)
     valid = label < v
     row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
-    scale = tl.load(grad_lse + rows, mask=in_rows, other=0.0) if WEIGHTED else 1.0
+    scale = tl.load(grad_lse + rows, mask=in_rows, other=0.0) if WEIGHTED else tl.full((BLOCK_M,), 1.0, tl.float32)
     wrong = tl.where(valid, 1.0 - tl.exp(tl.load(label_logit + rows, mask=in_rows, other=0.0) - row_lse), 0.0) * scale
     total = tl.where(begin == 0, tl.sum(wrong * wrong), 0.0)
     label_block = label // BLOCK_N
@@ -298,7 +298,7 @@ class Kept(NamedTuple):
     """Which tiles are kept, for each kernel as it needs it; all on the device. See the kernels for what each array holds."""
 
     place: Tensor
-    count: Tensor
+    counts: Tensor
     start: Tensor
     pass_block: Tensor
     pass_start: Tensor
@@ -345,16 +345,16 @@ def select(
     _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
     _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)
     kept = Kept(
-        place=ints(cols, rows), count=ints(cols), start=ints(cols + 1), pass_block=ints(passes + 1),
+        place=ints(cols, rows), counts=ints(cols), start=ints(cols + 1), pass_block=ints(passes + 1),
         pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
         row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=device), row_pass=ints(rows, passes + 1),
         row_order=ints(passes, rows),
     )  # fmt: skip
     pass_of = ints(cols)
     padded = max(16, triton.next_power_of_2(rows))
-    _columns_kernel[(cols,)](energy, part, sums, tau, kept.place, kept.count, rows, programs, ROWS=padded, BLOCK=1024)
+    _columns_kernel[(cols,)](energy, part, sums, tau, kept.place, kept.counts, rows, programs, ROWS=padded, BLOCK=1024)
     _scan_kernel[(1,)](
-        kept.count, kept.start, pass_of, kept.pass_block, kept.pass_start, cols, room,
+        kept.counts, kept.start, pass_of, kept.pass_block, kept.pass_start, cols, room,
         PASSES=passes, COLS=max(16, triton.next_power_of_2(cols)),
     )  # fmt: skip
     _rows_kernel[(rows,)](
@@ -378,7 +378,7 @@ def dropped_mass(
     block_m: int,
 ) -> tuple[Tensor, Tensor]:
     """(the gradient [T, N] that the rows of dropped tiles keep, partial sums of the probability in them)."""
-    n, cols = lse.numel(), kept.count.numel()
+    n, cols = lse.numel(), kept.counts.numel()
     mass = torch.empty((cols, tile_stride(n)), dtype=dtype, device=lse.device)
     dropped = torch.empty((cols, triton.cdiv(n, 1024)), device=lse.device)
     _mass_kernel[dropped.shape](

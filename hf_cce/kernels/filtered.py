@@ -1,7 +1,7 @@
 """The scalar loss with the gradient filter: forward leaves the statistics of tiles, backward computes the tiles that matter.
 
-hf_cce.kernels.filter chooses them, hf_cce.kernels.sparse computes and multiplies them. What is dropped enters the gradients by its
-mass: two products with the blocks of the vocabulary in place of its entries, 128 times smaller than a dense one.
+hf_cce.kernels.filter chooses them, hf_cce.kernels.sparse computes and multiplies them. What is dropped enters the gradients by
+its mass: two products with the blocks of the vocabulary in place of its entries, 128 times smaller than a dense one.
 """
 
 from __future__ import annotations

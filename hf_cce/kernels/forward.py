@@ -271,7 +271,8 @@ def tile_stats(
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
         *tiles, tile_ratio, tile_damping, label_logit, stored, 0 if stored is None else stored.shape[1],
         tile_stride(n), n, v, first_col, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index,
-        logit_scale, softcap or 1.0, **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tile_ratio is not None, STORE=stored is not None,
+        logit_scale, softcap or 1.0,
+        **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tile_ratio is not None, STORE=stored is not None,
         HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
     )  # fmt: skip
 

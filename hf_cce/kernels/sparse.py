@@ -1,7 +1,7 @@
 """The kept tiles of the logits' gradient: computed into slots of a scratch buffer, and multiplied from there.
 
-A slot holds one tile, [BLOCK_M, BLOCK_N]; the slots of a pass follow each other in the order of column blocks. Programs of a fixed
-number share what there is, so a pass without tiles costs a launch and no more.
+A slot holds one tile, [BLOCK_M, BLOCK_N]; the slots of a pass follow each other in the order of column blocks. Programs of a
+fixed number share what there is, so a pass without tiles costs a launch and no more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The first slab of the logits' gradient, kept from the forward pass: what the budget holds need not be computed twice.
 
-What is stored is exp(z − z_label), which needs no logsumexp, times (1 − (z/softcap)²) with a softcap: all it lacks to the gradient
-is a factor per token, and the label's own entry. bfloat16 has the range for it as long as a token's loss is below LIMIT; row
-blocks with a token above are computed anew in the backward pass.
+What is stored is exp(z − z_label), which needs no logsumexp, times (1 − (z/softcap)²) with a softcap: all it lacks to the
+gradient is a factor per token, and the label's own entry. bfloat16 has the range for it as long as a token's loss is below
+LIMIT; row blocks with a token above are computed anew in the backward pass.
 """
 
 from __future__ import annotations
