@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_cce.api import apply_cce, cce_stats, remove_cce, supported_models
+    from hf_cce.api import apply_cce, remove_cce, supported_models
     from hf_cce.callback import CCECallback
     from hf_cce.config import CCEConfig
     from hf_cce.loss import linear_cross_entropy, linear_log_probs
@@ -18,7 +18,6 @@ __all__ = [
     "CCEConfig",
     "FilterState",
     "apply_cce",
-    "cce_stats",
     "linear_cross_entropy",
     "linear_log_probs",
     "remove_cce",
@@ -30,7 +29,6 @@ _HOME = {
     "CCEConfig": "config",
     "FilterState": "state",
     "apply_cce": "api",
-    "cce_stats": "api",
     "linear_cross_entropy": "loss",
     "linear_log_probs": "loss",
     "remove_cce": "api",

@@ -27,7 +27,7 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
         config: options of the loss; ``options`` replace single ones. A second call changes them.
 
     Returns:
-        ``model``, the same object.
+        ``model``, the same object. It has a method more, ``model.cce_stats()``, which tells for logs what happened.
 
     Raises:
         ValueError: the model cannot be supported; the message says why. Nothing is patched then.
@@ -62,24 +62,6 @@ def remove_cce(model: Target) -> Target:
     _forget_graphs(base, patched=False)
     unpatch(base)
     return model
-
-
-def cce_stats(model: nn.Module) -> dict[str, float]:
-    """What happened in the training calls of a patched model, for logs. Waits for the device.
-
-    Returns:
-        ``calls`` with labels; ``fused``, those whose loss made no logits; ``materialised``, how often real logits were made
-        nevertheless; and, once the gradient filter has run, what ``FilterState.stats`` says of its last step.
-
-    Raises:
-        ValueError: ``model`` is not patched.
-    """
-    state = patch_of(causal_lm(model))
-    if state is None:
-        raise ValueError("model is not patched: apply_cce(model) first")
-    stats = state.stats
-    counts = {"calls": stats.calls, "fused": stats.fused, "materialised": stats.materialised}
-    return {**{key: float(value) for key, value in counts.items()}, **state.filter_state.stats()}
 
 
 def supported_models() -> list[str]:

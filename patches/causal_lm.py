@@ -62,6 +62,22 @@ def patch(model: nn.Module, config: CCEConfig) -> None:
     ]
     state.set_loss_function = _name_the_loss(model)
     setattr(model, STATE, state)
+    model.cce_stats = functools.partial(cce_stats, model)  # type: ignore[assignment]
+
+
+def cce_stats(model: nn.Module) -> dict[str, float]:
+    """What happened in the training calls of a patched model; ``model.cce_stats()``. Waits for the device.
+
+    Returns:
+        ``calls`` with labels; ``fused``, those whose loss made no logits; ``materialised``, how often real logits were made
+        nevertheless; and, once the gradient filter has run, what ``FilterState.stats`` says of its last step.
+    """
+    state = patch_of(model)
+    if state is None:
+        raise RuntimeError("the model is not patched any more")
+    stats = state.stats
+    counts = {"calls": stats.calls, "fused": stats.fused, "materialised": stats.materialised}
+    return {**{key: float(value) for key, value in counts.items()}, **state.filter_state.stats()}
 
 
 def unpatch(model: nn.Module) -> None:
@@ -74,6 +90,7 @@ def unpatch(model: nn.Module) -> None:
     if state.set_loss_function:
         model.__dict__.pop("_loss_function", None)
     delattr(model, STATE)
+    model.__dict__.pop("cce_stats", None)
     head = find_head(model)
     if head is not None:
         _put_back(head)

@@ -19,7 +19,6 @@ PUBLIC = {
     "CCEConfig",
     "CCECallback",
     "FilterState",
-    "cce_stats",
     "linear_cross_entropy",
     "linear_log_probs",
 }

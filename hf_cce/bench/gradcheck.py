@@ -444,7 +444,8 @@ def configurations(device: torch.device, dtype_name: str) -> tuple[list[tuple[st
         except (RuntimeError, ImportError) as error:
             notes.append(f"{implementation}: {str(error).splitlines()[0]}")
             continue
-        for name, options in filters.items():
+        # Only the kernels have a filter.
+        for name, options in (filters if implementation == "triton" else {"": {}}).items():
             found.append((implementation, name, CCEConfig(implementation, **options)))
     return found, notes
 
