@@ -363,7 +363,7 @@ class _CrossEntropy(torch.autograd.Function):
             result, tau = None, None
             work = hidden.numel() * v
             if gradient_filter is not None and not need_bias and work >= FILTER_FROM:
-                ctx.state = FilterState() if state is None else state
+                ctx.state, ctx.steered = FilterState() if state is None else state, state is not None
                 tau = ctx.tau = ctx.state.threshold(gradient_filter, hidden)
             if tau is not None:
                 result = kernels.filtered_cross_entropy(*common, need_weight, budget, ctx.state.vocabulary(weight))
@@ -395,7 +395,7 @@ class _CrossEntropy(torch.autograd.Function):
         gradients: Sequence[Tensor | None]
         with torch.autocast(grad.device.type, enabled=False):
             if filtered is not None:
-                measure = ctx.state.measure()
+                measure = ctx.steered and ctx.state.measure()  # nobody would read what an unsteered call measures
                 dh, dw, report = kernels.filtered_gradients(
                     filtered, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, *needs[:2], measure
                 )
