@@ -439,7 +439,10 @@ def _full_logits(
     z_loss: float,
 ) -> Tensor:
     """The same scalar from real logits, as Transformers computes it, by PyTorch's own operators."""
+    module, v = _implementation(hidden, "auto"), weight.shape[0]
     with torch.autocast(hidden.device.type, enabled=False):
+        ok, factor = module.survey_labels(labels, ignore_index, v, num_items, divisor)
+        _require(ok, labels, ignore_index, v)
         logits = F.linear(hidden, weight, bias).float()
         if logit_scale != 1.0:
             logits = logits * logit_scale
@@ -450,10 +453,7 @@ def _full_logits(
         )
         if z_loss:
             total = total + z_loss * (logits.logsumexp(1).square() * (labels != ignore_index)).sum()
-        if divisor:
-            return total / divisor
-        count = (labels != ignore_index).sum() if num_items is None else num_items
-        return torch.where(count == 0, 0.0, total / count.clamp_min(1e-30))
+        return total * factor.to(total.dtype)
 
 
 def cross_entropy(
