@@ -191,7 +191,7 @@ def backward(
     )
     sampled = wrong = None
     if measure and need_hidden:
-        sampled = torch.arange(layout.sampled, device=hidden.device) * (n // layout.sampled)
+        sampled = torch.arange(layout.sampled, device=hidden.device) * n // layout.sampled  # evenly, to the last
         wrong = _dropped_gradient(saved, weight, sampled, kept.place, mass, grad_lse, logit_scale, softcap)
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
