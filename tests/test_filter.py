@@ -146,7 +146,7 @@ def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options, mo
 def test_the_error_of_some_tokens_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """More tokens than are measured, and a gradient from upstream that is not one."""
     force(monkeypatch, "filtered")
-    inputs, labels = filter_data(150, 24, 200)
+    inputs, labels = filter_data(150, 32, 400)  # of fewer dropped tiles, one token may have most of the error
     state = FilterState()
     _, hidden, _ = run(inputs, labels, 0.03, Options(reduction="sum"), state)
     error = relative_error(hidden, run_plain(inputs, labels, Options(reduction="sum"))[1])

@@ -80,17 +80,17 @@ def peaked(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden [N, D], weight [V, D], labels [N]) as late in training: frequent labels, mostly foreseen, some wrongly.
 
-    The logit of what is foreseen is a little above the logsumexp of the others; those have a part common to all tokens, which
-    favours frequent entries, and one of their own, both of standard deviation 1.
+    The logit of what is foreseen is a little above the logsumexp of the others; those have a part common to all tokens, of
+    standard deviation 2, which favours frequent entries, and one of their own, of standard deviation 1.
     """
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(v, d, generator=g) / d**0.5
     frequency = 1.0 / torch.arange(1, v + 1)
     labels, other = torch.multinomial(frequency, 2 * n, replacement=True, generator=g).view(2, n)
     foreseen = torch.where(torch.rand(n, generator=g) < 0.8, labels, other)
-    hidden = (math.log(v) + 2.0) * weight[foreseen] + torch.randn(n, d, generator=g)
+    hidden = (math.log(v) + 4.5) * weight[foreseen] + torch.randn(n, d, generator=g)
     few = min(v, 2 * d)
     common = weight[:few].t() @ frequency[:few].log()
-    hidden += (common / common.norm()) * d**0.5
+    hidden += (common / common.norm()) * (2 * d**0.5)
     labels[::7] = -100
     return hidden.to(device, dtype), weight.to(device, dtype), labels.to(device)
