@@ -366,7 +366,7 @@ class _CrossEntropy(torch.autograd.Function):
             result, tau = None, None
             work = hidden.numel() * v
             if gradient_filter is not None and not need_bias and work >= FILTER_FROM:
-                ctx.state = FilterState() if state is None else state
+                ctx.state, ctx.steered = FilterState() if state is None else state, state is not None
                 tau = ctx.tau = ctx.state.threshold(gradient_filter, hidden)
             if tau is not None:
                 result = kernels.filtered_cross_entropy(*common, need_weight, budget, ctx.state.vocabulary(weight))
@@ -398,7 +398,7 @@ class _CrossEntropy(torch.autograd.Function):
         gradients: Sequence[Tensor | None]
         with torch.autocast(grad.device.type, enabled=False):
             if filtered is not None:
-                measure = ctx.state.measure()
+                measure = ctx.steered and ctx.state.measure()  # nobody would read what an unsteered call measures
                 dh, dw, report = kernels.filtered_gradients(
                     filtered, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, *needs[:2], measure
                 )
@@ -442,8 +442,11 @@ def _full_logits(
     z_loss: float,
 ) -> Tensor:
     """The same scalar from real logits, as Transformers computes it, by PyTorch's own operators."""
+    module, v = _implementation(hidden, "auto"), weight.shape[0]
     autocast = torch.is_autocast_enabled(hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext():
+        ok, factor = module.survey_labels(labels, ignore_index, v, num_items, divisor)
+        _require(ok, labels, ignore_index, v)
         logits = F.linear(hidden, weight, bias).float()
         if logit_scale != 1.0:
             logits = logits * logit_scale
@@ -454,11 +457,7 @@ def _full_logits(
         )
         if z_loss:
             total = total + z_loss * (logits.logsumexp(1).square() * (labels != ignore_index)).sum()
-        if divisor:
-            return total / divisor
-        if num_items is None:
-            return total / (labels != ignore_index).sum().clamp_min(1)
-        return torch.where(num_items == 0, 0.0, total / num_items)
+        return total * factor.to(total.dtype)
 
 
 def cross_entropy(
@@ -470,7 +469,8 @@ def cross_entropy(
     # So few tokens that a step waits for the host alone: nothing is faster than what PyTorch does in C++, and it fits the budget.
     weight, labels, budget, implementation = others[0], others[2], others[-2], others[-1]
     logits = labels.numel() * weight.shape[0]
-    few = 0 < logits <= EAGER_LOGITS and 12 * logits - 2 * weight.numel() <= budget
+    taken_over = 2 * weight.numel() if weight.requires_grad and torch.is_grad_enabled() else 0
+    few = 0 < logits <= EAGER_LOGITS and 12 * logits - taken_over <= budget
     if few and hidden.is_cuda and implementation == "auto" and hidden.dtype != torch.float64:
         return _full_logits(hidden, *others[:10])
     return _CrossEntropy.apply(gradient_filter, state, hidden, *others)

@@ -68,10 +68,13 @@ class FilterState:
         if self._vocabulary is None or self._calls % SORT_EVERY == 0:
             return None
         of, order = self._vocabulary
-        return order if of == (weight.shape, weight.device) else None
+        return order if of == (weight.shape, weight.device, weight.dtype) else None
 
     def keep_vocabulary(self, weight: Tensor, order: Any) -> None:
-        self._vocabulary = ((weight.shape, weight.device), order)
+        self._vocabulary = (
+            (weight.shape, weight.device, weight.dtype),
+            order,
+        )  # tiles, and the padding, differ by dtype
 
     def measure(self) -> bool:
         """Whether this step's error is to be measured."""

@@ -6,8 +6,9 @@ import pytest
 import torch
 from losses import EVERYTHING, OPTIONS, PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs
 from numerics import assert_as_good
+from ways import WAYS, applies, config_of, force, watch
 
-from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs
+from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs, ops
 
 pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()
@@ -17,24 +18,76 @@ TRITON = CCEConfig(implementation="triton")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 
 
+# What the scalar loss can take, all at once, on every way but the filter's, which has no gradient of a bias; see test_filter.py.
+SCALAR = Options(0.7, 5.0, True, 0.0, 1e-2, "mean")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(("n", "d", "v"), [(1, 64, 99), (40, 72, 131), (70, 600, 33)])
-def test_loss_and_gradients(n: int, d: int, v: int, options: Options, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("options", "way"), [(o, w) for o in (*OPTIONS, SCALAR) for w in WAYS if applies(w, o, torch.float32)], ids=str
+)
+@pytest.mark.parametrize(("n", "d", "v"), [(1, 64, 99), (40, 72, 131), (70, 600, 34)])
+def test_loss_and_gradients(
+    n: int, d: int, v: int, options: Options, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not applies(way, options, dtype):
+        return
+    taken = force(monkeypatch, way)
     inputs, labels = make_inputs(n, d, v, dtype, DEVICE, bias=options.bias)
-    check_against_plain(fused_loss(TRITON), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}")
+    check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}, {way}")
+    backward = f"{way} gradients" if way in ("dense", "filtered") else "recomputed gradients"
+    if options.reduction != "none":
+        assert taken == {"stored" if way == "narrow" else way: 1, backward: 1}
 
 
-@pytest.mark.parametrize("options", [PLAIN, EVERYTHING], ids=str)
-def test_narrow_budgets_change_nothing_but_the_order(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_logits_of_a_handful_of_tokens() -> None:
+    """What a GPU does with so few tokens that the budget holds everything; here on whatever there is."""
+
+    def loss(hidden, weight, bias, labels, options):  # type: ignore[no-untyped-def]
+        divisor = 1.0 if options.reduction == "sum" else 0.0
+        cap = options.softcap or 0.0
+        return ops._full_logits(
+            hidden, weight, bias, labels, None, divisor, -100, options.logit_scale, cap, options.label_smoothing, options.z_loss
+        )  # fmt: skip
+
+    for options in (*OPTIONS, SCALAR):
+        for ignored in ("some", "all") if options.reduction != "none" else ():
+            inputs, labels = make_inputs(40, 72, 131, torch.float32, DEVICE, bias=options.bias, ignored=ignored)
+            check_against_plain(loss, inputs, labels, options, torch.float32, f"{options}, {ignored}")
+    (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32)
+    for items, divisor, by in ((torch.tensor(7), 0.0, 7), (torch.tensor(0.5), 0.0, 0.5), (None, 3.0, 3)):
+        found = ops._full_logits(hidden, weight, None, labels, items, divisor, -100, 1.0, 0.0, 0.0, 0.0)
+        expected = linear_cross_entropy(hidden, weight, labels, reduction="sum") / by
+        assert_as_good(found, expected, expected, f"items {items}, divisor {divisor}")
+    labels[3] = 131
+    with pytest.raises(ValueError, match="labels must lie in"):
+        ops._full_logits(hidden, weight, None, labels, None, 0.0, -100, 1.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [(PLAIN, "exact"), (PLAIN, "filtered"), (EVERYTHING, "any"), (SCALAR, "any")],
+    ids=str,
+)
+def test_narrow_budgets_change_nothing_but_the_order(
+    options: Options, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slabs of the vocabulary, groups of tokens, and the two passes that a small budget asks for."""
     from hf_cce.kernels import backward, forward
 
-    for budget in (64, 4096, 40_000):
-        monkeypatch.setattr(CCEConfig, "__post_init__", lambda self: None)
-        inputs, labels = make_inputs(70, 72, 300, torch.float16, DEVICE, bias=options.bias)
-        config = CCEConfig("triton", budget)
-        check_against_plain(fused_loss(config), inputs, labels, options, torch.float16, f"budget {budget}")
+    monkeypatch.setattr(CCEConfig, "__post_init__", lambda self: None)
+    if way != "any":
+        taken = force(monkeypatch, way)
+    else:  # as thresholds and the budget have it
+        taken = watch(monkeypatch)
+    budgets = {"filtered": (80_000, 160_000), "exact": (64, 4096, 40_000)}.get(way, (64, 30_000, 80_000))
+    inputs, labels = make_inputs(70, 72, 300, dtype, DEVICE, bias=options.bias)
+    for budget in budgets:
+        config = config_of(way, memory_budget=budget)
+        check_against_plain(fused_loss(config), inputs, labels, options, dtype, f"budget {budget}, {way}")
+    if way == "filtered":
+        assert taken == {"filtered": len(budgets), "filtered gradients": len(budgets)}
     assert forward.make_plan is backward.make_plan  # both ways see the same tiles
 
 
@@ -161,10 +214,19 @@ def test_row_of_minus_infinity_tiles() -> None:
     ("n", "d", "v"),
     [(1, 64, 99), (7, 576, 49152), (128, 1000, 50257), (1000, 2304, 32000), (1000, 576, 151936), (128, 64, 128256)],
 )
-def test_real_sizes_on_the_gpu(n: int, d: int, v: int, dtype: torch.dtype) -> None:
-    for options in OPTIONS:
+@pytest.mark.parametrize("way", WAYS)
+def test_real_sizes_on_the_gpu(
+    n: int, d: int, v: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options in (*OPTIONS, SCALAR):
+        if not applies(way, options, dtype):
+            continue
         inputs, labels = make_inputs(n, d, v, dtype, "cuda", bias=options.bias)
-        check_against_plain(fused_loss(TRITON), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}")
+        with monkeypatch.context() as patch:
+            force(patch, way)
+            check_against_plain(
+                fused_loss(config_of(way)), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}, {way}"
+            )
 
 
 @pytest.mark.gpu

@@ -25,7 +25,8 @@ from hf_cce.kernels.sparse import (
     _weight_gradient_kernel,
 )
 
-SAMPLED = 64  # tokens whose error is measured
+SAMPLED = 64  # tokens whose error is measured; fewer where the budget is small, but not fewer than
+FEWEST_SAMPLED = 8
 MAX_PASSES = 96  # each costs three launches, used or not
 
 
@@ -38,6 +39,7 @@ class Layout:
     slots: int  # tiles of the logits' gradient that a pass holds
     room: int  # kept tiles after which a new pass begins
     passes: int  # as many as can be needed
+    sampled: int  # tokens whose error may be measured
 
 
 def make_layout(
@@ -58,20 +60,25 @@ def make_layout(
         # at the three moments that need most: the forward pass, the choice of tiles, the products
         slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
         choice = standing + statistics + mass + lists
-        slots = (budget - standing - lists - total) // tile
+        products = standing + lists + total
+        slots = (budget - products) // tile
         if (
             slab < min(v, 32 * plan.block_n)
             or standing + statistics > budget
-            or choice > budget
             or slots < max(2 * rows, 4 * plan.programs)
+            or products + mass > budget
         ):
+            continue
+        # their logits in float32, what is left out of their gradient, and a copy of it in another order
+        sampled = min(n, SAMPLED, (budget - choice) // ((4 + element * (1 if keep_rows else 2)) * v))
+        if sampled < min(n, FEWEST_SAMPLED):
             continue
         slots = min(slots, rows * cols)
         room = slots if slots == rows * cols else slots - rows
         passes = triton.cdiv(rows * cols, room)
         # With many passes it costs less to gather rows than to keep them or to compute tiles twice.
         if passes <= (MAX_PASSES // 8 if keep_rows else MAX_PASSES):
-            return Layout(min(slab, v), keep_rows, slots, room, passes)
+            return Layout(min(slab, v), keep_rows, slots, room, passes, sampled)
     return None
 
 
@@ -180,7 +187,7 @@ def backward(
     )
     sampled = wrong = None
     if measure and need_hidden:
-        sampled = torch.arange(min(n, SAMPLED), device=hidden.device) * (n // min(n, SAMPLED))
+        sampled = torch.arange(layout.sampled, device=hidden.device) * n // layout.sampled  # evenly, to the last
         wrong = _dropped_gradient(saved, weight, sampled, kept.place, mass, grad_lse, logit_scale, softcap)
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping

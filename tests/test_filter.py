@@ -1,0 +1,315 @@
+"""The gradient filter: exact where it keeps everything, and what it may and may not change where it drops tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from losses import PLAIN, Inputs, Options, check_against_plain, full_logits, fused_loss, make_inputs, plain_loss
+from numerics import assert_as_good, relative_error
+from torch import Tensor
+from ways import KEEPS_ALL, config_of, force, peaked
+
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy
+
+pytest.importorskip("triton")
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+SOFT = Options(0.7, 5.0, z_loss=1e-2)
+
+
+def run(
+    inputs: Inputs,
+    labels: Tensor,
+    wanted: float | None,
+    options: Options = PLAIN,
+    state: FilterState | None = None,
+    needs: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(loss, gradient of hidden, of weight) with ``gradient_filter=wanted``; the bias is frozen."""
+    hidden, weight = (x.detach().clone().requires_grad_(need) for x, need in zip(inputs, needs, strict=False))
+    loss = linear_cross_entropy(
+        hidden, weight, labels, bias=inputs[2], logit_scale=options.logit_scale, softcap=options.softcap,
+        z_loss=options.z_loss, reduction=options.reduction, config=CCEConfig("triton", gradient_filter=wanted),
+        filter_state=state,
+    )  # fmt: skip
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def run_plain(
+    inputs: Inputs, labels: Tensor, options: Options = PLAIN, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in inputs[:2])
+    loss = plain_loss(hidden, weight, None if inputs[2] is None else inputs[2].to(dtype), labels, options)
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+def test_a_filter_that_keeps_everything(ignored: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No size is a multiple of a tile's."""
+    taken = force(monkeypatch, "filtered")
+    inputs, labels = make_inputs(37, 40, 131, dtype, DEVICE, ignored=ignored)
+    check_against_plain(fused_loss(config_of("filtered")), inputs, labels, PLAIN, dtype, ignored)
+    assert taken == {"filtered": 1, "filtered gradients": 1}
+
+
+@pytest.mark.parametrize("options", [SOFT, Options(softcap=5.0, reduction="sum"), Options(z_loss=0.1)], ids=str)
+def test_softcap_scale_and_z_loss(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = force(monkeypatch, "filtered")
+    inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
+    check_against_plain(fused_loss(config_of("filtered")), inputs, labels, options, torch.float32, str(options))
+    assert taken["filtered gradients"] == 1
+
+
+def test_a_large_hidden_size_and_wide_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = force(monkeypatch, "filtered")
+    for n, d, v in ((17, 600, 70), (1, 40, 300)):
+        inputs, labels = make_inputs(n, d, v, torch.float32, DEVICE)
+        check_against_plain(fused_loss(config_of("filtered")), inputs, labels, PLAIN, torch.float32, f"{n}×{d}×{v}")
+    assert taken["filtered gradients"] == 2
+
+
+@pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "weight"])
+def test_a_bias_without_gradient_and_frozen_inputs(
+    needs: tuple[bool, bool], options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = force(monkeypatch, "filtered")
+    inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=True)
+    exact, twin = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
+    actual = run(inputs, labels, KEEPS_ALL, options, needs=needs)
+    for name, a, t, e, need in zip(("loss", "hidden", "weight"), actual, twin, exact, (True, *needs), strict=True):
+        assert (a is not None) == need
+        if a is not None:
+            assert_as_good(a, t, e, name)
+    assert taken == {"filtered": 1, "filtered gradients": 1}
+
+
+@pytest.mark.parametrize(
+    "options", [Options(label_smoothing=0.1), Options(0.7, 5.0, bias=True, z_loss=1e-2)], ids=["smoothing", "bias"]
+)
+def test_what_the_filter_does_not_know_goes_another_way(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = force(monkeypatch, "filtered")
+    inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=options.bias)
+    check_against_plain(fused_loss(config_of("filtered")), inputs, labels, options, torch.float32, str(options))
+    assert taken["filtered"] == taken["filtered gradients"] == 0
+
+
+def test_inputs_that_are_not_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = force(monkeypatch, "filtered")
+    inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
+        labels = torch.stack([labels, labels], 1)[:, 0]
+        turned = weight.t().contiguous().t()
+        assert not turned.is_contiguous()
+        return fused_loss(config_of("filtered"))(hidden.t().contiguous().t(), turned, bias, labels, options)
+
+    check_against_plain(loss, inputs, labels, PLAIN, torch.float32, "strided")
+    assert taken["filtered gradients"] == 1
+
+
+def filter_data(n: int = 60, d: int = 32, v: int = 230) -> tuple[Inputs, Tensor]:
+    hidden, weight, labels = peaked(n, d, v, device=DEVICE)
+    return (hidden, weight, None), labels
+
+
+@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
+@pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
+def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "filtered")
+    inputs, labels = filter_data()
+    exact, twin = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
+    errors = []
+    for wanted in (0.1, 0.06, 0.03) if options is SOFT else (0.1, 0.02, 0.004):
+        state = FilterState()
+        loss, *gradients = run(inputs, labels, wanted, options, state)
+        assert_as_good(loss, twin[0], exact[0], "loss")
+        stats = state.stats()
+        assert 0 < stats["kept"] < 1 and 0 < stats["dropped_mass"] < 1
+        errors.append([relative_error(a, e) for a, e in zip(gradients, exact[1:], strict=True)])
+        assert stats["error"] / 1.1 <= errors[-1][0] <= 1.1 * stats["error"]  # every token is measured
+        assert (
+            options is SOFT or errors[-1][0] <= wanted
+        )  # the first threshold, a guess, is one for logits without a softcap
+    for lower, higher in zip(errors[1:], errors, strict=False):
+        assert lower[0] < higher[0] and lower[1] < higher[1]
+
+
+@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
+def test_the_error_of_some_tokens_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than are measured, and a gradient from upstream that is not one."""
+    force(monkeypatch, "filtered")
+    inputs, labels = filter_data(150, 32, 400)  # of fewer dropped tiles, one token may have most of the error
+    state = FilterState()
+    _, hidden, _ = run(inputs, labels, 0.03, Options(reduction="sum"), state)
+    error = relative_error(hidden, run_plain(inputs, labels, Options(reduction="sum"))[1])
+    assert 0 < error / 3 <= state.stats()["error"] <= 3 * error
+
+
+@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
+def test_dropped_tiles_keep_their_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of ones shows sums of the logits' gradient: of each token over the vocabulary, and of everything."""
+    force(monkeypatch, "filtered")
+    (hidden, weight, _), labels = filter_data()
+    weight[:, 0] = hidden[:, 0] = 1.0
+    options = Options(0.8, z_loss=0.3)  # without a z-loss the sums are zero
+    inputs, state = (hidden, weight, None), FilterState()
+    exact, twin = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
+    _, of_hidden, of_weight = run(inputs, labels, 0.1, options, state)
+    assert state.stats()["kept"] < 0.9 and state.stats()["dropped_mass"] > 1e-3
+    assert relative_error(of_hidden, exact[1]) > 100 * relative_error(twin[1], exact[1])
+    assert_as_good(of_hidden[:, 0], twin[1][:, 0], exact[1][:, 0], "sums over the vocabulary")
+    assert_as_good(of_weight[:, 0].sum(), twin[2][:, 0].sum(), exact[2][:, 0].sum(), "sum over everything")
+
+
+@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
+@pytest.mark.parametrize("softcap", [None, 6.0])
+def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the identity for hidden states the weight's gradient is that of the logits, and each of its tiles can be looked at."""
+    force(monkeypatch, "filtered")
+    n, v = 48, 200
+    g = torch.Generator().manual_seed(1)
+    weight = 2 * torch.randn(v, n, generator=g) + 3 * torch.randn(v, 1, generator=g)
+    labels = torch.randperm(v, generator=g)[:n]
+    weight[labels, torch.arange(n)] += 6.0
+    labels[:3] = -100
+    options, state = Options(softcap=softcap, reduction="sum"), FilterState()
+    inputs = (torch.eye(n), weight, None)
+    exact, twin = (run_plain(inputs, labels, options, dtype)[2] for dtype in (torch.float64, torch.float32))
+    actual = run(inputs, labels, 0.1, options, state)[2]
+    assert actual is not None and state._vocabulary is not None
+    order, rank = (x.long() for x in state._vocabulary[1])
+    rows = torch.where(labels >= 0, rank[labels.clamp_min(0)], v).argsort(stable=True)
+    p = full_logits(inputs[0].double(), weight.double(), None, options).softmax(-1).t()
+    dropped = 0
+    for first in range(0, v, 32):
+        for row in range(0, n, 16):
+            cols, tokens = order[first : min(v, first + 32)], rows[row : row + 16]
+            a, t, e = (x[cols][:, tokens] for x in (actual, twin, exact))
+            holds_a_label = bool((labels[tokens, None] == cols).any())
+            if holds_a_label or torch.equal(a, a[:1].expand_as(a)) is False:
+                assert_as_good(a, t, e, f"kept tile at {row}, {first}")
+                continue
+            dropped += 1
+            mass = p[cols][:, tokens].sum(0) * (labels[tokens] >= 0)
+            if softcap is not None:  # the damping is kept in bfloat16, to which the interpreter truncates
+                damping = (e.sum(0) / mass.where(mass > 0, 1.0)).float()
+                mass = mass * (damping.view(torch.int32) & -65536).view(torch.float32)
+            assert_as_good(a.sum(0), t.sum(0), mass, f"mass of the dropped tile at {row}, {first}", torch.float32)
+    tiles = 7 * 3
+    assert 0 < dropped == round((1 - state.stats()["kept"]) * tiles)
+    valid = labels >= 0
+    at_label = (labels[valid], valid.nonzero()[:, 0])
+    assert_as_good(actual[at_label], twin[at_label], exact[at_label], "the target's term")
+    # With a softcap the labels' terms count in full in what τ is a share of, though their gradients are damped.
+    size = exact.norm() if softcap is None else (exact.square().sum() + (1 - p[at_label]).square().sum()).sqrt()
+    assert (actual - exact).norm() <= 1.01 * state.stats()["tau"] * size  # energies are bfloat16
+
+
+def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows: bool, room: int | None) -> list[Any]:
+    """Filtered losses run in slabs of so many column blocks, with so much room in a pass; None: one. Returns their layouts."""
+    from hf_cce.kernels import filtered
+
+    used: list[Any] = []
+
+    def plan_and_layout(hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int) -> Any:
+        plan = filtered.filter_plan(hidden, weight)
+        n, v = hidden.shape[0], weight.shape[0]
+        rows, cols = -(-n // plan.block_m), -(-v // plan.block_n)
+        slab = v if blocks is None else blocks * plan.block_n
+        slots, passes = (rows * cols, 1) if room is None else (room + rows, -(-rows * cols // room))
+        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n))
+        return plan, used[-1]
+
+    monkeypatch.setattr(filtered, "plan_and_layout", plan_and_layout)
+    return used
+
+
+@pytest.mark.parametrize("wanted", [KEEPS_ALL, 0.03], ids=["everything", "some"])
+@pytest.mark.parametrize("need_weight", [True, False], ids=["trained", "frozen"])
+def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "filtered")
+    inputs, labels = filter_data(40, 32, 200)
+    results = []
+    for layout in ((None, True, None), (2, False, None), (None, True, 1), (3, False, 4)):
+        used, state = force_layout(monkeypatch, *layout), FilterState()
+        loss, hidden, weight = run(inputs, labels, wanted, SOFT, state, (True, need_weight))
+        assert len(used) == 1
+        results.append(([loss, hidden, *([weight] if need_weight else [])], state.stats()))
+    first, stats = results[0]
+    for other, other_stats in results[1:]:
+        assert (other_stats["kept"], other_stats["tau"]) == (stats["kept"], stats["tau"])
+        assert_as_good(*(torch.tensor(s["error"]) for s in (other_stats, stats, stats)), "measured error")
+        for a, e, name in zip(other, first, ("loss", "hidden", "weight"), strict=False):
+            assert_as_good(a, e, e, name)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    n=st.integers(1, 40_000), d=st.integers(1, 8192), v=st.integers(1, 300_000), budget=st.integers(1 << 20, 1 << 31),
+    softcap=st.booleans(), need_weight=st.booleans(), half=st.booleans(),
+)  # fmt: skip
+def test_layouts_stay_within_the_budget(
+    n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool
+) -> None:
+    check_layout(n, d, v, budget, softcap, need_weight, half)
+
+
+@pytest.mark.parametrize("budget", [32 << 20, 64 << 20, 96 << 20, 128 << 20, 256 << 20, 1 << 30])
+def test_layouts_of_usual_sizes(budget: int) -> None:
+    found = 0
+    for n, d, v in (
+        (8192, 768, 128256),
+        (8192, 1024, 49152),
+        (4096, 4096, 32000),
+        (16384, 2048, 151936),
+        (8192, 4096, 128256),
+    ):
+        for need_weight in (True, False):
+            found += check_layout(n, d, v, budget, False, need_weight, True)
+    assert found or budget < 64 << 20
+
+
+def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool) -> bool:
+    """Whether there is a layout; fails if what ``filtered`` allocates by it, counted anew here, exceeds the budget."""
+    from hf_cce.kernels.filtered import MAX_PASSES, make_layout
+    from hf_cce.kernels.plan import Plan
+
+    block_m, block_n = (128, 128) if half else (64, 64)
+    element = 2 if half else 4
+    layout = make_layout(
+        n, d, v, element, softcap, need_weight, Plan(block_m, block_n, 64, 4, 3, False, "ieee"), budget
+    )
+    if layout is None:
+        return False
+    rows, cols = -(-n // block_m), -(-v // block_n)
+    slots, room, passes = layout.slots, layout.room, layout.passes
+    assert layout.slab % block_n == 0 or layout.slab == v
+    assert min(n, 8) <= layout.sampled <= min(n, 64)
+    assert passes == 1 or room + rows <= slots
+    assert room * passes >= rows * cols and slots <= rows * cols and passes <= MAX_PASSES
+    # all that lives from the forward pass to the end: the orders of vocabulary and tokens, their rows, blocks' means
+    always = 8 * v + 12 * n + element * (cols + n) * d
+    # rows of the weight in order; with a gradient of the weight its memory serves
+    in_order = element * v * d if layout.keep_rows and not need_weight else 0
+    statistics = cols * n * (4 + 2 + (2 if softcap else 0))
+    tables = rows * cols * (4 + 4 + 4 + 8)  # place, tiles, tile_rows, row_tiles
+    mass, total, spread = element * cols * n, 4 * n * d, 4 * cols * d * need_weight
+    scratch = slots * block_m * block_n * element
+    moments = {
+        "forward": statistics + (0 if layout.keep_rows else element * layout.slab * d),
+        "choice": statistics + tables + mass,
+        "measurement": statistics + tables + mass + layout.sampled * v * (4 + element * (1 if layout.keep_rows else 2)),
+        "mass": tables + mass + total + spread,
+        "products": tables + total + spread + scratch,
+    }
+    for name, size in moments.items():
+        assert always + in_order + size <= budget + 64 * n, f"{name}: {always + in_order + size} of {budget}, {layout}"
+    return True

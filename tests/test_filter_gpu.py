@@ -1,0 +1,247 @@
+"""The filter on a GPU: nothing waits, everything repeats, graphs replay, budgets hold, gradients are as good as eager's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from losses import PLAIN, Options, check_against_plain, fused_loss, plain_loss
+from numerics import assert_as_good, relative_error
+from torch import Tensor
+from ways import force, peaked, watch
+
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy, ops
+from hf_cce import state as state_module
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
+
+SHAPE = (4096, 512, 32000)
+
+
+def leaves_of(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+
+
+def gradients(
+    leaves: list[Tensor], labels: Tensor, config: CCEConfig, state: FilterState | None = None
+) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(linear_cross_entropy(*leaves, labels, config=config, filter_state=state), leaves)
+
+
+def plain_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+    return torch.autograd.grad(plain_loss(*leaves, None, labels, PLAIN), leaves)
+
+
+def config_for(way: str) -> CCEConfig:
+    return CCEConfig("triton", gradient_filter="auto" if way == "filtered" else None)
+
+
+@pytest.mark.parametrize("way", ["filtered", "stored", "exact", "dense", "full"])
+def test_no_step_waits_for_the_device(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels = peaked(*SHAPE, torch.bfloat16, "cuda")
+    if way == "full":  # a handful of tokens, by PyTorch
+        hidden, labels, config, taken = hidden[:100], labels[:100], CCEConfig(), watch(monkeypatch)
+    else:
+        config, taken = config_for(way), force(monkeypatch, way)
+    # Two measurements and a look at the share kept, orders made and used, fall into five steps.
+    for name, value in (("MEASURE_EVERY", 3), ("READ_EVERY", 2), ("SORT_EVERY", 2)):
+        monkeypatch.setattr(state_module, name, value)
+    leaves, state, items = leaves_of(hidden, weight), FilterState(), torch.tensor(500.0, device="cuda")
+
+    def step() -> None:
+        linear_cross_entropy(*leaves, labels, config=config, filter_state=state).backward()
+        linear_cross_entropy(*leaves, labels, num_items_in_batch=items, config=config, filter_state=state).backward()
+
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert taken[way] == (18 if way != "full" else 0) and sum(taken.values()) == 2 * taken[way]
+
+
+@pytest.mark.parametrize("way", ["filtered", "stored", "exact", "dense"])
+def test_results_repeat_bit_for_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = force(monkeypatch, way)
+    hidden, weight, labels = peaked(*SHAPE, torch.bfloat16, "cuda")
+    runs = []
+    for _ in range(2):
+        leaves, state, found = leaves_of(hidden, weight), FilterState(), []
+        for _ in range(4):  # by the second step the threshold has moved
+            loss = linear_cross_entropy(*leaves, labels, config=config_for(way), filter_state=state)
+            found += [loss.detach(), *torch.autograd.grad(loss, leaves)]
+        runs.append((found, state.stats()))
+    assert taken[way] == 8
+    assert all(torch.equal(a, b) for a, b in zip(*(found for found, _ in runs), strict=True))
+    assert runs[0][1] == runs[1][1]
+    if way == "filtered":
+        assert 0 < runs[0][1]["kept"] < 1
+
+
+@pytest.mark.parametrize("way", ["filtered", "stored", "exact", "dense"])
+def test_a_cuda_graph_of_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured whole and replayed: the gradients of an eager call, also for inputs that changed in between."""
+    taken = force(monkeypatch, way)
+    hidden, weight, labels = peaked(2048, 512, 16384, torch.bfloat16, "cuda")
+    leaves, state, config = leaves_of(hidden, weight), FilterState(), config_for(way)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            gradients(leaves, labels, config, state)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    before = taken[way]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=state)
+        found = torch.autograd.grad(loss, leaves)
+    assert taken[way] == before + 1
+    graph.replay()
+    fresh = FilterState()
+    if way == "filtered":
+        fresh.threshold("auto", hidden)
+        fresh._tau = torch.tensor(state.stats()["tau"], dtype=torch.float32, device="cuda")
+    expected_loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=fresh)
+    expected = torch.autograd.grad(expected_loss, leaves)
+    assert_as_good(loss, expected_loss, expected_loss, "loss")
+    for a, e, name in zip(found, expected, ("hidden", "weight"), strict=True):
+        assert_as_good(a, e, e, name)
+    with torch.no_grad():
+        new_hidden, _, new_labels = peaked(2048, 512, 16384, torch.bfloat16, "cuda", seed=1)
+        # Rows of the weight stay; the other seed's tokens foresee rows that are not there, so shift our own by some tokens.
+        leaves[0].copy_(
+            torch.where(torch.arange(2048, device="cuda")[:, None] % 2 == 0, hidden.roll(64, 0), new_hidden)
+        )
+        labels.copy_(torch.where(torch.arange(2048, device="cuda") % 2 == 0, labels.roll(64, 0), new_labels))
+    graph.replay()
+    exact = plain_gradients(*leaves, labels, torch.float64)
+    twin = plain_gradients(*leaves, labels, torch.bfloat16)
+    for a, t, e, name in zip(found, twin, exact, ("hidden", "weight"), strict=True):
+        assert_as_good(a, t, e, f"{name} after new inputs")
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("budget", [64, 96, 256])
+@pytest.mark.parametrize("gradient_filter", ["auto", None])
+@pytest.mark.parametrize(("n", "d", "v"), [(8192, 1024, 49152), (8192, 768, 128256)])
+def test_memory_budgets_hold(
+    n: int, d: int, v: int, gradient_filter: Any, budget: int, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps that measure the error and in those that do not, those that put the vocabulary in order and those that do not."""
+    hidden, weight, labels = peaked(n, d, v, torch.bfloat16, "cuda")
+    leaves = leaves_of(hidden, weight)
+    del hidden, weight
+    leaves[1].requires_grad_(not frozen)
+    config, state = CCEConfig(memory_budget=budget << 20, gradient_filter=gradient_filter), FilterState()
+    taken = watch(monkeypatch)
+    gradient_bytes = sum(x.numel() * x.element_size() for x in leaves if x.requires_grad)
+
+    def step() -> None:
+        linear_cross_entropy(*leaves, labels, config=config, filter_state=state).backward()
+        for x in leaves:
+            x.grad = None
+
+    step()  # compiles, and makes cuBLAS take its own workspace
+    state._calls = 0
+    for number in range(4):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        used = torch.cuda.max_memory_allocated() - before - gradient_bytes
+        # A few vectors [N] besides: losses, labels, upstream gradients.
+        assert used <= (budget << 20) + 64 * n, f"step {number}: {used / 2**20:.1f} of {budget} MiB, {dict(taken)}"
+    if gradient_filter is None:
+        assert "filtered" not in taken
+    elif budget == 256 and not frozen:
+        assert taken["filtered"] == 5 and state.stats()["kept"] < 1
+
+
+@pytest.mark.parametrize("options", [PLAIN, Options(0.7, 30.0)], ids=["plain", "softcap"])
+@pytest.mark.parametrize(
+    ("n", "d", "v"), [(4096, 512, 32000), (2048, 768, 50257), (1000, 1000, 49152), (3000, 576, 128256)]
+)
+def test_bfloat16_gradients_are_no_worse_than_eager(
+    n: int, d: int, v: int, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = force(monkeypatch, "filtered")
+    hidden, weight, labels = peaked(n, d, v, torch.bfloat16, "cuda")
+    state, config = FilterState(), CCEConfig("triton")
+
+    def loss(h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, options: Options) -> Tensor:
+        return linear_cross_entropy(
+            h, w, y, logit_scale=options.logit_scale, softcap=options.softcap, config=config, filter_state=state
+        )
+
+    for number in range(3):  # with the first threshold, and after measurements have moved it
+        check_against_plain(
+            loss, (hidden, weight, None), labels, options, torch.bfloat16, f"{n}×{d}×{v}, step {number}"
+        )
+    assert taken["filtered"] == taken["filtered gradients"] == 3
+    assert 0 < state.stats()["kept"] < 1
+
+
+@pytest.mark.parametrize("wanted", [0.005, 0.03])
+def test_the_error_asked_for(wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured of some tokens is the error of all, and comes to what was asked for; in float32, which rounds little."""
+    force(monkeypatch, "filtered")
+    monkeypatch.setattr(state_module, "MEASURE_EVERY", 1)
+    hidden, weight, labels = peaked(*SHAPE, torch.float32, "cuda")
+    config, state, leaves = CCEConfig("triton", gradient_filter=wanted), FilterState(), leaves_of(hidden, weight)
+    for _ in range(8):
+        found = gradients(leaves, labels, config, state)
+    error = relative_error(found[0], plain_gradients(hidden, weight, labels, torch.float64)[0])
+    assert error / 2 <= state.stats()["error"] <= 2 * error
+    assert wanted / 2 <= error <= 2 * wanted
+
+
+def test_dense_products_where_the_filter_keeps_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real way to the host and back: an untrained head keeps nearly everything, so the filter rests, and comes back."""
+    taken = force(monkeypatch, "filtered")
+    g = torch.Generator().manual_seed(0)
+    n, d, v = 1024, 256, 8192
+    hidden, weight = torch.randn(n, d, generator=g), torch.randn(v, d, generator=g) * (3 / d**0.5)
+    labels = torch.randint(v, (n,), generator=g).cuda()
+    leaves, state = leaves_of(hidden.cuda().bfloat16(), weight.cuda().bfloat16()), FilterState()
+    config = CCEConfig("triton", gradient_filter=1e-6)
+    seen: Counter[float] = Counter()
+    for _ in range(state_module.DENSE_STEPS + 3 * state_module.READ_EVERY):
+        before = taken["filtered"]
+        gradients(leaves, labels, config, state)
+        torch.cuda.synchronize()  # so that the share has arrived by the next step
+        seen["filtered" if taken["filtered"] > before else "rested"] += 1  # type: ignore[index]
+    assert state.stats()["kept"] > state_module.POINTLESS
+    assert seen["rested"] >= state_module.DENSE_STEPS and seen["filtered"] >= 2  # type: ignore[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("n", [1, 3, 64, 300])
+def test_few_tokens_with_the_default_config(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On either side of the size from which there are no full logits."""
+    for v in (997, 128256):
+        hidden, weight, labels = peaked(n, 192, v, dtype, "cuda")
+        labels[-1] = v - 1
+        for options in (PLAIN, Options(0.7, 5.0, z_loss=1e-2, reduction="sum"), Options(label_smoothing=0.1)):
+            inputs = (hidden, weight, torch.randn(v, device="cuda").to(dtype) if options.z_loss else None)
+            check_against_plain(fused_loss(), inputs, labels, options, dtype, f"{n}×{v} {options}")
+
+
+def test_where_full_logits_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, (n, v) = watch(monkeypatch), (100, 997)
+    hidden, weight, labels = peaked(n, 64, v, torch.bfloat16, "cuda")
+    leaves = leaves_of(hidden, weight)
+    gradients(leaves, labels, CCEConfig())
+    assert not taken
+    monkeypatch.setattr(ops, "EAGER_LOGITS", n * v - 1)
+    gradients(leaves, labels, CCEConfig())
+    gradients(leaves, labels, CCEConfig("triton"))
+    assert taken["dense"] == taken["dense gradients"] == 2

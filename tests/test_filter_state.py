@@ -1,0 +1,385 @@
+"""What the gradient filter keeps from step to step, and where it lives: FilterState, a patched model, CCECallback."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from losses import PLAIN, make_inputs, plain_loss
+from models import batch, tiny_llama
+from numerics import assert_as_good
+from test_callback import build
+from torch import Tensor
+from transformers import TrainerCallback
+from ways import KEEPS_ALL, force, peaked
+
+from hf_cce import CCECallback, CCEConfig, FilterState, apply_cce, linear_cross_entropy, remove_cce
+from hf_cce import state as state_module
+from hf_cce.kernels.filtered import Report
+from hf_cce.patches.causal_lm import patch_of
+
+pytest.importorskip("triton")
+CUDA = torch.cuda.is_available()
+KEYS = {"kept", "dropped_mass", "tau", "error", "dense"}
+cpu_only = pytest.mark.skipif(
+    CUDA, reason="runs in the interpreter, which a process that sees a GPU has not switched on"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's builds for the CPU cannot even be asked whether a CUDA graph is being captured."""
+    if not CUDA:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def step(
+    state: FilterState,
+    wanted: Any = KEEPS_ALL,
+    n: int = 16,
+    d: int = 16,
+    v: int = 40,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """One small training step with that state; the gradient of the weight."""
+    (hidden, weight, _), labels = make_inputs(n, d, v, dtype)
+    weight.requires_grad_()
+    config = CCEConfig("triton", gradient_filter=wanted)
+    linear_cross_entropy(hidden.requires_grad_(), weight, labels, config=config, filter_state=state).backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def told(error: float, kept: int = 10) -> Report:
+    """What a backward pass reports."""
+    return Report(torch.tensor(kept), 100, torch.tensor([1.0]), 50, torch.tensor(1e-3), torch.tensor(error))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_auto_is_exact_but_in_bfloat16(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = FilterState()
+    assert state.threshold("auto", torch.zeros(1, dtype=dtype)) is None
+    tau = state.threshold("auto", torch.zeros(1, dtype=torch.bfloat16))
+    assert tau is not None and tau.dtype == torch.float32 and 0 < tau < 1e-2
+    if not CUDA:
+        taken = force(monkeypatch, "filtered")
+        step(state, "auto", dtype=dtype)
+        assert "filtered" not in taken and state.stats() == {}
+
+
+@cpu_only
+def test_without_a_filter_nothing_is_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = force(monkeypatch, "filtered")
+    state = FilterState()
+    step(state, None)
+    assert "filtered" not in taken and state.stats() == {}
+
+
+def test_another_wish_begins_with_another_threshold() -> None:
+    state, hidden = FilterState(), torch.zeros(1)
+    first = state.threshold(0.06, hidden)
+    assert first is state.threshold(0.06, hidden)
+    second = state.threshold(0.03, hidden)
+    assert first is not None and second is not None and second < first
+
+
+@pytest.mark.parametrize("wanted", ["auto", 0.02])
+def test_the_threshold_goes_where_the_error_points(wanted: Any) -> None:
+    """Half the way in octaves, within limits; nowhere if no error was measured, or none that is a number."""
+    hidden = torch.zeros(1, dtype=torch.bfloat16)
+    target = state_module.AUTO_ERROR if wanted == "auto" else wanted
+    state = FilterState()
+    before = float(state.threshold(wanted, hidden))  # type: ignore[arg-type]
+    state.report(told(2 * target))
+    after = float(state.threshold(wanted, hidden))  # type: ignore[arg-type]
+    assert_as_good(*(torch.tensor(x) for x in (after / before, 0.5**0.5, 0.5**0.5)), "half an octave down")
+    state.report(told(target / 2))
+    back = float(state.threshold(wanted, hidden))  # type: ignore[arg-type]
+    assert_as_good(*(torch.tensor(x) for x in (back, before, before)), "and up again")
+    state.report(told(float("nan")))
+    state.report(told(target)._replace(error=None))
+    assert float(state.threshold(wanted, hidden)) == back  # type: ignore[arg-type]
+    for _ in range(40):
+        state.report(told(0.0))
+    highest = float(state.threshold(wanted, hidden))  # type: ignore[arg-type]
+    limit = state_module.AUTO_TAU if wanted == "auto" else state_module.LARGEST_TAU
+    assert_as_good(*(torch.tensor(x) for x in (highest, limit, limit)), "the largest")
+    for _ in range(40):
+        state.report(told(1e9))
+    lowest = state.threshold(wanted, hidden)
+    assert lowest is not None
+    assert_as_good(lowest, lowest, torch.tensor(state_module.SMALLEST_TAU), "the smallest")
+
+
+def test_when_it_measures() -> None:
+    state, measured = FilterState(), []
+    for number in range(70):
+        if state.measure():
+            measured.append(number)
+        state.report(told(0.01))
+    assert measured == [0, 1, 32, 64]
+
+
+@cpu_only
+def test_the_error_asked_for_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with the same inputs: the measured error comes closer to the one asked for than the first guess was."""
+    force(monkeypatch, "filtered")
+    monkeypatch.setattr(state_module, "MEASURE_EVERY", 1)
+    hidden, weight, labels = peaked(60, 32, 230)
+    wanted, state, errors = 0.06, FilterState(), []
+    for _ in range(5):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        config = CCEConfig("triton", gradient_filter=wanted)
+        linear_cross_entropy(*leaves, labels, config=config, filter_state=state).backward()
+        errors.append(state.stats()["error"])
+    away = [abs(math.log(error / wanted)) for error in errors]
+    assert away[-1] < away[0] / 2 and min(away) == min(away[-2:])
+
+
+class Event:
+    """In place of torch.cuda.Event, which only a GPU has: whether the copy to the host has arrived."""
+
+    def __init__(self, arrived: bool) -> None:
+        self.arrived = arrived
+
+    def query(self) -> bool:
+        return self.arrived
+
+
+def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
+    state, hidden = FilterState(), torch.zeros(1)
+    event = Event(False)
+    state._share = (torch.tensor(90), event, 100)
+    assert state.threshold(0.01, hidden) is not None  # not there yet: nobody waits for it
+    event.arrived = True
+    rested = 0
+    while state.threshold(0.01, hidden) is None:
+        rested += 1
+    assert rested == state_module.DENSE_STEPS and state._share is None
+    state._share = (torch.tensor(50), event, 100)
+    assert state.threshold(0.01, hidden) is not None and state._share is None
+
+
+@cpu_only
+def test_a_step_while_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = force(monkeypatch, "filtered")
+    state = FilterState()
+    filtered = step(state)
+    state._share = (torch.tensor(99), Event(True), 100)
+    exact = step(state)
+    assert taken["filtered"] == taken["filtered gradients"] == 1 and sum(taken.values()) == 4
+    assert state.stats()["dense"] == 1.0
+    assert_as_good(exact, filtered, filtered, "weight")
+    state._dense = 0
+    step(state)
+    assert taken["filtered"] == 2 and state.stats()["dense"] == 0.0
+
+
+@cpu_only
+def test_an_order_of_the_vocabulary_serves_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "filtered")
+    monkeypatch.setattr(state_module, "SORT_EVERY", 3)
+    state, orders = FilterState(), []
+    for _ in range(7):
+        step(state)
+        assert state._vocabulary is not None
+        orders.append(state._vocabulary[1])
+    for number, order in enumerate(orders):
+        assert (order.order is orders[number - 1].order) == (number % 3 != 0)
+    # Another head, or another dtype, whose tiles may differ: an order of its own.
+    for options in ({"v": 70}, {"d": 24, "v": 70}, {"d": 24, "v": 70, "dtype": torch.float16}):
+        state._calls = 1
+        before = state._vocabulary[1].order
+        step(state, **options)  # type: ignore[arg-type]
+        assert state._vocabulary[1].order is not before
+        assert torch.equal(state._vocabulary[1].order.sort().values[-70:], torch.arange(70, dtype=torch.int32))
+
+
+@cpu_only
+def test_a_stale_order_gives_right_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "filtered")
+    state = FilterState()
+    step(state)
+    (hidden, weight, _), labels = make_inputs(37, 16, 40, torch.float32)
+    found = {}
+    for name, dtype in (("ours", torch.float32), ("twin", torch.float32), ("exact", torch.float64)):
+        leaves = [x.flip(0).to(dtype).requires_grad_() for x in (hidden, weight)]
+        if name == "ours":
+            config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
+            linear_cross_entropy(*leaves, labels, config=config, filter_state=state).backward()
+        else:
+            plain_loss(*leaves, None, labels, PLAIN).backward()
+        found[name] = leaves
+    for ours, twin, exact in zip(*found.values(), strict=True):
+        assert_as_good(ours.grad, twin.grad, exact.grad, "gradient")
+
+
+@cpu_only
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_begin_anew(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "filtered")
+    state = FilterState()
+    step(state)
+    other = how(state)
+    assert isinstance(other, FilterState) and other.__dict__ == FilterState().__dict__
+    assert set(state.stats()) == KEYS
+
+
+@cpu_only
+def test_stats(monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "filtered")
+    state = FilterState()
+    assert state.stats() == {}
+    step(state, 0.06)
+    stats = state.stats()
+    assert set(stats) == KEYS and all(type(value) is float for value in stats.values())
+    assert 0 < stats["kept"] <= 1 and 0 <= stats["dropped_mass"] < 1 and stats["dense"] == 0
+    assert math.isfinite(stats["error"])
+
+
+@cpu_only
+def test_nothing_is_measured_where_nobody_keeps_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_cce.kernels import filtered
+
+    force(monkeypatch, "filtered")
+    measured = []
+    real = filtered._dropped_gradient
+    monkeypatch.setattr(filtered, "_dropped_gradient", lambda *a: measured.append(1) or real(*a))
+    step(None)  # type: ignore[arg-type]
+    assert not measured
+    step(FilterState())
+    assert measured == [1]
+
+
+@cpu_only
+@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "exact"])
+def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first consumes what the forward pass left; the second is exact, with ignored labels in between the others."""
+    taken = force(monkeypatch, way)
+    (hidden, weight, _), labels = make_inputs(37, 16, 70, torch.float32)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
+    loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=FilterState())
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves, retain_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(torch.autograd.grad(loss, leaves, create_graph=True)[0].sum(), leaves)
+    for a, b, name in zip(first, second, ("hidden", "weight"), strict=True):
+        assert_as_good(b, a, a, name)
+    assert taken[way] == 1
+    if way in ("filtered", "dense"):
+        assert taken[f"{way} gradients"] == 1
+
+
+@cpu_only
+@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "exact"])
+def test_micro_batches_add_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways round: one after the other, and both losses before any gradient; the state is one."""
+    taken = force(monkeypatch, way)
+    (hidden, weight, _), labels = make_inputs(40, 16, 70, torch.float32)
+    items = int((labels != -100).sum())
+    config, state = CCEConfig("triton", gradient_filter=KEEPS_ALL), FilterState()
+
+    def gradients(dtype: torch.dtype, ours: bool, at_once: bool) -> list[Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+        losses = []
+        for rows in (slice(0, 17), slice(17, 40)):
+            h, y = leaves[0][rows], labels[rows]
+            if ours:
+                loss = linear_cross_entropy(
+                    h, leaves[1], y, num_items_in_batch=items, config=config, filter_state=state
+                )
+            else:
+                loss = torch.nn.functional.cross_entropy(h @ leaves[1].t(), y, reduction="sum") / items
+            losses.append(loss)
+            if not at_once:
+                loss.backward()
+        if at_once:
+            torch.stack(losses).sum().backward()
+        return [x.grad for x in leaves if x.grad is not None]
+
+    exact, twin = gradients(torch.float64, False, False), gradients(torch.float32, False, False)
+    for at_once in (False, True):
+        for a, t, e in zip(gradients(torch.float32, True, at_once), twin, exact, strict=True):
+            assert_as_good(a, t, e, f"at once: {at_once}")
+    assert taken[way] == 4
+
+
+def llama_step(model: Any) -> Any:
+    loss = model(**batch()).loss
+    loss.backward()
+    return loss.detach()
+
+
+@cpu_only
+def test_the_state_lives_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = force(monkeypatch, "filtered")
+    plain, model, other = (tiny_llama() for _ in range(3))
+    for patched in (model, other):
+        apply_cce(patched, implementation="triton", gradient_filter=KEEPS_ALL)
+    assert set(model.cce_stats()) == {"calls", "fused", "materialised"}
+    expected = llama_step(plain)
+    assert_as_good(llama_step(model), expected, expected, "loss")
+    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_as_good(a.grad, b.grad, b.grad, name)
+    stats = model.cce_stats()
+    assert set(stats) == {"calls", "fused", "materialised"} | KEYS
+    assert (stats["calls"], stats["fused"], stats["materialised"]) == (1, 1, 0) and stats["kept"] > 0
+    assert taken["filtered"] == taken["filtered gradients"] == 1
+    # of its own, kept when options change, new in a copy
+    assert not KEYS & set(other.cce_stats())
+    state = patch_of(model).filter_state
+    assert apply_cce(model, implementation="triton", gradient_filter=0.05) is model
+    assert patch_of(model).filter_state is state
+    assert not KEYS & set(copy.deepcopy(model).cce_stats())
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    assert not KEYS & set(torch.load(saved, weights_only=False).cce_stats())
+    assert not hasattr(plain, "cce_stats") and not hasattr(remove_cce(other), "cce_stats")
+
+
+@cpu_only
+def test_the_callback_logs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = force(monkeypatch, "filtered")
+    seen: list[dict[str, Any]] = []
+
+    class Later(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.append(dict(logs))
+
+    callback = CCECallback(implementation="triton", gradient_filter=0.05, on_unused="raise")
+    trainer = build(tmp_path, callback, Later(), max_steps=2)
+    trainer.train()
+    names = {f"cce_{key}" for key in KEYS}
+    assert taken["filtered gradients"] == 4  # two micro-batches a step
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 2 and all(names <= set(entry) for entry in steps)
+    assert [entry for entry in seen if names <= set(entry)] and all((names <= set(e)) == ("loss" in e) for e in seen)
+    assert steps[-1]["cce_kept"] == round(trainer.model.cce_stats()["kept"], 6)
+
+
+def test_the_callback_logs_nothing_without_a_filter(tmp_path: Path) -> None:
+    trainer = build(tmp_path, CCECallback(implementation="portable"), max_steps=1)
+    trainer.train()
+    assert not any(key.startswith("cce_") for entry in trainer.state.log_history for key in entry)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -0.1, 0.2, 1, True, False, "on", "none", float("nan"), float("inf"), [0.01]])
+def test_wrong_filters_are_named(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"gradient_filter must be 'auto', None or a number in \(0, 0.1\], got"):
+        CCEConfig(gradient_filter=value)
+    with pytest.raises(ValueError, match="gradient_filter"):
+        CCECallback(gradient_filter=value)
+
+
+@pytest.mark.parametrize("value", ["auto", None, 0.1, 1e-9])
+def test_right_filters(value: Any) -> None:
+    assert CCEConfig(gradient_filter=value).gradient_filter == value
+    assert CCEConfig() == CCEConfig(gradient_filter="auto")

@@ -1,0 +1,96 @@
+"""The ways that a scalar loss can take on the kernels, forced on inputs of any size; inputs on which the filter drops tiles."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from losses import Options
+from torch import Tensor
+
+from hf_cce import CCEConfig, kernels, ops
+
+# "narrow": a first slab of one tile's width is stored, and the others are computed twice.
+WAYS = ("dense", "stored", "narrow", "filtered", "exact")
+KEEPS_ALL = 1e-9  # a gradient_filter that drops nothing but what is zero
+_THRESHOLDS = {"dense": (math.inf, math.inf), "filtered": (0.0, 0.0)}  # FILTER_FROM, DENSE_BYTES
+_FUNCTIONS = {
+    "dense_cross_entropy": "dense",
+    "stored_cross_entropy": "stored",
+    "filtered_cross_entropy": "filtered",
+    "cross_entropy": "exact",
+    "dense_gradients": "dense gradients",
+    "filtered_gradients": "filtered gradients",
+    "logit_stats_backward": "recomputed gradients",
+}
+
+
+def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
+    """Whether a loss with these options, and gradients of all inputs, can take that way; "exact" takes what no other does."""
+    if options.reduction == "none" or options.label_smoothing:
+        return way == "exact"
+    if way in ("stored", "narrow"):
+        return dtype != torch.float16  # has no range for it
+    return way != "filtered" or not options.bias
+
+
+def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
+    """Send every scalar loss that way from now on, if it applies; returns how often each was taken."""
+    filter_from, dense_bytes = _THRESHOLDS.get(way, (math.inf, 0.0))
+    monkeypatch.setattr(ops, "FILTER_FROM", filter_from)
+    monkeypatch.setattr(ops, "DENSE_BYTES", dense_bytes)
+    module = sys.modules["hf_cce.kernels.cross_entropy"]  # the package has a function of that name
+    if way in ("narrow", "exact"):
+        # a whole tile of every plan, on a GPU and in the interpreter
+        width = {"narrow": 256 if torch.cuda.is_available() else 32, "exact": 0}[way]
+        monkeypatch.setattr(
+            module, "stored_width", lambda n, d, v, dtype, *_: 0 if dtype == torch.float16 else min(v, width)
+        )
+    return watch(monkeypatch)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each way is taken from now on."""
+    taken: Counter[str] = Counter()
+
+    def counting(function: Any, name: str) -> Any:
+        def wrapper(*args: Any) -> Any:
+            result = function(*args)
+            if result is not None:  # None: the budget does not allow it
+                taken[name] += 1
+            return result
+
+        return wrapper
+
+    for function, name in _FUNCTIONS.items():
+        monkeypatch.setattr(kernels, function, counting(getattr(kernels, function), name))
+    return taken
+
+
+def config_of(way: str, **options: Any) -> CCEConfig:
+    return CCEConfig("triton", **{"gradient_filter": KEEPS_ALL if way == "filtered" else None, **options})
+
+
+def peaked(
+    n: int, d: int, v: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden [N, D], weight [V, D], labels [N]) as late in training: frequent labels, mostly foreseen, some wrongly.
+
+    The logit of what is foreseen is a little above the logsumexp of the others; those have a part common to all tokens, of
+    standard deviation 2, which favours frequent entries, and one of their own, of standard deviation 1.
+    """
+    g = torch.Generator().manual_seed(seed)
+    weight = torch.randn(v, d, generator=g) / d**0.5
+    frequency = 1.0 / torch.arange(1, v + 1)
+    labels, other = torch.multinomial(frequency, 2 * n, replacement=True, generator=g).view(2, n)
+    foreseen = torch.where(torch.rand(n, generator=g) < 0.8, labels, other)
+    hidden = (math.log(v) + 4.5) * weight[foreseen] + torch.randn(n, d, generator=g)
+    few = min(v, 2 * d)
+    common = weight[:few].t() @ frequency[:few].log()
+    hidden += (common / common.norm()) * (2 * d**0.5)
+    labels[::7] = -100
+    return hidden.to(device, dtype), weight.to(device, dtype), labels.to(device)
