@@ -49,7 +49,9 @@ def _score_kernel(
     num_col_blocks,
     span,  # column blocks of a program
     v,
+    softcap,
     WEIGHTED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -63,7 +65,10 @@ def _score_kernel(
     valid = label < v
     row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
     scale = tl.load(grad_lse + rows, mask=in_rows, other=0.0) if WEIGHTED else tl.full((BLOCK_M,), 1.0, tl.float32)
-    wrong = tl.where(valid, 1.0 - tl.exp(tl.load(label_logit + rows, mask=in_rows, other=0.0) - row_lse), 0.0) * scale
+    at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
+    wrong = tl.where(valid, 1.0 - tl.exp(at_label - row_lse), 0.0) * scale
+    if HAS_SOFTCAP:
+        wrong *= 1.0 - (at_label / softcap) * (at_label / softcap)
     total = tl.where(begin == 0, tl.sum(wrong * wrong), 0.0)
     label_block = label // BLOCK_N
     for first in range(begin, end, BLOCK_T):
@@ -318,6 +323,7 @@ def select(
     grad_lse: Tensor | None,  # [N], where tokens weigh differently
     tau: Tensor,  # scalar
     v: int,
+    softcap: float,
     block_m: int,
     block_n: int,
     room: int,
@@ -340,7 +346,7 @@ def select(
     counts, sums = ints(counting, BINS.value), ints(BINS.value)
     _score_kernel[grid](
         tile_lse, tile_ratio, lse, label_logit, labels, grad_lse, energy, part, tile_stride(n), n, rows, cols, span, v,
-        WEIGHTED=grad_lse is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=16, num_warps=4,
+        softcap or 1.0, WEIGHTED=grad_lse is not None, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
     _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
     _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)

@@ -180,7 +180,7 @@ def backward(
     rows, cols, passes = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n), layout.passes
     kept = select(
         saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, grad_lse if weigh_tokens else None,
-        tau, v, plan.block_m, plan.block_n, layout.room, passes,
+        tau, v, softcap, plan.block_m, plan.block_n, layout.room, passes,
     )  # fmt: skip
     mass, dropped = dropped_mass(
         kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
