@@ -121,7 +121,7 @@ SPECS = (
             "out": "*T",
             "out_stride": "size",
             "slab_start": "i32",
-            "slab_stop": "i32",
+            "slab_width": "size",
             "flags": "*i32 if FLAGGED",
             "entropy": "*fp32 if HAS_ENTROPY",
             "grad_mean": "*fp32 if HAS_MEAN",

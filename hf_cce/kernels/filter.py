@@ -346,7 +346,8 @@ def select(
     counts, sums = ints(counting, BINS.value), ints(BINS.value)
     _score_kernel[grid](
         tile_lse, tile_ratio, lse, label_logit, labels, grad_lse, energy, part, tile_stride(n), n, rows, cols, span, v,
-        softcap or 1.0, WEIGHTED=grad_lse is not None, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=16, num_warps=4,
+        softcap or 1.0, WEIGHTED=grad_lse is not None, HAS_SOFTCAP=softcap > 0,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
     _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
     _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)
