@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-LOSS = "2026-11-21-h200-loss.json"
+LOSS = "2026-11-21-h200-bench-flat.json"
 PEERS = {
     "hf_cce": "**hf_cce**",
+    "hf_cce 64 MiB": "**hf_cce**, `memory_budget` 64 MiB",
+    "hf_cce exact 1.25 GiB": "**hf_cce**, `memory_budget` 1.25 GiB, no filter",
     "eager": "Transformers (full logits)",
     "torch.compile": "torch.compile of that",
     "liger": "Liger fused linear cross-entropy",
@@ -40,8 +42,8 @@ def loss_table(problem: str = "flat N=8192 D=896 V=151936") -> str:
     lines += [
         "",
         f"{report['device']}, {report['dtype']}, random data, {packages};",
-        "interleaved, medians of 10, errors (hidden states, weight) against float64. `hf-cce bench --shape "
-        f"8192,896,151936`; more shapes: [`{LOSS}`](hf_cce/bench/results/{LOSS}).",
+        f"interleaved, medians of {report['settings']['repeats']}, errors (hidden states, weight) against float64. "
+        f"`hf-cce bench --shape 8192,896,151936`; more shapes: [`{LOSS}`](hf_cce/bench/results/{LOSS}).",
     ]
     return "\n".join(lines)
 
