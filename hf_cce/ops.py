@@ -331,6 +331,7 @@ def _traced(x: Tensor) -> bool:
 # Which way a loss takes, by measurement on an H200 (hf_cce/bench/results). Tokens times hidden size times vocabulary from which
 # the filter is worth its overhead of some 0.3 ms:
 FILTER_FROM = 1.5e11
+FILTER_TOKENS = 2048  # fewer make too few blocks to fill a GPU with
 # Bytes of float32 logits up to which the way of fewest launches wins:
 DENSE_BYTES = 256 << 20
 # Logits up to which PyTorch's own operators are the fastest, as the host is the slower side. They take 12 bytes each, of which
@@ -364,8 +365,8 @@ class _CrossEntropy(torch.autograd.Function):
             _require(ok, labels, ignore_index, v)
             common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             result, tau = None, None
-            work = hidden.numel() * v
-            if gradient_filter is not None and not need_bias and work >= FILTER_FROM:
+            n, work = labels.numel(), hidden.numel() * v
+            if gradient_filter is not None and not need_bias and work >= FILTER_FROM and n >= FILTER_TOKENS:
                 ctx.state, ctx.steered = FilterState() if state is None else state, state is not None
                 tau = ctx.tau = ctx.state.threshold(gradient_filter, hidden)
             if tau is not None:
@@ -375,7 +376,7 @@ class _CrossEntropy(torch.autograd.Function):
                 lse = ctx.filtered.lse
                 ctx.tokens = ctx.filtered.order.tokens  # whose the statistics are
                 ctx.state.keep_vocabulary(weight, ctx.filtered.vocabulary)
-            elif 0 < 4 * labels.numel() * v <= min(budget, DENSE_BYTES):
+            elif 0 < 4 * n * v <= min(budget, DENSE_BYTES):
                 loss, lse, ctx.dense = kernels.dense_cross_entropy(*common)
             elif (result := kernels.stored_cross_entropy(*common, budget)) is not None:
                 loss, lse, ctx.stored = result

@@ -22,6 +22,11 @@ POINTLESS = 0.6  # share of tiles kept from which dense products are faster
 DENSE_STEPS = 32  # before the filter is tried again
 
 
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured, in which nothing can be asked and nothing that it allocates may be kept."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class FilterState:
     """Steers the gradient filter of one head from step to step; nothing in it makes the host wait for the device.
 
@@ -59,8 +64,10 @@ class FilterState:
             return None
         if self._tau is None or self._wanted != gradient_filter or self._tau.device != hidden.device:
             tau = AUTO_TAU if gradient_filter == "auto" else float(gradient_filter) / ERROR_PER_TAU
-            self._tau = torch.full((), tau, dtype=torch.float32, device=hidden.device)
-            self._wanted = gradient_filter
+            first = torch.full((), tau, dtype=torch.float32, device=hidden.device)
+            if _capturing():
+                return first  # lives in the graph's memory, which a replay overwrites: not to be kept
+            self._tau, self._wanted = first, gradient_filter
         return self._tau
 
     def vocabulary(self, weight: Tensor) -> Any | None:
@@ -71,6 +78,8 @@ class FilterState:
         return order if of == (weight.shape, weight.device, weight.dtype) else None
 
     def keep_vocabulary(self, weight: Tensor, order: Any) -> None:
+        if _capturing():
+            return
         self._vocabulary = (
             (weight.shape, weight.device, weight.dtype),
             order,
@@ -78,7 +87,7 @@ class FilterState:
 
     def measure(self) -> bool:
         """Whether this step's error is to be measured."""
-        return self._calls < 2 or self._calls % MEASURE_EVERY == 0
+        return (self._calls < 2 or self._calls % MEASURE_EVERY == 0) and not _capturing()
 
     def report(self, report: Any) -> None:
         """Take what the filter did in a backward pass: hf_cce.kernels.filtered.Report, whose tensors are on the device."""
@@ -92,7 +101,7 @@ class FilterState:
             largest = AUTO_TAU if self._wanted == "auto" else LARGEST_TAU
             self._tau = (self._tau * step).clamp(SMALLEST_TAU, largest)
         kept = report.kept
-        if kept.is_cuda and self._calls % READ_EVERY == 0 and not torch.cuda.is_current_stream_capturing():
+        if kept.is_cuda and self._calls % READ_EVERY == 0 and not _capturing():
             host = torch.empty((), dtype=kept.dtype, pin_memory=True)
             host.copy_(kept, non_blocking=True)
             event = torch.cuda.Event()
@@ -102,7 +111,7 @@ class FilterState:
 
     def _look(self) -> None:
         """Go dense if the last share that has arrived on the host was too large."""
-        if self._share is None or torch.cuda.is_current_stream_capturing():
+        if self._share is None or _capturing():
             return
         host, event, tiles = self._share
         if event.query():

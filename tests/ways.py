@@ -42,6 +42,7 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     """Send every scalar loss that way from now on, if it applies; returns how often each was taken."""
     filter_from, dense_bytes = _THRESHOLDS.get(way, (math.inf, 0.0))
     monkeypatch.setattr(ops, "FILTER_FROM", filter_from)
+    monkeypatch.setattr(ops, "FILTER_TOKENS", 0)
     monkeypatch.setattr(ops, "DENSE_BYTES", dense_bytes)
     module = sys.modules["hf_cce.kernels.cross_entropy"]  # the package has a function of that name
     if way in ("narrow", "exact"):

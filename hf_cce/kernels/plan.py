@@ -104,7 +104,9 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
         plan = replace(plan, sparse_warps=4 if hopper else 8, weight_warps=plan.num_warps, tile_warps=plan.num_warps)
         return replace(plan, sparse_block_k=32, block_d=64, weight_block_d=64, programs=2 * processors)
     if not plan.use_tma:
-        return replace(plan, sparse_block_k=32, sparse_warps=8, weight_warps=8, tile_warps=8, programs=2 * processors)
+        return replace(
+            plan, block_n=128, sparse_block_k=32, sparse_warps=8, weight_warps=8, tile_warps=8, programs=2 * processors
+        )
     plan = replace(plan, block_n=128, num_warps=4, num_stages=3, hidden_stages=4, programs=2 * processors)
     return replace(plan, weight_block_d=256, weight_warps=8) if hidden.shape[1] % 256 == 0 else plan
 
