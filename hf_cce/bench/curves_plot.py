@@ -31,11 +31,11 @@ def draw(report: dict[str, Any], path: Path) -> None:
         0.02, 0.955, "The same training with one loss after the other", fontsize=13, fontweight="bold", color=INK
     )
     figure.text(
-        0.02, 0.918,
+        0.02, 0.936,
         f"{report['device']} · Llama, width {setup['dim']}, {setup['layers']} layer{'s' * (setup['layers'] > 1)}, vocabulary "
-        f"{setup['vocab']:,} · {setup['batch']} × {setup['sequence']} tokens a step, bfloat16 autocast · torch "
+        f"{setup['vocab']:,} · {setup['batch']} × {setup['sequence']} tokens a step\nbfloat16 autocast · torch "
         f"{report['versions']['torch']} · text: {report['data']['source']}",
-        fontsize=8.5, color="#5b6470",
+        fontsize=8.5, color="#5b6470", verticalalignment="top",
     )  # fmt: skip
     axes = figure.subplots(2, len(report["settings"]), sharex="col", height_ratios=[1, 1], squeeze=False)
     for column, (title, runs) in enumerate(report["settings"].items()):
