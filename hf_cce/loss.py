@@ -103,7 +103,7 @@ def linear_cross_entropy(
         if labels.dim() == 0:
             raise ValueError("labels must have a sequence dimension to be shifted, got a scalar")
         labels = F.pad(labels.long(), (0, 1), value=ignore_index)[..., 1:]
-    flat = labels.reshape(-1).long()
+    flat = labels.reshape(-1).long().contiguous()
 
     if reduction != "none":
         num_items, divisor = _divisor(reduction, num_items_in_batch, hidden.device)

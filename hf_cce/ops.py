@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -68,6 +68,13 @@ def _implementation(hidden: Tensor, implementation: str) -> Any:
     return portable if choose_implementation(hidden.device, hidden.dtype, implementation) == "portable" else _kernels()
 
 
+def _on(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, wherever its arguments are: make that the device of ``x``."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return nullcontext()
+
+
 def _require(ok: Tensor, labels: Tensor, ignore_index: int, v: int) -> None:
     """Fail unless ``ok``: on a CUDA device by a device-side assertion, elsewhere by ``ValueError``."""
     if ok.is_cuda:
@@ -99,7 +106,7 @@ def logit_stats(
     """(lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty where not wanted. ``softcap`` 0 is none."""
     module, v = _implementation(hidden, implementation), weight.shape[0]
     # Autocast is settled by the caller; inside, a cast of what is already an accumulator would lose it.
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
         _require(module.survey_labels(labels, ignore_index, v, None, 1.0)[0], labels, ignore_index, v)
         return tuple(
             module.logit_stats(
@@ -148,7 +155,7 @@ def _logit_stats_backward(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad of hidden [N, D], of weight [V, D], of bias [V]), each in its input's dtype, empty where not needed."""
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
         return tuple(
             _implementation(hidden, implementation).logit_stats_backward(
                 grad_lse, grad_label, grad_mean, grad_entropy, hidden, weight, bias, labels, lse, entropy,
@@ -240,7 +247,7 @@ def _cross_entropy(
     else over the number of labels that are not ignored; zero where that would divide by zero.
     """
     module, v = _implementation(hidden, implementation), weight.shape[0]
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
         ok, factor = module.survey_labels(labels, ignore_index, v, num_items, divisor)
         _require(ok, labels, ignore_index, v)
         factor = factor.to(portable.accumulation_dtype(hidden.dtype))
@@ -312,7 +319,8 @@ def _cross_entropy_gradients(
         direct = plain and not torch.is_grad_enabled()
         backward: Any = _logit_stats_backward if direct else torch.ops.hf_cce.logit_stats_backward
         module = _implementation(hidden, ctx.implementation) if direct else portable
-        vectors = module.token_gradients(grad, factor, lse, ctx.smoothing, ctx.z_loss)
+        with _on(hidden):
+            vectors = module.token_gradients(grad, factor, lse, ctx.smoothing, ctx.z_loss)
         gradients = backward(
             *vectors, None, hidden, weight, bias, labels, lse, None, *ctx.options, *needs,
             ctx.memory_budget, ctx.implementation,
@@ -360,7 +368,7 @@ class _CrossEntropy(torch.autograd.Function):
             _save_cross_entropy(ctx, inputs, output)
             return output[0]
         kernels, v = _kernels(), weight.shape[0]
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
             ok, factor = kernels.survey_labels(labels, ignore_index, v, num_items, divisor)
             _require(ok, labels, ignore_index, v)
             common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
@@ -397,7 +405,7 @@ class _CrossEntropy(torch.autograd.Function):
         hidden, weight, bias, labels, lse, factor = ctx.saved_tensors
         kernels = _kernels()
         gradients: Sequence[Tensor | None]
-        with torch.autocast(grad.device.type, enabled=False):
+        with torch.autocast(grad.device.type, enabled=False), _on(hidden):
             if filtered is not None:
                 measure = ctx.steered and ctx.state.measure()  # nobody would read what an unsteered call measures
                 dh, dw, report = kernels.filtered_gradients(
@@ -445,7 +453,7 @@ def _full_logits(
     """The same scalar from real logits, as Transformers computes it, by PyTorch's own operators."""
     module, v = _implementation(hidden, "auto"), weight.shape[0]
     autocast = torch.is_autocast_enabled(hidden.device.type)
-    with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext():
+    with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext(), _on(hidden):
         ok, factor = module.survey_labels(labels, ignore_index, v, num_items, divisor)
         _require(ok, labels, ignore_index, v)
         logits = F.linear(hidden, weight, bias).float()
@@ -457,7 +465,7 @@ def _full_logits(
             logits, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
         )
         if z_loss:
-            total = total + z_loss * (logits.logsumexp(1).square() * (labels != ignore_index)).sum()
+            total = total + z_loss * logits.logsumexp(1).square().masked_fill(labels == ignore_index, 0.0).sum()
         return total * factor.to(total.dtype)
 
 

@@ -46,6 +46,7 @@ class FilterState:
         self._share: tuple[Tensor, Any, int] | None = (
             None  # kept tiles on the way to the host, their event, of how many
         )
+        self._pinned: list[Tensor] = []  # read by captured graphs, whose replays need them where they are
         self._vocabulary: tuple[Any, Any] | None = None  # what it is an order of, the order
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,11 +69,13 @@ class FilterState:
             if _capturing():
                 return first  # lives in the graph's memory, which a replay overwrites: not to be kept
             self._tau, self._wanted = first, gradient_filter
+        if _capturing():
+            self._pinned.append(self._tau)
         return self._tau
 
     def vocabulary(self, weight: Tensor) -> Any | None:
         """The order of the vocabulary that ``keep_vocabulary`` was given for a weight like this, while it is fresh."""
-        if self._vocabulary is None or self._calls % SORT_EVERY == 0:
+        if self._vocabulary is None or _capturing() or self._calls % SORT_EVERY == 0:
             return None
         of, order = self._vocabulary
         return order if of == (weight.shape, weight.device, weight.dtype) else None
@@ -92,7 +95,7 @@ class FilterState:
     def report(self, report: Any) -> None:
         """Take what the filter did in a backward pass: hf_cce.kernels.filtered.Report, whose tensors are on the device."""
         self._last = report
-        if report.error is not None and self._tau is not None:
+        if report.error is not None and self._tau is not None and self._tau.device == report.error.device:
             self._error = report.error
             target = AUTO_ERROR if self._wanted == "auto" else float(self._wanted or 0.0)
             # A measurement of some tokens scatters; half the way, in octaves, to where it points.
@@ -111,9 +114,10 @@ class FilterState:
 
     def _look(self) -> None:
         """Go dense if the last share that has arrived on the host was too large."""
-        if self._share is None or _capturing():
+        share = self._share  # once: DataParallel's threads share this object
+        if share is None or _capturing():
             return
-        host, event, tiles = self._share
+        host, event, tiles = share
         if event.query():
             self._share = None
             if int(host) > POINTLESS * tiles:

@@ -126,6 +126,7 @@ def logit_stats_backward(
     w_operand = operand(weight, plan.block_n, plan)
     vectors = (labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy)
     per_token = [None if x is None else x.contiguous() for x in vectors]
+    settled = (labels.contiguous(), lse.contiguous(), grad_lse.contiguous(), grad_label.contiguous())
 
     def one_pass(rows: slice, for_hidden: bool, for_weight: bool) -> None:
         """Form gradients from the tokens ``rows``; that of the weight, and the bias, only over all of them."""
@@ -143,7 +144,7 @@ def logit_stats_backward(
             stop = min(v, start + width)
             flags = None
             if stored is not None and start == 0:
-                flags = settle(stored, labels, lse, grad_lse, grad_label, logit_scale, softcap, plan.block_m)
+                flags = settle(stored, *settled, logit_scale, softcap, plan.block_m)
             _logit_gradient_kernel[(triton.cdiv(size, plan.block_m) * triton.cdiv(stop - start, plan.block_n),)](
                 operand(h, plan.block_m, plan), w_operand, bias, *vectors, flags, scratch,
                 start, stop - start, width, size, v, d, h.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,

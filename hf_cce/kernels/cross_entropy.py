@@ -134,6 +134,9 @@ def stored_cross_entropy(
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, Stored] | None:
     """(loss, lse [N], the first slab for ``logit_stats_backward``), or None where the budget has no room for one."""
+    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     (n, d), v = hidden.shape, weight.shape[0]
     plan = make_plan(hidden, weight)
     num_tiles = triton.cdiv(v, plan.block_n)
@@ -141,9 +144,6 @@ def stored_cross_entropy(
     width = stored_width(n, d, v, hidden.dtype, num_tiles, max(block_n, plan.block_n), memory_budget)
     if width == 0:
         return None
-    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
-    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
-    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     label_logit = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
     stored = Stored(hidden.new_empty((n, width)), label_logit)
     lse = torch.empty_like(label_logit)

@@ -153,6 +153,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias; None where not needed. Consumes ``saved``."""
     n, v = saved.logits.shape
+    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     narrow = saved.logits.view(hidden.dtype)  # [N, 2 V] of 16 bits, or the logits themselves
     _row_gradient_kernel[(n,)](
         saved.logits, narrow, bias, labels, saved.lse, grad, factor, v, narrow.stride(0), ignore_index, logit_scale,

@@ -80,7 +80,7 @@ def _score_kernel(
         if WEIGHTED:
             mass *= scale[None, :]
         e = tl.sum(mass * mass * tl.load(tile_ratio + at, mask=mask, other=0.0).to(tl.float32), 1)
-        held = tl.max((label_block[None, :] == blocks[:, None]).to(tl.int32), 1) > 0
+        held = tl.max(((label_block[None, :] == blocks[:, None]) & valid[None, :]).to(tl.int32), 1) > 0
         total += tl.sum(tl.where(held, 0.0, e))
         tl.store(energy + blocks * num_row_blocks + row_block, tl.where(held, float("inf"), e), mask=inside)
     tl.store(part + program, total)
@@ -126,8 +126,10 @@ def _columns_kernel(
     bins = tl.arange(0, BINS)
     # A bin's upper edge stands for its energies, so the sum is never taken too small.
     below = tl.cumsum(tl.load(sums + bins).to(tl.float32) * tl.exp2((bins - 399).to(tl.float32) / 4.0), 0)
-    limit = tl.load(tau)
-    fits = (below <= limit * limit * tl.sum(total)) & (bins < 511)
+    limit, whole = tl.load(tau), tl.sum(total)
+    # Where nothing is wrong, as with no label at all, tiles without energy are still nothing to compute.
+    empty = tl.where(whole == 0.0, 1, 0)  # bins
+    fits = ((below <= limit * limit * whole) | (bins < empty)) & (bins < 511)
     cutoff = tl.sum(fits.to(tl.int32))
     block = tl.program_id(0)
     rows = tl.arange(0, ROWS)

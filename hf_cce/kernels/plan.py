@@ -59,7 +59,7 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
     Hopper's shapes are the fastest of those measured, interleaved, on an H200 at D = 768 to 4,096; the numbers are in
     ``hf_cce/bench/results/2026-11-21-h200-plans.txt``.
     """
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    precision = "tf32" if hidden.dtype == torch.float32 and _allows_tf32() else "ieee"
     if hidden.device.type != "cuda":  # the interpreter: small tiles, so that tests cross tile borders
         return Plan(16, 32, 32, 1, 1, False, "ieee", upcast=True)
     if hidden.dtype == torch.float32:
@@ -111,9 +111,21 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
     return replace(plan, weight_block_d=256, weight_warps=8) if hidden.shape[1] % 256 == 0 else plan
 
 
+def _allows_tf32() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # set by the newer fp32_precision, as Transformers does for tf32=True, it cannot be asked for
+        return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def _tma_ready(x: Tensor) -> bool:
     """TMA wants 16-byte aligned rows."""
-    return TensorDescriptor is not None and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return (
+        TensorDescriptor is not None
+        and x.data_ptr() % 16 == 0
+        and x.stride(0) > 0
+        and x.stride(0) * x.element_size() % 16 == 0
+    )
 
 
 def operand(x: Tensor, rows: int, plan: Plan) -> Any:

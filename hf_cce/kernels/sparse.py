@@ -71,6 +71,8 @@ def _kept_tiles_kernel(
         )  # fmt: skip
         if col + BLOCK_N > vocab_size:
             gradient = tl.where((cols < vocab_size)[None, :], gradient, 0.0)
+        if row + BLOCK_M > num_tokens:  # of no token: what is not finite in the weight must not spread from there
+            gradient = tl.where(in_rows[:, None], gradient, 0.0)
         at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         slot = scratch + (tile - first).to(tl.int64) * (BLOCK_M * BLOCK_N)
         tl.store(slot + at, gradient.to(scratch.dtype.element_ty))
