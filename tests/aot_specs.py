@@ -20,6 +20,7 @@ TYPES = {
     "weight": "tile BLOCK_N BLOCK_K",
     "bias": "*T if HAS_BIAS",
     "labels": "*i64",
+    "PASSES": "i32",
     "num_tokens": "i32",
     "vocab_size": "size",
     "hidden_size": "i32:16",
@@ -81,7 +82,7 @@ TOKEN_FLAGS = dict.fromkeys(("HAS_BIAS", "HAS_SCALE", "HAS_SOFTCAP"), True)
 WANTS = dict.fromkeys(("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1"), True)
 GATHERED = {"plain": {}, "gather": {"GATHER": True}}
 # Of 8,192 tokens and a vocabulary of 152,064: what the launches of hf_cce.kernels.filter compute
-ROWS, COLS, PASSES = {"ROWS": 64}, {"COLS": 2048}, {"PASSES": 2}
+ROWS, COLS = {"ROWS": 64}, {"COLS": 2048}
 
 SPECS = (
     Spec(
@@ -132,7 +133,6 @@ SPECS = (
         "sparse._kept_tiles_kernel",
         plan="kept tiles",
         types={"weight": "tile BLOCK_N BLOCK_K unless GATHER", "labels": "*i32", "scratch": "*T"},
-        constants=PASSES,
         variants={
             **GATHERED,
             "everything": TOKEN_FLAGS,
@@ -147,7 +147,6 @@ SPECS = (
             "weight": "tile BLOCK_K BLOCK_D unless GATHER",
             "total": "*fp32",
         },
-        constants=PASSES,
         variants=GATHERED,
     ),
     Spec(
@@ -177,9 +176,9 @@ SPECS = (
     Spec("filter._count_kernel"),
     Spec("filter._sum_counts_kernel"),
     Spec("filter._columns_kernel", constants=ROWS),
-    Spec("filter._scan_kernel", constants={**PASSES, **COLS}),
-    Spec("filter._rows_kernel", constants={**PASSES, "PASSES_2": 16}),
-    Spec("filter._longest_first_kernel", constants={**PASSES, **ROWS}),
+    Spec("filter._scan_kernel", constants=COLS),
+    Spec("filter._rows_kernel", constants={"PASSES_2": 16}),
+    Spec("filter._longest_first_kernel", constants=ROWS),
     Spec(
         "filter._mass_kernel",
         plan="filter blocks",

@@ -141,7 +141,7 @@ def _columns_kernel(
     tl.store(count + block, tl.sum(kept.to(tl.int32)))
 
 
-@triton.jit(do_not_specialize=["room"])
+@triton.jit(do_not_specialize=["room", "PASSES"])
 def _scan_kernel(
     count,  # [T]
     start,  # [T + 1], written: kept tiles in the column blocks before
@@ -150,7 +150,7 @@ def _scan_kernel(
     pass_start,  # [P + 1], written: kept tiles before each pass
     num_col_blocks,
     room,
-    PASSES: tl.constexpr,
+    PASSES,
     COLS: tl.constexpr,  # column blocks, or more
 ):
     cols = tl.arange(0, COLS)
@@ -167,7 +167,7 @@ def _scan_kernel(
         tl.store(pass_start + p, tl.sum(tl.where(earlier, counts, 0)))
 
 
-@triton.jit(do_not_specialize=["num_row_blocks"])
+@triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
 def _rows_kernel(
     place,  # [T, row blocks]
     start,  # [T + 1]
@@ -179,7 +179,7 @@ def _rows_kernel(
     row_pass,  # [row blocks, P + 1], written: how many of them come before each pass
     num_row_blocks,
     num_col_blocks,
-    PASSES: tl.constexpr,
+    PASSES,
     PASSES_2: tl.constexpr,  # PASSES + 1, or more
     BLOCK: tl.constexpr,
 ):
@@ -249,12 +249,12 @@ def _residual_kernel(
     tl.store(out + at, tl.where(gone, gradient - spread, 0.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_row_blocks"])
+@triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
 def _longest_first_kernel(
     row_pass,  # [row blocks, P + 1]
     row_order,  # [P, row blocks], written: the row blocks of each pass, those with most kept tiles first
     num_row_blocks,
-    PASSES: tl.constexpr,
+    PASSES,
     ROWS: tl.constexpr,  # row blocks, or more
 ):
     row, number = tl.program_id(0), tl.program_id(1)

@@ -12,7 +12,7 @@ import triton.language as tl
 from hf_cce.kernels.tiles import tile_gradient, tile_logits
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number"])
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _kept_tiles_kernel(
     hidden,  # [N, D] in the order of rows
     weight,  # [V, D] in the order of columns, or as it is if GATHER
@@ -37,7 +37,7 @@ def _kept_tiles_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    PASSES: tl.constexpr,
+    PASSES,
     AGAIN: tl.constexpr,
     TMA: tl.constexpr,
     GATHER: tl.constexpr,
@@ -78,7 +78,7 @@ def _kept_tiles_kernel(
         tl.store(slot + at, gradient.to(scratch.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number"])
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _hidden_gradient_kernel(
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_M, BLOCK_K]
     weight,  # [V, D] pointer, or TMA descriptor [BLOCK_K, BLOCK_D] of the rows in order
@@ -94,7 +94,7 @@ def _hidden_gradient_kernel(
     vocab_size,
     hidden_size,
     weight_stride,
-    PASSES: tl.constexpr,
+    PASSES,
     TMA: tl.constexpr,
     GATHER: tl.constexpr,
     PRECISION: tl.constexpr,
