@@ -15,7 +15,8 @@ class CCEConfig:
 
     Args:
         implementation: ``"auto"`` picks the Triton kernels on an NVIDIA GPU of compute capability 8.0 or newer and
-            portable PyTorch everywhere else. ``"triton"`` and ``"portable"`` run that one or raise.
+            portable PyTorch everywhere else; on a CUDA device, for up to 42 million logits that fit the budget,
+            PyTorch's own loss on full logits, which is then the fastest. ``"triton"`` and ``"portable"`` run that one or raise.
         memory_budget: upper bound, in bytes, of the scratch memory that one call holds besides its inputs and
             gradients; at least 1 MiB. Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed.
             Two floors: portable PyTorch works on at least 16 tokens with the whole vocabulary, or 16 entries of it with all

@@ -414,9 +414,8 @@ class _CrossEntropy(torch.autograd.Function):
                 ctx.state.report(report)
                 gradients = [dh, dw, None]
             elif dense is not None:
-                contiguous = labels.contiguous()
                 gradients = kernels.dense_gradients(
-                    dense, grad, factor, hidden, weight, bias, contiguous, *ctx.options, ctx.z_loss, *needs
+                    dense, grad, factor, hidden, weight, bias, labels, *ctx.options, ctx.z_loss, *needs
                 )
             else:
                 vectors = kernels.token_gradients(grad, factor, lse, 0.0, ctx.z_loss)

@@ -171,7 +171,7 @@ SPECS = (
     Spec(
         "filter._score_kernel",
         plan="filter blocks",
-        types={"labels": "*i32", "grad_lse": "*fp32 if WEIGHTED", "span": "i32"},
+        types={"labels": "*i32", "span": "i32"},
     ),
     Spec("filter._count_kernel"),
     Spec("filter._sum_counts_kernel"),

@@ -227,5 +227,5 @@ def filtered_gradients(
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     grad_lse, grad_label, _ = token_gradients(grad, factor, saved.lse, 0.0, z_loss)
     return filtered.backward(
-        saved, weight, grad_lse, grad_label, False, tau, logit_scale, softcap, need_hidden, need_weight, measure
+        saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure
     )

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.backward import multiply_add
+from hf_cce.kernels.tiles import softcapped
 
 
 class Dense(NamedTuple):
@@ -29,8 +30,7 @@ def _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl.con
         x += tl.load(bias + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
     x *= logit_scale
     if HAS_SOFTCAP:
-        e = tl.exp(-2.0 * tl.abs(x) / softcap)
-        x = tl.where(x < 0, -softcap, softcap) * ((1.0 - e) / (1.0 + e))
+        x = softcapped(x, softcap)
     return x
 
 

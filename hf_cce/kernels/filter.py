@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.forward import tile_stride
+from hf_cce.kernels.tiles import softcapped
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
 BINS = tl.constexpr(512)
@@ -40,7 +41,6 @@ def _score_kernel(
     lse,  # [N]
     label_logit,  # [N]
     labels,  # [N], V where ignored
-    grad_lse,  # [N], if WEIGHTED: the tokens' weights
     energy,  # [T, row blocks], written; infinite for a tile that holds a label
     part,  # [programs], written: this program's part of what the energies are compared with
     tile_stride,
@@ -50,7 +50,6 @@ def _score_kernel(
     span,  # column blocks of a program
     v,
     softcap,
-    WEIGHTED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -64,9 +63,8 @@ def _score_kernel(
     label = tl.load(labels + rows, mask=in_rows, other=v)
     valid = label < v
     row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
-    scale = tl.load(grad_lse + rows, mask=in_rows, other=0.0) if WEIGHTED else tl.full((BLOCK_M,), 1.0, tl.float32)
     at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
-    wrong = tl.where(valid, 1.0 - tl.exp(at_label - row_lse), 0.0) * scale
+    wrong = tl.where(valid, 1.0 - tl.exp(at_label - row_lse), 0.0)
     if HAS_SOFTCAP:
         wrong *= 1.0 - (at_label / softcap) * (at_label / softcap)
     total = tl.where(begin == 0, tl.sum(wrong * wrong), 0.0)
@@ -77,8 +75,6 @@ def _score_kernel(
         at = blocks.to(tl.int64)[:, None] * tile_stride + rows[None, :]
         mask = inside[:, None] & valid[None, :]
         mass = tl.exp(tl.load(tile_lse + at, mask=mask, other=float("-inf")) - row_lse[None, :])
-        if WEIGHTED:
-            mass *= scale[None, :]
         e = tl.sum(mass * mass * tl.load(tile_ratio + at, mask=mask, other=0.0).to(tl.float32), 1)
         held = tl.max(((label_block[None, :] == blocks[:, None]) & valid[None, :]).to(tl.int32), 1) > 0
         total += tl.sum(tl.where(held, 0.0, e))
@@ -236,10 +232,8 @@ def _residual_kernel(
     x *= logit_scale
     slope = 1.0
     if HAS_SOFTCAP:
-        e = tl.exp(-2.0 * tl.abs(x) / softcap)
-        t = tl.where(x < 0, -1.0, 1.0) * ((1.0 - e) / (1.0 + e))
-        x = softcap * t
-        slope = 1.0 - t * t
+        x = softcapped(x, softcap)
+        slope = 1.0 - (x / softcap) * (x / softcap)
     gradient = tl.exp(x - tl.load(lse + row)) * slope * tl.load(grad_lse + row) * logit_scale
     tile = cols // BLOCK_N
     width = tl.minimum(v - tile * BLOCK_N, BLOCK_N).to(tl.float32)
@@ -322,7 +316,6 @@ def select(
     lse: Tensor,  # [N]
     label_logit: Tensor,  # [N]
     labels: Tensor,  # [N]
-    grad_lse: Tensor | None,  # [N], where tokens weigh differently
     tau: Tensor,  # scalar
     v: int,
     softcap: float,
@@ -347,8 +340,8 @@ def select(
     energy, part = torch.empty((cols, rows), device=device), torch.empty(programs, device=device)
     counts, sums = ints(counting, BINS.value), ints(BINS.value)
     _score_kernel[grid](
-        tile_lse, tile_ratio, lse, label_logit, labels, grad_lse, energy, part, tile_stride(n), n, rows, cols, span, v,
-        softcap or 1.0, WEIGHTED=grad_lse is not None, HAS_SOFTCAP=softcap > 0,
+        tile_lse, tile_ratio, lse, label_logit, labels, energy, part, tile_stride(n), n, rows, cols, span, v,
+        softcap or 1.0, HAS_SOFTCAP=softcap > 0,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
     _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)

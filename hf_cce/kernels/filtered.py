@@ -163,7 +163,6 @@ def backward(
     weight: Tensor,  # [V, D]
     grad_lse: Tensor,  # [N] in the order of rows
     grad_label: Tensor,  # [N]
-    weigh_tokens: bool,
     tau: Tensor,
     logit_scale: float,
     softcap: float,
@@ -179,8 +178,8 @@ def backward(
     (n, d), v, dtype = hidden.shape, weight.shape[0], hidden.dtype
     rows, cols, passes = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n), layout.passes
     kept = select(
-        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, grad_lse if weigh_tokens else None,
-        tau, v, softcap, plan.block_m, plan.block_n, layout.room, passes,
+        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, tau,
+        v, softcap, plan.block_m, plan.block_n, layout.room, passes,
     )  # fmt: skip
     mass, dropped = dropped_mass(
         kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.tiles import softcapped
+
 LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the ends of bfloat16
 
 
@@ -58,8 +60,7 @@ def _label_logit_kernel(
         acc += tl.load(bias + label, mask=good, other=0.0).to(tl.float32)
     acc *= logit_scale
     if HAS_SOFTCAP:
-        e = tl.exp(-2.0 * tl.abs(acc) / softcap)
-        acc = tl.where(acc < 0, -softcap, softcap) * ((1.0 - e) / (1.0 + e))
+        acc = softcapped(acc, softcap)
     tl.store(out + rows, acc, mask=rows < num_tokens)
 
 

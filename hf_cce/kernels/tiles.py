@@ -15,6 +15,13 @@ def tile_position(tile, num_row_blocks, num_col_blocks, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def softcapped(x, softcap):
+    """softcap · tanh(x / softcap), from the exponential of a negative number: no overflow, and the interpreter has it too."""
+    e = tl.exp(-2.0 * tl.abs(x) / softcap)
+    return tl.where(x < 0, -softcap, softcap) * ((1.0 - e) / (1.0 + e))
+
+
+@triton.jit
 def tile_logits(
     hidden,  # [N, D] pointer or TMA descriptor
     weight,  # [V, D] pointer or TMA descriptor
@@ -72,9 +79,7 @@ def tile_logits(
     if HAS_SCALE:
         acc *= logit_scale
     if HAS_SOFTCAP:
-        # tanh from the exponential of a negative number: no overflow, and it runs in the interpreter too
-        e = tl.exp(-2.0 * tl.abs(acc) / softcap)
-        acc = tl.where(acc < 0, -softcap, softcap) * ((1.0 - e) / (1.0 + e))
+        acc = softcapped(acc, softcap)
     return acc
 
 
