@@ -35,7 +35,8 @@ class CCECallback(TrainerCallback):
             raise ValueError(f'on_unused must be "warn" or "raise", got {on_unused!r}')
         self.config = CCEConfig.of(config, **options)
         self.on_unused = on_unused
-        self._before: tuple[int, int, int] | None = None  # fused, calls and bypassed at the beginning; None: checked
+        # as_meant, calls and bypassed at the beginning; None: checked
+        self._before: tuple[int, int, int] | None = None
         self._steps = 0
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -46,7 +47,7 @@ class CCECallback(TrainerCallback):
         patch = patch_of(causal_lm(apply_cce(kwargs["model"], self.config)))
         assert patch is not None
         patch.stats.traced = False
-        self._before, self._steps = (patch.stats.fused, patch.stats.calls, patch.stats.bypassed), 0
+        self._before, self._steps = (patch.stats.as_meant, patch.stats.calls, patch.stats.bypassed), 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._steps += 1
@@ -68,10 +69,10 @@ class CCECallback(TrainerCallback):
         """After a step: report, once, that no loss of this run was fused."""
         if self._before is None or self._steps == 0:
             return
-        base, (fused, calls, bypassed) = causal_lm(model), self._before
+        base, (as_meant, calls, bypassed) = causal_lm(model), self._before
         patch = patch_of(base)
         self._before = None  # reached, or reported: either way once per run
-        if patch is not None and (patch.stats.fused > fused or patch.stats.traced):
+        if patch is not None and (patch.stats.as_meant > as_meant or patch.stats.traced):
             return
         message = f"hf_cce: a training step ended without our fused loss: {_why(args, base, calls)}"
         if self.on_unused == "raise":

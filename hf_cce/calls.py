@@ -21,11 +21,17 @@ class Stats:
 
     calls: int = 0  # training calls with labels
     fused: int = 0  # cross entropies answered without logits
+    few_tokens: int = 0  # training calls left as they were: for so few tokens full logits are faster, and small
     materialised: int = 0  # times real logits were made from deferred ones
     read: int = 0  # of these, times it was for somebody who used outputs.logits after a training call
     missed: int = 0  # training calls that ended without a fused cross entropy
     bypassed: int = 0  # training calls that TRL answered with a fused head of its own; not among ``calls``
     traced: bool = False  # a compiled graph holds a fused cross entropy
+
+    @property
+    def as_meant(self) -> int:
+        """Losses without logits, and calls of so few tokens that logits are the better way."""
+        return self.fused + self.few_tokens
 
 
 @dataclass
@@ -36,6 +42,7 @@ class Call:
     stats: Stats = field(default_factory=Stats)
     filter_state: FilterState | None = None
     fused: int = 0
+    few_tokens: bool = False
     reasons: list[str] = field(default_factory=list)
     closed: bool = False  # it has returned
 
@@ -45,6 +52,11 @@ class Call:
         else:
             self.fused += 1
             self.stats.fused += 1
+
+    def note_few_tokens(self) -> None:
+        if not self.few_tokens:
+            self.few_tokens = True
+            self.stats.few_tokens += 1
 
     def note_materialised(self, why: str) -> None:
         if torch.compiler.is_compiling():

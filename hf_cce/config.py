@@ -16,37 +16,43 @@ class CCEConfig:
     Args:
         implementation: ``"auto"`` picks the Triton kernels on an NVIDIA GPU of compute capability 8.0 or newer and
             portable PyTorch everywhere else; on a CUDA device, for up to 42 million logits that fit the budget,
-            PyTorch's own loss on full logits, which is then the fastest. ``"triton"`` and ``"portable"`` run that one or raise.
+            PyTorch's own loss on full logits, which is then the fastest (a patched model keeps its own). ``"triton"`` and
+            ``"portable"`` run that one or raise.
         memory_budget: upper bound, in bytes, of the scratch memory that one call holds besides its inputs and
-            gradients; at least 1 MiB. Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed.
+            gradients; at least 1 MiB. None: 256 MiB for each 8,192 tokens, or part of them. Smaller budgets mean more, smaller
+            slabs of the vocabulary, hence less speed.
             Two floors: portable PyTorch works on at least 16 tokens with the whole vocabulary, or 16 entries of it with all
             tokens, and in float16 and bfloat16 it accumulates the gradient of the hidden states in float32.
         gradient_filter: the Triton kernels of the scalar loss may leave out tiles of the logits' gradient that hardly matter and
-            keep their probability mass in their place. A number is the error this may make in the gradient of the hidden
-            states, relative to its norm, at most 0.1; it is held by measurement where a ``FilterState`` is kept, as on patched
-            models. ``"auto"`` keeps it, in bfloat16, below what rounding the logits to bfloat16 makes, and leaves out nothing in
-            other dtypes. None leaves out nothing. Under torch.compile nothing is left out either.
+            keep their probability mass in their place. A number is the error this may make in the gradient of the hidden states,
+            and in that of the weight, relative to its norm, at most 0.1; it is held by measurement where a ``FilterState`` is
+            kept, as on patched models. ``"auto"`` keeps both, in bfloat16, below what rounding the logits to bfloat16 makes, and
+            leaves out nothing in other dtypes. None leaves out nothing. Under torch.compile nothing is left out either.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names it.
     """
 
     implementation: Implementation = "auto"
-    memory_budget: int = 256 * MIB
+    memory_budget: int | None = None
     gradient_filter: Literal["auto"] | float | None = "auto"
 
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):
             raise ValueError(f"implementation must be one of {get_args(Implementation)}, got {self.implementation!r}")
-        if isinstance(self.memory_budget, bool) or not isinstance(self.memory_budget, int):
-            raise ValueError(f"memory_budget must be a number of bytes (int), got {self.memory_budget!r}")
-        if self.memory_budget < MIB:
+        if isinstance(self.memory_budget, bool) or not isinstance(self.memory_budget, (int, type(None))):
+            raise ValueError(f"memory_budget must be a number of bytes (int) or None, got {self.memory_budget!r}")
+        if self.memory_budget is not None and self.memory_budget < MIB:
             raise ValueError(f"memory_budget must be at least {MIB} bytes (1 MiB), got {self.memory_budget}")
 
         wanted = self.gradient_filter
         number = isinstance(wanted, (int, float)) and not isinstance(wanted, bool)
         if wanted is not None and wanted != "auto" and not (number and 0.0 < wanted <= 0.1):
             raise ValueError(f"gradient_filter must be 'auto', None or a number in (0, 0.1], got {wanted!r}")
+
+    def scratch(self, n: int) -> int:
+        """Bytes that a call with ``n`` tokens may hold: ``memory_budget``, or its default."""
+        return self.memory_budget or 256 * MIB * (1 + (max(n, 1) - 1) // 8192)
 
     @classmethod
     def of(cls, config: CCEConfig | None, **options: Any) -> CCEConfig:

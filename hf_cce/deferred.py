@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_cce.calls import Call
 from hf_cce.head import needs_grad, why_not_read
-from hf_cce.loss import linear_cross_entropy, linear_log_probs
+from hf_cce.loss import few_tokens, linear_cross_entropy, linear_log_probs
 from hf_cce.symbolic import Op, Symbolic, closed_form, floating_or_device, full_device, is_op, plain, split_index
 
 Number = float  # inside DeferredLogits ``float`` is the method
@@ -55,7 +55,7 @@ class HeadInput(Symbolic):
         return HeadInput(self.hidden_states.to(*args, **kwargs), self.call)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
-        """The head's multiplication: put off where the weight will still be there for the loss, else done."""
+        """The head's multiplication: put off where that pays and the weight will still be there for the loss; else done."""
         hidden_states, device = self.hidden_states, self.hidden_states.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if hidden_states.dtype == torch.float64:
@@ -66,6 +66,9 @@ class HeadInput(Symbolic):
             reason = "hidden states and head differ in dtype or device"  # torch's own error is the right one
         if reason is not None:
             self.call.note_refused(reason)
+            return F.linear(hidden_states, weight, bias)
+        if few_tokens(hidden_states, weight, self.call.config):
+            self.call.note_few_tokens()
             return F.linear(hidden_states, weight, bias)
         return DeferredLogits(hidden_states, weight, bias, call=self.call, cast=cast)
 

@@ -110,11 +110,11 @@ def linear_cross_entropy(
         needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
         return ops.cross_entropy(
             hidden, weight, bias, flat, num_items, divisor, ignore_index, logit_scale, cap, label_smoothing, z_loss, *needs,
-            config.memory_budget, config.implementation, gradient_filter=config.gradient_filter, state=filter_state,
+            config.scratch(hidden.shape[0]), config.implementation, gradient_filter=config.gradient_filter, state=filter_state,
         )  # fmt: skip
     lse, label_logit, mean_logit, *_ = torch.ops.hf_cce.logit_stats(
         hidden, weight, bias, flat, ignore_index, logit_scale, cap, label_smoothing > 0, False, False, False,
-        config.memory_budget, config.implementation,
+        config.scratch(hidden.shape[0]), config.implementation,
     )  # fmt: skip
     loss = lse - label_logit
     if label_smoothing:
@@ -159,7 +159,7 @@ def linear_log_probs(
     hidden, weight, bias, cap = _prepare(hidden_states, weight, bias, labels, logit_scale, softcap)
     lse, label_logit, mean, ent, sum_sq, top1 = torch.ops.hf_cce.logit_stats(
         hidden, weight, bias, labels.reshape(-1).long(), ignore_index, logit_scale, cap,
-        mean_logit, entropy, log_sum_sq_probs, is_top1, config.memory_budget, config.implementation,
+        mean_logit, entropy, log_sum_sq_probs, is_top1, config.scratch(hidden.shape[0]), config.implementation,
     )  # fmt: skip
 
     def shaped(x: Tensor, wanted: bool = True) -> Tensor | None:
@@ -254,6 +254,18 @@ def _or_none(name: str) -> str:
 def _kind(value: object) -> str:
     """Of the type and never of the value: to show a tensor on a GPU is to wait for it."""
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def few_tokens(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None = None) -> bool:
+    """Whether the loss of hidden_states [..., D] and weight [V, D] is left to PyTorch and full logits: see ``CCEConfig``.
+
+    Never while a graph is compiled, whose shapes may change.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    config = _checked(config)
+    n = hidden_states.numel() // max(1, hidden_states.shape[-1])
+    return ops.few_tokens(n, hidden_states, weight, config.scratch(n), config.implementation)
 
 
 def _prepare(

@@ -436,6 +436,15 @@ class _CrossEntropy(torch.autograd.Function):
         return None, None, *(x if need else None for x, need in zip(gradients, needs, strict=True)), *[None] * 13
 
 
+def few_tokens(n: int, hidden: Tensor, weight: Tensor, budget: int, implementation: str) -> bool:
+    """Whether a step waits for the host alone: then nothing is faster than what PyTorch does in C++, if it fits the budget."""
+    logits = n * weight.shape[0]
+    if not (0 < logits <= EAGER_LOGITS and hidden.is_cuda and implementation == "auto"):
+        return False
+    taken_over = 2 * weight.numel() if weight.requires_grad and torch.is_grad_enabled() else 0
+    return 12 * logits - taken_over <= budget and hidden.dtype != torch.float64
+
+
 def _full_logits(
     hidden: Tensor,
     weight: Tensor,
@@ -474,11 +483,7 @@ def cross_entropy(
     """The scalar of ``hf_cce::cross_entropy``: through the dispatcher where somebody is tracing, else directly."""
     if _traced(hidden):
         return torch.ops.hf_cce.cross_entropy(hidden, *others)[0]
-    # So few tokens that a step waits for the host alone: nothing is faster than what PyTorch does in C++, and it fits the budget.
     weight, labels, budget, implementation = others[0], others[2], others[-2], others[-1]
-    logits = labels.numel() * weight.shape[0]
-    taken_over = 2 * weight.numel() if weight.requires_grad and torch.is_grad_enabled() else 0
-    few = 0 < logits <= EAGER_LOGITS and 12 * logits - taken_over <= budget
-    if few and hidden.is_cuda and implementation == "auto" and hidden.dtype != torch.float64:
+    if few_tokens(labels.numel(), hidden, weight, budget, implementation):
         return _full_logits(hidden, *others[:10])
     return _CrossEntropy.apply(gradient_filter, state, hidden, *others)

@@ -184,9 +184,43 @@ SPECS = (
         plan="filter blocks",
         types={"labels": "*i32", "tile_damping": "*bf16 if HAS_DAMPING", "dropped": "*fp32"},
     ),
-    Spec("filter._residual_kernel", plan="filter blocks", types={"z": "*fp32", "labels": "*i32", "out": "*T"}),
+    Spec("residual._residual_kernel", plan="filter blocks", types={"z": "*fp32", "labels": "*i32", "out": "*T"}),
+    Spec(
+        "residual._column_residual_kernel",
+        plan="filter blocks",
+        types={"z": "*fp32", "labels": "*i32", "out": "*T", "num_sampled": "i32"},
+    ),
     Spec("stored._label_logit_kernel", types={"hidden": "*T", "weight": "*T", "out": "*fp32"}),
     Spec("stored._settle_kernel", plan="backward blocks", types={"values": "*T", "width": "size"}),
+    Spec(
+        "scaled._factors_kernel", plan="backward blocks", types={"values": "*T", "scale": "*fp32", "of_label": "*fp32"}
+    ),
+    Spec("scaled._scale_rows_kernel", types={"hidden": "*T", "scale": "*fp32", "out": "*T"}),
+    Spec(
+        "scaled._finish_hidden_kernel",
+        types={
+            **dict.fromkeys(("product", "scale", "of_label"), "*fp32"),
+            "weight": "*T",
+            "out": "*T",
+            "first_row": "i32",
+            "num_rows": "i32",
+        },
+    ),
+    Spec(
+        "scaled._finish_weight_kernel",
+        plan="backward blocks",
+        types={
+            "product": "*fp32",
+            "of_label": "*fp32",
+            "hidden": "*T",
+            "labels": "*i32",
+            "tokens": "*i64",
+            "out": "*T",
+            **dict.fromkeys(("first_row", "first_block", "num_rows"), "i32"),
+        },
+        constants={"BLOCK_V": 64, "BLOCK_T": 64, "BLOCK_D": 128, "UPCAST": False},
+        variants={"plain": {}},
+    ),
     Spec("dense._row_stats_kernel", types={"logits": "*fp32"}),
     Spec("dense._row_gradient_kernel", types={"logits": "*fp32", "out": "*T", "out_stride": "size"}),
     Spec(

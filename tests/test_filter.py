@@ -135,6 +135,7 @@ def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options, mo
         assert 0 < stats["kept"] < 1 and 0 < stats["dropped_mass"] < 1
         errors.append([relative_error(a, e) for a, e in zip(gradients, exact[1:], strict=True)])
         assert stats["error"] / 1.1 <= errors[-1][0] <= 1.1 * stats["error"]  # every token is measured
+        assert stats["weight_error"] / 2 <= errors[-1][1] <= 2 * stats["weight_error"]  # and a part of the vocabulary
         assert (
             options is SOFT or errors[-1][0] <= wanted
         )  # the first threshold, a guess, is one for logits without a softcap
@@ -148,9 +149,12 @@ def test_the_error_of_some_tokens_stands_for_all(monkeypatch: pytest.MonkeyPatch
     force(monkeypatch, "filtered")
     inputs, labels = filter_data(150, 32, 400)  # of fewer dropped tiles, one token may have most of the error
     state = FilterState()
-    _, hidden, _ = run(inputs, labels, 0.03, Options(reduction="sum"), state)
-    error = relative_error(hidden, run_plain(inputs, labels, Options(reduction="sum"))[1])
+    _, hidden, weight = run(inputs, labels, 0.03, Options(reduction="sum"), state)
+    exact = run_plain(inputs, labels, Options(reduction="sum"))
+    error = relative_error(hidden, exact[1])
     assert 0 < error / 3 <= state.stats()["error"] <= 3 * error
+    error = relative_error(weight, exact[2])
+    assert 0 < error / 2 <= state.stats()["weight_error"] <= 2 * error
 
 
 @pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")

@@ -26,7 +26,8 @@ from hf_cce.patches.causal_lm import patch_of
 
 pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()
-KEYS = {"kept", "dropped_mass", "tau", "error", "dense"}
+KEYS = {"kept", "dropped_mass", "tau", "error", "weight_error", "dense"}
+COUNTS = {"calls", "fused", "few_tokens", "materialised"}
 cpu_only = pytest.mark.skipif(
     CUDA, reason="runs in the interpreter, which a process that sees a GPU has not switched on"
 )
@@ -56,9 +57,10 @@ def step(
     return weight.grad
 
 
-def told(error: float, kept: int = 10) -> Report:
-    """What a backward pass reports."""
-    return Report(torch.tensor(kept), 100, torch.tensor([1.0]), 50, torch.tensor(1e-3), torch.tensor(error))
+def told(error: float, kept: int = 10, weight_error: float | None = None) -> Report:
+    """What a backward pass reports; of a frozen weight where no error of its gradient is given."""
+    of_weight = None if weight_error is None else torch.tensor(weight_error)
+    return Report(torch.tensor(kept), 100, torch.tensor([1.0]), 50, torch.tensor(1e-3), torch.tensor(error), of_weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -89,32 +91,56 @@ def test_another_wish_begins_with_another_threshold() -> None:
     assert first is not None and second is not None and second < first
 
 
+def tau_of(state: FilterState, wanted: Any) -> float:
+    tau = state.threshold(wanted, torch.zeros(1, dtype=torch.bfloat16))
+    assert tau is not None
+    return float(tau)
+
+
+def assert_near(x: float, expected: float, what: str) -> None:
+    assert_as_good(*(torch.tensor(y) for y in (x, expected, expected)), what)
+
+
 @pytest.mark.parametrize("wanted", ["auto", 0.02])
 def test_the_threshold_goes_where_the_error_points(wanted: Any) -> None:
-    """Half the way in octaves, within limits; nowhere if no error was measured, or none that is a number."""
-    hidden = torch.zeros(1, dtype=torch.bfloat16)
+    """All the way at first, then half of it in octaves, within limits; nowhere if no finite error was measured."""
     target = state_module.AUTO_ERROR if wanted == "auto" else wanted
     state = FilterState()
-    before = float(state.threshold(wanted, hidden))  # type: ignore[arg-type]
+    before = tau_of(state, wanted)
     state.report(told(2 * target))
-    after = float(state.threshold(wanted, hidden))  # type: ignore[arg-type]
-    assert_as_good(*(torch.tensor(x) for x in (after / before, 0.5**0.5, 0.5**0.5)), "half an octave down")
+    assert_near(tau_of(state, wanted) / before, 0.5, "an octave down")
+    before = tau_of(state, wanted)
+    state.report(told(2 * target))
+    assert_near(tau_of(state, wanted) / before, 0.5**0.5, "half an octave down")
     state.report(told(target / 2))
-    back = float(state.threshold(wanted, hidden))  # type: ignore[arg-type]
-    assert_as_good(*(torch.tensor(x) for x in (back, before, before)), "and up again")
+    back = tau_of(state, wanted)
+    assert_near(back, before, "and up again")
     state.report(told(float("nan")))
     state.report(told(target)._replace(error=None))
-    assert float(state.threshold(wanted, hidden)) == back  # type: ignore[arg-type]
+    assert tau_of(state, wanted) == back
     for _ in range(40):
         state.report(told(0.0))
-    highest = float(state.threshold(wanted, hidden))  # type: ignore[arg-type]
-    limit = state_module.AUTO_TAU if wanted == "auto" else state_module.LARGEST_TAU
-    assert_as_good(*(torch.tensor(x) for x in (highest, limit, limit)), "the largest")
+    assert_near(tau_of(state, wanted), state_module.LARGEST_TAU, "the largest")
     for _ in range(40):
         state.report(told(1e9))
-    lowest = state.threshold(wanted, hidden)
-    assert lowest is not None
-    assert_as_good(lowest, lowest, torch.tensor(state_module.SMALLEST_TAU), "the smallest")
+    assert_near(tau_of(state, wanted), state_module.SMALLEST_TAU, "the smallest")
+
+
+@pytest.mark.parametrize("wanted", ["auto", 0.02])
+@pytest.mark.parametrize("worse", ["hidden", "weight"])
+def test_the_worse_of_both_errors_counts(worse: str, wanted: Any) -> None:
+    targets = (state_module.AUTO_ERROR, state_module.AUTO_WEIGHT_ERROR) if wanted == "auto" else (wanted, wanted)
+    factors = (3, 1.5) if worse == "hidden" else (0.1, 3)
+    state = FilterState()
+    before = tau_of(state, wanted)
+    errors = [factor * target for factor, target in zip(factors, targets, strict=True)]
+    state.report(told(errors[0], weight_error=errors[1]))
+    assert_near(tau_of(state, wanted) / before, 1 / 3, "a third")
+    found = state.stats()
+    assert_near(found["error"], errors[0], "error")
+    assert_near(found["weight_error"], errors[1], "weight_error")
+    state.report(told(1.0, weight_error=1.0)._replace(error=None))  # frozen below the head
+    assert state.stats()["weight_error"] == 1.0
 
 
 def test_when_it_measures() -> None:
@@ -123,7 +149,7 @@ def test_when_it_measures() -> None:
         if state.measure():
             measured.append(number)
         state.report(told(0.01))
-    assert measured == [0, 1, 32, 64]
+    assert measured == [0, 1, 2, 3, 32, 64]
 
 
 @cpu_only
@@ -323,13 +349,13 @@ def test_the_state_lives_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model, other = (tiny_llama() for _ in range(3))
     for patched in (model, other):
         apply_cce(patched, implementation="triton", gradient_filter=KEEPS_ALL)
-    assert set(model.cce_stats()) == {"calls", "fused", "materialised"}
+    assert set(model.cce_stats()) == COUNTS
     expected = llama_step(plain)
     assert_as_good(llama_step(model), expected, expected, "loss")
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert_as_good(a.grad, b.grad, b.grad, name)
     stats = model.cce_stats()
-    assert set(stats) == {"calls", "fused", "materialised"} | KEYS
+    assert set(stats) == COUNTS | KEYS
     assert (stats["calls"], stats["fused"], stats["materialised"]) == (1, 1, 0) and stats["kept"] > 0
     assert taken["filtered"] == taken["filtered gradients"] == 1
     # of its own, kept when options change, new in a copy

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from models import batch, stats, tiny_llama
 from torch import Tensor, nn
 
-from hf_cce import apply_cce, remove_cce, supported_models
+from hf_cce import apply_cce, deferred, ops, remove_cce, supported_models
 from hf_cce.api import _causal_lm_names
 from hf_cce.deferred import DeferredLogits
 
@@ -139,6 +140,38 @@ def test_asking_for_logits_by_name_is_no_reason_to_warn() -> None:
         print(outputs.logits, outputs.logits.shape, outputs.logits.float().dtype)
         outputs.logits.materialize().argmax(-1)
     assert messages == [] and (stats(model).materialised, stats(model).read) == (1, 0)
+
+
+# So few tokens that full logits are the better way
+def test_a_call_of_few_tokens_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "few_tokens", lambda *_: True)
+    plain, model = tiny_llama().train(), apply_cce(tiny_llama()).train()
+    with told() as messages:
+        expected, outputs = plain(**batch()), model(**batch())
+        outputs.loss.backward()
+        expected.loss.backward()
+    assert messages == [] and type(outputs.logits) is torch.Tensor
+    assert torch.equal(outputs.loss, expected.loss) and torch.equal(outputs.logits, expected.logits)
+    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+    assert (stats(model).calls, stats(model).few_tokens, stats(model).fused, stats(model).missed) == (1, 1, 0, 0)
+    assert stats(model).as_meant == 1
+
+
+def test_what_counts_as_few_tokens() -> None:
+    """42 million logits on a GPU, if the budget holds 12 bytes of each but for what the weight's gradient takes over."""
+    weight = torch.nn.Parameter(torch.empty(151936, 896, device="meta"))
+    hidden = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+
+    def few(n: int, hidden: Any = hidden, budget: int = 256 << 20, implementation: str = "auto") -> bool:
+        return ops.few_tokens(n, hidden, weight, budget, implementation)
+
+    assert few(1) and few(276) and not few(277) and not few(0)
+    assert not few(276, budget=64 << 20) and few(100, budget=64 << 20)
+    assert not few(276, implementation="triton")
+    assert not few(276, SimpleNamespace(is_cuda=False, dtype=torch.bfloat16))
+    weight.requires_grad_(False)
+    assert not few(276) and few(147) and not few(148)
 
 
 # Adapters on the head

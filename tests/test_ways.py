@@ -9,7 +9,7 @@ import pytest
 import torch
 from losses import PLAIN, Options, check_against_plain, fused_loss, make_inputs
 from torch import Tensor
-from ways import WAYS, applies, config_of, force
+from ways import WAYS, applies, config_of, force, takes
 
 from hf_cce import FilterState, linear_cross_entropy
 from hf_cce import state as state_module
@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("way", WAYS)
 def test_strided_labels_and_bias(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Options(bias=way != "filtered")
+    options = Options(bias=way not in ("filtered", "scaled"))
     assert applies(way, options, torch.float32)
     taken = force(monkeypatch, way)
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=options.bias)
@@ -34,7 +34,20 @@ def test_strided_labels_and_bias(way: str, monkeypatch: pytest.MonkeyPatch) -> N
         return fused_loss(config_of(way))(hidden, weight, bias, labels, options)
 
     check_against_plain(loss, inputs, labels, options, torch.float32, f"strided, {way}")
-    assert taken["stored" if way == "narrow" else way] == 1
+    assert taken[takes(way)] == 1
+
+
+@pytest.mark.parametrize("way", ["stored", "narrow", "scaled"])
+def test_what_has_no_range_to_be_stored_is_computed_anew(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """exp(z − z_label) of a token whose label is 100 nats away; the blocks of its neighbours are kept."""
+    taken = force(monkeypatch, way)
+    (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
+    weight[7] = weight[8] = 0.0
+    weight[7, 0] = hidden[20, 0] = 10.0
+    labels[20] = 8
+    assert torch.nn.functional.cross_entropy(hidden[20] @ weight.t(), labels[20]) > 80
+    check_against_plain(fused_loss(config_of(way)), (hidden, weight, None), labels, PLAIN, torch.float32, f"far, {way}")
+    assert taken["scaled gradients"] == (way == "scaled")
 
 
 @pytest.mark.parametrize("switch", ["torch.backends", "torch.backends.cuda.matmul"])

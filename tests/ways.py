@@ -15,7 +15,8 @@ from torch import Tensor
 from hf_cce import CCEConfig, kernels, ops
 
 # "narrow": a first slab of one tile's width is stored, and the others are computed twice.
-WAYS = ("dense", "stored", "narrow", "filtered", "exact")
+# "scaled": all of them are stored, and the gradients are formed without another pass over what is.
+WAYS = ("dense", "stored", "narrow", "scaled", "filtered", "exact")
 KEEPS_ALL = 1e-9  # a gradient_filter that drops nothing but what is zero
 _THRESHOLDS = {"dense": (math.inf, math.inf), "filtered": (0.0, 0.0)}  # FILTER_FROM, DENSE_BYTES
 _FUNCTIONS = {
@@ -35,7 +36,14 @@ def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
         return way == "exact"
     if way in ("stored", "narrow"):
         return dtype != torch.float16  # has no range for it
+    if way == "scaled":
+        return dtype != torch.float16 and not options.bias
     return way != "filtered" or not options.bias
+
+
+def takes(way: str) -> str:
+    """The name under which ``watch`` counts the forward pass of a way."""
+    return "stored" if way in ("narrow", "scaled") else way
 
 
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
@@ -45,6 +53,10 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     monkeypatch.setattr(ops, "FILTER_TOKENS", 0)
     monkeypatch.setattr(ops, "DENSE_BYTES", dense_bytes)
     module = sys.modules["hf_cce.kernels.cross_entropy"]  # the package has a function of that name
+    scaled = sys.modules["hf_cce.kernels.scaled"]
+    monkeypatch.setattr(scaled, "TOKENS_PER_WIDTH", 0 if way == "scaled" else math.inf)
+    if way == "scaled":  # several slabs of the product
+        monkeypatch.setattr(scaled, "BUFFER", 4 << 20 if torch.cuda.is_available() else 1 << 12)
     if way in ("narrow", "exact"):
         # a whole tile of every plan, on a GPU and in the interpreter
         width = {"narrow": 256 if torch.cuda.is_available() else 32, "exact": 0}[way]
@@ -61,7 +73,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def counting(function: Any, name: str) -> Any:
         def wrapper(*args: Any) -> Any:
             result = function(*args)
-            if result is not None:  # None: the budget does not allow it
+            if result is not None or name == "scaled gradients":  # None elsewhere: the budget does not allow it
                 taken[name] += 1
             return result
 
@@ -69,6 +81,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for function, name in _FUNCTIONS.items():
         monkeypatch.setattr(kernels, function, counting(getattr(kernels, function), name))
+    backward = sys.modules["hf_cce.kernels.backward"]
+    monkeypatch.setattr(backward, "scaled_gradients", counting(backward.scaled_gradients, "scaled gradients"))
     return taken
 
 

@@ -6,7 +6,7 @@ liger         Liger's own patch of the model, with nothing but the fused linear 
 apple         Apple's linear_cross_entropy on the last hidden states (their package has a patch for some versions only)
 hf_cce        apply_cce(model)
 hf_cce-exact  apply_cce(model, gradient_filter=None)
-hf_cce-1gib   apply_cce(model, memory_budget=1 << 30), for many tokens at once
+hf_cce-256mib apply_cce(model, memory_budget=256 << 20), however many tokens
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from hf_cce import CCEConfig, apply_cce
 
-LOSSES = ("eager", "compiled", "liger", "apple", "hf_cce", "hf_cce-exact", "hf_cce-1gib")
+LOSSES = ("eager", "compiled", "liger", "apple", "hf_cce", "hf_cce-exact", "hf_cce-256mib")
 FILTER = "gradient_filter"
 
 
@@ -103,5 +103,5 @@ def _hf_cce_exact(model: Any) -> str:
     return _hf_cce(model, **{FILTER: None})
 
 
-def _hf_cce_1gib(model: Any) -> str:
-    return _hf_cce(model, memory_budget=1 << 30)
+def _hf_cce_256mib(model: Any) -> str:
+    return _hf_cce(model, memory_budget=256 << 20)

@@ -29,12 +29,24 @@ def eager(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden_states, weight).float(), labels)
 
 
+class _Ours:
+    """hf_cce, with a state for a trained weight and one for a frozen one: they are two trainings."""
+
+    def __init__(self, config: CCEConfig) -> None:
+        self.config = config
+        self.states = {True: FilterState(), False: FilterState()}
+        self.last: FilterState | None = None
+
+    def __call__(self, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        self.last = self.states[weight.requires_grad]
+        return linear_cross_entropy(hidden_states, weight, labels, config=self.config, filter_state=self.last)
+
+
 def _ours(**options: Any) -> Loss:
     try:
-        config = CCEConfig(**options)
+        return _Ours(CCEConfig(**options))
     except TypeError as error:
         raise Unavailable(f"this version of hf_cce has no such option: {error}") from None
-    return partial(linear_cross_entropy, config=config, filter_state=FilterState())
 
 
 def _compiled() -> Loss:
@@ -103,12 +115,12 @@ def sweep_name(threshold: float) -> str:
 def filter_stats(loss: Loss) -> dict[str, Any]:
     """What ``loss`` says about its last training step: what the gradient filter did, if there is one.
 
-    Called after a forward and backward of ``loss`` (one of the values that ``make_peers`` returns: for hf_cce a partial
-    with the ``config`` in its keywords), with the device idle. The result goes into the row under "filter" and must be
-    ready for JSON. "kept" is the share of the gradient's tiles that were computed, 0 to 1: the plot and the table show it.
+    Called after a forward and backward of ``loss`` (one of the values that ``make_peers`` returns), with the device idle. The
+    result goes into the row under "filter" and must be ready for JSON. "kept" is the share of the gradient's tiles that were
+    computed, 0 to 1: the plot and the table show it.
     """
-    state = getattr(loss, "keywords", {}).get("filter_state")
-    return state.stats() if state is not None else {}
+    state = loss.last if isinstance(loss, _Ours) else None
+    return {} if state is None else state.stats()
 
 
 def _made(builders: dict[str, Callable[[], Loss]]) -> tuple[dict[str, Loss], dict[str, str]]:

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.plan import make_plan, operand, slab_width
+from hf_cce.kernels.products import multiply_add
+from hf_cce.kernels.scaled import buffer_rows, scaled_gradients
 from hf_cce.kernels.stored import Stored, settle
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 
@@ -128,6 +130,18 @@ def logit_stats_backward(
     per_token = [None if x is None else x.contiguous() for x in vectors]
     settled = (labels.contiguous(), lse.contiguous(), grad_lse.contiguous(), grad_label.contiguous())
 
+    def write_gradient(
+        out: Tensor, h: Tensor, vectors: list[Tensor | None], start: int, stop: int, flags: Tensor | None
+    ) -> None:
+        """The gradient of the logits of tokens ``h`` and a slab of the vocabulary; of flagged row blocks alone with ``flags``."""
+        size = h.shape[0]
+        _logit_gradient_kernel[(triton.cdiv(size, plan.block_m) * triton.cdiv(stop - start, plan.block_n),)](
+            operand(h, plan.block_m, plan), w_operand, bias, *vectors, flags, out,
+            start, stop - start, out.shape[1], size, v, d, h.stride(0), weight.stride(0), ignore_index, logit_scale,
+            softcap or 1.0, FLAGGED=flags is not None, HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None,
+            HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
+        )  # fmt: skip
+
     def one_pass(rows: slice, for_hidden: bool, for_weight: bool) -> None:
         """Form gradients from the tokens ``rows``; that of the weight, and the bias, only over all of them."""
         h, vectors = hidden[rows], [None if x is None else x[rows] for x in per_token]
@@ -145,13 +159,7 @@ def logit_stats_backward(
             flags = None
             if stored is not None and start == 0:
                 flags = settle(stored, *settled, logit_scale, softcap, plan.block_m)
-            _logit_gradient_kernel[(triton.cdiv(size, plan.block_m) * triton.cdiv(stop - start, plan.block_n),)](
-                operand(h, plan.block_m, plan), w_operand, bias, *vectors, flags, scratch,
-                start, stop - start, width, size, v, d, h.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
-                FLAGGED=flags is not None, HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None,
-                HAS_BIAS=bias is not None,
-                HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
-            )  # fmt: skip
+            write_gradient(scratch, h, vectors, start, stop, flags)
             gradient = scratch[:, : stop - start]  # [tokens, slab]
             if for_weight:
                 if need_weight:
@@ -163,6 +171,16 @@ def logit_stats_backward(
         if for_hidden and total.dtype != hidden.dtype:
             grad_hidden[rows] = total
 
+    if stored is not None:
+        at_a_time = buffer_rows(n, d, v, hidden.dtype, stored.values.shape[1], need_bias, memory_budget)
+        if at_a_time:
+            values = stored.values
+            scaled_gradients(
+                stored, hidden, weight, *settled, ignore_index, logit_scale, softcap, plan.block_m, at_a_time,
+                grad_hidden if need_hidden else None, grad_weight if need_weight else None,
+                lambda flags: write_gradient(values, hidden, per_token, 0, v, flags),
+            )  # fmt: skip
+            return grad_hidden, grad_weight, grad_bias
     everything = slice(0, n)
     one_slab = slab_width(n, v, hidden.element_size(), plan.block_n, memory_budget) == v
     if (
@@ -181,19 +199,3 @@ def logit_stats_backward(
         for start in range(0, n, size):
             one_pass(slice(start, min(n, start + size)), True, False)
     return grad_hidden, grad_weight, grad_bias
-
-
-def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """``total`` = a · b, added to what is there unless it is the ``first``, accumulated in float32 when ``total`` is."""
-    if total.dtype == a.dtype:
-        if first:
-            torch.mm(a, b, out=total)
-        else:
-            total.addmm_(a, b)
-    elif not a.is_cuda:  # the interpreter
-        product = a.float() @ b.float()
-        total.copy_(product) if first else total.add_(product)
-    elif first:
-        torch.mm(a, b, out_dtype=torch.float32, out=total)
-    else:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.backward import multiply_add
+from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.tiles import softcapped
 
 

@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.forward import tile_stride
-from hf_cce.kernels.tiles import softcapped
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
 BINS = tl.constexpr(512)
@@ -200,49 +199,6 @@ def _rows_kernel(
     tl.store(row_pass + row_block * (PASSES + 1) + passes, before, mask=passes <= PASSES)
 
 
-@triton.jit(do_not_specialize=["num_row_blocks"])
-def _residual_kernel(
-    z,  # [S, V]: h Wᵀ of some rows, in the order of columns
-    sampled,  # [S] int64: which rows
-    bias,  # [V], if HAS_BIAS
-    lse,  # [N]
-    labels,  # [N], V where ignored
-    place,  # [T, row blocks]
-    mass,  # [T, N]
-    grad_lse,  # [N]
-    out,  # [S, V], written: the gradient of z less what stands for it, zero in kept tiles
-    tile_stride,
-    num_row_blocks,
-    v,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.load(sampled + tl.program_id(0))
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < v
-    at = tl.program_id(0).to(tl.int64) * v + cols
-    x = tl.load(z + at, mask=inside, other=0.0)
-    if HAS_BIAS:
-        x += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
-    x *= logit_scale
-    slope = 1.0
-    if HAS_SOFTCAP:
-        x = softcapped(x, softcap)
-        slope = 1.0 - (x / softcap) * (x / softcap)
-    gradient = tl.exp(x - tl.load(lse + row)) * slope * tl.load(grad_lse + row) * logit_scale
-    tile = cols // BLOCK_N
-    width = tl.minimum(v - tile * BLOCK_N, BLOCK_N).to(tl.float32)
-    spread = tl.load(mass + tile.to(tl.int64) * tile_stride + row, mask=inside, other=0.0).to(tl.float32) / width
-    gone = inside & (tl.load(place + tile * num_row_blocks + row // BLOCK_M, mask=inside, other=0) < 0)
-    gone &= tl.load(labels + row) < v
-    tl.store(out + at, tl.where(gone, gradient - spread, 0.0), mask=inside)
-
-
 @triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
 def _longest_first_kernel(
     row_pass,  # [row blocks, P + 1]
@@ -298,6 +254,7 @@ def _mass_kernel(
 class Kept(NamedTuple):
     """Which tiles are kept, for each kernel as it needs it; all on the device. See the kernels for what each array holds."""
 
+    energy: Tensor
     place: Tensor
     counts: Tensor
     start: Tensor
@@ -347,7 +304,7 @@ def select(
     _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
     _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)
     kept = Kept(
-        place=ints(cols, rows), counts=ints(cols), start=ints(cols + 1), pass_block=ints(passes + 1),
+        energy=energy, place=ints(cols, rows), counts=ints(cols), start=ints(cols + 1), pass_block=ints(passes + 1),
         pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
         row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=device), row_pass=ints(rows, passes + 1),
         row_order=ints(passes, rows),
@@ -389,28 +346,3 @@ def dropped_mass(
         HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, BLOCK=1024,
     )  # fmt: skip
     return mass[:, :n], dropped
-
-
-def residual(
-    z: Tensor,  # [S, V]
-    sampled: Tensor,  # [S]
-    bias: Tensor | None,
-    lse: Tensor,  # [N]
-    labels: Tensor,  # [N]
-    place: Tensor,
-    mass: Tensor,  # [T, N]
-    grad_lse: Tensor,  # [N]
-    dtype: torch.dtype,
-    logit_scale: float,
-    softcap: float,
-    block_m: int,
-    block_n: int,
-) -> Tensor:
-    """What the dropped tiles leave out of the gradient of some rows' logits, [S, V]."""
-    v = z.shape[1]
-    out = torch.empty(z.shape, dtype=dtype, device=z.device)
-    _residual_kernel[(z.shape[0], triton.cdiv(v, 1024))](
-        z, sampled, bias, lse, labels, place, mass, grad_lse, out, mass.stride(0), place.shape[1], v, logit_scale, softcap or 1.0,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK=1024,
-    )  # fmt: skip
-    return out

@@ -13,11 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_cce.kernels.backward import multiply_add
-from hf_cce.kernels.filter import dropped_mass, residual, select
+from hf_cce.kernels.filter import Kept, dropped_mass, select
 from hf_cce.kernels.forward import combine, tile_stats, tile_stride
 from hf_cce.kernels.order import Order, Vocabulary, permute_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand
+from hf_cce.kernels.products import multiply_add
+from hf_cce.kernels.residual import column_residual, residual, sample_columns
 from hf_cce.kernels.sparse import (
     _hidden_gradient_kernel,
     _kept_tiles_kernel,
@@ -90,9 +91,8 @@ class Report(NamedTuple):
     dropped: Tensor  # partial sums of the tokens' probability in dropped tiles
     tokens: int
     tau: Tensor  # scalar: the threshold
-    error: (
-        Tensor | None
-    )  # scalar: the error of the hidden states' gradient, relative to its norm, where it was measured
+    error: Tensor | None  # scalar: error of the hidden states' gradient, relative to its norm, where it was measured
+    weight_error: Tensor | None  # likewise of the weight's gradient
 
 
 @dataclass
@@ -184,7 +184,9 @@ def backward(
     mass, dropped = dropped_mass(
         kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
     )
-    sampled = wrong = None
+    sampled = wrong = wrong_weight = None
+    if measure and need_weight:
+        wrong_weight = _dropped_weight_gradient(saved, weight, kept, mass, grad_lse, logit_scale, softcap)
     if measure and need_hidden:
         sampled = torch.arange(layout.sampled, device=hidden.device) * n // layout.sampled  # evenly, to the last
         wrong = _dropped_gradient(saved, weight, sampled, kept.place, mass, grad_lse, logit_scale, softcap)
@@ -202,7 +204,13 @@ def backward(
     bk, bd, wd = plan.sparse_block_k, plan.block_d, plan.weight_block_d
     scratch = hidden.new_empty((layout.slots * plan.block_m, plan.block_n))
     blocks = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_K": bk}
-    common = {**blocks, "TMA": plan.use_tma, "PRECISION": plan.precision, "UPCAST": plan.upcast}
+    common = {
+        **blocks,
+        "TMA": plan.use_tma,
+        "PRECISION": plan.precision,
+        "UPCAST": plan.upcast,
+        "IN_PARTS": plan.in_parts,
+    }
     h_tiles, w_tiles = operand(hidden, plan.block_m, plan), source if gather else operand(source, plan.block_n, plan)
     by_row, by_col = descriptor(scratch, plan.block_m, bk, plan), descriptor(scratch, bk, plan.block_n, plan)
     w_rows = source if gather else descriptor(source, bk, bd, plan)
@@ -253,7 +261,10 @@ def backward(
             total, order.tokens, grad_hidden, n, d, BLOCK_M=16, BLOCK_D=256
         )
     error = None if wrong is None else wrong.norm() / total[sampled].norm()
-    return grad_hidden, grad_weight, Report(kept.start[-1], rows * cols, dropped, n, tau, error)
+    weight_error = None
+    if wrong_weight is not None:
+        weight_error = wrong_weight / torch.linalg.vector_norm(grad_weight, dtype=torch.float32)
+    return grad_hidden, grad_weight, Report(kept.start[-1], rows * cols, dropped, n, tau, error, weight_error)
 
 
 def _dropped_gradient(
@@ -283,6 +294,35 @@ def _dropped_gradient(
     wrong = torch.empty(hidden.shape, device=hidden.device)
     multiply_add(wrong, left_out, weight, first=True)
     return wrong
+
+
+def _dropped_weight_gradient(
+    saved: Filtered,
+    weight: Tensor,  # [V, D]
+    kept: Kept,
+    mass: Tensor,  # [T, N]
+    grad_lse: Tensor,  # [N]
+    logit_scale: float,
+    softcap: float,
+) -> Tensor:
+    """The norm of what the filter leaves out of the gradient of the weight, estimated from some of its rows; a scalar."""
+    (n, d), v, plan = saved.hidden.shape, weight.shape[0], saved.plan
+    # no more memory than the sampled tokens take
+    count = max(FEWEST_SAMPLED, min(SAMPLED, saved.layout.sampled * v // n))
+    sampled, stands_for = sample_columns(kept, count, v, plan.block_n)
+    if saved.weight is None:
+        some = weight.index_select(0, saved.order.order[sampled])
+    else:
+        some = saved.weight.index_select(0, sampled)
+    z = torch.empty((n, count), device=some.device)
+    multiply_add(z, saved.hidden, some.t(), first=True)
+    left_out = column_residual(
+        z, sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass, grad_lse, some.dtype,
+        logit_scale, softcap, plan.block_m, plan.block_n, v,
+    )  # fmt: skip
+    wrong = torch.empty((count, d), device=some.device)
+    multiply_add(wrong, left_out.t(), saved.hidden, first=True)
+    return (wrong.square().sum(1) * stands_for).sum().sqrt()
 
 
 def plan_and_layout(

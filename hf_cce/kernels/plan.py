@@ -38,6 +38,7 @@ class Plan:
     weight_warps: int = 4
     tile_warps: int = 4
     programs: int = 264  # that share the kept tiles
+    in_parts: bool = False  # sums of float32 over all that is kept are taken tile by tile
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -81,7 +82,7 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
 
 def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
     """The plan of the filtered loss; its tiles of BLOCK_M by BLOCK_N are what is kept or dropped."""
-    plan = make_plan(hidden, weight)
+    plan = replace(make_plan(hidden, weight), in_parts=hidden.dtype == torch.float32)
     if (
         hidden.shape[1] * hidden.element_size() % 16
     ):  # the kernels work on contiguous copies, whose rows then start anywhere
@@ -99,9 +100,8 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
         )
     processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     if plan.block_m != 128:  # float32, and GPUs before Ampere
-        # 4 warps of the product with gathered rows of the weight spill before compute capability 8.6
-        hopper = torch.cuda.get_device_capability(hidden.device)[0] == 9
-        plan = replace(plan, sparse_warps=4 if hopper else 8, weight_warps=plan.num_warps, tile_warps=plan.num_warps)
+        # 4 warps of the product with gathered rows of the weight spill
+        plan = replace(plan, sparse_warps=8, weight_warps=plan.num_warps, tile_warps=plan.num_warps)
         return replace(plan, sparse_block_k=32, block_d=64, weight_block_d=64, programs=2 * processors)
     if not plan.use_tma:
         return replace(

@@ -78,6 +78,13 @@ def _kept_tiles_kernel(
         tl.store(slot + at, gradient.to(scratch.dtype.element_ty))
 
 
+@triton.jit
+def _add_in_parts(acc, part, a, b, last, PRECISION: tl.constexpr):
+    """acc + a · b by way of the sum of one tile: one float32 sum of 100,000 terms would be off by hundreds of roundings."""
+    part = tl.dot(a, b, part, input_precision=PRECISION)
+    return tl.where(last, acc + part, acc), tl.where(last, 0.0, part)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _hidden_gradient_kernel(
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_M, BLOCK_K]
@@ -97,6 +104,7 @@ def _hidden_gradient_kernel(
     PASSES,
     TMA: tl.constexpr,
     GATHER: tl.constexpr,
+    IN_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -117,6 +125,7 @@ def _hidden_gradient_kernel(
         here = tl.arange(0, BLOCK_M)[:, None] * hidden_size + tl.arange(0, BLOCK_D)[None, :]
         mask = (row_block * BLOCK_M + tl.arange(0, BLOCK_M) < num_tokens)[:, None] & (ds < hidden_size)[None, :]
         acc = tl.load(mine + here, mask=mask, other=0.0)
+        part = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         listed = row_tiles + row_block * num_col_blocks
         # Read a step before it is used: as a load of the step itself it would keep the products waiting.
         now = tl.load(listed + first // steps)
@@ -137,7 +146,10 @@ def _hidden_gradient_kernel(
                 w = tl.load(weight + w_rows.to(tl.int64)[:, None] * weight_stride + ds[None, :], mask=w_in, other=0.0)
             if UPCAST:
                 g, w = g.to(tl.float32), w.to(tl.float32)
-            acc = tl.dot(g, w, acc, input_precision=PRECISION)
+            if IN_PARTS:
+                acc, part = _add_in_parts(acc, part, g, w, k == BLOCK_N - BLOCK_K, PRECISION)
+            else:
+                acc = tl.dot(g, w, acc, input_precision=PRECISION)
         tl.store(mine + here, acc, mask=mask)
 
 
@@ -158,6 +170,7 @@ def _weight_gradient_kernel(
     hidden_size,
     hidden_stride,
     TMA: tl.constexpr,
+    IN_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -175,6 +188,7 @@ def _weight_gradient_kernel(
         ds = d + tl.arange(0, BLOCK_D)
         first = tl.load(start + block)
         acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        part = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         stop = tl.load(start + block + 1)
         now = tl.load(tile_rows + first, mask=first < stop, other=0)
         for step in range(first * steps, stop * steps):
@@ -192,7 +206,10 @@ def _weight_gradient_kernel(
                 )
             if UPCAST:
                 g, h = g.to(tl.float32), h.to(tl.float32)
-            acc = tl.dot(tl.trans(g), h, acc, input_precision=PRECISION)
+            if IN_PARTS:
+                acc, part = _add_in_parts(acc, part, tl.trans(g), h, k == BLOCK_M - BLOCK_K, PRECISION)
+            else:
+                acc = tl.dot(tl.trans(g), h, acc, input_precision=PRECISION)
         width = tl.minimum(vocab_size - block * BLOCK_N, BLOCK_N).to(tl.float32)
         acc += (tl.load(spread + block.to(tl.int64) * hidden_size + ds, mask=ds < hidden_size, other=0.0) / width)[
             None, :

@@ -1,0 +1,221 @@
+"""Gradients from a stored slab that is the whole vocabulary, without another pass over it.
+
+What is stored lacks a factor per token and the label's own entry (see hf_cce.kernels.stored). With S the stored values,
+zero where the labels are, f the factors and c the labels' entries,
+
+    dh = f · (S W) + c · W[label]        dW = Sᵀ (f · h) + Σ c · h over the tokens of each label
+
+so cuBLAS multiplies S as it is, into float32, and what lies around the product is done where its result is rounded. f · h is
+rounded to bfloat16, but in the part alone that a label does not enter; c · h is not rounded at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.products import multiply_add
+from hf_cce.kernels.stored import LIMIT, Stored
+
+# Bytes of float32 products at a time: 256 tiles of 128 by 256 keep cuBLAS busy, and an H200's L2 cache holds them until they
+# are rounded.
+BUFFER = 32 << 20
+# A pass over S costs 4 · N · V bytes, rounding products in a pass of their own 8 · V · D: worth it from N / D = 2 on.
+TOKENS_PER_WIDTH = 2
+_BLOCK_V = 64
+
+
+@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
+def _factors_kernel(
+    values,  # [N, V] S: zeros are written where the labels are
+    label_logit,  # [N]
+    labels,  # [N]
+    lse,  # [N]
+    grad_lse,  # [N]
+    grad_label,  # [N]
+    flags,  # [row blocks] int32, written: whether a token of the block is beyond the limit
+    scale,  # [N], written: f
+    of_label,  # [N], written: c
+    num_tokens,
+    vocab_size,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < num_tokens
+    row_lse = tl.load(lse + rows, mask=in_rows, other=0.0)
+    z = tl.load(label_logit + rows, mask=in_rows, other=0.0)
+    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
+    valid = (label != ignore_index) & (label >= 0) & (label < vocab_size)
+    beyond = tl.max((in_rows & ((row_lse - z <= LIMIT) == 0)).to(tl.int32), 0)  # so that not a number counts too
+    p = tl.exp(z - row_lse)
+    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
+    c = g * p + tl.load(grad_label + rows, mask=in_rows, other=0.0)
+    if HAS_SOFTCAP:
+        c *= 1.0 - (z / softcap) * (z / softcap)
+    # What is computed anew is the gradient itself, its labels' entries included.
+    f = tl.where(beyond != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
+    c = tl.where((beyond == 0) & valid, c * logit_scale, 0.0)
+    zero = tl.zeros((BLOCK_M,), values.dtype.element_ty)
+    tl.store(values + rows.to(tl.int64) * vocab_size + label, zero, mask=in_rows & valid)
+    tl.store(flags + tl.program_id(0), beyond)
+    tl.store(scale + rows, f, mask=in_rows)
+    tl.store(of_label + rows, c, mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _scale_rows_kernel(hidden, scale, out, num_tokens, d, hidden_stride, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """f · h, [N, D]."""
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (rows < num_tokens)[:, None] & (ds < d)[None, :]
+    h = tl.load(hidden + rows.to(tl.int64)[:, None] * hidden_stride + ds[None, :], mask=mask, other=0.0).to(tl.float32)
+    f = tl.load(scale + rows, mask=rows < num_tokens, other=0.0)
+    tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], (h * f[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
+def _finish_hidden_kernel(
+    product,  # [rows, D] float32
+    weight,  # [V, D]
+    labels,  # [N]
+    scale,  # [N]
+    of_label,  # [N], zero where the label is ignored
+    out,  # [N, D], written
+    first_row,
+    num_rows,
+    d,
+    weight_stride,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    rows, here = first_row + at, at < num_rows
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = here[:, None] & (ds < d)[None, :]
+    c = tl.load(of_label + rows, mask=here, other=0.0)
+    f = tl.load(scale + rows, mask=here, other=0.0)
+    label = tl.load(labels + rows, mask=here & (c != 0.0), other=0)
+    w = tl.load(weight + label[:, None] * weight_stride + ds[None, :], mask=mask & (c != 0.0)[:, None], other=0.0)
+    x = tl.load(product + at.to(tl.int64)[:, None] * d + ds[None, :], mask=mask, other=0.0)
+    x = x * f[:, None] + w.to(tl.float32) * c[:, None]
+    tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows", "first_block"])
+def _finish_weight_kernel(
+    product,  # [rows, D] float32
+    hidden,  # [N, D]
+    labels,  # [N] in ascending order
+    tokens,  # [N] int64: whose they are
+    start,  # [blocks of the vocabulary + 1]: where each block's labels begin
+    of_label,  # [N]
+    out,  # [V, D], written
+    first_row,
+    first_block,
+    num_rows,
+    d,
+    hidden_stride,
+    UPCAST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    rows, here = first_row + at, at < num_rows
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_d = ds < d
+    mask = here[:, None] & in_d[None, :]
+    acc = tl.load(product + at.to(tl.int64)[:, None] * d + ds[None, :], mask=mask, other=0.0)
+    block = first_block + tl.program_id(0)
+    stop = tl.load(start + block + 1)
+    for first in range(tl.load(start + block), stop, BLOCK_T):
+        place = first + tl.arange(0, BLOCK_T)
+        mine = place < stop
+        label = tl.load(labels + place, mask=mine, other=-1)
+        token = tl.load(tokens + place, mask=mine, other=0)
+        c = tl.load(of_label + token, mask=mine, other=0.0)
+        h = tl.load(
+            hidden + token[:, None] * hidden_stride + ds[None, :], mask=mine[:, None] & in_d[None, :], other=0.0
+        )
+        # In two parts of 8 bits of mantissa, so that the product is exact in float32 for all that matters.
+        high = c.to(h.dtype)
+        low = (c - high.to(tl.float32)).to(h.dtype)
+        hit = label[None, :] == rows[:, None]
+        zero = tl.zeros((BLOCK_V, BLOCK_T), h.dtype)
+        a, b = tl.where(hit, high[None, :], zero), tl.where(hit, low[None, :], zero)
+        if UPCAST:
+            a, b, h = a.to(tl.float32), b.to(tl.float32), h.to(tl.float32)
+        acc = tl.dot(a, h, acc, input_precision="ieee")
+        acc = tl.dot(b, h, acc, input_precision="ieee")
+    tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+def buffer_rows(n: int, d: int, v: int, dtype: torch.dtype, width: int, need_bias: bool, budget: int) -> int:
+    """Rows of float32 products [rows, D] to form at a time; 0 where a pass over the slab is the better way, or fits alone."""
+    if width < v or need_bias or n < TOKENS_PER_WIDTH * d:
+        return 0
+    room = budget - dtype.itemsize * n * (v + d) - 64 * n - 8 * triton.cdiv(v, _BLOCK_V)
+    rows = min(triton.cdiv(BUFFER // (4 * d), _BLOCK_V) * _BLOCK_V, triton.cdiv(max(n, v), _BLOCK_V) * _BLOCK_V)
+    return rows if 4 * d * rows <= room else 0
+
+
+def scaled_gradients(
+    stored: Stored,
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    labels: Tensor,  # [N]
+    lse: Tensor,  # [N]
+    grad_lse: Tensor,  # [N]
+    grad_label: Tensor,  # [N]
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    block_m: int,
+    at_a_time: int,
+    grad_hidden: Tensor | None,  # [N, D], written
+    grad_weight: Tensor | None,  # [V, D], written
+    recompute: Callable[[Tensor], None],
+) -> None:
+    """Write the gradients. ``recompute`` replaces the stored values of flagged row blocks by the gradient of their logits."""
+    (n, d), v = hidden.shape, weight.shape[0]
+    flags = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=lse.device)
+    scale, of_label = torch.empty((2, n), device=lse.device).unbind()
+    _factors_kernel[(triton.cdiv(n, block_m),)](
+        stored.values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, scale, of_label, n, v, ignore_index,
+        logit_scale, softcap or 1.0, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m,
+    )  # fmt: skip
+    recompute(flags)
+    product = torch.empty((min(at_a_time, max(n, v)), d), device=hidden.device)
+    if grad_hidden is not None:
+        for start in range(0, n, at_a_time):
+            stop = min(n, start + at_a_time)
+            multiply_add(product[: stop - start], stored.values[start:stop], weight, first=True)
+            _finish_hidden_kernel[(triton.cdiv(stop - start, 16), triton.cdiv(d, 256))](
+                product, weight, labels, scale, of_label, grad_hidden, start, stop - start, d, weight.stride(0),
+                BLOCK_R=16, BLOCK_D=256,
+            )  # fmt: skip
+    if grad_weight is None:
+        return
+    by_label = torch.sort(labels.int())
+    blocks = torch.arange(triton.cdiv(v, _BLOCK_V) + 1, dtype=torch.int32, device=hidden.device) * _BLOCK_V
+    first_of = torch.searchsorted(by_label.values, blocks, out_int32=True)
+    scaled = torch.empty((n, d), dtype=hidden.dtype, device=hidden.device)
+    _scale_rows_kernel[(triton.cdiv(n, 16), triton.cdiv(d, 256))](
+        hidden, scale, scaled, n, d, hidden.stride(0), BLOCK_R=16, BLOCK_D=256
+    )
+    for start in range(0, v, at_a_time):
+        stop = min(v, start + at_a_time)
+        multiply_add(product[: stop - start], stored.values[:, start:stop].t(), scaled, first=True)
+        _finish_weight_kernel[(triton.cdiv(stop - start, _BLOCK_V), triton.cdiv(d, 128))](
+            product, hidden, by_label.values, by_label.indices, first_of, of_label, grad_weight, start, start // _BLOCK_V,
+            stop - start, d, hidden.stride(0),
+            UPCAST=not hidden.is_cuda, BLOCK_V=_BLOCK_V, BLOCK_T=64 if hidden.is_cuda else 16, BLOCK_D=128,
+        )  # fmt: skip
