@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 # τ bounds the error of the logits' gradient. On trained heads (hf_cce/bench/results) the error of the hidden states' gradient
-# was 2 to 6 τ and that of the weight's 2 to 7 τ, the less a head is trained the more. Eager bfloat16's own were 4.6e-3 to
-# 5.3e-3 and 2.3e-3 to 2.5e-3; rounding the gradients to bfloat16 is 1.7e-3 of each, and of ours too. "auto" aims below the rest.
+# was 2 to 6 τ and that of the weight's 2 to 7 τ, the less a head is trained the more.
 AUTO_TAU = 6.5e-4  # to begin with
-AUTO_ERROR, AUTO_WEIGHT_ERROR = 4.0e-3, 1.5e-3
+AUTO_SHARE = 0.8  # of the errors that rounding the logits makes, measured in the same step: "auto" aims there
 ERROR_PER_TAU = 6.0  # to begin with where an error is asked for
 SMALLEST_TAU, LARGEST_TAU = 1e-6, 1e-1
 
@@ -109,11 +108,15 @@ class FilterState:
 
     def _steer(self, report: Any) -> None:
         """Move τ to where the errors that were measured point."""
-        auto = self._wanted == "auto"
-        asked = 0.0 if auto else float(self._wanted or 0.0)
-        targets = (AUTO_ERROR, AUTO_WEIGHT_ERROR) if auto else (asked, asked)
-        measured = [(x, target) for x, target in zip(report[-2:], targets, strict=True) if x is not None]
-        if not measured or self._tau is None or self._tau.device != report.tau.device:
+        if self._tau is None or self._tau.device != report.tau.device:
+            return
+        targets: tuple[Any, ...] = (self._wanted, self._wanted)
+        if self._wanted == "auto":
+            rounded = (report.rounding_error, report.rounding_weight_error)
+            targets = tuple(None if x is None else AUTO_SHARE * x for x in rounded)
+        found = zip((report.error, report.weight_error), targets, strict=True)
+        measured = [(x, target) for x, target in found if x is not None and target is not None]
+        if not measured:
             return
         self._error, self._weight_error = report.error, report.weight_error
         ratios = [target / x.clamp_min(1e-12) for x, target in measured]

@@ -185,6 +185,7 @@ SPECS = (
         types={"labels": "*i32", "tile_damping": "*bf16 if HAS_DAMPING", "dropped": "*fp32"},
     ),
     Spec("residual._residual_kernel", plan="filter blocks", types={"z": "*fp32", "labels": "*i32", "out": "*T"}),
+    Spec("residual._rounding_kernel", types={"z": "*fp32", "labels": "*i32", "out": "*T", "squares": "*fp32"}),
     Spec(
         "residual._column_residual_kernel",
         plan="filter blocks",

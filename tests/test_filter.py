@@ -157,6 +157,29 @@ def test_the_error_of_some_tokens_stands_for_all(monkeypatch: pytest.MonkeyPatch
     assert 0 < error / 2 <= state.stats()["weight_error"] <= 2 * error
 
 
+@pytest.mark.parametrize("options", [PLAIN, Options(0.7, 5.0)], ids=["plain", "softcap"])
+def test_what_rounded_logits_would_make_of_the_gradients(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float16, which the interpreter rounds to as a GPU does; every token is measured."""
+    force(monkeypatch, "filtered")
+    hidden, weight, labels = peaked(60, 32, 230, torch.float16, DEVICE)
+    state = FilterState()
+    run((hidden, weight, None), labels, 0.02, options, state)
+    gradients = []
+    for rounded in (False, True):
+        leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+        z = leaves[0] @ leaves[1].t()
+        if rounded:
+            z = z + (z.detach().half().double() - z.detach())
+        z = options.logit_scale * z
+        if options.softcap:
+            z = options.softcap * torch.tanh(z / options.softcap)
+        gradients.append(torch.autograd.grad(torch.nn.functional.cross_entropy(z, labels), leaves))
+    errors = [relative_error(b, a) for a, b in zip(*gradients, strict=True)]
+    report = state._last
+    assert 0 < errors[0] / 1.1 <= float(report.rounding_error) <= 1.1 * errors[0]
+    assert 0 < errors[1] / 1.5 <= float(report.rounding_weight_error) <= 1.5 * errors[1]
+
+
 @pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
 def test_dropped_tiles_keep_their_mass(monkeypatch: pytest.MonkeyPatch) -> None:
     """A column of ones shows sums of the logits' gradient: of each token over the vocabulary, and of everything."""

@@ -57,10 +57,23 @@ def step(
     return weight.grad
 
 
+ROUNDING = (
+    5e-3,
+    2e-3,
+)  # what "auto" is told that rounding the logits makes of the gradients of hidden states and weight
+
+
 def told(error: float, kept: int = 10, weight_error: float | None = None) -> Report:
     """What a backward pass reports; of a frozen weight where no error of its gradient is given."""
-    of_weight = None if weight_error is None else torch.tensor(weight_error)
-    return Report(torch.tensor(kept), 100, torch.tensor([1.0]), 50, torch.tensor(1e-3), torch.tensor(error), of_weight)
+    of_weight = (None, None) if weight_error is None else (torch.tensor(weight_error), torch.tensor(ROUNDING[1]))
+    errors = (torch.tensor(error), of_weight[0], torch.tensor(ROUNDING[0]), of_weight[1])
+    return Report(torch.tensor(kept), 100, torch.tensor([1.0]), 50, torch.tensor(1e-3), *errors)
+
+
+def targets_of(wanted: Any) -> tuple[float, float]:
+    if wanted != "auto":
+        return wanted, wanted
+    return state_module.AUTO_SHARE * ROUNDING[0], state_module.AUTO_SHARE * ROUNDING[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -104,7 +117,7 @@ def assert_near(x: float, expected: float, what: str) -> None:
 @pytest.mark.parametrize("wanted", ["auto", 0.02])
 def test_the_threshold_goes_where_the_error_points(wanted: Any) -> None:
     """All the way at first, then half of it in octaves, within limits; nowhere if no finite error was measured."""
-    target = state_module.AUTO_ERROR if wanted == "auto" else wanted
+    target, _ = targets_of(wanted)
     state = FilterState()
     before = tau_of(state, wanted)
     state.report(told(2 * target))
@@ -129,7 +142,7 @@ def test_the_threshold_goes_where_the_error_points(wanted: Any) -> None:
 @pytest.mark.parametrize("wanted", ["auto", 0.02])
 @pytest.mark.parametrize("worse", ["hidden", "weight"])
 def test_the_worse_of_both_errors_counts(worse: str, wanted: Any) -> None:
-    targets = (state_module.AUTO_ERROR, state_module.AUTO_WEIGHT_ERROR) if wanted == "auto" else (wanted, wanted)
+    targets = targets_of(wanted)
     factors = (3, 1.5) if worse == "hidden" else (0.1, 3)
     state = FilterState()
     before = tau_of(state, wanted)
@@ -275,8 +288,8 @@ def test_nothing_is_measured_where_nobody_keeps_a_state(monkeypatch: pytest.Monk
 
     force(monkeypatch, "filtered")
     measured = []
-    real = filtered._dropped_gradient
-    monkeypatch.setattr(filtered, "_dropped_gradient", lambda *a: measured.append(1) or real(*a))
+    real = filtered._hidden_error
+    monkeypatch.setattr(filtered, "_hidden_error", lambda *a: measured.append(1) or real(*a))
     step(None)  # type: ignore[arg-type]
     assert not measured
     step(FilterState())

@@ -151,8 +151,13 @@ def compare(runs: dict[str, dict[str, Any]]) -> None:
             run[f"{key}_in_yardsticks"] = run[key] / unit if unit > 0 else None
 
 
-def measure(setup: Setup, names: list[str], corpus: text.Corpus, say: Say) -> dict[str, Any]:
-    """Both settings with every loss of ``names`` (and eager): {"settings": {title: {name: run}}, "missing": {name: why}}."""
+def measure(
+    setup: Setup, names: list[str], corpus: text.Corpus, say: Say, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Both settings with every loss of ``names`` (and eager): {"settings": {title: {name: run}}, "missing": {name: why}}.
+
+    ``keep`` gets that after every run, with the runs there are.
+    """
     total = max(setup.steps, setup.checkpoint_steps + setup.steps)
     drawn = text.windows(corpus.tokens_file, (total, setup.batch), setup.sequence, setup.seed)
     batches = torch.from_numpy(drawn).to(setup.device)
@@ -180,6 +185,8 @@ def measure(setup: Setup, names: list[str], corpus: text.Corpus, say: Say) -> di
                 continue
             losses, seconds = runs[name]["losses"], runs[name]["seconds"]
             say(f"{name}, {len(losses)} steps {title}: {losses[0]:.3f} → {losses[-1]:.3f} in {seconds:.1f} s")
+            compare(runs)
+            keep({"settings": settings, "missing": missing})
         compare(runs)
     return {"settings": settings, "missing": missing}
 
@@ -237,23 +244,27 @@ def main(arguments: list[str] | None = None) -> int:
         if args.plot:
             require_matplotlib()
         corpus = text.prepare(setup.vocab, dataset=args.dataset, say=say)
-        measured = measure(setup, args.losses, corpus, say)
+        about: dict[str, Any] = {
+            "command": "python -m hf_cce.bench.curves "
+            + " ".join(arguments if arguments is not None else sys.argv[1:]),
+            "device": machine.device_name(torch.device(setup.device)),
+            "versions": machine.versions("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy"),
+            "setup": asdict(setup),
+            "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries},
+            "notes": "float32 weights and AdamW state, bfloat16 autocast, no dropout; same start and same batches in the same "
+            "order for every loss; difference: to eager, in nats per token; yardsticks: " + ", ".join(YARDSTICKS),
+        }
+
+        def keep(measured: dict[str, Any]) -> None:
+            if args.json:
+                write_json(args.json, about | measured | {"seconds": time.perf_counter() - began})
+
+        measured = measure(setup, args.losses, corpus, say, keep)
     except (ValueError, RuntimeError) as error:
         say(f"error: {error}")
         return 1
-    report: dict[str, Any] = {
-        "command": "python -m hf_cce.bench.curves " + " ".join(arguments if arguments is not None else sys.argv[1:]),
-        "device": machine.device_name(torch.device(setup.device)),
-        "versions": machine.versions("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy"),
-        "setup": asdict(setup),
-        "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries},
-        "notes": "float32 weights and AdamW state, bfloat16 autocast, no dropout; same start and same batches in the same "
-        "order for every loss; difference: to eager, in nats per token; yardsticks: " + ", ".join(YARDSTICKS),
-        **measured,
-        "seconds": time.perf_counter() - began,
-    }
-    if args.json:
-        write_json(args.json, report)
+    keep(measured)
+    report = about | measured | {"seconds": time.perf_counter() - began}
     if args.plot:
         draw(report, args.plot)
     print(table(report), flush=True)

@@ -18,6 +18,71 @@ from hf_cce.kernels.stored import Stored, settle
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 
 
+# The arguments of _gradient_tile are those of the kernel below.
+@triton.jit
+def _gradient_tile(
+    row_block,
+    col_block,
+    hidden,
+    weight,
+    bias,
+    labels,
+    lse,
+    entropy,
+    grad_lse,
+    grad_label,
+    grad_mean,
+    grad_entropy,
+    out,
+    slab_start,
+    slab_width,
+    out_stride,
+    num_tokens,
+    vocab_size,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_MEAN: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row, col = row_block * BLOCK_M, slab_start + col_block * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_M)
+    cols = col + tl.arange(0, BLOCK_N)
+    in_rows = rows < num_tokens
+    # Counted from the start of the slab, Triton can tell that they are aligned, and stores vectors.
+    place = col_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
+    valid = label != ignore_index
+    # Tiles of ignored tokens alone multiply nothing.
+    depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
+    # Loaded before the products, which hide how long that takes.
+    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
+    z = tile_logits(
+        hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
+        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    gradient = tile_gradient(
+        z, rows, cols, in_rows, col, label, valid, row_lse, g, entropy, grad_label, grad_mean, grad_entropy,
+        vocab_size, logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
+    )  # fmt: skip
+    at = out + row.to(tl.int64) * out_stride
+    here = tl.arange(0, BLOCK_M)[:, None] * out_stride + place[None, :]
+    tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (place < slab_width)[None, :])
+
+
 @triton.jit(do_not_specialize=["num_tokens", "slab_start", "ignore_index"])
 def _logit_gradient_kernel(
     hidden,  # [N, D]
@@ -58,34 +123,27 @@ def _logit_gradient_kernel(
     GROUP_M: tl.constexpr,
 ):
     num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(slab_width, BLOCK_N)
-    row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
-    if FLAGGED:  # noqa: SIM102 - flags is None otherwise, and Triton would read it in one condition with the other
-        if tl.load(flags + row_block) == 0:
-            return
-    row, col = row_block * BLOCK_M, slab_start + col_block * BLOCK_N
-    rows = row + tl.arange(0, BLOCK_M)
-    cols = col + tl.arange(0, BLOCK_N)
-    in_rows = rows < num_tokens
-    # Counted from the start of the slab, Triton can tell that they are aligned, and stores vectors.
-    place = col_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
-    valid = label != ignore_index
-    # Tiles of ignored tokens alone multiply nothing.
-    depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
-    # Loaded before the products, which hide how long that takes.
-    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
-    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
-    z = tile_logits(
-        hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
-        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    gradient = tile_gradient(
-        z, rows, cols, in_rows, col, label, valid, row_lse, g, entropy, grad_label, grad_mean, grad_entropy,
-        vocab_size, logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
-    )  # fmt: skip
-    at = out + row.to(tl.int64) * out_stride
-    here = tl.arange(0, BLOCK_M)[:, None] * out_stride + place[None, :]
-    tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (place < slab_width)[None, :])
+    if FLAGGED:
+        # Hardly ever anything to do: few programs, which find that out at little cost.
+        row_block = tl.program_id(0)
+        if tl.load(flags + row_block) != 0:
+            for col_block in range(tl.program_id(1), num_col_blocks, tl.num_programs(1)):
+                _gradient_tile(
+                    row_block, col_block,
+                    hidden, weight, bias, labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy, out, slab_start,
+                    slab_width, out_stride, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride, ignore_index,
+                    logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST,
+                    BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+    else:
+        row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
+        _gradient_tile(
+            row_block, col_block,
+            hidden, weight, bias, labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy, out, slab_start,
+            slab_width, out_stride, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride, ignore_index,
+            logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M,
+            BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 def logit_stats_backward(
@@ -135,7 +193,8 @@ def logit_stats_backward(
     ) -> None:
         """The gradient of the logits of tokens ``h`` and a slab of the vocabulary; of flagged row blocks alone with ``flags``."""
         size = h.shape[0]
-        _logit_gradient_kernel[(triton.cdiv(size, plan.block_m) * triton.cdiv(stop - start, plan.block_n),)](
+        rows, cols = triton.cdiv(size, plan.block_m), triton.cdiv(stop - start, plan.block_n)
+        _logit_gradient_kernel[(rows * cols,) if flags is None else (rows, min(cols, 16))](
             operand(h, plan.block_m, plan), w_operand, bias, *vectors, flags, out,
             start, stop - start, out.shape[1], size, v, d, h.stride(0), weight.stride(0), ignore_index, logit_scale,
             softcap or 1.0, FLAGGED=flags is not None, HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None,

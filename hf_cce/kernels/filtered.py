@@ -18,7 +18,7 @@ from hf_cce.kernels.forward import combine, tile_stats, tile_stride
 from hf_cce.kernels.order import Order, Vocabulary, permute_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand
 from hf_cce.kernels.products import multiply_add
-from hf_cce.kernels.residual import column_residual, residual, sample_columns
+from hf_cce.kernels.residual import column_residual, residual, rounding, sample
 from hf_cce.kernels.sparse import (
     _hidden_gradient_kernel,
     _kept_tiles_kernel,
@@ -93,6 +93,8 @@ class Report(NamedTuple):
     tau: Tensor  # scalar: the threshold
     error: Tensor | None  # scalar: error of the hidden states' gradient, relative to its norm, where it was measured
     weight_error: Tensor | None  # likewise of the weight's gradient
+    rounding_error: Tensor | None = None  # the first of these as rounding the logits to the inputs' dtype would make it
+    rounding_weight_error: Tensor | None = None  # and the second
 
 
 @dataclass
@@ -184,12 +186,17 @@ def backward(
     mass, dropped = dropped_mass(
         kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
     )
-    sampled = wrong = wrong_weight = None
-    if measure and need_weight:
-        wrong_weight = _dropped_weight_gradient(saved, weight, kept, mass, grad_lse, logit_scale, softcap)
-    if measure and need_hidden:
-        sampled = torch.arange(layout.sampled, device=hidden.device) * n // layout.sampled  # evenly, to the last
-        wrong = _dropped_gradient(saved, weight, sampled, kept.place, mass, grad_lse, logit_scale, softcap)
+    errors: dict[str, Tensor | None] = {"error": None, "weight_error": None}
+    if measure:
+        dropped_energy = torch.where(kept.place < 0, kept.energy, 0.0)  # [T, row blocks]
+        at = (saved, weight, grad_lse, logit_scale, softcap)
+        if need_hidden:
+            errors["error"] = _hidden_error(*at, kept, mass, dropped_energy.sum(0))
+        if need_weight:
+            errors["weight_error"] = _weight_error(*at, kept, mass, dropped_energy.sum(1))
+        of_hidden, of_weight = _rounding_errors(saved, weight, grad_lse, grad_label, logit_scale, softcap)
+        errors |= {"rounding_error": of_hidden} if need_hidden else {}
+        errors |= {"rounding_weight_error": of_weight} if need_weight else {}
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
@@ -260,56 +267,68 @@ def backward(
         _put_back_kernel[(triton.cdiv(n, 16), triton.cdiv(d, 256))](
             total, order.tokens, grad_hidden, n, d, BLOCK_M=16, BLOCK_D=256
         )
-    error = None if wrong is None else wrong.norm() / total[sampled].norm()
-    weight_error = None
-    if wrong_weight is not None:
-        weight_error = wrong_weight / torch.linalg.vector_norm(grad_weight, dtype=torch.float32)
-    return grad_hidden, grad_weight, Report(kept.start[-1], rows * cols, dropped, n, tau, error, weight_error)
+    for name, error in errors.items():
+        if error is not None:
+            of = grad_weight if "weight" in name else total
+            errors[name] = error / torch.linalg.vector_norm(of, dtype=torch.float32)
+    return grad_hidden, grad_weight, Report(kept.start[-1], rows * cols, dropped, n, tau, **errors)
 
 
-def _dropped_gradient(
+def _logits_of(saved: Filtered, weight: Tensor, sampled: Tensor) -> Tensor:
+    """h Wᵀ of some rows, [S, V] float32 in the order of columns."""
+    hidden = saved.hidden.index_select(0, sampled)
+    z = torch.empty((len(sampled), weight.shape[0]), device=hidden.device)
+    if saved.weight is not None:
+        multiply_add(z, hidden, saved.weight.t(), first=True)
+        return z
+    multiply_add(z, hidden, weight.t(), first=True)
+    return z.index_select(1, saved.order.order[: weight.shape[0]])
+
+
+def _times_weight(saved: Filtered, weight: Tensor, rows: Tensor) -> Tensor:
+    """``rows`` [S, V] in the order of columns, times the weight: [S, D] float32."""
+    product = torch.empty((len(rows), weight.shape[1]), device=rows.device)
+    if saved.weight is None:
+        rows = rows.index_select(1, saved.vocabulary.rank)
+    multiply_add(product, rows, weight if saved.weight is None else saved.weight, first=True)
+    return product
+
+
+def _hidden_error(
     saved: Filtered,
     weight: Tensor,  # [V, D]
-    sampled: Tensor,  # [S] rows
-    place: Tensor,
-    mass: Tensor,  # [T, N]
     grad_lse: Tensor,  # [N]
     logit_scale: float,
     softcap: float,
-) -> Tensor:
-    """What the filter leaves out of the gradient of the hidden states of some rows, [S, D] float32."""
-    hidden, v = saved.hidden.index_select(0, sampled), weight.shape[0]
-    if saved.weight is not None:
-        weight = saved.weight
-    z = torch.empty((len(sampled), v), device=hidden.device)
-    multiply_add(z, hidden, weight.t(), first=True)
-    if saved.weight is None:
-        z = z.index_select(1, saved.order.order[:v])
-    left_out = residual(
-        z, sampled, saved.bias, saved.lse, saved.order.labels, place, mass, grad_lse, hidden.dtype,
-        logit_scale, softcap, saved.plan.block_m, saved.plan.block_n,
-    )  # fmt: skip
-    if saved.weight is None:
-        left_out = left_out.index_select(1, saved.vocabulary.rank)
-    wrong = torch.empty(hidden.shape, device=hidden.device)
-    multiply_add(wrong, left_out, weight, first=True)
-    return wrong
-
-
-def _dropped_weight_gradient(
-    saved: Filtered,
-    weight: Tensor,  # [V, D]
     kept: Kept,
     mass: Tensor,  # [T, N]
+    dropped_energy: Tensor,  # [row blocks]
+) -> Tensor:
+    """The norm of what the filter leaves out of the gradient of the hidden states, estimated from some tokens; a scalar."""
+    n, plan = saved.hidden.shape[0], saved.plan
+    sampled, stands_for = sample(dropped_energy, saved.layout.sampled, n, plan.block_m)
+    left_out = residual(
+        _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass, grad_lse,
+        saved.hidden.dtype, logit_scale, softcap, plan.block_m, plan.block_n,
+    )  # fmt: skip
+    return (_times_weight(saved, weight, left_out).square().sum(1) * stands_for).sum().sqrt()
+
+
+def _weight_error(
+    saved: Filtered,
+    weight: Tensor,  # [V, D]
     grad_lse: Tensor,  # [N]
     logit_scale: float,
     softcap: float,
+    kept: Kept,
+    mass: Tensor,  # [T, N]
+    dropped_energy: Tensor,  # [T]
 ) -> Tensor:
-    """The norm of what the filter leaves out of the gradient of the weight, estimated from some of its rows; a scalar."""
+    """Likewise of the gradient of the weight, from some of its rows."""
     (n, d), v, plan = saved.hidden.shape, weight.shape[0], saved.plan
     # no more memory than the sampled tokens take
     count = max(FEWEST_SAMPLED, min(SAMPLED, saved.layout.sampled * v // n))
-    sampled, stands_for = sample_columns(kept, count, v, plan.block_n)
+    sampled, stands_for = sample(dropped_energy, count, v, plan.block_n)
     if saved.weight is None:
         some = weight.index_select(0, saved.order.order[sampled])
     else:
@@ -323,6 +342,25 @@ def _dropped_weight_gradient(
     wrong = torch.empty((count, d), device=some.device)
     multiply_add(wrong, left_out.t(), saved.hidden, first=True)
     return (wrong.square().sum(1) * stands_for).sum().sqrt()
+
+
+def _rounding_errors(
+    saved: Filtered, weight: Tensor, grad_lse: Tensor, grad_label: Tensor, logit_scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """The norms of what logits rounded to the inputs' dtype change in the gradients of hidden states and weight; scalars.
+
+    Those of tokens in even distances. Rounding errors of different tokens are taken for independent, so their outer products
+    with the hidden states add up by their squares; were they not, a loss on full logits would be further off.
+    """
+    n, count = saved.hidden.shape[0], saved.layout.sampled
+    sampled = torch.arange(count, device=weight.device) * n // count
+    moved, squares = rounding(
+        _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, grad_lse, grad_label,
+        weight.dtype, logit_scale, softcap,
+    )  # fmt: skip
+    of_hidden = _times_weight(saved, weight, moved).square().sum()
+    of_weight = (squares * saved.hidden.index_select(0, sampled).float().square().sum(1)).sum()
+    return (of_hidden * (n / count)).sqrt(), (of_weight * (n / count)).sqrt()
 
 
 def plan_and_layout(

@@ -38,7 +38,7 @@ class Plan:
     weight_warps: int = 4
     tile_warps: int = 4
     programs: int = 264  # that share the kept tiles
-    in_parts: bool = False  # sums of float32 over all that is kept are taken tile by tile
+    in_parts: bool = False  # sums over all that is kept are taken tile by tile: what float32 and float16 can tell
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -82,7 +82,7 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
 
 def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
     """The plan of the filtered loss; its tiles of BLOCK_M by BLOCK_N are what is kept or dropped."""
-    plan = replace(make_plan(hidden, weight), in_parts=hidden.dtype == torch.float32)
+    plan = replace(make_plan(hidden, weight), in_parts=hidden.dtype != torch.bfloat16)
     if (
         hidden.shape[1] * hidden.element_size() % 16
     ):  # the kernels work on contiguous copies, whose rows then start anywhere
@@ -108,6 +108,8 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
             plan, block_n=128, sparse_block_k=32, sparse_warps=8, weight_warps=8, tile_warps=8, programs=2 * processors
         )
     plan = replace(plan, block_n=128, num_warps=4, num_stages=3, hidden_stages=4, programs=2 * processors)
+    if plan.in_parts:  # twice the accumulators
+        return replace(plan, block_d=64, weight_block_d=64)
     return replace(plan, weight_block_d=256, weight_warps=8) if hidden.shape[1] % 256 == 0 else plan
 
 

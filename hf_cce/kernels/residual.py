@@ -1,7 +1,8 @@
-"""The error of the gradient filter, measured: what dropped tiles leave out, for some tokens or some columns of the vocabulary.
+"""The error of the gradient filter, measured on some tokens and some columns of the vocabulary, and that of bfloat16 logits.
 
-The rows of the logits' gradient that belong to some tokens give the error of those tokens' hidden states exactly; its columns
-give that of some rows of the weight's gradient. Both cost a few thousandths of a step.
+What dropped tiles leave out of the rows of the logits' gradient gives the error of some tokens' hidden states; of its columns,
+that of some rows of the weight's gradient. They are sampled where most was dropped. What rounding the logits to bfloat16, as a
+loss on full logits does, makes of the rows of tokens in even distances is what "auto" compares with.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.filter import Kept
 from hf_cce.kernels.tiles import softcapped
 
 
@@ -108,6 +108,66 @@ def _column_residual_kernel(
     tl.store(out + at, left, mask=inside)
 
 
+@triton.jit
+def _rounding_kernel(
+    z,  # [S, V]: h Wᵀ of some rows
+    sampled,  # [S] int64: which rows
+    bias,  # [V], if HAS_BIAS
+    lse,  # [N]
+    labels,  # [N], V where ignored
+    grad_lse,  # [N]
+    grad_label,  # [N], if HAS_SOFTCAP
+    out,  # [S, V], written: what the gradient of z changes by when z is rounded to the dtype of out
+    squares,  # [S], written: the sum of the squares of a row of out
+    v,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.load(sampled + tl.program_id(0))
+    label = tl.load(labels + row)
+    valid = label < v
+    row_lse = tl.load(lse + row)
+    g = tl.where(valid, tl.load(grad_lse + row) * logit_scale, 0.0)
+    if HAS_SOFTCAP:
+        of_label = tl.where(valid, tl.load(grad_label + row) * logit_scale, 0.0)
+    start = tl.program_id(0).to(tl.int64) * v
+    total = tl.zeros((BLOCK,), tl.float32)
+    found = tl.zeros((BLOCK,), tl.float32)
+    rounded_lse = row_lse
+    # Once for the logsumexp of the rounded row, which moves with them, and once for the difference.
+    for turn in tl.static_range(2):
+        for first in range(0, v, BLOCK):
+            cols = first + tl.arange(0, BLOCK)
+            inside = cols < v
+            x = tl.load(z + start + cols, mask=inside, other=0.0)
+            if HAS_BIAS:
+                x += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
+            y = x.to(out.dtype.element_ty).to(tl.float32) * logit_scale
+            x *= logit_scale
+            if HAS_SOFTCAP:
+                x, y = softcapped(x, softcap), softcapped(y, softcap)
+            q = tl.where(inside, tl.exp(y - rounded_lse), 0.0)
+            if turn == 0:
+                total += q
+            else:
+                p = tl.exp(x - row_lse)
+                if HAS_SOFTCAP:
+                    before = 1.0 - (x / softcap) * (x / softcap)
+                    after = 1.0 - (y / softcap) * (y / softcap)
+                    moved = (q * after - p * before) * g
+                    moved += tl.where(cols == label, (after - before) * of_label, 0.0)
+                else:
+                    moved = (q - p) * g
+                tl.store(out + start + cols, moved, mask=inside)
+                found += tl.where(inside, moved * moved, 0.0)
+        if turn == 0:
+            rounded_lse += tl.log(tl.sum(total))
+    tl.store(squares + tl.program_id(0), tl.sum(found))
+
+
 def residual(
     z: Tensor,  # [S, V]
     sampled: Tensor,  # [S]
@@ -133,15 +193,19 @@ def residual(
     return out
 
 
-def sample_columns(kept: Kept, count: int, v: int, block_n: int) -> tuple[Tensor, Tensor]:
-    """(columns [S] int64, what each stands for [S] float32): more from where more energy was dropped, for an unbiased sum."""
-    dropped = torch.where(kept.place < 0, kept.energy, 0.0).sum(1)  # of each column block
+def sample(dropped: Tensor, count: int, size: int, block: int) -> tuple[Tensor, Tensor]:
+    """(places [S] int64 in ``size``, what each stands for [S] float32), for a sum of squares over all places without bias.
+
+    More come from blocks with more ``dropped`` energy [blocks].
+    """
+    if count >= size:
+        return torch.arange(size, device=dropped.device), torch.ones(size, device=dropped.device)
     upto = dropped.cumsum(0)
     at = torch.arange(count, device=upto.device)
-    block = torch.searchsorted(upto, (at + 0.5) * (upto[-1] / count)).clamp_max(len(upto) - 1)
-    width = (v - block * block_n).clamp_max(block_n)
-    of = dropped[block]
-    return block * block_n + at * 37 % width, torch.where(of > 0, width * upto[-1] / (count * of), 0.0)
+    chosen = torch.searchsorted(upto, (at + 0.5) * (upto[-1] / count)).clamp_max(len(upto) - 1)
+    width = (size - chosen * block).clamp_max(block)
+    of = dropped[chosen]
+    return chosen * block + at * 37 % width, torch.where(of > 0, width * upto[-1] / (count * of), 0.0)
 
 
 def column_residual(
@@ -167,3 +231,25 @@ def column_residual(
         softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_S=16,
     )  # fmt: skip
     return out
+
+
+def rounding(
+    z: Tensor,  # [S, V]
+    sampled: Tensor,  # [S]
+    bias: Tensor | None,
+    lse: Tensor,  # [N]
+    labels: Tensor,  # [N]
+    grad_lse: Tensor,  # [N]
+    grad_label: Tensor,  # [N]
+    dtype: torch.dtype,
+    logit_scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """(what rounding to ``dtype`` does to some rows of the logits' gradient [S, V], the sums of their squares [S])."""
+    count, v = z.shape
+    out, squares = torch.empty(z.shape, dtype=dtype, device=z.device), torch.empty(count, device=z.device)
+    _rounding_kernel[(count,)](
+        z, sampled, bias, lse, labels, grad_lse, grad_label, out, squares, v, logit_scale, softcap or 1.0,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return out, squares

@@ -218,4 +218,5 @@ def scaled_gradients(
             product, hidden, by_label.values, by_label.indices, first_of, of_label, grad_weight, start, start // _BLOCK_V,
             stop - start, d, hidden.stride(0),
             UPCAST=not hidden.is_cuda, BLOCK_V=_BLOCK_V, BLOCK_T=64 if hidden.is_cuda else 16, BLOCK_D=128,
+            num_warps=8, num_stages=1,
         )  # fmt: skip

@@ -80,7 +80,10 @@ def _kept_tiles_kernel(
 
 @triton.jit
 def _add_in_parts(acc, part, a, b, last, PRECISION: tl.constexpr):
-    """acc + a · b by way of the sum of one tile: one float32 sum of 100,000 terms would be off by hundreds of roundings."""
+    """acc + a · b by way of the sum of one tile: one sum of 100,000 terms would be off by thousands of roundings.
+
+    Tensor cores do not round but truncate: seen on an H200, float16 gradients were 3e-4 too small.
+    """
     part = tl.dot(a, b, part, input_precision=PRECISION)
     return tl.where(last, acc + part, acc), tl.where(last, 0.0, part)
 
