@@ -374,7 +374,9 @@ class _CrossEntropy(torch.autograd.Function):
             common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             result, tau = None, None
             n, work = labels.numel(), hidden.numel() * v
-            if gradient_filter is not None and not need_bias and work >= FILTER_FROM and n >= FILTER_TOKENS:
+            # "auto" promises an error, and keeps the promise by measurement: not without a state.
+            wanted = gradient_filter is not None and (state is not None or gradient_filter != "auto")
+            if wanted and not need_bias and work >= FILTER_FROM and n >= FILTER_TOKENS:
                 ctx.state, ctx.steered = FilterState() if state is None else state, state is not None
                 tau = ctx.tau = ctx.state.threshold(gradient_filter, hidden)
             if tau is not None:
@@ -409,8 +411,9 @@ class _CrossEntropy(torch.autograd.Function):
             if filtered is not None:
                 measure = ctx.steered and ctx.state.measure()  # nobody would read what an unsteered call measures
                 dh, dw, report = kernels.filtered_gradients(
-                    filtered, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, *needs[:2], measure
-                )
+                    filtered, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, *needs[:2], measure,
+                    ctx.state.keeps_all(),
+                )  # fmt: skip
                 ctx.state.report(report)
                 gradients = [dh, dw, None]
             elif dense is not None:

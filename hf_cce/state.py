@@ -44,6 +44,7 @@ class FilterState:
         self._error: Tensor | None = None
         self._weight_error: Tensor | None = None
         self._dense = 0  # steps without the filter that are left
+        self._trying = True  # nothing is left out until the share of tiles that would be kept is known
         self._share: tuple[Tensor, Any, int] | None = (
             None  # kept tiles on the way to the host, their event, of how many
         )
@@ -72,7 +73,17 @@ class FilterState:
             self._tau, self._wanted = first, gradient_filter
         if _capturing():
             self._pinned.append(self._tau)
+            if gradient_filter == "auto":  # replays measure nothing, whatever data they get
+                return self._tau.clamp_max(AUTO_TAU)
         return self._tau
+
+    def keeps_all(self) -> bool:
+        """Whether this step only finds out what the filter would do: "auto", at first and after each rest.
+
+        Where most tiles matter, as at the start of pretraining, the filter does not pay, and what it drops is most of the
+        gradient of words that do not occur: little by its norm, but Adam makes as much of it as of any other.
+        """
+        return self._trying and self._wanted == "auto"
 
     def vocabulary(self, weight: Tensor) -> Any | None:
         """The order of the vocabulary that ``keep_vocabulary`` was given for a weight like this, while it is fresh."""
@@ -98,12 +109,14 @@ class FilterState:
         self._last = report
         self._steer(report)
         kept = report.kept
-        if kept.is_cuda and self._calls % READ_EVERY == 0 and not _capturing():
-            host = torch.empty((), dtype=kept.dtype, pin_memory=True)
-            host.copy_(kept, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._share = (host, event, report.tiles)
+        if (self.keeps_all() or self._calls % READ_EVERY == 0) and not _capturing():
+            event = None
+            if kept.is_cuda:
+                host = torch.empty((), dtype=kept.dtype, pin_memory=True)
+                kept = host.copy_(kept, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+            self._share = (kept, event, report.tiles)
         self._calls += 1
 
     def _steer(self, report: Any) -> None:
@@ -128,14 +141,15 @@ class FilterState:
         self._tau = (self._tau * step).clamp(SMALLEST_TAU, LARGEST_TAU)
 
     def _look(self) -> None:
-        """Go dense if the last share that has arrived on the host was too large."""
+        """Filter if the last share that has arrived on the host was small enough, else go dense for a while."""
         share = self._share  # once: DataParallel's threads share this object
         if share is None or _capturing():
             return
         host, event, tiles = share
-        if event.query():
+        if event is None or event.query():
             self._share = None
-            if int(host) > POINTLESS * tiles:
+            self._trying = int(host) > POINTLESS * tiles
+            if self._trying:
                 self._dense = DENSE_STEPS
 
     def stats(self) -> dict[str, float]:

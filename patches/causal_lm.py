@@ -70,7 +70,8 @@ def cce_stats(model: nn.Module) -> dict[str, float]:
 
     Returns:
         ``calls`` with labels; ``fused``, those whose loss made no logits; ``few_tokens``, those of so few tokens that the model's
-        own loss was left to do it, which is then faster; ``materialised``, how often real logits were made nevertheless; and, once the gradient filter has run, what ``FilterState.stats`` says of its last step.
+        own loss was left to do it, which is then faster; ``materialised``, how often real logits were made nevertheless; and,
+        once the gradient filter has run, what ``FilterState.stats`` says of its last step.
     """
     state = patch_of(model)
     if state is None:

@@ -155,6 +155,15 @@ def test_a_loss_that_raises_does_not_stop_the_others(monkeypatch: pytest.MonkeyP
     assert said[-1] == "timing, round 1 of 1"
 
 
+def test_what_was_learnt_of_one_head_is_forgotten_at_the_next() -> None:
+    loss = make_peers(["hf_cce"])[0]["hf_cce"]
+    states = []
+    for _ in range(2):
+        Bench(small(), ["both", "frozen"], torch.float64, lambda _: None).run({"hf_cce": loss}, 1)
+        states += loss.states.values()  # type: ignore[attr-defined]
+    assert len({id(state) for state in states}) == 4
+
+
 def test_every_peer_is_made_or_missing_with_a_reason() -> None:
     losses, missing = make_peers()
     assert set(losses) | set(missing) == set(BUILDERS) and not set(losses) & set(missing)

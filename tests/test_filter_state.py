@@ -156,6 +156,22 @@ def test_the_worse_of_both_errors_counts(worse: str, wanted: Any) -> None:
     assert state.stats()["weight_error"] == 1.0
 
 
+def test_a_captured_graph_gets_no_bolder_threshold_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays measure nothing, whatever data they get. What is asked for by number stays."""
+    for wanted, bold in (("auto", False), (0.02, True)):
+        state = FilterState()
+        for _ in range(5):
+            tau_of(state, wanted)
+            state.report(told(1e-6))
+        found = tau_of(state, wanted)
+        assert found > 2 * state_module.AUTO_TAU
+        with monkeypatch.context() as patch:
+            patch.setattr(state_module, "_capturing", lambda: True)
+            captured = tau_of(state, wanted)
+        assert_near(captured, found if bold else state_module.AUTO_TAU, "captured")
+        assert tau_of(state, wanted) == found
+
+
 def test_when_it_measures() -> None:
     state, measured = FilterState(), []
     for number in range(70):
@@ -224,6 +240,7 @@ def test_a_step_while_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_order_of_the_vocabulary_serves_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "SORT_EVERY", 3)
+    monkeypatch.setattr(state_module, "POINTLESS", 1.0)  # filtered, whatever it keeps
     state, orders = FilterState(), []
     for _ in range(7):
         step(state)
@@ -238,6 +255,36 @@ def test_an_order_of_the_vocabulary_serves_several_steps(monkeypatch: pytest.Mon
         step(state, **options)  # type: ignore[arg-type]
         assert state._vocabulary[1].order is not before
         assert torch.equal(state._vocabulary[1].order.sort().values[-70:], torch.arange(70, dtype=torch.int32))
+
+
+@cpu_only
+def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like a filter that keeps all, until the share it would keep is known; and again after each rest."""
+    taken = force(monkeypatch, "filtered")
+    monkeypatch.setattr(state_module, "AUTO_TAU", 0.05)
+    monkeypatch.setattr(state_module, "DENSE_STEPS", 2)
+    hidden, weight, labels = peaked(60, 32, 230, torch.bfloat16)
+
+    def gradients(wanted: Any, state: FilterState) -> list[Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+        config = CCEConfig("triton", gradient_filter=wanted)
+        linear_cross_entropy(*leaves, labels, config=config, filter_state=state).backward()
+        return [x.grad for x in leaves if x.grad is not None]
+
+    whole = gradients(KEEPS_ALL, FilterState())
+    for pointless, expected in ((0.99, "wffff"), (0.0, "wddwddwd")):
+        monkeypatch.setattr(state_module, "POINTLESS", pointless)
+        state, found = FilterState(), ""
+        for _ in expected:
+            before = taken["filtered gradients"]
+            same = all(torch.equal(a, b) for a, b in zip(gradients("auto", state), whole, strict=True))
+            found += ("w" if same else "f") if taken["filtered gradients"] > before else "d"
+            assert 0 < state.stats()["kept"] < 0.99
+        assert found == expected
+    taken.clear()  # without a state nothing would hold the error
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+    linear_cross_entropy(*leaves, labels, config=CCEConfig("triton")).backward()
+    assert "filtered" not in taken
 
 
 @cpu_only
@@ -387,6 +434,7 @@ def test_the_state_lives_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @cpu_only
 def test_the_callback_logs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = force(monkeypatch, "filtered")
+    monkeypatch.setattr(state_module, "POINTLESS", 1.0)
     seen: list[dict[str, Any]] = []
 
     class Later(TrainerCallback):

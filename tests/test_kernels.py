@@ -91,7 +91,7 @@ def test_narrow_budgets_change_nothing_but_the_order(
     for budget in budgets:
         config = config_of(way, memory_budget=budget)
         check_against_plain(fused_loss(config), inputs, labels, options, dtype, f"budget {budget}, {way}")
-    if way == "filtered":
+    if way == "filtered" and not CUDA:  # a GPU's tiles are too large for these budgets
         assert taken == {"filtered": len(budgets), "filtered gradients": len(budgets)}
     assert forward.make_plan is backward.make_plan  # both ways see the same tiles
 

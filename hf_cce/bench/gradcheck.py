@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs
 from hf_cce.bench import machine, memory
 
 IMPLEMENTATIONS: tuple[Literal["portable", "triton"], ...] = ("portable", "triton")
@@ -317,11 +317,18 @@ def fused(inputs: Inputs, case: Case, config: CCEConfig) -> dict[str, Tensor]:
     scale = LOSS_SCALE.get(inputs.hidden.dtype, 1.0)
     hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.weight.detach().requires_grad_()
     bias = None if inputs.bias is None else inputs.bias.detach().requires_grad_()
-    loss = linear_cross_entropy(
-        hidden, weight, inputs.labels, bias=bias, logit_scale=case.logit_scale, softcap=case.softcap,
-        label_smoothing=case.label_smoothing, z_loss=case.z_loss, config=config,
-    )  # fmt: skip
-    (loss * scale).backward()
+    state = FilterState()
+    # A gradient filter leaves out nothing before it has seen a step, and then takes some to find its threshold.
+    for _ in range(4 if config.gradient_filter is not None and hidden.is_cuda else 1):
+        hidden.grad = weight.grad = None
+        if bias is not None:
+            bias.grad = None
+        loss = linear_cross_entropy(
+            hidden, weight, inputs.labels, bias=bias, logit_scale=case.logit_scale, softcap=case.softcap,
+            label_smoothing=case.label_smoothing, z_loss=case.z_loss, config=config, filter_state=state,
+        )  # fmt: skip
+        (loss * scale).backward()
+        float(loss)  # the host has seen what was kept
     with torch.no_grad():
         log_probs = linear_log_probs(
             hidden, weight, inputs.labels, bias=bias, logit_scale=case.logit_scale, softcap=case.softcap, config=config

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_cce.bench import machine, memory
-from hf_cce.bench.peers import Loss, filter_stats
+from hf_cce.bench.peers import Loss, begin, filter_stats
 
 MIB = 1 << 20
 Say = Callable[[str], None]
@@ -145,6 +145,7 @@ class Bench:
         for name, loss in losses.items():
             modes = ["both"] if name in sweep else self.modes
             self.say(f"{name}: checking")
+            begin(loss)
             try:
                 rows[name] = self._checked(loss, modes, exact)
                 alive[name] = modes

@@ -34,6 +34,10 @@ class _Ours:
 
     def __init__(self, config: CCEConfig) -> None:
         self.config = config
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was learnt of another head."""
         self.states = {True: FilterState(), False: FilterState()}
         self.last: FilterState | None = None
 
@@ -110,6 +114,12 @@ def make_sweep(thresholds: Iterable[float]) -> tuple[dict[str, Loss], dict[str, 
 
 def sweep_name(threshold: float) -> str:
     return f"hf_cce filter {threshold:g}"
+
+
+def begin(loss: Loss) -> None:
+    """Tell ``loss`` that what follows is another head."""
+    if isinstance(loss, _Ours):
+        loss.begin()
 
 
 def filter_stats(loss: Loss) -> dict[str, Any]:

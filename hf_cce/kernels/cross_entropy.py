@@ -222,10 +222,21 @@ def filtered_gradients(
     need_hidden: bool,
     need_weight: bool,
     measure: bool,
+    keep_all: bool,
 ) -> tuple[Tensor, Tensor, filtered.Report]:
     """The gradients of hidden and weight, up to what ``tau`` lets the filter drop; empty where not needed. Consumes ``saved``."""
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     grad_lse, grad_label, _ = token_gradients(grad, factor, saved.lse, 0.0, z_loss)
     return filtered.backward(
-        saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure
+        saved,
+        weight,
+        grad_lse,
+        grad_label,
+        tau,
+        logit_scale,
+        softcap,
+        need_hidden,
+        need_weight,
+        measure,
+        keep_all,
     )

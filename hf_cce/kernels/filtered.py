@@ -28,6 +28,7 @@ from hf_cce.kernels.sparse import (
 
 SAMPLED = 64  # tokens whose error is measured; fewer where the budget is small, but not fewer than
 FEWEST_SAMPLED = 8
+SAMPLED_COLUMNS = 256
 MAX_PASSES = 96  # each costs three launches, used or not
 
 
@@ -171,18 +172,24 @@ def backward(
     need_hidden: bool,
     need_weight: bool,
     measure: bool,
+    keep_all: bool,
 ) -> tuple[Tensor, Tensor, Report]:
     """(gradient of hidden [N, D] in the tokens' own order, of weight [V, D], report), empty where not needed.
 
-    Consumes ``saved``.
+    Consumes ``saved``. With ``keep_all`` the report tells what the filter would have done.
     """
     hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
     (n, d), v, dtype = hidden.shape, weight.shape[0], hidden.dtype
     rows, cols, passes = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n), layout.passes
-    kept = select(
-        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, tau,
-        v, softcap, plan.block_m, plan.block_n, layout.room, passes,
-    )  # fmt: skip
+
+    def choose(tau: Tensor) -> Kept:
+        return select(
+            saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, tau,
+            v, softcap, plan.block_m, plan.block_n, layout.room, passes,
+        )  # fmt: skip
+
+    kept = choose(tau)
+    count = kept.start[-1]
     mass, dropped = dropped_mass(
         kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
     )
@@ -197,6 +204,21 @@ def backward(
         of_hidden, of_weight = _rounding_errors(saved, weight, grad_lse, grad_label, logit_scale, softcap)
         errors |= {"rounding_error": of_hidden} if need_hidden else {}
         errors |= {"rounding_weight_error": of_weight} if need_weight else {}
+    if keep_all:
+        del kept, mass
+        kept = choose(torch.zeros_like(tau))
+        mass, _ = dropped_mass(
+            kept,
+            saved.tile_lse,
+            saved.tile_damping,
+            saved.lse,
+            order.labels,
+            grad_lse,
+            v,
+            logit_scale,
+            dtype,
+            plan.block_m,
+        )
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
@@ -271,7 +293,7 @@ def backward(
         if error is not None:
             of = grad_weight if "weight" in name else total
             errors[name] = error / torch.linalg.vector_norm(of, dtype=torch.float32)
-    return grad_hidden, grad_weight, Report(kept.start[-1], rows * cols, dropped, n, tau, **errors)
+    return grad_hidden, grad_weight, Report(count, rows * cols, dropped, n, tau, **errors)
 
 
 def _logits_of(saved: Filtered, weight: Tensor, sampled: Tensor) -> Tensor:
@@ -327,7 +349,7 @@ def _weight_error(
     """Likewise of the gradient of the weight, from some of its rows."""
     (n, d), v, plan = saved.hidden.shape, weight.shape[0], saved.plan
     # no more memory than the sampled tokens take
-    count = max(FEWEST_SAMPLED, min(SAMPLED, saved.layout.sampled * v // n))
+    count = max(FEWEST_SAMPLED, min(SAMPLED_COLUMNS, saved.layout.sampled * v // n))
     sampled, stands_for = sample(dropped_energy, count, v, plan.block_n)
     if saved.weight is None:
         some = weight.index_select(0, saved.order.order[sampled])

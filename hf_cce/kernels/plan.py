@@ -82,7 +82,7 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
 
 def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
     """The plan of the filtered loss; its tiles of BLOCK_M by BLOCK_N are what is kept or dropped."""
-    plan = replace(make_plan(hidden, weight), in_parts=hidden.dtype != torch.bfloat16)
+    plan = replace(make_plan(hidden, weight), in_parts=hidden.dtype == torch.float32)
     if (
         hidden.shape[1] * hidden.element_size() % 16
     ):  # the kernels work on contiguous copies, whose rows then start anywhere
@@ -99,6 +99,9 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
             programs=3,
         )
     processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    # Triton 3.9 does not compile it where accumulators are in tensor memory.
+    if hidden.dtype == torch.float16 and torch.cuda.get_device_capability(hidden.device)[0] != 10:
+        plan = replace(plan, in_parts=True)
     if plan.block_m != 128:  # float32, and GPUs before Ampere
         # 4 warps of the product with gathered rows of the weight spill
         plan = replace(plan, sparse_warps=8, weight_warps=plan.num_warps, tile_warps=plan.num_warps)
