@@ -29,6 +29,7 @@ from hf_cce.calls import Call, Stats
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits, HeadInput
 from hf_cce.head import adapter_in, find_head, why_not_defer
+from hf_cce.patches import trl
 from hf_cce.state import FilterState
 
 STATE = "_hf_cce"
@@ -121,10 +122,14 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if state is None or head is None:
         return
     _put_back(head)  # left by a call that a KeyboardInterrupt ended, or by the one around this one
-    if not (model.training and torch.is_grad_enabled() and _has_labels(state, args, kwargs)):
-        return
+    training = model.training and torch.is_grad_enabled() and _has_labels(state, args, kwargs)
     if kwargs.get("fused_lm_head"):
-        _note_bypass(state)
+        training |= model.training and torch.is_grad_enabled() and kwargs.get("shift_labels") is not None
+        call = Call(state.config, state.stats if training else Stats())
+        if (torch.compiler.is_compiling() or not trl.enter(call)) and training:
+            _note_bypass(state)
+        return
+    if not training:
         return
     call, reason = Call(state.config, state.stats, state.filter_state), why_not_defer(head)
     if reason is not None:
@@ -156,6 +161,10 @@ def _deferring_forward(head: nn.Module, previous: Any, hidden_states: Any, *args
 def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     state, head = patch_of(model), find_head(model)
     if state is None or head is None:
+        return None
+    if not torch.compiler.is_compiling() and (call := trl.leave()) is not None:
+        if call.stats is state.stats and output is not None:
+            _close(state, call, head)
         return None
     call = _put_back(head)
     if call is None or output is None:  # no training call, or one that raised

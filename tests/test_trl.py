@@ -1,0 +1,230 @@
+"""TRL's trainers through our operator: the same losses, metrics and weights as without it, step by step."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import stats, tiny_llama
+from numerics import budget, relative_error
+
+from hf_cce import CCECallback, apply_cce
+from hf_cce.patches import trl as trl_patch
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+if not hasattr(trl.trainer.utils, "add_fused_lm_head"):
+    pytest.skip("this TRL has no fused LM head", allow_module_level=True)
+
+STEPS = 3
+WORDS = [f"w{i}" for i in range(90)]
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{word: i + 3 for i, word in enumerate(WORDS)}}
+    inner = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", padding_side="left"
+    )
+
+
+def text(seed: int, length: int) -> str:
+    g = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=g))
+
+
+def common(folder: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
+        "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "bf16": False, "learning_rate": 1e-2, "seed": 0, **options,
+    }  # fmt: skip
+
+
+def sft(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
+    rows = datasets.Dataset.from_dict({"text": [text(i, 8 + i) for i in range(8)]})
+    args = trl.SFTConfig(**common(folder, gradient_accumulation_steps=2, max_length=24, **options))
+    return trl.SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer(), callbacks=callbacks)
+
+
+def preferences() -> Any:
+    return datasets.Dataset.from_dict(
+        {
+            "prompt": [text(i, 4) for i in range(8)],
+            "chosen": [" " + text(100 + i, 6) for i in range(8)],
+            "rejected": [" " + text(200 + i, 5) for i in range(8)],
+        }
+    )
+
+
+def dpo(folder: Path, model: Any, callbacks: list[Any]) -> Any:
+    args = trl.DPOConfig(**common(folder))
+    return trl.DPOTrainer(
+        model=model, args=args, train_dataset=preferences(), processing_class=tokenizer(), callbacks=callbacks
+    )
+
+
+def kto(folder: Path, model: Any, callbacks: list[Any]) -> Any:
+    rows = datasets.Dataset.from_dict(
+        {
+            "prompt": [text(i, 4) for i in range(8)],
+            "completion": [" " + text(100 + i, 6) for i in range(8)],
+            "label": [i % 2 == 0 for i in range(8)],
+        }
+    )
+    args = trl.KTOConfig(**common(folder))
+    return trl.KTOTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer(), callbacks=callbacks)
+
+
+def even_words(completions: list[str], **_: Any) -> list[float]:
+    return [sum(word[-1:] in "02468" for word in completion.split()) / 8 for completion in completions]
+
+
+def online(name: str) -> Callable[..., Any]:
+    def build(folder: Path, model: Any, callbacks: list[Any]) -> Any:
+        options = {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.05}
+        args = getattr(trl, f"{name}Config")(**common(folder, **options))
+        return getattr(trl, f"{name}Trainer")(
+            model=model, args=args, train_dataset=preferences().select_columns("prompt"), processing_class=tokenizer(),
+            reward_funcs=even_words, callbacks=callbacks,
+        )  # fmt: skip
+
+    return build
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {
+    "sft": sft,
+    "sft dft": lambda *args: sft(*args, loss_type="dft"),
+    "dpo": dpo,
+    "kto": kto,
+    "grpo": online("GRPO"),
+    "rloo": online("RLOO"),
+}
+
+
+def run(trainer: Any) -> tuple[list[dict[str, float]], list[str]]:
+    """The log of every step, and our warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    told = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
+    timing = ("time", "per_second", "runtime", "flos", "cce_", "epoch")
+    return [
+        {key: value for key, value in entry.items() if not any(word in key for word in timing)}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ], told
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_step_is_that_of_the_unpatched_trainer(name: str, tmp_path: Path) -> None:
+    logs, weights = {}, {}
+    tiny_llama().save_pretrained(tmp_path / "model")  # some trainers load a copy of it, as the reference
+    for ours in (False, True):
+        transformers.set_seed(0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        callbacks = [CCECallback(on_unused="raise")] if ours else []
+        trainer = TRAINERS[name](tmp_path / str(ours), model, callbacks)
+        logs[ours], told = run(trainer)
+        weights[ours] = torch.cat([x.detach().flatten() for x in trainer.model.parameters()])
+        assert told == []
+        if ours:
+            counted = stats(trainer.model)
+            assert counted.fused == counted.calls > 0 and counted.missed == counted.bypassed == 0
+    assert len(logs[True]) == len(logs[False]) == STEPS
+    for mine, theirs in zip(logs[True], logs[False], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert mine[key] == pytest.approx(value, rel=2e-4, abs=2e-5), key
+    assert relative_error(weights[True], weights[False].double()) < 1e-3
+
+
+@pytest.mark.parametrize(("scale", "softcap", "temperature"), [(1.0, None, 1.0), (0.7, 5.0, 0.6)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_log_probabilities_and_gradients(scale: float, softcap: float | None, temperature: float, bias: bool) -> None:
+    """TRL's own function and ours, against its own in float64."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, offset = (
+        torch.randn(17, 24, generator=g),
+        torch.randn(91, 24, generator=g),
+        torch.randn(91, generator=g),
+    )
+    targets = torch.randint(91, (17,), generator=g)
+    function = trl.trainer.utils._ChunkedLogProbFunction
+    original = getattr(function, "original", function)
+    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    call = trl_patch.Call()
+
+    def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, offset)]
+        arguments = (*leaves[:2], leaves[2] if bias else None, targets, temperature, 32, softcap, scale, outputs)
+        found = trl_patch._answer(call, original, *arguments) if ours else original.apply(*arguments)
+        wanted = leaves if bias else leaves[:2]
+        gradients = torch.autograd.grad(found[0].sum() + 0.3 * found[1].square().sum(), wanted)
+        assert not any(x.requires_grad for x in found[2:])
+        return [*found, *gradients]
+
+    exact, twin, ours = answer(torch.float64, False), answer(torch.float32, False), answer(torch.float32, True)
+    for number, (a, t, e) in enumerate(zip(ours, twin, exact, strict=True)):
+        if a.dtype == torch.bool:
+            assert torch.equal(a, e)
+        else:
+            # TRL accumulates in float32 whatever it is given, so that its float64 run is no better.
+            assert relative_error(a, e.double()) <= budget(relative_error(t, e.double()), torch.float32) + 1e-6, number
+    assert call.fused == 1
+
+
+def test_other_models_and_other_trls_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patched = sft(tmp_path / "a", apply_cce(tiny_llama()), [])
+    run(patched)
+    assert isinstance(trl.trainer.utils._ChunkedLogProbFunction, trl_patch._Dispatch)
+    seen: list[int] = []
+    real = trl_patch._answer
+    monkeypatch.setattr(trl_patch, "_answer", lambda *args: seen.append(1) or real(*args))
+    plain = sft(tmp_path / "b", tiny_llama(), [])
+    _, told = run(plain)
+    assert told == [] and seen == []
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", _Other)
+    other = sft(tmp_path / "c", apply_cce(tiny_llama()), [])
+    _, told = run(other)
+    assert len(told) == 1 and "TRL replaces the model's forward" in told[0]
+    assert stats(other.model).bypassed > 0 == stats(other.model).fused
+    assert trl.trainer.utils._ChunkedLogProbFunction is _Other
+
+
+class _Other:
+    """The function of a TRL to come: another argument."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, something: Any) -> None: ...
+
+    @staticmethod
+    def apply(*args: Any) -> Any:
+        function: Any = trl.kernels.ChunkedLogProbFunction
+        return function.apply(*args)
+
+
+def test_evaluation_is_answered_too_and_counts_as_no_training(tmp_path: Path) -> None:
+    model = apply_cce(tiny_llama())
+    trainer = sft(tmp_path, model, [])
+    rows = trainer.train_dataset
+    run(trainer)
+    before = copy.copy(stats(model))
+    found = trainer.evaluate(rows)
+    assert stats(model) == before
+    trainer.model = trainer.model_wrapped = tiny_llama()
+    trl.trainer.utils.add_fused_lm_head(trainer.model, outputs=("log_probs", "entropy", "is_top1"))
+    trainer.model.load_state_dict(model.state_dict())
+    expected = trainer.evaluate(rows)
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    assert found["eval_mean_token_accuracy"] == expected["eval_mean_token_accuracy"]
