@@ -125,6 +125,8 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
                 found = step(model, inputs, items, world)
         assert found.keys() == reference.keys()
         outcome[name] = {key: relative_error(value, reference[key]) for key, value in found.items()}
+        whole_of = [torch.cat([x[key].double().flatten() for key in reference]) for x in (found, reference)]
+        outcome[name]["everything"] = relative_error(*whole_of)
         if name == "errors":
             outcome["told"] = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
             counted = stats(model)
