@@ -177,10 +177,10 @@ def tiny_llama(**options: Any) -> Any:
     return FAMILIES["llama"].build(**options)
 
 
-def batch(*, ignored: bool = True, rows: int = BATCH, seed: int = 1) -> dict[str, Tensor]:
-    """``input_ids`` [B, S] with labels; ``ignored``: one row padded at its end, and a prompt that is not scored."""
+def batch(*, ignored: bool = True, rows: int = BATCH, seed: int = 1, words: int = VOCABULARY) -> dict[str, Tensor]:
+    """``input_ids`` [B, S] below ``words`` with labels; ``ignored``: a row padded at its end, and an unscored prompt."""
     generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(3, VOCABULARY, (rows, LENGTH), generator=generator)
+    input_ids = torch.randint(3, words, (rows, LENGTH), generator=generator)
     labels = input_ids.clone()
     inputs = {"input_ids": input_ids, "labels": labels}
     if ignored:
