@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from numerics import assert_as_good
+from numerics import as_good, assert_as_good
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -211,8 +211,13 @@ def loss_and_grads(model: Any, inputs: dict[str, Any], *, double: bool = False) 
     """The loss and the gradient of every parameter, by name; parameters without a gradient are left out."""
     model.zero_grad(set_to_none=True)
     if double:
-        with _StayDouble():
-            loss = model(**inputs).loss
+        usual = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.float64)
+            with _StayDouble():
+                loss = model(**inputs).loss
+        finally:
+            torch.set_default_dtype(usual)
     else:
         loss = model(**inputs).loss
     loss.backward()
@@ -242,32 +247,53 @@ def assert_same_training(
     assert math.isfinite(float(twin["loss"]))
     mine = {id(parameter) for parameter in plain.get_output_embeddings().parameters()}
     head = {name for name, parameter in plain.named_parameters() if id(parameter) in mine}
-    actual, twin, reference = (_by_module(results, head) for results in (actual, twin, reference))
+    actual, reference = _by_module(actual, head), _by_module(reference, head)
+    twins = [_by_module(twin, head)]
     for name, value in actual.items():
-        assert_as_good(value, twin[name], reference[name], name, dtype)
+        if not as_good(value, [each[name] for each in twins], reference[name], dtype) and len(twins) == 1:
+            twins += [_by_module(loss_and_grads(_reordered(plain, seed), inputs), head) for seed in range(7)]
+        assert_as_good(value, [each[name] for each in twins], reference[name], name, dtype)
+
+
+def _reordered(model: Any, seed: int) -> Any:
+    """The same model, its LM head summing over the hidden dimension in another order: the same function, rounded anew.
+
+    Where a gradient is ill-conditioned (a query in front of a peaked softmax), the error of one computation is one draw of
+    rounding noise, amplified; how large the unpatched model's own error is, several draws tell.
+    """
+    model = copy.deepcopy(model)
+    head = model.get_output_embeddings()
+    order = torch.randperm(head.weight.shape[1], generator=torch.Generator().manual_seed(seed))
+    head.forward = lambda hidden: torch.nn.functional.linear(hidden[..., order], head.weight[:, order], head.bias)
+    return model
 
 
 class _Spy(TorchDispatchMode):
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, besides: set[tuple[int, ...]]) -> None:
         super().__init__()
         self.tokens = tokens
+        self.besides = besides
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(value, Tensor) and VOCABULARY in value.shape and value.numel() >= self.tokens * VOCABULARY:
+            large = isinstance(value, Tensor) and value.numel() >= self.tokens * VOCABULARY
+            if large and VOCABULARY in value.shape and tuple(value.shape) not in self.besides:
                 self.seen.append(f"{func} made {tuple(value.shape)}")
         return result
 
 
 @contextmanager
-def logits_made(tokens: int = BATCH * LENGTH - BATCH) -> Iterator[list[str]]:
+def logits_made(tokens: int = BATCH * LENGTH - BATCH, model: Any = None) -> Iterator[list[str]]:
     """The operations outside our own that made a tensor of ``tokens`` x vocabulary, in forward and backward.
 
-    A dispatch mode sees ``torch.ops.hf_cce`` as one operation, not what happens inside.
+    Those of the shape of a parameter of ``model`` are left out: they are its gradient. A dispatch mode sees
+    ``torch.ops.hf_cce`` as one operation, not what happens inside.
     """
-    with _Spy(tokens) as spy:
+    shapes = {tuple(parameter.shape) for parameter in model.parameters()} if model is not None else set()
+    assert not [shape for shape in shapes if shape[-1] == VOCABULARY and math.prod(shape[:-1]) >= tokens]
+    with _Spy(tokens, shapes) as spy:
         yield spy.seen
 
 

@@ -32,7 +32,18 @@ def budget(twin_error: float, dtype: torch.dtype) -> float:
     return twin_error + unit / 16 if dtype in (torch.float16, torch.bfloat16) else 2 * twin_error + 16 * unit
 
 
-def assert_as_good(actual: Tensor, twin: Tensor, exact: Tensor, what: str, dtype: torch.dtype | None = None) -> None:
-    """Fail unless ``actual`` is as close to ``exact`` as ``budget`` allows; ``dtype`` is that of the computation."""
-    error, allowed = relative_error(actual, exact), budget(relative_error(twin, exact), dtype or actual.dtype)
+def as_good(actual: Tensor, twins: list[Tensor], exact: Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``actual`` is as close to ``exact`` as ``budget`` allows for the worst of ``twins``."""
+    return relative_error(actual, exact) <= budget(max(relative_error(twin, exact) for twin in twins), dtype)
+
+
+def assert_as_good(
+    actual: Tensor, twin: Tensor | list[Tensor], exact: Tensor, what: str, dtype: torch.dtype | None = None
+) -> None:
+    """Fail unless ``actual`` is as close to ``exact`` as ``budget`` allows; ``dtype`` is that of the computation.
+
+    ``twin``: of several, which round differently, the worst counts.
+    """
+    twins, dtype = twin if isinstance(twin, list) else [twin], dtype or actual.dtype
+    error, allowed = relative_error(actual, exact), budget(max(relative_error(each, exact) for each in twins), dtype)
     assert error <= allowed, f"{what}: relative error {error:.2e} exceeds {allowed:.2e}"

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 import tiny
-from models import BATCH, LENGTH, anatomy, assert_same_training, logits_made, loss_and_grads
+from models import BATCH, LENGTH, anatomy, assert_same_training, exact, logits_made, loss_and_grads
 
 from hf_cce import apply_cce, remove_cce
 
 @pytest.mark.parametrize("name", tiny.CAUSAL)
 def test_trains_like_the_unpatched_model(name: str) -> None:
     plain = tiny.build(name)
-    patched = apply_cce(copy.deepcopy(plain))
+    patched, reference = apply_cce(copy.deepcopy(plain)), exact(plain)
     variants: list[dict[str, Any]] = [tiny.text(name), tiny.text(name, ignored=False), {**tiny.text(name), "num_items_in_batch": torch.tensor(17.0)}]
     for inputs in variants:
-        assert_same_training(patched, plain, inputs)
+        assert_same_training(patched, plain, inputs, reference=reference)
     stats = patched._hf_cce.stats
     assert (stats.calls, stats.fused, stats.missed, stats.materialised) == (len(variants), len(variants), 0, 0)
 
@@ -26,11 +26,11 @@ def test_trains_like_the_unpatched_model(name: str) -> None:
 @pytest.mark.parametrize("name", tiny.CAUSAL)
 def test_training_makes_no_logits(name: str) -> None:
     model = tiny.build(name)
-    with logits_made() as seen:
+    with logits_made(model=model) as seen:
         loss_and_grads(model, tiny.text(name))
     assert seen, "the spy must see the logits of an unpatched model"
     apply_cce(model)
-    with logits_made() as seen:
+    with logits_made(model=model) as seen:
         loss_and_grads(model, tiny.text(name))
     assert seen == []
 

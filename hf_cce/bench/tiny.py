@@ -7,6 +7,7 @@ coefficients, vocabulary slice) is moved away from its default, so that nothing 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -131,7 +132,7 @@ def tiny_config(config_class: Any, options: Mapping[str, Any] | None = None) -> 
         options: values that go on top; a mapping is for the configuration inside of that name, and ``...`` as a value
             leaves the attribute at its default.
     """
-    return _shrink(config_class, config_class(), dict(options or {}), iter(range(WORDS, VOCABULARY)))
+    return _shrink(config_class, config_class(), dict(options or {}), itertools.cycle(range(WORDS, VOCABULARY)))
 
 
 def _shrink(config_class: Any, usual: Any, options: dict[str, Any], special: Iterator[int]) -> Any:

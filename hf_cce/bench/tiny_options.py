@@ -9,7 +9,9 @@ from typing import Any
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+_ZAMBA = {"attention_head_dim": 32, "attention_hidden_size": 64}  # twice the hidden size
 OPTIONS: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_d_head": 16, "mamba_n_groups": 1},
     "BltForCausalLM": {
         "encoder_hash_byte_group_vocab": 128,
         "encoder_hash_byte_group_size": [3, 4],
@@ -25,6 +27,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1},
     "FlintForCausalLM": {"mlp_only_layers": [0]},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_groups": 1},
+    "HrmTextForCausalLM": {"num_layers_per_stack": None, "num_hidden_layers": 1},
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Mamba2ForCausalLM": {"num_heads": 4, "n_groups": 1},
     "MiMoV2FlashForCausalLM": {"num_attention_heads": 4, "head_dim": 8, "v_head_dim": 8},
@@ -47,7 +52,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "hash_seed": 0,
     },
     "XmodForCausalLM": {"default_language": "en_XX", "is_decoder": True},
-    "ZambaForCausalLM": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 32, "attention_hidden_size": 64},
+    "ZambaForCausalLM": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **_ZAMBA},
+    "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"], **_ZAMBA},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
+    "xLSTMForCausalLM": {"chunk_size": 8, "qk_dim_factor": 1.0},
 }
