@@ -17,9 +17,19 @@ _TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout
 _WANTS_GRADIENTS = "(register_full_backward_hook) asks for the gradient of the logits, which the fused loss never makes"
 
 
+def output_embeddings(model: nn.Module) -> object:
+    """``model.get_output_embeddings()``, or that of the one language model inside that has any (BLIP, Nemotron Omni)."""
+    own = model.get_output_embeddings()  # type: ignore[operator]
+    if own is not None:
+        return own
+    inside = [child for child in model.children() if hasattr(child, "get_output_embeddings")]
+    heads = [head for child in inside if (head := child.get_output_embeddings()) is not None]
+    return heads[0] if len(heads) == 1 else None
+
+
 def find_head(model: nn.Module) -> nn.Module | None:
-    """``model.get_output_embeddings()``: resolved at every call, so that resizing, quantising and adapters are seen."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    """The LM head: resolved at every call, so that resizing, quantising and adapters are seen."""
+    head = output_embeddings(model)
     return head if isinstance(head, nn.Module) else None
 
 

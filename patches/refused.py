@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_cce.head import output_embeddings
+
 _SEVERAL_HEADS = "it has one LM head per codebook and adds up their losses"
 _NO_LOSS = "its forward takes no labels, so it computes no loss"
 
@@ -38,7 +40,7 @@ def why_refuse(model: nn.Module) -> str | None:
     if reason is not None:
         return reason
     try:
-        head = model.get_output_embeddings()  # type: ignore[operator]
+        head = output_embeddings(model)
     except (AttributeError, NotImplementedError):
         head = None
     if head is None:

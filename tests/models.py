@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_cce.api import causal_lm
+from hf_cce.head import find_head
 from hf_cce.patches.causal_lm import patch_of
 
 VOCABULARY, HIDDEN, BATCH, LENGTH = 99, 32, 2, 24  # more tokens (48) than hidden sizes: [V, D] is smaller than logits
@@ -58,13 +59,20 @@ class Family:
         return randomise(model).train()
 
 
+def head_of(model: Any) -> Any:
+    """Its LM head."""
+    head = find_head(model)
+    assert head is not None
+    return head
+
+
 def randomise(model: Any) -> Any:
     """Random biases (they start at zero) and a head large enough for softcap and scale to show in the loss."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.5)
-        model.get_output_embeddings().weight.normal_(std=0.5)
+        head_of(model).weight.normal_(std=0.5)
     return model
 
 
@@ -245,7 +253,7 @@ def assert_same_training(
     twin, actual = loss_and_grads(plain, inputs), loss_and_grads(patched, inputs)
     assert actual.keys() == twin.keys()
     assert math.isfinite(float(twin["loss"]))
-    mine = {id(parameter) for parameter in plain.get_output_embeddings().parameters()}
+    mine = {id(parameter) for parameter in head_of(plain).parameters()}
     head = {name for name, parameter in plain.named_parameters() if id(parameter) in mine}
     actual, reference = _by_module(actual, head), _by_module(reference, head)
     twins = [_by_module(twin, head)]
@@ -262,7 +270,7 @@ def _reordered(model: Any, seed: int) -> Any:
     rounding noise, amplified; how large the unpatched model's own error is, several draws tell.
     """
     model = copy.deepcopy(model)
-    head = model.get_output_embeddings()
+    head = head_of(model)
     order = torch.randperm(head.weight.shape[1], generator=torch.Generator().manual_seed(seed))
     head.forward = lambda hidden: torch.nn.functional.linear(hidden[..., order], head.weight[:, order], head.bias)
     return model

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from models import batch, randomise
+from models import BATCH, LENGTH, batch, randomise
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -18,10 +18,47 @@ from hf_cce.bench.tiny_options import OPTIONS
 CAUSAL = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 IMAGE_TEXT = sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()) - set(CAUSAL))
 
-# What a call of the unpatched class needs besides input_ids, attention_mask and labels.
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def _words(*shape: int) -> torch.Tensor:
+    return torch.randint(3, WORDS, shape, generator=torch.Generator().manual_seed(3))
+
+
+_PICTURES = {"pixel_values": _noise(BATCH, 3, 16, 16)}
+_QUERIES = {"qformer_input_ids": _words(BATCH, 4)}
+
+# What a call of the unpatched class needs besides input_ids, attention_mask and labels; None: what it does not take.
 FORWARD: dict[str, dict[str, Any]] = {
+    "Blip2ForConditionalGeneration": _PICTURES,
+    "BlipForConditionalGeneration": _PICTURES,
     "BltForCausalLM": {"use_cache": False},  # its decoder reads the cache of its encoder otherwise
-    "GitForCausalLM": {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)},  # its loss skips them
+    "GitForCausalLM": _PICTURES,
+    "IdeficsForVisionText2Text": {
+        "pixel_values": _noise(BATCH, 1, 3, 16, 16),
+        "image_attention_mask": torch.ones(BATCH, LENGTH, 1, dtype=torch.long),
+    },
+    "InstructBlipForConditionalGeneration": {**_PICTURES, **_QUERIES},
+    "InstructBlipVideoForConditionalGeneration": {"pixel_values": _noise(BATCH, 1, 3, 16, 16), **_QUERIES},
+    "Kosmos2ForConditionalGeneration": {**_PICTURES, "image_embeds_position_mask": torch.arange(LENGTH).repeat(BATCH, 1) < 4},
+    "Molmo2ForConditionalGeneration": {"mm_token_type_ids": torch.zeros(BATCH, LENGTH, dtype=torch.long)},
+    "PPFormulaNetForConditionalGeneration": _PICTURES,
+    "Pix2StructForConditionalGeneration": {"flattened_patches": _noise(BATCH, 8, 34).abs()},
+    "UdopForConditionalGeneration": {"bbox": torch.zeros(BATCH, LENGTH, 4)},
+    "VisionEncoderDecoderModel": {**_PICTURES, "input_ids": None, "attention_mask": None},
+}
+# Image tokens in front of each row, where the class takes no call without.
+IMAGE_TOKENS = {
+    "Blip2ForConditionalGeneration": 4,
+    "InstructBlipForConditionalGeneration": 4,
+    "InstructBlipVideoForConditionalGeneration": 4,
+}
+# What cannot be built here, and the words of the exception.
+UNBUILT: dict[str, str] = {
+    "FastVlmForConditionalGeneration": "timm",
+    "InklingForConditionalGeneration": "scipy",
+    "PerceptionLMForConditionalGeneration": "timm",
 }
 
 
@@ -31,11 +68,31 @@ def build(name: str) -> Any:
     config = tiny_config(cls.config_class, OPTIONS.get(name))
     vision = getattr(config, "vision_config", None)
     if getattr(vision, "model_type", "") == "gemma3n_vision":  # its tower is one of timm's; the config checks types
-        vars(config)["vision_config"] = tiny_config(transformers.SiglipVisionConfig)
+        needed = {"rms_norm_eps": 1e-6, "vocab_size": 8, "vocab_offset": 80}
+        vars(config)["vision_config"] = tiny_config(transformers.SiglipVisionConfig, needed)
     torch.manual_seed(0)
     return randomise(cls(config)).train()
 
 
 def text(name: str, **options: Any) -> dict[str, Any]:
     """A batch of text for it: ids that mean neither an image nor anything else special."""
-    return {**batch(words=WORDS, **options), **FORWARD.get(name, {})}
+    inputs = {**batch(words=WORDS, **options), **FORWARD.get(name, {})}
+    if name in IMAGE_TOKENS:
+        config = tiny_config(getattr(transformers, name).config_class, OPTIONS.get(name))
+        inputs["input_ids"][:, : IMAGE_TOKENS[name]] = config.image_token_id
+    return {key: value for key, value in inputs.items() if value is not None}
+
+
+def takes_num_items(name: str) -> bool:
+    return True
+
+
+CANNOT_GENERATE: dict[str, str] = {}
+
+
+def generate(model, name):
+    inputs = {k: v for k, v in text(name, ignored=False).items() if k != "labels"}
+    for key in ("input_ids", "attention_mask"):
+        if key in inputs:
+            inputs[key] = inputs[key][:, :6]
+    return model.generate(**inputs, max_new_tokens=4, do_sample=False)

@@ -91,6 +91,7 @@ _SIZES: dict[str, Any] = {
     "sliding_window_size": 16,
     "attention_chunk_size": 16,
     "num_query_tokens": 4,
+    "latent_query_num": 4,
     "hc_lowrank": 8,
     "num_kv_shared_layers": 0,
     "num_position_embeddings": 16,

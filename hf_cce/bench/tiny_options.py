@@ -9,6 +9,18 @@ from typing import Any
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+_SECTIONS = {**_ROPE, "mrope_section": [4, 2, 2]}  # of half a head of 16
+_HALF_SECTIONS = {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+_PICTURE_WORDS = {"<image>": 97, "IMGIMGA": 95, "IMGIMGB": 96}
+_VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "resolution": 16, "num_embeddings": 8}
+_SLIDING_SECTIONS = {"full_attention": _SECTIONS, "sliding_attention": _SECTIONS}
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
 _ZAMBA = {"attention_head_dim": 32, "attention_hidden_size": 64}  # twice the hidden size
 OPTIONS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_d_head": 16, "mamba_n_groups": 1},
@@ -17,12 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "encoder_hash_byte_group_size": [3, 4],
     },
     "CodeGenForCausalLM": {"n_head": 4, "rotary_dim": 4},
-    "CohereCompassForCausalLM": {
-        "rope_parameters": {
-            "full_attention": {**_ROPE, "mrope_section": [4, 2, 2]},
-            "sliding_attention": {**_ROPE, "mrope_section": [4, 2, 2]},
-        }
-    },
+    "CohereCompassForCausalLM": {"rope_parameters": _SLIDING_SECTIONS},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1},
     "FlintForCausalLM": {"mlp_only_layers": [0]},
@@ -34,13 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": {"num_heads": 4, "n_groups": 1},
     "MiMoV2FlashForCausalLM": {"num_attention_heads": 4, "head_dim": 8, "v_head_dim": 8},
     "NemotronHForCausalLM": {"n_groups": 1, "layers_block_type": ...},
-    "Qwen4ExpForCausalLM": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-    },
+    "Qwen4ExpForCausalLM": _INDEXER,
     "ReformerModelWithLMHead": {
         "is_decoder": True,
         "axial_pos_shape": [4, 6],  # a training call has 24 tokens
@@ -55,5 +56,51 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ZambaForCausalLM": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **_ZAMBA},
     "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"], **_ZAMBA},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
-    "xLSTMForCausalLM": {"chunk_size": 8, "qk_dim_factor": 1.0},
+    "xLSTMForCausalLM": {"chunk_size": 8, "hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},  # its cache counts in 64s
+    # with images
+    "Blip2ForConditionalGeneration": {"image_token_index": 85},
+    "ChameleonForConditionalGeneration": {"vocabulary_map": _PICTURE_WORDS, "vq_config": _VQ},
+    "CohereCompassForConditionalGeneration": {"text_config": {"rope_parameters": _SLIDING_SECTIONS}},
+    "DeepseekOcr2ForConditionalGeneration": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "Dots3NoteForConditionalGeneration": {"audio_config": {"adapter_input_size": 32}},
+    "Emu3ForConditionalGeneration": {"vocabulary_map": _PICTURE_WORDS, "vq_config": _VQ},
+    "Ernie4_5_VLMoeForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 4]}}},
+    "Glm46VForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
+    "Glm4vForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
+    "Glm4vMoeForConditionalGeneration": {"text_config": {"rope_parameters": _HALF_SECTIONS}},
+    "Glm5NextForConditionalGeneration": {"text_config": {"index_kpool": 4, "qk_rope_head_dim": 0, "qk_head_dim": 8, "head_dim": 8}},
+    "GlmOcrForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
+    "Granite4VisionForConditionalGeneration": {
+        "deepstack_layer_map": [[-1, 0]],
+        "vision_config": {"hidden_size": 64},  # a head of its Q-Former has 64
+        "spatial_target_layers": [0, 0, 1, 1],
+        "downsample_rate": "1/2",
+    },
+    "HunYuanVLForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "xdrope_section": [2, 2, 2, 2]}}},
+    "InstructBlipForConditionalGeneration": {"image_token_index": 85},
+    "InstructBlipVideoForConditionalGeneration": {"image_token_id": 85},
+    "Mistral4ForCausalLM": {"head_dim": 16},
+    "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "MuseSparkForConditionalGeneration": {
+        "audio_config": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 16, 32], "depths": [1, 1, 1, 1]}
+    },
+    "NemotronH_Omni_Reasoning_V3": {
+        "vision_config": {"video_temporal_patch_size": 2},
+        "text_config": {"n_groups": 1, "layers_block_type": ...},
+    },
+    "PaddleOCRVLForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
+    "Qwen2VLForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
+    "Qwen2_5_VLForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
+    "Qwen2_5OmniThinkerForConditionalGeneration": {
+        "vision_start_token_id": 98,
+        "text_config": {"rope_parameters": _SECTIONS},
+    },
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {
+        "vision_start_token_id": 98,
+        "text_config": {"rope_parameters": _SECTIONS},
+    },
+    "Qwen4ExpForConditionalGeneration": {"text_config": _INDEXER},
+    "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 16}},
+    "UdopForConditionalGeneration": {"decoder_start_token_id": 1},
+    "VisionEncoderDecoderModel": {"pad_token_id": 0, "decoder_start_token_id": 1},
 }
