@@ -22,7 +22,17 @@ from torch import Tensor
 from hf_cce.calls import Call
 from hf_cce.head import needs_grad, why_not_read
 from hf_cce.loss import few_tokens, linear_cross_entropy, linear_log_probs
-from hf_cce.symbolic import Op, Symbolic, closed_form, floating_or_device, full_device, is_op, plain, split_index
+from hf_cce.symbolic import (
+    Op,
+    Symbolic,
+    closed_form,
+    floating_or_device,
+    forbidden_words,
+    full_device,
+    is_op,
+    plain,
+    split_index,
+)
 
 Number = float  # inside DeferredLogits ``float`` is the method
 
@@ -120,22 +130,11 @@ class DeferredLogits(Symbolic):
         return not torch.compiler.is_compiling() and self._made._version != self._made_version
 
     # What a tensor says about itself
-    layout = torch.strided
-    is_leaf = is_sparse = is_nested = is_quantized = False
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
     @property
     def shape(self) -> torch.Size:
         if self._written:
             return self._real("shape").shape
         return torch.Size((*self.hidden_states.shape[:-1], self.weight.shape[0]))
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,24 +153,6 @@ class DeferredLogits(Symbolic):
     @property
     def requires_grad(self) -> bool:
         return needs_grad(self.hidden_states, self.weight, self.bias)
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def is_floating_point(self) -> bool:
-        return True
-
-    def is_contiguous(self, *_: Any, **__: Any) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __repr__(self) -> str:
         state = "made" if self._made is not None else "not made"
@@ -252,9 +233,31 @@ class DeferredLogits(Symbolic):
         tokens, vocabulary = index
         if vocabulary is None:
             return self._view(self.hidden_states[tokens])
+        if self._forbidden():
+            return self._real("indexing")[plain(key)]  # its words are numbered otherwise
         return self._view(
             self.hidden_states[tokens], self.weight[vocabulary], None if self.bias is None else self.bias[vocabulary]
         )
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Words set to the smallest number at every token (Chameleon's image tokens) have probability zero from now on."""
+        plain_logits = not self._written and self._made is None and not torch.compiler.is_compiling()
+        words = forbidden_words(key, value, self.shape, self.dtype) if plain_logits else None
+        if words is None:
+            self._write("__setitem__", key, value)
+            return
+        self._refuse_if_shared("__setitem__")
+        self.ops = (*self.ops, ("forbid", (words.to(self.weight.device), value)))
+
+    def _forbidden(self) -> list[Tensor]:
+        return [value[0] for name, value in self.ops if name == "forbid"]
+
+    def _bias(self) -> Tensor | None:
+        """The head's bias [V], so low for forbidden words that their probability is zero in every dtype; their gradient too."""
+        bias = self.bias
+        for words in self._forbidden():
+            bias = (self.weight.new_zeros(len(self.weight)) if bias is None else bias).index_fill(0, words, -6e4)
+        return bias
 
     def tanh(self) -> Any:
         return self._apply("tanh", None)
@@ -325,6 +328,8 @@ class DeferredLogits(Symbolic):
         self._check_fresh()
         form = None if self._written else closed_form(self.ops)
         plain_target = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
+        if form is not None and plain_target and any(torch.isin(target, words).any() for words in self._forbidden()):
+            form = None  # a label that is forbidden: its loss is as large as the number written there
         if form is None or self.ndim != 2 or not plain_target or not (weight is size_average is reduce is None):
             rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
             return F.cross_entropy(self._real("cross_entropy"), plain(target), *rest)
@@ -335,7 +340,7 @@ class DeferredLogits(Symbolic):
                 self.hidden_states,
                 self.weight,
                 target.to(self.hidden_states.device),
-                bias=self.bias,
+                bias=self._bias(),
                 logit_scale=scale,
                 softcap=softcap,
                 ignore_index=ignore_index,
@@ -362,7 +367,7 @@ class DeferredLogits(Symbolic):
                 self.hidden_states,
                 self.weight,
                 labels,
-                bias=self.bias,
+                bias=self._bias(),
                 logit_scale=scale,
                 softcap=softcap,
                 logsumexp=True,
@@ -408,7 +413,10 @@ class DeferredLogits(Symbolic):
         with self._as_multiplied():
             made = F.linear(self.hidden_states, self.weight, self.bias)
         for name, value in self.ops:
-            made = made.tanh() if name == "tanh" else getattr(made, name)(value)
+            if name == "forbid":
+                made[..., value[0].to(made.device)] = value[1]
+            else:
+                made = made.tanh() if name == "tanh" else getattr(made, name)(value)
         self._made, self._made_version = made, 0 if self._versions is None else made._version
         return made
 

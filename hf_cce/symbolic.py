@@ -15,13 +15,53 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-Op = tuple[str, Any]  # done to logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device)
+# Done to logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device), ("forbid", (words, number))
+Op = tuple[str, Any]
 
 
 class Symbolic:
-    """Stands for a tensor. Subclasses give ``_real``, and in ``_ANSWERS`` torch functions with the methods for them."""
+    """Stands for a floating-point tensor. Subclasses give ``_real``, ``shape`` and ``device``.
+
+    And in ``_ANSWERS`` torch functions with the methods for them.
+    """
 
     _ANSWERS: ClassVar[dict[Any, str]] = {}
+    layout = torch.strided
+    is_leaf = is_sparse = is_nested = is_quantized = False
+
+    @property
+    def shape(self) -> torch.Size:
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def is_contiguous(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def _real(self, why: str) -> Tensor:
         """The tensor itself; ``why`` names the operation that asks for it."""
@@ -112,13 +152,32 @@ def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:
     return (*keys[:-1], slice(None)), None if whole else last
 
 
+def forbidden_words(key: Any, value: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    """The words [W] to which ``logits[key] = value`` gives probability zero at every token; None where it does not.
+
+    ``logits`` are [..., V] of ``shape`` and ``dtype``; ``value`` is then the smallest number of the dtype, or less.
+    """
+    keys = key if isinstance(key, tuple) else (key,)
+    tokens, words = keys[:-1], keys[-1]
+    everywhere = len(keys) == len(shape) and all(isinstance(each, slice) and each == slice(None) for each in tokens)
+    if not everywhere and not (len(tokens) == 1 and tokens[0] is Ellipsis):
+        return None
+    if not isinstance(value, (int, float)) or value > torch.finfo(dtype).min or not isinstance(words, (list, slice, Tensor)):
+        return None
+    chosen = torch.arange(shape[-1])[words.cpu() if isinstance(words, Tensor) else words]
+    return chosen if chosen.dim() == 1 else None
+
+
 def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
     """(logit_scale, softcap) with which the loss gives what was recorded; None where there is no such pair.
 
     Any run of scales, then at most one tanh, then any run of scales is ``c · tanh(s · z)``, which is a scale of
-    ``s · c`` with a softcap of ``c``. Casts and device moves do not matter: the loss is computed in float32.
+    ``s · c`` with a softcap of ``c``. Casts and device moves do not matter: the loss is computed in float32. Forbidden words
+    are the bias's business, for logits that nothing else was done to.
     """
     scale, cap = 1.0, None
+    if any(name == "forbid" for name, _ in ops):
+        return (scale, cap) if all(name in ("forbid", "to") for name, _ in ops) else None
     for name, value in ops:
         if name == "tanh":
             if cap is not None:

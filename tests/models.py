@@ -215,6 +215,10 @@ def exact(model: Any) -> Any:
     return model
 
 
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def loss_and_grads(model: Any, inputs: dict[str, Any], *, double: bool = False) -> dict[str, Tensor]:
     """The loss and the gradient of every parameter, by name; parameters without a gradient are left out."""
     model.zero_grad(set_to_none=True)
@@ -222,6 +226,7 @@ def loss_and_grads(model: Any, inputs: dict[str, Any], *, double: bool = False) 
         usual = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float64)
+            inputs = {name: value.double() if _is_float(value) else value for name, value in inputs.items()}
             with _StayDouble():
                 loss = model(**inputs).loss
         finally:

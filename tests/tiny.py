@@ -10,13 +10,16 @@ from models import BATCH, LENGTH, batch, randomise
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 from hf_cce.bench.tiny import WORDS, tiny_config
 from hf_cce.bench.tiny_options import OPTIONS
 
 CAUSAL = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-IMAGE_TEXT = sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()) - set(CAUSAL))
+MULTIMODAL = sorted(
+    {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(), *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()} - set(CAUSAL)
+)
 
 def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(2))
@@ -27,6 +30,7 @@ def _words(*shape: int) -> torch.Tensor:
 
 
 _PICTURES = {"pixel_values": _noise(BATCH, 3, 16, 16)}
+_ONLY_LABELS = {"input_ids": None, "attention_mask": None}
 _QUERIES = {"qformer_input_ids": _words(BATCH, 4)}
 
 # What a call of the unpatched class needs besides input_ids, attention_mask and labels; None: what it does not take.
@@ -44,9 +48,13 @@ FORWARD: dict[str, dict[str, Any]] = {
     "Kosmos2ForConditionalGeneration": {**_PICTURES, "image_embeds_position_mask": torch.arange(LENGTH).repeat(BATCH, 1) < 4},
     "Molmo2ForConditionalGeneration": {"mm_token_type_ids": torch.zeros(BATCH, LENGTH, dtype=torch.long)},
     "PPFormulaNetForConditionalGeneration": _PICTURES,
-    "Pix2StructForConditionalGeneration": {"flattened_patches": _noise(BATCH, 8, 34).abs()},
+    "Pix2StructForConditionalGeneration": {
+        "flattened_patches": _noise(BATCH, 8, 34).abs(),  # row and column, then the patch
+        **_ONLY_LABELS,
+    },
     "UdopForConditionalGeneration": {"bbox": torch.zeros(BATCH, LENGTH, 4)},
-    "VisionEncoderDecoderModel": {**_PICTURES, "input_ids": None, "attention_mask": None},
+    "VisionEncoderDecoderModel": {**_PICTURES, **_ONLY_LABELS},
+    "xLSTMForCausalLM": {"use_cache": False},  # else its backward fails: what the cache keeps is written to in place
 }
 # Image tokens in front of each row, where the class takes no call without.
 IMAGE_TOKENS = {
@@ -68,7 +76,7 @@ def build(name: str) -> Any:
     config = tiny_config(cls.config_class, OPTIONS.get(name))
     vision = getattr(config, "vision_config", None)
     if getattr(vision, "model_type", "") == "gemma3n_vision":  # its tower is one of timm's; the config checks types
-        needed = {"rms_norm_eps": 1e-6, "vocab_size": 8, "vocab_offset": 80}
+        needed = {"rms_norm_eps": 1e-6, "vocab_size": 32, "vocab_offset": 80}
         vars(config)["vision_config"] = tiny_config(transformers.SiglipVisionConfig, needed)
     torch.manual_seed(0)
     return randomise(cls(config)).train()
@@ -79,20 +87,15 @@ def text(name: str, **options: Any) -> dict[str, Any]:
     inputs = {**batch(words=WORDS, **options), **FORWARD.get(name, {})}
     if name in IMAGE_TOKENS:
         config = tiny_config(getattr(transformers, name).config_class, OPTIONS.get(name))
-        inputs["input_ids"][:, : IMAGE_TOKENS[name]] = config.image_token_id
+        word = config.video_token_id if "Video" in name else config.image_token_id
+        inputs["input_ids"][:, : IMAGE_TOKENS[name]] = word
     return {key: value for key, value in inputs.items() if value is not None}
 
 
-def takes_num_items(name: str) -> bool:
-    return True
-
-
-CANNOT_GENERATE: dict[str, str] = {}
-
-
-def generate(model, name):
-    inputs = {k: v for k, v in text(name, ignored=False).items() if k != "labels"}
-    for key in ("input_ids", "attention_mask"):
-        if key in inputs:
-            inputs[key] = inputs[key][:, :6]
+def generate(model: Any, name: str) -> torch.Tensor:
+    """Four tokens, greedily, after the first six of the batch."""
+    inputs = {key: value for key, value in text(name, ignored=False).items() if key != "labels"}
+    for key, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.shape[1] == LENGTH:
+            inputs[key] = value[:, :6]
     return model.generate(**inputs, max_new_tokens=4, do_sample=False)

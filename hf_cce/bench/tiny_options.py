@@ -78,7 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "HunYuanVLForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "xdrope_section": [2, 2, 2, 2]}}},
     "InstructBlipForConditionalGeneration": {"image_token_index": 85},
-    "InstructBlipVideoForConditionalGeneration": {"image_token_id": 85},
+    "InstructBlipVideoForConditionalGeneration": {"video_token_index": 85},
     "Mistral4ForCausalLM": {"head_dim": 16},
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "MuseSparkForConditionalGeneration": {
