@@ -1,4 +1,4 @@
-"""Causal LMs that are declined, and why: one table of classes, and the rules that need no table."""
+"""Causal LMs that are declined, and why: one table of classes, and the rules that need no table; and the special ones."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ REFUSED: dict[str, str] = {
     "ProphetNetForCausalLM": "its loss goes over several predicted n-gram streams of one head",
     "Gemma4AssistantForCausalLM": _NO_LOSS,
     "Gemma4UnifiedAssistantForCausalLM": _NO_LOSS,
+}
+
+# Trained right, but a tensor of tokens x vocabulary is made all the same.
+SPECIAL: dict[str, str] = {
+    "BltForCausalLM": "its loss makes no logits, but its byte patcher, a small LM with a head of its own, makes those it cuts by",
+    "IdeficsForVisionText2Text": "its LM head is no plain linear layer (additional words beside it), so full logits are made",
 }
 
 

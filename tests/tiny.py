@@ -29,6 +29,11 @@ def _words(*shape: int) -> torch.Tensor:
     return torch.randint(3, WORDS, shape, generator=torch.Generator().manual_seed(3))
 
 
+def _first(tokens: int) -> torch.Tensor:
+    """1 for so many tokens at the start of each row."""
+    return (torch.arange(LENGTH).repeat(BATCH, 1) < tokens).long()
+
+
 _PICTURES = {"pixel_values": _noise(BATCH, 3, 16, 16)}
 _ONLY_LABELS = {"input_ids": None, "attention_mask": None}
 _QUERIES = {"qformer_input_ids": _words(BATCH, 4)}
@@ -45,7 +50,8 @@ FORWARD: dict[str, dict[str, Any]] = {
     },
     "InstructBlipForConditionalGeneration": {**_PICTURES, **_QUERIES},
     "InstructBlipVideoForConditionalGeneration": {"pixel_values": _noise(BATCH, 1, 3, 16, 16), **_QUERIES},
-    "Kosmos2ForConditionalGeneration": {**_PICTURES, "image_embeds_position_mask": torch.arange(LENGTH).repeat(BATCH, 1) < 4},
+    "Kosmos2ForConditionalGeneration": {**_PICTURES, "image_embeds_position_mask": _first(4)},
+    "KyutaiSpeechToTextForConditionalGeneration": {"input_ids": _words(BATCH, LENGTH, 3) % 9},  # text and two codebooks
     "Molmo2ForConditionalGeneration": {"mm_token_type_ids": torch.zeros(BATCH, LENGTH, dtype=torch.long)},
     "PPFormulaNetForConditionalGeneration": _PICTURES,
     "Pix2StructForConditionalGeneration": {
@@ -54,6 +60,7 @@ FORWARD: dict[str, dict[str, Any]] = {
     },
     "UdopForConditionalGeneration": {"bbox": torch.zeros(BATCH, LENGTH, 4)},
     "VisionEncoderDecoderModel": {**_PICTURES, **_ONLY_LABELS},
+    "VoxtralRealtimeForConditionalGeneration": {"input_features": _noise(BATCH, 8, 8 * LENGTH)},
     "xLSTMForCausalLM": {"use_cache": False},  # else its backward fails: what the cache keeps is written to in place
 }
 # Image tokens in front of each row, where the class takes no call without.
@@ -61,6 +68,28 @@ IMAGE_TOKENS = {
     "Blip2ForConditionalGeneration": 4,
     "InstructBlipForConditionalGeneration": 4,
     "InstructBlipVideoForConditionalGeneration": 4,
+}
+
+# Calls with an image: how many image tokens each row starts with, and the arguments that go with them.
+_PATCHES = {
+    "pixel_values": _noise(BATCH * 16, 3 * 2 * 4 * 4),
+    "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH),
+    "mm_token_type_ids": _first(4),
+}
+_ONE_OF_SEVERAL = {"pixel_values": _PICTURES["pixel_values"][:, None]}
+PICTURES: dict[str, tuple[int, dict[str, Any]]] = {
+    "AyaVisionForConditionalGeneration": (4, _PICTURES),
+    "ChameleonForConditionalGeneration": (16, {"pixel_values": _noise(BATCH, 3, 8, 8)}),
+    "Gemma3ForConditionalGeneration": (4, {**_PICTURES, "token_type_ids": _first(4)}),
+    "Idefics3ForConditionalGeneration": (4, _ONE_OF_SEVERAL),
+    "InternVLForConditionalGeneration": (4, _PICTURES),
+    "LlavaForConditionalGeneration": (16, _PICTURES),
+    "Mistral3ForConditionalGeneration": (4, {**_PICTURES, "image_sizes": torch.tensor([[16, 16]] * BATCH)}),
+    "PaliGemmaForConditionalGeneration": (16, {**_PICTURES, "token_type_ids": _first(16)}),
+    "Qwen2VLForConditionalGeneration": (4, _PATCHES),
+    "Qwen2_5_VLForConditionalGeneration": (4, _PATCHES),
+    "Qwen3VLForConditionalGeneration": (4, _PATCHES),
+    "SmolVLMForConditionalGeneration": (4, _ONE_OF_SEVERAL),
 }
 # What cannot be built here, and the words of the exception.
 UNBUILT: dict[str, str] = {
@@ -72,24 +101,39 @@ UNBUILT: dict[str, str] = {
 
 def build(name: str) -> Any:
     """The tiny model of a class, in fp32 and training mode, from a fixed seed."""
-    cls = getattr(transformers, name)
-    config = tiny_config(cls.config_class, OPTIONS.get(name))
+    config = _config(name)
     vision = getattr(config, "vision_config", None)
     if getattr(vision, "model_type", "") == "gemma3n_vision":  # its tower is one of timm's; the config checks types
         needed = {"rms_norm_eps": 1e-6, "vocab_size": 32, "vocab_offset": 80}
         vars(config)["vision_config"] = tiny_config(transformers.SiglipVisionConfig, needed)
     torch.manual_seed(0)
-    return randomise(cls(config)).train()
+    return randomise(getattr(transformers, name)(config)).train()
+
+
+def _config(name: str) -> Any:
+    return tiny_config(getattr(transformers, name).config_class, OPTIONS.get(name))
 
 
 def text(name: str, **options: Any) -> dict[str, Any]:
     """A batch of text for it: ids that mean neither an image nor anything else special."""
     inputs = {**batch(words=WORDS, **options), **FORWARD.get(name, {})}
     if name in IMAGE_TOKENS:
-        config = tiny_config(getattr(transformers, name).config_class, OPTIONS.get(name))
-        word = config.video_token_id if "Video" in name else config.image_token_id
-        inputs["input_ids"][:, : IMAGE_TOKENS[name]] = word
+        inputs["input_ids"][:, : IMAGE_TOKENS[name]] = _image_word(name)
     return {key: value for key, value in inputs.items() if value is not None}
+
+
+def pictures(name: str) -> dict[str, Any]:
+    """A batch of text after an image for each row."""
+    tokens, arguments = PICTURES[name]
+    inputs = {**text(name, ignored=False), **arguments}
+    inputs["input_ids"][:, :tokens] = _image_word(name)
+    inputs["labels"][:, :tokens] = -100
+    return inputs
+
+
+def _image_word(name: str) -> int:
+    config = _config(name)
+    return int(config.video_token_id if "Video" in name else getattr(config, "image_token_id", None) or config.image_token_index)
 
 
 def generate(model: Any, name: str) -> torch.Tensor:

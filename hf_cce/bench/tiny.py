@@ -24,7 +24,7 @@ _WIDTHS = """
     projector_hidden_size projector_input_dim projector_output_dim projection_hidden_size projection_hidden_dim merged_hidden_size
     lru_width word_embed_proj_dim emb_dim embedding_dim mlp_dim vision_output_dim moe_hidden_size hidden_size_per_layer_input
     backbone_hidden_size attention_hidden_size patch_embed_hidden_size image_token_embed_dim adapter_out_dim hidden_size_global
-    position_embedding_size router_hidden_size adapter_in_dim shape_embed_dim pronunciation_embed_dim ple_embed_dim
+    position_embedding_size router_hidden_size adapter_in_dim shape_embed_dim pronunciation_embed_dim ple_embed_dim audio_hidden_size
 """
 _INNER = """
     intermediate_size intermediate_size_mlp ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size d_ff dff dim_ff d_inner
@@ -92,6 +92,10 @@ _SIZES: dict[str, Any] = {
     "attention_chunk_size": 16,
     "num_query_tokens": 4,
     "latent_query_num": 4,
+    "mm_tokens_per_image": 4,
+    "upsample_groups": 32,
+    "num_codebooks": 2,
+    "codebook_vocab_size": 9,
     "hc_lowrank": 8,
     "num_kv_shared_layers": 0,
     "num_position_embeddings": 16,
@@ -171,6 +175,8 @@ def _small(name: str, value: Any, special: Iterator[int]) -> Any:
         return type(value)(0)
     if name in _SIZES and isinstance(value, int) and not isinstance(value, bool):
         return _SIZES[name]
+    if name in ("image_size", "patch_size") and isinstance(value, (list, tuple)):
+        return type(value)([_SIZES[name]] * len(value))
     if name in _NEEDED and value is None:
         return _SIZES[name]
     if _SPECIAL.search(name) and "token" in name and isinstance(value, int):

@@ -11,7 +11,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 _SECTIONS = {**_ROPE, "mrope_section": [4, 2, 2]}  # of half a head of 16
 _HALF_SECTIONS = {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
-_PICTURE_WORDS = {"<image>": 97, "IMGIMGA": 95, "IMGIMGB": 96}
+_PICTURE_WORDS = {"<image>": 97, **{f"IMGIMG{letter}Z": 85 + i for i, letter in enumerate("ABCDEFGH")}}
 _VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "resolution": 16, "num_embeddings": 8}
 _SLIDING_SECTIONS = {"full_attention": _SECTIONS, "sliding_attention": _SECTIONS}
 _INDEXER = {
@@ -65,6 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Dots3NoteForConditionalGeneration": {"audio_config": {"adapter_input_size": 32}},
     "Emu3ForConditionalGeneration": {"vocabulary_map": _PICTURE_WORDS, "vq_config": _VQ},
     "Ernie4_5_VLMoeForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 4]}}},
+    "FunAsrNanoForConditionalGeneration": {"adaptor_config": {"intermediate_size": 8}},
     "Glm46VForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
     "Glm4vForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
     "Glm4vMoeForConditionalGeneration": {"text_config": {"rope_parameters": _HALF_SECTIONS}},
@@ -84,6 +85,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "MuseSparkForConditionalGeneration": {
         "audio_config": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 16, 32], "depths": [1, 1, 1, 1]}
     },
+    "Nemotron3_5TranscribeForConditionalGeneration": {"text_config": {"n_groups": 1, "layers_block_type": ...}},
     "NemotronH_Omni_Reasoning_V3": {
         "vision_config": {"video_temporal_patch_size": 2},
         "text_config": {"n_groups": 1, "layers_block_type": ...},
