@@ -99,19 +99,26 @@ UNBUILT: dict[str, str] = {
 }
 
 
+def config(name: str) -> Any:
+    """The tiny configuration of a class."""
+    settings = tiny_config(getattr(transformers, name).config_class, OPTIONS.get(name))
+    vision = getattr(settings, "vision_config", None)
+    if getattr(vision, "model_type", "") == "gemma3n_vision":  # its tower is one of timm's; attributes are type-checked
+        needed = {"rms_norm_eps": 1e-6, "vocab_size": 32, "vocab_offset": 80}
+        vars(settings)["vision_config"] = tiny_config(transformers.SiglipVisionConfig, needed)
+    return settings
+
+
 def build(name: str) -> Any:
     """The tiny model of a class, in fp32 and training mode, from a fixed seed."""
-    config = _config(name)
-    vision = getattr(config, "vision_config", None)
-    if getattr(vision, "model_type", "") == "gemma3n_vision":  # its tower is one of timm's; the config checks types
-        needed = {"rms_norm_eps": 1e-6, "vocab_size": 32, "vocab_offset": 80}
-        vars(config)["vision_config"] = tiny_config(transformers.SiglipVisionConfig, needed)
+    settings = config(name)
     torch.manual_seed(0)
-    return randomise(getattr(transformers, name)(config)).train()
-
-
-def _config(name: str) -> Any:
-    return tiny_config(getattr(transformers, name).config_class, OPTIONS.get(name))
+    model = randomise(getattr(transformers, name)(settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():  # starts at zero, and would hide what comes before it
+                parameter.normal_(std=0.1)
+    return model.train()
 
 
 def text(name: str, **options: Any) -> dict[str, Any]:
@@ -132,8 +139,8 @@ def pictures(name: str) -> dict[str, Any]:
 
 
 def _image_word(name: str) -> int:
-    config = _config(name)
-    return int(config.video_token_id if "Video" in name else getattr(config, "image_token_id", None) or config.image_token_index)
+    settings, kind = config(name), "video" if "Video" in name else "image"
+    return int(getattr(settings, f"{kind}_token_id", None) or getattr(settings, f"{kind}_token_index"))
 
 
 def generate(model: Any, name: str) -> torch.Tensor:
@@ -142,4 +149,6 @@ def generate(model: Any, name: str) -> torch.Tensor:
     for key, value in inputs.items():
         if isinstance(value, torch.Tensor) and value.shape[1] == LENGTH:
             inputs[key] = value[:, :6]
+    if name == "KyutaiSpeechToTextForConditionalGeneration":
+        inputs = {"input_values": _noise(BATCH, 1, 4 * model.config.codec_config.frame_size)}
     return model.generate(**inputs, max_new_tokens=4, do_sample=False)

@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "CohereCompassForCausalLM": {"rope_parameters": _SLIDING_SECTIONS},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "Dots3NoteForCausalLM": {"layer_types": ["indexed_attention"] * 2},  # the others have sizes of their own
     "FlintForCausalLM": {"mlp_only_layers": [0]},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_groups": 1},
@@ -62,9 +63,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ChameleonForConditionalGeneration": {"vocabulary_map": _PICTURE_WORDS, "vq_config": _VQ},
     "CohereCompassForConditionalGeneration": {"text_config": {"rope_parameters": _SLIDING_SECTIONS}},
     "DeepseekOcr2ForConditionalGeneration": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
-    "Dots3NoteForConditionalGeneration": {"audio_config": {"adapter_input_size": 32}},
+    "Dots3NoteForConditionalGeneration": {
+        "audio_config": {"adapter_input_size": 32},
+        "text_config": {"layer_types": ["indexed_attention"] * 2},  # the others have sizes of their own
+    },
     "Emu3ForConditionalGeneration": {"vocabulary_map": _PICTURE_WORDS, "vq_config": _VQ},
     "Ernie4_5_VLMoeForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 4]}}},
+    "Florence2ForConditionalGeneration": {"vision_config": {"embed_dim": [8, 16, 32, 32], "depths": [1, 1, 1, 1]}},
     "FunAsrNanoForConditionalGeneration": {"adaptor_config": {"intermediate_size": 8}},
     "Glm46VForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
     "Glm4vForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
@@ -80,6 +85,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "HunYuanVLForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "xdrope_section": [2, 2, 2, 2]}}},
     "InstructBlipForConditionalGeneration": {"image_token_index": 85},
     "InstructBlipVideoForConditionalGeneration": {"video_token_index": 85},
+    "JanusForConditionalGeneration": {"vq_config": {"channel_multiplier": [1, 1], "num_res_blocks": 1}},
     "Mistral4ForCausalLM": {"head_dim": 16},
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "MuseSparkForConditionalGeneration": {
@@ -104,5 +110,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Qwen4ExpForConditionalGeneration": {"text_config": _INDEXER},
     "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 16}},
     "UdopForConditionalGeneration": {"decoder_start_token_id": 1},
+    "VibeVoiceAsrForConditionalGeneration": {
+        "acoustic_tokenizer_encoder_config": {"downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
+        "semantic_tokenizer_encoder_config": {"downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
+    },
     "VisionEncoderDecoderModel": {"pad_token_id": 0, "decoder_start_token_id": 1},
 }
