@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hf_cce.config import CCEConfig
+from hf_cce.families import class_names, families
 from hf_cce.patches.causal_lm import patch, patch_of, unpatch
 from hf_cce.patches.classes import patch_class, unpatch_class
-from hf_cce.patches.refused import REFUSED, why_refuse, why_refuse_class
+from hf_cce.patches.refused import why_refuse, why_refuse_class
 
 Target = TypeVar("Target")
 
@@ -23,7 +24,8 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
     Args:
         model: a causal LM of Transformers, bare or inside PEFT, DDP, FSDP, DeepSpeed, accelerate or torch.compile; or a
             class such as ``LlamaForCausalLM``, or a model type such as ``"llama"``: then every instance made later is
-            patched, and those that exist are not.
+            patched, and those that exist are not. A model type stands for its causal LM, and where it has none for its
+            class for images, sound and text.
         config: options of the loss; ``options`` replace single ones. A second call changes them.
 
     Returns:
@@ -66,13 +68,7 @@ def remove_cce(model: Target) -> Target:
 
 def supported_models() -> list[str]:
     """The model types that ``apply_cce`` takes by name, sorted. Instances of other classes with an LM head work too."""
-    return sorted(name for name, cls in _causal_lm_names().items() if cls not in REFUSED)
-
-
-def _causal_lm_names() -> dict[str, str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return sorted(family.model_type for family in families() if family.status != "refused")
 
 
 def _check_version() -> None:
@@ -91,7 +87,7 @@ def _class_of(target: str | type) -> type:
         return target
     import transformers
 
-    names = _causal_lm_names()
+    names = class_names()
     if target not in names:
         raise ValueError(
             f"model: {target!r} is no model type of a causal LM in transformers {transformers.__version__}. Pass the model "

@@ -25,10 +25,9 @@ from hf_cce.loss import few_tokens, linear_cross_entropy, linear_log_probs
 from hf_cce.symbolic import (
     Op,
     Symbolic,
+    cast_targets,
     closed_form,
-    floating_or_device,
     forbidden_words,
-    full_device,
     is_op,
     plain,
     split_index,
@@ -181,20 +180,12 @@ class DeferredLogits(Symbolic):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """``Tensor.to`` for floating dtypes and devices; ``copy=True`` and memory formats need real logits."""
-        rest = dict(kwargs)
-        rest.pop("non_blocking", None)
-        targets = [rest.pop(name, None) for name in ("dtype", "device")]
-        for arg in args[:2]:
-            if isinstance(arg, (Tensor, DeferredLogits)):
-                targets = [arg.dtype, arg.device]
-            elif not isinstance(arg, bool):
-                targets.append(arg)
-        targets = [t for t in targets if t is not None]
-        if self._written or rest or len(args) > 2 or not all(floating_or_device(t) for t in targets):
+        targets = None if self._written else cast_targets(args, kwargs)
+        if targets is None:
             return self._real("to").to(*args, **kwargs)
         result = self
         for target in targets:
-            result = result._cast(target if isinstance(target, torch.dtype) else full_device(target))
+            result = result._cast(target)
         return result
 
     def _cast(self, target: torch.dtype | torch.device) -> DeferredLogits:

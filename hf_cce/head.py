@@ -7,6 +7,8 @@ function below returns the reason in words, or None.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
@@ -22,8 +24,8 @@ def output_embeddings(model: nn.Module) -> object:
     own = model.get_output_embeddings()  # type: ignore[operator]
     if own is not None:
         return own
-    inside = [child for child in model.children() if hasattr(child, "get_output_embeddings")]
-    heads = [head for child in inside if (head := child.get_output_embeddings()) is not None]
+    getters: list[Any] = [getattr(child, "get_output_embeddings", None) for child in model.children()]
+    heads = [head for get in getters if callable(get) and (head := get()) is not None]
     return heads[0] if len(heads) == 1 else None
 
 

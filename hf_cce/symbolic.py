@@ -20,7 +20,7 @@ Op = tuple[str, Any]
 
 
 class Symbolic:
-    """Stands for a floating-point tensor. Subclasses give ``_real``, ``shape`` and ``device``.
+    """Stands for a floating-point tensor. Subclasses give ``_real``, ``shape``, ``dtype`` and ``device``.
 
     And in ``_ANSWERS`` torch functions with the methods for them.
     """
@@ -31,6 +31,10 @@ class Symbolic:
 
     @property
     def shape(self) -> torch.Size:
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
         raise NotImplementedError
 
     @property
@@ -162,7 +166,11 @@ def forbidden_words(key: Any, value: Any, shape: torch.Size, dtype: torch.dtype)
     everywhere = len(keys) == len(shape) and all(isinstance(each, slice) and each == slice(None) for each in tokens)
     if not everywhere and not (len(tokens) == 1 and tokens[0] is Ellipsis):
         return None
-    if not isinstance(value, (int, float)) or value > torch.finfo(dtype).min or not isinstance(words, (list, slice, Tensor)):
+    if (
+        not isinstance(value, (int, float))
+        or value > torch.finfo(dtype).min
+        or not isinstance(words, (list, slice, Tensor))
+    ):
         return None
     chosen = torch.arange(shape[-1])[words.cpu() if isinstance(words, Tensor) else words]
     return chosen if chosen.dim() == 1 else None
@@ -200,6 +208,21 @@ def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
 def is_op(name: str, value: Any) -> bool:
     """True when the operation ``name`` with this operand can stand in a list of ``Op``."""
     return name == "tanh" or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def cast_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.dtype | torch.device] | None:
+    """The floating dtypes and devices that ``Tensor.to`` is asked for; None where it is asked for something else besides."""
+    rest = {name: value for name, value in kwargs.items() if name != "non_blocking"}
+    targets = [rest.pop(name, None) for name in ("dtype", "device")]
+    for arg in args[:2]:
+        if isinstance(arg, (Tensor, Symbolic)):
+            targets = [arg.dtype, arg.device]
+        elif not isinstance(arg, bool):
+            targets.append(arg)
+    targets = [target for target in targets if target is not None]
+    if rest or len(args) > 2 or not all(floating_or_device(target) for target in targets):
+        return None
+    return [target if isinstance(target, torch.dtype) else full_device(target) for target in targets]
 
 
 def floating_or_device(target: Any) -> bool:

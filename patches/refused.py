@@ -11,6 +11,7 @@ from hf_cce.head import output_embeddings
 
 _SEVERAL_HEADS = "it has one LM head per codebook and adds up their losses"
 _NO_LOSS = "its forward takes no labels, so it computes no loss"
+_SEVERAL_MODELS = "it is several models without a forward of their own; pass the one that is trained, model.thinker"
 
 REFUSED: dict[str, str] = {
     "MusicgenForCausalLM": _SEVERAL_HEADS,
@@ -18,6 +19,10 @@ REFUSED: dict[str, str] = {
     "ProphetNetForCausalLM": "its loss goes over several predicted n-gram streams of one head",
     "Gemma4AssistantForCausalLM": _NO_LOSS,
     "Gemma4UnifiedAssistantForCausalLM": _NO_LOSS,
+    "DiffusionGemmaForBlockDiffusion": _NO_LOSS,
+    "PI0ForConditionalGeneration": _NO_LOSS,  # its labels are a robot's actions
+    "Qwen2_5OmniForConditionalGeneration": _SEVERAL_MODELS,
+    "Qwen3OmniMoeForConditionalGeneration": _SEVERAL_MODELS,
 }
 
 # Trained right, but a tensor of tokens x vocabulary is made all the same.

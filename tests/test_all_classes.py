@@ -14,9 +14,14 @@ import pytest
 import tiny
 import torch
 import transformers
+from classes import stale
 from models import BATCH, anatomy, assert_same_training, exact, logits_made, loss_and_grads, stats
+from transformers import PreTrainedConfig
 
 from hf_cce import apply_cce, remove_cce
+from hf_cce.bench.tiny import KNOBS
+from hf_cce.bench.tiny_options import OPTIONS
+from hf_cce.patches import refused
 from hf_cce.patches.refused import SPECIAL, why_refuse_class
 
 CLASSES = [*tiny.CAUSAL, *tiny.MULTIMODAL]
@@ -100,12 +105,63 @@ def test_is_refused_by_name_and_instance(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} cannot be patched: .*Nothing was changed"):
         apply_cce(cls)
     reason = why_refuse_class(cls) or ""
-    if "no labels" in reason:
+    if "no labels" in reason or "without a forward" in reason:
         assert "labels" not in inspect.signature(cls.forward).parameters
     elif "codebook" in reason:
         assert isinstance(cls(tiny.config(name)).get_output_embeddings(), torch.nn.ModuleList)
     else:
         assert name == "ProphetNetForCausalLM"
+
+
+def test_the_tables_name_classes_that_exist_and_all_that_are_refused() -> None:
+    """``supported_models`` and ``hf-cce models`` go by these names, and load no class."""
+    assert set(REFUSED) == set(CLASSES) & set(refused.REFUSED)
+    for table in (OPTIONS, tiny.FORWARD, tiny.IMAGE_TOKENS, tiny.PICTURES, tiny.UNBUILT, refused.SPECIAL):
+        assert set(table) <= set(CLASSES)
+
+
+def test_the_page_of_models_is_not_stale() -> None:
+    """A class that a newer Transformers brings is tested above by itself, and named here until the table has it."""
+    assert stale() == [], "python -m tests.classes --write"
+
+
+def _knobs() -> list[tuple[str, str]]:
+    """Every number between LM head and loss that the configuration of a class has, the configurations inside included."""
+    pairs = []
+    for name in TESTED:
+        settings = tiny.config(name)
+        inside = [
+            vars(settings),
+            *(vars(each) for each in vars(settings).values() if isinstance(each, PreTrainedConfig)),
+        ]
+        pairs += [
+            (name, knob) for knob, value in KNOBS.items() if type(value) is float and any(knob in x for x in inside)
+        ]
+    return pairs
+
+
+# Configured, and used by no line of the class.
+_IDLE = {
+    ("AyaVisionForConditionalGeneration", "logit_scale"),
+    ("Cohere2VisionForConditionalGeneration", "logit_scale"),
+    ("Gemma3ForConditionalGeneration", "final_logit_softcapping"),
+    ("GraniteSpeechForConditionalGeneration", "logits_scaling"),
+    ("GraniteSpeechPlusForConditionalGeneration", "logits_scaling"),
+    ("Llama4ForCausalLM", "router_aux_loss_coef"),
+    ("Llama4ForConditionalGeneration", "router_aux_loss_coef"),
+    ("MptForCausalLM", "logit_scale"),
+}
+
+
+@pytest.mark.parametrize(("name", "knob"), _knobs())
+def test_the_knobs_matter(name: str, knob: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softcap, scale, z-loss, router loss: parity above says something only where another value is another loss."""
+    losses = []
+    for factor in (1.0, 1.7):
+        monkeypatch.setitem(KNOBS, knob, KNOBS[knob] * factor)
+        losses.append(loss_and_grads(apply_cce(tiny.build(name)), tiny.text(name))["loss"])
+    same = bool(abs(losses[0] - losses[1]) < 1e-4 * abs(losses[0]))
+    assert same is ((name, knob) in _IDLE), losses
 
 
 @pytest.mark.parametrize("name", tiny.UNBUILT)

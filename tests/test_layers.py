@@ -37,11 +37,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calls": {"state", "config"},
     "deferred": {"loss", "head", "symbolic", "calls", "config"},
     "patches": {"deferred", "calls", "loss", "head", "state", "config"},
-    "api": {"patches", "deferred", "config"},
+    "families": {"patches"},
+    "api": {"families", "patches", "deferred", "config"},
     "callback": {"api", "patches", "config"},
     "__init__": {"api", "callback", "patches", "loss", "state", "config"},
     "bench": {"__init__"},
-    "cli": {"__init__", "bench"},
+    "cli": {"__init__", "families", "bench"},
     "__main__": {"cli"},
 }
 # rglob does not enter the link hf_cce/patches before Python 3.13, and does from then on

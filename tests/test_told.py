@@ -15,7 +15,7 @@ from models import batch, stats, tiny_llama
 from torch import Tensor, nn
 
 from hf_cce import apply_cce, deferred, ops, remove_cce, supported_models
-from hf_cce.api import _causal_lm_names
+from hf_cce.api import class_names
 from hf_cce.deferred import DeferredLogits
 
 
@@ -221,5 +221,5 @@ def test_a_name_that_is_no_model_type(function: Callable[[Any], Any], name: str,
 def test_what_is_refused_is_not_suggested(name: str) -> None:
     with pytest.raises(ValueError, match="is no model type") as caught:
         apply_cce(name)
-    refused = set(_causal_lm_names()) - set(supported_models())
+    refused = set(class_names()) - set(supported_models())
     assert refused and not {f"'{each}'" for each in refused} & set(re.findall(r"'\w+'", str(caught.value))[1:])

@@ -18,8 +18,10 @@ from hf_cce.bench.tiny_options import OPTIONS
 
 CAUSAL = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 MULTIMODAL = sorted(
-    {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(), *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()} - set(CAUSAL)
+    {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(), *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()}
+    - set(CAUSAL)
 )
+
 
 def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(2))

@@ -24,7 +24,8 @@ _WIDTHS = """
     projector_hidden_size projector_input_dim projector_output_dim projection_hidden_size projection_hidden_dim merged_hidden_size
     lru_width word_embed_proj_dim emb_dim embedding_dim mlp_dim vision_output_dim moe_hidden_size hidden_size_per_layer_input
     backbone_hidden_size attention_hidden_size patch_embed_hidden_size image_token_embed_dim adapter_out_dim hidden_size_global
-    position_embedding_size router_hidden_size adapter_in_dim shape_embed_dim pronunciation_embed_dim ple_embed_dim audio_hidden_size
+    position_embedding_size router_hidden_size adapter_in_dim shape_embed_dim pronunciation_embed_dim ple_embed_dim
+    audio_hidden_size
 """
 _INNER = """
     intermediate_size intermediate_size_mlp ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size d_ff dff dim_ff d_inner
@@ -49,8 +50,13 @@ _HEAD_WIDTHS = """
 """
 _EXPERTS = "num_experts num_local_experts n_routed_experts moe_num_experts"
 _PER_TOKEN = "num_experts_per_tok num_experts_per_token moe_top_k moe_k moe_topk"
-_ONES = "n_group topk_group num_expert_group first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts num_dense_layers"
-_POSITIONS = "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length seq_len max_target_positions"
+_ONES = """
+    n_group topk_group num_expert_group first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts
+    num_dense_layers
+"""
+_POSITIONS = (
+    "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length seq_len max_target_positions"
+)
 
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(_WIDTHS.split(), HIDDEN),
@@ -110,7 +116,7 @@ _SIZES: dict[str, Any] = {
     "laurel_rank": 8,
 }
 _NEEDED = {"head_dim", "num_key_value_heads", *_PER_TOKEN.split()}  # some classes fall over a default of None
-_KNOBS: dict[str, Any] = {
+KNOBS: dict[str, Any] = {
     "final_logit_softcapping": 5.0,
     "logits_soft_cap": 5.0,
     "output_logit_soft_cap": 5.0,
@@ -125,13 +131,17 @@ _KNOBS: dict[str, Any] = {
     "output_router_logits": True,
     "router_aux_loss_coef": 0.5,
     "aux_loss_coef": 0.5,
+    "moe_loss_weight": 0.5,
+    "label_smoothing": 0.1,
     "lm_head_bias": True,
 }
 _AT_REST = re.compile(r"(dropout|_pdrop$|drop_path|layerdrop|jitter_noise|_dropout_prob$|mask_time_prob)")
 _SPECIAL = re.compile(r"_(id|index)$")
 _GIVEN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_PER_LAYER = re.compile(r"(layer_types|layers_block_type|_per_layer|no_rope_layers|layer_rope_theta|block_types|indexer_types)$")
+_PER_LAYER = re.compile(
+    r"(layer_types|layers_block_type|_per_layer|no_rope_layers|layer_rope_theta|block_types|indexer_types)$"
+)
 
 
 def tiny_config(config_class: Any, options: Mapping[str, Any] | None = None) -> Any:
@@ -174,8 +184,8 @@ def _small(name: str, value: Any, special: Iterator[int]) -> Any:
     """The value for an attribute of this name; None leaves it as it is."""
     if name in _GIVEN:
         return _GIVEN[name]
-    if name in _KNOBS:
-        return _KNOBS[name]
+    if name in KNOBS:
+        return KNOBS[name]
     if _AT_REST.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
         return type(value)(0)
     if name in _SIZES and isinstance(value, int) and not isinstance(value, bool):

@@ -31,8 +31,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "CodeGenForCausalLM": {"n_head": 4, "rotary_dim": 4},
     "CohereCompassForCausalLM": {"rope_parameters": _SLIDING_SECTIONS},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "DogeForCausalLM": {"is_moe": True},
     "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1},
     "Dots3NoteForCausalLM": {"layer_types": ["indexed_attention"] * 2},  # the others have sizes of their own
+    "Ernie4_5_MoeForCausalLM": {"use_bias": True},  # the head's too
     "FlintForCausalLM": {"mlp_only_layers": [0]},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_groups": 1},
@@ -57,7 +59,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ZambaForCausalLM": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **_ZAMBA},
     "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"], **_ZAMBA},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
-    "xLSTMForCausalLM": {"chunk_size": 8, "hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},  # its cache counts in 64s
+    "xLSTMForCausalLM": {
+        "chunk_size": 8,
+        "hidden_size": 64,
+        "embedding_dim": 64,
+        "qk_dim_factor": 1.0,
+    },  # its cache counts in 64s
     # with images
     "Blip2ForConditionalGeneration": {"image_token_index": 85},
     "ChameleonForConditionalGeneration": {"vocabulary_map": _PICTURE_WORDS, "vq_config": _VQ},
@@ -68,13 +75,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "text_config": {"layer_types": ["indexed_attention"] * 2},  # the others have sizes of their own
     },
     "Emu3ForConditionalGeneration": {"vocabulary_map": _PICTURE_WORDS, "vq_config": _VQ},
-    "Ernie4_5_VLMoeForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 4]}}},
+    "Ernie4_5_VLMoeForConditionalGeneration": {
+        "text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 4]}}
+    },
     "Florence2ForConditionalGeneration": {"vision_config": {"embed_dim": [8, 16, 32, 32], "depths": [1, 1, 1, 1]}},
     "FunAsrNanoForConditionalGeneration": {"adaptor_config": {"intermediate_size": 8}},
     "Glm46VForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
     "Glm4vForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
     "Glm4vMoeForConditionalGeneration": {"text_config": {"rope_parameters": _HALF_SECTIONS}},
-    "Glm5NextForConditionalGeneration": {"text_config": {"index_kpool": 4, "qk_rope_head_dim": 0, "qk_head_dim": 8, "head_dim": 8}},
+    "Glm5NextForConditionalGeneration": {
+        "text_config": {"index_kpool": 4, "qk_rope_head_dim": 0, "qk_head_dim": 8, "head_dim": 8}
+    },
     "GlmOcrForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
     "Granite4VisionForConditionalGeneration": {
         "deepstack_layer_map": [[-1, 0]],
@@ -82,10 +93,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [0, 0, 1, 1],
         "downsample_rate": "1/2",
     },
-    "HunYuanVLForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "xdrope_section": [2, 2, 2, 2]}}},
+    "HunYuanVLForConditionalGeneration": {
+        "text_config": {"rope_parameters": {**_ROPE, "xdrope_section": [2, 2, 2, 2]}}
+    },
     "InstructBlipForConditionalGeneration": {"image_token_index": 85},
     "InstructBlipVideoForConditionalGeneration": {"video_token_index": 85},
     "JanusForConditionalGeneration": {"vq_config": {"channel_multiplier": [1, 1], "num_res_blocks": 1}},
+    "KyutaiSpeechToTextForConditionalGeneration": {
+        "audio_bos_token_id": 8,
+        "codec_config": {"codebook_size": 8, "num_quantizers": 2},
+    },
     "Mistral4ForCausalLM": {"head_dim": 16},
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "MuseSparkForConditionalGeneration": {

@@ -11,6 +11,7 @@ import hf_cce
 from hf_cce.cli.bench import bench
 from hf_cce.cli.demo import demo
 from hf_cce.cli.gradcheck import gradcheck
+from hf_cce.cli.models import models
 
 app = typer.Typer(
     name="hf-cce",
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(bench)
 app.command()(gradcheck)
+app.command()(models)
 
 
 def _version(wanted: bool) -> None:
