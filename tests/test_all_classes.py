@@ -15,7 +15,7 @@ import tiny
 import torch
 import transformers
 from classes import stale
-from models import BATCH, anatomy, assert_same_training, exact, logits_made, loss_and_grads, stats
+from models import BATCH, anatomy, assert_same_training, exact, head_of, logits_made, loss_and_grads, stats
 from transformers import PreTrainedConfig
 
 from hf_cce import apply_cce, remove_cce
@@ -51,6 +51,17 @@ def test_trains_like_the_unpatched_model(name: str) -> None:
     counters = stats(patched)
     assert (counters.calls, counters.materialised, counters.few_tokens) == (3, 0, 0)
     assert (counters.fused, counters.missed) == ((0, 3) if name in UNFUSED else (3, 0))
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "PhiForCausalLM", "RoCBertForCausalLM"])
+def test_the_comparison_can_fail(name: str) -> None:
+    """A head that is off by 1e-5 shows, in well and in ill-conditioned models."""
+    plain = tiny.build(name)
+    patched = apply_cce(copy.deepcopy(plain))
+    with torch.no_grad():
+        head_of(patched).weight.mul_(1 + 1e-5)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_same_training(patched, plain, tiny.text(name))
 
 
 @pytest.mark.parametrize("name", TESTED)

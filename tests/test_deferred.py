@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import operator
 import pickle
 from collections.abc import Callable
@@ -63,6 +64,31 @@ def flat_loss(logits: Any, **options: Any) -> Any:
     return F.cross_entropy(logits, labels(logits.shape[0]), **options)
 
 
+def _assign(logits: Any, key: Any, value: Any) -> None:
+    logits[key] = value
+
+
+def forbid(words: Any, value: float | None = None) -> Callable[[Any], Any]:
+    """Write the smallest number to these words at every token, as Chameleon does; then the loss."""
+
+    def ask(logits: Any) -> Any:
+        _assign(logits, (slice(None), slice(None), words), torch.finfo(logits.dtype).min if value is None else value)
+        return flat_loss(logits)
+
+    return ask
+
+
+def after_forbidding(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def ask(logits: Any) -> Any:
+        _assign(logits, (..., UNUSED), torch.finfo(logits.dtype).min)
+        return then(logits)
+
+    return ask
+
+
+UNUSED = [word for word in range(V) if word not in labels().tolist()][:5]
+USED = int(labels()[1])
+
 # Each is said to logits [B, S, V] and ends in a loss, without logits.
 FUSED: dict[str, Callable[[Any], Any]] = {
     "plain": flat_loss,
@@ -104,6 +130,14 @@ FUSED: dict[str, Callable[[Any], Any]] = {
     "type_as": lambda x: flat_loss(x.type_as(torch.zeros(1))),
     "to device": lambda x: flat_loss(x.to("cpu").to(device="cpu", dtype=torch.float32, non_blocking=True)),
     "bias of its own": lambda x: flat_loss(x + torch.linspace(-1, 1, V)[None]),
+    "forbidden words": forbid(UNUSED),
+    "forbidden words, a tensor": forbid(torch.tensor(UNUSED)),
+    "forbidden words, a slice": forbid(slice(UNUSED[0], UNUSED[0] + 1)),
+    "forbidden words, minus infinity": forbid(UNUSED, -math.inf),
+    "forbidden words, dots": after_forbidding(flat_loss),
+    "forbidden words, fewer tokens": after_forbidding(lambda x: flat_loss(x[:, 1:].contiguous())),
+    "forbidden words, twice": after_forbidding(forbid([UNUSED[0] - V, UNUSED[1]])),
+    "forbidden words, logsumexp": after_forbidding(lambda x: x.logsumexp(-1)),
     "logsumexp": lambda x: x.logsumexp(dim=-1).pow(2).mean(),
     "logsumexp, kept": lambda x: torch.logsumexp(x * 0.5, -1, keepdim=True),
     "loss and z-loss": lambda x: flat_loss(x.float()) + 0.1 * torch.logsumexp(x, dim=-1).square().mean(),
@@ -135,10 +169,6 @@ def written(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return flat_loss(logits.float())
 
     return ask
-
-
-def _assign(logits: Any, key: Any, value: Any) -> None:
-    logits[key] = value
 
 
 # Each needs the logits; the answer must be torch's own, to the bit.
@@ -192,6 +222,17 @@ MATERIALISED: dict[str, Callable[[Any], Any]] = {
     "dtype view": lambda x: x.view(torch.int32),
     "assigned words": written(lambda x: _assign(x, (slice(None), slice(None), ROWS), -30.0)),
     "assigned tokens": written(lambda x: _assign(x, MASK, 0.25)),
+    "a forbidden label": forbid([USED, *UNUSED]),
+    "forbidden words, a small number": forbid(UNUSED, -1e4),
+    "forbidden words, some tokens": written(lambda x: _assign(x, (slice(None), slice(1, None), UNUSED), -math.inf)),
+    "forbidden words, values": written(lambda x: _assign(x, (..., UNUSED), x.new_zeros(5))),
+    "forbidden words, then scaled": after_forbidding(lambda x: flat_loss(x * 0.5)),
+    "forbidden words, then capped": after_forbidding(lambda x: flat_loss(torch.tanh(x / 5.0) * 5.0)),
+    "forbidden words, then some words": after_forbidding(lambda x: x[..., 3:]),
+    "forbidden words, looked at": after_forbidding(lambda x: x.softmax(-1)),
+    "capped, then forbidden words": lambda x: forbid(UNUSED)(torch.tanh(x / 5.0) * 5.0),
+    "looked at, then forbidden words": lambda x: (x.argmax(-1), forbid(UNUSED)(x))[1],
+    "forbidden tokens": written(lambda x: _assign(x, 0, torch.finfo(x.dtype).min)),
     "added in place": written(lambda x: x.add_(CLASS_WEIGHTS)),
     "added in place, operator": written(lambda x: x.__iadd__(CLASS_WEIGHTS)),
     "multiplied in place by a tensor": written(lambda x: x.mul_(CLASS_WEIGHTS)),
