@@ -9,6 +9,7 @@ import typer
 
 import hf_cce
 from hf_cce.cli.bench import bench
+from hf_cce.cli.check import check
 from hf_cce.cli.demo import demo
 from hf_cce.cli.gradcheck import gradcheck
 from hf_cce.cli.models import models
@@ -26,6 +27,7 @@ app.command()(demo)
 app.command()(bench)
 app.command()(gradcheck)
 app.command()(models)
+app.command()(check)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,92 @@
+"""``hf-cce check``: its verdicts, on models that deserve them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import anatomy, tiny_llama
+from torch import nn
+from typer.testing import CliRunner
+
+from hf_cce.bench import check as bench
+from hf_cce.cli.app import app
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["check", *arguments], env={"COLUMNS": "120"})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi", "mixtral", "chameleon", "qwen2_5_vl"])
+def test_a_model_type_is_checked_on_a_tiny_model(model_type: str, tmp_path: Path) -> None:
+    done = run(model_type, "--json", str(tmp_path / "found.json"))
+    assert done.exit_code == 0, done.output
+    assert "trains this model as it is trained without, and makes no logits" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))
+    assert found["same"] and found["saves"] and found["stats"]["fused"] == 1
+    assert found["differences"][0]["name"] == "loss" and len(found["differences"]) > 10
+    assert all(row["ok"] for row in found["differences"])
+
+
+def test_a_folder_is_loaded(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)
+    done = run(str(tmp_path), "--details")
+    assert done.exit_code == 0, done.output
+    assert f"{model.num_parameters():,} parameters" in done.stdout and "model.layers.0.mlp.up_proj" in done.stdout
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny_llama()
+    before = anatomy(model)
+    assert bench.check(model).same
+    assert anatomy(model) == before and all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that is off by 1e-5 while it is patched."""
+
+    def off(model: Any, *options: Any) -> Any:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1 + 1e-5)
+        return model if not options else real(model, *options)
+
+    real = bench.apply_cce
+    monkeypatch.setattr(bench, "apply_cce", off)
+    done = run("llama")
+    assert done.exit_code == 1 and "Do not train this model with hf_cce: " in done.stdout, done.output
+    assert "differs" in done.stdout and "Logits in evaluation: different" in done.stdout
+
+
+class _Head(nn.Linear):
+    """A head of its own kind, whose multiplication is not put off."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden)
+
+
+def test_full_logits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    model.lm_head.__class__ = _Head
+    report = bench.check(model)
+    assert report.same and not report.saves and "no plain torch.nn.Linear" in report.warnings[0]
+    monkeypatch.setattr(bench, "load", lambda *_: model)
+    done = run("llama")
+    assert done.exit_code == 1 and "saves no memory" in done.stdout and "_Head" in done.stdout, done.output
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("prophetnet", "ProphetNetForCausalLM cannot be patched: its loss goes over several"),
+        ("t5", "T5Config belongs to no causal LM"),
+        ("git", "GitForCausalLM does not run on text alone"),
+        ("no/such-folder", ""),
+    ],
+)
+def test_what_cannot_be_checked(target: str, reason: str) -> None:
+    done = run(target)
+    assert done.exit_code == 2 and "Error: " in done.stderr and reason in done.stderr, done.output
