@@ -45,7 +45,8 @@ def rows() -> dict[str, str]:
     lines = {}
     for cls in sorted([*tiny.CAUSAL, *tiny.MULTIMODAL], key=str.lower):
         status, reason = status_of(cls)
-        remark = reason or ("also tested with an image" if cls in tiny.PICTURES else "")
+        seen = cls in tiny.PICTURES or {"pixel_values", "flattened_patches"} & tiny.FORWARD.get(cls, {}).keys()
+        remark = reason or ("tested with an image" if seen else "")
         if cls in tiny.UNBUILT:
             status, remark = "not tested", f"needs {tiny.UNBUILT[cls]}"
         lines[cls] = f"| {cls} | {', '.join(types[cls]) or 'class or instance only'} | {status} | {remark} |"
@@ -58,7 +59,7 @@ def page() -> str:
     counts = [f"{sum(f'| {status} |' in line for line in lines.values())} {status}" for status in
               ("supported", "special", "refused", "not tested")]  # fmt: skip
     head = HEAD.format(version=transformers.__version__) + f"{len(lines)} classes: {', '.join(counts)}.\n\n"
-    return head + "| class | by name | | |\n|---|---|---|---|\n" + "\n".join(lines.values()) + "\n"
+    return head + "| class | by name | status | remark |\n|---|---|---|---|\n" + "\n".join(lines.values()) + "\n"
 
 
 def stale() -> list[str]:

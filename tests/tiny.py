@@ -7,20 +7,19 @@ from typing import Any
 import torch
 import transformers
 from models import BATCH, LENGTH, batch, randomise
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto
 
 from hf_cce.bench.tiny import WORDS, tiny_config
 from hf_cce.bench.tiny_options import OPTIONS
 
-CAUSAL = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-MULTIMODAL = sorted(
-    {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(), *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()}
-    - set(CAUSAL)
-)
+
+def _classes(*mappings: str) -> set[str]:
+    names = (getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {}) for mapping in mappings)
+    return {cls for mapping in names for cls in mapping.values()}
+
+
+CAUSAL = sorted(_classes("CAUSAL_LM"))
+MULTIMODAL = sorted(_classes("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM") - _classes("CAUSAL_LM"))
 
 
 def _noise(*shape: int) -> torch.Tensor:
@@ -78,22 +77,24 @@ _PATCHES = {
     "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH),
     "mm_token_type_ids": _first(4),
 }
-_ONE_OF_SEVERAL = {"pixel_values": _PICTURES["pixel_values"][:, None]}
-PICTURES: dict[str, tuple[int, dict[str, Any]]] = {
-    "AyaVisionForConditionalGeneration": (4, _PICTURES),
-    "ChameleonForConditionalGeneration": (16, {"pixel_values": _noise(BATCH, 3, 8, 8)}),
-    "Gemma3ForConditionalGeneration": (4, {**_PICTURES, "token_type_ids": _first(4)}),
-    "Idefics3ForConditionalGeneration": (4, _ONE_OF_SEVERAL),
-    "InternVLForConditionalGeneration": (4, _PICTURES),
-    "LlavaForConditionalGeneration": (16, _PICTURES),
-    "Mistral3ForConditionalGeneration": (4, {**_PICTURES, "image_sizes": torch.tensor([[16, 16]] * BATCH)}),
-    "PaliGemmaForConditionalGeneration": (16, {**_PICTURES, "token_type_ids": _first(16)}),
-    "Qwen2VLForConditionalGeneration": (4, _PATCHES),
-    "Qwen2_5_VLForConditionalGeneration": (4, _PATCHES),
-    "Qwen3VLForConditionalGeneration": (4, _PATCHES),
-    "SmolVLMForConditionalGeneration": (4, _ONE_OF_SEVERAL),
+_PATCHED = """
+    CohereCompass Cosmos3Omni Exaone4_5_ Glm46V Glm4v Glm4vMoe Glm5Next GlmOcr HyperCLOVAXVisionV2 Lfm3Vl MiniMaxM3Sparse
+    Qwen2VL Qwen2_5OmniThinker Qwen2_5_VL Qwen3OmniMoeThinker Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe Qwen4Exp
+"""
+_SIZED = {**_PICTURES, "image_sizes": torch.tensor([[16, 16]] * BATCH)}
+_BY_FAMILY: dict[str, tuple[int, dict[str, Any]]] = {
+    **dict.fromkeys(_PATCHED.split(), (4, _PATCHES)),
+    **dict.fromkeys(["AyaVision", "Cohere2Vision", "InternVL", "QianfanOCR", "T5Gemma2"], (4, _PICTURES)),
+    **dict.fromkeys(["DeepseekVL", "Janus", "Llava", "Ovis2"], (16, _PICTURES)),
+    **dict.fromkeys(["Idefics3", "SmolVLM"], (4, {"pixel_values": _PICTURES["pixel_values"][:, None]})),
+    **dict.fromkeys(["LightOnOcr", "Mistral3", "MistralLarge4"], (4, _SIZED)),
+    "Chameleon": (16, {"pixel_values": _noise(BATCH, 3, 8, 8)}),
+    "Gemma3": (4, {**_PICTURES, "token_type_ids": _first(4)}),
+    "PaliGemma": (16, {**_PICTURES, "token_type_ids": _first(16)}),
+    "Step3p7": (1, _PICTURES),
 }
-# What cannot be built here, and the words of the exception.
+PICTURES = {f"{family}ForConditionalGeneration": arguments for family, arguments in _BY_FAMILY.items()}
+# What needs a package that is not there where the tests run.
 UNBUILT: dict[str, str] = {
     "FastVlmForConditionalGeneration": "timm",
     "InklingForConditionalGeneration": "scipy",
