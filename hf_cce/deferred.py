@@ -319,8 +319,9 @@ class DeferredLogits(Symbolic):
         self._check_fresh()
         form = None if self._written else closed_form(self.ops)
         plain_target = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
-        if form is not None and plain_target and any(torch.isin(target, words).any() for words in self._forbidden()):
-            form = None  # a label that is forbidden: its loss is as large as the number written there
+        for words in self._forbidden() if form is not None and plain_target else ():
+            if label_smoothing or torch.isin(target, words.to(target.device)).any():
+                form = None  # the number written there is a part of the loss
         if form is None or self.ndim != 2 or not plain_target or not (weight is size_average is reduce is None):
             rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
             return F.cross_entropy(self._real("cross_entropy"), plain(target), *rest)

@@ -223,6 +223,7 @@ MATERIALISED: dict[str, Callable[[Any], Any]] = {
     "assigned words": written(lambda x: _assign(x, (slice(None), slice(None), ROWS), -30.0)),
     "assigned tokens": written(lambda x: _assign(x, MASK, 0.25)),
     "a forbidden label": forbid([USED, *UNUSED]),
+    "forbidden words, smoothed": after_forbidding(lambda x: flat_loss(x, label_smoothing=0.1)),
     "forbidden words, a small number": forbid(UNUSED, -1e4),
     "forbidden words, some tokens": written(lambda x: _assign(x, (slice(None), slice(1, None), UNUSED), -math.inf)),
     "forbidden words, values": written(lambda x: _assign(x, (..., UNUSED), x.new_zeros(5))),
