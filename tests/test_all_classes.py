@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+from pathlib import Path
 from typing import Any
 
+import classes
 import pytest
 import tiny
 import torch
 import transformers
-from classes import stale
 from models import BATCH, anatomy, assert_same_training, exact, head_of, logits_made, loss_and_grads, stats
 from transformers import PreTrainedConfig
 
@@ -135,7 +136,19 @@ def test_the_tables_name_classes_that_exist_and_all_that_are_refused() -> None:
 
 def test_the_page_of_models_is_not_stale() -> None:
     """A class that a newer Transformers brings is tested above by itself, and named here until the table has it."""
-    assert stale() == [], "python -m tests.classes --write"
+    assert classes.stale() == [], "python -m tests.classes --write"
+
+
+def test_a_new_class_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = [
+        line for line in classes.PAGE.read_text("utf-8").splitlines(keepends=True) if "| LlamaForCausalLM |" not in line
+    ]
+    monkeypatch.setattr(classes, "PAGE", tmp_path / "MODELS.md")
+    classes.PAGE.write_text(
+        "".join(without).replace("| refused | it has one LM head", "| supported | it has one LM head"), "utf-8"
+    )
+    wrong = "\n".join(classes.stale())
+    assert "LlamaForCausalLM is in transformers" in wrong and "MusicgenForCausalLM: " in wrong
 
 
 def _knobs() -> list[tuple[str, str]]:
