@@ -144,9 +144,8 @@ def test_a_new_class_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         line for line in classes.PAGE.read_text("utf-8").splitlines(keepends=True) if "| LlamaForCausalLM |" not in line
     ]
     monkeypatch.setattr(classes, "PAGE", tmp_path / "MODELS.md")
-    classes.PAGE.write_text(
-        "".join(without).replace("| refused | it has one LM head", "| supported | it has one LM head"), "utf-8"
-    )
+    changed = "".join(without).replace("| refused | it has one LM head", "| supported | it has one LM head")
+    classes.PAGE.write_text(changed, "utf-8")
     wrong = "\n".join(classes.stale())
     assert "LlamaForCausalLM is in transformers" in wrong and "MusicgenForCausalLM: " in wrong
 
