@@ -1,9 +1,9 @@
 """Deferred logits: what an LM head returns instead of multiplying, and what answers the model's own loss.
 
-``HeadInput`` stands for the hidden states while they pass through the head; the ``F.linear`` inside it answers with
-``DeferredLogits``. That object records what the model's forward does to the logits (scale, tanh, casts, slices, views)
-and answers ``F.cross_entropy`` and ``logsumexp`` without ever making them. Whatever else is asked of it, it makes the
-real logits, exactly as the head and the recorded operations would have, and goes on with those: slower, never wrong.
+The ``F.linear`` inside the head answers with ``DeferredLogits`` (see hf_cce.head_input). That object records what the
+model's forward does to the logits (scale, tanh, casts, slices, views, an adapter's product) and answers
+``F.cross_entropy`` and ``logsumexp`` without ever making them. Whatever else is asked of it, it makes the real logits, as
+the head and the recorded operations would have, and goes on with those: slower, never wrong.
 
 Shapes: hidden_states [..., D], weight [V, D], bias [V] or None, logits [..., V].
 """
@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_cce.calls import Call
-from hf_cce.head import needs_grad, why_not_read
-from hf_cce.loss import few_tokens, linear_cross_entropy, linear_log_probs
+from hf_cce.head import needs_grad
+from hf_cce.loss import linear_cross_entropy, linear_log_probs
 from hf_cce.symbolic import (
     Op,
     Symbolic,
@@ -34,55 +34,6 @@ from hf_cce.symbolic import (
 )
 
 Number = float  # inside DeferredLogits ``float`` is the method
-
-
-class HeadInput(Symbolic):
-    """Hidden states [..., D] on their way through the head; ``F.linear`` on them gives ``DeferredLogits``.
-
-    Every other operation (a LoRA term, a dropout) gets the hidden states themselves.
-    """
-
-    _ANSWERS: ClassVar[dict[Any, str]] = {F.linear: "linear"}
-
-    def __init__(self, hidden_states: Tensor, call: Call) -> None:
-        self.hidden_states = hidden_states
-        self.call = call
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.hidden_states.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.hidden_states.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden_states.device
-
-    def to(self, *args: Any, **kwargs: Any) -> HeadInput:
-        return HeadInput(self.hidden_states.to(*args, **kwargs), self.call)
-
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
-        """The head's multiplication: put off where that pays and the weight will still be there for the loss; else done."""
-        hidden_states, device = self.hidden_states, self.hidden_states.device.type
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        if hidden_states.dtype == torch.float64:
-            cast = None  # autocast leaves float64 alone
-        reason = why_not_read(weight, bias)
-        fits = cast is not None or hidden_states.dtype == weight.dtype
-        if reason is None and (hidden_states.device != weight.device or not fits):
-            reason = "hidden states and head differ in dtype or device"  # torch's own error is the right one
-        if reason is not None:
-            self.call.note_refused(reason)
-            return F.linear(hidden_states, weight, bias)
-        if few_tokens(hidden_states, weight, self.call.config):
-            self.call.note_few_tokens()
-            return F.linear(hidden_states, weight, bias)
-        return DeferredLogits(hidden_states, weight, bias, call=self.call, cast=cast)
-
-    def _real(self, why: str) -> Tensor:
-        return self.hidden_states
 
 
 class DeferredLogits(Symbolic):
@@ -260,14 +211,32 @@ class DeferredLogits(Symbolic):
         return self._real("div").div(plain(other), **kwargs) if kwargs else self._apply("div", other)
 
     def add(self, other: Any, **kwargs: Any) -> Any:
-        """A bias per word, [V] or [1, V] of the same dtype, joins the head's own; anything else needs real logits."""
+        """A bias per word, [V] or [1, V] of the same dtype, joins the head's own, and so does the product of an adapter.
+
+        Anything else needs real logits.
+        """
         words = self.shape[-1]
+        if isinstance(other, DeferredLogits) and not kwargs and (joined := self._joined(other)) is not None:
+            return joined
         fits = isinstance(other, Tensor) and other.dim() in range(1, self.ndim + 1) and other.shape[-1] == words
         fits = fits and other.numel() == words and (other.dtype, other.device) == (self.dtype, self.device)
         if self._written or self.ops or kwargs or not fits:
             return self._real("add").add(plain(other), **kwargs)
         bias = other.reshape(-1)
         return self._copy(bias=bias if self.bias is None else self.bias + bias)
+
+    def _joined(self, other: DeferredLogits) -> DeferredLogits | None:
+        """h Wᵀ + c · x Bᵀ as one product, [h, c x] [W, B]ᵀ, for LoRA on the head; None where the two do not fit."""
+        form = closed_form(other.ops)
+        fits = form is not None and form[1] is None and not self.ops and other.bias is None
+        if not fits or self._written or other._written or self.shape != other.shape or self.device != other.device:
+            return None
+        other._used = True
+        x = other.hidden_states.to(self.hidden_states.dtype) * form[0]  # type: ignore[index]
+        return self._copy(
+            hidden_states=torch.cat([self.hidden_states, x], -1),
+            weight=torch.cat([self.weight, other.weight.to(self.weight.dtype)], 1),
+        )
 
     __mul__ = __rmul__ = multiply = mul
     __truediv__ = divide = true_divide = div

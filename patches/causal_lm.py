@@ -27,8 +27,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_cce.calls import Call, Stats
 from hf_cce.config import CCEConfig
-from hf_cce.deferred import DeferredLogits, HeadInput
+from hf_cce.deferred import DeferredLogits
 from hf_cce.head import adapter_in, find_head, why_not_defer
+from hf_cce.head_input import HeadInput
 from hf_cce.patches import trl
 from hf_cce.state import FilterState
 

@@ -18,7 +18,8 @@ from numerics import assert_as_good
 from torch import Tensor, nn
 
 from hf_cce.calls import Call
-from hf_cce.deferred import DeferredLogits, HeadInput
+from hf_cce.deferred import DeferredLogits
+from hf_cce.head_input import HeadInput
 
 B, S, D, V = 2, 6, 32, 99
 MASK = torch.tensor([[True, True, False, True, False, True], [False, True, True, False, True, True]])

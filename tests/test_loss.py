@@ -52,8 +52,10 @@ def test_options(options: Options, ignored: str, dtype: torch.dtype, config: CCE
 @settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(0, 40),
-    d=st.integers(1, 40),
-    v=st.integers(2, 80),  # with one entry every gradient is zero, and a relative error means nothing
+    # With one entry every gradient is zero; with two of one dimension each is a difference of two numbers that may nearly be
+    # equal. A relative error means nothing there.
+    d=st.integers(2, 40),
+    v=st.integers(3, 80),
     options=st.builds(
         Options,
         st.sampled_from([1.0, 0.3]),
