@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-gpu style quality types examples build clean
+.PHONY: help install demo test test-fast test-oldest test-gpu style quality types examples build clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,10 @@ test: $(VENV)/.dev  ## all tests (those for a GPU are skipped where there is non
 
 test-fast: $(VENV)/.dev  ## the tests without the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+
+test-oldest: $(VENV)/.dev  ## every class with the oldest Transformers that is supported
+	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/oldest "transformers==5.0.*"
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) tests/test_all_classes.py tests/test_families.py tests/test_patching.py $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.dev  ## only the tests that need a GPU, one after the other
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
