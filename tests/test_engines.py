@@ -69,6 +69,38 @@ def test_bfloat16_weights() -> None:
     assert_as_good(actual["loss"], twin["loss"], reference["loss"], "loss", torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["MambaForCausalLM", "FalconMambaForCausalLM"])
+def test_a_float32_head_over_a_bfloat16_body(name: str) -> None:
+    """Families that cast the hidden states to the dtype of the head."""
+    import tiny
+
+    def build() -> Any:
+        model = tiny.build(name).bfloat16()
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().float())  # untied from the embeddings
+        return model
+
+    plain, patched = build(), apply_cce(build())
+    reference = loss_and_grads(exact(plain), tiny.text(name), double=True)
+    twin, actual = loss_and_grads(plain, tiny.text(name)), loss_and_grads(patched, tiny.text(name))
+    assert_fused(patched, calls=1)
+    (head,) = (key for key, value in patched.named_parameters() if value is patched.get_output_embeddings().weight)
+    assert actual[head].dtype is torch.float32
+    for key in (head, "loss"):
+        assert_as_good(actual[key], twin[key], reference[key], key, torch.bfloat16)
+
+
+def test_a_head_of_another_dtype_is_an_error_as_before() -> None:
+    """Where the family does not cast, torch's own message comes, from the same place."""
+    messages = []
+    for model in (tiny_llama(), apply_cce(tiny_llama())):
+        model.bfloat16().lm_head.float()
+        with pytest.raises(RuntimeError) as caught:
+            model(**batch())
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
 def test_torch_compile_in_one_graph(family: str) -> None:
     plain = FAMILIES[family].build()
@@ -211,6 +243,34 @@ def test_accelerate_device_hooks_on_the_head(when: str) -> None:
 
 
 # PEFT
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_on", ["cuda", "cpu"])
+def test_the_head_on_another_device(head_on: str) -> None:
+    """A model split by ``device_map``: accelerate moves the hidden states to the head, and the logits back."""
+    accelerate = pytest.importorskip("accelerate")
+    body = "cpu" if head_on == "cuda" else "cuda"
+    places = {"model": body, "lm_head": head_on}
+
+    def split(patch_first: bool | None) -> Any:
+        model = tiny_llama()
+        if patch_first:
+            apply_cce(model, implementation="auto" if head_on == "cpu" else "triton")
+        model = accelerate.dispatch_model(model, {key: 0 if x == "cuda" else x for key, x in places.items()})
+        if patch_first is False:
+            apply_cce(model, implementation="auto" if head_on == "cpu" else "triton")
+        return model
+
+    plain, reference = split(None), loss_and_grads(exact(tiny_llama()), batch(), double=True)
+    twin = loss_and_grads(plain, batch())
+    for patch_first in (True, False):
+        patched = split(patch_first)
+        actual = loss_and_grads(patched, batch())
+        assert_fused(patched, calls=1)
+        for name, value in actual.items():
+            assert value.device == twin[name].device
+            assert_as_good(value, twin[name], reference[name], name)
+
+
 @pytest.mark.parametrize("target", ["all-linear", "saved-head", "lora-head", "lora-dropout", "dora-head", "prompt"])
 @pytest.mark.parametrize("first", ["peft", "cce"])
 def test_peft(target: str, first: str) -> None:
