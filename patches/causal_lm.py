@@ -163,8 +163,9 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     state, head = patch_of(model), find_head(model)
     if state is None or head is None:
         return None
-    if not torch.compiler.is_compiling() and (call := trl.leave()) is not None:
-        if call.stats is state.stats and output is not None:
+    if kwargs.get("fused_lm_head"):
+        call = None if torch.compiler.is_compiling() else trl.leave()
+        if call is not None and call.stats is state.stats and output is not None:
             _close(state, call, head)
         return None
     call = _put_back(head)
