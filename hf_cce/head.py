@@ -48,12 +48,19 @@ def why_not_defer(head: nn.Module) -> str | None:
         hook = getattr(module, "_hf_hook", None)
         if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
             return "accelerate offloads the head's weight after its forward"
-        if _reshards(module):
-            return (
-                "FSDP2 reshards the head's weight right after its forward; put it in one group with the final norm and "
-                "reshard_after_forward=False, as accelerate does"
-            )
     return None
+
+
+def keep_whole(head: nn.Module) -> list[nn.Module]:
+    """Tell FSDP2 groups of their own inside ``head`` to keep their weights from forward to backward; those it was told.
+
+    They would free them right after the head's forward, before the loss reads them. accelerate groups a head with the final
+    norm, and sets the same.
+    """
+    told = [module for module in head.modules() if _reshards(module)]
+    for module in told:
+        module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+    return told
 
 
 def adapter_in(head: nn.Module) -> str | None:

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_cce.calls import Call, Stats
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits
-from hf_cce.head import adapter_in, find_head, why_not_defer
+from hf_cce.head import adapter_in, find_head, keep_whole, why_not_defer
 from hf_cce.head_input import HeadInput
 from hf_cce.patches import trl
 from hf_cce.state import FilterState
@@ -48,6 +48,7 @@ class Patch:
     forward: Any = None  # the head's forward during a call: kept, because Dynamo makes a new graph for a new object
     warned: bool = False
     set_loss_function: bool = False
+    kept_whole: list[nn.Module] = field(default_factory=list)  # FSDP2 groups that were told to keep their weights
 
 
 def patch(model: nn.Module, config: CCEConfig) -> None:
@@ -90,6 +91,8 @@ def unpatch(model: nn.Module) -> None:
         return
     for handle in state.handles:
         handle.remove()
+    for module in state.kept_whole:
+        module.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
     if state.set_loss_function:
         model.__dict__.pop("_loss_function", None)
     delattr(model, STATE)
@@ -137,6 +140,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         call.note_refused(reason)
         _close(state, call, head)
         return
+    if not torch.compiler.is_compiling():
+        state.kept_whole += keep_whole(head)
     previous = head.__dict__.get("forward")
     if _is_ours(previous):  # left by a compiled call
         previous = previous.args[1]
