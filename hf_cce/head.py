@@ -45,6 +45,9 @@ def why_not_defer(head: nn.Module) -> str | None:
             return f"a backward hook on the head {_WANTS_GRADIENTS}"
         if kind.forward is not nn.Linear.forward and not kind.__module__.startswith(_TRANSPARENT):
             return f"the head holds a {kind.__module__}.{kind.__qualname__}, which is no plain torch.nn.Linear"
+        if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
+            # It also replaces F.linear by a function that takes tensors only.
+            return "DeepSpeed ZeRO-3 partitions the head's weight"
         hook = getattr(module, "_hf_hook", None)
         if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
             return "accelerate offloads the head's weight after its forward"
