@@ -43,7 +43,8 @@ def fused(hidden_states: Tensor, weight: Tensor, completions: Tensor) -> tuple[T
 
 def full_logits(hidden_states: Tensor, weight: Tensor, completions: Tensor) -> tuple[Tensor, Tensor]:
     """The same as most trainers write it: logits, log_softmax, gather."""
-    log_probs = F.linear(hidden_states, weight).float().log_softmax(-1)
+    logits = F.linear(hidden_states, weight)
+    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return log_probs.gather(-1, completions[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
@@ -97,7 +98,7 @@ class Step:
 
 
 def measure(step: Step, way: LogProbs, repeats: int, device: torch.device) -> tuple[dict[str, Any], list[Tensor]]:
-    """(time, memory, loss), and on the CPU log p, entropy and gradients."""
+    """Time, memory and loss of a step; its log p, entropy and gradients, moved to the CPU."""
     step.run(way)  # warms up
     step.policy.zero_grad(set_to_none=True)
     gc.collect()
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name, way in ways.items():
         rows[name], values[name] = measure(step, way, args.repeats, device)
     ours, theirs = values.values()
-    largest = [float((a.float() - b.float()).abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    largest = [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
     return {
         "command": shlex.join(["recipes/log_probs.py", *sys.argv[1:]]),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},

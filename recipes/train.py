@@ -38,7 +38,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_cce import CCECallback
 from hf_cce.bench import installed, machine, memory
@@ -90,17 +90,19 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 @dataclass
-class Meter(TrainerCallback):  # type: ignore[misc]
+class Meter(TrainerCallback):
     """Losses as they are logged, and the time from the end of the first step, in which all is warmed up, to the last."""
 
     device: torch.device
     losses: list[tuple[int, float]] = field(default_factory=list)
     began: float = 0.0
+    before: int = 0  # bytes in use when training began
     first: tuple[float, int] = (0.0, 0)  # when the first step ended, and the tokens seen until then
     last: tuple[float, int] = (0.0, 0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         memory.reset_peak(self.device)  # what the tokenizer's training took is not meant
+        self.before = memory.in_use(self.device)
         self.began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -326,8 +328,8 @@ def train(args: argparse.Namespace, say: Any) -> dict[str, Any]:
         trainer, how = build_trainer(args, given, data, tokenizer, meter)
         say(f"{args.task}, {args.loss}: {how}")
         trainer.train()
-        peak = torch.tensor([memory.peak(device)], device=device)
-        peaks = trainer.accelerator.gather(peak).tolist()
+        used = torch.tensor([[memory.peak(device), meter.before]], device=device)
+        peaks, before = trainer.accelerator.gather(used).T.tolist()
         if args.output is not None:
             trainer.save_model(folder)
     seconds, tokens = (b - a for a, b in zip(meter.first, meter.last, strict=True))
@@ -360,6 +362,7 @@ def train(args: argparse.Namespace, say: Any) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "peak_bytes": max(peaks),
         "peak_bytes_by_process": peaks,
+        "bytes_before_by_process": before,
         "logged_every": given.logging_steps,
         "first_loss": meter.losses[0][1],
         "final_loss": meter.losses[-1][1],
@@ -372,6 +375,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     """The summary, as a table."""
     table = Table(title=f"{report['task']} with loss {report['loss']}", title_justify="left", show_header=False)
     what = "GPU, allocated" if report["device_type"] == "cuda" else "process"
+    peak = max(range(report["processes"]), key=report["peak_bytes_by_process"].__getitem__)
+    above = (report["peak_bytes"] - report["bytes_before_by_process"][peak]) / 2**20
     every = "" if report["processes"] == 1 else f", largest of {report['processes']} processes"
     last = "" if report["logged_every"] == 1 else f" (mean of the last {report['logged_every']} steps or fewer)"
     for name, value in {
@@ -379,7 +384,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         "device": f"{report['device']}; {report['processes']} × {report['distributed']}, precision {report['mixed_precision']}",
         "steps": f"{report['steps']:,}",
         "tokens/s": f"{report['tokens_per_second']:,.0f}",
-        "peak memory": f"{report['peak_bytes'] / 2**20:,.0f} MiB ({what}{every})",
+        "peak memory": f"{report['peak_bytes'] / 2**20:,.0f} MiB ({what}{every}); {above:,.0f} above the start",
         "first loss": f"{report['first_loss']:.6f}",
         "final loss": f"{report['final_loss']:.6f}{last}",
     }.items():
