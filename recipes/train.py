@@ -390,7 +390,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     }.items():
         table.add_row(name, value)
     if (cce := report["cce"]) is not None:
-        table.add_row("cce", f"{cce['fused']:,.0f} of {cce['calls']:,.0f} losses of a process without logits")
+        few = f"; {cce['few_tokens']:,.0f} left to the model: few tokens" if cce["few_tokens"] else ""
+        table.add_row("cce", f"{cce['fused']:,.0f} of {cce['calls']:,.0f} losses of a process without logits{few}")
     console.print(table, markup=False)
 
 
