@@ -10,6 +10,7 @@ import typer
 import hf_cce
 from hf_cce.cli.bench import bench
 from hf_cce.cli.demo import demo
+from hf_cce.cli.doctor import doctor
 from hf_cce.cli.gradcheck import gradcheck
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(bench)
 app.command()(gradcheck)
+app.command()(doctor)
 
 
 def _version(wanted: bool) -> None:
