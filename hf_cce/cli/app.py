@@ -11,6 +11,7 @@ import hf_cce
 from hf_cce.cli.bench import bench
 from hf_cce.cli.demo import demo
 from hf_cce.cli.doctor import doctor
+from hf_cce.cli.estimate import estimate
 from hf_cce.cli.gradcheck import gradcheck
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app.command()(demo)
 app.command()(bench)
 app.command()(gradcheck)
 app.command()(doctor)
+app.command()(estimate)
 
 
 def _version(wanted: bool) -> None:
