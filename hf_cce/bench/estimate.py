@@ -7,7 +7,10 @@ process, AdamW, all weights trained, no gradient accumulation, rows packed full:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +63,7 @@ class Model:
     hidden: int
     layers: int
     softcapped: bool  # the logits pass through tanh, which keeps more of them
+    attention: str | None  # as Transformers names it; "eager" keeps all scores
     positions: int | None  # tokens a row may have
 
 
@@ -86,7 +90,7 @@ class Step:
 
 @dataclass
 class Estimate:
-    """Of one model, batch and sequence; ``plain`` and ``checkpointing`` by way (``WAYS``), empty where activations are unknown."""
+    """Of one step; ``plain`` and ``checkpointing`` by way (``WAYS``), empty where the activations are unknown."""
 
     model: Model
     batch: int
@@ -130,7 +134,7 @@ def config_named(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name)
     except Exception as error:  # the hub's client has dozens
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = _first_line(error)
         raise ValueError(
             f"{name}: no configuration of a model that Transformers knows ({why}); give a folder with a config.json, a name on "
             f"the hub (in the cache, or with a connection), or one of {', '.join(SHAPES)}"
@@ -214,6 +218,35 @@ def _counted(model: Any, batch: int, sequence: int, mixed: bool) -> Count:
     return count
 
 
+@contextmanager
+def _silent(logger: str) -> Iterator[None]:
+    """What is caught and told in our words need not be logged as well."""
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+
+
+def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
+    """The causal LM of ``config``, with torch's SDPA where it can, else with the attention that is its default."""
+    from transformers import AutoModelForCausalLM
+
+    for options in ({"attn_implementation": "sdpa"}, {}):
+        try:
+            # A copy each: Transformers writes into it what was asked for.
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options).train()
+        except Exception as error:
+            why = _first_line(error)
+    raise ValueError(f"{name}: no causal LM can be made of this configuration: {why}")
+
+
 def weigh(name: str, config: Any, sequence: int, dtype: str) -> tuple[Model, Activations | str]:
     """The model of ``config`` and what it keeps for rows of ``sequence`` tokens, or why that cannot be said.
 
@@ -221,18 +254,10 @@ def weigh(name: str, config: Any, sequence: int, dtype: str) -> tuple[Model, Act
         ValueError: Transformers has no causal LM for ``config``.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from transformers import AutoModelForCausalLM
 
     wide = torch.float32 if dtype == "mixed" else getattr(torch, dtype)
-    with FakeTensorMode():
-        try:
-            lm = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=wide).train()
-        except ValueError:
-            try:
-                lm = AutoModelForCausalLM.from_config(config, dtype=wide).train()
-            except Exception as error:
-                why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise ValueError(f"{name}: no causal LM can be made of this configuration: {why}") from None
+    with FakeTensorMode(), _silent("torch._subclasses.fake_tensor"), _silent("transformers"):
+        lm = _built(name, config, wide)
         head = lm.get_output_embeddings()
         if head is None or getattr(head, "weight", None) is None:
             raise ValueError(f"{name}: {type(lm).__name__} has no LM head")
@@ -241,14 +266,14 @@ def weigh(name: str, config: Any, sequence: int, dtype: str) -> tuple[Model, Act
         model = Model(
             name, type(lm).__name__, sum(p.numel() for p in lm.parameters()), vocabulary, hidden,
             getattr(text, "num_hidden_layers", 0), bool(getattr(text, "final_logit_softcapping", None)),
-            getattr(text, "max_position_embeddings", None),
+            text._attn_implementation, getattr(text, "max_position_embeddings", None),
         )  # fmt: skip
-        if text._attn_implementation != "sdpa":
-            return model, f"{type(lm).__name__} has no attention by torch's SDPA"
+        if not getattr(text, "num_attention_heads", None):
+            return model, f"{type(lm).__name__} has no attention, and what its own kernels keep on a GPU is not known"
         try:
             one, two = (_counted(lm, batch, sequence, dtype == "mixed") for batch in (1, 2))
         except Exception as error:  # its code is not ours, and not all code runs on tensors without data
-            return model, f"its forward needs real data ({type(error).__name__})"
+            return model, f"its forward does not run on tensors without data ({_first_line(error)})"
     # Kept hidden states of the last layer for head and loss: the final norm's output, once.
     last = sequence * hidden * PRECISIONS[dtype].activation
     row = two.total - one.total
@@ -271,7 +296,7 @@ def loss_bytes(
     if way == "eager" or (way == "cce" and few):
         # The gradients of hidden states and weight are made when two of the three are gone.
         return max(EAGER_BYTES * logits, item * logits + left), left, few
-    if way == "compiled":  # the logits as the head wrote them, and their gradient
+    if way == "compiled":  # of model.loss_function: the logits, which the head wrote before, and their gradient
         return max(2 * item * logits, item * logits + left), left, few
     return min(budget, 4 * logits) + left, left, few  # float32 logits of all tokens are the most it has use for
 
@@ -303,6 +328,8 @@ def estimate(
     )  # fmt: skip
     if model.softcapped:
         found.notes.append("this model caps its logits: without CCE they take more than is counted here")
+    if model.attention == "eager" and not isinstance(activations, str):
+        found.notes.append("this model has no attention by torch's SDPA; with eager attention it keeps all scores")
     if model.positions and sequence > model.positions:
         found.notes.append(f"this model is made for rows of up to {model.positions:,} tokens")
     if isinstance(activations, str):
@@ -347,12 +374,14 @@ def largest(fits: Callable[[int], bool], most: int = 1 << 20) -> int:
     if not fits(1):
         return 0
     low, high = 1, 2
-    while high < most and fits(high):
+    while fits(high):
+        if high >= most:
+            return most
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return min(low, most)
+    return low
 
 
 def verdict(found: Estimate) -> str:
@@ -377,7 +406,9 @@ def verdict(found: Estimate) -> str:
     )
     if shares[""][0] >= LITTLE:
         return f"CCE saves {words}."
-    why = f"its vocabulary ({model.vocabulary:,}) is small against its layers ({model.layers} of width {model.hidden:,})"
+    why = (
+        f"its vocabulary ({model.vocabulary:,}) is small against its layers ({model.layers} of width {model.hidden:,})"
+    )
     if max(share for share, _, _ in shares.values()) >= LITTLE:
         return f"CCE brings little without gradient checkpointing: {words}; without it {why}."
     if 3 * found.weights + found.gradients >= found.plain["eager"].peak:

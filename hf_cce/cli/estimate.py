@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,8 +31,13 @@ class DType(str, Enum):
 
 def estimate(
     model: Annotated[
-        str, typer.Argument(help="A folder with a config.json, that file, a name on the hub, or qwen2.5-0.5b, smollm2-135m, "
-                            "llama-3.2-1b.", metavar="MODEL_OR_CONFIG", show_default=False)
+        str,
+        typer.Argument(
+            help="A folder with a config.json, that file, a name on the hub, or qwen2.5-0.5b, smollm2-135m, "
+            "llama-3.2-1b.",
+            metavar="MODEL_OR_CONFIG",
+            show_default=False,
+        ),
     ],
     batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Rows a step.")] = 1,
     seq: Annotated[int, typer.Option("--seq", "-s", min=2, help="Tokens a row.")] = 2048,
@@ -47,20 +51,20 @@ def estimate(
         int | None, typer.Option(min=1, help="MiB, as CCEConfig's.", show_default="256 for each 8,192 tokens")
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write all sizes here, in bytes; - is standard output, alone.", dir_okay=False)
+        Path | None,
+        typer.Option("--json", help="Write all sizes here, in bytes; - is standard output, alone.", dir_okay=False),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the sentence that says what CCE brings.")] = False,
 ) -> None:
     """Estimate the memory of a training step without and with CCE, and the largest batch that fits, from the configuration alone.
 
-    No weights are loaded and none are made. Counted is one process with AdamW that trains all weights, without gradient accumulation.
+    No weights are loaded or made. Counted is one process with AdamW that trains all weights, without gradient accumulation.
     """
     alone = str(json_path) == "-"
     console = Console(quiet=quiet or alone, highlight=False, soft_wrap=True)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         with console.status("running the model's code on tensors without data"):
-            logging.getLogger("transformers").setLevel(logging.ERROR)
             from hf_cce.bench import estimate as bench
 
             size = bench.this_gpu() or 24.0 if gpu_memory is None else gpu_memory
