@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 import weakref
 from dataclasses import replace
@@ -249,3 +250,11 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}), "utf-8")
     found = command(str(tmp_path))
     assert found.exit_code == 2 and "no causal LM can be made" in found.stderr
+
+
+def test_the_readme_shows_what_the_command_says() -> None:
+    readme = (RESULTS.parents[2] / "README.md").read_text("utf-8")
+    for line in re.findall(r"^(?:\$ )?hf-cce estimate (.*)$", readme, re.MULTILINE):
+        shown = CliRunner().invoke(app, ["estimate", *line.split()], env={"COLUMNS": "118"}).stdout
+        text = "\n".join(line.rstrip() for line in shown.strip().splitlines())
+        assert text in readme, f"hf-cce estimate {line}: write\n{text}"
