@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
+import sys
 import warnings
 import weakref
 from dataclasses import replace
@@ -258,3 +260,13 @@ def test_the_readme_shows_what_the_command_says() -> None:
         shown = CliRunner().invoke(app, ["estimate", *line.split()], env={"COLUMNS": "118"}).stdout
         text = "\n".join(line.rstrip() for line in shown.strip().splitlines())
         assert text in readme, f"hf-cce estimate {line}: write\n{text}"
+
+
+def test_without_torch_it_points_to_the_doctor() -> None:
+    code = "import sys\nsys.modules.update(torch=None)\nfrom hf_cce.cli.app import main\nsys.argv[1:] = ['estimate', 'tiny']\nmain()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=RESULTS.parents[2], capture_output=True, text=True, check=False
+    )
+    assert (
+        done.returncode == 1 and "hf-cce doctor says what is missing" in done.stderr and "Traceback" not in done.stderr
+    )

@@ -389,8 +389,8 @@ def verdict(found: Estimate) -> str:
     model, tokens = found.model, found.batch * found.sequence
     if found.few_tokens:
         return (
-            f"CCE brings nothing here: {tokens:,} tokens make {found.logits / 1e6:.0f} million logits. Up to 42 million, if they fit "
-            "memory_budget, a patched model keeps its own loss, which is then the faster one."
+            f"CCE brings nothing here: {tokens:,} tokens make {found.logits / 1e6:.0f} million logits. Up to 42 million, if they "
+            "fit memory_budget, a patched model keeps its own loss, which is then the faster one."
         )
     saved = found.loss["eager"] - found.loss["cce"]
     if not found.plain:
