@@ -263,7 +263,10 @@ def test_the_readme_shows_what_the_command_says() -> None:
 
 
 def test_without_torch_it_points_to_the_doctor() -> None:
-    code = "import sys\nsys.modules.update(torch=None)\nfrom hf_cce.cli.app import main\nsys.argv[1:] = ['estimate', 'tiny']\nmain()"
+    code = (
+        "import sys\nsys.modules.update(torch=None)\nsys.argv[1:] = ['estimate', 'tiny']\n"
+        "from hf_cce.cli.app import main\nmain()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=RESULTS.parents[2], capture_output=True, text=True, check=False
     )

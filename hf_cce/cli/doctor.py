@@ -49,6 +49,8 @@ def doctor(
         errors.print(f"[bold red]Error:[/] {escape(str(error))}")
         raise typer.Exit(1) from None
     _show(console, found)
+    if json_path:
+        console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
     if quiet and not alone:
         for check in found.wrong:
             errors.print(f"{escape(check.name)}: {escape(check.found)}; {escape(check.fix or '')}")

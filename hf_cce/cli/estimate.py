@@ -84,6 +84,8 @@ def estimate(
     _show(console, found)
     if not alone:
         typer.echo(bench.verdict(found))
+    if json_path:
+        console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
 
 
 def _show(console: Console, found: Estimate) -> None:
