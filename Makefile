@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-oldest test-gpu style quality types examples build clean
+.PHONY: help install demo test test-fast test-oldest test-gpu style quality types examples notebooks build clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -66,6 +66,9 @@ types: $(VENV)/.dev  ## what CI asks of types
 
 examples: $(VENV)/.dev  ## run the README's Python and the demo on a tiny model
 	$(BIN)/python -m pytest tests/test_readme.py tests/test_demo.py $(PYTEST_ARGS)
+
+notebooks: $(VENV)/.dev  ## run the notebooks and store their outputs
+	$(BIN)/python notebooks/execute.py
 
 build: $(VENV)/.dev  ## sdist and wheel into dist/
 	$(BIN)/python -m pip install --quiet build

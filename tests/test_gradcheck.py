@@ -204,3 +204,11 @@ def test_the_published_figures_stand_beside_ours(monkeypatch: pytest.MonkeyPatch
     lines = [line for line in found.stdout.splitlines() if "published" in line]
     assert [line.split(",")[0] for line in lines] == ["loss", "log-probs", "∂logits"]
     assert all(line.endswith(("no worse", ": worse")) for line in lines)
+
+
+def test_quiet_leaves_the_verdict_to_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = command(*SIZES, "--dtype", "float32", "--quiet", "--json", str(tmp_path / "found.json"))
+    assert found.exit_code == 0 and not found.output
+    assert json.loads((tmp_path / "found.json").read_text("utf-8"))["command"]
+    monkeypatch.setattr(bench, "linear_cross_entropy", tampered(1.001))
+    assert command(*SIZES, "--dtype", "float32", "--quiet").exit_code == 1

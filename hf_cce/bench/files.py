@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,16 @@ def write_json(path: Path, value: Any) -> None:
     lines = re.sub(r"\[\n[-+.\w\s,]*\]", lambda found: " ".join(found[0].split()), json.dumps(value, indent=1))
     with whole_file(path) as temporary:
         temporary.write_text(lines + "\n", "utf-8")
+
+
+def put_json(path: Path, value: Any) -> None:
+    """``value`` as JSON into the file ``path``, or on standard output where that is "-"."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    with whole_file(path) as temporary:
+        temporary.write_text(text, "utf-8")
 
 
 @contextmanager

@@ -328,7 +328,7 @@ def fused(inputs: Inputs, case: Case, config: CCEConfig) -> dict[str, Tensor]:
             label_smoothing=case.label_smoothing, z_loss=case.z_loss, config=config, filter_state=state,
         )  # fmt: skip
         (loss * scale).backward()
-        float(loss)  # the host has seen what was kept
+        float(loss.detach())  # the host has seen what was kept
     with torch.no_grad():
         log_probs = linear_log_probs(
             hidden, weight, inputs.labels, bias=bias, logit_scale=case.logit_scale, softcap=case.softcap, config=config

@@ -11,6 +11,8 @@ import hf_cce
 from hf_cce.cli.bench import bench
 from hf_cce.cli.check import check
 from hf_cce.cli.demo import demo
+from hf_cce.cli.doctor import doctor
+from hf_cce.cli.estimate import estimate
 from hf_cce.cli.gradcheck import gradcheck
 from hf_cce.cli.models import models
 
@@ -28,6 +30,8 @@ app.command()(bench)
 app.command()(gradcheck)
 app.command()(models)
 app.command()(check)
+app.command()(doctor)
+app.command()(estimate)
 
 
 def _version(wanted: bool) -> None:

@@ -62,13 +62,14 @@ def gradcheck(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write every comparison here.", dir_okay=False)
     ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables, errors only.")] = False,
 ) -> None:
     """Compare loss, log-probabilities and gradients with float64, side by side with those of full logits.
 
     Exit code 0: everything is as close as plain PyTorch is in the same dtype, plus rounding. 1: something is not. 2: the check
     could not run.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     if reference and (tokens or vocab_size or hidden_size or dtype):
         errors.print("[bold red]Error:[/] --reference has a shape and a dtype of its own; leave out -n, --hidden-size, "

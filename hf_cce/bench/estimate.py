@@ -1,0 +1,416 @@
+"""What a training step of a model will hold in GPU memory, from its configuration alone, without and with CCE.
+
+Nothing is allocated: the model's own forward runs on tensors without data, and what autograd would keep of it is counted. What
+the loss holds is arithmetic, its factors measured (``results/*-bench-*.json``, ``*-steps-*.json``; a test compares). One
+process, AdamW, all weights trained, no gradient accumulation, rows packed full: a mask of padding makes SDPA keep more.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hf_cce import CCEConfig
+from hf_cce.bench.shapes import SHAPES, config_of
+
+GIB = 1 << 30
+WAYS = ("eager", "compiled", "cce")
+# Bytes that each logit takes while the loss is differentiated: log-probabilities, the gradient of the loss by them and by the
+# logits, each in float32. Measured on an H200, bfloat16: 12.00 in the loss alone, 12.02 in steps of a 0.5B model.
+EAGER_BYTES = 12
+# Up to as many logits a patched model keeps its own loss (see CCEConfig):
+FEW_LOGITS = 42_000_000
+# What PyTorch's allocator took from the GPU, as a multiple of the peak, in the same steps: larger blocks fragment more.
+RESERVED = {"eager": 1.08, "compiled": 1.13, "cce": 1.04}
+CONTEXT = 600 << 20  # CUDA's context and the libraries' workspaces; a guess that suits most GPUs
+LITTLE = 0.1  # of the peak: a saving below is called little
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of an element of weights and gradients, of each of Adam's two moments, and of an activation."""
+
+    weight: int
+    activation: int
+
+
+PRECISIONS = {
+    "bfloat16": Precision(2, 2),
+    "float16": Precision(2, 2),
+    "float32": Precision(4, 4),
+    "mixed": Precision(4, 2),  # float32 weights under bfloat16 autocast, as Trainer's bf16=True
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model's configuration decides its memory."""
+
+    name: str
+    architecture: str
+    parameters: int
+    vocabulary: int
+    hidden: int
+    layers: int
+    softcapped: bool  # the logits pass through tanh, which keeps more of them
+    attention: str | None  # as Transformers names it; "eager" keeps all scores
+    positions: int | None  # tokens a row may have
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that autograd keeps of a forward pass up to the head: ``fixed`` + ``row`` for each row of the batch."""
+
+    fixed: int
+    row: int
+    checkpointed: int | None  # of a row, with gradient checkpointing; None: the model has no layers that can be
+    layer: int  # of a row, in the largest layer: what checkpointing computes again
+    widest: int  # of a row: the largest single tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """Bytes of a training step. ``loss``: logits, what is made of them, and the gradients that the loss leaves behind."""
+
+    loss: int
+    activations: int
+    peak: int
+    largest_batch: int  # that fits; 0: none does
+
+
+@dataclass
+class Estimate:
+    """Of one step; ``plain`` and ``checkpointing`` by way (``WAYS``), empty where the activations are unknown."""
+
+    model: Model
+    batch: int
+    sequence: int
+    dtype: str
+    gpu_memory: int
+    logits: int
+    loss: dict[str, int]
+    weights: int
+    optimizer: int
+    gradients: int
+    few_tokens: bool
+    plain: dict[str, Step] = field(default_factory=dict)
+    checkpointing: dict[str, Step] = field(default_factory=dict)
+    unknown: str | None = None  # why there are no activations
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """All sizes in bytes."""
+        return {**asdict(self), "verdict": verdict(self)}
+
+
+def this_gpu() -> float | None:
+    """GiB of the first GPU here; None where there is none."""
+    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
+
+
+def config_named(name: str) -> Any:
+    """The configuration of a shape of ``hf_cce.bench.shapes``, of a folder or file, or of a model on the hub.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    if name.lower() in SHAPES:
+        return config_of(SHAPES[name.lower()])
+    from transformers import AutoConfig
+
+    path = Path(name)
+    if not path.exists() and (path.suffix == ".json" or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError(f"{name}: no such file or folder")
+    try:
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:  # the hub's client has dozens
+        why = _first_line(error)
+        raise ValueError(
+            f"{name}: no configuration of a model that Transformers knows ({why}); give a folder with a config.json, a name on "
+            f"the hub (in the cache, or with a connection), or one of {', '.join(SHAPES)}"
+        ) from None
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Keeps what the attention kernels on a GPU keep; on a CPU's tensors PyTorch would write all scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, kv_heads: int) -> Tensor:
+        b, heads, n, _ = query.shape
+        out = query.new_empty(b, n, heads, value.shape[-1]).transpose(1, 2)  # as the kernels lay it out
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        # Only while a graph is traced, as here, keys and values come repeated for all heads (transformers' use_gqa_in_sdpa).
+        if 0 < kv_heads < key.shape[1] == query.shape[1]:
+            key, value = (x.new_empty(x.shape[0], kv_heads, *x.shape[2:]) for x in (key, value))
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError("only the forward pass is counted")
+
+
+class _OnGPU(TorchFunctionMode):
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.kv_heads = kv_heads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _FlashAttention.apply(*args[:3], self.kv_heads)
+        return func(*args, **(kwargs or {}))
+
+
+class Count:
+    """Bytes of the storages that autograd keeps, once each, parameters apart; and how many of them came in each layer."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        self.own = {p.untyped_storage()._cdata for p in model.parameters()}
+        self.kept: dict[int, Any] = {}  # holds them: the address of one that is gone may come again
+        self.total = self.widest = 0
+        self.inputs: list[int] = []
+        self.layers: list[int] = []
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                module.register_forward_hook(self._leave)
+
+    def pack(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in self.own and storage._cdata not in self.kept:
+            self.kept[storage._cdata] = storage
+            self.total += storage.nbytes()
+            self.widest = max(self.widest, storage.nbytes())
+        return x
+
+    def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.inputs.append(hidden.numel() * hidden.element_size())
+        self.layers.append(-self.total)
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        self.layers[-1] += self.total
+
+
+def _counted(model: Any, batch: int, sequence: int, mixed: bool) -> Count:
+    count = Count(model)
+    config = model.config.get_text_config()
+    kv_heads = getattr(config, "num_key_value_heads", None) or 0
+    ids = torch.zeros(batch, sequence, dtype=torch.long)
+    with (
+        _OnGPU(kv_heads),
+        torch.autograd.graph.saved_tensors_hooks(count.pack, lambda x: x),
+        torch.autocast("cpu", torch.bfloat16, enabled=mixed),
+    ):
+        model.base_model(input_ids=ids, use_cache=False)
+    return count
+
+
+@contextmanager
+def _silent(logger: str) -> Iterator[None]:
+    """What is caught and told in our words need not be logged as well."""
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+
+
+def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
+    """The causal LM of ``config``, with torch's SDPA where it can, else with the attention that is its default."""
+    from transformers import AutoModelForCausalLM
+
+    for options in ({"attn_implementation": "sdpa"}, {}):
+        try:
+            # A copy each: Transformers writes into it what was asked for.
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options).train()
+        except Exception as error:
+            why = _first_line(error)
+    raise ValueError(f"{name}: no causal LM can be made of this configuration: {why}")
+
+
+def weigh(name: str, config: Any, sequence: int, dtype: str) -> tuple[Model, Activations | str]:
+    """The model of ``config`` and what it keeps for rows of ``sequence`` tokens, or why that cannot be said.
+
+    Raises:
+        ValueError: Transformers has no causal LM for ``config``.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    wide = torch.float32 if dtype == "mixed" else getattr(torch, dtype)
+    with FakeTensorMode(), _silent("torch._subclasses.fake_tensor"), _silent("transformers"):
+        lm = _built(name, config, wide)
+        head = lm.get_output_embeddings()
+        if head is None or getattr(head, "weight", None) is None:
+            raise ValueError(f"{name}: {type(lm).__name__} has no LM head")
+        vocabulary, hidden = head.weight.shape
+        text = lm.config.get_text_config()
+        model = Model(
+            name, type(lm).__name__, sum(p.numel() for p in lm.parameters()), vocabulary, hidden,
+            getattr(text, "num_hidden_layers", 0), bool(getattr(text, "final_logit_softcapping", None)),
+            text._attn_implementation, getattr(text, "max_position_embeddings", None),
+        )  # fmt: skip
+        if not getattr(text, "num_attention_heads", None):
+            return model, f"{type(lm).__name__} has no attention, and what its own kernels keep on a GPU is not known"
+        try:
+            one, two = (_counted(lm, batch, sequence, dtype == "mixed") for batch in (1, 2))
+        except Exception as error:  # its code is not ours, and not all code runs on tensors without data
+            return model, f"its forward does not run on tensors without data ({_first_line(error)})"
+    # Kept hidden states of the last layer for head and loss: the final norm's output, once.
+    last = sequence * hidden * PRECISIONS[dtype].activation
+    row = two.total - one.total
+    # Hooks of the first count are still there in the second, but write into the first.
+    n = len(two.layers)
+    checkpointed = row - sum(two.layers) // 2 + sum(two.inputs) // 2 + last if n else None
+    largest = max(two.layers, default=0) // 2
+    return model, Activations(one.total - row, row + last, checkpointed, largest, one.widest)
+
+
+def loss_bytes(
+    way: str, tokens: int, model: Model, dtype: str, memory_budget: int | None = None
+) -> tuple[int, int, bool]:
+    """(at its peak, with the gradients it leaves; those gradients alone; whether few tokens leave the loss to the model)."""
+    item, logits = PRECISIONS[dtype].activation, tokens * model.vocabulary
+    weight = model.vocabulary * model.hidden
+    left = weight * PRECISIONS[dtype].weight + tokens * model.hidden * item
+    budget = CCEConfig(memory_budget=memory_budget).scratch(tokens)
+    few = logits <= FEW_LOGITS and EAGER_BYTES * logits - 2 * weight <= budget
+    if way == "eager" or (way == "cce" and few):
+        # The gradients of hidden states and weight are made when two of the three are gone.
+        return max(EAGER_BYTES * logits, item * logits + left), left, few
+    if way == "compiled":  # of model.loss_function: the logits, which the head wrote before, and their gradient
+        return max(2 * item * logits, item * logits + left), left, few
+    return min(budget, 4 * logits) + left, left, few  # float32 logits of all tokens are the most it has use for
+
+
+def estimate(
+    name: str,
+    batch: int,
+    sequence: int,
+    dtype: str = "bfloat16",
+    gpu_memory: float = 24.0,
+    memory_budget: int | None = None,
+    config: Any = None,
+) -> Estimate:
+    """What a step of ``batch`` rows of ``sequence`` tokens holds, each way, and the largest batch for ``gpu_memory`` GiB.
+
+    Raises:
+        ValueError: ``name`` names no configuration of a causal LM.
+    """
+    config = config_named(name) if config is None else config
+    model, activations = weigh(name, config, sequence, dtype)
+    precision, tokens = PRECISIONS[dtype], batch * sequence
+    weights = model.parameters * precision.weight
+    loss = {way: loss_bytes(way, tokens, model, dtype, memory_budget) for way in WAYS}
+    found = Estimate(
+        model, batch, sequence, dtype, round(gpu_memory * GIB), tokens * model.vocabulary,
+        # What the user can do nothing about, the gradients, is in "gradients":
+        {way: peak - left if way == "cce" and not few else peak for way, (peak, left, few) in loss.items()},
+        weights, 2 * weights, weights, loss["cce"][2],
+    )  # fmt: skip
+    if model.softcapped:
+        found.notes.append("this model caps its logits: without CCE they take more than is counted here")
+    if model.attention == "eager" and not isinstance(activations, str):
+        found.notes.append("this model has no attention by torch's SDPA; with eager attention it keeps all scores")
+    if model.positions and sequence > model.positions:
+        found.notes.append(f"this model is made for rows of up to {model.positions:,} tokens")
+    if isinstance(activations, str):
+        found.unknown = activations
+        return found
+    for checkpointing, steps in ((False, found.plain), (True, found.checkpointing)):
+        if checkpointing and activations.checkpointed is None:
+            continue
+        for way in WAYS:
+
+            def bytes_at(rows: int, way: str = way, checkpointing: bool = checkpointing) -> tuple[int, int, int]:
+                return _peak(way, rows, sequence, model, activations, dtype, memory_budget, checkpointing)
+
+            usable = (found.gpu_memory - CONTEXT) / RESERVED[way]
+            steps[way] = Step(*bytes_at(batch), largest(lambda rows: bytes_at(rows)[2] <= usable))  # noqa: B023
+    return found
+
+
+def _peak(
+    way: str,
+    batch: int,
+    sequence: int,
+    model: Model,
+    activations: Activations,
+    dtype: str,
+    memory_budget: int | None,
+    checkpointing: bool,
+) -> tuple[int, int, int]:
+    """(loss, activations, peak): the largest of three moments of a step."""
+    weights = model.parameters * PRECISIONS[dtype].weight
+    row = (activations.checkpointed or 0) if checkpointing else activations.row
+    kept = activations.fixed + batch * row
+    loss, left, _ = loss_bytes(way, batch * sequence, model, dtype, memory_budget)
+    at_rest = 3 * weights  # and Adam's moments
+    # Backward through the last layer: two of its largest gradients at a time, and what checkpointing computes again.
+    again = batch * (2 * activations.widest + (activations.layer if checkpointing else 0))
+    return loss, kept, at_rest + max(kept + loss, kept + left + again, weights)
+
+
+def largest(fits: Callable[[int], bool], most: int = 1 << 20) -> int:
+    """The largest number of rows that ``fits``, which no larger one does; 0 if not even one, ``most`` if more do."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        if high >= most:
+            return most
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def verdict(found: Estimate) -> str:
+    """In words: what CCE brings here, and why, where it is little."""
+    model, tokens = found.model, found.batch * found.sequence
+    if found.few_tokens:
+        return (
+            f"CCE brings nothing here: {tokens:,} tokens make {found.logits / 1e6:.0f} million logits. Up to 42 million, if they "
+            "fit memory_budget, a patched model keeps its own loss, which is then the faster one."
+        )
+    saved = found.loss["eager"] - found.loss["cce"]
+    if not found.plain:
+        return f"CCE saves {saved / GIB:.1f} GiB of what the loss takes; the rest of the step is not known."
+    shares = {}
+    for name, steps in (("", found.plain), ("with gradient checkpointing ", found.checkpointing)):
+        if steps:
+            before, after = steps["eager"].peak, steps["cce"].peak
+            shares[name] = (1 - after / before, before, after)
+    words = "; ".join(
+        f"{name}{share:.0%} of the peak, {before / GIB:.1f} → {after / GIB:.1f} GiB"
+        for name, (share, before, after) in shares.items()
+    )
+    if shares[""][0] >= LITTLE:
+        return f"CCE saves {words}."
+    why = (
+        f"its vocabulary ({model.vocabulary:,}) is small against its layers ({model.layers} of width {model.hidden:,})"
+    )
+    if max(share for share, _, _ in shares.values()) >= LITTLE:
+        return f"CCE brings little without gradient checkpointing: {words}; without it {why}."
+    if 3 * found.weights + found.gradients >= found.plain["eager"].peak:
+        why = f"{tokens:,} tokens are so few that weights, gradients and optimizer fill the memory"
+    return f"CCE brings little here: {words}: {why}."

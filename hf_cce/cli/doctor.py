@@ -1,0 +1,76 @@
+"""``hf-cce doctor``: what is here of what hf_cce needs, what would run, and what to do about the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hf_cce.bench.files import put_json
+
+if TYPE_CHECKING:
+    from hf_cce.bench.doctor import Diagnosis
+
+STYLE = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[bold red]wrong[/]"}
+
+
+def doctor(
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write all that was found here; - is standard output, alone.", dir_okay=False),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Only what is wrong, with the commands that fix it.")
+    ] = False,
+) -> None:
+    """Look at this machine: packages, GPUs, which implementation runs and why, and a small self-test of each.
+
+    Exit code 0: all is well. 1: something is wrong; the command that fixes it stands beside it. 2: wrong usage.
+    """
+    alone = str(json_path) == "-"
+    console = Console(quiet=quiet or alone, highlight=False, soft_wrap=True)
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        from hf_cce.bench.doctor import diagnose
+
+        with console.status("") as status:
+            found = diagnose(lambda what: status.update(escape(what)))
+        if json_path:
+            put_json(json_path, found.to_json())
+    except KeyboardInterrupt:
+        errors.print("Interrupted; nothing was written.")
+        raise typer.Exit(130) from None
+    except OSError as error:
+        errors.print(f"[bold red]Error:[/] {escape(str(error))}")
+        raise typer.Exit(1) from None
+    _show(console, found)
+    if json_path:
+        console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
+    if quiet and not alone:
+        for check in found.wrong:
+            errors.print(f"{escape(check.name)}: {escape(check.found)}; {escape(check.fix or '')}")
+    if found.wrong:
+        raise typer.Exit(1)
+
+
+def _show(console: Console, found: Diagnosis) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    for check in found.checks:
+        table.add_row(escape(check.name), STYLE[check.status], escape(check.found))
+    console.print(table)
+    if found.choices:
+        console.print("What [bold]auto[/] runs:")
+        for choice in found.choices:
+            console.print(f"  {choice.device}, {choice.dtype}: [bold]{choice.implementation}[/] — {escape(choice.why)}")
+    fixes = [check for check in found.checks if check.fix]
+    if fixes:
+        console.print("\nWhat can be done:")
+        for check in fixes:
+            console.print(f"  {escape(check.name)} ({check.status}): [bold]{escape(check.fix or '')}[/]")
+    wrong = len(found.wrong)
+    console.print(f"\n[bold red]{wrong} thing{'s' * (wrong > 1)} wrong.[/]" if wrong else "\nAll is well.")

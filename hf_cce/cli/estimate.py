@@ -1,0 +1,120 @@
+"""``hf-cce estimate``: what a training step will hold in GPU memory, without and with CCE, from the configuration alone."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hf_cce.bench.files import put_json
+
+if TYPE_CHECKING:
+    from hf_cce.bench.estimate import Estimate
+
+WAYS = {"eager": "today", "compiled": "torch.compile\nof the loss", "cce": "with CCE"}
+
+
+class DType(str, Enum):
+    """Of weights, activations, gradients and optimizer; mixed: float32 weights under bfloat16 autocast."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+    mixed = "mixed"
+
+
+def estimate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with a config.json, that file, a name on the hub, or qwen2.5-0.5b, smollm2-135m, "
+            "llama-3.2-1b.",
+            metavar="MODEL_OR_CONFIG",
+            show_default=False,
+        ),
+    ],
+    batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Rows a step.")] = 1,
+    seq: Annotated[int, typer.Option("--seq", "-s", min=2, help="Tokens a row.")] = 2048,
+    dtype: Annotated[
+        DType, typer.Option(help="Of everything; mixed is float32 weights under bfloat16 autocast (Trainer's bf16).")
+    ] = DType.bfloat16,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0.1, help="GiB of the GPU.", show_default="this machine's GPU, or 24")
+    ] = None,
+    memory_budget: Annotated[
+        int | None, typer.Option(min=1, help="MiB, as CCEConfig's.", show_default="256 for each 8,192 tokens")
+    ] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write all sizes here, in bytes; - is standard output, alone.", dir_okay=False),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the sentence that says what CCE brings.")] = False,
+) -> None:
+    """Estimate the memory of a training step without and with CCE, and the largest batch that fits, from the configuration alone.
+
+    No weights are loaded or made. Counted is one process with AdamW that trains all weights, without gradient accumulation.
+    """
+    alone = str(json_path) == "-"
+    console = Console(quiet=quiet or alone, highlight=False, soft_wrap=True)
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        with console.status("running the model's code on tensors without data"):
+            from hf_cce.bench import estimate as bench
+
+            size = bench.this_gpu() or 24.0 if gpu_memory is None else gpu_memory
+            budget = None if memory_budget is None else memory_budget << 20
+            found = bench.estimate(model, batch, seq, dtype.value, size, budget)
+        if json_path:
+            put_json(json_path, found.to_json())
+    except KeyboardInterrupt:
+        errors.print("Interrupted; nothing was written.")
+        raise typer.Exit(130) from None
+    except ImportError as error:
+        errors.print(f"[bold red]Error:[/] {escape(str(error))}; hf-cce doctor says what is missing")
+        raise typer.Exit(1) from None
+    except (ValueError, RuntimeError, OSError) as error:
+        errors.print(f"[bold red]Error:[/] {escape(str(error))}")
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None  # 2 as typer: an argument is wrong
+    _show(console, found)
+    if not alone:
+        typer.echo(bench.verdict(found))
+    if json_path:
+        console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
+
+
+def _show(console: Console, found: Estimate) -> None:
+    model = found.model
+    console.print(
+        f"{escape(model.name)}: {model.architecture}, {model.parameters / 1e6:,.0f} million parameters, vocabulary "
+        f"{model.vocabulary:,}, width {model.hidden:,}, {model.layers} layers; {found.dtype}\n"
+        f"{found.batch} × {found.sequence:,} tokens make {found.logits / 1e6:,.0f} million logits. In GiB:"
+    )
+    gpu = f"{found.gpu_memory / 2**30:.4g} GiB"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for heading in WAYS.values():
+        table.add_column(heading, justify="right")
+    table.add_row("logits and loss", *(_gib(found.loss[way]) for way in WAYS))
+    table.add_row("weights, optimizer", *[_gib(found.weights + found.optimizer)] * 3)
+    table.add_row("gradients, when all are there", *[_gib(found.gradients)] * 3)
+    for name, steps in (("", found.plain), (", checkpointing", found.checkpointing)):
+        if steps:
+            table.add_row(f"activations{name}", *(_gib(steps[way].activations) for way in WAYS))
+            table.add_row(f"[bold]peak[/]{name}", *(f"[bold]{_gib(steps[way].peak)}[/]" for way in WAYS))
+            rows = (f"{steps[way].largest_batch:,}" if steps[way].largest_batch else "none" for way in WAYS)
+            table.add_row(f"largest batch in {gpu}{name}", *rows)
+    console.print(table)
+    if found.unknown:
+        console.print(f"Activations, peak and largest batch are not known: {escape(found.unknown)}.")
+    for note in found.notes:
+        console.print(f"Note: {escape(note)}.")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.2f}"
