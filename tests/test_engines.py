@@ -195,6 +195,16 @@ def test_a_data_parallel_replica_returns_tensors_only() -> None:
     assert patch_of(model).forward is None, "the model would keep a replica's head alive"
 
 
+@pytest.fixture
+def fresh_accelerate() -> Any:
+    """Its state is one per process, and whichever test came first has set the precision."""
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    state._reset_state(reset_partial_state=True)
+    yield
+    state._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
 def test_accelerate_wraps_and_unwraps() -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
