@@ -43,6 +43,11 @@ def test_the_list_for_people() -> None:
     )
 
 
+def test_only_the_names() -> None:
+    rows = json.loads(run("--json"))
+    assert run("--quiet").split() == [row["type"] for row in rows if row["status"] == "supported"]
+
+
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "llava", "chameleon"])
 def test_a_type_for_images_and_text_goes_by_name(model_type: str) -> None:
     assert apply_cce(model_type) == model_type

@@ -35,13 +35,14 @@ def check(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write every comparison here.", dir_okay=False)
     ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the exit code, and errors.")] = False,
 ) -> None:
     """Train one step of a model on random text without and with CCE, and compare loss, gradients and evaluation.
 
     Exit code 0: the same but for rounding, and no logits were made. 1: it differs, or logits were made. 2: it could not be
     checked. Holds the weights and two sets of gradients in float32.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, quiet=quiet)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         import torch

@@ -15,6 +15,7 @@ from rich.table import Table
 
 def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects instead, for a program.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the supported types, one a line.")] = False,
 ) -> None:
     """List the model types of the installed Transformers: supported, special and refused.
 
@@ -29,6 +30,9 @@ def models(
     if as_json:
         rows = ({"type": x.model_type, "class": x.cls, "status": x.status, "reason": x.reason} for x in known)
         typer.echo(json.dumps(list(rows), indent=1))
+        return
+    if quiet:
+        typer.echo("\n".join(family.model_type for family in known if family.status == "supported"))
         return
     console = Console(highlight=False)
     supported = [escape(family.model_type) for family in known if family.status == "supported"]
