@@ -29,6 +29,12 @@ def output_embeddings(model: nn.Module) -> object:
     return heads[0] if len(heads) == 1 else None
 
 
+RESHARDS = (
+    "FSDP2 reshards the head's weight right after its forward; put it in one group with the final norm and "
+    "reshard_after_forward=False, as accelerate does"
+)
+
+
 def find_head(model: nn.Module) -> nn.Module | None:
     """The LM head: resolved at every call, so that resizing, quantising and adapters are seen."""
     head = output_embeddings(model)
@@ -51,7 +57,7 @@ def why_not_defer(head: nn.Module) -> str | None:
         hook = getattr(module, "_hf_hook", None)
         if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
             return "accelerate offloads the head's weight after its forward"
-    return None
+    return RESHARDS if any(_reshards(module) for module in head.modules()) else None
 
 
 def keep_whole(head: nn.Module) -> list[nn.Module]:

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_cce.calls import Call, Stats
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits
-from hf_cce.head import adapter_in, find_head, keep_whole, why_not_defer
+from hf_cce.head import RESHARDS, adapter_in, find_head, keep_whole, why_not_defer
 from hf_cce.head_input import HeadInput
 from hf_cce.patches import trl
 from hf_cce.state import FilterState
@@ -136,12 +136,13 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not training:
         return
     call, reason = Call(state.config, state.stats, state.filter_state), why_not_defer(head)
+    if reason == RESHARDS and not torch.compiler.is_compiling():  # a graph cannot change that, and gets real logits
+        state.kept_whole += keep_whole(head)
+        reason = None
     if reason is not None:
         call.note_refused(reason)
         _close(state, call, head)
         return
-    if not torch.compiler.is_compiling():
-        state.kept_whole += keep_whole(head)
     previous = head.__dict__.get("forward")
     if _is_ours(previous):  # left by a compiled call
         previous = previous.args[1]

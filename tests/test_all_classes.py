@@ -49,7 +49,7 @@ def test_trains_like_the_unpatched_model(name: str) -> None:
         tiny.text(name, ignored=False),
         {**tiny.text(name), "num_items_in_batch": torch.tensor(17.0)},
     ):
-        assert_same_training(patched, plain, inputs, reference=reference)
+        assert_same_training(patched, plain, inputs, reference=reference, redraw=True)
     counters = stats(patched)
     assert (counters.calls, counters.materialised, counters.few_tokens) == (3, 0, 0)
     assert (counters.fused, counters.missed) == ((0, 3) if name in UNFUSED else (3, 0))
@@ -63,7 +63,7 @@ def test_the_comparison_can_fail(name: str) -> None:
     with torch.no_grad():
         head_of(patched).weight.mul_(1 + 1e-5)
     with pytest.raises(AssertionError, match="relative error"):
-        assert_same_training(patched, plain, tiny.text(name))
+        assert_same_training(patched, plain, tiny.text(name), redraw=True)
 
 
 @pytest.mark.parametrize("name", TESTED)
@@ -84,7 +84,7 @@ def test_training_makes_no_logits(name: str) -> None:
 def test_trains_like_the_unpatched_model_on_images(name: str) -> None:
     plain = tiny.build_or_skip(name, pictured=True)
     patched, inputs = apply_cce(copy.deepcopy(plain)), tiny.pictures(name)
-    assert_same_training(patched, plain, inputs)
+    assert_same_training(patched, plain, inputs, redraw=True)
     assert (stats(patched).fused, stats(patched).materialised) == (1, 0)
     other = {**inputs, "pixel_values": -inputs["pixel_values"]}
     assert loss_and_grads(patched, inputs)["loss"] != loss_and_grads(patched, other)["loss"], "the image must matter"
