@@ -1,8 +1,9 @@
 """The one place that judges an LM head: which module it is, and whether its weight may be read after its forward.
 
 A head defers only when its weight is still there, whole, when the loss reads it, some lines after the head's forward
-has returned. Quantised heads, sharded heads and heads whose weight an engine releases after the forward do not; each
-function below returns the reason in words, or None.
+has returned. Quantised heads, sharded heads and heads whose memory an engine releases after the forward do not; each
+function below returns the reason in words, or None. A head that accelerate offloads does: it takes the parameter out of
+the module, and the tensor that the head's forward used stays as long as somebody holds it, as autograd would.
 """
 
 from __future__ import annotations
@@ -54,9 +55,6 @@ def why_not_defer(head: nn.Module) -> str | None:
         if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
             # It also replaces F.linear by a function that takes tensors only.
             return "DeepSpeed ZeRO-3 partitions the head's weight"
-        hook = getattr(module, "_hf_hook", None)
-        if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
-            return "accelerate offloads the head's weight after its forward"
     return RESHARDS if any(_reshards(module) for module in head.modules()) else None
 
 

@@ -17,6 +17,9 @@ SMALLEST_TAU, LARGEST_TAU = 1e-6, 1e-1
 MEASURE_EVERY = 32  # steps between two measurements of the error
 MEASURE_FIRST = 4  # and the first steps are all measured
 READ_EVERY = 4  # steps between two looks at the share of tiles kept
+# Steps after which one is looked at: always as many, or a run would depend on how far ahead of the device the host is. By then
+# it is there, unless the host is that many steps ahead; it then waits, and the device has the steps between to work on.
+READ_AFTER = 2
 SORT_EVERY = 8  # steps for which one order of the vocabulary serves
 POINTLESS = 0.6  # share of tiles kept from which dense products are faster
 DENSE_STEPS = 32  # before the filter is tried again
@@ -28,7 +31,7 @@ def _capturing() -> bool:
 
 
 class FilterState:
-    """Steers the gradient filter of one head from step to step; nothing in it makes the host wait for the device.
+    """Steers the gradient filter of one head from step to step; the device never waits for the host.
 
     It measures, every 32 steps, the error that the filter makes in the gradients of some tokens' hidden states and of some rows
     of the weight, and moves the threshold; goes to dense products for 32 steps where the filter kept too much; and keeps the
@@ -45,9 +48,8 @@ class FilterState:
         self._weight_error: Tensor | None = None
         self._dense = 0  # steps without the filter that are left
         self._trying = True  # nothing is left out until the share of tiles that would be kept is known
-        self._share: tuple[Tensor, Any, int] | None = (
-            None  # kept tiles on the way to the host, their event, of how many
-        )
+        # kept tiles on the way to the host, their event, of how many, the step that looks
+        self._share: tuple[Tensor, Any, int, int] | None = None
         self._pinned: list[Tensor] = []  # read by captured graphs, whose replays need them where they are
         self._vocabulary: tuple[Any, Any] | None = None  # what it is an order of, the order
 
@@ -109,14 +111,15 @@ class FilterState:
         self._last = report
         self._steer(report)
         kept = report.kept
-        if (self.keeps_all() or self._calls % READ_EVERY == 0) and not _capturing():
+        due = self._share is None and (self.keeps_all() or self._calls % READ_EVERY == 0)
+        if due and not _capturing():
             event = None
             if kept.is_cuda:
                 host = torch.empty((), dtype=kept.dtype, pin_memory=True)
                 kept = host.copy_(kept, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-            self._share = (kept, event, report.tiles)
+            self._share = (kept, event, report.tiles, self._calls + READ_AFTER)
         self._calls += 1
 
     def _steer(self, report: Any) -> None:
@@ -141,16 +144,19 @@ class FilterState:
         self._tau = (self._tau * step).clamp(SMALLEST_TAU, LARGEST_TAU)
 
     def _look(self) -> None:
-        """Filter if the last share that has arrived on the host was small enough, else go dense for a while."""
+        """Filter if the share of some steps ago was small enough, else go dense for a while."""
         share = self._share  # once: DataParallel's threads share this object
         if share is None or _capturing():
             return
-        host, event, tiles = share
-        if event is None or event.query():
-            self._share = None
-            self._trying = int(host) > POINTLESS * tiles
-            if self._trying:
-                self._dense = DENSE_STEPS
+        host, event, tiles, due = share
+        if self._calls < due:
+            return
+        if event is not None:
+            event.synchronize()
+        self._share = None
+        self._trying = int(host) > POINTLESS * tiles
+        if self._trying:
+            self._dense = DENSE_STEPS
 
     def stats(self) -> dict[str, float]:
         """Of the last step that was filtered; empty before one was. Waits for the device.

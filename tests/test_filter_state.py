@@ -198,26 +198,26 @@ def test_the_error_asked_for_is_reached(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Event:
-    """In place of torch.cuda.Event, which only a GPU has: whether the copy to the host has arrived."""
+    """In place of torch.cuda.Event, which only a GPU has: how often somebody waited for the copy to the host."""
 
-    def __init__(self, arrived: bool) -> None:
-        self.arrived = arrived
+    def __init__(self) -> None:
+        self.waits = 0
 
-    def query(self) -> bool:
-        return self.arrived
+    def synchronize(self) -> None:
+        self.waits += 1
 
 
 def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
-    state, hidden = FilterState(), torch.zeros(1)
-    event = Event(False)
-    state._share = (torch.tensor(90), event, 100)
-    assert state.threshold(0.01, hidden) is not None  # not there yet: nobody waits for it
-    event.arrived = True
+    state, hidden, event = FilterState(), torch.zeros(1), Event()
+    state._share = (torch.tensor(90), event, 100, state_module.READ_AFTER)
+    for state._calls in range(state_module.READ_AFTER):  # however soon it is there, the step that looks is always the same
+        assert state.threshold(0.01, hidden) is not None and event.waits == 0
+    state._calls = state_module.READ_AFTER
     rested = 0
     while state.threshold(0.01, hidden) is None:
         rested += 1
-    assert rested == state_module.DENSE_STEPS and state._share is None
-    state._share = (torch.tensor(50), event, 100)
+    assert rested == state_module.DENSE_STEPS and state._share is None and event.waits == 1
+    state._share = (torch.tensor(50), event, 100, 0)
     assert state.threshold(0.01, hidden) is not None and state._share is None
 
 
@@ -226,7 +226,7 @@ def test_a_step_while_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = force(monkeypatch, "filtered")
     state = FilterState()
     filtered = step(state)
-    state._share = (torch.tensor(99), Event(True), 100)
+    state._share = (torch.tensor(99), Event(), 100, 0)
     exact = step(state)
     assert taken["filtered"] == taken["filtered gradients"] == 1 and sum(taken.values()) == 4
     assert state.stats()["dense"] == 1.0
@@ -272,7 +272,7 @@ def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(monkeypatch: pytes
         return [x.grad for x in leaves if x.grad is not None]
 
     whole = gradients(KEEPS_ALL, FilterState())
-    for pointless, expected in ((0.99, "wffff"), (0.0, "wddwddwd")):
+    for pointless, expected in ((0.99, "wwffff"), (0.0, "wwddwwddwwd")):
         monkeypatch.setattr(state_module, "POINTLESS", pointless)
         state, found = FilterState(), ""
         for _ in expected:

@@ -305,16 +305,25 @@ def test_a_weight_that_an_engine_partitions_is_left_to_it(monkeypatch: pytest.Mo
     assert_as_good(loss, model(**batch()).loss, exact(remove_cce(model))(**batch()).loss, "loss")
 
 
-def test_an_offloaded_head_keeps_its_forward() -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_offloaded_head(when: str) -> None:
+    """accelerate brings its weight for the head's forward alone; what the loss needs of it is held until then."""
     hooks = pytest.importorskip("accelerate.hooks")
-    model = apply_cce(tiny_llama())
-    weights = {"weight": model.lm_head.weight.detach().clone()}
-    hook = hooks.AlignDevicesHook(execution_device="cpu", offload=True, weights_map=weights)
-    hooks.add_hook_to_module(model.lm_head, hook)
-    assert model.lm_head.weight.is_meta
-    with pytest.warns(UserWarning, match="offload"):
-        loss = model(**batch()).loss
-    assert torch.equal(loss, tiny_llama()(**batch()).loss)
+
+    def offloaded(model: Any) -> Any:
+        weights = {"weight": model.lm_head.weight.detach().clone()}
+        hook = hooks.AlignDevicesHook(execution_device="cpu", offload=True, io_same_device=True, weights_map=weights)
+        hooks.add_hook_to_module(model.lm_head, hook)
+        return model
+
+    reference = loss_and_grads(exact(tiny_llama()), batch(), double=True)
+    plain = loss_and_grads(offloaded(tiny_llama()), batch())
+    patched = apply_cce(offloaded(tiny_llama())) if when == "after" else offloaded(apply_cce(tiny_llama()))
+    actual = loss_and_grads(patched, batch())
+    assert_fused(patched, calls=1)
+    assert patched.lm_head.weight.is_meta and actual.keys() == plain.keys() and len(actual) > 3
+    for name, value in actual.items():
+        assert_as_good(value, plain[name], reference[name], name)
 
 
 def test_a_loss_that_needs_logits_is_right_and_says_so() -> None:
