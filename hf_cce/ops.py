@@ -369,9 +369,6 @@ class _CrossEntropy(torch.autograd.Function):
             return output[0]
         kernels, v = _kernels(), weight.shape[0]
         with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
-            ok, factor = kernels.survey_labels(labels, ignore_index, v, num_items, divisor)
-            _require(ok, labels, ignore_index, v)
-            common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             result, tau = None, None
             n, work = labels.numel(), hidden.numel() * v
             # "auto" promises an error, and keeps the promise by measurement: not without a state.
@@ -379,6 +376,15 @@ class _CrossEntropy(torch.autograd.Function):
             if wanted and not need_bias and work >= FILTER_FROM and n >= FILTER_TOKENS:
                 ctx.state, ctx.steered = FilterState() if state is None else state, state is not None
                 tau = ctx.tau = ctx.state.threshold(gradient_filter, hidden)
+            dense = 0 < 4 * n * v <= min(budget, DENSE_BYTES)
+            if hidden.is_cuda:
+                kernels.compile_ahead(
+                    tau is not None, dense, (need_hidden, need_weight, need_bias), hidden, weight, bias, labels, num_items,
+                    divisor, ignore_index, scale, softcap, z_loss, budget,
+                )  # fmt: skip
+            ok, factor = kernels.survey_labels(labels, ignore_index, v, num_items, divisor)
+            _require(ok, labels, ignore_index, v)
+            common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             if tau is not None:
                 result = kernels.filtered_cross_entropy(*common, need_weight, budget, ctx.state.vocabulary(weight))
             if result is not None:
@@ -386,7 +392,7 @@ class _CrossEntropy(torch.autograd.Function):
                 lse = ctx.filtered.lse
                 ctx.tokens = ctx.filtered.order.tokens  # whose the statistics are
                 ctx.state.keep_vocabulary(weight, ctx.filtered.vocabulary)
-            elif 0 < 4 * n * v <= min(budget, DENSE_BYTES):
+            elif dense:
                 loss, lse, ctx.dense = kernels.dense_cross_entropy(*common)
             elif (result := kernels.stored_cross_entropy(*common, budget)) is not None:
                 loss, lse, ctx.stored = result

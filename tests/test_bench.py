@@ -15,7 +15,7 @@ from numerics import budget, relative_error
 from typer.testing import CliRunner, Result
 
 from hf_cce import CCEConfig
-from hf_cce.bench import bench_plots, machine, measure
+from hf_cce.bench import bench_plots, first, machine, measure
 from hf_cce.bench.heads import HEADS, flat_head, train_head
 from hf_cce.bench.measure import Bench, Problem, exact_gradients
 from hf_cce.bench.peers import BUILDERS, eager, make_peers, make_sweep, sweep_name
@@ -253,3 +253,21 @@ def test_on_a_gpu(words: Path, cache: Path, tmp_path: Path) -> None:
         ours, theirs = result["rows"]["hf_cce"], result["rows"]["eager"]
         for error in ("grad_hidden_error", "grad_weight_error"):
             assert ours[error] <= budget(theirs[error], torch.bfloat16)
+
+
+def test_first_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "first.json"
+    shape = ["--shape", "8", "16", "40"]
+    assert (
+        first.main([*shape, "--peers", "hf_cce", "apple cce", "--times", "2", "--device", "cpu", "--json", str(path)])
+        == 0
+    )
+    report = json.loads(path.read_text("utf-8"))
+    assert report["command"].startswith("python -m hf_cce.bench.first --shape 8 16 40 --peers hf_cce 'apple cce'")
+    ours = report["results"]["hf_cce"]
+    assert len(ours["later_s"]) == 1 and ours["first_s"] > 0 and ours["runs"][0]["second_s"] > 0
+    assert "| hf_cce | " in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            first.main([*shape, "--device", "cuda"])
+        assert "no CUDA device" in capsys.readouterr().err

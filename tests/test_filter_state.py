@@ -210,7 +210,9 @@ class Event:
 def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
     state, hidden, event = FilterState(), torch.zeros(1), Event()
     state._share = (torch.tensor(90), event, 100, state_module.READ_AFTER)
-    for state._calls in range(state_module.READ_AFTER):  # however soon it is there, the step that looks is always the same
+    for state._calls in range(
+        state_module.READ_AFTER
+    ):  # however soon it is there, the step that looks is always the same
         assert state.threshold(0.01, hidden) is not None and event.waits == 0
     state._calls = state_module.READ_AFTER
     rested = 0

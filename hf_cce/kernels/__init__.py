@@ -1,5 +1,6 @@
 """Triton kernels of the loss. Same functions, same arguments, same results as ``hf_cce.portable``."""
 
+from hf_cce.kernels.ahead import compile_ahead
 from hf_cce.kernels.backward import logit_stats_backward
 from hf_cce.kernels.cross_entropy import (
     cross_entropy,
@@ -13,6 +14,7 @@ from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.forward import logit_stats, survey_labels
 
 __all__ = [
+    "compile_ahead",
     "cross_entropy",
     "dense_cross_entropy",
     "dense_gradients",

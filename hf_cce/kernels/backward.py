@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import make_plan, operand, slab_width
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.scaled import buffer_rows, scaled_gradients
@@ -83,6 +84,7 @@ def _gradient_tile(
     tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (place < slab_width)[None, :])
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "slab_start", "ignore_index"])
 def _logit_gradient_kernel(
     hidden,  # [N, D]
@@ -222,7 +224,7 @@ def logit_stats_backward(
             gradient = scratch[:, : stop - start]  # [tokens, slab]
             if for_weight:
                 if need_weight:
-                    torch.mm(gradient.t(), h, out=grad_weight[start:stop])
+                    multiply_add(grad_weight[start:stop], gradient.t(), h, first=True)
                 if need_bias:
                     grad_bias[start:stop] = gradient.sum(0, dtype=torch.float32)
             if for_hidden:

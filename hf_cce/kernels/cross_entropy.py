@@ -9,11 +9,13 @@ from torch import Tensor
 
 from hf_cce.kernels import dense, filtered
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats, tile_stride
+from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.order import Vocabulary
 from hf_cce.kernels.plan import make_plan
 from hf_cce.kernels.stored import Stored, label_logits, stored_width
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _total_loss_kernel(
     lse,  # [N], zero where the label is ignored, like all that follow
@@ -43,6 +45,7 @@ def _total_loss_kernel(
     tl.store(loss, tl.sum(total) * tl.load(factor))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _token_gradients_kernel(
     grad,  # scalar

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.tiles import softcapped
 
@@ -34,6 +35,7 @@ def _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl.con
     return x
 
 
+@Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_stats_kernel(
     logits,  # [N, V] h Wᵀ
@@ -75,6 +77,7 @@ def _row_stats_kernel(
     tl.store(label_logit + row, tl.sum(at_label, 0))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_gradient_kernel(
     logits,  # [N, V] float32: h Wᵀ

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.forward import tile_stride
+from hf_cce.kernels.launch import Kernel
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
 BINS = tl.constexpr(512)
@@ -33,6 +34,7 @@ def _bin(energy):
     return tl.where(known, place, tl.where(energy == 0.0, 0, 511))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "span"])
 def _score_kernel(
     tile_lse,  # [T, N]
@@ -81,6 +83,7 @@ def _score_kernel(
     tl.store(part + program, total)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tiles"])
 def _count_kernel(energy, counts, num_tiles, BLOCK: tl.constexpr):
     """Tiles by energy, [programs, BINS]."""
@@ -89,6 +92,7 @@ def _count_kernel(energy, counts, num_tiles, BLOCK: tl.constexpr):
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(_bin(e), BINS))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_programs"])
 def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     bins = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
@@ -101,6 +105,7 @@ def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: t
     tl.store(sums + bins, total)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
 def _columns_kernel(
     energy,  # [T, row blocks]
@@ -136,6 +141,7 @@ def _columns_kernel(
     tl.store(count + block, tl.sum(kept.to(tl.int32)))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["room", "PASSES"])
 def _scan_kernel(
     count,  # [T]
@@ -162,6 +168,7 @@ def _scan_kernel(
         tl.store(pass_start + p, tl.sum(tl.where(earlier, counts, 0)))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
 def _rows_kernel(
     place,  # [T, row blocks]
@@ -199,6 +206,7 @@ def _rows_kernel(
     tl.store(row_pass + row_block * (PASSES + 1) + passes, before, mask=passes <= PASSES)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
 def _longest_first_kernel(
     row_pass,  # [row blocks, P + 1]
@@ -217,6 +225,7 @@ def _longest_first_kernel(
     tl.store(row_order + number * num_row_blocks + tl.sum(ahead.to(tl.int32)), row)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"])
 def _mass_kernel(
     tile_lse,  # [T, N]

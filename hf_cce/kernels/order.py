@@ -12,9 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.launch import Kernel
+
 SAMPLE = 1024  # tokens whose mean gives the average logits
 
 
+@Kernel
 @triton.jit
 def _order_kernel(by_logit, order, rank, v, padded, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -23,6 +26,7 @@ def _order_kernel(by_logit, order, rank, v, padded, BLOCK: tl.constexpr):
     tl.store(rank + entry, at, mask=at < v)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["ignore_index", "num_tokens"])
 def _key_kernel(labels, rank, keys, num_tokens, v, ignore_index, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -31,6 +35,7 @@ def _key_kernel(labels, rank, keys, num_tokens, v, ignore_index, BLOCK: tl.const
     tl.store(keys + at, tl.load(rank + label, mask=good, other=v), mask=at < num_tokens)
 
 
+@Kernel
 @triton.jit
 def _permute_rows_kernel(
     weight,  # [V, D]

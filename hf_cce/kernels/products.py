@@ -8,6 +8,8 @@ from torch import Tensor
 
 def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """``total`` = a · b, added to what is there unless it is the ``first``, accumulated in float32 when ``total`` is."""
+    if total.is_meta:  # launches are listed; asking PyTorch for the shape would import a second's worth of modules
+        return
     if total.dtype == a.dtype:
         if first:
             torch.mm(a, b, out=total)

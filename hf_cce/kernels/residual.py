@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.tiles import softcapped
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks"])
 def _residual_kernel(
     z,  # [S, V]: h Wᵀ of some rows, in the order of columns
@@ -58,6 +60,7 @@ def _residual_kernel(
     tl.store(out + at, tl.where(gone, gradient - spread, 0.0), mask=inside)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"])
 def _column_residual_kernel(
     z,  # [N, S]: h Wᵀ of some columns
@@ -108,6 +111,7 @@ def _column_residual_kernel(
     tl.store(out + at, left, mask=inside)
 
 
+@Kernel
 @triton.jit
 def _rounding_kernel(
     z,  # [S, V]: h Wᵀ of some rows

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.stored import LIMIT, Stored
 
@@ -29,6 +30,7 @@ TOKENS_PER_WIDTH = 2
 _BLOCK_V = 64
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _factors_kernel(
     values,  # [N, V] S: zeros are written where the labels are
@@ -70,6 +72,7 @@ def _factors_kernel(
     tl.store(of_label + rows, c, mask=in_rows)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _scale_rows_kernel(hidden, scale, out, num_tokens, d, hidden_stride, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
     """f · h, [N, D]."""
@@ -81,6 +84,7 @@ def _scale_rows_kernel(hidden, scale, out, num_tokens, d, hidden_stride, BLOCK_R
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], (h * f[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _finish_hidden_kernel(
     product,  # [rows, D] float32
@@ -109,6 +113,7 @@ def _finish_hidden_kernel(
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["first_row", "num_rows", "first_block"])
 def _finish_weight_kernel(
     product,  # [rows, D] float32
@@ -217,6 +222,6 @@ def scaled_gradients(
         _finish_weight_kernel[(triton.cdiv(stop - start, _BLOCK_V), triton.cdiv(d, 128))](
             product, hidden, by_label.values, by_label.indices, first_of, of_label, grad_weight, start, start // _BLOCK_V,
             stop - start, d, hidden.stride(0),
-            UPCAST=not hidden.is_cuda, BLOCK_V=_BLOCK_V, BLOCK_T=64 if hidden.is_cuda else 16, BLOCK_D=128,
+            UPCAST=hidden.is_cpu, BLOCK_V=_BLOCK_V, BLOCK_T=16 if hidden.is_cpu else 64, BLOCK_D=128,
             num_warps=8, num_stages=1,
         )  # fmt: skip

@@ -9,9 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.tiles import tile_gradient, tile_logits
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _kept_tiles_kernel(
     hidden,  # [N, D] in the order of rows
@@ -88,6 +90,7 @@ def _add_in_parts(acc, part, a, b, last, PRECISION: tl.constexpr):
     return tl.where(last, acc + part, acc), tl.where(last, 0.0, part)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _hidden_gradient_kernel(
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_M, BLOCK_K]
@@ -156,6 +159,7 @@ def _hidden_gradient_kernel(
         tl.store(mine + here, acc, mask=mask)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "pass_number"])
 def _weight_gradient_kernel(
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_K, BLOCK_N]
@@ -223,6 +227,7 @@ def _weight_gradient_kernel(
         tl.store(out + entries[:, None] * hidden_size + ds[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _put_back_kernel(total, tokens, out, num_tokens, hidden_size, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of ``total`` to where their tokens stand in ``out``, in its dtype."""

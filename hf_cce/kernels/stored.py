@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.tiles import softcapped
 
 LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the ends of bfloat16
@@ -26,6 +27,7 @@ class Stored(NamedTuple):
     label_logit: Tensor  # [N]
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _label_logit_kernel(
     hidden,  # [N, D]
@@ -64,6 +66,7 @@ def _label_logit_kernel(
     tl.store(out + rows, acc, mask=rows < num_tokens)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _settle_kernel(
     values,  # [N, width], in place

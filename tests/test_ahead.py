@@ -1,0 +1,139 @@
+"""What is compiled before the first step is what that step launches, and nothing of it is compiled again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from losses import Options
+from ways import WAYS, applies, config_of, force, peaked
+
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy
+
+pytest.importorskip("triton")
+
+Launched = set[tuple[str, tuple[tuple[str, Any], ...]]]
+OF_THE_DEVICE = {"TMA", "UPCAST", "IN_PARTS"}
+
+
+def described(name: str, options: dict[str, Any]) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    return name, tuple(sorted((k, v) for k, v in options.items() if isinstance(v, bool) and k not in OF_THE_DEVICE))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts launches in the interpreter")
+@pytest.mark.parametrize("options", [Options(), Options(0.7, 5.0, z_loss=1e-2)], ids=["plain", "softcap"])
+@pytest.mark.parametrize("needs", [(True, True), (True, False)], ids=["both", "frozen"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_listed_is_what_is_launched(
+    way: str, needs: tuple[bool, bool], options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_cce.kernels import ahead, launch
+
+    dtype = torch.bfloat16
+    if not applies(way, options, dtype):
+        pytest.skip("the way does not apply")
+    force(monkeypatch, way)
+    hidden, weight, labels = peaked(60, 32, 230, dtype)
+    leaves = [x.requires_grad_(need) for x, need in zip((hidden, weight), needs, strict=True)]
+    launched: Launched = set()
+    real = launch.Kernel.__getitem__
+
+    def spy(self: Any, grid: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> None:
+            launched.add(described(self.jitted.fn.__name__, kwargs))
+            real(self, grid)(*args, **kwargs)
+
+        return run
+
+    config = CCEConfig("triton") if way == "filtered" else config_of(way)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.Kernel, "__getitem__", spy)
+        linear_cross_entropy(
+            *leaves, labels, logit_scale=options.logit_scale, softcap=options.softcap, z_loss=options.z_loss, config=config,
+            filter_state=FilterState(),
+        ).backward()  # fmt: skip
+    assert len(launched) > 3
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+    problem = ahead.Problem(
+        way == "filtered", way == "dense", (*needs, False), dtype, 230, 32, (32, 1), (32, 1), False, torch.int64, None, False,
+        -100, options.logit_scale, options.softcap or 0.0, options.z_loss, torch.device("cuda", 0), 60, 256 << 20,
+    )  # fmt: skip
+    with launch.listing() as launches:
+        ahead._step(problem)
+    listed = {described(jitted.fn.__name__, kwargs) for jitted, _, kwargs in launches}
+    assert listed == launched
+
+
+def test_one_compilation_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_cce.kernels import ahead
+
+    problems = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(ahead, "_compile", problems.append)
+    for n, scale, budget in ((7, 1.0, 1 << 20), (9, 1.0, 1 << 21), (7, 2.0, 1 << 20)):
+        hidden, weight = torch.empty(n, 8), torch.empty(11, 8)
+        labels = torch.zeros(n, dtype=torch.int64)
+        needs = (True, True, False)
+        ahead.compile_ahead(False, False, needs, hidden, weight, None, labels, None, 0.0, -100, scale, 0.0, 0.0, budget)
+    assert len(problems) == 3 and len(set(problems)) == 2
+
+
+PROGRAM = """
+import sys, threading
+import torch
+from triton.runtime.jit import JITFunction
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy
+real, where = JITFunction._do_compile, []
+def compiled(self, *args, **kwargs):
+    where.append((self.fn.__name__, threading.current_thread() is threading.main_thread()))
+    return real(self, *args, **kwargs)
+JITFunction._do_compile = compiled
+way = sys.argv[1]
+n, d, v = (512, 256, 4000) if way == "dense" else (2100, 1024, 73000)
+h, w = (torch.randn(k, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for k in (n, v))
+y = torch.randint(v, (n,), device="cuda")
+config = CCEConfig("triton", gradient_filter="auto" if way == "filtered" else None)
+state = FilterState()
+for _ in range(3):
+    linear_cross_entropy(h, w, y, softcap=30.0, config=config, filter_state=state).backward()
+torch.cuda.synchronize()
+assert bool(state.stats()) == (way == "filtered")
+late = [name for name, main in where if main]
+assert len(where) > 3 and not late, (len(where), late)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["filtered", "dense", "recomputed"])
+def test_a_step_compiles_nothing_itself(way: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, way], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_where_listing_fails_kernels_are_compiled_as_they_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "hf_cce")
+    from hf_cce.kernels import ahead
+
+    def fails(problem: Any) -> None:
+        raise RuntimeError("no such meta kernel")
+
+    monkeypatch.setattr(ahead, "_step", fails)
+    hidden, labels = torch.empty(3, 8), torch.zeros(3, dtype=torch.int64)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ahead.compile_ahead(
+        False, False, (True, True, False), hidden, torch.empty(13, 8), None, labels, None, 0.0, -100, 1.0, 0.0, 0.0, 1
+    )
+    assert "one after the other: no such meta kernel" in caplog.text
