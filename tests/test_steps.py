@@ -90,6 +90,26 @@ def test_steps_in_processes_of_their_own(words: Path, tmp_path: Path, capsys: py
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("loop", ["trainer", "sft"])
+def test_steps_of_trainers(loop: str, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trained on the same rows in the same order as the plain loop, they come to the same loss."""
+    for package in ["trl", "datasets"] if loop == "sft" else []:
+        pytest.importorskip(package)
+    found = {}
+    for each in ("plain", loop):
+        path = tmp_path / f"{each}.json"
+        more = ["--losses", "eager", "hf_cce", "--learning-rate", "0.0", "--loop", each, "--json", str(path)]
+        assert steps.main(arguments(words, *more)) == 0
+        found[each] = json.loads(path.read_text("utf-8"))["results"]
+    for name, row in found[loop].items():
+        assert len(row["step_ms"]) == 2 and row["tokens_per_second"] > 0 and row["peak_gib"] > 0
+        expected = float(np.mean(found["plain"][name]["losses"]))
+        assert abs(row["losses"][0] - expected) <= budget(0.0, torch.bfloat16) * expected
+    assert "CCECallback" in found[loop]["hf_cce"]["installed"]
+    assert f", {'Trainer' if loop == 'trainer' else 'SFTTrainer'}" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_what_is_not_there_is_missing_with_its_reason(
     words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

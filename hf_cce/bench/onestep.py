@@ -11,8 +11,6 @@ import re
 import statistics
 import sys
 import time
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,48 +19,12 @@ import torch
 
 from hf_cce.bench import machine, memory
 from hf_cce.bench.installed import Missing, install
+from hf_cce.bench.job import Job, Marks, token_ids
 from hf_cce.bench.shapes import SHAPES, config_of
-from hf_cce.bench.text import windows
+from hf_cce.bench.trainers import train
 
 GIB = 1 << 30
 PARTS = ("forward", "backward", "optimizer")
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run. Everything but ``loss`` is the same for all losses that are compared."""
-
-    loss: str
-    model: str
-    batch: int
-    sequence: int
-    steps: int
-    warmup: int
-    tokens_file: str
-    entries: int  # of the tokenizer: every token id is below
-    ids: str = "rank"  # or "spread", see ``token_ids``
-    attention: str = "sdpa"
-    gradient_checkpointing: bool = False
-    memory_limit: float | None = None  # GiB, of PyTorch's allocator; the CUDA context comes on top
-    learning_rate: float = 1e-4
-    seed: int = 0
-    device: str = "cpu"
-    state_file: str | None = None  # weights to start from; with ``write_state`` those to leave behind
-    write_state: bool = False
-
-
-def token_ids(job: Job) -> np.ndarray:
-    """[warmup + steps, batch, sequence] token ids of real text in the model's vocabulary.
-
-    The local tokenizer has fewer entries than a large model's. "rank": its ids as they are, by frequency, as in any BPE; the
-    rest of the vocabulary never occurs, as other languages would not. "spread": spaced out evenly, which leaves no
-    stretch of the vocabulary unused, the worst case for a loss that skips such stretches.
-    """
-    ids = windows(job.tokens_file, (job.warmup + job.steps, job.batch), job.sequence, job.seed)
-    vocabulary = SHAPES[job.model].vocabulary
-    if job.entries > vocabulary:
-        raise ValueError(f"a tokenizer of {job.entries} entries does not fit the model's vocabulary of {vocabulary}")
-    return ids * vocabulary // job.entries if job.ids == "spread" else ids
 
 
 def build(job: Job, dtype: torch.dtype) -> Any:
@@ -106,29 +68,6 @@ def pretrain(job: Job) -> dict[str, Any]:
     return {"status": "ok", "losses": values, "seconds": time.perf_counter() - start}
 
 
-class Marks:
-    """Moments on the device's own time line, without making the host wait for it; on a CPU the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.marks: list[Any] = []
-
-    def mark(self) -> None:
-        if self.device.type != "cuda":
-            self.marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append(event)
-
-    def milliseconds(self) -> list[float]:
-        """Between each mark and the next."""
-        if self.device.type != "cuda":
-            return [(b - a) * 1e3 for a, b in pairwise(self.marks)]
-        torch.cuda.synchronize(self.device)
-        return [a.elapsed_time(b) for a, b in pairwise(self.marks)]
-
-
 def out_of_memory(error: BaseException) -> bool:
     """Also as the libraries under PyTorch say it."""
     return isinstance(error, torch.OutOfMemoryError) or (
@@ -146,41 +85,27 @@ def measure(job: Job) -> dict[str, Any]:
     """
     device = torch.device(job.device)
     limit(job, device)
-    losses: list[torch.Tensor] = []
+    losses: list[Any] = []
     result: dict[str, Any] = {"status": "ok"}
-    marks = Marks(device)
     at = {"phase": "build", "step": 0}
     start = time.perf_counter()
     try:
         model = build(job, torch.bfloat16)
-        result["installed"] = install(model, job.loss)
         result["parameters"] = sum(p.numel() for p in model.parameters())
-        optimizer = torch.optim.AdamW(model.parameters(), job.learning_rate, betas=(0.9, 0.95), fused=True)
-        batches = torch.from_numpy(token_ids(job)).to(device)
-        for step, rows in enumerate(batches):
-            if step == job.warmup:
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                    torch.cuda.reset_peak_memory_stats(device)
-                result["first_steps_s"] = time.perf_counter() - start  # building, compiling and tuning included
-                marks.mark()
-            at = {"phase": "forward", "step": step + 1}
-            loss = model(input_ids=rows, labels=rows).loss
-            if step >= job.warmup:
-                marks.mark()
-            at["phase"] = "backward"
-            loss.backward()
-            if step >= job.warmup:
-                marks.mark()
-            at["phase"] = "optimizer"
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            if step >= job.warmup:
-                marks.mark()
-            losses.append(loss.detach())
-            if step < job.warmup:
-                memory_so_far(result, device)
-        result.update(timed(job, marks))
+
+        def before_timing() -> None:
+            memory_so_far(result, device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+            result["first_steps_s"] = time.perf_counter() - start  # building, compiling and tuning included
+
+        if job.loop == "plain":
+            result.update(_plain_loop(job, model, losses, at, before_timing, result))
+        else:
+            at["phase"] = "training"
+            milliseconds, losses[:], result["installed"] = train(job, model, before_timing)
+            result.update(timed(job, milliseconds, 1))
     except Exception as error:
         if not out_of_memory(error):
             raise
@@ -194,16 +119,47 @@ def measure(job: Job) -> dict[str, Any]:
     return result
 
 
-def timed(job: Job, marks: Marks) -> dict[str, Any]:
-    """Figures of the timed steps, from three marks a step."""
-    spans = np.array(marks.milliseconds()).reshape(job.steps, len(PARTS))
+def _plain_loop(
+    job: Job, model: Any, losses: list[Any], at: dict[str, Any], before_timing: Any, result: dict[str, Any]
+) -> dict[str, Any]:
+    """Figures of a loop without a trainer; ``losses`` and ``at`` are kept up to date for whoever catches what it raises."""
+    device = torch.device(job.device)
+    marks = Marks(device)
+    result["installed"] = install(model, job.loss)
+    optimizer = torch.optim.AdamW(model.parameters(), job.learning_rate, betas=(0.9, 0.95), fused=True)
+    batches = torch.from_numpy(token_ids(job)).to(device)
+    for step, rows in enumerate(batches):
+        if step == job.warmup:
+            before_timing()
+            marks.mark()
+        at.update(phase="forward", step=step + 1)
+        loss = model(input_ids=rows, labels=rows).loss
+        if step >= job.warmup:
+            marks.mark()
+        at["phase"] = "backward"
+        loss.backward()
+        if step >= job.warmup:
+            marks.mark()
+        at["phase"] = "optimizer"
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step >= job.warmup:
+            marks.mark()
+        losses.append(loss.detach())
+    return timed(job, marks.milliseconds(), len(PARTS))
+
+
+def timed(job: Job, milliseconds: list[float], parts: int) -> dict[str, Any]:
+    """Figures of the timed steps, from so many spans a step; those of its parts where there are several."""
+    spans = np.array(milliseconds).reshape(job.steps, parts)
     steps = spans.sum(1).tolist()
     median = statistics.median(steps)
+    medians = {f"{part}_ms": statistics.median(spans[:, i].tolist()) for i, part in enumerate(PARTS) if parts > 1}
     return {
         "ms": median,
         "ms_spread": [min(steps), max(steps)],
         "step_ms": steps,
-        **{f"{part}_ms": statistics.median(spans[:, i].tolist()) for i, part in enumerate(PARTS)},
+        **medians,
         "tokens_per_second": job.batch * job.sequence / median * 1e3,
     }
 

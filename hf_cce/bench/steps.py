@@ -24,8 +24,10 @@ import torch
 from hf_cce.bench import machine, text
 from hf_cce.bench.files import write_json
 from hf_cce.bench.installed import LOSSES
-from hf_cce.bench.onestep import Job
+from hf_cce.bench.job import Job
+from hf_cce.bench.onestep import PARTS
 from hf_cce.bench.shapes import SHAPES
+from hf_cce.bench.trainers import LOOPS
 
 MAX_ENTRIES = 49_152  # the local text gives no larger tokenizer
 NOTES = {
@@ -89,8 +91,10 @@ def table(report: dict[str, Any]) -> str:
     checkpointing = ", gradient checkpointing" if settings["gradient_checkpointing"] else ""
     capped = f", at most {settings['memory_limit']:g} GiB" if settings["memory_limit"] else ""
     trained = f", {settings['pretrain_steps']} steps trained" if settings["pretrain_steps"] else ", random weights"
+    loop = {"trainer": ", Trainer", "sft": ", SFTTrainer"}.get(settings["loop"], "")
     lines = [
-        f"### {settings['model']}, {settings['batch']} × {settings['sequence']} tokens, bf16{trained}{checkpointing}{capped}",
+        f"### {settings['model']}, {settings['batch']} × {settings['sequence']} tokens, "
+        f"bf16{trained}{checkpointing}{capped}{loop}",
         "",
         "| loss | ms a step (min–max) | forward, backward, optimizer ms | tokens/s | peak GiB | reserved GiB | "
         f"first loss | difference to {reference or 'eager'} at once, later |",
@@ -98,7 +102,7 @@ def table(report: dict[str, Any]) -> str:
     ]
     for name, row in report["results"].items():
         if row["status"] == "ok":
-            parts = ", ".join(f"{row[f'{part}_ms']:.1f}" for part in ("forward", "backward", "optimizer"))
+            parts = ", ".join(f"{row[f'{part}_ms']:.1f}" for part in PARTS if f"{part}_ms" in row)
             low, high = row["ms_spread"]
             lines.append(
                 f"| {name} | {row['ms']:.1f} ({low:.1f}–{high:.1f}) | {parts} | {row['tokens_per_second']:,.0f} | "
@@ -126,6 +130,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--losses", nargs="+", default=list(LOSSES), choices=LOSSES, metavar="LOSS", help=", ".join(LOSSES)
     )
+    parser.add_argument("--loop", choices=LOOPS, default="plain", help="or Transformers' Trainer, or TRL's SFTTrainer")
     parser.add_argument("--attention", default="sdpa", help="attn_implementation of Transformers")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument(
@@ -167,6 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
         loss="eager",
         tokens_file=str(corpus.tokens_file),
         entries=corpus.entries,
+        tokenizer_file=str(corpus.tokenizer_file),
         **{name: getattr(args, name) for name in same},
     )
     report: dict[str, Any] = {
@@ -195,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
             first = replace(
                 job, steps=args.pretrain_steps, warmup=0, batch=args.pretrain_batch, sequence=args.pretrain_sequence,
                 learning_rate=args.pretrain_learning_rate, seed=args.seed + 1, write_state=True, memory_limit=None,
-                gradient_checkpointing=False, attention="sdpa",
+                gradient_checkpointing=False, attention="sdpa", loop="plain",
             )  # fmt: skip
             report["pretraining"] = result = in_own_process(first, args.timeout)
             if result["status"] != "ok":
