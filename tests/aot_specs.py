@@ -53,11 +53,13 @@ TYPES = {
     "tau": "*fp32",
     "sampled": "*i64",
     "mass": "*T",
-    **dict.fromkeys(("place", "count", "counts", "sums", "start", "flags"), "*i32"),
+    **dict.fromkeys(("place", "count", "counts", "sums", "start", "flags", "aside"), "*i32"),
     **dict.fromkeys(("pass_of", "pass_block", "pass_start"), "*i32"),
     **dict.fromkeys(("tiles", "tile_rows", "row_pass", "row_order"), "*i32"),
     "row_tiles": "*i64",
-    **dict.fromkeys(("num_row_blocks", "num_col_blocks", "num_programs", "num_tiles", "pass_number", "room"), "i32"),
+    **dict.fromkeys(
+        ("num_row_blocks", "num_col_blocks", "num_programs", "num_tiles", "pass_number", "room", "capacity"), "i32"
+    ),
     "v": "size",
     "d": "i32:16",
 }
@@ -158,8 +160,9 @@ SPECS = (
             "spread": "*fp32",
             "out": "*T",
         },
-        variants={"plain": {}, "odd": {}},
+        variants={"plain": {}, "odd": {"WAIT": True}},
     ),
+    Spec("sparse._aside_kernel", plan="filter blocks", types={"gradient": "*T", "scratch": "*T"}),
     Spec("sparse._put_back_kernel", types={"total": "*fp32", "tokens": "*i64", "out": "*T"}),
     Spec("order._order_kernel", types={"by_logit": "*i64", "padded": "i32:16"}),
     Spec("order._key_kernel", types={"keys": "*i32"}),
@@ -167,6 +170,11 @@ SPECS = (
         "order._permute_rows_kernel",
         plan="filter blocks",
         types={"weight": "*T", "out": "*T if HAS_OUT", "means": "*T", "first_block": "i32", "stride": "i32:16"},
+    ),
+    Spec(
+        "tilt._centred_rows_kernel",
+        plan="filter blocks",
+        types={"weight": "*T", "scale": "*fp32", "out": "*T", "first_block": "i32", "stride": "i32:16"},
     ),
     Spec(
         "filter._score_kernel",

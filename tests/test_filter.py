@@ -212,7 +212,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     exact, twin = (run_plain(inputs, labels, options, dtype)[2] for dtype in (torch.float64, torch.float32))
     actual = run(inputs, labels, 0.1, options, state)[2]
     assert actual is not None and state._vocabulary is not None
-    order, rank = (x.long() for x in state._vocabulary[1])
+    order, rank = (x.long() for x in (state._vocabulary[1].order, state._vocabulary[1].rank))
     rows = torch.where(labels >= 0, rank[labels.clamp_min(0)], v).argsort(stable=True)
     p = full_logits(inputs[0].double(), weight.double(), None, options).softmax(-1).t()
     dropped = 0
@@ -251,7 +251,7 @@ def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows:
         rows, cols = -(-n // plan.block_m), -(-v // plan.block_n)
         slab = v if blocks is None else blocks * plan.block_n
         slots, passes = (rows * cols, 1) if room is None else (room + rows, -(-rows * cols // room))
-        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n))
+        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n, True))
         return plan, used[-1]
 
     monkeypatch.setattr(filtered, "plan_and_layout", plan_and_layout)
@@ -261,14 +261,35 @@ def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows:
 @pytest.mark.parametrize("wanted", [KEEPS_ALL, 0.03], ids=["everything", "some"])
 @pytest.mark.parametrize("need_weight", [True, False], ids=["trained", "frozen"])
 def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_cce.kernels import filtered
+
     force(monkeypatch, "filtered")
     inputs, labels = filter_data(40, 32, 200)
-    results = []
-    for layout in ((None, True, None), (2, False, None), (None, True, 1), (3, False, 4)):
+    results, waiting = [], []
+    select = filtered.select
+
+    def watched(*args: Any) -> Any:
+        kept = select(*args)
+        waiting.append(int(kept.aside))
+        return kept
+
+    monkeypatch.setattr(filtered, "select", watched)
+    # Of the last three, whose rows lie in order where the gradient will be, that of the weight from the first pass finds room to
+    # wait in one only; in the others its tiles are computed again.
+    for layout in (
+        (None, True, None),
+        (2, False, None),
+        (3, False, 4),
+        (None, True, 1),
+        (None, True, 15),
+        (None, True, 9),
+    ):
         used, state = force_layout(monkeypatch, *layout), FilterState()
         loss, hidden, weight = run(inputs, labels, wanted, SOFT, state, (True, need_weight))
         assert len(used) == 1
         results.append(([loss, hidden, *([weight] if need_weight else [])], state.stats()))
+    if wanted == KEEPS_ALL:
+        assert waiting == [0, 0, 0, 0, 5 if need_weight else 0, 0]
     first, stats = results[0]
     for other, other_stats in results[1:]:
         assert (other_stats["kept"], other_stats["tau"]) == (stats["kept"], stats["tau"])
@@ -323,7 +344,7 @@ def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight
     assert passes == 1 or room + rows <= slots
     assert room * passes >= rows * cols and slots <= rows * cols and passes <= MAX_PASSES
     # all that lives from the forward pass to the end: the orders of vocabulary and tokens, their rows, blocks' means
-    always = 8 * v + 12 * n + element * (cols + n) * d
+    always = 8 * v + 12 * n + element * (cols + n) * d + element * d * d * layout.tilted
     # rows of the weight in order; with a gradient of the weight its memory serves
     in_order = element * v * d if layout.keep_rows and not need_weight else 0
     statistics = cols * n * (4 + 2 + (2 if softcap else 0))
@@ -334,7 +355,8 @@ def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight
         "forward": statistics + (0 if layout.keep_rows else element * layout.slab * d),
         "choice": statistics + tables + mass,
         "measurement": statistics + tables + mass + layout.sampled * v * (4 + element * (1 if layout.keep_rows else 2)),
-        "mass": tables + mass + total + spread,
+        "covariance": (statistics + tables + mass + 4 * d * d + max(16 << 20, element * block_n * d)) * layout.tilted,
+        "mass": tables + mass + total + spread + element * n * d * layout.tilted,
         "products": tables + total + spread + scratch,
     }
     for name, size in moments.items():

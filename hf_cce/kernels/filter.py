@@ -142,16 +142,20 @@ def _columns_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["room", "PASSES"])
+@triton.jit(do_not_specialize=["room", "capacity", "PASSES"])
 def _scan_kernel(
     count,  # [T]
     start,  # [T + 1], written: kept tiles in the column blocks before
     pass_of,  # [T], written
     pass_block,  # [P + 1], written: first column block of each pass
     pass_start,  # [P + 1], written: kept tiles before each pass
+    aside,  # scalar, written: see Kept
     num_col_blocks,
     room,
+    capacity,
+    hidden_size,
     PASSES,
+    BLOCK_M: tl.constexpr,
     COLS: tl.constexpr,  # column blocks, or more
 ):
     cols = tl.arange(0, COLS)
@@ -166,6 +170,10 @@ def _scan_kernel(
         earlier = inside & (number < p)
         tl.store(pass_block + p, tl.sum(earlier.to(tl.int32)))
         tl.store(pass_start + p, tl.sum(tl.where(earlier, counts, 0)))
+    # The columns of all passes but the last with a tile, if their gradients fit behind the tiles of that one.
+    before_last = inside & (number < tl.max(tl.where(counts > 0, number, 0), 0))
+    columns, tiles = tl.sum(before_last.to(tl.int32)), tl.sum(tl.where(before_last, 0, counts))
+    tl.store(aside, tl.where(tiles * BLOCK_M + columns * hidden_size <= capacity, columns, 0))
 
 
 @Kernel
@@ -274,6 +282,7 @@ class Kept(NamedTuple):
     row_tiles: Tensor
     row_pass: Tensor
     row_order: Tensor
+    aside: Tensor  # column blocks, from the first, whose gradients of the weight wait behind the tiles of the last pass
 
 
 def select(
@@ -289,10 +298,13 @@ def select(
     block_n: int,
     room: int,
     passes: int,
+    capacity: int,
+    d: int,
 ) -> Kept:
     """Choose the tiles to keep, and list them by column block, by row block and by pass.
 
-    A pass holds at most ``room`` tiles before its last column block.
+    A pass holds at most ``room`` tiles before its last column block. ``capacity``: rows of tiles that the scratch has for
+    the last pass and, of the length ``d``, for what waits behind it; 0 where nothing is to wait.
     """
     device, n = lse.device, lse.numel()
     rows, cols = triton.cdiv(n, block_m), triton.cdiv(v, block_n)
@@ -316,14 +328,14 @@ def select(
         energy=energy, place=ints(cols, rows), counts=ints(cols), start=ints(cols + 1), pass_block=ints(passes + 1),
         pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
         row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=device), row_pass=ints(rows, passes + 1),
-        row_order=ints(passes, rows),
+        row_order=ints(passes, rows), aside=ints(),
     )  # fmt: skip
     pass_of = ints(cols)
     padded = max(16, triton.next_power_of_2(rows))
     _columns_kernel[(cols,)](energy, part, sums, tau, kept.place, kept.counts, rows, programs, ROWS=padded, BLOCK=1024)
     _scan_kernel[(1,)](
-        kept.counts, kept.start, pass_of, kept.pass_block, kept.pass_start, cols, room,
-        PASSES=passes, COLS=max(16, triton.next_power_of_2(cols)),
+        kept.counts, kept.start, pass_of, kept.pass_block, kept.pass_start, kept.aside, cols, room, capacity, d,
+        PASSES=passes, BLOCK_M=block_m, COLS=max(16, triton.next_power_of_2(cols)),
     )  # fmt: skip
     _rows_kernel[(rows,)](
         kept.place, kept.start, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,

@@ -7,6 +7,7 @@ its mass: two products with the blocks of the vocabulary in place of its entries
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,13 @@ from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.residual import column_residual, residual, rounding, sample
 from hf_cce.kernels.sparse import (
+    _aside_kernel,
     _hidden_gradient_kernel,
     _kept_tiles_kernel,
     _put_back_kernel,
     _weight_gradient_kernel,
 )
+from hf_cce.kernels.tilt import covariance, making_bytes, tilted_rows
 
 SAMPLED = 64  # tokens whose error is measured; fewer where the budget is small, but not fewer than
 FEWEST_SAMPLED = 8
@@ -42,6 +45,7 @@ class Layout:
     room: int  # kept tiles after which a new pass begins
     passes: int  # as many as can be needed
     sampled: int  # tokens whose error may be measured
+    tilted: bool  # whether there is room for what hf_cce.kernels.tilt needs
 
 
 def make_layout(
@@ -55,10 +59,11 @@ def make_layout(
     mass, lists = element * cols * n, 4 * (7 * rows * cols + 8 * cols)
     hidden, total = element * n * d, 4 * n * d
     tile = element * plan.block_m * plan.block_n
-    for keep_rows in (True, False):
+    for keep_rows, tilted in product((True, False), (True, False)):
         # with a gradient of the weight its own memory holds the rows in order until it is written
         weight = element * v * d if keep_rows and not need_weight else 0
-        standing = orders + means + hidden + weight
+        tilt = element * d * d if tilted else 0
+        standing = orders + means + hidden + weight + tilt
         # at the three moments that need most: the forward pass, the choice of tiles, the products
         slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
         choice = standing + statistics + mass + lists
@@ -68,7 +73,9 @@ def make_layout(
             slab < min(v, 32 * plan.block_n)
             or standing + statistics > budget
             or slots < max(2 * rows, 4 * plan.programs)
-            or products + mass > budget
+            or products + mass + hidden * tilted > budget
+            or 8 * tilt > budget
+            or (tilted and choice + making_bytes(d, element, plan.block_n) > budget)
         ):
             continue
         # their logits in float32, what is left out of their gradient, and a copy of it in another order
@@ -80,7 +87,7 @@ def make_layout(
         passes = triton.cdiv(rows * cols, room)
         # With many passes it costs less to gather rows than to keep them or to compute tiles twice.
         if passes <= (MAX_PASSES // 8 if keep_rows else MAX_PASSES):
-            return Layout(min(slab, v), keep_rows, slots, room, passes, sampled)
+            return Layout(min(slab, v), keep_rows, slots, room, passes, sampled, tilted)
     return None
 
 
@@ -182,10 +189,15 @@ def backward(
     (n, d), v, dtype = hidden.shape, weight.shape[0], hidden.dtype
     rows, cols, passes = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n), layout.passes
 
+    gather = saved.weight is None
+    # The rows in order, where the layout kept them, lie in the memory of the gradient that will overwrite them.
+    in_place = need_weight and not gather
+    waits = in_place and need_hidden and passes > 1
+
     def choose(tau: Tensor) -> Kept:
         return select(
             saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, tau,
-            v, softcap, plan.block_m, plan.block_n, layout.room, passes,
+            v, softcap, plan.block_m, plan.block_n, layout.room, passes, layout.slots * plan.block_m if waits else 0, d,
         )  # fmt: skip
 
     kept = choose(tau)
@@ -193,12 +205,17 @@ def backward(
     mass, dropped = dropped_mass(
         kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
     )
+    tilt = None
+    if need_hidden and layout.tilted and dtype != torch.float16:  # which has no range for it
+        if saved.vocabulary.tilt is None:
+            saved.vocabulary.tilt = covariance(weight, order.order, dropped.sum(1), plan.block_n)
+        tilt = saved.vocabulary.tilt
     errors: dict[str, Tensor | None] = {"error": None, "weight_error": None}
     if measure:
         dropped_energy = torch.where(kept.place < 0, kept.energy, 0.0)  # [T, row blocks]
         at = (saved, weight, grad_lse, logit_scale, softcap)
         if need_hidden:
-            errors["error"] = _hidden_error(*at, kept, mass, dropped_energy.sum(0))
+            errors["error"] = _hidden_error(*at, kept, mass, dropped_energy.sum(0), tilt)
         if need_weight:
             errors["weight_error"] = _weight_error(*at, kept, mass, dropped_energy.sum(1))
         of_hidden, of_weight = _rounding_errors(saved, weight, grad_lse, grad_label, logit_scale, softcap)
@@ -224,11 +241,12 @@ def backward(
     total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
     if need_hidden:
         multiply_add(total, mass.t(), saved.means, first=True)
+        if tilt is not None:
+            multiply_add(total, tilted_rows(hidden, mass, logit_scale), tilt, first=False)
     spread = torch.empty((cols, d) if need_weight else 0, device=hidden.device)
     if need_weight:
         multiply_add(spread, mass, hidden, first=True)
     del mass
-    gather = saved.weight is None
     source = weight if saved.weight is None else saved.weight
     bk, bd, wd = plan.sparse_block_k, plan.block_d, plan.weight_block_d
     scratch = hidden.new_empty((layout.slots * plan.block_m, plan.block_n))
@@ -246,8 +264,6 @@ def backward(
     h_rows = descriptor(hidden, bk, wd, plan)
     chunks = triton.cdiv(d, bd)
 
-    # The rows in order, where the layout kept them, lie in the memory of the gradient that will overwrite them.
-    in_place = need_weight and not gather
     if not need_weight:
         grad_weight = weight.new_empty(0)
     else:
@@ -255,17 +271,18 @@ def backward(
 
     def compute_tiles(number: int, h: Any, w: Any, rows_of: Tensor, **flags: bool) -> None:
         _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
-            h, w, saved.bias, order.order, order.labels, saved.lse, grad_lse, grad_label, kept.tiles,
-            kept.pass_start, scratch, number, n, rows, v, d, hidden.stride(0), rows_of.stride(0), logit_scale, softcap or 1.0,
-            HAS_BIAS=saved.bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, PASSES=passes, **flags,
-            TMA=plan.use_tma, PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-            BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages,
+            h, w, saved.bias, order.order, order.labels, saved.lse, grad_lse, grad_label, kept.tiles, kept.pass_start,
+            kept.pass_block, kept.aside, scratch, number, n, rows, v, d, hidden.stride(0), rows_of.stride(0), logit_scale,
+            softcap or 1.0, HAS_BIAS=saved.bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0,
+            PASSES=passes, **flags, TMA=plan.use_tma, PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m,
+            BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages,
         )  # fmt: skip
 
-    def multiply_weight(number: int) -> None:
+    def multiply_weight(number: int, wait: bool) -> None:
         _weight_gradient_kernel[(min(plan.programs, cols * triton.cdiv(d, wd)),)](
-            by_col, h_rows, order.order, kept.tile_rows, kept.start, kept.pass_block, kept.pass_start, spread, grad_weight,
-            number, n, v, d, hidden.stride(0), BLOCK_D=wd, **common, num_warps=plan.weight_warps, num_stages=plan.weight_stages,
+            by_col, h_rows, order.order, kept.tile_rows, kept.start, kept.pass_block, kept.pass_start, kept.aside, spread,
+            grad_weight, number, n, v, d, hidden.stride(0), WAIT=wait, BLOCK_D=wd, **common, num_warps=plan.weight_warps,
+            num_stages=plan.weight_stages,
         )  # fmt: skip
 
     for number in range(passes if need_hidden or not in_place else 0):
@@ -276,13 +293,20 @@ def backward(
                 v, d, source.stride(0), PASSES=passes, GATHER=gather, BLOCK_D=bd, **common,
                 num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
             )  # fmt: skip
-        if need_weight and not in_place:
-            multiply_weight(number)
-    # From here on the rows in order are gone. The tiles of the last pass that had any are still there, those of the passes
-    # before are computed once more.
+        if need_weight and (waits or not in_place):
+            multiply_weight(number, waits)
+    # From here on nobody needs the rows in order. What waits lies where those of its own columns were, and nothing may be
+    # written to its place before it has moved.
+    for back in (False, True) if waits else ():
+        _aside_kernel[(cols, triton.cdiv(d, 128))](
+            grad_weight, order.order, scratch, kept.pass_block, kept.pass_start, kept.aside, v, d,
+            PASSES=passes, BACK=back, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_D=128,
+        )  # fmt: skip
+    # The tiles of the last pass that had any are still there; where the gradients from those before did not find room behind
+    # them, they are computed once more.
     for number in reversed(range(passes if in_place else 0)):
         compute_tiles(number, h_tiles, weight, weight, GATHER=True, AGAIN=need_hidden)
-        multiply_weight(number)
+        multiply_weight(number, False)
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
     if need_hidden:
         del scratch
@@ -325,6 +349,7 @@ def _hidden_error(
     kept: Kept,
     mass: Tensor,  # [T, N]
     dropped_energy: Tensor,  # [row blocks]
+    tilt: Tensor | None,  # [D, D]
 ) -> Tensor:
     """The norm of what the filter leaves out of the gradient of the hidden states, estimated from some tokens; a scalar."""
     n, plan = saved.hidden.shape[0], saved.plan
@@ -333,7 +358,11 @@ def _hidden_error(
         _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass, grad_lse,
         saved.hidden.dtype, logit_scale, softcap, plan.block_m, plan.block_n,
     )  # fmt: skip
-    return (_times_weight(saved, weight, left_out).square().sum(1) * stands_for).sum().sqrt()
+    wrong = _times_weight(saved, weight, left_out)
+    if tilt is not None:
+        some = tilted_rows(saved.hidden.index_select(0, sampled), mass.index_select(1, sampled), logit_scale)
+        multiply_add(wrong, -some, tilt, first=False)
+    return (wrong.square().sum(1) * stands_for).sum().sqrt()
 
 
 def _weight_error(

@@ -5,6 +5,7 @@ The vocabulary by its average logit, the tokens by the place of their label in t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -61,11 +62,13 @@ def _permute_rows_kernel(
     tl.store(means + block.to(tl.int64) * d + ds, tl.sum(x.to(tl.float32), 0) / width, mask=ds < d)
 
 
-class Vocabulary(NamedTuple):
-    """The vocabulary in the order in which tiles are cut."""
+@dataclass
+class Vocabulary:
+    """The vocabulary in the order in which tiles are cut, and what was learnt of it."""
 
     order: Tensor  # [V padded to whole tiles] int32: the vocabulary entry at each column
     rank: Tensor  # [V] int32: the column of each entry
+    tilt: Tensor | None = None  # [D, D]: see hf_cce.kernels.tilt
 
 
 class Order(NamedTuple):

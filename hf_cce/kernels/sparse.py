@@ -26,6 +26,8 @@ def _kept_tiles_kernel(
     grad_label,  # [N]
     tiles,  # [kept]
     pass_start,  # [P + 1]
+    pass_block,  # [P + 1]
+    aside,  # scalar
     scratch,  # [slots · BLOCK_M, BLOCK_N]
     pass_number,
     num_tokens,
@@ -51,8 +53,8 @@ def _kept_tiles_kernel(
 ):
     first = tl.load(pass_start + pass_number)
     stop = tl.load(pass_start + pass_number + 1)
-    if AGAIN and stop == tl.load(pass_start + PASSES):
-        stop = first  # the last tiles there are: they are still in the scratch
+    if AGAIN and (stop == tl.load(pass_start + PASSES) or tl.load(pass_block + pass_number + 1) <= tl.load(aside)):
+        stop = first  # the last tiles there are: they are still in the scratch; or nobody needs them any more
     for tile in range(first + tl.program_id(0), stop, tl.num_programs(0)):
         code = tl.load(tiles + tile)
         row, col = code % num_row_blocks * BLOCK_M, code // num_row_blocks * BLOCK_N
@@ -169,13 +171,15 @@ def _weight_gradient_kernel(
     start,  # [T + 1]
     pass_block,  # [P + 1]
     pass_start,  # [P + 1]
+    aside,  # scalar: column blocks that are done with WAIT, and not without
     spread,  # [T, D] float32: what the dropped tiles of each column block leave to it as a whole
-    out,  # [V, D], written
+    out,  # [V, D], written: at the entry of each column, or with WAIT at the column itself
     pass_number,
     num_tokens,
     vocab_size,
     hidden_size,
     hidden_stride,
+    WAIT: tl.constexpr,
     TMA: tl.constexpr,
     IN_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -188,9 +192,11 @@ def _weight_gradient_kernel(
     chunks = tl.cdiv(hidden_size, BLOCK_D)
     steps: tl.constexpr = BLOCK_M // BLOCK_K
     base = tl.load(pass_start + pass_number)
-    first_job = tl.load(pass_block + pass_number) * chunks + tl.program_id(0)
+    first_block, stop_block = tl.load(pass_block + pass_number), tl.load(pass_block + pass_number + 1)
+    waits = stop_block <= tl.load(aside)
+    stop_block = tl.where(waits == WAIT, stop_block, first_block)
     ks = tl.arange(0, BLOCK_K)
-    for job in range(first_job, tl.load(pass_block + pass_number + 1) * chunks, tl.num_programs(0)):
+    for job in range(first_block * chunks + tl.program_id(0), stop_block * chunks, tl.num_programs(0)):
         block, d = job // chunks, job % chunks * BLOCK_D
         ds = d + tl.arange(0, BLOCK_D)
         first = tl.load(start + block)
@@ -222,9 +228,47 @@ def _weight_gradient_kernel(
             None, :
         ]
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        entries = tl.load(order + cols).to(tl.int64)
+        entries = cols if WAIT else tl.load(order + cols)
         mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
-        tl.store(out + entries[:, None] * hidden_size + ds[None, :], acc.to(out.dtype.element_ty), mask=mask)
+        at = entries.to(tl.int64)[:, None] * hidden_size + ds[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["PASSES"])
+def _aside_kernel(
+    gradient,  # [V, D]: that of the weight, read in the order of columns, or with BACK written where the entries stand
+    order,  # [V padded]
+    scratch,  # [slots · BLOCK_M, BLOCK_N], behind the tiles of the last pass
+    pass_block,  # [P + 1]
+    pass_start,  # [P + 1]
+    aside,  # scalar: column blocks to move
+    vocab_size,
+    hidden_size,
+    PASSES,
+    BACK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    waiting, block = tl.load(aside), tl.program_id(0)
+    if block < waiting:
+        done = 0  # tiles of the passes that wait
+        for p in range(PASSES + 1):
+            if tl.load(pass_block + p) == waiting:
+                done = tl.load(pass_start + p)
+        tiles = tl.load(pass_start + PASSES) - done
+        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
+        here = scratch + tiles.to(tl.int64) * (BLOCK_M * BLOCK_N)
+        here += cols.to(tl.int64)[:, None] * hidden_size + ds[None, :]
+        entries = tl.load(order + cols) if BACK else cols
+        there = gradient + entries.to(tl.int64)[:, None] * hidden_size + ds[None, :]
+        if BACK:
+            tl.store(there, tl.load(here, mask=mask), mask=mask)
+        else:
+            tl.store(here, tl.load(there, mask=mask), mask=mask)
 
 
 @Kernel
