@@ -120,8 +120,8 @@ print(*(f"{x:.5f}" for x in theirs))
 def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The executables of a fresh environment with the wheel that was built from the sdist.
 
-    There is no network to fetch torch and the rest, so their folder is named in a .pth file. Such a folder's own .pth files are not
-    read: an editable install of this checkout stays out of sight.
+    There is no network to fetch torch and the rest, so their folder is named in a .pth file. Such a folder's own .pth files are
+    not read: an editable install of this checkout stays out of sight.
     """
     folder = tmp_path_factory.mktemp("fresh") / "venv"
     venv.EnvBuilder(symlinks=sys.platform != "win32").create(folder)

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hf_cce.bench.files import whole_file
+
 RESULTS = Path(__file__).parent / "results"
 TRAINED = "2026-11-21-h200-bench-heads.json"
 FLAT = "2026-11-21-h200-bench-flat.json"
@@ -118,7 +120,9 @@ def filled(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     path = Path(arguments[0])
-    path.write_text(filled(path.read_text("utf-8")), "utf-8")
+    text = filled(path.read_text("utf-8"))
+    with whole_file(path) as temporary:
+        temporary.write_text(text, "utf-8")
     return 0
 
 
