@@ -57,6 +57,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     """What a page takes for granted. The hub is out of reach: tiny models and a tokenizer of 93 words stand in for its own."""
     import torch
     import transformers
+    from accelerate.state import AcceleratorState
     from test_trl import tokenizer
     from torch import distributed
 
@@ -74,6 +75,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer())
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args: compiled(*args, backend="aot_eager"))  # no C++ compiler needed
+    AcceleratorState._reset_state(reset_partial_state=True)  # it lives as long as the process, and so in other tests
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     input_ids = torch.randint(99, (2, 16))
     names = ("AutoModelForCausalLM", "Trainer", "TrainingArguments")
@@ -88,6 +90,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
         "labels": torch.randint(99, (2, 16)),
     }
     distributed.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
     torch._dynamo.reset()
 
 
