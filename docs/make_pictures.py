@@ -69,7 +69,7 @@ def time_and_memory() -> bytes:
 
     report = read(TRAINED)
     figure = Figure(figsize=(7.6, 3.8), dpi=100, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    canvas = FigureCanvasAgg(figure)
     axes = figure.subplots()
     places = {
         "right": ((9, 0), "left", "center"),
@@ -98,7 +98,7 @@ def time_and_memory() -> bytes:
         textcoords="offset points", va="top", fontsize=8, color="#5b6470",
     )  # fmt: skip
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", metadata={"Source": digest(), "Software": None})
+    canvas.print_png(stream, metadata={"Source": digest(), "Software": None})
     return stream.getvalue()
 
 
