@@ -187,9 +187,12 @@ def cpu_table(page: str) -> str:
         ours, full = (result["rows"][name]["ms"] for name in ("hf_cce", "eager"))
         lines.append(f"| {shape} | {ours:,.0f} ms | {full:,.0f} ms |")
     versions = f"torch {report['versions']['torch']}"
-    return "\n".join(
-        [*lines, "", f"A CPU (the file does not say which), {report['dtype']}, {versions}; {_link(CPU, page)}."]
-    )
+    lines += [
+        "",
+        f"A CPU (the file does not say which), {report['dtype']}, {versions}; {_link(CPU, page)}. The command in it is gone; today it is",
+        "`hf-cce bench --device cpu --shape …`.",
+    ]
+    return "\n".join(lines)
 
 
 def demo_table(page: str) -> str:
