@@ -189,7 +189,8 @@ def cpu_table(page: str) -> str:
     versions = f"torch {report['versions']['torch']}"
     lines += [
         "",
-        f"A CPU (the file does not say which), {report['dtype']}, {versions}; {_link(CPU, page)}. The command in it is gone; today it is",
+        f"A CPU (the file does not say which), {report['dtype']}, {versions}; {_link(CPU, page)}. "
+        "The command in it is gone; today it is",
         "`hf-cce bench --device cpu --shape …`.",
     ]
     return "\n".join(lines)
