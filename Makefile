@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-oldest test-gpu style quality types examples notebooks build clean
+.PHONY: help install demo test test-fast test-oldest test-gpu style quality types examples notebooks docs build clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -64,11 +64,16 @@ quality: $(VENV)/.dev  ## what CI asks of format and lint
 types: $(VENV)/.dev  ## what CI asks of types
 	$(BIN)/mypy
 
-examples: $(VENV)/.dev  ## run the README's Python and the demo on a tiny model
-	$(BIN)/python -m pytest tests/test_readme.py tests/test_demo.py $(PYTEST_ARGS)
+examples: $(VENV)/.dev  ## run the Python of README and docs/, and the demo on a tiny model
+	$(BIN)/python -m pytest tests/test_readme.py tests/test_docs.py tests/test_demo.py $(PYTEST_ARGS)
 
 notebooks: $(VENV)/.dev  ## run the notebooks and store their outputs
 	$(BIN)/python notebooks/execute.py
+
+docs: $(VENV)/.dev  ## make what is made in README and docs/: tables, pictures, the public names
+	$(BIN)/python -m hf_cce.bench.report
+	$(BIN)/python docs/make_api.py
+	$(BIN)/python docs/make_pictures.py
 
 build: $(VENV)/.dev  ## sdist and wheel into dist/
 	$(BIN)/python -m pip install --quiet build

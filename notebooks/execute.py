@@ -15,6 +15,9 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(FOLDER.parent))  # this checkout, not one that happens to be installed
+from hf_cce.bench.files import whole_file  # noqa: E402
+
 TIMEOUT = 300  # seconds a cell
 
 
@@ -50,7 +53,9 @@ def execute(path: Path) -> Any:
 def main(arguments: list[str]) -> None:
     """Execute the notebooks named, or all, and write each back."""
     for path in map(Path, arguments) if arguments else sorted(FOLDER.glob("*.ipynb")):
-        nbformat.write(execute(path), path)
+        fresh = execute(path)
+        with whole_file(path) as temporary:
+            nbformat.write(fresh, temporary)
         print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 

@@ -42,6 +42,26 @@ def hf_cce(cache: Path, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["bench", *arguments], env=environment)
 
 
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch 2.13 has it")
+def test_torch_s_own_is_asked_for_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without options it makes full logits, and would be compared as what it is not."""
+    given: list[Any] = []
+    own = torch.nn.functional.linear_cross_entropy
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        given.append(kwargs.get("options"))
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "linear_cross_entropy", spy)
+    losses, missing = make_peers(["torch F.linear_cross_entropy"])
+    assert not missing
+    hidden_states, weight, labels = torch.randn(64, 16), torch.randn(300, 16), torch.arange(64)
+    (loss,) = losses.values()
+    found, wanted = loss(hidden_states, weight, labels), eager(hidden_states, weight, labels)
+    assert given[0] is not None
+    assert relative_error(found, wanted) <= budget(0.0, torch.float32)
+
+
 def test_whole_bench_and_then_the_head_from_the_cache(words: Path, cache: Path, tmp_path: Path) -> None:
     numbers, table, picture = tmp_path / "new" / "b.json", tmp_path / "b.md", tmp_path / "b.png"
     head = ["--device", "cpu", "--head", "V512:256", "--head-seconds", "2", "--dataset", str(words)]

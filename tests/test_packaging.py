@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import site
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -92,6 +96,78 @@ print(hf_cce.apply_cce.__name__)
     assert done.stdout.strip() == "apply_cce"
 
 
+SMOKE = """
+import sys
+import torch, hf_cce
+from hf_cce import linear_cross_entropy
+assert hf_cce.__file__.startswith(sys.prefix), hf_cce.__file__
+torch.manual_seed(0)
+hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+labels = torch.arange(6)
+loss = linear_cross_entropy(hidden, weight, labels)
+loss.backward()
+ours = loss.item(), hidden.grad.norm().item(), weight.grad.norm().item()
+hidden.grad = weight.grad = None
+loss = torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+loss.backward()
+theirs = loss.item(), hidden.grad.norm().item(), weight.grad.norm().item()
+print(*(f"{x:.5f}" for x in ours))
+print(*(f"{x:.5f}" for x in theirs))
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The executables of a fresh environment with the wheel that was built from the sdist.
+
+    There is no network to fetch torch and the rest, so their folder is named in a .pth file. Such a folder's own .pth files are
+    not read: an editable install of this checkout stays out of sight.
+    """
+    folder = tmp_path_factory.mktemp("fresh") / "venv"
+    venv.EnvBuilder(symlinks=sys.platform != "win32").create(folder)
+    variables = {"base": str(folder), "platbase": str(folder)}
+    where = Path(sysconfig.get_path("purelib", "venv", variables))
+    others = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()])
+    (where / "others.pth").write_text("\n".join(others) + "\n", "utf-8")
+    scripts = Path(sysconfig.get_path("scripts", "venv", variables))
+    pip = [sys.executable, "-m", "pip", "--python", str(scripts / "python"), "install"]
+    # a version that the outer environment may have does not count
+    command = [*pip, "--no-deps", "--no-index", "--ignore-installed", str(wheels["sdist"])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (where / "hf_cce" / "patches" / "causal_lm.py").is_file()
+    assert not (where / "patches").exists() and not (where / "tests").exists()
+    return scripts
+
+
+def in_environment(scripts: Path, command: list[str], folder: Path) -> str:
+    keep = {"HF_HUB_OFFLINE": "1", "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "PATH": str(scripts)}
+    done = subprocess.run(command, cwd=folder, env=keep, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_installed_loss_is_that_of_full_logits(environment: Path, tmp_path: Path) -> None:
+    ours, theirs = in_environment(environment, [str(environment / "python"), "-c", SMOKE], tmp_path).splitlines()
+    assert ours == theirs and float(ours.split()[2]) > 0
+
+
+def test_the_installed_command_says_its_version(environment: Path, tmp_path: Path) -> None:
+    import hf_cce
+
+    assert in_environment(environment, [str(environment / "hf-cce"), "--version"], tmp_path).split() == [
+        "hf-cce",
+        hf_cce.__version__,
+    ]
+
+
+def test_the_installed_doctor_finds_all_well(environment: Path, tmp_path: Path) -> None:
+    found = json.loads(in_environment(environment, [str(environment / "hf-cce"), "doctor", "--json", "-"], tmp_path))
+    checks = {check["name"]: check["status"] for check in found["checks"]}
+    assert "wrong" not in checks.values(), found
+    assert checks["self-test cpu"] == checks["transformers model"] == "ok"
+
+
 def test_the_version_stands_in_one_place() -> None:
     import hf_cce
 
@@ -114,6 +190,6 @@ def test_the_top_level_is_tidy() -> None:
     top = {name.split("/")[0] for name in done.stdout.splitlines()}
     allowed = {
         "pyproject.toml", "hf_cce", "patches", "recipes", "tests", "notebooks", "README.md", "LICENSE", "CHANGELOG.md",
-        "CONTRIBUTING.md", "Makefile",
+        "CONTRIBUTING.md", "Makefile", "docs",
     }  # fmt: skip
     assert {name for name in top if not name.startswith(".")} <= allowed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +74,23 @@ def test_make_targets_exist(text: str) -> None:
     assert commands
 
 
-def test_commands_of_hf_cce_parse() -> None:
+def check_commands(text: str) -> int:
+    """That every ``hf-cce …`` in a block of shell parses; how many there are."""
     from typer.main import get_command
 
     from hf_cce.cli.app import app
 
-    commands = re.findall(r"^hf-cce (\w+) ?([^#\n]*)", "\n".join(blocks(README, "bash")), re.MULTILINE)
-    assert commands
+    commands = re.findall(r"^hf-cce (\w+) ?([^#\n]*)", "\n".join(blocks(text, "bash")), re.MULTILINE)
     group: Any = get_command(app)
     for name, arguments in commands:
         command = group.commands[name]
-        words = [word for word in arguments.split() if word != "--help"]
+        words = [word for word in shlex.split(arguments) if word != "--help"]
         command.make_context(name, words)  # raises on an unknown option
+    return len(commands)
+
+
+def test_commands_of_hf_cce_parse() -> None:
+    assert check_commands(README)
 
 
 def test_the_map_names_what_exists() -> None:
@@ -98,8 +104,8 @@ def test_the_map_names_what_exists() -> None:
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "recipes/README.md", "notebooks/README.md"])
-def test_links_lead_somewhere(name: str) -> None:
+def check_links(name: str) -> None:
+    """That every relative link of the page leads to a file, and to a heading of it."""
     text = (ROOT / name).read_text("utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith(("https://", "http://")):
@@ -110,6 +116,11 @@ def test_links_lead_somewhere(name: str) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.+)$", file.read_text("utf-8"), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "recipes/README.md", "notebooks/README.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    check_links(name)
 
 
 def test_the_first_screen_says_what_matters() -> None:

@@ -77,7 +77,8 @@ def _torch_linear_cross_entropy() -> Loss:
     if not hasattr(F, "linear_cross_entropy"):
         raise Unavailable(f"torch {torch.__version__} has no F.linear_cross_entropy; 2.13 has")
     function = F.linear_cross_entropy
-    return lambda hidden_states, weight, labels: function(hidden_states, weight, labels)
+    options = torch.nn.LinearCrossEntropyOptions()  # without, it is full logits
+    return lambda hidden_states, weight, labels: function(hidden_states, weight, labels, options=options)
 
 
 BUILDERS: dict[str, Callable[[], Loss]] = {

@@ -1,22 +1,32 @@
-"""Writes measured tables into the README, from the JSON files in ``hf_cce/bench/results``.
+"""Writes measured tables into texts, from the JSON files in ``hf_cce/bench/results``.
 
-usage: python -m hf_cce.bench.report README.md
+usage: python -m hf_cce.bench.report [README.md docs/performance.md docs/comparison.md docs/accuracy.md]
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_cce.bench.files import whole_file
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/performance.md", "docs/comparison.md", "docs/accuracy.md")
 RESULTS = Path(__file__).parent / "results"
 TRAINED = "2026-11-21-h200-bench-heads.json"
 FLAT = "2026-11-21-h200-bench-flat.json"
 STEPS = "2026-11-21-h200-steps-trained.json"
+BEFORE, FEW, LONG = (f"2026-11-21-h200-bench-{name}.json" for name in ("heads-before", "few", "32768"))
+FLAT_4096, FLAT_49152 = (f"2026-11-21-h200-bench-flat-{name}.json" for name in ("4096", "49152"))
+STEPS_RANDOM, CPU, DEMO = "2026-11-21-h200-steps-random.json", "2026-11-21-cpu-loss.json", "demo_cpu.json"
 PEERS = {
     "hf_cce": "**hf_cce**",
     "hf_cce exact": "**hf_cce**, no filter",
+    "hf_cce 64 MiB": "**hf_cce**, `memory_budget` 64 MiB",
     "hf_cce exact 1.25 GiB": "**hf_cce**, no filter, `memory_budget` 1.25 GiB",
     "eager": "Transformers (full logits)",
     "torch.compile": "torch.compile of that",
@@ -26,6 +36,8 @@ PEERS = {
 LOSSES = {
     "hf_cce": "**hf_cce**",
     "hf_cce-256mib": "**hf_cce**, `memory_budget` 256 MiB",
+    "hf_cce-1gib": "**hf_cce**, `memory_budget` 1 GiB",
+    "eager": "Transformers (full logits)",
     "compiled": "torch.compile of Transformers' loss",
     "liger": "Liger",
 }
@@ -36,8 +48,10 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text("utf-8"))
 
 
-def _link(name: str) -> str:
-    return f"[`{name}`](hf_cce/bench/results/{name})"
+def _link(name: str, page: str) -> str:
+    """To a file of results, from the folder that ``page`` lies in."""
+    target = os.path.relpath(f"hf_cce/bench/results/{name}", os.path.dirname(page) or ".").replace(os.sep, "/")
+    return f"[`{name}`]({target})"
 
 
 def _packages(report: dict[str, Any]) -> str:
@@ -45,13 +59,13 @@ def _packages(report: dict[str, Any]) -> str:
     return ", ".join(f"{name} {report['versions'][name]}" for name in names)
 
 
-def _losses(result: dict[str, Any], title: str) -> list[str]:
+def _losses(result: dict[str, Any], title: str, leave_out: tuple[str, ...] = ()) -> list[str]:
     lines = [
         f"| {title} | forward + backward | memory above gradients | error of the gradients |",
         "|---|---|---|---|",
     ]
     for name, peer in PEERS.items():
-        if name not in result["rows"]:
+        if name not in result["rows"] or name in leave_out:
             continue
         row: dict[str, Any] = result["rows"][name]
         errors = f"{row['grad_hidden_error']:.1e}, {row['grad_weight_error']:.1e}"
@@ -60,7 +74,7 @@ def _losses(result: dict[str, Any], title: str) -> list[str]:
     return lines
 
 
-def loss_table() -> str:
+def loss_table(page: str) -> str:
     """The loss alone on a trained head: time, memory, error of each peer."""
     report = read(TRAINED)
     about = report["heads"]["V49152"]
@@ -69,56 +83,205 @@ def loss_table() -> str:
         "",
         f"{report['device']}, {report['dtype']}; in brackets: as a multiple of a dense loss's three matrix products. Held-out "
         f"text, loss {about['held_out_loss']:.1f}; errors (hidden",
-        f"states, weight) against float64. `hf-cce bench --head V49152:8192`; {_packages(report)}: {_link(TRAINED)}.",
+        f"states, weight) against float64. `hf-cce bench --head V49152:8192`; {_packages(report)}: {_link(TRAINED, page)}.",
     ]
     return "\n".join(lines)
 
 
-def flat_table() -> str:
+def flat_table(page: str) -> str:
     """The same on random numbers, for a head as large as that of Qwen2.5-0.5B."""
     report = read(FLAT)
-    lines = _losses(report["results"]["flat N=8192 D=896 V=151936"], "random data, head 151,936 × 896")
-    return "\n".join([*lines, "", f"`hf-cce bench --shape 8192,896,151936`; numbers: {_link(FLAT)}."])
+    result = report["results"]["flat N=8192 D=896 V=151936"]
+    lines = _losses(result, "random data, head 151,936 × 896", ("hf_cce 64 MiB",))
+    return "\n".join([*lines, "", f"`hf-cce bench --shape 8192,896,151936`; numbers: {_link(FLAT, page)}."])
 
 
-def steps_table() -> str:
-    """Whole training steps of a 0.5B model."""
-    report = read(STEPS)
+def _steps(report: dict[str, Any], losses: tuple[str, ...]) -> list[str]:
     settings = report["settings"]
     tokens = f"{settings['batch']} × {settings['sequence']:,} tokens"
     lines = [
         f"| step of a 0.5B model, {tokens}, vocabulary 151,936 | time | tokens/s | peak memory |",
         "|---|---|---|---|",
     ]
-    for name, title in LOSSES.items():
+    for name in losses:
         row = report["results"][name]
-        lines.append(f"| {title} | {row['ms']:.0f} ms | {row['tokens_per_second']:,.0f} | {row['peak_gib']:.1f} GiB |")
+        times = f"{row['ms']:.0f} ms | {row['tokens_per_second']:,.0f}"
+        lines.append(f"| {LOSSES[name]} | {times} | {row['peak_gib']:.1f} GiB |")
+    return lines
+
+
+def steps_table(page: str) -> str:
+    """Whole training steps of a 0.5B model."""
+    report = read(STEPS)
+    lines = _steps(report, ("hf_cce", "hf_cce-256mib", "compiled", "liger"))
     first = report["results"]["hf_cce"]["losses"][0]
     lines += [
         "",
-        f"{report['device']}, bfloat16, Qwen2.5-0.5B's shape, trained on local text for {settings['pretrain_steps']} steps (loss",
+        f"{report['device']}, bfloat16, Qwen2.5-0.5B's shape, trained on local text for {report['settings']['pretrain_steps']} "
+        "steps (loss",
         f"{first:.1f}), {_packages(report)}.",
-        f"Numbers and command: {_link(STEPS)}.",
+        f"Numbers and command: {_link(STEPS, page)}.",
     ]
     return "\n".join(lines)
 
 
-TABLES = {"loss": loss_table, "flat": flat_table, "steps": steps_table}
+def steps_random_table(page: str) -> str:
+    """The same from random weights."""
+    report = read(STEPS_RANDOM)
+    # its hf_cce ran with the budget that was then the default
+    lines = _steps(report, ("hf_cce-1gib", "compiled", "liger", "eager"))
+    row = report["results"]["hf_cce"]
+    lines.insert(3, f"| {LOSSES['hf_cce-256mib']} | {row['ms']:.0f} ms | {row['tokens_per_second']:,.0f} | "
+                    f"{row['peak_gib']:.1f} GiB |")  # fmt: skip
+    return "\n".join([*lines, "", f"{report['device']}, {_packages(report)}; {_link(STEPS_RANDOM, page)}."])
 
 
-def filled(text: str) -> str:
-    """``text`` with the tables between its markers renewed."""
+def _all_modes(page: str, name: str, problem: str) -> str:
+    """Forward and backward, forward alone, and with a frozen head, of every loss in one result."""
+    report = read(name)
+    result = report["results"][problem]
+    lines = [
+        "| loss | forward + backward | forward | frozen head | memory | errors (hidden states, weight) | tiles kept |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, row in result["rows"].items():
+        title = PEERS.get(key) or (
+            f"**hf_cce**, `gradient_filter={key.split()[-1]}`" if key.startswith("hf_cce filter") else key
+        )
+        times = [
+            f"{row[f'{mode}ms']:.2f} ms ({row[f'{mode}gemm_multiple']:.2f})" if f"{mode}ms" in row else "–"
+            for mode in ("", "forward_", "frozen_")
+        ]
+        kept = f"{row['filter']['kept']:.0%}" if row.get("filter") else "–"
+        errors = f"{row['grad_hidden_error']:.1e}, {row['grad_weight_error']:.1e}"
+        lines.append(f"| {title} | {' | '.join(times)} | {row['extra_mib']:,.0f} MiB | {errors} | {kept} |")
+    head = report["heads"].get(result["problem"].get("head"), {})
+    text = f"held-out loss {head['held_out_loss']:.1f}; " if head else ""
+    lines += ["", f"{report['device']}, {report['dtype']}; {text}{_packages(report)}; {_link(name, page)}."]
+    return "\n".join(lines)
+
+
+def few_table(page: str) -> str:
+    """Few tokens: device and wall time of ours and of full logits."""
+    report = read(FEW)
+    lines = [
+        "| tokens × width × vocabulary | hf_cce, device | full logits, device | hf_cce, wall | full logits, wall | "
+        "memory, hf_cce | memory, full logits |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for result in report["results"].values():
+        problem, (ours, full) = result["problem"], (result["rows"][name] for name in ("hf_cce", "eager"))
+        times = [f"{row[key]:.2f} ms" for key in ("ms", "wall_ms") for row in (ours, full)]
+        sizes = [f"{row['extra_mib']:,.0f} MiB" for row in (ours, full)]
+        shape = " × ".join(f"{problem[x]:,}" for x in "NDV")
+        lines.append(f"| {shape} | {' | '.join(times + sizes)} |")
+    return "\n".join([*lines, "", f"{report['device']}, {report['dtype']}, {_packages(report)}; {_link(FEW, page)}."])
+
+
+def cpu_table(page: str) -> str:
+    """The loss on a CPU."""
+    report = read(CPU)
+    lines = ["| tokens × width × vocabulary | hf_cce | full logits |", "|---|---|---|"]
+    for problem, result in report["results"].items():
+        shape = " × ".join(f"{int(word.split('=')[1]):,}" for word in problem.split()[1:])
+        ours, full = (result["rows"][name]["ms"] for name in ("hf_cce", "eager"))
+        lines.append(f"| {shape} | {ours:,.0f} ms | {full:,.0f} ms |")
+    versions = f"torch {report['versions']['torch']}"
+    lines += [
+        "",
+        f"A CPU (the file does not say which), {report['dtype']}, {versions}; {_link(CPU, page)}. "
+        "The command in it is gone; today it is",
+        "`hf-cce bench --device cpu --shape …`.",
+    ]
+    return "\n".join(lines)
+
+
+def demo_table(page: str) -> str:
+    """The demo's peak memory on a CPU."""
+    report = read(DEMO)
+    lines = ["| the demo on a CPU | without CCE | with CCE |", "|---|---|---|"]
+    peaks, extras = [], []
+    for run in (report["plain"], report["cce"]):
+        peaks.append(f"{run['peak_bytes'] / 1e6:,.0f} MB")
+        extras.append(f"{(run['peak_bytes'] - run['rest_bytes']) / 1e6:,.0f} MB")
+    lines += [f"| peak memory of the process | {' | '.join(peaks)} |", f"| of which in a step | {' | '.join(extras)} |"]
+    return "\n".join([*lines, "", f"{report['device']}; {_link(DEMO, page)}."])
+
+
+def errors_table(page: str) -> str:
+    """Errors of the gradients against float64: ours, with a filter and without, and those of full logits in the same run."""
+    lines = [
+        "| head | filter | kept | hidden states | weight | hidden states, frozen head |",
+        "|---|---|---|---|---|---|",
+    ]
+    cases = (
+        (TRAINED, "trained V49152 N=8192", "49,152 × 1,024"),
+        (BEFORE, "trained V49152 N=8192", "49,152 × 1,024, trained for a shorter time"),
+        (BEFORE, "trained V128256 N=8192", "128,256 × 768"),
+        (TRAINED, "trained V128256 N=8192", "128,256 × 768, with the other head's threshold to begin with"),
+        (LONG, "trained V49152 N=32768", "49,152 × 1,024, 32,768 tokens"),
+    )
+    for name, problem, title in cases:
+        rows = read(name)["results"][problem]["rows"]
+        for key, row in rows.items():
+            if key not in ("hf_cce", "hf_cce exact", "eager", "torch.compile") and not key.startswith("hf_cce filter"):
+                continue
+            if key == "torch.compile" and "eager" in rows:
+                continue
+            known = {
+                "hf_cce": '`"auto"`',
+                "hf_cce exact": "none",
+                "eager": "full logits",
+                "torch.compile": "full logits, compiled",
+            }
+            kept = f"{row['filter']['kept']:.0%}" if row.get("filter") else "–"
+            frozen = f"{row['frozen_grad_hidden_error']:.1e}" if "frozen_grad_hidden_error" in row else "–"
+            figures = f"{row['grad_hidden_error']:.1e} | {row['grad_weight_error']:.1e} | {frozen}"
+            lines.append(f"| {title} | {known.get(key, f'`{key.split()[-1]}`')} | {kept} | {figures} |")
+    return "\n".join([*lines, "", "; ".join(_link(name, page) for name in (TRAINED, BEFORE, LONG)) + "."])
+
+
+def _modes(name: str, problem: str) -> Callable[[str], str]:
+    return lambda page: _all_modes(page, name, problem)
+
+
+TABLES: dict[str, Callable[[str], str]] = {
+    "loss": loss_table,
+    "flat": flat_table,
+    "steps": steps_table,
+    "steps-random": steps_random_table,
+    "trained-49152": _modes(TRAINED, "trained V49152 N=8192"),
+    "trained-128256": _modes(BEFORE, "trained V128256 N=8192"),
+    "trained-49152-before": _modes(BEFORE, "trained V49152 N=8192"),
+    "trained-128256-after": _modes(TRAINED, "trained V128256 N=8192"),
+    "trained-32768": _modes(LONG, "trained V49152 N=32768"),
+    "flat-49152": _modes(FLAT_49152, "flat N=8192 D=1024 V=49152"),
+    "flat-151936": _modes(FLAT, "flat N=8192 D=896 V=151936"),
+    "flat-4096": _modes(FLAT_4096, "flat N=4096 D=4096 V=128256"),
+    "few": few_table,
+    "cpu": cpu_table,
+    "demo": demo_table,
+    "errors": errors_table,
+}
+
+
+def filled(text: str, page: str = "README.md") -> str:
+    """``text`` with the tables between its markers renewed; ``page``: where it stands, from the repository's root."""
     for name, table in TABLES.items():
-        block = f"<!-- {name} table: begin (python -m hf_cce.bench.report) -->\n{table()}\n<!-- {name} table: end -->"
-        head, _, rest = text.partition(f"<!-- {name} table: begin")
-        _, end, tail = rest.partition(f"<!-- {name} table: end -->")
-        text = head + block + tail if end else text
+        begin, end = f"<!-- {name} table: begin", f"<!-- {name} table: end -->"
+        head, _, rest = text.partition(begin)
+        _, found, tail = rest.partition(end)
+        if found:
+            text = f"{head}{begin} (python -m hf_cce.bench.report) -->\n{table(page)}\n{end}{tail}"
     return text
 
 
 def main(arguments: list[str]) -> int:
-    path = Path(arguments[0])
-    path.write_text(filled(path.read_text("utf-8")), "utf-8")
+    for page in arguments or PAGES:
+        path = ROOT / page
+        text = filled(path.read_text("utf-8"), page)
+        with whole_file(path) as temporary:
+            temporary.write_text(text, "utf-8")
     return 0
 
 

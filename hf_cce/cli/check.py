@@ -57,6 +57,9 @@ def check(
             with whole_file(json_path) as temporary:
                 found = {"command": shlex.join(["hf-cce", *sys.argv[1:]]), **report.to_json()}
                 temporary.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    except KeyboardInterrupt:
+        errors.print("Interrupted; nothing was written.")
+        raise typer.Exit(130) from None
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         errors.print(f"[bold red]Error:[/] {escape(str(error) or type(error).__name__)}")
         raise typer.Exit(2) from None

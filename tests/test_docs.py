@@ -1,0 +1,229 @@
+"""docs/ keeps its word: its Python runs, its links lead somewhere, its tables and lists are whole and not stale."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from messages import HOLE, in_module, messages
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+TROUBLE = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+# Met by nobody who uses hf_cce as it is documented, or a sentence of a report and no complaint.
+INTERNAL = {
+    "module … has no attribute …": "Python's own words for a misspelt name",
+    "… has no attribute …": "likewise, of the object that stands in for logits",
+    "unknown loss …; known: …": "of a function of hf_cce.bench; the command checks before",
+    "no NVIDIA driver here": "a note of doctor",
+    "the NVIDIA driver names no GPU": "likewise",
+    "torch gives no reason": "likewise",
+    "the kernels are for NVIDIA GPUs; on a CPU it is always portable PyTorch": "likewise",
+    "an NVIDIA GPU of compute capability … with triton …": "likewise",
+    "its vocabulary (…) is small against its layers (… of width …)": "of estimate's verdict",
+    "… tokens are so few that weights, gradients and optimizer fill the memory": "likewise",
+}
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def code_of(page: Path) -> list[str]:
+    """The page's Python in order; of a diff, what stands there after it."""
+    found = []
+    for language, block in re.findall(
+        r"^```(python|diff)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    ):
+        lines = block.splitlines(keepends=True)
+        found.append(block if language == "python" else "".join(x[2:] or "\n" for x in lines if not x.startswith("-")))
+    return found
+
+
+WITH_CODE = [page for page in PAGES if code_of(page)]
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What a page takes for granted. The hub is out of reach: tiny models and a tokenizer of 93 words stand in for its own."""
+    import torch
+    import transformers
+    from accelerate.state import AcceleratorState
+    from test_trl import tokenizer
+    from torch import distributed
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, use_cache=False,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+
+    def model(*_: Any, **__: Any) -> Any:
+        return transformers.LlamaForCausalLM(config)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", model)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer())
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args: compiled(*args, backend="aot_eager"))  # no C++ compiler needed
+    AcceleratorState._reset_state(reset_partial_state=True)  # it lives as long as the process, and so in other tests
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    input_ids = torch.randint(99, (2, 16))
+    names = ("AutoModelForCausalLM", "Trainer", "TrainingArguments")
+    yield {
+        **{name: getattr(transformers, name) for name in names},
+        "model": model(),
+        "tokenizer": tokenizer(),
+        "input_ids": input_ids,
+        "dataset": [{"input_ids": row, "labels": row} for row in input_ids],
+        "hidden_states": torch.randn(2, 16, 64, requires_grad=True),
+        "weight": torch.randn(99, 64, requires_grad=True),
+        "labels": torch.randint(99, (2, 16)),
+    }
+    distributed.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("the trainers would move the stand-ins to the GPU, and the blocks beside them stay on the CPU")
+    text = page.read_text("utf-8")
+    if "SFTTrainer" in text:
+        trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+        pytest.importorskip("peft")
+        stand_ins["SFTTrainer"] = trl.SFTTrainer
+        stand_ins["sft_args"] = trl.SFTConfig("out", max_steps=1, report_to=[], save_strategy="no", bf16=False)
+        stand_ins["rows"] = datasets.Dataset.from_dict({"text": ["w1 w2 w3", "w4 w5"]})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="hf_cce:")  # what is recommended does not fall back to full logits
+        for code in code_of(page):
+            exec(compile(code, str(page), "exec"), stand_ins)
+
+
+def test_there_is_python_to_run() -> None:
+    assert {page.stem for page in WITH_CODE} >= {"guides", "migration", "accuracy"}
+    assert len(code_of(ROOT / "docs/guides.md")) >= 10 and len(code_of(ROOT / "docs/migration.md")) >= 8
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_parse(page: Path) -> None:
+    from test_readme import check_commands
+
+    check_commands(page.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    from test_readme import check_links
+
+    check_links(str(page.relative_to(ROOT)))
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs/README.md").read_text("utf-8")
+    assert all(f"]({page.name})" in index for page in PAGES if page.name != "README.md")
+    assert "](docs/README.md)" in (ROOT / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", ["docs/performance.md", "docs/comparison.md", "docs/accuracy.md"])
+def test_tables_are_those_of_their_json(name: str) -> None:
+    from hf_cce.bench.report import PAGES as FILLED
+    from hf_cce.bench.report import filled
+
+    text = (ROOT / name).read_text("utf-8")
+    assert name in FILLED and ("| **hf_cce** |" in text or '`"auto"`' in text)
+    assert filled(text, name) == text, "run: make docs"
+    assert (
+        text.count("table: begin")
+        == text.count("table: end")
+        == len(re.findall(r"^<!-- .* table: begin", text, re.MULTILINE))
+    )
+
+
+def test_every_measurement_is_on_the_page() -> None:
+    from hf_cce.bench.report import TABLES
+
+    page = (ROOT / "docs/performance.md").read_text("utf-8")
+    for path in (ROOT / "hf_cce/bench/results").glob("*.json"):
+        assert path.name in page, path.name
+    pages = "".join(path.read_text("utf-8") for path in [*PAGES, ROOT / "README.md"])
+    for name in TABLES:
+        assert f"<!-- {name} table: begin" in pages, name
+
+
+def test_the_public_names_are_described_as_they_are() -> None:
+    assert (ROOT / "docs/api.md").read_text("utf-8") == load(ROOT / "docs/make_api.py").page(), "run: make docs"
+
+
+def test_pictures_are_those_of_the_notebook_and_of_the_results() -> None:
+    pytest.importorskip("nbformat")
+    maker = load(ROOT / "docs/make_pictures.py")
+    taken = maker.of_the_notebook()
+    assert len(taken) == 4
+    for name, picture in taken.items():
+        assert (ROOT / "docs/pictures" / name).read_bytes() == picture, "run: make docs"
+    assert maker.source_of(ROOT / "docs/pictures/time-memory.png") == maker.digest(), "run: make docs"
+    shown = set(re.findall(r"\]\(pictures/([\w.-]+)\)", "".join(page.read_text("utf-8") for page in PAGES)))
+    assert shown == {path.name for path in (ROOT / "docs/pictures").iterdir()}
+
+
+def explained() -> list[str]:
+    """The messages in code spans with which an entry of the page begins."""
+    found = []
+    for entry in re.findall(r"^ *- (`.+?)(?=^ *- |^$|\Z)", TROUBLE, re.MULTILINE | re.DOTALL):
+        for span in re.findall(r"(?:\A|, )`([^`]+)`(?=[:,])", entry):
+            found.append(" ".join(span.split()))
+    return found
+
+
+def test_every_message_has_its_entry() -> None:
+    known = set(explained())
+    missing = {text: place for text, place in messages().items() if text not in known | set(INTERNAL)}
+    assert not missing, f"write in docs/troubleshooting.md what to do, or in INTERNAL why nobody meets it: {missing}"
+
+
+def test_no_entry_and_no_exception_is_left_over() -> None:
+    known = explained()
+    assert len(known) > 100 and len(known) == len(set(known))
+    assert set(known) <= set(messages()), sorted(set(known) - set(messages()))
+    assert set(INTERNAL) <= set(messages()) and not set(INTERNAL) & set(known)
+
+
+def test_messages_are_found_whatever_their_form() -> None:
+    import ast
+
+    source = """
+WHY = "it is so"
+def f(x, call):
+    if x:
+        raise ValueError(f"{x} is wrong: {WHY}")
+    message = f"said of {x}"
+    warnings.warn(message, stacklevel=2)
+    reason = None if x else "for this reason"
+    call.note_refused("refused")
+    raise RuntimeError("one " + "two")
+def why_not(x):
+    return None if x else "because"
+"""
+    found = {text for _, text in in_module(ast.parse(source))}
+    assert found == {
+        f"{HOLE} is wrong: it is so",
+        f"said of {HOLE}",
+        "for this reason",
+        "refused",
+        "one two",
+        "because",
+    }
