@@ -30,7 +30,7 @@ from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits
 from hf_cce.head import RESHARDS, adapter_in, find_head, keep_whole, why_not_defer
 from hf_cce.head_input import HeadInput
-from hf_cce.patches import trl
+from hf_cce.patches import tensor_parallel, trl
 from hf_cce.state import FilterState
 
 STATE = "_hf_cce"
@@ -135,7 +135,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     if not training:
         return
-    call, reason = Call(state.config, state.stats, state.filter_state), why_not_defer(head)
+    call = Call(state.config, state.stats, state.filter_state)
+    reason = tensor_parallel.why_not(head, compiling=torch.compiler.is_compiling()) or why_not_defer(head)
     if reason == RESHARDS and not torch.compiler.is_compiling():  # a graph cannot change that, and gets real logits
         state.kept_whole += keep_whole(head)
         reason = None
@@ -159,6 +160,10 @@ def _deferring_forward(head: nn.Module, previous: Any, hidden_states: Any, *args
     """The head's own forward, or the one that accelerate had put there, on an input that does not multiply."""
     call = head.__dict__.get(STATE)
     if call is not None and isinstance(hidden_states, torch.Tensor) and torch.is_grad_enabled():
+        if not args and not kwargs and not torch.compiler.is_compiling():
+            output = tensor_parallel.run(previous, hidden_states, call)
+            if output is not NotImplemented:
+                return output
         hidden_states = HeadInput(hidden_states, call)
     if previous is None:
         return type(head).forward(head, hidden_states, *args, **kwargs)

@@ -5,7 +5,6 @@ usage: torchrun --nproc-per-node 2 tests/ranks.py OUT.json
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import warnings
@@ -15,13 +14,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import batch, exact, loss_and_grads, stats, tiny_llama
+import transformers
+from models import FAMILIES, batch, exact, loss_and_grads, stats, tiny_llama
 from numerics import relative_error
+from peft import LoraConfig, get_peft_model
+from spread import everything
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_cce import apply_cce
@@ -69,11 +76,77 @@ def fsdp2_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
     return patch(fully_shard(model))
 
 
-def tensor_parallel(model: Any, patch: Callable[[Any], Any]) -> Any:
-    """As Transformers' own plan: the vocabulary in shards, the logits gathered. Real logits, and a warning."""
+def tensor_parallel(model: Any, patch: Callable[[Any], Any], head: str = "lm_head") -> Any:
+    """By torch: the vocabulary of the head in shards, the logits gathered in a hook."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    parallelize_module(model, mesh, {head: ColwiseParallel(output_layouts=Replicate())})
     return patch(model)
+
+
+def tensor_parallel_bias(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return tensor_parallel(model, patch)
+
+
+def tensor_parallel_softcap(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return tensor_parallel(model, patch)
+
+
+def tensor_parallel_logsumexp(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Bamba's z-loss asks its logits for it."""
+    return tensor_parallel(model, patch)
+
+
+def tensor_parallel_sequence(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """The head's input in shards of the sequence, which torch's hook gathers."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    styles = {
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(
+        model, mesh, {"model.norm": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))}
+    )
+    parallelize_module(model, mesh, styles)
+    return patch(model)
+
+
+def tensor_parallel_logits_split(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """The head leaves its logits in shards, and the model's loss gathers them: real logits, and a warning."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(use_local_output=False)})
+    inner = model.loss_function
+    model.loss_function = lambda logits, **kwargs: inner(logits=logits.full_tensor(), **kwargs)
+    return patch(model)
+
+
+def tensor_parallel_lora(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """The layer in shards is one inside the head: real logits, and a warning."""
+    return tensor_parallel(model, patch, "base_model.model.lm_head.base_layer")
+
+
+def tensor_parallel_plan(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """By Transformers' own plan, for the whole model: loading it is what applies it."""
+    folder = Path(sys.argv[1]).parent / f"saved-{type(model).__name__}-{model.config.tie_word_embeddings}"
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    options: dict[str, Any] = {"tp_plan": "auto"}
+    if hasattr(transformers, "DistributedConfig"):
+        options = {"distributed_config": transformers.DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())}
+    model = type(model).from_pretrained(folder, **options)
+    head = model.lm_head.weight
+    assert isinstance(head, DTensor) and not head.placements[0].is_replicate(), "the plan was not applied"
+    return patch(model.train())
+
+
+def tensor_parallel_plan_tied(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return tensor_parallel_plan(model, patch)
+
+
+def lora_on_the_head() -> Any:
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
+    torch.manual_seed(3)
+    return get_peft_model(tiny_llama(), config)
 
 
 ENGINES = {
@@ -87,7 +160,22 @@ ENGINES = {
         fsdp2_mixed,
         fsdp2_head_alone,
         tensor_parallel,
+        tensor_parallel_bias,
+        tensor_parallel_softcap,
+        tensor_parallel_logsumexp,
+        tensor_parallel_sequence,
+        tensor_parallel_logits_split,
+        tensor_parallel_lora,
+        tensor_parallel_plan,
+        tensor_parallel_plan_tied,
     )
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "tensor_parallel_bias": FAMILIES["phi"].build,
+    "tensor_parallel_softcap": lambda: FAMILIES["gemma2"].build(tie_word_embeddings=False),
+    "tensor_parallel_logsumexp": lambda: FAMILIES["bamba"].build(tie_word_embeddings=False),
+    "tensor_parallel_lora": lora_on_the_head,
+    "tensor_parallel_plan_tied": FAMILIES["llama_tied"].build,
 }
 
 
@@ -104,23 +192,29 @@ def step(model: Any, inputs: dict[str, Tensor], items: int, world: int) -> dict[
     return found
 
 
+def shared_step(model: Any, inputs: dict[str, Tensor], items: int) -> tuple[dict[str, Tensor], Any]:
+    """As ``step`` where every rank has all rows, and no gradient is averaged; with the output."""
+    output = model(**inputs, num_items_in_batch=torch.tensor(items))
+    output.loss.backward()
+    found = {"loss": output.loss.detach()}
+    for name, parameter in model.named_parameters():
+        if (grad := parameter.grad) is not None:
+            found[name.replace("base_layer.", "")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found, output
+
+
 def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    tensor = engine is tensor_parallel
+    tensor, build = engine.__name__.startswith("tensor_parallel"), MODELS.get(engine.__name__, tiny_llama)
     rows = slice(None) if tensor else slice(rank * ROWS // world, (rank + 1) * ROWS // world)
     inputs, items = {key: value[rows] for key, value in whole.items()}, int((whole["labels"][:, 1:] != -100).sum())
     outcome: dict[str, Any] = {"told": [], "errors": {}, "twin": {}}
     for name, patch in (("twin", lambda model: model), ("errors", apply_cce)):
-        model = engine(tiny_llama(), patch)
+        model = engine(build(), patch)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if tensor:  # every rank has all rows, and no gradient is averaged
-                loss = model(**inputs, num_items_in_batch=torch.tensor(items)).loss
-                loss.backward()
-                grads = {key: p.grad for key, p in model.named_parameters()}
-                found = {"loss": loss.detach()} | {
-                    key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in grads.items()
-                }
+            if tensor:
+                found, output = shared_step(model, inputs, items)
             else:
                 step(model, inputs, items, world)
                 model.zero_grad(set_to_none=True)
@@ -135,6 +229,15 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
             outcome["told"] = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
             counted = stats(model)
             outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialised")}
+        if tensor:
+            made = output.logits.materialize() if hasattr(output.logits, "materialize") else output.logits
+            outcome["logits of " + name] = made.full_tensor() if isinstance(made, DTensor) else made
+    if tensor:
+        outcome["same logits"] = torch.equal(outcome.pop("logits of twin"), outcome.pop("logits of errors"))
+    ranks: list[Any] = [None] * world
+    dist.all_gather_object(ranks, outcome)
+    for key in outcome["errors"]:  # the worst of the ranks
+        outcome["errors"][key] = max(each["errors"][key] for each in ranks)
     return outcome
 
 
@@ -143,16 +246,16 @@ def main(path: Path) -> None:
     dist.init_process_group("gloo")
     whole = batch(rows=ROWS)
     items = int((whole["labels"][:, 1:] != -100).sum())
-    reference = loss_and_grads(
-        exact(copy.deepcopy(tiny_llama())), {**whole, "num_items_in_batch": torch.tensor(items)}, double=True
-    )
-    results = {}
+    results: dict[str, Any] = {}
     for name, engine in ENGINES.items():
         try:
-            results[name] = run(engine, whole, reference)
+            build = MODELS.get(name, tiny_llama)
+            inputs = {**whole, "num_items_in_batch": torch.tensor(items)}
+            results[name] = run(engine, whole, loss_and_grads(exact(build()), inputs, double=True))
         except Exception as error:  # the other engines are of interest too
             results[name] = {"failed": f"{type(error).__name__}: {error}"}
         dist.barrier()
+    results["spread"] = everything()
     if dist.get_rank() == 0:
         path.write_text(json.dumps(results), "utf-8")
     dist.destroy_process_group()

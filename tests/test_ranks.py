@@ -13,9 +13,21 @@ import pytest
 import torch
 from numerics import budget
 from ranks import ENGINES
+from spread import CASES, IGNORED_WORDS
 
-FUSED = ("ddp", "ddp_patched_late", "fsdp2", "fsdp2_patched_first", "fsdp2_root", "fsdp2_mixed", "fsdp2_head_alone")
-REASON = {"tensor_parallel": "the head's weight is a DTensor"}
+COMPARED = [*CASES, *(f"ignore_index {index}" for index in IGNORED_WORDS), "log_probs"]
+MISTAKES = {
+    "plain hidden states": "ValueError: weight: the hidden states are not replicated",
+    "split hidden states": "ValueError: weight: the hidden states are not replicated",
+    "plain weight": "ValueError: weight: the head's weight is not split over its first dimension (a Tensor)",
+    "bias": "ValueError: weight: the head's bias is not split over its first dimension (a Tensor)",
+    "is_top1": "ValueError: is_top1 is not known",
+    "second derivative": "RuntimeError: the fused loss has no second derivative",
+}
+REASON = {
+    "tensor_parallel_logits_split": "redistribute asked for the logits themselves",
+    "tensor_parallel_lora": "tensor parallelism is applied to a layer inside the head",
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +59,36 @@ def test_gradients_are_those_of_one_process(engine: str, results: dict[str, Any]
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str, Any]) -> None:
     counted, told = results[engine]["stats"], results[engine]["told"]
-    if engine in FUSED:
-        assert counted == {"calls": 2, "fused": 2, "missed": 0, "materialised": 0} and told == []
+    steps = 1 if engine.startswith("tensor_parallel") else 2
+    if engine not in REASON:
+        assert counted == {"calls": steps, "fused": steps, "missed": 0, "materialised": 0} and told == []
     else:
         assert counted["missed"] == 1 and len(told) == 1 and REASON[engine] in told[0]
+
+
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine.startswith("tensor_parallel")])
+def test_logits_of_a_spread_vocabulary_are_there_for_who_asks(engine: str, results: dict[str, Any]) -> None:
+    assert results[engine]["same logits"]
+
+
+# A vocabulary spread over the two ranks; see tests/spread.py
+@pytest.mark.parametrize("case", COMPARED)
+def test_a_spread_vocabulary_gives_what_a_whole_one_gives(case: str, results: dict[str, Any]) -> None:
+    found = results["spread"]["compared"][case]
+    assert len(found["errors"]) >= 3
+    for name, error in found["errors"].items():
+        assert error <= budget(found["twin"][name], getattr(torch, found["dtype"])), name
+
+
+def test_nothing_of_a_spread_vocabulary_is_gathered(results: dict[str, Any]) -> None:
+    """Forward: the largest lse, then what is summed; backward: the gradient of the hidden states."""
+    assert results["spread"]["traffic"] == {"allreduce_": 3}
+
+
+def test_a_spread_vocabulary_names_mistakes(results: dict[str, Any]) -> None:
+    told = dict(results["spread"]["told"])
+    assert told["label beyond"] == told["label beyond, whole"] and "[0, 99)" in told["label beyond"]
+    assert "but 20 do not" in told["label below"] and told["label below"] == told["label below, log_probs"]
+    for case, words in MISTAKES.items():
+        assert words in told[case], case
+    assert len(told) == 4 + len(MISTAKES)
