@@ -49,6 +49,8 @@ def why_not_defer(head: nn.Module) -> str | None:
         kind = type(module)
         if module._backward_hooks or module._backward_pre_hooks:
             return f"a backward hook on the head {_WANTS_GRADIENTS}"
+        if kind.__name__ == "FullyShardedDataParallel":
+            return "the head is an FSDP1 unit of its own, which frees its weight after its forward; leave it to the root unit"
         if kind.forward is not nn.Linear.forward and not kind.__module__.startswith(_TRANSPARENT):
             return f"the head holds a {kind.__module__}.{kind.__qualname__}, which is no plain torch.nn.Linear"
         if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):

@@ -21,7 +21,8 @@ from peft import LoraConfig, get_peft_model
 from spread import everything
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -74,6 +75,30 @@ def fsdp2_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
     _layers(model)
     fully_shard(model.lm_head)
     return patch(fully_shard(model))
+
+
+def fsdp1(model: Any, patch: Callable[[Any], Any], **options: Any) -> Any:
+    """The wrapper that FSDP2 replaces: layers in units of their own, the head in the root's."""
+    options = {"auto_wrap_policy": ModuleWrapPolicy({type(model.model.layers[0])}), "use_orig_params": True, **options}
+    return patch(FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options))
+
+
+def fsdp1_flat(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return fsdp1(model, patch, use_orig_params=False)
+
+
+def fsdp1_patched_first(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return fsdp1(patch(model), lambda model: model)
+
+
+def fsdp1_mixed(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return fsdp1(model, patch, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+
+def fsdp1_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """In a unit of its own, which frees its weight right after its forward: real logits, and a warning."""
+    head = model.lm_head
+    return fsdp1(model, patch, auto_wrap_policy=CustomPolicy(lambda module: module is head))
 
 
 def tensor_parallel(model: Any, patch: Callable[[Any], Any], head: str = "lm_head") -> Any:
@@ -159,6 +184,11 @@ ENGINES = {
         fsdp2_root,
         fsdp2_mixed,
         fsdp2_head_alone,
+        fsdp1,
+        fsdp1_flat,
+        fsdp1_patched_first,
+        fsdp1_mixed,
+        fsdp1_head_alone,
         tensor_parallel,
         tensor_parallel_bias,
         tensor_parallel_softcap,
@@ -186,6 +216,14 @@ def step(model: Any, inputs: dict[str, Tensor], items: int, world: int) -> dict[
     total = loss.detach() / world
     dist.all_reduce(total)
     found = {"loss": total if world > 1 else loss.detach()}
+    if isinstance(model, FullyShardedDataParallel):  # it gathers parameters, but not the gradients of flat ones
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(0 if parameter.grad is None else parameter.grad)
+        with FullyShardedDataParallel.summon_full_params(model):
+            for name, parameter in model.named_parameters():
+                found[name.replace("_fsdp_wrapped_module.", "")] = parameter.detach().clone()
+        return found
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         found[name.removeprefix("module.")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
@@ -216,11 +254,10 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
             if tensor:
                 found, output = shared_step(model, inputs, items)
             else:
-                step(model, inputs, items, world)
+                loss = model(**inputs, num_items_in_batch=torch.tensor(items)).loss
+                loss.backward()  # a first one, to leave nothing behind that a second would trip over
                 model.zero_grad(set_to_none=True)
-                found = step(
-                    model, inputs, items, world
-                )  # the first leaves nothing behind that a second would trip over
+                found = step(model, inputs, items, world)
         assert found.keys() == reference.keys()
         outcome[name] = {key: relative_error(value, reference[key]) for key, value in found.items()}
         whole_of = [torch.cat([x[key].double().flatten() for key in reference]) for x in (found, reference)]

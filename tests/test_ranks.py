@@ -25,6 +25,7 @@ MISTAKES = {
     "second derivative": "RuntimeError: the fused loss has no second derivative",
 }
 REASON = {
+    "fsdp1_head_alone": "the head is an FSDP1 unit of its own",
     "tensor_parallel_logits_split": "redistribute asked for the logits themselves",
     "tensor_parallel_lora": "tensor parallelism is applied to a layer inside the head",
 }
@@ -50,7 +51,7 @@ def test_gradients_are_those_of_one_process(engine: str, results: dict[str, Any]
     result = results[engine]
     assert "failed" not in result, result["failed"]
     errors, dtype = result["errors"], torch.float32
-    if engine == "fsdp2_mixed":  # which of two bfloat16 runs is closer in a single small matrix below the head is luck
+    if engine.endswith("mixed"):  # which of two bfloat16 runs is closer in a single small matrix below the head is luck
         errors, dtype = {name: errors[name] for name in ("loss", "lm_head.weight", "everything")}, torch.bfloat16
     for name, error in errors.items():
         assert error <= budget(result["twin"][name], dtype), name
@@ -63,7 +64,7 @@ def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str,
     if engine not in REASON:
         assert counted == {"calls": steps, "fused": steps, "missed": 0, "materialised": 0} and told == []
     else:
-        assert counted["missed"] == 1 and len(told) == 1 and REASON[engine] in told[0]
+        assert counted["missed"] == steps and len(told) == 1 and REASON[engine] in told[0]
 
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine.startswith("tensor_parallel")])
