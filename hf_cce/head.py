@@ -33,6 +33,7 @@ RESHARDS = (
     "FSDP2 reshards the head's weight right after its forward; put it in one group with the final norm and "
     "reshard_after_forward=False, as accelerate does"
 )
+PARTITIONED = "DeepSpeed ZeRO-3 partitions the head's weight"
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
@@ -55,7 +56,7 @@ def why_not_defer(head: nn.Module) -> str | None:
             return f"the head holds a {kind.__module__}.{kind.__qualname__}, which is no plain torch.nn.Linear"
         if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
             # It also replaces F.linear by a function that takes tensors only.
-            return "DeepSpeed ZeRO-3 partitions the head's weight"
+            return PARTITIONED
         hook = getattr(module, "_hf_hook", None)
         if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
             return "accelerate offloads the head's weight after its forward"

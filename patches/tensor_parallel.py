@@ -47,11 +47,11 @@ def run(forward: Any, hidden_states: Tensor, call: Call) -> Any:
     """What the ``forward`` that Transformers put in the head's place returns, or deferred logits where that is all logits.
 
     Returns:
-        ``NotImplemented`` where ``forward`` is none of Transformers'.
+        None where ``forward`` is none of Transformers'.
     """
     parts = _parts(forward)
     if parts is None:
-        return NotImplemented
+        return None
     style, module, mesh, original = parts
     (made, *_), kwargs = style.transform_inputs_pre_forward(module, (hidden_states,), {}, mesh)
     if not is_dtensor(made):
