@@ -45,6 +45,11 @@ def ddp_patched_late(model: Any, patch: Callable[[Any], Any]) -> Any:
     return patch(DistributedDataParallel(model))
 
 
+def context_parallel(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Each rank has a part of every sequence, and labels that were shifted before they were cut; no layer mixes tokens."""
+    return DistributedDataParallel(patch(model))
+
+
 def _layers(model: Any, **options: Any) -> None:
     for layer in model.model.layers:
         fully_shard(layer, **options)
@@ -179,6 +184,7 @@ ENGINES = {
     for f in (
         ddp,
         ddp_patched_late,
+        context_parallel,
         fsdp2,
         fsdp2_patched_first,
         fsdp2_root,
@@ -201,6 +207,7 @@ ENGINES = {
     )
 }
 MODELS: dict[str, Callable[[], Any]] = {
+    "context_parallel": lambda: tiny_llama(num_hidden_layers=0),
     "tensor_parallel_bias": FAMILIES["phi"].build,
     "tensor_parallel_softcap": lambda: FAMILIES["gemma2"].build(tie_word_embeddings=False),
     "tensor_parallel_logsumexp": lambda: FAMILIES["bamba"].build(tie_word_embeddings=False),
@@ -246,6 +253,10 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
     tensor, build = engine.__name__.startswith("tensor_parallel"), MODELS.get(engine.__name__, tiny_llama)
     rows = slice(None) if tensor else slice(rank * ROWS // world, (rank + 1) * ROWS // world)
     inputs, items = {key: value[rows] for key, value in whole.items()}, int((whole["labels"][:, 1:] != -100).sum())
+    if engine is context_parallel:
+        shifted = torch.nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
+        whole = {"input_ids": whole["input_ids"], "labels": whole["labels"], "shift_labels": shifted}
+        inputs = {key: value.chunk(world, dim=1)[rank].contiguous() for key, value in whole.items()}
     outcome: dict[str, Any] = {"told": [], "errors": {}, "twin": {}}
     for name, patch in (("twin", lambda model: model), ("errors", apply_cce)):
         model = engine(build(), patch)

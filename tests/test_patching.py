@@ -269,6 +269,31 @@ def with_head(kind: Any) -> Any:
     return model
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi", "mixtral"])
+def test_labels_that_somebody_has_shifted(family: str) -> None:
+    """Context and sequence parallelism: ``shift_labels`` of one part of a sequence; they win over ``labels``."""
+    plain = FAMILIES[family].build()
+    patched = apply_cce(copy.deepcopy(plain))
+    whole = {key: value.repeat(1, 2) for key, value in batch(rows=3).items()}
+    part, length = slice(7, 31), whole["labels"].shape[1]
+    given = {key: value[:, part].contiguous() for key, value in whole.items()}
+    given["shift_labels"] = whole["labels"][:, range(8, 32)].contiguous()
+    assert part.stop + 1 < length and (given["shift_labels"][:, -1] != -100).any()
+    by_labels = patched(**{key: value for key, value in given.items() if key != "shift_labels"}).loss
+    assert not torch.equal(patched(**given).loss, by_labels)
+    assert_same_training(patched, plain, given)
+    other = {
+        **given,
+        "labels": given["shift_labels"],
+        "num_items_in_batch": torch.tensor(37),
+    }  # as DeepSpeed's gives them
+    assert_same_training(patched, plain, other)
+    assert_fused(patched, calls=4)
+    without = {key: value for key, value in given.items() if key != "labels"}
+    assert patched(**without).loss is None and plain(**without).loss is None
+    assert torch.equal(patched(**without).logits, plain(**without).logits)
+
+
 def test_a_head_of_another_kind_keeps_its_forward_and_says_so_once() -> None:
     plain, patched = with_head(OddLinear), apply_cce(with_head(OddLinear))
     with pytest.warns(UserWarning, match=r"OddLinear.*no plain torch\.nn\.Linear"):
