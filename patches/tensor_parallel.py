@@ -28,6 +28,9 @@ def why_not(head: nn.Module, *, compiling: bool = False) -> str | None:
         own = module.__dict__
         forward, below = own.get("forward"), own.get("_old_forward")  # the latter is what accelerate's hooks wrapped
         planned = "_hf_tp_plan" in own or own.get("_distribute_module_applied", False)
+        planned |= compiling and own.get(
+            "_is_hooked", False
+        )  # Transformers' mark, for Dynamo does not see the name below
         if not planned and not _is_tp_forward(forward) and not _is_tp_forward(below):
             continue
         if compiling:

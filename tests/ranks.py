@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_cce import apply_cce
+from hf_cce.deferred import DeferredLogits
 
 ROWS = 4
 
@@ -140,6 +141,20 @@ def tensor_parallel_sequence(model: Any, patch: Callable[[Any], Any]) -> Any:
     return patch(model)
 
 
+def tensor_parallel_mixed(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Under autocast."""
+    return tensor_parallel(model, patch)
+
+
+def tensor_parallel_fsdp2(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """A mesh of two dimensions, the head alone in its group of FSDP2; by hand also with two times two ranks."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    _layers(model, mesh=mesh["data"])
+    fully_shard(model.lm_head, mesh=mesh["data"])
+    return patch(fully_shard(model, mesh=mesh["data"]))
+
+
 def tensor_parallel_logits_split(model: Any, patch: Callable[[Any], Any]) -> Any:
     """The head leaves its logits in shards, and the model's loss gathers them: real logits, and a warning."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -173,6 +188,14 @@ def tensor_parallel_plan_tied(model: Any, patch: Callable[[Any], Any]) -> Any:
     return tensor_parallel_plan(model, patch)
 
 
+def tensor_parallel_plan_compiled(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """A graph gets real logits, and counts nothing."""
+    model = tensor_parallel_plan(model, patch)
+    torch._dynamo.reset()
+    model.compile(backend="eager")
+    return model
+
+
 def lora_on_the_head() -> Any:
     config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
     torch.manual_seed(3)
@@ -200,10 +223,13 @@ ENGINES = {
         tensor_parallel_softcap,
         tensor_parallel_logsumexp,
         tensor_parallel_sequence,
+        tensor_parallel_mixed,
+        tensor_parallel_fsdp2,
         tensor_parallel_logits_split,
         tensor_parallel_lora,
         tensor_parallel_plan,
         tensor_parallel_plan_tied,
+        tensor_parallel_plan_compiled,
     )
 }
 MODELS: dict[str, Callable[[], Any]] = {
@@ -237,15 +263,17 @@ def step(model: Any, inputs: dict[str, Tensor], items: int, world: int) -> dict[
     return found
 
 
-def shared_step(model: Any, inputs: dict[str, Tensor], items: int) -> tuple[dict[str, Tensor], Any]:
-    """As ``step`` where every rank has all rows, and no gradient is averaged; with the output."""
-    output = model(**inputs, num_items_in_batch=torch.tensor(items))
+def shared_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """As ``step`` where every rank has all rows, and no gradient is averaged; and the logits."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        output = model(**inputs, num_items_in_batch=torch.tensor(items))
+    logits = output.logits.materialize() if isinstance(output.logits, DeferredLogits) else output.logits
     output.loss.backward()
     found = {"loss": output.loss.detach()}
     for name, parameter in model.named_parameters():
         if (grad := parameter.grad) is not None:
             found[name.replace("base_layer.", "")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return found, output
+    return found, logits.full_tensor() if isinstance(logits, DTensor) else logits.detach()
 
 
 def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Any]:
@@ -257,13 +285,14 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
         shifted = torch.nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
         whole = {"input_ids": whole["input_ids"], "labels": whole["labels"], "shift_labels": shifted}
         inputs = {key: value.chunk(world, dim=1)[rank].contiguous() for key, value in whole.items()}
+    logits: dict[str, Tensor] = {}
     outcome: dict[str, Any] = {"told": [], "errors": {}, "twin": {}}
     for name, patch in (("twin", lambda model: model), ("errors", apply_cce)):
         model = engine(build(), patch)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if tensor:
-                found, output = shared_step(model, inputs, items)
+                found, logits[name] = shared_step(model, inputs, items, engine is tensor_parallel_mixed)
             else:
                 loss = model(**inputs, num_items_in_batch=torch.tensor(items)).loss
                 loss.backward()  # a first one, to leave nothing behind that a second would trip over
@@ -277,11 +306,8 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
             outcome["told"] = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
             counted = stats(model)
             outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialised")}
-        if tensor:
-            made = output.logits.materialize() if hasattr(output.logits, "materialize") else output.logits
-            outcome["logits of " + name] = made.full_tensor() if isinstance(made, DTensor) else made
     if tensor:
-        outcome["same logits"] = torch.equal(outcome.pop("logits of twin"), outcome.pop("logits of errors"))
+        outcome["same logits"] = torch.equal(*logits.values())
     ranks: list[Any] = [None] * world
     dist.all_gather_object(ranks, outcome)
     for key in outcome["errors"]:  # the worst of the ranks
