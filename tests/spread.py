@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ CASES: dict[str, Case] = {
     "even": (64, OPTIONS[1], "some", torch.float32),
     "few words": (3, OPTIONS[1], "none", torch.float32),
     "nothing on the last rank": (1, Options(bias=True, z_loss=0.1), "some", torch.float32),
+    "kernels": (203, OPTIONS[1], "some", torch.float32),
 }
 IGNORED_WORDS = (0, 50, 98, -1)  # of 99: with two ranks 50 is the first of the second slice
 
@@ -70,11 +72,18 @@ def losses(mesh: Any) -> dict[str, Any]:
     """Every option; through the public function, with slabs so small that the slice of a rank takes several."""
     results = {}
     for name, (v, options, ignored, dtype) in CASES.items():
-        inputs, labels = make_inputs(300, 96, v, dtype, bias=options.bias, ignored=ignored)
+        kernels = name == "kernels"
+        if kernels and os.environ.get("TRITON_INTERPRET") != "1":
+            continue
+        n, d = (40, 32) if kernels else (300, 96)  # the interpreter is slow
+        config = CCEConfig(implementation="triton") if kernels else SMALL
+        inputs, labels = make_inputs(n, d, v, dtype, bias=options.bias, ignored=ignored)
 
-        def shared(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
+        def shared(
+            hidden: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, options: Options, config: CCEConfig = config
+        ) -> Tensor:
             hidden, weight, bias = spread(mesh, hidden, weight, bias)
-            return fused_loss(SMALL)(hidden, weight, bias, labels, options)
+            return fused_loss(config)(hidden, weight, bias, y, options)
 
         exact, twin = (loss_and_gradients(plain_loss, inputs, labels, options, t) for t in (torch.float64, dtype))
         found = whole(loss_and_gradients(shared, inputs, labels, options, dtype))

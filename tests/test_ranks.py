@@ -78,6 +78,8 @@ def test_logits_of_a_spread_vocabulary_are_there_for_who_asks(engine: str, resul
 # A vocabulary spread over the two ranks; see tests/spread.py
 @pytest.mark.parametrize("case", COMPARED)
 def test_a_spread_vocabulary_gives_what_a_whole_one_gives(case: str, results: dict[str, Any]) -> None:
+    if case == "kernels" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton's interpreter")
     found = results["spread"]["compared"][case]
     assert len(found["errors"]) >= 3
     for name, error in found["errors"].items():
