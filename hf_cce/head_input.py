@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_cce.calls import Call
 from hf_cce.deferred import DeferredLogits
-from hf_cce.head import why_not_read
+from hf_cce.head import LINEAR, why_not_read
 from hf_cce.loss import few_tokens
 from hf_cce.sharded import is_dtensor, why_not_share
 from hf_cce.symbolic import Symbolic
@@ -26,7 +26,7 @@ class HeadInput(Symbolic):
     done and goes on as the input of the second. Every other operation gets the hidden states themselves.
     """
 
-    _ANSWERS: ClassVar[dict[Any, str]] = {F.linear: "linear", F.dropout: "dropout"}
+    _ANSWERS: ClassVar[dict[Any, str]] = {LINEAR: "linear", F.dropout: "dropout"}
 
     def __init__(self, hidden_states: Tensor, call: Call) -> None:
         self.hidden_states = hidden_states

@@ -22,13 +22,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_cce.calls import Call, Stats
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits
-from hf_cce.head import PARTITIONED, RESHARDS, adapter_in, find_head, keep_whole, why_not_defer
+from hf_cce.head import LINEAR, PARTITIONED, RESHARDS, adapter_in, find_head, keep_whole, why_not_defer
 from hf_cce.head_input import HeadInput
 from hf_cce.patches import tensor_parallel, trl, zero3
 from hf_cce.state import FilterState
@@ -172,6 +173,8 @@ def _deferring_forward(head: nn.Module, previous: Any, hidden_states: Any, *args
             return output
         if not call.handles:
             hidden_states = HeadInput(hidden_states, call)
+            if F.linear is not LINEAR and previous is None:  # only a plain Linear comes here then
+                return hidden_states.linear(head.weight, head.bias)
     if previous is None:
         return type(head).forward(head, hidden_states, *args, **kwargs)
     return previous(hidden_states, *args, **kwargs)

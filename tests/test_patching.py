@@ -330,6 +330,30 @@ def test_a_weight_that_an_engine_partitions_is_left_to_it(monkeypatch: pytest.Mo
     assert_as_good(loss, model(**batch()).loss, exact(remove_cce(model))(**batch()).loss, "loss")
 
 
+def test_a_linear_that_somebody_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed ZeRO-3 leaves it behind for every other model of the process."""
+    peft, linear = pytest.importorskip("peft"), torch.nn.functional.linear
+
+    def of_tensors_only(*args: Any) -> Any:
+        assert all(x is None or isinstance(x, torch.Tensor) for x in args)
+        return linear(*args)
+
+    def with_lora() -> Any:
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
+        torch.manual_seed(3)
+        return peft.get_peft_model(tiny_llama(), config)
+
+    expected, exactly = loss_and_grads(with_lora(), batch()), loss_and_grads(exact(with_lora()), batch(), double=True)
+    monkeypatch.setattr(torch.nn.functional, "linear", of_tensors_only)
+    assert_same_training(patched := apply_cce(tiny_llama()), tiny_llama(), batch())
+    assert_fused(patched, calls=1)
+    wrapped = apply_cce(with_lora())
+    with pytest.warns(UserWarning, match=r"torch\.nn\.functional\.linear was replaced"):
+        actual = loss_and_grads(wrapped, batch())
+    for name, value in actual.items():
+        assert_as_good(value, expected[name], exactly[name], name)
+
+
 def test_an_offloaded_head_keeps_its_forward() -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     model = apply_cce(tiny_llama())

@@ -1,4 +1,4 @@
-"""Steps of a patched and an unpatched model under DeepSpeed ZeRO-3 on several ranks; for test_zero3.py.
+"""Steps of a patched and an unpatched model under DeepSpeed's ZeRO on several ranks; for test_zero.py.
 
 usage: torchrun --nproc-per-node 2 tests/zero.py OUT.json
 """
@@ -80,6 +80,8 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     "two micro-batches": ("llama", lambda model: model, {"gradient_accumulation_steps": 2}),
     "bfloat16": ("llama", lambda model: model, {"bf16": {"enabled": True}}),
     "watched": ("llama", watched, {}),
+    "stage 1": ("llama", lambda model: model, {}),
+    "stage 2": ("llama", lambda model: model, {}),
 }
 
 
@@ -119,7 +121,10 @@ def run(case: str, patch: Callable[[Any], Any]) -> tuple[list[dict[str, Tensor]]
     model = prepare(FAMILIES[family].build())
     head, count = head_of(model), options.get("gradient_accumulation_steps", 1)
     config = {"train_micro_batch_size_per_gpu": ROWS // world, "zero_allow_untested_optimizer": True, **options}
-    config |= {"gradient_clipping": 0.0, "zero_optimization": {"stage": 3, **FREE_AT_ONCE}}
+    config |= {
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": int(case[-1]) if "stage" in case else 3, **FREE_AT_ONCE},
+    }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     patch(model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=RATE), config=config)
@@ -144,7 +149,7 @@ def run(case: str, patch: Callable[[Any], Any]) -> tuple[list[dict[str, Tensor]]
         engine.step()
     told = {
         "freed": head.weight.numel() == 0,
-        "gathers": traffic.counts["_allgather_base_.default"],
+        "gathers": traffic.counts.get("_allgather_base_.default", 0),
         "hooks": len(head._forward_hooks),
         "nodes left": getattr(head, "applied_pre_backward_ref_cnt", 0),
         "evaluated": type(model.eval()(**mine[0]).logits).__name__,

@@ -1,4 +1,4 @@
-"""Two ranks under DeepSpeed ZeRO-3: three steps are those of one process, without logits and without one gather more."""
+"""Two ranks under DeepSpeed's ZeRO: three steps are those of one process, without logits and without one gather more."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ CASES = (
     "two micro-batches",
     "bfloat16",
     "watched",
+    "stage 1",
+    "stage 2",
 )
 
 
@@ -38,7 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
-        [*command, str(here / "zero.py"), str(path)], capture_output=True, text=True, timeout=300,
+        [*command, str(here / "zero.py"), str(path)], capture_output=True, text=True, timeout=600,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
@@ -75,6 +77,6 @@ def test_the_loss_is_fused_or_the_reason_is_told(case: str, results: dict[str, A
 @pytest.mark.parametrize("case", CASES)
 def test_deepspeed_does_what_it_does_without_us(case: str, results: dict[str, Any]) -> None:
     twin, told = results[case]["told of twin"], results[case]["told of errors"]
-    assert twin["freed"] and told.pop("gathers") <= twin.pop("gathers")
+    assert twin["freed"] is not case.startswith("stage") and told.pop("gathers") <= twin.pop("gathers")
     assert told == twin and told["evaluated"] == "Tensor" and told["nodes left"] == 0
     assert results[case]["same logits"]
