@@ -28,9 +28,8 @@ def why_not(head: nn.Module, *, compiling: bool = False) -> str | None:
         own = module.__dict__
         forward, below = own.get("forward"), own.get("_old_forward")  # the latter is what accelerate's hooks wrapped
         planned = "_hf_tp_plan" in own or own.get("_distribute_module_applied", False)
-        planned |= compiling and own.get(
-            "_is_hooked", False
-        )  # Transformers' mark, for Dynamo does not see the name below
+        if compiling:  # Dynamo does not see the name of the function; this is Transformers' mark
+            planned = planned or own.get("_is_hooked", False)
         if not planned and not _is_tp_forward(forward) and not _is_tp_forward(below):
             continue
         if compiling:
@@ -40,9 +39,7 @@ def why_not(head: nn.Module, *, compiling: bool = False) -> str | None:
         if _is_tp_forward(forward) and _parts(forward) is None:
             return "this version of Transformers applies tensor parallelism to the head in a way that is not known"
         if not all(is_dtensor(parameter) for parameter in module.parameters(recurse=False)):
-            return (
-                "tensor parallelism keeps a plain slice of the head's weight on each process, as transformers 5.8 does"
-            )
+            return "tensor parallelism keeps a plain slice of the head's weight on each process (transformers 5.8)"
     return None
 
 
