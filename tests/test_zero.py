@@ -32,22 +32,36 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One start of two processes for all cases."""
-    path = tmp_path_factory.mktemp("zero") / "zero.json"
+def started(script: str, path: Path, *arguments: str) -> dict[str, Any]:
+    """What two processes of ``script`` have written to ``path``."""
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
-        [*command, str(here / "zero.py"), str(path)], capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        [*command, str(here / script), str(path), *arguments], capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     assert "unknown inputs or outputs type" not in run.stdout + run.stderr, "DeepSpeed has seen what is no tensor"
-    found = json.loads(path.read_text("utf-8"))
+    return json.loads(path.read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One start of two processes for all cases."""
+    found = started("zero.py", tmp_path_factory.mktemp("zero") / "zero.json")
     assert sorted(found) == sorted(CASES)
     return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sequence_parallelism(stage: int, tmp_path: Path) -> None:
+    """Ulysses: each rank has a half of the sequence, and labels that were shifted before it was cut."""
+    result = started("ulysses.py", tmp_path / "ulysses.json", str(stage))
+    assert result["stats"] == {"calls": 1, "fused": 1, "missed": 0, "materialised": 0}
+    assert len(result["errors"]) > 10
+    for name, error in result["errors"].items():
+        assert error <= budget(result["twin"][name], torch.float32), name
 
 
 @pytest.mark.parametrize("case", CASES)
