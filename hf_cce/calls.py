@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -46,6 +47,7 @@ class Call:
     words: int | None = None  # of the vocabulary whose logits were deferred
     reasons: list[str] = field(default_factory=list)
     closed: bool = False  # it has returned
+    handles: list[Any] = field(default_factory=list)  # of hooks on the head, for the time of the call
 
     def note_fused(self) -> None:
         if torch.compiler.is_compiling():

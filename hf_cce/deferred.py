@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_cce.calls import Call
 from hf_cce.head import needs_grad
 from hf_cce.loss import linear_cross_entropy, linear_log_probs
+from hf_cce.sharded import gathered, is_dtensor, local, replicated
 from hf_cce.symbolic import (
     Op,
     Symbolic,
@@ -41,7 +42,7 @@ class DeferredLogits(Symbolic):
 
     Args:
         hidden_states: [..., D], what the head was given.
-        weight: [V, D].
+        weight: [V, D]; a DTensor where every process has a part of the vocabulary, and then the bias as well.
         bias: [V] or None.
         call: the training call it belongs to; carries the options of the loss and the counters.
         cast: the dtype in which autocast would have multiplied, or None.
@@ -101,6 +102,11 @@ class DeferredLogits(Symbolic):
         return self.hidden_states.device
 
     @property
+    def _sharded(self) -> bool:
+        """Whether every process has a part of the vocabulary."""
+        return is_dtensor(self.weight)
+
+    @property
     def requires_grad(self) -> bool:
         return needs_grad(self.hidden_states, self.weight, self.bias)
 
@@ -146,6 +152,10 @@ class DeferredLogits(Symbolic):
             return self  # as torch does: the same tensor
         return self._copy(ops=(*self.ops, ("to", target)))
 
+    def to_local(self, **_: Any) -> DeferredLogits:
+        """What a hook of tensor parallelism asks of the DTensor that it takes this for: every process has all the logits."""
+        return self
+
     def view(self, *shape: Any, **named: Any) -> Any:
         if named or (len(shape) == 1 and isinstance(shape[0], torch.dtype)):
             return self._real("view").view(*shape, **named)
@@ -175,7 +185,7 @@ class DeferredLogits(Symbolic):
         tokens, vocabulary = index
         if vocabulary is None:
             return self._view(self.hidden_states[tokens])
-        if self._forbidden():
+        if self._forbidden() or self._sharded:
             return self._real("indexing")[plain(key)]  # its words are numbered otherwise
         return self._view(
             self.hidden_states[tokens], self.weight[vocabulary], None if self.bias is None else self.bias[vocabulary]
@@ -184,6 +194,7 @@ class DeferredLogits(Symbolic):
     def __setitem__(self, key: Any, value: Any) -> None:
         """Words set to the smallest number at every token (Chameleon's image tokens) have probability zero from now on."""
         plain_logits = not self._written and self._made is None and not torch.compiler.is_compiling()
+        plain_logits = plain_logits and not self._sharded
         words = forbidden_words(key, value, self.shape, self.dtype) if plain_logits else None
         if words is None:
             self._write("__setitem__", key, value)
@@ -220,7 +231,7 @@ class DeferredLogits(Symbolic):
             return joined
         fits = isinstance(other, Tensor) and other.dim() in range(1, self.ndim + 1) and other.shape[-1] == words
         fits = fits and other.numel() == words and (other.dtype, other.device) == (self.dtype, self.device)
-        if self._written or self.ops or kwargs or not fits:
+        if self._written or self.ops or kwargs or not fits or self._sharded:
             return self._real("add").add(plain(other), **kwargs)
         bias = other.reshape(-1)
         return self._copy(bias=bias if self.bias is None else self.bias + bias)
@@ -228,7 +239,7 @@ class DeferredLogits(Symbolic):
     def _joined(self, other: DeferredLogits) -> DeferredLogits | None:
         """h Wᵀ + c · x Bᵀ as one product, [h, c x] [W, B]ᵀ, for LoRA on the head; None where the two do not fit."""
         form = closed_form(other.ops)
-        fits = form is not None and form[1] is None and not self.ops and other.bias is None
+        fits = form is not None and form[1] is None and not self.ops and other.bias is None and not self._sharded
         if not fits or self._written or other._written or self.shape != other.shape or self.device != other.device:
             return None
         other._used = True
@@ -298,7 +309,7 @@ class DeferredLogits(Symbolic):
         self._used = True
         with self._as_multiplied():
             loss = linear_cross_entropy(
-                self.hidden_states,
+                replicated(self.hidden_states, self.weight),
                 self.weight,
                 target.to(self.hidden_states.device),
                 bias=self._bias(),
@@ -325,7 +336,7 @@ class DeferredLogits(Symbolic):
         labels = torch.zeros(self.hidden_states.shape[:-1], dtype=torch.long, device=self.hidden_states.device)
         with self._as_multiplied():
             result = linear_log_probs(
-                self.hidden_states,
+                replicated(self.hidden_states, self.weight),
                 self.weight,
                 labels,
                 bias=self._bias(),
@@ -372,7 +383,7 @@ class DeferredLogits(Symbolic):
         self._check_fresh()
         self.call.note_materialised(why)
         with self._as_multiplied():
-            made = F.linear(self.hidden_states, self.weight, self.bias)
+            made = gathered(F.linear(replicated(self.hidden_states, self.weight), self.weight, self.bias))
         for name, value in self.ops:
             if name == "forbid":
                 made[..., value[0].to(made.device)] = value[1]
@@ -388,10 +399,9 @@ class DeferredLogits(Symbolic):
         """Refuse to answer from a recipe whose ingredients have changed since it was written."""
         if self._versions is None or self._written:
             return
-        if (
-            self._versions != self._ingredient_versions()
-            or self.weight.untyped_storage().nbytes() == 0  # FSDP2 has freed it, as it does after the backward
-        ):
+        weight = local(self.weight)
+        freed = weight.numel() > 0 and weight.untyped_storage().nbytes() == 0  # by FSDP2, as after the backward pass
+        if freed or self._versions != self._ingredient_versions():
             raise RuntimeError(
                 "these logits were deferred, and hidden states or LM head have changed since (optimizer.step()?); "
                 "read outputs.logits before the step, or keep outputs.logits.materialize()"

@@ -11,12 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 # Modules of these packages pass their input to the Linear inside and add their own term in plain torch operations
 # (PEFT's LoRA layers and modules_to_save wrapper; containers and dropout of torch.nn): a symbolic input is safe there.
 _TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear")
+# DeepSpeed ZeRO-3 puts a function that takes tensors only in its place, for every module of the process and for good.
+LINEAR = torch._C._nn.linear
 _WANTS_GRADIENTS = "(register_full_backward_hook) asks for the gradient of the logits, which the fused loss never makes"
 
 
@@ -34,6 +37,7 @@ RESHARDS = (
     "FSDP2 reshards the head's weight right after its forward; put it in one group with the final norm and "
     "reshard_after_forward=False, as accelerate does"
 )
+PARTITIONED = "DeepSpeed ZeRO-3 partitions the head's weight"
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
@@ -46,16 +50,25 @@ def why_not_defer(head: nn.Module) -> str | None:
     """Why the multiplication of ``head`` cannot be put off, judged by its structure; None where it can."""
     if _module._global_backward_hooks or _module._global_backward_pre_hooks:
         return f"a backward hook on all modules {_WANTS_GRADIENTS}"
+    if F.linear is not LINEAR and not is_plain(head):
+        return "torch.nn.functional.linear was replaced, as DeepSpeed ZeRO-3 does, and the head is no plain torch.nn.Linear"
     for module in head.modules():
         kind = type(module)
         if module._backward_hooks or module._backward_pre_hooks:
             return f"a backward hook on the head {_WANTS_GRADIENTS}"
+        if kind.__name__ == "FullyShardedDataParallel":
+            return "the head is an FSDP1 unit of its own, which frees its weight after its forward; leave it to the root unit"
         if kind.forward is not nn.Linear.forward and not kind.__module__.startswith(_TRANSPARENT):
             return f"the head holds a {kind.__module__}.{kind.__qualname__}, which is no plain torch.nn.Linear"
         if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
             # It also replaces F.linear by a function that takes tensors only.
-            return "DeepSpeed ZeRO-3 partitions the head's weight"
+            return PARTITIONED
     return RESHARDS if any(_reshards(module) for module in head.modules()) else None
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Whether ``head`` does what ``torch.nn.Linear`` does, and nobody has wrapped it."""
+    return type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
 
 
 def keep_whole(head: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,7 @@
-"""The input of an LM head that is to put off its multiplication; the head's own forward runs on it."""
+"""The input of an LM head that is to put off its multiplication; the head's own forward runs on it.
+
+And what a head answers whose vocabulary is spread over processes, until somebody asks for all of it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from torch import Tensor
 
 from hf_cce.calls import Call
 from hf_cce.deferred import DeferredLogits
-from hf_cce.head import why_not_read
+from hf_cce.head import LINEAR, why_not_read
 from hf_cce.loss import few_tokens
+from hf_cce.sharded import is_dtensor, why_not_share
 from hf_cce.symbolic import Symbolic
 
 
@@ -22,7 +26,7 @@ class HeadInput(Symbolic):
     done and goes on as the input of the second. Every other operation gets the hidden states themselves.
     """
 
-    _ANSWERS: ClassVar[dict[Any, str]] = {F.linear: "linear", F.dropout: "dropout"}
+    _ANSWERS: ClassVar[dict[Any, str]] = {LINEAR: "linear", F.dropout: "dropout"}
 
     def __init__(self, hidden_states: Tensor, call: Call) -> None:
         self.hidden_states = hidden_states
@@ -54,7 +58,10 @@ class HeadInput(Symbolic):
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if hidden_states.dtype == torch.float64:
             cast = None  # autocast leaves float64 alone
-        reason = why_not_read(weight, bias)
+        shared = is_dtensor(hidden_states)
+        reason = why_not_share(hidden_states, weight, bias) if shared else why_not_read(weight, bias)
+        if shared and torch.compiler.is_compiling():
+            reason = "a compiled graph does not defer a head whose vocabulary is spread over processes"
         fits = cast is not None or hidden_states.dtype == weight.dtype
         if reason is None and (hidden_states.device != weight.device or not fits):
             reason = "hidden states and head differ in dtype or device"  # torch's own error is the right one
@@ -65,7 +72,67 @@ class HeadInput(Symbolic):
             self.call.note_few_tokens()
             return F.linear(hidden_states, weight, bias)
         self.call.words = weight.shape[0]
+        if shared:
+            return ShardedLogits(hidden_states, weight, bias, self.call, cast)
         return DeferredLogits(hidden_states, weight, bias, call=self.call, cast=cast)
 
     def _real(self, why: str) -> Tensor:
         return self.hidden_states
+
+
+class ShardedLogits(Symbolic):
+    """Stands for the DTensor [..., V], split over V, that ``F.linear`` of a spread vocabulary gives.
+
+    Asked for the logits of the whole vocabulary, as the loss of every process needs them, it answers with ``DeferredLogits``.
+    """
+
+    def __init__(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Call, cast: torch.dtype | None
+    ) -> None:
+        self.hidden_states = hidden_states  # a DTensor, as weight and bias
+        self.weight = weight
+        self.bias = bias
+        self.call = call
+        self.cast = cast
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden_states.shape[:-1], self.weight.shape[0]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype if self.cast is None else self.cast
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden_states.device
+
+    @property
+    def device_mesh(self) -> Any:
+        return self.weight.device_mesh  # type: ignore[attr-defined]
+
+    @property
+    def placements(self) -> Any:
+        from torch.distributed.tensor import Shard
+
+        return (Shard(self.ndim - 1),)
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
+        """To every process: deferred logits. To any other placement: of the real ones."""
+        whole = placements is not None and all(each.is_replicate() for each in placements)
+        if not whole or device_mesh not in (None, self.device_mesh) or kwargs.get("forward_dtype") is not None:
+            return self._real("redistribute").redistribute(device_mesh, placements, **kwargs)  # type: ignore[attr-defined]
+        return self.full_tensor()
+
+    def full_tensor(self, **kwargs: Any) -> Any:
+        if kwargs.get("grad_placements") is not None:
+            return self._real("full_tensor").full_tensor(**kwargs)  # type: ignore[attr-defined]
+        hidden_states: Any = self.hidden_states
+        return DeferredLogits(hidden_states.to_local(), self.weight, self.bias, call=self.call, cast=self.cast)
+
+    def to_local(self, **kwargs: Any) -> Tensor:
+        return self._real("to_local").to_local(**kwargs)  # type: ignore[attr-defined]
+
+    def _real(self, why: str) -> Tensor:
+        self.call.note_materialised(why)
+        return F.linear(self.hidden_states, self.weight, self.bias)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_cce import ops
+from hf_cce import ops, sharded
 from hf_cce.config import CCEConfig
 from hf_cce.state import FilterState
 
@@ -60,7 +60,8 @@ def linear_cross_entropy(
 
     Args:
         hidden_states: [..., D], floating point.
-        weight: [V, D], same dtype and device. Under autocast both are cast as a matmul would cast them.
+        weight: [V, D], same dtype and device. Under autocast both are cast as a matmul would cast them. Under tensor
+            parallelism a DTensor with ``[Shard(0)]``, as ``bias``, and ``hidden_states`` a replicated one: nothing is gathered.
         labels: [...], integers in [0, V) or ``ignore_index``.
         bias: [V], same dtype, or None.
         logit_scale: factor on the logits, before the softcap.
@@ -105,23 +106,28 @@ def linear_cross_entropy(
         labels = F.pad(labels.long(), (0, 1), value=ignore_index)[..., 1:]
     flat = labels.reshape(-1).long().contiguous()
 
-    if reduction != "none":
+    shared = _shared(hidden, weight, bias)
+    if reduction != "none" and not shared:
         num_items, divisor = _divisor(reduction, num_items_in_batch, hidden.device)
         needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
         return ops.cross_entropy(
             hidden, weight, bias, flat, num_items, divisor, ignore_index, logit_scale, cap, label_smoothing, z_loss, *needs,
             config.scratch(hidden.shape[0]), config.implementation, gradient_filter=config.gradient_filter, state=filter_state,
         )  # fmt: skip
-    lse, label_logit, mean_logit, *_ = torch.ops.hf_cce.logit_stats(
-        hidden, weight, bias, flat, ignore_index, logit_scale, cap, label_smoothing > 0, False, False, False,
-        config.scratch(hidden.shape[0]), config.implementation,
-    )  # fmt: skip
+    form = (ignore_index, logit_scale, cap)
+    lse, label_logit, mean_logit, *_ = _statistics(
+        shared, hidden, weight, bias, flat, form, (label_smoothing > 0, False, False), False, config
+    )
     loss = lse - label_logit
     if label_smoothing:
         loss = loss + label_smoothing * (label_logit - mean_logit)
     if z_loss:
         loss = loss + z_loss * lse.square()
-    return loss.view(labels.shape)
+    if reduction == "none":
+        return loss.view(labels.shape)
+    num_items, divisor = _divisor(reduction, num_items_in_batch, hidden.device)
+    factor = ops.survey(flat, loss, ignore_index, weight.shape[0], num_items, divisor, "auto")
+    return loss.sum() * factor.to(loss.dtype)
 
 
 def linear_log_probs(
@@ -157,9 +163,12 @@ def linear_log_probs(
     config = _checked(config)
     _check_index(ignore_index)
     hidden, weight, bias, cap = _prepare(hidden_states, weight, bias, labels, logit_scale, softcap)
-    lse, label_logit, mean, ent, sum_sq, top1 = torch.ops.hf_cce.logit_stats(
-        hidden, weight, bias, labels.reshape(-1).long(), ignore_index, logit_scale, cap,
-        mean_logit, entropy, log_sum_sq_probs, is_top1, config.scratch(hidden.shape[0]), config.implementation,
+    shared = _shared(hidden, weight, bias)
+    if shared and is_top1:
+        raise ValueError("is_top1 is not known where the vocabulary is spread over processes; leave it out")
+    lse, label_logit, mean, ent, sum_sq, *top1 = _statistics(
+        shared, hidden, weight, bias, labels.reshape(-1).long(), (ignore_index, logit_scale, cap),
+        (mean_logit, entropy, log_sum_sq_probs), is_top1, config,
     )  # fmt: skip
 
     def shaped(x: Tensor, wanted: bool = True) -> Tensor | None:
@@ -170,9 +179,45 @@ def linear_log_probs(
         shaped(ent, entropy),
         shaped(sum_sq, log_sum_sq_probs),
         shaped(mean, mean_logit),
-        shaped(top1, is_top1),
+        shaped(top1[0]) if is_top1 else None,
         shaped(lse, logsumexp),
     )
+
+
+def _shared(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the vocabulary is spread over processes.
+
+    Raises:
+        ValueError: some of the three are DTensors, but they are no such head.
+    """
+    if not any(map(sharded.is_dtensor, (hidden, weight, bias))):
+        return False
+    reason = sharded.why_not_share(hidden, weight, bias)
+    if reason is not None:
+        raise ValueError(
+            f"weight: {reason}. Under tensor parallelism hidden_states must be a DTensor, replicated, and weight and bias "
+            "DTensors with [Shard(0)] over the same mesh; a weight that FSDP shards must be gathered first (unshard)"
+        )
+    return True
+
+
+def _statistics(
+    shared: bool,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    form: tuple[int, float, float],  # ignore_index, logit_scale, softcap
+    wanted: tuple[bool, bool, bool],  # mean_logit, entropy, log_sum_sq
+    want_top1: bool,
+    config: CCEConfig,
+) -> tuple[Tensor, ...]:
+    """What ``hf_cce::logit_stats`` gives; without ``is_top1`` where the vocabulary is shared."""
+    how = (config.scratch(hidden.shape[0]), config.implementation)
+    if not shared:
+        return torch.ops.hf_cce.logit_stats(hidden, weight, bias, labels, *form, *wanted, want_top1, *how)
+    ops.survey(labels, sharded.local(weight), form[0], weight.shape[0], None, 1.0, config.implementation)
+    return sharded.logit_stats(hidden, weight, bias, labels, *form, *wanted, *how)
 
 
 _DEFAULT = CCEConfig()

@@ -87,6 +87,15 @@ def _require(ok: Tensor, labels: Tensor, ignore_index: int, v: int) -> None:
         )
 
 
+def survey(
+    labels: Tensor, hidden: Tensor, ignore_index: int, v: int, num_items: Tensor | None, divisor: float, choice: str
+) -> Tensor:
+    """What a sum of losses is multiplied by, a scalar; fails on a label out of range. ``choice`` is the implementation."""
+    ok, factor = _implementation(hidden, choice).survey_labels(labels, ignore_index, v, num_items, divisor)
+    _require(ok, labels, ignore_index, v)
+    return factor
+
+
 @torch.library.custom_op("hf_cce::logit_stats", mutates_args=())
 def logit_stats(
     hidden: Tensor,
@@ -107,7 +116,7 @@ def logit_stats(
     module, v = _implementation(hidden, implementation), weight.shape[0]
     # Autocast is settled by the caller; inside, a cast of what is already an accumulator would lose it.
     with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
-        _require(module.survey_labels(labels, ignore_index, v, None, 1.0)[0], labels, ignore_index, v)
+        survey(labels, hidden, ignore_index, v, None, 1.0, implementation)
         return tuple(
             module.logit_stats(
                 hidden, weight, bias, labels, ignore_index, logit_scale, softcap,
@@ -248,8 +257,7 @@ def _cross_entropy(
     """
     module, v = _implementation(hidden, implementation), weight.shape[0]
     with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
-        ok, factor = module.survey_labels(labels, ignore_index, v, num_items, divisor)
-        _require(ok, labels, ignore_index, v)
+        factor = survey(labels, hidden, ignore_index, v, num_items, divisor, implementation)
         factor = factor.to(portable.accumulation_dtype(hidden.dtype))
         loss, lse, *gradients = module.cross_entropy(
             hidden, weight, bias, labels, factor, ignore_index, logit_scale, softcap,
@@ -369,8 +377,7 @@ class _CrossEntropy(torch.autograd.Function):
             return output[0]
         kernels, v = _kernels(), weight.shape[0]
         with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
-            result, tau = None, None
-            n, work = labels.numel(), hidden.numel() * v
+            result, tau, n, work = None, None, labels.numel(), hidden.numel() * v
             # "auto" promises an error, and keeps the promise by measurement: not without a state.
             wanted = gradient_filter is not None and (state is not None or gradient_filter != "auto")
             if wanted and not need_bias and work >= FILTER_FROM and n >= FILTER_TOKENS:
@@ -378,12 +385,8 @@ class _CrossEntropy(torch.autograd.Function):
                 tau = ctx.tau = ctx.state.threshold(gradient_filter, hidden)
             dense = 0 < 4 * n * v <= min(budget, DENSE_BYTES)
             if hidden.is_cuda:
-                kernels.compile_ahead(
-                    tau is not None, dense, (need_hidden, need_weight, need_bias), hidden, weight, bias, labels, num_items,
-                    divisor, ignore_index, scale, softcap, z_loss, budget,
-                )  # fmt: skip
-            ok, factor = kernels.survey_labels(labels, ignore_index, v, num_items, divisor)
-            _require(ok, labels, ignore_index, v)
+                kernels.compile_ahead(tau is not None, dense, tuple(inputs[11:14]), *inputs[:9], z_loss, budget)
+            factor = survey(labels, hidden, ignore_index, v, num_items, divisor, implementation)
             common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             if tau is not None:
                 result = kernels.filtered_cross_entropy(*common, need_weight, budget, ctx.state.vocabulary(weight))
@@ -468,11 +471,10 @@ def _full_logits(
     z_loss: float,
 ) -> Tensor:
     """The same scalar from real logits, as Transformers computes it, by PyTorch's own operators."""
-    module, v = _implementation(hidden, "auto"), weight.shape[0]
+    v = weight.shape[0]
     autocast = torch.is_autocast_enabled(hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext(), _on(hidden):
-        ok, factor = module.survey_labels(labels, ignore_index, v, num_items, divisor)
-        _require(ok, labels, ignore_index, v)
+        factor = survey(labels, hidden, ignore_index, v, num_items, divisor, "auto")
         logits = F.linear(hidden, weight, bias).float()
         if logit_scale != 1.0:
             logits = logits * logit_scale

@@ -22,15 +22,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_cce.calls import Call, Stats
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits
-from hf_cce.head import RESHARDS, adapter_in, find_head, keep_whole, why_not_defer
+from hf_cce.head import LINEAR, PARTITIONED, RESHARDS, adapter_in, find_head, keep_whole, why_not_defer
 from hf_cce.head_input import HeadInput
-from hf_cce.patches import trl
+from hf_cce.patches import tensor_parallel, trl, zero3
 from hf_cce.state import FilterState
 
 STATE = "_hf_cce"
@@ -135,10 +136,15 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     if not training:
         return
-    call, reason = Call(state.config, state.stats, state.filter_state), why_not_defer(head)
+    call = Call(state.config, state.stats, state.filter_state)
+    reason = tensor_parallel.why_not(head, compiling=torch.compiler.is_compiling()) or why_not_defer(head)
     if reason == RESHARDS and not torch.compiler.is_compiling():  # a graph cannot change that, and gets real logits
         state.kept_whole += keep_whole(head)
         reason = None
+    if reason == PARTITIONED:
+        reason = zero3.why_not(head, compiling=torch.compiler.is_compiling())
+        if reason is None:
+            zero3.enter(head, call)
     if reason is not None:
         call.note_refused(reason)
         _close(state, call, head)
@@ -159,7 +165,16 @@ def _deferring_forward(head: nn.Module, previous: Any, hidden_states: Any, *args
     """The head's own forward, or the one that accelerate had put there, on an input that does not multiply."""
     call = head.__dict__.get(STATE)
     if call is not None and isinstance(hidden_states, torch.Tensor) and torch.is_grad_enabled():
-        hidden_states = HeadInput(hidden_states, call)
+        if call.handles:
+            output = zero3.run(head, hidden_states, call)
+        else:
+            output = tensor_parallel.run(previous, hidden_states, call)
+        if output is not None:
+            return output
+        if not call.handles:
+            hidden_states = HeadInput(hidden_states, call)
+            if F.linear is not LINEAR and previous is None:  # only a plain Linear comes here then
+                return hidden_states.linear(head.weight, head.bias)
     if previous is None:
         return type(head).forward(head, hidden_states, *args, **kwargs)
     return previous(hidden_states, *args, **kwargs)
@@ -198,6 +213,8 @@ def _put_back(head: nn.Module) -> Call | None:
         if call is not None:
             setattr(head, STATE, None)
         return call
+    for handle in () if call is None else call.handles:
+        handle.remove()
     head.__dict__.pop(STATE, None)
     forward = head.__dict__.get("forward")
     if _is_ours(forward):

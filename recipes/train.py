@@ -284,9 +284,10 @@ def build_trainer(
     callbacks: list[TrainerCallback] = [meter]
     how = LOSSES[args.loss]
     if args.loss == "cce":
-        # ZeRO-3 shards the head itself: hf_cce then leaves the loss to the model, and warns. Everywhere else a run without
+        # Where ZeRO-3 partitions the head, hf_cce leaves TRL's fused head to TRL, and warns. Everywhere else a run without
         # the fused loss would be a comparison of eager with eager.
-        callback = CCECallback(on_unused="warn" if is_deepspeed_zero3_enabled() else "raise")
+        left = args.task == "lora" and is_deepspeed_zero3_enabled()
+        callback = CCECallback(on_unused="warn" if left else "raise")
         callbacks.append(callback)
         how = f"hf_cce, by CCECallback: {callback.config}"
     elif args.loss == "liger":

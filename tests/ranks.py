@@ -5,7 +5,6 @@ usage: torchrun --nproc-per-node 2 tests/ranks.py OUT.json
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import warnings
@@ -15,16 +14,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import batch, exact, loss_and_grads, stats, tiny_llama
+import transformers
+from models import FAMILIES, batch, exact, loss_and_grads, stats, tiny_llama
 from numerics import relative_error
+from peft import LoraConfig, get_peft_model
+from spread import everything
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_cce import apply_cce
+from hf_cce.deferred import DeferredLogits
 
 ROWS = 4
 
@@ -35,6 +44,11 @@ def ddp(model: Any, patch: Callable[[Any], Any]) -> Any:
 
 def ddp_patched_late(model: Any, patch: Callable[[Any], Any]) -> Any:
     return patch(DistributedDataParallel(model))
+
+
+def context_parallel(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Each rank has a part of every sequence, and labels that were shifted before they were cut; no layer mixes tokens."""
+    return DistributedDataParallel(patch(model))
 
 
 def _layers(model: Any, **options: Any) -> None:
@@ -69,11 +83,123 @@ def fsdp2_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
     return patch(fully_shard(model))
 
 
-def tensor_parallel(model: Any, patch: Callable[[Any], Any]) -> Any:
-    """As Transformers' own plan: the vocabulary in shards, the logits gathered. Real logits, and a warning."""
+def fsdp1(model: Any, patch: Callable[[Any], Any], **options: Any) -> Any:
+    """The wrapper that FSDP2 replaces: layers in units of their own, the head in the root's."""
+    options = {"auto_wrap_policy": ModuleWrapPolicy({type(model.model.layers[0])}), "use_orig_params": True, **options}
+    return patch(FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options))
+
+
+def fsdp1_flat(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return fsdp1(model, patch, use_orig_params=False)
+
+
+def fsdp1_patched_first(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return fsdp1(patch(model), lambda model: model)
+
+
+def fsdp1_mixed(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return fsdp1(model, patch, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+
+def fsdp1_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """In a unit of its own, which frees its weight right after its forward: real logits, and a warning."""
+    head = model.lm_head
+    return fsdp1(model, patch, auto_wrap_policy=CustomPolicy(lambda module: module is head))
+
+
+def tensor_parallel(model: Any, patch: Callable[[Any], Any], head: str = "lm_head") -> Any:
+    """By torch: the vocabulary of the head in shards, the logits gathered in a hook."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    parallelize_module(model, mesh, {head: ColwiseParallel(output_layouts=Replicate())})
     return patch(model)
+
+
+def tensor_parallel_bias(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return tensor_parallel(model, patch)
+
+
+def tensor_parallel_softcap(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return tensor_parallel(model, patch)
+
+
+def tensor_parallel_logsumexp(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Bamba's z-loss asks its logits for it."""
+    return tensor_parallel(model, patch)
+
+
+def tensor_parallel_sequence(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """The head's input in shards of the sequence, which torch's hook gathers."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    styles = {
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(
+        model, mesh, {"model.norm": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))}
+    )
+    parallelize_module(model, mesh, styles)
+    return patch(model)
+
+
+def tensor_parallel_mixed(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Under autocast."""
+    return tensor_parallel(model, patch)
+
+
+def tensor_parallel_fsdp2(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """A mesh of two dimensions, the head alone in its group of FSDP2; by hand also with two times two ranks."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    _layers(model, mesh=mesh["data"])
+    fully_shard(model.lm_head, mesh=mesh["data"])
+    return patch(fully_shard(model, mesh=mesh["data"]))
+
+
+def tensor_parallel_logits_split(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """The head leaves its logits in shards, and the model's loss gathers them: real logits, and a warning."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(use_local_output=False)})
+    inner = model.loss_function
+    model.loss_function = lambda logits, **kwargs: inner(logits=logits.full_tensor(), **kwargs)
+    return patch(model)
+
+
+def tensor_parallel_lora(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """The layer in shards is one inside the head: real logits, and a warning."""
+    return tensor_parallel(model, patch, "base_model.model.lm_head.base_layer")
+
+
+def tensor_parallel_plan(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """By Transformers' own plan, for the whole model: loading it is what applies it."""
+    folder = Path(sys.argv[1]).parent / f"saved-{type(model).__name__}-{model.config.tie_word_embeddings}"
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    options: dict[str, Any] = {"tp_plan": "auto"}
+    if hasattr(transformers, "DistributedConfig"):
+        options = {"distributed_config": transformers.DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())}
+    model = type(model).from_pretrained(folder, **options)
+    head = model.lm_head.weight
+    assert isinstance(head, DTensor) and not head.placements[0].is_replicate(), "the plan was not applied"
+    return patch(model.train())
+
+
+def tensor_parallel_plan_tied(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return tensor_parallel_plan(model, patch)
+
+
+def tensor_parallel_plan_compiled(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """A graph gets real logits, and counts nothing."""
+    model = tensor_parallel_plan(model, patch)
+    torch._dynamo.reset()
+    model.compile(backend="eager")
+    return model
+
+
+def lora_on_the_head() -> Any:
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
+    torch.manual_seed(3)
+    return get_peft_model(tiny_llama(), config)
 
 
 ENGINES = {
@@ -81,13 +207,38 @@ ENGINES = {
     for f in (
         ddp,
         ddp_patched_late,
+        context_parallel,
         fsdp2,
         fsdp2_patched_first,
         fsdp2_root,
         fsdp2_mixed,
         fsdp2_head_alone,
+        fsdp1,
+        fsdp1_flat,
+        fsdp1_patched_first,
+        fsdp1_mixed,
+        fsdp1_head_alone,
         tensor_parallel,
+        tensor_parallel_bias,
+        tensor_parallel_softcap,
+        tensor_parallel_logsumexp,
+        tensor_parallel_sequence,
+        tensor_parallel_mixed,
+        tensor_parallel_fsdp2,
+        tensor_parallel_logits_split,
+        tensor_parallel_lora,
+        tensor_parallel_plan,
+        tensor_parallel_plan_tied,
+        tensor_parallel_plan_compiled,
     )
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "context_parallel": lambda: tiny_llama(num_hidden_layers=0),
+    "tensor_parallel_bias": FAMILIES["phi"].build,
+    "tensor_parallel_softcap": lambda: FAMILIES["gemma2"].build(tie_word_embeddings=False),
+    "tensor_parallel_logsumexp": lambda: FAMILIES["bamba"].build(tie_word_embeddings=False),
+    "tensor_parallel_lora": lora_on_the_head,
+    "tensor_parallel_plan_tied": FAMILIES["llama_tied"].build,
 }
 
 
@@ -98,35 +249,55 @@ def step(model: Any, inputs: dict[str, Tensor], items: int, world: int) -> dict[
     total = loss.detach() / world
     dist.all_reduce(total)
     found = {"loss": total if world > 1 else loss.detach()}
+    if isinstance(model, FullyShardedDataParallel):  # it gathers parameters, but not the gradients of flat ones
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(0 if parameter.grad is None else parameter.grad)
+        with FullyShardedDataParallel.summon_full_params(model):
+            for name, parameter in model.named_parameters():
+                found[name.replace("_fsdp_wrapped_module.", "")] = parameter.detach().clone()
+        return found
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         found[name.removeprefix("module.")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return found
 
 
+def shared_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """As ``step`` where every rank has all rows, and no gradient is averaged; and the logits."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        output = model(**inputs, num_items_in_batch=torch.tensor(items))
+    logits = output.logits.materialize() if isinstance(output.logits, DeferredLogits) else output.logits
+    output.loss.backward()
+    found = {"loss": output.loss.detach()}
+    for name, parameter in model.named_parameters():
+        if (grad := parameter.grad) is not None:
+            found[name.replace("base_layer.", "")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found, logits.full_tensor() if isinstance(logits, DTensor) else logits.detach()
+
+
 def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    tensor = engine is tensor_parallel
+    tensor, build = engine.__name__.startswith("tensor_parallel"), MODELS.get(engine.__name__, tiny_llama)
     rows = slice(None) if tensor else slice(rank * ROWS // world, (rank + 1) * ROWS // world)
     inputs, items = {key: value[rows] for key, value in whole.items()}, int((whole["labels"][:, 1:] != -100).sum())
+    if engine is context_parallel:
+        shifted = torch.nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
+        whole = {"input_ids": whole["input_ids"], "labels": whole["labels"], "shift_labels": shifted}
+        inputs = {key: value.chunk(world, dim=1)[rank].contiguous() for key, value in whole.items()}
+    logits: dict[str, Tensor] = {}
     outcome: dict[str, Any] = {"told": [], "errors": {}, "twin": {}}
     for name, patch in (("twin", lambda model: model), ("errors", apply_cce)):
-        model = engine(tiny_llama(), patch)
+        model = engine(build(), patch)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if tensor:  # every rank has all rows, and no gradient is averaged
-                loss = model(**inputs, num_items_in_batch=torch.tensor(items)).loss
-                loss.backward()
-                grads = {key: p.grad for key, p in model.named_parameters()}
-                found = {"loss": loss.detach()} | {
-                    key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in grads.items()
-                }
+            if tensor:
+                found, logits[name] = shared_step(model, inputs, items, engine is tensor_parallel_mixed)
             else:
-                step(model, inputs, items, world)
+                loss = model(**inputs, num_items_in_batch=torch.tensor(items)).loss
+                loss.backward()  # a first one, to leave nothing behind that a second would trip over
                 model.zero_grad(set_to_none=True)
-                found = step(
-                    model, inputs, items, world
-                )  # the first leaves nothing behind that a second would trip over
+                found = step(model, inputs, items, world)
         assert found.keys() == reference.keys()
         outcome[name] = {key: relative_error(value, reference[key]) for key, value in found.items()}
         whole_of = [torch.cat([x[key].double().flatten() for key in reference]) for x in (found, reference)]
@@ -135,6 +306,12 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
             outcome["told"] = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
             counted = stats(model)
             outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialised")}
+    if tensor:
+        outcome["same logits"] = torch.equal(*logits.values())
+    ranks: list[Any] = [None] * world
+    dist.all_gather_object(ranks, outcome)
+    for key in outcome["errors"]:  # the worst of the ranks
+        outcome["errors"][key] = max(each["errors"][key] for each in ranks)
     return outcome
 
 
@@ -143,16 +320,16 @@ def main(path: Path) -> None:
     dist.init_process_group("gloo")
     whole = batch(rows=ROWS)
     items = int((whole["labels"][:, 1:] != -100).sum())
-    reference = loss_and_grads(
-        exact(copy.deepcopy(tiny_llama())), {**whole, "num_items_in_batch": torch.tensor(items)}, double=True
-    )
-    results = {}
+    results: dict[str, Any] = {}
     for name, engine in ENGINES.items():
         try:
-            results[name] = run(engine, whole, reference)
+            build = MODELS.get(name, tiny_llama)
+            inputs = {**whole, "num_items_in_batch": torch.tensor(items)}
+            results[name] = run(engine, whole, loss_and_grads(exact(build()), inputs, double=True))
         except Exception as error:  # the other engines are of interest too
             results[name] = {"failed": f"{type(error).__name__}: {error}"}
         dist.barrier()
+    results["spread"] = everything()
     if dist.get_rank() == 0:
         path.write_text(json.dumps(results), "utf-8")
     dist.destroy_process_group()

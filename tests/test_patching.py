@@ -269,6 +269,31 @@ def with_head(kind: Any) -> Any:
     return model
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi", "mixtral"])
+def test_labels_that_somebody_has_shifted(family: str) -> None:
+    """Context and sequence parallelism: ``shift_labels`` of one part of a sequence; they win over ``labels``."""
+    plain = FAMILIES[family].build()
+    patched = apply_cce(copy.deepcopy(plain))
+    whole = {key: value.repeat(1, 2) for key, value in batch(rows=3).items()}
+    part, length = slice(7, 31), whole["labels"].shape[1]
+    given = {key: value[:, part].contiguous() for key, value in whole.items()}
+    given["shift_labels"] = whole["labels"][:, range(8, 32)].contiguous()
+    assert part.stop + 1 < length and (given["shift_labels"][:, -1] != -100).any()
+    by_labels = patched(**{key: value for key, value in given.items() if key != "shift_labels"}).loss
+    assert not torch.equal(patched(**given).loss, by_labels)
+    assert_same_training(patched, plain, given)
+    other = {
+        **given,
+        "labels": given["shift_labels"],
+        "num_items_in_batch": torch.tensor(37),
+    }  # as DeepSpeed's gives them
+    assert_same_training(patched, plain, other)
+    assert_fused(patched, calls=4)
+    without = {key: value for key, value in given.items() if key != "labels"}
+    assert patched(**without).loss is None and plain(**without).loss is None
+    assert torch.equal(patched(**without).logits, plain(**without).logits)
+
+
 def test_a_head_of_another_kind_keeps_its_forward_and_says_so_once() -> None:
     plain, patched = with_head(OddLinear), apply_cce(with_head(OddLinear))
     with pytest.warns(UserWarning, match=r"OddLinear.*no plain torch\.nn\.Linear"):
@@ -303,6 +328,30 @@ def test_a_weight_that_an_engine_partitions_is_left_to_it(monkeypatch: pytest.Mo
     monkeypatch.undo()
     del model.lm_head.weight.ds_id
     assert_as_good(loss, model(**batch()).loss, exact(remove_cce(model))(**batch()).loss, "loss")
+
+
+def test_a_linear_that_somebody_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed ZeRO-3 leaves it behind for every other model of the process."""
+    peft, linear = pytest.importorskip("peft"), torch.nn.functional.linear
+
+    def of_tensors_only(*args: Any) -> Any:
+        assert all(x is None or isinstance(x, torch.Tensor) for x in args)
+        return linear(*args)
+
+    def with_lora() -> Any:
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
+        torch.manual_seed(3)
+        return peft.get_peft_model(tiny_llama(), config)
+
+    expected, exactly = loss_and_grads(with_lora(), batch()), loss_and_grads(exact(with_lora()), batch(), double=True)
+    monkeypatch.setattr(torch.nn.functional, "linear", of_tensors_only)
+    assert_same_training(patched := apply_cce(tiny_llama()), tiny_llama(), batch())
+    assert_fused(patched, calls=1)
+    wrapped = apply_cce(with_lora())
+    with pytest.warns(UserWarning, match=r"torch\.nn\.functional\.linear was replaced"):
+        actual = loss_and_grads(wrapped, batch())
+    for name, value in actual.items():
+        assert_as_good(value, expected[name], exactly[name], name)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
