@@ -171,6 +171,7 @@ SPECS = (
         plan="filter blocks",
         types={"weight": "*T", "out": "*T if HAS_OUT", "means": "*T", "first_block": "i32", "stride": "i32:16"},
     ),
+    Spec("tilt._tilted_rows_kernel", types={"hidden": "*T", "out": "*T", "num_tiles": "i32"}),
     Spec(
         "tilt._centred_rows_kernel",
         plan="filter blocks",

@@ -46,6 +46,39 @@ def _centred_rows_kernel(
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], y.to(out.dtype.element_ty), mask=(ds < d)[None, :])
 
 
+@Kernel
+@triton.jit(do_not_specialize=["num_tokens"])
+def _tilted_rows_kernel(
+    hidden,  # [N, D]
+    mass,  # [T, N]
+    out,  # [N, D], written
+    num_tokens,
+    d,
+    hidden_stride,
+    tile_stride,
+    num_tiles,
+    logit_scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPAN: tl.constexpr,  # columns of a program
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < num_tokens
+    total = tl.zeros((BLOCK_T, BLOCK_M), tl.float32)
+    for first in range(0, num_tiles, BLOCK_T):
+        tiles = first + tl.arange(0, BLOCK_T)
+        inside = (tiles < num_tiles)[:, None] & in_rows[None, :]
+        total += tl.load(mass + tiles.to(tl.int64)[:, None] * tile_stride + rows[None, :], mask=inside, other=0.0)
+    factor = tl.sum(total, 0) * logit_scale
+    for first in range(0, SPAN, BLOCK_D):
+        ds = tl.program_id(1) * SPAN + first + tl.arange(0, BLOCK_D)
+        mask = in_rows[:, None] & (ds < d)[None, :]
+        x = tl.load(hidden + rows.to(tl.int64)[:, None] * hidden_stride + ds[None, :], mask=mask, other=0.0)
+        y = x.to(tl.float32) * factor[:, None]
+        tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], y.to(out.dtype.element_ty), mask=mask)
+
+
 def making_bytes(d: int, element: int, block_n: int) -> int:
     """What ``covariance`` takes besides its result."""
     return 4 * d * d + max(CHUNK, element * block_n * d)
@@ -78,4 +111,9 @@ def tilted_rows(hidden: Tensor, mass: Tensor, logit_scale: float) -> Tensor:
 
     ``mass`` [T, N]: the gradient that the dropped tiles keep.
     """
-    return hidden * (mass.sum(0, dtype=torch.float32) * logit_scale).to(hidden.dtype)[:, None]
+    (n, d), out = hidden.shape, torch.empty_like(hidden)
+    _tilted_rows_kernel[(triton.cdiv(n, 32), triton.cdiv(d, 512))](
+        hidden, mass, out, n, d, hidden.stride(0), mass.stride(0), mass.shape[0], logit_scale,
+        BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512,
+    )  # fmt: skip
+    return out
