@@ -116,10 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.here:
         print(json.dumps(first_call(args.here, (n, d, v), args.device)))
         return 0
-    results = {}
-    for name in args.peers:
-        results[name] = measure(name, (n, d, v), args.times, args.device)
-        print(table({name: results[name]}).splitlines()[-1], file=sys.stderr, flush=True)
+    results: dict[str, dict[str, Any]] = {}
     report = {
         "command": shlex.join(
             ["python", "-m", "hf_cce.bench.first", *(sys.argv[1:] if arguments is None else arguments)]
@@ -130,8 +127,11 @@ def main(arguments: list[str] | None = None) -> int:
         "shape": {"tokens": n, "hidden_size": d, "vocab_size": v},
         "results": results,
     }
-    if args.json:
-        write_json(args.json, report)
+    for name in args.peers:
+        results[name] = measure(name, (n, d, v), args.times, args.device)
+        print(table({name: results[name]}).splitlines()[-1], file=sys.stderr, flush=True)
+        if args.json:
+            write_json(args.json, report)
     print(table(results))
     return 1 if any("failed" in result for result in results.values()) else 0
 
