@@ -1,4 +1,4 @@
-"""Makes docs/pictures: four of the outputs stored in notebooks/kernel.ipynb, and time against memory from the measured JSON.
+"""Makes docs/pictures: four of the outputs stored in notebooks/kernel.ipynb; time against memory, and curves, from measured JSON.
 
 usage: python docs/make_pictures.py
 """
@@ -17,9 +17,10 @@ import nbformat
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))  # this checkout, not one that happens to be installed
 
+from hf_cce.bench.curves_plot import draw  # noqa: E402
 from hf_cce.bench.files import whole_file  # noqa: E402
 from hf_cce.bench.plots import CCE, FAINT, INK, PLAIN, quiet  # noqa: E402
-from hf_cce.bench.report import RESULTS, TRAINED, read  # noqa: E402
+from hf_cce.bench.report import CURVES, RESULTS, TRAINED, read  # noqa: E402
 
 NOTEBOOK = FOLDER.parent / "notebooks" / "kernel.ipynb"
 NAMES = ("order.png", "kept.png", "mass.png", "error.png")  # in the order in which the notebook shows them
@@ -44,9 +45,9 @@ def of_the_notebook() -> dict[str, bytes]:
     return dict(zip(NAMES, found, strict=True))
 
 
-def digest() -> str:
-    """Of the numbers that the picture of time and memory shows."""
-    return hashlib.sha256((RESULTS / TRAINED).read_bytes()).hexdigest()[:16]
+def digest(name: str) -> str:
+    """Of a file of results, for the picture that shows it."""
+    return hashlib.sha256((RESULTS / name).read_bytes()).hexdigest()[:16]
 
 
 def source_of(path: Path) -> str:
@@ -98,7 +99,7 @@ def time_and_memory() -> bytes:
         textcoords="offset points", va="top", fontsize=8, color="#5b6470",
     )  # fmt: skip
     stream = io.BytesIO()
-    canvas.print_png(stream, metadata={"Source": digest(), "Software": None})
+    canvas.print_png(stream, metadata={"Source": digest(TRAINED), "Software": None})
     return stream.getvalue()
 
 
@@ -106,6 +107,7 @@ def main() -> None:
     for name, picture in {**of_the_notebook(), "time-memory.png": time_and_memory()}.items():
         with whole_file(FOLDER / "pictures" / name) as temporary:
             temporary.write_bytes(picture)
+    draw(read(CURVES), FOLDER / "pictures" / "curves.png", {"Source": digest(CURVES), "Software": None}, dpi=90)
 
 
 if __name__ == "__main__":

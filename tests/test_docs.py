@@ -158,10 +158,31 @@ def test_every_measurement_is_on_the_page() -> None:
 
     page = (ROOT / "docs/performance.md").read_text("utf-8")
     for path in (ROOT / "hf_cce/bench/results").glob("*.json"):
-        assert path.name in page, path.name
+        assert path.name in page, f"{path.name}: run: make docs"
     pages = "".join(path.read_text("utf-8") for path in [*PAGES, ROOT / "README.md"])
     for name in TABLES:
         assert f"<!-- {name} table: begin" in pages, name
+
+
+def test_a_new_measurement_is_drawn_without_being_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_cce.bench import report
+
+    later = set(report.NAMED)
+    assert later <= {path.name for path in report.RESULTS.iterdir()}
+    monkeypatch.setattr(report, "NAMED", set())
+    section = report.newer_table("docs/performance.md")
+    assert all(section.count(f"](../hf_cce/bench/results/{name})") == 1 for name in later)
+    assert "| hf_cce-exact | 4.6472 |" in section and "**qwen2.5-0.5b, 4 × 8192 tokens" in section
+    assert "| hf_cce | 12.68 (12.63–12.71) |" in section and "\n#" not in section
+
+
+def test_times_of_first_calls_are_drawn_too() -> None:
+    from hf_cce.bench import newer
+
+    rows = {"hf_cce": {"first_s": 3.0, "later_s": [1.0, 1.5]}, "liger": {"missing": "not installed"}}
+    table = newer.drawn({"shape": {"tokens": 8}, "results": rows})
+    assert table and "| hf_cce | 3.00 | 1.00, 1.50 |" in table and "not installed" in table
+    assert newer.drawn({"results": {"a": 1}}) is newer.drawn({}) is None
 
 
 def test_the_public_names_are_described_as_they_are() -> None:
@@ -175,7 +196,8 @@ def test_pictures_are_those_of_the_notebook_and_of_the_results() -> None:
     assert len(taken) == 4
     for name, picture in taken.items():
         assert (ROOT / "docs/pictures" / name).read_bytes() == picture, "run: make docs"
-    assert maker.source_of(ROOT / "docs/pictures/time-memory.png") == maker.digest(), "run: make docs"
+    for picture, results in (("time-memory.png", maker.TRAINED), ("curves.png", maker.CURVES)):
+        assert maker.source_of(ROOT / "docs/pictures" / picture) == maker.digest(results), "run: make docs"
     shown = set(re.findall(r"\]\(pictures/([\w.-]+)\)", "".join(page.read_text("utf-8") for page in PAGES)))
     assert shown == {path.name for path in (ROOT / "docs/pictures").iterdir()}
 

@@ -99,8 +99,10 @@ def test_the_map_names_what_exists() -> None:
     assert len(paths) >= 8
     for path in paths:
         assert (ROOT / path).exists(), path
-    (flow,) = re.findall(r"^## How it works\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
-    for path in re.findall(r"(?:hf_cce|patches)/[\w/.]+", flow):
+    flow = (ROOT / "docs/how-it-works.md").read_text("utf-8")
+    paths = [path.rstrip(".") for path in re.findall(r"(?<![\w/])(?:hf_cce|patches)/[\w/.]+", flow)]
+    assert len(paths) >= 6
+    for path in paths:
         assert (ROOT / path).exists(), path
 
 
@@ -160,11 +162,12 @@ def test_empty_folders_are_called_planned() -> None:
 def test_the_counters_are_shown_as_they_are(namespace: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     from hf_cce import remove_cce
 
-    (block,) = [code for code in PYTHON if "stats" in code]
+    (block,) = [code for code in PYTHON if "cce_stats()" in code]
     remove_cce(namespace["model"])
     exec(compile(block, "README.md", "exec"), namespace)
-    printed = re.findall(r"Stats\(.*\)", capsys.readouterr().out)
-    assert printed == re.findall(r"# (Stats\(.*\))", block)
+    printed = re.findall(r"\{.*\}", capsys.readouterr().out)
+    assert printed == re.findall(r"# (\{.*\})", block)
+    assert "_hf_cce" not in README  # only what is public
 
 
 def demo_figures() -> tuple[str, str]:

@@ -18,13 +18,13 @@ STYLE: dict[str, dict[str, Any]] = {  # drawn in this order: the wide and pale o
 }
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw ``report`` (what ``hf_cce.bench.curves`` writes as JSON) into ``path``."""
+def draw(report: dict[str, Any], path: Path, metadata: dict[str, str | None] | None = None, dpi: int = 150) -> None:
+    """Draw ``report`` (what ``hf_cce.bench.curves`` writes as JSON) into ``path``; ``metadata``: texts in the file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     setup = report["setup"]
-    figure = Figure(figsize=(11, 6.6), dpi=150, facecolor="white")
+    figure = Figure(figsize=(11, 6.6), dpi=dpi, facecolor="white")
     FigureCanvasAgg(figure)
     figure.subplots_adjust(left=0.075, right=0.985, top=0.83, bottom=0.13, wspace=0.2, hspace=0.16)
     figure.text(
@@ -46,7 +46,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     lines, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(lines, labels, frameon=False, loc="lower center", ncols=len(lines), fontsize=9)
     with whole_file(path) as temporary:
-        figure.savefig(temporary)
+        figure.savefig(temporary, metadata=metadata)
 
 
 def _column(axes: Any, title: str, runs: dict[str, Any], first: int) -> None:

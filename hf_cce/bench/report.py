@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_cce.bench import newer
 from hf_cce.bench.files import whole_file
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,9 @@ STEPS = "2026-11-21-h200-steps-trained.json"
 BEFORE, FEW, LONG = (f"2026-11-21-h200-bench-{name}.json" for name in ("heads-before", "few", "32768"))
 FLAT_4096, FLAT_49152 = (f"2026-11-21-h200-bench-flat-{name}.json" for name in ("4096", "49152"))
 STEPS_RANDOM, CPU, DEMO = "2026-11-21-h200-steps-random.json", "2026-11-21-cpu-loss.json", "demo_cpu.json"
+CURVES = "2026-11-21-h200-curves.json"
+# Those that tables below are made of; any other file is drawn by hf_cce.bench.newer.
+NAMED = {TRAINED, FLAT, STEPS, BEFORE, FEW, LONG, FLAT_4096, FLAT_49152, STEPS_RANDOM, CPU, DEMO, CURVES}
 PEERS = {
     "hf_cce": "**hf_cce**",
     "hf_cce exact": "**hf_cce**, no filter",
@@ -241,6 +245,45 @@ def errors_table(page: str) -> str:
     return "\n".join([*lines, "", "; ".join(_link(name, page) for name in (TRAINED, BEFORE, LONG)) + "."])
 
 
+def curves_table(page: str) -> str:
+    """The same training with one loss after the other: means of the last quarter, and the distance to full logits."""
+    report = read(CURVES)
+    setup, titles = report["setup"], {"eager": "Transformers (full logits)", "compiled": "torch.compile of its loss"}
+    titles |= {"reversed": "full logits, the rows of each batch reversed", "hf_cce": PEERS["hf_cce"]}
+    titles["hf_cce-exact"] = PEERS["hf_cce exact"]
+    lines = [
+        "| start | loss | mean loss, last quarter | mean difference to full logits | in yardsticks |",
+        "|---|---|---|---|---|",
+    ]
+    for start, runs in report["settings"].items():
+        for name, run in runs.items():
+            apart = "–" if name == "eager" else f"{run['mean_difference']:.4f}"
+            ratio = run["mean_difference_in_yardsticks"]
+            ratio = "–" if name == "eager" or ratio is None else f"{ratio:.2f}"
+            lines.append(f"| {start} | {titles.get(name, name)} | {run['late_mean_loss']:.4f} | {apart} | {ratio} |")
+    names = ("torch", "triton", "transformers")
+    versions = ", ".join(f"{name} {report['versions'][name]}" for name in names)
+    lines += [
+        "",
+        f"{report['device']}; a Llama of {setup['layers']} layers, width {setup['dim']}, vocabulary {setup['vocab']:,}, "
+        f"{setup['batch']} × {setup['sequence']:,} tokens a step,",
+        f"{setup['steps']} steps, the checkpoint after {setup['checkpoint_steps']}; float32 weights, bfloat16 autocast; "
+        f"{versions}; {_link(CURVES, page)}.",
+    ]
+    return "\n".join(lines)
+
+
+def newer_table(page: str) -> str:
+    """Files of results that no other table is made of."""
+    names = [path.name for path in RESULTS.glob("*.json") if path.name not in NAMED]
+    return newer.section({name: read(name) for name in names}, lambda name: _link(name, page))
+
+
+def notes_table(page: str) -> str:
+    """The studies that are text."""
+    return newer.notes(list(RESULTS.glob("*.txt")), lambda name: _link(name, page))
+
+
 def _modes(name: str, problem: str) -> Callable[[str], str]:
     return lambda page: _all_modes(page, name, problem)
 
@@ -262,6 +305,9 @@ TABLES: dict[str, Callable[[str], str]] = {
     "cpu": cpu_table,
     "demo": demo_table,
     "errors": errors_table,
+    "curves": curves_table,
+    "newer": newer_table,
+    "notes": notes_table,
 }
 
 
