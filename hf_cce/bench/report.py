@@ -21,12 +21,12 @@ RESULTS = Path(__file__).parent / "results"
 TRAINED = "2026-11-21-h200-bench-heads.json"
 FLAT = "2026-11-21-h200-bench-flat.json"
 STEPS = "2026-11-21-h200-steps-trained.json"
-BEFORE, FEW, LONG = (f"2026-11-21-h200-bench-{name}.json" for name in ("heads-before", "few", "32768"))
+UNIFORM, FEW, LONG = (f"2026-11-21-h200-bench-{name}.json" for name in ("heads-uniform", "few", "32768"))
 FLAT_4096, FLAT_49152 = (f"2026-11-21-h200-bench-flat-{name}.json" for name in ("4096", "49152"))
 STEPS_RANDOM, CPU, DEMO = "2026-11-21-h200-steps-random.json", "2026-11-21-cpu-loss.json", "demo_cpu.json"
-CURVES = "2026-11-21-h200-curves.json"
+CURVES, LIMITED = "2026-11-21-h200-curves.json", "2026-11-21-h200-steps-31gib.json"
 # Those that tables below are made of; any other file is drawn by hf_cce.bench.newer.
-NAMED = {TRAINED, FLAT, STEPS, BEFORE, FEW, LONG, FLAT_4096, FLAT_49152, STEPS_RANDOM, CPU, DEMO, CURVES}
+NAMED = {TRAINED, FLAT, STEPS, UNIFORM, FEW, LONG, FLAT_4096, FLAT_49152, STEPS_RANDOM, CPU, DEMO, CURVES, LIMITED}
 PEERS = {
     "hf_cce": "**hf_cce**",
     "hf_cce exact": "**hf_cce**, no filter",
@@ -82,7 +82,11 @@ def loss_table(page: str) -> str:
     """The loss alone on a trained head: time, memory, error of each peer."""
     report = read(TRAINED)
     about = report["heads"]["V49152"]
-    lines = _losses(report["results"]["trained V49152 N=8192"], "loss of 8,192 tokens, trained head 49,152 × 1,024")
+    lines = _losses(
+        report["results"]["trained V49152 N=8192"],
+        "loss of 8,192 tokens, trained head 49,152 × 1,024",
+        ("hf_cce 64 MiB",),
+    )
     lines += [
         "",
         f"{report['device']}, {report['dtype']}; in brackets: as a multiple of a dense loss's three matrix products. Held-out "
@@ -108,6 +112,8 @@ def _steps(report: dict[str, Any], losses: tuple[str, ...]) -> list[str]:
         "|---|---|---|---|",
     ]
     for name in losses:
+        if name not in report["results"]:
+            continue
         row = report["results"][name]
         times = f"{row['ms']:.0f} ms | {row['tokens_per_second']:,.0f}"
         lines.append(f"| {LOSSES[name]} | {times} | {row['peak_gib']:.1f} GiB |")
@@ -117,7 +123,7 @@ def _steps(report: dict[str, Any], losses: tuple[str, ...]) -> list[str]:
 def steps_table(page: str) -> str:
     """Whole training steps of a 0.5B model."""
     report = read(STEPS)
-    lines = _steps(report, ("hf_cce", "hf_cce-256mib", "compiled", "liger"))
+    lines = _steps(report, ("hf_cce", "hf_cce-256mib", "compiled", "liger", "eager"))
     first = report["results"]["hf_cce"]["losses"][0]
     lines += [
         "",
@@ -127,6 +133,24 @@ def steps_table(page: str) -> str:
         f"Numbers and command: {_link(STEPS, page)}.",
     ]
     return "\n".join(lines)
+
+
+def limited_table(page: str) -> str:
+    """The same step where PyTorch may take 31 GiB, with gradient checkpointing."""
+    report = read(LIMITED)
+    settings = report["settings"]
+    lines = [
+        f"| the same step in {settings['memory_limit']:g} GiB, with gradient checkpointing | time | tokens/s | peak memory |",
+        "|---|---|---|---|",
+    ]
+    for name in ("hf_cce", "liger", "compiled", "eager"):
+        row = report["results"][name]
+        if row["status"] == "ok":
+            figures = f"{row['ms']:.0f} ms | {row['tokens_per_second']:,.0f} | {row['peak_gib']:.1f} GiB"
+        else:
+            figures = f"out of memory, asked for {row['asked']} | – | –"
+        lines.append(f"| {LOSSES[name]} | {figures} |")
+    return "\n".join([*lines, "", f"{report['device']}, random weights, {_packages(report)}; {_link(LIMITED, page)}."])
 
 
 def steps_random_table(page: str) -> str:
@@ -220,9 +244,9 @@ def errors_table(page: str) -> str:
     ]
     cases = (
         (TRAINED, "trained V49152 N=8192", "49,152 × 1,024"),
-        (BEFORE, "trained V49152 N=8192", "49,152 × 1,024, trained for a shorter time"),
-        (BEFORE, "trained V128256 N=8192", "128,256 × 768"),
-        (TRAINED, "trained V128256 N=8192", "128,256 × 768, with the other head's threshold to begin with"),
+        (TRAINED, "trained V128256 N=8192", "128,256 × 768"),
+        (UNIFORM, "trained V49152 N=8192", "49,152 × 1,024, even mass"),
+        (UNIFORM, "trained V128256 N=8192", "128,256 × 768, even mass"),
         (LONG, "trained V49152 N=32768", "49,152 × 1,024, 32,768 tokens"),
     )
     for name, problem, title in cases:
@@ -242,7 +266,7 @@ def errors_table(page: str) -> str:
             frozen = f"{row['frozen_grad_hidden_error']:.1e}" if "frozen_grad_hidden_error" in row else "–"
             figures = f"{row['grad_hidden_error']:.1e} | {row['grad_weight_error']:.1e} | {frozen}"
             lines.append(f"| {title} | {known.get(key, f'`{key.split()[-1]}`')} | {kept} | {figures} |")
-    return "\n".join([*lines, "", "; ".join(_link(name, page) for name in (TRAINED, BEFORE, LONG)) + "."])
+    return "\n".join([*lines, "", "; ".join(_link(name, page) for name in (TRAINED, UNIFORM, LONG)) + "."])
 
 
 def curves_table(page: str) -> str:
@@ -293,10 +317,11 @@ TABLES: dict[str, Callable[[str], str]] = {
     "flat": flat_table,
     "steps": steps_table,
     "steps-random": steps_random_table,
+    "steps-31gib": limited_table,
     "trained-49152": _modes(TRAINED, "trained V49152 N=8192"),
-    "trained-128256": _modes(BEFORE, "trained V128256 N=8192"),
-    "trained-49152-before": _modes(BEFORE, "trained V49152 N=8192"),
-    "trained-128256-after": _modes(TRAINED, "trained V128256 N=8192"),
+    "trained-128256": _modes(TRAINED, "trained V128256 N=8192"),
+    "trained-49152-uniform": _modes(UNIFORM, "trained V49152 N=8192"),
+    "trained-128256-uniform": _modes(UNIFORM, "trained V128256 N=8192"),
     "trained-32768": _modes(LONG, "trained V49152 N=32768"),
     "flat-49152": _modes(FLAT_49152, "flat N=8192 D=1024 V=49152"),
     "flat-151936": _modes(FLAT, "flat N=8192 D=896 V=151936"),
