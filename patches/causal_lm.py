@@ -74,15 +74,16 @@ def cce_stats(model: nn.Module) -> dict[str, float]:
 
     Returns:
         ``calls`` with labels; ``fused``, those whose loss made no logits; ``few_tokens``, those of so few tokens that the model's
-        own loss was left to do it, which is then faster; ``materialised``, how often real logits were made nevertheless; and,
-        once the gradient filter has run, what ``FilterState.stats`` says of its last step.
+        own loss was left to do it, which is then faster; ``missed``, those that ended without a fused loss; ``materialised``, how
+        often real logits were made nevertheless, and ``read``, how often of these for somebody who used ``outputs.logits``;
+        ``bypassed``, calls that TRL answered with a fused head of its own; ``traced``, 1 where a compiled graph, in which nothing
+        is counted, holds the fused loss; and, once the gradient filter has run, what ``FilterState.stats`` says of its last step.
     """
     state = patch_of(model)
     if state is None:
         raise RuntimeError("the model is not patched any more")
     stats = state.stats
-    counts = {key: float(getattr(stats, key)) for key in ("calls", "fused", "few_tokens", "materialised")}
-    return {**counts, **state.filter_state.stats()}
+    return {**{key: float(value) for key, value in vars(stats).items()}, **state.filter_state.stats()}
 
 
 def unpatch(model: nn.Module) -> None:

@@ -67,7 +67,8 @@ def test_peaks_of_whole_steps_are_those_measured(
     assert found.model.parameters == row["parameters"]
     assert abs(off(steps[way].peak, row["peak_gib"] * GIB)) < STEPS_TOLERANCE
     # What the allocator holds beyond the peak, from which the largest batch follows.
-    assert 0.98 < bench.RESERVED[way] / (row["reserved_gib"] / row["peak_gib"]) < 1.06
+    reserved = bench.reserved(way, row["peak_gib"] * GIB, settings["batch"] * settings["sequence"], budget)
+    assert 0.98 < reserved / (row["reserved_gib"] * GIB) < 1.06
 
 
 def measured_losses() -> list[Any]:
@@ -171,11 +172,13 @@ def test_mixed_precision_keeps_the_casts_of_the_weights_once() -> None:
 @pytest.mark.parametrize("way", bench.WAYS)
 def test_the_largest_batch_fits_and_one_more_does_not(way: str) -> None:
     found = bench.estimate("smollm2-135m", 4, 2048, gpu_memory=16)
-    usable = (16 * GIB - bench.CONTEXT) / bench.RESERVED[way]
     most = found.plain[way].largest_batch
     assert most > 1
-    assert bench.estimate("smollm2-135m", most, 2048).plain[way].peak <= usable
-    assert bench.estimate("smollm2-135m", most + 1, 2048).plain[way].peak > usable
+    fits = []
+    for batch in (most, most + 1):
+        peak = bench.estimate("smollm2-135m", batch, 2048).plain[way].peak
+        fits.append(bench.reserved(way, peak, batch * 2048, None) <= 16 * GIB - bench.CONTEXT)
+    assert fits == [True, False]
     assert bench.estimate("smollm2-135m", 1, 2048, gpu_memory=1).plain["eager"].largest_batch == 0
 
 

@@ -27,7 +27,7 @@ from hf_cce.patches.causal_lm import patch_of
 pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()
 KEYS = {"kept", "dropped_mass", "tau", "error", "weight_error", "dense"}
-COUNTS = {"calls", "fused", "few_tokens", "materialised"}
+COUNTS = {"calls", "fused", "few_tokens", "materialised", "read", "missed", "bypassed", "traced"}
 cpu_only = pytest.mark.skipif(
     CUDA, reason="runs in the interpreter, which a process that sees a GPU has not switched on"
 )

@@ -343,9 +343,21 @@ def estimate(
             def bytes_at(rows: int, way: str = way, checkpointing: bool = checkpointing) -> tuple[int, int, int]:
                 return _peak(way, rows, sequence, model, activations, dtype, memory_budget, checkpointing)
 
-            usable = (found.gpu_memory - CONTEXT) / RESERVED[way]
-            steps[way] = Step(*bytes_at(batch), largest(lambda rows: bytes_at(rows)[2] <= usable))  # noqa: B023
+            def fits(rows: int, way: str = way, bytes_at: Any = bytes_at) -> bool:
+                taken = reserved(way, bytes_at(rows)[2], rows * sequence, memory_budget)
+                return taken <= found.gpu_memory - CONTEXT
+
+            steps[way] = Step(*bytes_at(batch), largest(fits))
     return found
+
+
+def reserved(way: str, peak: float, tokens: int, memory_budget: int | None) -> float:
+    """Bytes that PyTorch's allocator takes from the GPU for a step of that ``peak``.
+
+    Where the peak is small it is CCE's scratch that counts: what it is cut into differs from one moment of a step to the next.
+    """
+    pieces = 2.15 * CCEConfig(memory_budget=memory_budget).scratch(tokens) if way == "cce" else 0.0
+    return max(RESERVED[way] * peak, peak + pieces)
 
 
 def _peak(
