@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from losses import (
     EVERYTHING,
     OPTIONS,
     PLAIN,
+    Inputs,
     Options,
     check_against_plain,
     full_logits,
@@ -49,13 +50,25 @@ def test_options(options: Options, ignored: str, dtype: torch.dtype, config: CCE
     check_against_plain(fused_loss(config), inputs, labels, options, dtype, f"{options} {ignored}")
 
 
+def cancellation(inputs: Inputs, labels: torch.Tensor, options: Options) -> float:
+    """How many times larger the terms of a gradient are than their sum: by so much rounding is amplified."""
+    hidden, weight, bias = inputs
+    z = (hidden @ weight.t()).requires_grad_()
+    loss = plain_loss(z, torch.eye(len(weight), dtype=z.dtype), bias, labels, options)
+    upstream = torch.linspace(0.5, 1.0, loss.numel(), dtype=loss.dtype).view(loss.shape)  # as in loss_and_gradients
+    g = torch.autograd.grad((loss * upstream).sum(), z)[0]
+    largest = 1.0
+    for a, b in ((g, weight), (g.t(), hidden), (g.t(), torch.ones(len(hidden), 1, dtype=z.dtype))):
+        terms, total = (a.abs() @ b.abs()).norm(), (a @ b).norm()
+        largest = max(largest, float(terms / total) if terms > 0 else 1.0)
+    return largest
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(0, 40),
-    # With one entry every gradient is zero; with two of one dimension each is a difference of two numbers that may nearly be
-    # equal. A relative error means nothing there.
-    d=st.integers(2, 40),
-    v=st.integers(3, 80),
+    d=st.integers(1, 40),
+    v=st.integers(2, 80),  # with one entry every gradient is zero, and a relative error means nothing
     options=st.builds(
         Options,
         st.sampled_from([1.0, 0.3]),
@@ -70,6 +83,10 @@ def test_options(options: Options, ignored: str, dtype: torch.dtype, config: CCE
 def test_any_shape(n: int, d: int, v: int, options: Options, ignored: str) -> None:
     # Flat logits: where all p are near 1, the p − 1 of any implementation is mostly rounding.
     inputs, labels = make_inputs(n, d, v, torch.float64, bias=options.bias, ignored=ignored, spread=0.3)
+    # With so few terms a gradient may be a difference of two numbers that are nearly equal, and p may nearly be the smoothed
+    # target: float64, here both twin and reference, then has nothing more exact to be compared with.
+    few = d == 1 or v == 2
+    assume(not few or (not options.label_smoothing and cancellation(inputs, labels, options) <= 8))
     check_against_plain(fused_loss(), inputs, labels, options, torch.float64, str((n, d, v, options)))
 
 
