@@ -88,3 +88,16 @@ def test_it_brings_back_most_of_what_uniform_mass_leaves_out(scale: float, monke
     assert found < uniform / 2
     # and the measurement knows of it
     assert found / 2 < stats["error"] < 2 * found and stats["error"] < told["error"] / 1.5
+
+
+def test_what_is_not_finite_in_an_ignored_token_stays_there() -> None:
+    """As in plain PyTorch, where the gradient of an ignored token's hidden state is zero whatever that is."""
+    from hf_cce.kernels.tilt import tilted_rows
+
+    hidden = torch.randn(40, 24, device=DEVICE)
+    mass = torch.rand(3, 40, device=DEVICE)
+    hidden[7], hidden[8], mass[:, 7:9] = float("nan"), float("inf"), 0.0
+    expected = hidden.double() * (mass.double().sum(0) * 0.5)[:, None]
+    expected[7:9] = 0.0
+    twin = (hidden * (mass.sum(0) * 0.5)[:, None]).nan_to_num(0.0)
+    assert_as_good(tilted_rows(hidden, mass, 0.5), twin, expected, "rows")

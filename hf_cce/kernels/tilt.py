@@ -75,7 +75,8 @@ def _tilted_rows_kernel(
         ds = tl.program_id(1) * SPAN + first + tl.arange(0, BLOCK_D)
         mask = in_rows[:, None] & (ds < d)[None, :]
         x = tl.load(hidden + rows.to(tl.int64)[:, None] * hidden_stride + ds[None, :], mask=mask, other=0.0)
-        y = x.to(tl.float32) * factor[:, None]
+        # of an ignored token: what is not finite in its hidden state must not spread from there
+        y = tl.where(factor[:, None] == 0.0, 0.0, x.to(tl.float32) * factor[:, None])
         tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
