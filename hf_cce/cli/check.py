@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_cce.bench.files import whole_file
+from hf_cce.bench.files import put_json
 
 if TYPE_CHECKING:
     from hf_cce.bench.check import Report
@@ -54,9 +53,7 @@ def check(
                 bench.load(model, tiny, torch.device(device)), lambda what: status.update(escape(what))
             )
         if json_path:
-            with whole_file(json_path) as temporary:
-                found = {"command": shlex.join(["hf-cce", *sys.argv[1:]]), **report.to_json()}
-                temporary.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
+            put_json(json_path, {"command": shlex.join(["hf-cce", *sys.argv[1:]]), **report.to_json()})
     except KeyboardInterrupt:
         errors.print("Interrupted; nothing was written.")
         raise typer.Exit(130) from None
