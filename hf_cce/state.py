@@ -35,7 +35,7 @@ class FilterState:
 
     It measures, every 32 steps, the error that the filter makes in the gradients of some tokens' hidden states and of some rows
     of the weight, and moves the threshold; goes to dense products for 32 steps where the filter kept too much; and keeps the
-    order of the vocabulary for 8 steps. It holds 8 · V bytes for that order, a matrix of D × D elements of the weight's dtype
+    order of the vocabulary for 8 steps. It holds 8 · V bytes for that order, D · D + 16 · (V + D) elements of the weight's dtype
     (hf_cce.kernels.tilt), and a few numbers. ``apply_cce`` makes one per model; give one to ``linear_cross_entropy`` where you
     train a head of your own. Copies and pickles of it begin anew.
     """

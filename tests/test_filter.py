@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -200,7 +201,12 @@ def test_dropped_tiles_keep_their_mass(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the identity for hidden states the weight's gradient is that of the logits, and each of its tiles can be looked at."""
+    from hf_cce.kernels import filtered
+
     force(monkeypatch, "filtered")
+    # What hf_cce.kernels.tilt adds to the weight's gradient has no tile of its own.
+    real = filtered.make_layout
+    monkeypatch.setattr(filtered, "make_layout", lambda *a: dataclasses.replace(real(*a), tilted=False))
     n, v = 48, 200
     g = torch.Generator().manual_seed(1)
     weight = 2 * torch.randn(v, n, generator=g) + 3 * torch.randn(v, 1, generator=g)
@@ -344,7 +350,8 @@ def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight
     assert passes == 1 or room + rows <= slots
     assert room * passes >= rows * cols and slots <= rows * cols and passes <= MAX_PASSES
     # all that lives from the forward pass to the end: the orders of vocabulary and tokens, their rows, blocks' means
-    always = 8 * v + 12 * n + element * (cols + n) * d + element * d * d * layout.tilted
+    always = 8 * v + 12 * n + element * (cols + n) * d
+    always += element * (d * d + 16 * (v + d) * need_weight) * layout.tilted
     # rows of the weight in order; with a gradient of the weight its memory serves
     in_order = element * v * d if layout.keep_rows and not need_weight else 0
     statistics = cols * n * (4 + 2 + (2 if softcap else 0))
@@ -356,6 +363,9 @@ def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight
         "choice": statistics + tables + mass,
         "measurement": statistics + tables + mass + layout.sampled * v * (4 + element * (1 if layout.keep_rows else 2)),
         "covariance": (statistics + tables + mass + 4 * d * d + max(16 << 20, element * block_n * d)) * layout.tilted,
+        "leaning": (statistics + tables + mass + 4 * d * d + element * n * d + 64 * (v + 8 * d))
+        * layout.tilted
+        * need_weight,
         "mass": tables + mass + total + spread + element * n * d * layout.tilted,
         "products": tables + total + spread + scratch,
     }

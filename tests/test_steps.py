@@ -276,3 +276,27 @@ def test_json_keeps_lists_of_numbers_on_one_line(tmp_path: Path) -> None:
     written = (tmp_path / "a.json").read_text("utf-8")
     assert json.loads(written) == value
     assert "[ 1.5, -2e-09, 3 ]" in written
+
+
+@pytest.mark.parametrize(
+    ("first", "slope", "limit"), [(2.0, 1.5, 23.0), (2.0, 1.5, 3.5), (2.0, 1.5, 1.0), (0.1, 0.01, 79.0)]
+)
+def test_the_largest_batch_that_fits(first: float, slope: float, limit: float) -> None:
+    """Found with few tries, on peaks that grow a little unevenly; and the next one was tried too."""
+    from hf_cce.bench.fits import _largest
+
+    seen: dict[int, float | None] = {}
+
+    def peak(batch: int) -> float | None:
+        value = first + slope * (batch - 1) + 0.3 * slope * (batch % 3)
+        seen[batch] = value if value < 120 else None  # out of memory
+        return seen[batch]
+
+    found = _largest(limit, peak, seen)
+    fits = [
+        batch
+        for batch in range(1, 20_000)
+        if (value := first + slope * (batch - 1) + 0.3 * slope * (batch % 3)) <= limit
+    ]
+    assert len(seen) <= 14 and found + 1 in seen and (found == 0 or found in seen)
+    assert found == 0 if not fits else (found in fits and found + 1 not in fits)

@@ -37,6 +37,7 @@ class Job:
     device: str = "cpu"
     state_file: str | None = None  # weights to start from; with ``write_state`` those to leave behind
     write_state: bool = False
+    gib: tuple[float, ...] = ()  # sizes of GPUs to find the largest batch for, instead of timing: see hf_cce.bench.fits
 
 
 def token_ids(job: Job) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_cce.bench import machine, memory
+from hf_cce.bench import fits, machine, memory
 from hf_cce.bench.installed import Missing, install
 from hf_cce.bench.job import Job, Marks, token_ids
 from hf_cce.bench.shapes import SHAPES, config_of
@@ -188,7 +188,7 @@ def limit(job: Job, device: torch.device) -> None:
 def run(job: Job) -> dict[str, Any]:
     """``pretrain`` or ``measure``, with the device's name; errors become a result with status "missing" or "failed"."""
     try:
-        result = pretrain(job) if job.write_state else measure(job)
+        result = fits.search(job) if job.gib else pretrain(job) if job.write_state else measure(job)
     except Missing as reason:
         result = {"status": "missing", "message": str(reason)}
     except Exception as error:

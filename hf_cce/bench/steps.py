@@ -178,7 +178,9 @@ def main(arguments: list[str] | None = None) -> int:
     report: dict[str, Any] = {
         "command": "python -m hf_cce.bench.steps " + " ".join(arguments if arguments is not None else sys.argv[1:]),
         "device": None,  # as the processes name it: this one leaves the GPU alone
-        "versions": machine.versions("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy"),
+        "versions": machine.versions(
+            "torch", "triton", "transformers", "accelerate", "trl", "liger-kernel", "cut-cross-entropy"
+        ),
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
         "shape": asdict(SHAPES[args.model]),

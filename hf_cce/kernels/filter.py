@@ -244,6 +244,7 @@ def _mass_kernel(
     grad_lse,  # [N]
     mass,  # [T, N], written: the gradient that a dropped tile's row keeps, zero for the others
     dropped,  # [T, blocks of N], written: share of the tokens' probability in the dropped tiles
+    leaves,  # [T, blocks of N], written: the sum of what is written to mass
     tile_stride,
     num_tokens,
     num_row_blocks,
@@ -264,8 +265,9 @@ def _mass_kernel(
     tl.store(dropped + block * tl.num_programs(1) + tl.program_id(1), tl.sum(p))
     if HAS_DAMPING:
         p *= tl.load(tile_damping + at, mask=gone, other=0.0).to(tl.float32)
-    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0) * logit_scale
-    tl.store(mass + at, p * g, mask=in_rows)
+    p *= tl.load(grad_lse + rows, mask=in_rows, other=0.0) * logit_scale
+    tl.store(leaves + block * tl.num_programs(1) + tl.program_id(1), tl.sum(p))
+    tl.store(mass + at, p, mask=in_rows)
 
 
 class Kept(NamedTuple):
@@ -356,14 +358,14 @@ def dropped_mass(
     logit_scale: float,
     dtype: torch.dtype,
     block_m: int,
-) -> tuple[Tensor, Tensor]:
-    """(the gradient [T, N] that the rows of dropped tiles keep, partial sums of the probability in them)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the gradient [T, N] that the rows of dropped tiles keep, partial sums of the probability in them, and of that gradient)."""
     n, cols = lse.numel(), kept.counts.numel()
     mass = torch.empty((cols, tile_stride(n)), dtype=dtype, device=lse.device)
-    dropped = torch.empty((cols, triton.cdiv(n, 1024)), device=lse.device)
+    dropped, leaves = torch.empty((2, cols, triton.cdiv(n, 1024)), device=lse.device).unbind()
     _mass_kernel[dropped.shape](
-        tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped,
+        tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, leaves,
         tile_stride(n), n, kept.place.shape[1], v, logit_scale,
         HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, BLOCK=1024,
     )  # fmt: skip
-    return mass[:, :n], dropped
+    return mass[:, :n], dropped, leaves

@@ -27,7 +27,7 @@ from hf_cce.kernels.sparse import (
     _put_back_kernel,
     _weight_gradient_kernel,
 )
-from hf_cce.kernels.tilt import covariance, making_bytes, tilted_rows
+from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, kept_bytes, leaning, making_bytes, tilted_rows
 
 SAMPLED = 64  # tokens whose error is measured; fewer where the budget is small, but not fewer than
 FEWEST_SAMPLED = 8
@@ -62,7 +62,7 @@ def make_layout(
     for keep_rows, tilted in product((True, False), (True, False)):
         # with a gradient of the weight its own memory holds the rows in order until it is written
         weight = element * v * d if keep_rows and not need_weight else 0
-        tilt = element * d * d if tilted else 0
+        tilt = kept_bytes(d, v, element, True, need_weight) * tilted
         standing = orders + means + hidden + weight + tilt
         # at the three moments that need most: the forward pass, the choice of tiles, the products
         slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
@@ -75,7 +75,7 @@ def make_layout(
             or slots < max(2 * rows, 4 * plan.programs)
             or products + mass + hidden * tilted > budget
             or 8 * tilt > budget
-            or (tilted and choice + making_bytes(d, element, plan.block_n) > budget)
+            or (tilted and choice + making_bytes(n, d, v, element, plan.block_n, need_weight) > budget)
         ):
             continue
         # their logits in float32, what is left out of their gradient, and a copy of it in another order
@@ -202,14 +202,17 @@ def backward(
 
     kept = choose(tau)
     count = kept.start[-1]
-    mass, dropped = dropped_mass(
+    mass, dropped, leaves = dropped_mass(
         kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
     )
-    tilt = None
-    if need_hidden and layout.tilted and dtype != torch.float16:  # which has no range for it
-        if saved.vocabulary.tilt is None:
-            saved.vocabulary.tilt = covariance(weight, order.order, dropped.sum(1), plan.block_n)
-        tilt = saved.vocabulary.tilt
+    tilt, lean, learnt = None, None, saved.vocabulary
+    if layout.tilted and dtype != torch.float16:  # which has no range for it
+        if need_hidden and learnt.tilt is None:
+            learnt.tilt = covariance(weight, order.order, dropped.sum(1), plan.block_n)
+        if need_weight and learnt.leaning is None:
+            learnt.leaning = leaning(hidden, weight, order.order, mass, plan.block_n)
+        tilt = learnt.tilt if need_hidden else None
+        lean = learnt.leaning if need_weight else None
     errors: dict[str, Tensor | None] = {"error": None, "weight_error": None}
     if measure:
         dropped_energy = torch.where(kept.place < 0, kept.energy, 0.0)  # [T, row blocks]
@@ -217,14 +220,14 @@ def backward(
         if need_hidden:
             errors["error"] = _hidden_error(*at, kept, mass, dropped_energy.sum(0), tilt)
         if need_weight:
-            errors["weight_error"] = _weight_error(*at, kept, mass, dropped_energy.sum(1))
+            errors["weight_error"] = _weight_error(*at, kept, mass, dropped_energy.sum(1), leaves.sum(1), lean)
         of_hidden, of_weight = _rounding_errors(saved, weight, grad_lse, grad_label, logit_scale, softcap)
         errors |= {"rounding_error": of_hidden} if need_hidden else {}
         errors |= {"rounding_weight_error": of_weight} if need_weight else {}
     if keep_all:
         del kept, mass
         kept = choose(torch.zeros_like(tau))
-        mass, _ = dropped_mass(
+        mass, _, leaves = dropped_mass(
             kept,
             saved.tile_lse,
             saved.tile_damping,
@@ -247,6 +250,7 @@ def backward(
     if need_weight:
         multiply_add(spread, mass, hidden, first=True)
     del mass
+    leans = None if lean is None else leaves.sum(1) * logit_scale
     source = weight if saved.weight is None else saved.weight
     bk, bd, wd = plan.sparse_block_k, plan.block_d, plan.weight_block_d
     scratch = hidden.new_empty((layout.slots * plan.block_m, plan.block_n))
@@ -281,8 +285,8 @@ def backward(
     def multiply_weight(number: int, wait: bool) -> None:
         _weight_gradient_kernel[(min(plan.programs, cols * triton.cdiv(d, wd)),)](
             by_col, h_rows, order.order, kept.tile_rows, kept.start, kept.pass_block, kept.pass_start, kept.aside, spread,
-            grad_weight, number, n, v, d, hidden.stride(0), WAIT=wait, BLOCK_D=wd, **common, num_warps=plan.weight_warps,
-            num_stages=plan.weight_stages,
+            leans, *(lean or (None, None)), grad_weight, number, n, v, d, hidden.stride(0), WAIT=wait, LEANS=lean is not None,
+            DIRECTIONS=DIRECTIONS.value, BLOCK_D=wd, **common, num_warps=plan.weight_warps, num_stages=plan.weight_stages,
         )  # fmt: skip
 
     for number in range(passes if need_hidden or not in_place else 0):
@@ -374,6 +378,8 @@ def _weight_error(
     kept: Kept,
     mass: Tensor,  # [T, N]
     dropped_energy: Tensor,  # [T]
+    leaves: Tensor,  # [T]: the sums of mass
+    lean: Leaning | None,
 ) -> Tensor:
     """Likewise of the gradient of the weight, from some of its rows."""
     (n, d), v, plan = saved.hidden.shape, weight.shape[0], saved.plan
@@ -392,6 +398,11 @@ def _weight_error(
     )  # fmt: skip
     wrong = torch.empty((count, d), device=some.device)
     multiply_add(wrong, left_out.t(), saved.hidden, first=True)
+    if lean is not None:
+        block = sampled // plan.block_n
+        width = (v - block * plan.block_n).clamp_max(plan.block_n)
+        factor = leaves[block] * (-logit_scale / width)
+        multiply_add(wrong, (lean.along[sampled] * factor[:, None]).to(some.dtype), lean.back, first=False)
     return (wrong.square().sum(1) * stands_for).sum().sqrt()
 
 

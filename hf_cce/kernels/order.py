@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
+from hf_cce.kernels.tilt import Leaning
 
 SAMPLE = 1024  # tokens whose mean gives the average logits
 
@@ -68,7 +69,8 @@ class Vocabulary:
 
     order: Tensor  # [V padded to whole tiles] int32: the vocabulary entry at each column
     rank: Tensor  # [V] int32: the column of each entry
-    tilt: Tensor | None = None  # [D, D]: see hf_cce.kernels.tilt
+    tilt: Tensor | None = None  # [D, D]: see hf_cce.kernels.tilt, as of the next
+    leaning: Leaning | None = None
 
 
 class Order(NamedTuple):

@@ -173,6 +173,9 @@ def _weight_gradient_kernel(
     pass_start,  # [P + 1]
     aside,  # scalar: column blocks that are done with WAIT, and not without
     spread,  # [T, D] float32: what the dropped tiles of each column block leave to it as a whole
+    leans,  # [T] float32: and what of the next two, see hf_cce.kernels.tilt; all three if LEANS
+    along,  # [V, 16] in the order of columns
+    back,  # [16, D]
     out,  # [V, D], written: at the entry of each column, or with WAIT at the column itself
     pass_number,
     num_tokens,
@@ -180,6 +183,8 @@ def _weight_gradient_kernel(
     hidden_size,
     hidden_stride,
     WAIT: tl.constexpr,
+    LEANS: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
     TMA: tl.constexpr,
     IN_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -228,6 +233,18 @@ def _weight_gradient_kernel(
             None, :
         ]
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        if LEANS:
+            js = tl.arange(0, DIRECTIONS)
+            a = tl.load(
+                along + cols.to(tl.int64)[:, None] * DIRECTIONS + js[None, :],
+                mask=(cols < vocab_size)[:, None],
+                other=0.0,
+            )
+            b = tl.load(back + js[:, None] * hidden_size + ds[None, :], mask=(ds < hidden_size)[None, :], other=0.0)
+            a = (a.to(tl.float32) * (tl.load(leans + block) / width)).to(b.dtype)
+            if UPCAST:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
         entries = cols if WAIT else tl.load(order + cols)
         mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
         at = entries.to(tl.int64)[:, None] * hidden_size + ds[None, :]

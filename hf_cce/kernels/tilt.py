@@ -6,9 +6,17 @@ covariance C, their mean weighted by exp(h · w) would be that of the rows plus 
 exponentially tilted normal distribution). So one product of hidden states with one matrix, the covariance within dropped
 tiles, weighted by the mass in them, brings most of it back: 7.8e-3 of the gradient's norm became 2.2e-3 on a head of 128,256
 words of which 0.11 of the tiles were kept (hf_cce/bench/results/2026-11-21-h200-tilt-study.txt).
+
+The gradient of the weight lacks the like. To first order p of a row is that of its tile's mean times 1 + h · δ, with δ what the
+row differs by from that mean; so the row lacks M G δ, where G is the second moment of the hidden states, weighted by what
+of their probability is dropped, and M what the tile's dropped tokens leave to a row. Of G a few directions hold most: with the
+first 16 of them, an orthonormal Q, it is M (Gᵀ Q) (Qᵀ δ), where Qᵀ δ [V, 16] can be kept and the rest is one small product more
+in the kernel that writes the gradient anyway (same study: 2.8e-3 → 1.9e-3; 1.8e-3 with all directions).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +27,15 @@ from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.products import multiply_add
 
 CHUNK = 16 << 20  # bytes of the weight's rows that are centred at a time
+DIRECTIONS = tl.constexpr(16)  # the fewest that a tensor core multiplies
+POWERS = 3  # of the second moment, that turn its columns to its first directions
+
+
+class Leaning(NamedTuple):
+    """What the rows of the weight's gradient lean by: ``along`` times ``back``, times what dropped tiles leave to each row."""
+
+    along: Tensor  # [V, 16] Qᵀ δ of each column, in their order
+    back: Tensor  # [16, D] Qᵀ G
 
 
 @Kernel
@@ -80,9 +97,66 @@ def _tilted_rows_kernel(
         tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
-def making_bytes(d: int, element: int, block_n: int) -> int:
-    """What ``covariance`` takes besides its result."""
-    return 4 * d * d + max(CHUNK, element * block_n * d)
+@Kernel
+@triton.jit
+def _orthogonal_kernel(
+    gram,  # [16, 16] float64: products of 16 vectors with each other
+    out,  # [16, 16] float64, written: what makes orthonormal vectors of them, or zeros, multiplied from the right
+    SIZE: tl.constexpr,
+    SMALLEST: tl.constexpr,  # a vector of which less, squared, is not in those before it counts as zero
+):
+    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    rows = tl.arange(0, SIZE)
+    s = tl.load(gram + i * SIZE + j)
+    length = tl.sum(tl.where(i == j, s, 0.0), 0)
+    unit = tl.where(length > 0.0, 1.0 / tl.sqrt(tl.where(length > 0.0, length, 1.0)), 0.0)
+    across = tl.sum(tl.where(i == j, unit[None, :], 0.0), 1)  # the same, along the other axis
+    s = s * across[:, None] * unit[None, :]
+    # Gram and Schmidt with nothing but the products: column k of ``vectors`` says how the k-th result is made of the inputs.
+    vectors = tl.where(i == j, across[:, None] + tl.zeros((SIZE, SIZE), s.dtype), 0.0)
+    for k in range(SIZE):
+        left = tl.sum(tl.where((i == k) & (j == k), s, 0.0))
+        good = left > SMALLEST
+        norm = tl.where(good, 1.0 / tl.sqrt(tl.where(good, left, 1.0)), 0.0)
+        of_k = tl.sum(tl.where(i == k, s, 0.0), 0) * norm  # its products with all
+        own = tl.sum(tl.where(j == k, vectors, 0.0), 1) * norm
+        later = rows > k
+        vectors -= own[:, None] * tl.where(later, of_k, 0.0)[None, :]
+        vectors = tl.where(j == k, own[:, None], vectors)
+        column = tl.sum(tl.where(i == j, tl.where(later, of_k, 0.0)[None, :], 0.0), 1)
+        s -= column[:, None] * tl.where(later, of_k, 0.0)[None, :]
+    tl.store(out + i * SIZE + j, vectors)
+
+
+@Kernel
+@triton.jit
+def _along_kernel(
+    product,  # [V, 16] float32: the rows of the weight along each direction
+    order,  # [V padded] int32
+    out,  # [V, 16], written: in the order of columns, less the mean of their block
+    v,
+    BLOCK_N: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, SIZE)
+    mask = (cols < v)[:, None] & (ks < SIZE)[None, :]
+    x = tl.load(product + tl.load(order + cols).to(tl.int64)[:, None] * SIZE + ks[None, :], mask=mask, other=0.0)
+    mean = tl.sum(x, 0) / tl.minimum(v - tl.program_id(0) * BLOCK_N, BLOCK_N).to(tl.float32)
+    tl.store(
+        out + cols.to(tl.int64)[:, None] * SIZE + ks[None, :], (x - mean[None, :]).to(out.dtype.element_ty), mask=mask
+    )
+
+
+def kept_bytes(d: int, v: int, element: int, need_hidden: bool, need_weight: bool) -> int:
+    """What ``covariance`` and ``leaning`` leave."""
+    return element * (d * d * need_hidden + DIRECTIONS.value * (v + d) * need_weight)
+
+
+def making_bytes(n: int, d: int, v: int, element: int, block_n: int, need_weight: bool) -> int:
+    """What ``covariance`` and ``leaning`` take besides their results, at most."""
+    of_weight = 4 * d * d + element * n * d + 4 * DIRECTIONS.value * (v + 8 * d)
+    return max(4 * d * d + max(CHUNK, element * block_n * d), of_weight * need_weight)
 
 
 def covariance(
@@ -104,7 +178,8 @@ def covariance(
             weight, order, scale, rows, first, v, d, weight.stride(0), BLOCK_N=block_n, BLOCK_D=128
         )
         multiply_add(total, rows.t(), rows, first=first == 0)
-    return (total / (tiles * block_n)).to(weight.dtype)
+    # What is not finite in one step must not stay for those that use this again.
+    return (total / (tiles * block_n)).to(weight.dtype).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def tilted_rows(hidden: Tensor, mass: Tensor, logit_scale: float) -> Tensor:
@@ -118,3 +193,41 @@ def tilted_rows(hidden: Tensor, mass: Tensor, logit_scale: float) -> Tensor:
         BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512,
     )  # fmt: skip
     return out
+
+
+def leaning(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    order: Tensor,  # [V padded]
+    mass: Tensor,  # [T, N]: the gradient that the dropped tiles keep
+    block_n: int,
+) -> Leaning:
+    """What ``weight_leans`` and the kernel of the weight's gradient multiply; zeros where nothing is dropped."""
+    (v, d), size = weight.shape, DIRECTIONS.value
+    weighted = tilted_rows(hidden, mass, 1.0)
+    moment = torch.empty((d, d), device=weight.device)
+    multiply_add(moment, weighted.t(), hidden, first=True)
+    del weighted
+    # Divided by all that is dropped it is a mean; and positive, whatever the sign of the gradient of the loss.
+    total = mass.sum(dtype=torch.float32)
+    # What is not finite in one step must not stay for those that use this again.
+    moment = torch.where(total == 0, 0.0, moment / total).nan_to_num_(0.0, 0.0, 0.0)
+    directions = moment.index_select(1, torch.arange(size, device=weight.device) * d // size)  # [D, 16]
+    # Products square how far the directions' lengths are apart: float64, which is nothing for so few.
+    gram, factors = torch.empty((2, size, size), dtype=torch.float64, device=weight.device).unbind()
+    for power in range(POWERS):
+        if power:
+            multiply_add(directions, moment, turned, first=True)
+        wide = directions.double()
+        multiply_add(gram, wide.t(), wide, first=True)
+        _orthogonal_kernel[(1,)](gram, factors, SIZE=size, SMALLEST=1e-13, num_warps=1)
+        exact = torch.empty_like(wide)
+        multiply_add(exact, wide, factors, first=True)
+        turned = exact.float()
+    back = torch.empty((size, d), device=weight.device)
+    multiply_add(back, turned.t(), moment, first=True)
+    product = torch.empty((v, size), device=weight.device)
+    multiply_add(product, weight, turned.to(weight.dtype), first=True)
+    along = weight.new_empty((v, size))
+    _along_kernel[(triton.cdiv(v, block_n),)](product, order, along, v, BLOCK_N=block_n, SIZE=size)
+    return Leaning(along, back.to(weight.dtype))
