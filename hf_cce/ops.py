@@ -421,7 +421,7 @@ class _CrossEntropy(torch.autograd.Function):
                 measure = ctx.steered and ctx.state.measure()  # nobody would read what an unsteered call measures
                 dh, dw, report = kernels.filtered_gradients(
                     filtered, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, *needs[:2], measure,
-                    ctx.state.keeps_all(),
+                    ctx.state.keeps_all(), ctx.state.expected(),
                 )  # fmt: skip
                 ctx.state.report(report)
                 gradients = [dh, dw, None]

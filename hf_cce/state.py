@@ -51,6 +51,7 @@ class FilterState:
         self._trying = True  # nothing is left out until the share of tiles that would be kept is known
         # kept tiles on the way to the host, their event, of how many, the step that looks
         self._share: tuple[Tensor, Any, int, int] | None = None
+        self._seen: float | None = None  # the share that was looked at last
         self._pinned: list[Tensor] = []  # read by captured graphs, whose replays need them where they are
         self._vocabulary: tuple[Any, Any] | None = None  # what it is an order of, the order
 
@@ -87,6 +88,10 @@ class FilterState:
         gradient of words that do not occur: little by its norm, but Adam makes as much of it as of any other.
         """
         return self._trying and self._wanted == "auto"
+
+    def expected(self) -> float | None:
+        """The share of tiles that this step is likely to keep, if that is known."""
+        return None if _capturing() or self._trying else self._seen
 
     def vocabulary(self, weight: Tensor) -> Any | None:
         """The order of the vocabulary that ``keep_vocabulary`` was given for a weight like this, while it is fresh."""
@@ -155,7 +160,8 @@ class FilterState:
         if event is not None:
             event.synchronize()
         self._share = None
-        self._trying = int(host) > POINTLESS * tiles
+        self._seen = int(host) / tiles
+        self._trying = self._seen > POINTLESS
         if self._trying:
             self._dense = DENSE_STEPS
 

@@ -58,7 +58,17 @@ TYPES = {
     **dict.fromkeys(("tiles", "tile_rows", "row_pass", "row_order"), "*i32"),
     "row_tiles": "*i64",
     **dict.fromkeys(
-        ("num_row_blocks", "num_col_blocks", "num_programs", "num_tiles", "pass_number", "room", "capacity"), "i32"
+        (
+            "num_row_blocks",
+            "num_col_blocks",
+            "num_programs",
+            "num_tiles",
+            "pass_number",
+            "first_pass",
+            "room",
+            "capacity",
+        ),
+        "i32",
     ),
     "v": "size",
     "d": "i32:16",
@@ -165,6 +175,27 @@ SPECS = (
         },
         constants={"DIRECTIONS": 16},
         variants={"plain": {"LEANS": True}, "odd": {"WAIT": True}},
+    ),
+    *(
+        Spec(
+            f"rest._rest_{name}_kernel",
+            plan="rest",
+            types={"hidden": "*T", "weight": "*T", "labels": "*i32", **types},
+            constants={"DIRECTIONS": 16},
+        )
+        for name, types in (
+            ("hidden", {"total": "*fp32"}),
+            (
+                "weight",
+                {
+                    "spread": "*fp32",
+                    "leans": "*fp32 if LEANS",
+                    "along": "*T if LEANS",
+                    "back": "*T if LEANS",
+                    "out": "*T",
+                },
+            ),
+        )
     ),
     Spec("sparse._aside_kernel", plan="filter blocks", types={"gradient": "*T", "scratch": "*T"}),
     Spec("sparse._put_back_kernel", types={"total": "*fp32", "tokens": "*i64", "out": "*T"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -301,6 +302,55 @@ def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monke
         assert (other_stats["kept"], other_stats["tau"]) == (stats["kept"], stats["tau"])
         assert_as_good(*(torch.tensor(s["error"]) for s in (other_stats, stats, stats)), "measured error")
         for a, e, name in zip(other, first, ("loss", "hidden", "weight"), strict=False):
+            assert_as_good(a, e, e, name)
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "frozen", "weight"])
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ((3, False, 4), 0.0),
+        ((3, False, 4), 0.3),
+        ((None, True, 1), 0.3),
+        ((None, True, 15), 0.0),
+        ((None, True, 9), 0.0),
+    ],
+    ids=["gathered none", "gathered some", "one at a time", "waiting", "no room to wait"],
+)
+def test_more_tiles_than_expected(
+    layout: Any, expected: float, needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What passes were not launched for is computed all the same."""
+    from hf_cce.kernels import filtered
+
+    force(monkeypatch, "filtered")
+    inputs, labels = filter_data(40, 32, 200)
+    launched = {}
+    for name in ("_kept_tiles_kernel", "_rest_hidden_kernel", "_rest_weight_kernel"):
+        real = getattr(filtered, name)
+
+        class Counted:
+            def __getitem__(self, grid: Any, name: str = name, real: Any = real) -> Any:
+                launched[name] = launched.get(name, 0) + 1
+                return real[grid]
+
+        monkeypatch.setattr(filtered, name, Counted())
+    results = []
+    for share in (None, expected):
+        used = force_layout(monkeypatch, *layout)
+        monkeypatch.setattr(FilterState, "expected", lambda self, share=share: share)
+        launched.clear()
+        results.append(run(inputs, labels, 0.03, SOFT, state := FilterState(), needs))
+        stats = state.stats()
+        if share is None:
+            assert "_rest_hidden_kernel" not in launched and "_rest_weight_kernel" not in launched
+    slots, passes = used[0].room, 1 + math.ceil(filtered.MARGIN * expected * 21 / used[0].room)
+    assert stats["kept"] * 21 > slots * passes and passes < used[0].passes  # some are left
+    assert launched.get("_rest_hidden_kernel", 0) == needs[0] and launched.get("_rest_weight_kernel", 0) == needs[1]
+    first, other = results
+    for a, e, name in zip(other, first, ("loss", "hidden", "weight"), strict=True):
+        assert (a is None) == (e is None)
+        if a is not None and e is not None:
             assert_as_good(a, e, e, name)
 
 

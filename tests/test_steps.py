@@ -293,10 +293,6 @@ def test_the_largest_batch_that_fits(first: float, slope: float, limit: float) -
         return seen[batch]
 
     found = _largest(limit, peak, seen)
-    fits = [
-        batch
-        for batch in range(1, 20_000)
-        if (value := first + slope * (batch - 1) + 0.3 * slope * (batch % 3)) <= limit
-    ]
+    fits = [b for b in range(1, 20_000) if first + slope * (b - 1) + 0.3 * slope * (b % 3) <= limit]
     assert len(seen) <= 14 and found + 1 in seen and (found == 0 or found in seen)
     assert found == 0 if not fits else (found in fits and found + 1 not in fits)

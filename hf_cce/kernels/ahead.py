@@ -113,7 +113,7 @@ def _step(problem: Problem) -> None:
         if result is not None:
             filtered_gradients(
                 result[1], grad, factor, weight, empty(dtype=torch.float32), *options[1:], problem.z_loss, *problem.needs[:2],
-                True, True,
+                True, False, 0.0,
             )  # fmt: skip
             return
     if problem.dense:

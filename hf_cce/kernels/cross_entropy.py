@@ -226,6 +226,7 @@ def filtered_gradients(
     need_weight: bool,
     measure: bool,
     keep_all: bool,
+    expected: float | None = None,
 ) -> tuple[Tensor, Tensor, filtered.Report]:
     """The gradients of hidden and weight, up to what ``tau`` lets the filter drop; empty where not needed. Consumes ``saved``."""
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
@@ -242,4 +243,5 @@ def filtered_gradients(
         need_weight,
         measure,
         keep_all,
+        expected,
     )

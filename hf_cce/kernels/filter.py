@@ -359,7 +359,7 @@ def dropped_mass(
     dtype: torch.dtype,
     block_m: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the gradient [T, N] that the rows of dropped tiles keep, partial sums of the probability in them, and of that gradient)."""
+    """(the gradient [T, N] that the rows of dropped tiles keep, partial sums of their probability, and of that gradient)."""
     n, cols = lse.numel(), kept.counts.numel()
     mass = torch.empty((cols, tile_stride(n)), dtype=dtype, device=lse.device)
     dropped, leaves = torch.empty((2, cols, triton.cdiv(n, 1024)), device=lse.device).unbind()

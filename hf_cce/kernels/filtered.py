@@ -6,6 +6,7 @@ its mass: two products with the blocks of the vocabulary in place of its entries
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from hf_cce.kernels.order import Order, Vocabulary, permute_rows, sort_tokens, s
 from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.residual import column_residual, residual, rounding, sample
+from hf_cce.kernels.rest import _rest_hidden_kernel, _rest_weight_kernel
 from hf_cce.kernels.sparse import (
     _aside_kernel,
     _hidden_gradient_kernel,
@@ -32,7 +34,8 @@ from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, kept_bytes, lea
 SAMPLED = 64  # tokens whose error is measured; fewer where the budget is small, but not fewer than
 FEWEST_SAMPLED = 8
 SAMPLED_COLUMNS = 256
-MAX_PASSES = 96  # each costs three launches, used or not
+MAX_PASSES = 96
+MARGIN = 1.25  # how much more tiles may be kept than before without leaving some to hf_cce.kernels.rest
 
 
 @dataclass(frozen=True)
@@ -180,10 +183,12 @@ def backward(
     need_weight: bool,
     measure: bool,
     keep_all: bool,
+    expected: float | None = None,
 ) -> tuple[Tensor, Tensor, Report]:
     """(gradient of hidden [N, D] in the tokens' own order, of weight [V, D], report), empty where not needed.
 
-    Consumes ``saved``. With ``keep_all`` the report tells what the filter would have done.
+    Consumes ``saved``. With ``keep_all`` the report tells what the filter would have done. ``expected``: the share of tiles
+    that an earlier step kept; it decides how many passes are launched, and should not be far too small.
     """
     hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
     (n, d), v, dtype = hidden.shape, weight.shape[0], hidden.dtype
@@ -193,6 +198,9 @@ def backward(
     # The rows in order, where the layout kept them, lie in the memory of the gradient that will overwrite them.
     in_place = need_weight and not gather
     waits = in_place and need_hidden and passes > 1
+    launched = passes
+    if expected is not None and not keep_all:
+        launched = min(passes, 1 + math.ceil(MARGIN * expected * rows * cols / layout.room))
 
     def choose(tau: Tensor) -> Kept:
         return select(
@@ -228,17 +236,8 @@ def backward(
         del kept, mass
         kept = choose(torch.zeros_like(tau))
         mass, _, leaves = dropped_mass(
-            kept,
-            saved.tile_lse,
-            saved.tile_damping,
-            saved.lse,
-            order.labels,
-            grad_lse,
-            v,
-            logit_scale,
-            dtype,
-            plan.block_m,
-        )
+            kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
+        )  # fmt: skip
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
@@ -273,12 +272,12 @@ def backward(
     else:
         grad_weight = source if in_place else torch.empty_like(weight, memory_format=torch.contiguous_format)
 
-    def compute_tiles(number: int, h: Any, w: Any, rows_of: Tensor, **flags: bool) -> None:
+    def compute_tiles(number: int, h: Any, w: Any, rows_of: Tensor, **how: bool) -> None:
         _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
             h, w, saved.bias, order.order, order.labels, saved.lse, grad_lse, grad_label, kept.tiles, kept.pass_start,
             kept.pass_block, kept.aside, scratch, number, n, rows, v, d, hidden.stride(0), rows_of.stride(0), logit_scale,
             softcap or 1.0, HAS_BIAS=saved.bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0,
-            PASSES=passes, **flags, TMA=plan.use_tma, PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m,
+            PASSES=passes, **how, TMA=plan.use_tma, PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m,
             BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages,
         )  # fmt: skip
 
@@ -289,7 +288,11 @@ def backward(
             DIRECTIONS=DIRECTIONS.value, BLOCK_D=wd, **common, num_warps=plan.weight_warps, num_stages=plan.weight_stages,
         )  # fmt: skip
 
-    for number in range(passes if need_hidden or not in_place else 0):
+    flags = {"HAS_BIAS": saved.bias is not None, "HAS_SCALE": logit_scale != 1.0, "HAS_SOFTCAP": softcap > 0}
+    per_token = (order.labels, saved.lse, grad_lse, grad_label)
+    rest = {**flags, **plan.rest}
+
+    for number in range(launched if need_hidden or not in_place else 0):
         compute_tiles(number, h_tiles, w_tiles, source, GATHER=gather, AGAIN=False)
         if need_hidden:
             _hidden_gradient_kernel[(rows * chunks,)](
@@ -299,6 +302,11 @@ def backward(
             )  # fmt: skip
         if need_weight and (waits or not in_place):
             multiply_weight(number, waits)
+    if launched < passes and need_hidden:
+        _rest_hidden_kernel[(rows * triton.cdiv(d, plan.rest["BLOCK_D"]),)](
+            hidden, source, saved.bias, order.order, *per_token, kept.row_tiles, kept.row_pass, total, launched, n, cols, v, d,
+            hidden.stride(0), source.stride(0), logit_scale, softcap or 1.0, PASSES=passes, GATHER=gather, **rest,
+        )  # fmt: skip
     # From here on nobody needs the rows in order. What waits lies where those of its own columns were, and nothing may be
     # written to its place before it has moved.
     for back in (False, True) if waits else ():
@@ -308,9 +316,15 @@ def backward(
         )  # fmt: skip
     # The tiles of the last pass that had any are still there; where the gradients from those before did not find room behind
     # them, they are computed once more.
-    for number in reversed(range(passes if in_place else 0)):
+    for number in reversed(range(launched if in_place else 0)):
         compute_tiles(number, h_tiles, weight, weight, GATHER=True, AGAIN=need_hidden)
         multiply_weight(number, False)
+    if launched < passes and need_weight:
+        _rest_weight_kernel[(min(plan.programs, cols * triton.cdiv(d, plan.rest["BLOCK_D"])),)](
+            hidden, weight, saved.bias, order.order, *per_token, kept.tile_rows, kept.start, kept.pass_block, spread, leans,
+            *(lean or (None, None)), grad_weight, launched, n, cols, v, d, hidden.stride(0), weight.stride(0), logit_scale,
+            softcap or 1.0, LEANS=lean is not None, DIRECTIONS=DIRECTIONS.value, **rest,
+        )  # fmt: skip
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
     if need_hidden:
         del scratch

@@ -40,6 +40,21 @@ class Plan:
     programs: int = 264  # that share the kept tiles
     in_parts: bool = False  # sums over all that is kept are taken tile by tile: what float32 and float16 can tell
 
+    @property
+    def rest(self) -> dict[str, Any]:
+        """Constants of hf_cce.kernels.rest, whose kernels hardly ever have work: what compiles everywhere without spilling."""
+        cpu = self.num_warps == 1
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": 32,
+            "BLOCK_D": 32 if cpu else 64,
+            "PRECISION": self.precision,
+            "UPCAST": self.upcast,
+            "num_warps": 1 if cpu else 8,
+            "num_stages": 1 if cpu else 2,
+        }
+
     def constants(self) -> dict[str, Any]:
         return {
             "BLOCK_M": self.block_m,

@@ -13,6 +13,81 @@ from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.tiles import tile_gradient, tile_logits
 
 
+# Its arguments are those of the kernels below.
+@triton.jit
+def kept_tile(
+    row,
+    col,
+    hidden,
+    weight,
+    bias,
+    order,
+    labels,
+    lse,
+    grad_lse,
+    grad_label,
+    num_tokens,
+    vocab_size,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
+    GATHER: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The gradient of the logits of one tile, [BLOCK_M, BLOCK_N] float32; zero outside N and V."""
+    rows = row + tl.arange(0, BLOCK_M)
+    cols = col + tl.arange(0, BLOCK_N)
+    in_rows = rows < num_tokens
+    label = tl.load(labels + rows, mask=in_rows, other=vocab_size)
+    # Loaded before the products, which hide how long that takes.
+    row_lse = tl.where(label < vocab_size, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
+    z = tile_logits(
+        hidden, weight, bias, order, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
+        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    gradient = tile_gradient(
+        z, rows, cols, in_rows, col, label, label < vocab_size, row_lse, g, None, grad_label, None, None,
+        vocab_size, logit_scale, softcap, False, False, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
+    )  # fmt: skip
+    if col + BLOCK_N > vocab_size:
+        gradient = tl.where((cols < vocab_size)[None, :], gradient, 0.0)
+    if row + BLOCK_M > num_tokens:  # of no token: what is not finite in the weight must not spread from there
+        gradient = tl.where(in_rows[:, None], gradient, 0.0)
+    return gradient
+
+
+@triton.jit
+def dropped_part(
+    acc, block, ds, spread, leans, along, back, vocab_size, hidden_size,
+    LEANS: tl.constexpr, DIRECTIONS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``acc`` [BLOCK_N, BLOCK_D] and what the dropped tiles of a column block leave to its rows of the weight's gradient."""
+    width = tl.minimum(vocab_size - block * BLOCK_N, BLOCK_N).to(tl.float32)
+    even = tl.load(spread + block.to(tl.int64) * hidden_size + ds, mask=ds < hidden_size, other=0.0) / width
+    acc += even[None, :]
+    if LEANS:
+        cols, js = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, DIRECTIONS)
+        at = cols.to(tl.int64)[:, None] * DIRECTIONS + js[None, :]
+        a = tl.load(along + at, mask=(cols < vocab_size)[:, None], other=0.0)
+        b = tl.load(back + js[:, None] * hidden_size + ds[None, :], mask=(ds < hidden_size)[None, :], other=0.0)
+        a = (a.to(tl.float32) * (tl.load(leans + block) / width)).to(b.dtype)
+        if UPCAST:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _kept_tiles_kernel(
@@ -57,26 +132,12 @@ def _kept_tiles_kernel(
         stop = first  # the last tiles there are: they are still in the scratch; or nobody needs them any more
     for tile in range(first + tl.program_id(0), stop, tl.num_programs(0)):
         code = tl.load(tiles + tile)
-        row, col = code % num_row_blocks * BLOCK_M, code // num_row_blocks * BLOCK_N
-        rows = row + tl.arange(0, BLOCK_M)
-        cols = col + tl.arange(0, BLOCK_N)
-        in_rows = rows < num_tokens
-        label = tl.load(labels + rows, mask=in_rows, other=vocab_size)
-        # Loaded before the products, which hide how long that takes.
-        row_lse = tl.where(label < vocab_size, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
-        g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
-        z = tile_logits(
-            hidden, weight, bias, order, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
-            logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        gradient = kept_tile(
+            code % num_row_blocks * BLOCK_M, code // num_row_blocks * BLOCK_N,
+            hidden, weight, bias, order, labels, lse, grad_lse, grad_label, num_tokens, vocab_size, hidden_size, hidden_stride,
+            weight_stride, logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION, UPCAST, BLOCK_M,
+            BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        gradient = tile_gradient(
-            z, rows, cols, in_rows, col, label, label < vocab_size, row_lse, g, None, grad_label, None, None,
-            vocab_size, logit_scale, softcap, False, False, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
-        )  # fmt: skip
-        if col + BLOCK_N > vocab_size:
-            gradient = tl.where((cols < vocab_size)[None, :], gradient, 0.0)
-        if row + BLOCK_M > num_tokens:  # of no token: what is not finite in the weight must not spread from there
-            gradient = tl.where(in_rows[:, None], gradient, 0.0)
         at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         slot = scratch + (tile - first).to(tl.int64) * (BLOCK_M * BLOCK_N)
         tl.store(slot + at, gradient.to(scratch.dtype.element_ty))
@@ -228,23 +289,23 @@ def _weight_gradient_kernel(
                 acc, part = _add_in_parts(acc, part, tl.trans(g), h, k == BLOCK_M - BLOCK_K, PRECISION)
             else:
                 acc = tl.dot(tl.trans(g), h, acc, input_precision=PRECISION)
-        width = tl.minimum(vocab_size - block * BLOCK_N, BLOCK_N).to(tl.float32)
-        acc += (tl.load(spread + block.to(tl.int64) * hidden_size + ds, mask=ds < hidden_size, other=0.0) / width)[
-            None, :
-        ]
+        acc = dropped_part(
+            acc,
+            block,
+            ds,
+            spread,
+            leans,
+            along,
+            back,
+            vocab_size,
+            hidden_size,
+            LEANS,
+            DIRECTIONS,
+            PRECISION,
+            UPCAST,
+            BLOCK_N,
+        )
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        if LEANS:
-            js = tl.arange(0, DIRECTIONS)
-            a = tl.load(
-                along + cols.to(tl.int64)[:, None] * DIRECTIONS + js[None, :],
-                mask=(cols < vocab_size)[:, None],
-                other=0.0,
-            )
-            b = tl.load(back + js[:, None] * hidden_size + ds[None, :], mask=(ds < hidden_size)[None, :], other=0.0)
-            a = (a.to(tl.float32) * (tl.load(leans + block) / width)).to(b.dtype)
-            if UPCAST:
-                a, b = a.to(tl.float32), b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
         entries = cols if WAIT else tl.load(order + cols)
         mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
         at = entries.to(tl.int64)[:, None] * hidden_size + ds[None, :]

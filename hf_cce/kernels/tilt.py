@@ -215,6 +215,7 @@ def leaning(
     directions = moment.index_select(1, torch.arange(size, device=weight.device) * d // size)  # [D, 16]
     # Products square how far the directions' lengths are apart: float64, which is nothing for so few.
     gram, factors = torch.empty((2, size, size), dtype=torch.float64, device=weight.device).unbind()
+    turned = directions
     for power in range(POWERS):
         if power:
             multiply_add(directions, moment, turned, first=True)
