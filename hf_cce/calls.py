@@ -44,6 +44,7 @@ class Call:
     filter_state: FilterState | None = None
     fused: int = 0
     few_tokens: bool = False
+    adapted: bool = False  # PEFT has wrapped the head
     words: int | None = None  # of the vocabulary whose logits were deferred
     reasons: list[str] = field(default_factory=list)
     closed: bool = False  # it has returned

@@ -33,6 +33,7 @@ from hf_cce.head import LINEAR, PARTITIONED, RESHARDS, adapter_in, find_head, ke
 from hf_cce.head_input import HeadInput
 from hf_cce.patches import tensor_parallel, trl, zero3
 from hf_cce.state import FilterState
+from hf_cce.terms import TermSum
 
 STATE = "_hf_cce"
 
@@ -173,12 +174,13 @@ def _deferring_forward(head: nn.Module, previous: Any, hidden_states: Any, *args
         if output is not None:
             return output
         if not call.handles:
+            call.adapted = type(head).forward is not nn.Linear.forward
             hidden_states = HeadInput(hidden_states, call)
             if F.linear is not LINEAR and previous is None:  # only a plain Linear comes here then
                 return hidden_states.linear(head.weight, head.bias)
-    if previous is None:
-        return type(head).forward(head, hidden_states, *args, **kwargs)
-    return previous(hidden_states, *args, **kwargs)
+    forward = functools.partial(type(head).forward, head) if previous is None else previous
+    output = forward(hidden_states, *args, **kwargs)
+    return output.deferred() if isinstance(output, TermSum) else output
 
 
 def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -270,11 +272,12 @@ def _close(state: Patch, call: Call, head: nn.Module) -> None:
     if (call.fused == 0 or call.reasons) and not state.warned:
         state.warned = True
         why = "; ".join(dict.fromkeys(call.reasons)) or "its loss is no cross entropy of the output of its LM head"
-        adapter = adapter_in(head) if any("asked for the logits" in reason for reason in call.reasons) else None
+        known = bool(call.reasons) and not any("asked for the logits" in reason for reason in call.reasons)
+        adapter = None if known else adapter_in(head)
         if adapter is not None:
             why = (
-                f"PEFT trains an adapter ({adapter}) on its LM head and adds its output to the logits, and for the sum there "
-                "is no fused loss. To train without logits, leave the LM head out of target_modules, or train it whole: "
+                f"PEFT trains an adapter ({adapter}) on its LM head, and the two are not known to be one linear head. To train "
+                "without logits, leave the LM head out of target_modules, or train it whole: "
                 'modules_to_save=["lm_head"]'
             )
         warnings.warn(
