@@ -364,6 +364,12 @@ class DeferredLogits(Symbolic):
             return self._made
         self._check_fresh()
         self.call.note_materialised(why)
+        made = self._multiplied()
+        self._made, self._made_version = made, 0 if self._versions is None else made._version
+        return made
+
+    def _multiplied(self) -> Tensor:
+        """The real logits, newly made."""
         with self._as_multiplied():
             made = gathered(F.linear(replicated(self.hidden_states, self.weight), self.weight, self.bias))
         for name, value in self.ops:
@@ -371,7 +377,6 @@ class DeferredLogits(Symbolic):
                 made[..., value[0].to(made.device)] = value[1]
             else:
                 made = made.tanh() if name == "tanh" else getattr(made, name)(value)
-        self._made, self._made_version = made, 0 if self._versions is None else made._version
         return made
 
     def _ingredient_versions(self) -> tuple[int | None, ...]:
@@ -418,7 +423,7 @@ class DeferredLogits(Symbolic):
         return torch.autocast(kind, dtype=self.cast, enabled=self.cast is not None)
 
     def _copy(self, **changes: Any) -> DeferredLogits:
-        new = DeferredLogits(
+        new = type(self)(
             changes.get("hidden_states", self.hidden_states),
             changes.get("weight", self.weight),
             changes.get("bias", self.bias),

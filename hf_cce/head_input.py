@@ -87,7 +87,7 @@ class HeadInput(Symbolic):
         if self.call.adapted:
             dtype = weight.dtype if cast is None else cast
             return TermSum((Term(hidden_states, weight),), bias, dtype, self.call, cast)
-        return DeferredLogits(hidden_states, weight, bias, call=self.call, cast=cast)
+        return (self.call.kind or DeferredLogits)(hidden_states, weight, bias, call=self.call, cast=cast)
 
     def _real(self, why: str) -> Tensor:
         return self.hidden_states

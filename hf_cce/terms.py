@@ -135,7 +135,7 @@ class TermSum(Symbolic):
                 weights.append(weight)
         bias = None if self.bias is None else self.bias.to(first.weight.dtype)
         one = len(inputs) == 1
-        made = DeferredLogits(
+        made = (self.call.kind or DeferredLogits)(
             inputs[0] if one else torch.cat(inputs, -1),
             weights[0] if one else torch.cat(weights, 1),
             bias,

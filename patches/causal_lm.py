@@ -32,6 +32,7 @@ from hf_cce.deferred import DeferredLogits
 from hf_cce.head import LINEAR, PARTITIONED, RESHARDS, adapter_in, find_head, keep_whole, why_not_defer
 from hf_cce.head_input import HeadInput
 from hf_cce.patches import tensor_parallel, trl, zero3
+from hf_cce.policy import PolicyLogits
 from hf_cce.state import FilterState
 from hf_cce.terms import TermSum
 
@@ -49,6 +50,9 @@ class Patch:
     handles: list[RemovableHandle] = field(default_factory=list)
     forward: Any = None  # the head's forward during a call: kept, because Dynamo makes a new graph for a new object
     warned: bool = False
+    policy: bool = (
+        False  # a trainer that reads log-probabilities from logits without labels is in a step; see patches.preference
+    )
     set_loss_function: bool = False
     kept_whole: list[nn.Module] = field(default_factory=list)  # FSDP2 groups that were told to keep their weights
 
@@ -129,7 +133,9 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if state is None or head is None:
         return
     _put_back(head)  # left by a call that a KeyboardInterrupt ended, or by the one around this one
-    training = model.training and torch.is_grad_enabled() and _has_labels(state, args, kwargs)
+    training = model.training and torch.is_grad_enabled()
+    policy = training and state.policy and not torch.compiler.is_compiling() and not _has_labels(state, args, kwargs)
+    training = policy or (training and _has_labels(state, args, kwargs))
     if kwargs.get("fused_lm_head"):
         training |= model.training and torch.is_grad_enabled() and kwargs.get("shift_labels") is not None
         call = Call(state.config, state.stats if training else Stats())
@@ -138,12 +144,14 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     if not training:
         return
-    call = Call(state.config, state.stats, state.filter_state)
+    call = Call(state.config, state.stats, state.filter_state, kind=PolicyLogits if policy else None)
     reason = tensor_parallel.why_not(head, compiling=torch.compiler.is_compiling()) or why_not_defer(head)
+    if policy and hasattr(model, "_get_fsdp_state"):
+        reason = "FSDP looks for tensors in the output of a model, and a call without labels has only logits"
     if reason == RESHARDS and not torch.compiler.is_compiling():  # a graph cannot change that, and gets real logits
         state.kept_whole += keep_whole(head)
         reason = None
-    if reason == PARTITIONED:
+    if reason == PARTITIONED and not policy:
         reason = zero3.why_not(head, compiling=torch.compiler.is_compiling())
         if reason is None:
             zero3.enter(head, call)
@@ -266,8 +274,8 @@ def _close(state: Patch, call: Call, head: nn.Module) -> None:
         return
     call.closed = True
     state.stats.calls += 1
-    if call.few_tokens and not call.reasons:
-        return
+    if (call.few_tokens or call.kind is not None) and not call.reasons:
+        return  # with a kind of its own, the logits are read after the call
     state.stats.missed += call.fused == 0
     if (call.fused == 0 or call.reasons) and not state.warned:
         state.warned = True
