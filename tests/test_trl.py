@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,9 @@ from hf_cce.patches import trl as trl_patch
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-if not hasattr(trl.trainer.utils, "add_fused_lm_head"):
+if not hasattr(trl.trainer.utils, "add_fused_lm_head") and not os.environ.get(
+    "HF_CCE_NEWEST"
+):  # `make test-newest` fails then
     pytest.skip("this TRL has no fused LM head", allow_module_level=True)
 
 STEPS = 3
