@@ -63,6 +63,7 @@ def patch(model: nn.Module, config: CCEConfig) -> None:
     if state is not None:
         state.config = config
         return
+    torch.compiler.assume_constant_result(_tell)  # not at import: it loads Dynamo, as Transformers' models have by now
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     state = Patch(config, names.index("labels") if "labels" in names else None)
     state.handles = [
@@ -156,6 +157,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if reason is None:
             zero3.enter(head, call)
     if reason is not None:
+        if torch.compiler.is_compiling():
+            _tell(reason)
         call.note_refused(reason)
         _close(state, call, head)
         return
@@ -288,8 +291,14 @@ def _close(state: Patch, call: Call, head: nn.Module) -> None:
                 "without logits, leave the LM head out of target_modules, or train it whole: "
                 'modules_to_save=["lm_head"]'
             )
-        warnings.warn(
-            f"hf_cce: a training call of this model made full logits, so it saves no memory: {why}. The loss is right; "
-            "it only costs what it cost before.",
-            stacklevel=2,
-        )
+        _tell(why, 3)
+
+
+def _tell(why: str, stacklevel: int = 2) -> bool:
+    """Warn that logits are made. While a graph is traced this runs once, there and then: Dynamo takes it for a constant."""
+    warnings.warn(
+        f"hf_cce: a training call of this model made full logits, so it saves no memory: {why}. The loss is right; "
+        "it only costs what it cost before.",
+        stacklevel=stacklevel,
+    )
+    return True

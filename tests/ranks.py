@@ -198,7 +198,7 @@ def tensor_parallel_plan_tied(model: Any, patch: Callable[[Any], Any]) -> Any:
 
 
 def tensor_parallel_plan_compiled(model: Any, patch: Callable[[Any], Any]) -> Any:
-    """A graph gets real logits, and counts nothing."""
+    """A graph gets real logits, says so when it is traced, and counts nothing."""
     model = tensor_parallel_plan(model, patch)
     torch._dynamo.reset()
     model.compile(backend="eager")

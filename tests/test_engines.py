@@ -447,3 +447,29 @@ def test_adapters_on_the_head_compile(target: str) -> None:
     twin, reference = loss_and_grads(plain, inputs), loss_and_grads(exact(build(False)), inputs, double=True)
     for name in twin:
         assert_as_good(actual[name], twin[name], reference[name], name)
+
+
+def test_a_graph_that_makes_logits_says_so_once_when_it_is_traced() -> None:
+    """In a plain loop, too; and it stays one graph."""
+
+    class Mine(nn.Linear):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states)
+
+    def build() -> Any:
+        model = tiny_llama()
+        model.lm_head = Mine(32, 99, bias=False)
+        return model
+
+    patched, inputs = apply_cce(build()), {**batch(), "use_cache": False}
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(patched, fullgraph=True, backend=counter)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            output = compiled(**inputs)
+    (told,) = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
+    assert "Mine, which is no plain torch.nn.Linear" in told and "made full logits" in told
+    assert counter.frame_count == 1 and isinstance(output.logits, torch.Tensor)
+    assert not stats(patched).traced and stats(patched).calls == 0
