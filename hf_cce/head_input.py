@@ -78,7 +78,8 @@ class HeadInput(Symbolic):
         if reason is not None:
             self.call.note_refused(reason)
             return F.linear(hidden_states, weight, bias)
-        if few_tokens(hidden_states, weight, self.call.config):
+        begun = self.call.adapted and self.call.words is not None  # the terms of one head go one way
+        if not begun and few_tokens(hidden_states, weight, self.call.config):
             self.call.note_few_tokens()
             return F.linear(hidden_states, weight, bias)
         self.call.words = weight.shape[0]

@@ -31,7 +31,7 @@ from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits
 from hf_cce.head import LINEAR, PARTITIONED, RESHARDS, adapter_in, find_head, keep_whole, why_not_defer
 from hf_cce.head_input import HeadInput
-from hf_cce.patches import tensor_parallel, trl, zero3
+from hf_cce.patches import peft_tuner, tensor_parallel, trl, zero3
 from hf_cce.policy import PolicyLogits
 from hf_cce.state import FilterState
 from hf_cce.terms import TermSum
@@ -59,6 +59,7 @@ class Patch:
 
 def patch(model: nn.Module, config: CCEConfig) -> None:
     """Patch one instance; on a patched one only the options change."""
+    peft_tuner.enter(STATE)
     state = patch_of(model)
     if state is not None:
         state.config = config
