@@ -205,11 +205,12 @@ def tensor_parallel_plan_compiled(model: Any, patch: Callable[[Any], Any]) -> An
     return model
 
 
-def large(dtype: torch.dtype) -> Any:
+def large(dtype: torch.dtype, more_words: int = 0) -> Any:
     """Of sizes that fit no tile of the kernels on a GPU: 32,003 words, 640 wide; smaller ones on a CPU."""
     words, width = (32003, 640) if DEVICE != "cpu" else (1003, 192)
     heads = {"num_attention_heads": width // 32, "num_key_value_heads": width // 32}
-    model = tiny_llama(vocab_size=words, hidden_size=width, intermediate_size=2 * width, **heads)
+    with torch.device(DEVICE):
+        model = tiny_llama(vocab_size=words + more_words, hidden_size=width, intermediate_size=2 * width, **heads)
     with torch.no_grad():
         model.lm_head.weight.mul_(4 / width**0.5)  # logits of a standard deviation near 2
     return model.to(dtype)
@@ -257,7 +258,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "tensor_parallel_softcap": lambda: FAMILIES["gemma2"].build(tie_word_embeddings=False),
     "tensor_parallel_logsumexp": lambda: FAMILIES["bamba"].build(tie_word_embeddings=False),
     "tensor_parallel_lora": lora_on_the_head,
-    "tensor_parallel_plan_tied": FAMILIES["llama_tied"].build,
+    # transformers 5.17 takes even sizes only
+    "tensor_parallel_plan": lambda: tiny_llama(vocab_size=100),
+    "tensor_parallel_plan_compiled": lambda: tiny_llama(vocab_size=100),
+    "tensor_parallel_plan_tied": lambda: FAMILIES["llama_tied"].build(vocab_size=100),
 }
 
 
@@ -354,7 +358,7 @@ def all_of(engines: list[str], whole: dict[str, Tensor]) -> dict[str, Any]:
 
 def main(path: Path, device: str = "", dtype: str = "", *engines: str) -> None:
     global DEVICE, ROWS, BUILD
-    torch.set_num_threads(1)
+    torch.set_num_threads(4 if device == "cuda" else 1)
     if device == "cuda":
         DEVICE = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(DEVICE)
@@ -362,6 +366,7 @@ def main(path: Path, device: str = "", dtype: str = "", *engines: str) -> None:
     if engines:
         ROWS = 32
         BUILD = partial(large, getattr(torch, dtype))
+        MODELS["tensor_parallel_plan"] = partial(BUILD, more_words=1)
         # Few tokens would be left to PyTorch; and the filter's error is another matter
         OPTIONS.update(implementation="triton" if device == "cuda" else "auto", gradient_filter=None)
     words = BUILD().config.vocab_size
