@@ -3,11 +3,13 @@
 #   PYTHON  the interpreter that makes the virtual environment
 #   VENV    where it goes
 #   TORCH   what pip is asked for; on a machine without a GPU name a CPU build to spare yourself the CUDA packages
+#   TRL     what test-newest asks pip for
 #   JOBS    test processes; each one loads torch (about 1 GB)
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch
+TRL ?= trl
 JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?= --json demo.json --plot demo.png
@@ -19,7 +21,7 @@ BIN := $(VENV)/bin
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-oldest test-gpu style quality types examples notebooks docs build clean
+.PHONY: help install demo test test-fast test-oldest test-newest test-gpu style quality types examples notebooks docs build clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +51,13 @@ test-fast: $(VENV)/.dev  ## the tests without the slow ones
 test-oldest: $(VENV)/.dev  ## every class with the oldest Transformers that is supported
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/oldest "transformers==5.0.*"
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) tests/test_all_classes.py tests/test_families.py tests/test_patching.py $(PYTEST_ARGS)
+
+test-newest: $(VENV)/.dev  ## TRL's trainers and the callback with the newest TRL and Transformers; TRL="--pre trl" or git+https://…
+	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest transformers
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/newest accelerate peft
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/newest $(TRL)
+	PYTHONPATH=$(abspath $(VENV))/newest $(BIN)/python -c "import transformers, trl; print('transformers', transformers.__version__, 'trl', trl.__version__)"
+	PYTHONPATH=$(abspath $(VENV))/newest HF_CCE_NEWEST=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_trl.py tests/test_callback.py tests/test_patching.py $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.dev  ## only the tests that need a GPU, one after the other
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from hf_cce.api import apply_cce, causal_lm
 from hf_cce.config import CCEConfig
+from hf_cce.patches import preference
 from hf_cce.patches.causal_lm import patch_of
 
 
@@ -38,6 +39,7 @@ class CCECallback(TrainerCallback):
         # as_meant, calls and bypassed at the beginning; None: checked
         self._before: tuple[int, int, int] | None = None
         self._steps = 0
+        self._policy = False  # the trainer is one of those that patches.preference knows
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (model := kwargs.get("model")) is not None:  # None with model_init
@@ -48,8 +50,18 @@ class CCECallback(TrainerCallback):
         assert patch is not None
         patch.stats.traced = False
         self._before, self._steps = (patch.stats.as_meant, patch.stats.calls, patch.stats.bypassed), 0
+        self._policy = preference.ready(args)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._let_policy(kwargs["model"], self._policy)
+
+    def _let_policy(self, model: Any, allowed: bool) -> None:
+        patch = patch_of(causal_lm(model))
+        if patch is not None:
+            patch.policy = allowed
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._let_policy(kwargs["model"], False)
         self._steps += 1
         self._check(args, kwargs["model"])
 
@@ -62,6 +74,7 @@ class CCECallback(TrainerCallback):
                 state.log_history[-1].update(told)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._let_policy(kwargs["model"], False)
         self._check(args, kwargs["model"])
         self._before = None
 

@@ -44,6 +44,10 @@ class Call:
     filter_state: FilterState | None = None
     fused: int = 0
     few_tokens: bool = False
+    adapted: bool = False  # PEFT has wrapped the head
+    kind: Any = (
+        None  # of the deferred logits of a call without labels; what becomes of them is known after it has returned
+    )
     words: int | None = None  # of the vocabulary whose logits were deferred
     reasons: list[str] = field(default_factory=list)
     closed: bool = False  # it has returned
@@ -54,7 +58,7 @@ class Call:
             self.stats.traced = True
         else:
             self.fused += 1
-            self.stats.fused += 1
+            self.stats.fused += self.kind is None or self.fused == 1
 
     def note_few_tokens(self) -> None:
         if not self.few_tokens:

@@ -1,7 +1,7 @@
 """Deferred logits: what an LM head returns instead of multiplying, and what answers the model's own loss.
 
 The ``F.linear`` inside the head answers with ``DeferredLogits`` (see hf_cce.head_input). That object records what the
-model's forward does to the logits (scale, tanh, casts, slices, views, an adapter's product) and answers
+model's forward does to the logits (scale, tanh, casts, slices, views) and answers
 ``F.cross_entropy`` and ``logsumexp`` without ever making them. Whatever else is asked of it, it makes the real logits, as
 the head and the recorded operations would have, and goes on with those: slower, never wrong.
 
@@ -222,32 +222,14 @@ class DeferredLogits(Symbolic):
         return self._real("div").div(plain(other), **kwargs) if kwargs else self._apply("div", other)
 
     def add(self, other: Any, **kwargs: Any) -> Any:
-        """A bias per word, [V] or [1, V] of the same dtype, joins the head's own, and so does the product of an adapter.
-
-        Anything else needs real logits.
-        """
+        """A bias per word, [V] or [1, V] of the same dtype, joins the head's own; anything else needs real logits."""
         words = self.shape[-1]
-        if isinstance(other, DeferredLogits) and not kwargs and (joined := self._joined(other)) is not None:
-            return joined
         fits = isinstance(other, Tensor) and other.dim() in range(1, self.ndim + 1) and other.shape[-1] == words
         fits = fits and other.numel() == words and (other.dtype, other.device) == (self.dtype, self.device)
         if self._written or self.ops or kwargs or not fits or self._sharded:
             return self._real("add").add(plain(other), **kwargs)
         bias = other.reshape(-1)
         return self._copy(bias=bias if self.bias is None else self.bias + bias)
-
-    def _joined(self, other: DeferredLogits) -> DeferredLogits | None:
-        """h Wᵀ + c · x Bᵀ as one product, [h, c x] [W, B]ᵀ, for LoRA on the head; None where the two do not fit."""
-        form = closed_form(other.ops)
-        fits = form is not None and form[1] is None and not self.ops and other.bias is None and not self._sharded
-        if not fits or self._written or other._written or self.shape != other.shape or self.device != other.device:
-            return None
-        other._used = True
-        x = other.hidden_states.to(self.hidden_states.dtype) * form[0]  # type: ignore[index]
-        return self._copy(
-            hidden_states=torch.cat([self.hidden_states, x], -1),
-            weight=torch.cat([self.weight, other.weight.to(self.weight.dtype)], 1),
-        )
 
     __mul__ = __rmul__ = multiply = mul
     __truediv__ = divide = true_divide = div
@@ -382,6 +364,12 @@ class DeferredLogits(Symbolic):
             return self._made
         self._check_fresh()
         self.call.note_materialised(why)
+        made = self._multiplied()
+        self._made, self._made_version = made, 0 if self._versions is None else made._version
+        return made
+
+    def _multiplied(self) -> Tensor:
+        """The real logits, newly made."""
         with self._as_multiplied():
             made = gathered(F.linear(replicated(self.hidden_states, self.weight), self.weight, self.bias))
         for name, value in self.ops:
@@ -389,7 +377,6 @@ class DeferredLogits(Symbolic):
                 made[..., value[0].to(made.device)] = value[1]
             else:
                 made = made.tanh() if name == "tanh" else getattr(made, name)(value)
-        self._made, self._made_version = made, 0 if self._versions is None else made._version
         return made
 
     def _ingredient_versions(self) -> tuple[int | None, ...]:
@@ -436,7 +423,7 @@ class DeferredLogits(Symbolic):
         return torch.autocast(kind, dtype=self.cast, enabled=self.cast is not None)
 
     def _copy(self, **changes: Any) -> DeferredLogits:
-        new = DeferredLogits(
+        new = type(self)(
             changes.get("hidden_states", self.hidden_states),
             changes.get("weight", self.weight),
             changes.get("bias", self.bias),

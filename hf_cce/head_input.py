@@ -16,17 +16,20 @@ from hf_cce.deferred import DeferredLogits
 from hf_cce.head import LINEAR, why_not_read
 from hf_cce.loss import few_tokens
 from hf_cce.sharded import is_dtensor, why_not_share
-from hf_cce.symbolic import Symbolic
+from hf_cce.symbolic import Symbolic, plain
+from hf_cce.terms import Term, TermSum
 
 
 class HeadInput(Symbolic):
     """Hidden states [..., D] on their way through the head; ``F.linear`` on them gives ``DeferredLogits``.
 
-    LoRA on the head adds two more products, x Aᵀ and B on that: the first, which is no product with a whole vocabulary, is
-    done and goes on as the input of the second. Every other operation gets the hidden states themselves.
+    Where PEFT has wrapped the head (``call.adapted``) it gives a ``TermSum``. LoRA adds two more products, x Aᵀ and B on that:
+    the first, which is no product with a whole vocabulary, is done and goes on as the input of the second; VeRA and IA3 scale
+    such an input. Every other operation gets the hidden states themselves.
     """
 
-    _ANSWERS: ClassVar[dict[Any, str]] = {LINEAR: "linear", F.dropout: "dropout"}
+    _ANSWERS: ClassVar[dict[Any, str]] = {LINEAR: "linear", F.dropout: "dropout", torch.mul: "mul"}
+    _COMMUTES: ClassVar[dict[Any, str]] = {torch.mul: "mul", Tensor.mul: "mul"}
 
     def __init__(self, hidden_states: Tensor, call: Call) -> None:
         self.hidden_states = hidden_states
@@ -50,6 +53,13 @@ class HeadInput(Symbolic):
     def dropout(self, *args: Any, **kwargs: Any) -> HeadInput:
         return HeadInput(F.dropout(self.hidden_states, *args, **kwargs), self.call)
 
+    def mul(self, other: Any) -> Any:
+        """By a number per hidden dimension, within a head that PEFT has wrapped."""
+        made = self.hidden_states * plain(other)
+        return HeadInput(made, self.call) if self.call.adapted and made.shape == self.shape else made
+
+    __mul__ = __rmul__ = mul
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """The head's multiplication: put off where that pays and the weight will still be there for the loss; else done."""
         hidden_states, device = self.hidden_states, self.hidden_states.device.type
@@ -68,13 +78,17 @@ class HeadInput(Symbolic):
         if reason is not None:
             self.call.note_refused(reason)
             return F.linear(hidden_states, weight, bias)
-        if few_tokens(hidden_states, weight, self.call.config):
+        begun = self.call.adapted and self.call.words is not None  # the terms of one head go one way
+        if not begun and few_tokens(hidden_states, weight, self.call.config):
             self.call.note_few_tokens()
             return F.linear(hidden_states, weight, bias)
         self.call.words = weight.shape[0]
         if shared:
             return ShardedLogits(hidden_states, weight, bias, self.call, cast)
-        return DeferredLogits(hidden_states, weight, bias, call=self.call, cast=cast)
+        if self.call.adapted:
+            dtype = weight.dtype if cast is None else cast
+            return TermSum((Term(hidden_states, weight),), bias, dtype, self.call, cast)
+        return (self.call.kind or DeferredLogits)(hidden_states, weight, bias, call=self.call, cast=cast)
 
     def _real(self, why: str) -> Tensor:
         return self.hidden_states

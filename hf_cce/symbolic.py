@@ -22,10 +22,11 @@ Op = tuple[str, Any]
 class Symbolic:
     """Stands for a floating-point tensor. Subclasses give ``_real``, ``shape``, ``dtype`` and ``device``.
 
-    And in ``_ANSWERS`` torch functions with the methods for them.
+    And in ``_ANSWERS`` torch functions with the methods for them; in ``_COMMUTES`` those that may come as ``tensor * self``.
     """
 
     _ANSWERS: ClassVar[dict[Any, str]] = {}
+    _COMMUTES: ClassVar[dict[Any, str]] = {}
     layout = torch.strided
     is_leaf = is_sparse = is_nested = is_quantized = False
 
@@ -86,6 +87,8 @@ class Symbolic:
             answer = args[0]._ANSWERS.get(func)
             if answer is not None and "out" not in kwargs:
                 return getattr(args[0], answer)(*args[1:], **kwargs)
+        elif len(args) == 2 and isinstance(args[1], Symbolic) and not kwargs and func in args[1]._COMMUTES:
+            return getattr(args[1], args[1]._COMMUTES[func])(args[0])
         elif isinstance(kwargs.get("input"), Symbolic):
             return func(kwargs["input"], *args, **{name: value for name, value in kwargs.items() if name != "input"})
         why = getattr(func, "__name__", "an operation")

@@ -31,8 +31,10 @@ from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits
 from hf_cce.head import LINEAR, PARTITIONED, RESHARDS, adapter_in, find_head, keep_whole, why_not_defer
 from hf_cce.head_input import HeadInput
-from hf_cce.patches import tensor_parallel, trl, zero3
+from hf_cce.patches import peft_tuner, tensor_parallel, trl, zero3
+from hf_cce.policy import PolicyLogits
 from hf_cce.state import FilterState
+from hf_cce.terms import TermSum
 
 STATE = "_hf_cce"
 
@@ -48,16 +50,21 @@ class Patch:
     handles: list[RemovableHandle] = field(default_factory=list)
     forward: Any = None  # the head's forward during a call: kept, because Dynamo makes a new graph for a new object
     warned: bool = False
+    policy: bool = (
+        False  # a trainer that reads log-probabilities from logits without labels is in a step; see patches.preference
+    )
     set_loss_function: bool = False
     kept_whole: list[nn.Module] = field(default_factory=list)  # FSDP2 groups that were told to keep their weights
 
 
 def patch(model: nn.Module, config: CCEConfig) -> None:
     """Patch one instance; on a patched one only the options change."""
+    peft_tuner.enter(STATE)
     state = patch_of(model)
     if state is not None:
         state.config = config
         return
+    torch.compiler.assume_constant_result(_tell)  # not at import: it loads Dynamo, as Transformers' models have by now
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     state = Patch(config, names.index("labels") if "labels" in names else None)
     state.handles = [
@@ -128,7 +135,9 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if state is None or head is None:
         return
     _put_back(head)  # left by a call that a KeyboardInterrupt ended, or by the one around this one
-    training = model.training and torch.is_grad_enabled() and _has_labels(state, args, kwargs)
+    training = model.training and torch.is_grad_enabled()
+    policy = training and state.policy and not torch.compiler.is_compiling() and not _has_labels(state, args, kwargs)
+    training = policy or (training and _has_labels(state, args, kwargs))
     if kwargs.get("fused_lm_head"):
         training |= model.training and torch.is_grad_enabled() and kwargs.get("shift_labels") is not None
         call = Call(state.config, state.stats if training else Stats())
@@ -137,16 +146,20 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     if not training:
         return
-    call = Call(state.config, state.stats, state.filter_state)
+    call = Call(state.config, state.stats, state.filter_state, kind=PolicyLogits if policy else None)
     reason = tensor_parallel.why_not(head, compiling=torch.compiler.is_compiling()) or why_not_defer(head)
+    if policy and hasattr(model, "_get_fsdp_state"):
+        reason = "FSDP looks for tensors in the output of a model, and a call without labels has only logits"
     if reason == RESHARDS and not torch.compiler.is_compiling():  # a graph cannot change that, and gets real logits
         state.kept_whole += keep_whole(head)
         reason = None
-    if reason == PARTITIONED:
+    if reason == PARTITIONED and not policy:
         reason = zero3.why_not(head, compiling=torch.compiler.is_compiling())
         if reason is None:
             zero3.enter(head, call)
     if reason is not None:
+        if torch.compiler.is_compiling():
+            _tell(reason)
         call.note_refused(reason)
         _close(state, call, head)
         return
@@ -173,12 +186,13 @@ def _deferring_forward(head: nn.Module, previous: Any, hidden_states: Any, *args
         if output is not None:
             return output
         if not call.handles:
+            call.adapted = type(head).forward is not nn.Linear.forward
             hidden_states = HeadInput(hidden_states, call)
             if F.linear is not LINEAR and previous is None:  # only a plain Linear comes here then
                 return hidden_states.linear(head.weight, head.bias)
-    if previous is None:
-        return type(head).forward(head, hidden_states, *args, **kwargs)
-    return previous(hidden_states, *args, **kwargs)
+    forward = functools.partial(type(head).forward, head) if previous is None else previous
+    output = forward(hidden_states, *args, **kwargs)
+    return output.deferred() if isinstance(output, TermSum) else output
 
 
 def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -264,21 +278,28 @@ def _close(state: Patch, call: Call, head: nn.Module) -> None:
         return
     call.closed = True
     state.stats.calls += 1
-    if call.few_tokens and not call.reasons:
-        return
+    if (call.few_tokens or call.kind is not None) and not call.reasons:
+        return  # with a kind of its own, the logits are read after the call
     state.stats.missed += call.fused == 0
     if (call.fused == 0 or call.reasons) and not state.warned:
         state.warned = True
         why = "; ".join(dict.fromkeys(call.reasons)) or "its loss is no cross entropy of the output of its LM head"
-        adapter = adapter_in(head) if any("asked for the logits" in reason for reason in call.reasons) else None
+        known = bool(call.reasons) and not any("asked for the logits" in reason for reason in call.reasons)
+        adapter = None if known else adapter_in(head)
         if adapter is not None:
             why = (
-                f"PEFT trains an adapter ({adapter}) on its LM head and adds its output to the logits, and for the sum there "
-                "is no fused loss. To train without logits, leave the LM head out of target_modules, or train it whole: "
+                f"PEFT trains an adapter ({adapter}) on its LM head, and the two are not known to be one linear head. To train "
+                "without logits, leave the LM head out of target_modules, or train it whole: "
                 'modules_to_save=["lm_head"]'
             )
-        warnings.warn(
-            f"hf_cce: a training call of this model made full logits, so it saves no memory: {why}. The loss is right; "
-            "it only costs what it cost before.",
-            stacklevel=2,
-        )
+        _tell(why, 3)
+
+
+def _tell(why: str, stacklevel: int = 2) -> bool:
+    """Warn that logits are made. While a graph is traced this runs once, there and then: Dynamo takes it for a constant."""
+    warnings.warn(
+        f"hf_cce: a training call of this model made full logits, so it saves no memory: {why}. The loss is right; "
+        "it only costs what it cost before.",
+        stacklevel=stacklevel,
+    )
+    return True

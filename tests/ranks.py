@@ -1,14 +1,18 @@
-"""One step of a patched and an unpatched model on several ranks, under every engine that runs on a CPU; for test_ranks.py.
+"""One step of a patched and an unpatched model on several ranks, under every engine; for test_ranks.py and test_ranks_gpu.py.
 
-usage: torchrun --nproc-per-node 2 tests/ranks.py OUT.json
+usage: torchrun --nproc-per-node 2 tests/ranks.py OUT.json [DEVICE DTYPE ENGINE …]
+
+With more than OUT: on "cpu" or "cuda", a larger Llama, in "float32" or "bfloat16", the engines that are named.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,12 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_cce import apply_cce
 from hf_cce.deferred import DeferredLogits
 
+DEVICE = "cpu"  # or "cuda:<rank>"; main sets it
 ROWS = 4
+
+
+def mesh_of(shape: tuple[int, ...], **names: Any) -> Any:
+    return init_device_mesh(DEVICE.partition(":")[0], shape, **names)
 
 
 def ddp(model: Any, patch: Callable[[Any], Any]) -> Any:
@@ -86,7 +95,7 @@ def fsdp2_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
 def fsdp1(model: Any, patch: Callable[[Any], Any], **options: Any) -> Any:
     """The wrapper that FSDP2 replaces: layers in units of their own, the head in the root's."""
     options = {"auto_wrap_policy": ModuleWrapPolicy({type(model.model.layers[0])}), "use_orig_params": True, **options}
-    return patch(FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options))
+    return patch(FullyShardedDataParallel(model, device_id=torch.device(DEVICE), **options))
 
 
 def fsdp1_flat(model: Any, patch: Callable[[Any], Any]) -> Any:
@@ -109,7 +118,7 @@ def fsdp1_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
 
 def tensor_parallel(model: Any, patch: Callable[[Any], Any], head: str = "lm_head") -> Any:
     """By torch: the vocabulary of the head in shards, the logits gathered in a hook."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     parallelize_module(model, mesh, {head: ColwiseParallel(output_layouts=Replicate())})
     return patch(model)
 
@@ -129,7 +138,7 @@ def tensor_parallel_logsumexp(model: Any, patch: Callable[[Any], Any]) -> Any:
 
 def tensor_parallel_sequence(model: Any, patch: Callable[[Any], Any]) -> Any:
     """The head's input in shards of the sequence, which torch's hook gathers."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     styles = {
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
@@ -148,7 +157,7 @@ def tensor_parallel_mixed(model: Any, patch: Callable[[Any], Any]) -> Any:
 
 def tensor_parallel_fsdp2(model: Any, patch: Callable[[Any], Any]) -> Any:
     """A mesh of two dimensions, the head alone in its group of FSDP2; by hand also with two times two ranks."""
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of((1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
     parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
     _layers(model, mesh=mesh["data"])
     fully_shard(model.lm_head, mesh=mesh["data"])
@@ -157,7 +166,7 @@ def tensor_parallel_fsdp2(model: Any, patch: Callable[[Any], Any]) -> Any:
 
 def tensor_parallel_logits_split(model: Any, patch: Callable[[Any], Any]) -> Any:
     """The head leaves its logits in shards, and the model's loss gathers them: real logits, and a warning."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     parallelize_module(model, mesh, {"lm_head": ColwiseParallel(use_local_output=False)})
     inner = model.loss_function
     model.loss_function = lambda logits, **kwargs: inner(logits=logits.full_tensor(), **kwargs)
@@ -189,11 +198,22 @@ def tensor_parallel_plan_tied(model: Any, patch: Callable[[Any], Any]) -> Any:
 
 
 def tensor_parallel_plan_compiled(model: Any, patch: Callable[[Any], Any]) -> Any:
-    """A graph gets real logits, and counts nothing."""
+    """A graph gets real logits, says so when it is traced, and counts nothing."""
     model = tensor_parallel_plan(model, patch)
     torch._dynamo.reset()
     model.compile(backend="eager")
     return model
+
+
+def large(dtype: torch.dtype, more_words: int = 0) -> Any:
+    """Of sizes that fit no tile of the kernels on a GPU: 32,003 words, 640 wide; smaller ones on a CPU."""
+    words, width = (32003, 640) if DEVICE != "cpu" else (1003, 192)
+    heads = {"num_attention_heads": width // 32, "num_key_value_heads": width // 32}
+    with torch.device(DEVICE):
+        model = tiny_llama(vocab_size=words + more_words, hidden_size=width, intermediate_size=2 * width, **heads)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4 / width**0.5)  # logits of a standard deviation near 2
+    return model.to(dtype)
 
 
 def lora_on_the_head() -> Any:
@@ -238,8 +258,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     "tensor_parallel_softcap": lambda: FAMILIES["gemma2"].build(tie_word_embeddings=False),
     "tensor_parallel_logsumexp": lambda: FAMILIES["bamba"].build(tie_word_embeddings=False),
     "tensor_parallel_lora": lora_on_the_head,
-    "tensor_parallel_plan_tied": FAMILIES["llama_tied"].build,
+    # transformers 5.17 takes even sizes only
+    "tensor_parallel_plan": lambda: tiny_llama(vocab_size=100),
+    "tensor_parallel_plan_compiled": lambda: tiny_llama(vocab_size=100),
+    "tensor_parallel_plan_tied": lambda: FAMILIES["llama_tied"].build(vocab_size=100),
 }
+
+
+BUILD: Callable[[], Any] = tiny_llama
+OPTIONS: dict[str, Any] = {}  # of apply_cce
 
 
 def step(model: Any, inputs: dict[str, Tensor], items: int, world: int) -> dict[str, Tensor]:
@@ -247,7 +274,8 @@ def step(model: Any, inputs: dict[str, Tensor], items: int, world: int) -> dict[
     loss = model(**inputs, num_items_in_batch=torch.tensor(items)).loss * world
     loss.backward()
     total = loss.detach() / world
-    dist.all_reduce(total)
+    if world > 1:
+        dist.all_reduce(total)
     found = {"loss": total if world > 1 else loss.detach()}
     if isinstance(model, FullyShardedDataParallel):  # it gathers parameters, but not the gradients of flat ones
         with torch.no_grad():
@@ -265,7 +293,7 @@ def step(model: Any, inputs: dict[str, Tensor], items: int, world: int) -> dict[
 
 def shared_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) -> tuple[dict[str, Tensor], Tensor]:
     """As ``step`` where every rank has all rows, and no gradient is averaged; and the logits."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+    with torch.autocast(DEVICE.partition(":")[0], torch.bfloat16, enabled=mixed):
         output = model(**inputs, num_items_in_batch=torch.tensor(items))
     logits = output.logits.materialize() if isinstance(output.logits, DeferredLogits) else output.logits
     output.loss.backward()
@@ -278,7 +306,7 @@ def shared_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) 
 
 def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    tensor, build = engine.__name__.startswith("tensor_parallel"), MODELS.get(engine.__name__, tiny_llama)
+    tensor, build = engine.__name__.startswith("tensor_parallel"), MODELS.get(engine.__name__, BUILD)
     rows = slice(None) if tensor else slice(rank * ROWS // world, (rank + 1) * ROWS // world)
     inputs, items = {key: value[rows] for key, value in whole.items()}, int((whole["labels"][:, 1:] != -100).sum())
     if engine is context_parallel:
@@ -287,8 +315,8 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
         inputs = {key: value.chunk(world, dim=1)[rank].contiguous() for key, value in whole.items()}
     logits: dict[str, Tensor] = {}
     outcome: dict[str, Any] = {"told": [], "errors": {}, "twin": {}}
-    for name, patch in (("twin", lambda model: model), ("errors", apply_cce)):
-        model = engine(build(), patch)
+    for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **OPTIONS))):
+        model = engine(build().to(DEVICE), patch)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if tensor:
@@ -315,25 +343,41 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
     return outcome
 
 
-def main(path: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    whole = batch(rows=ROWS)
+def all_of(engines: list[str], whole: dict[str, Tensor]) -> dict[str, Any]:
     items = int((whole["labels"][:, 1:] != -100).sum())
-    results: dict[str, Any] = {}
-    for name, engine in ENGINES.items():
+    inputs, results = {**whole, "num_items_in_batch": torch.tensor(items)}, {}
+    for name in engines:
         try:
-            build = MODELS.get(name, tiny_llama)
-            inputs = {**whole, "num_items_in_batch": torch.tensor(items)}
-            results[name] = run(engine, whole, loss_and_grads(exact(build()), inputs, double=True))
+            build = MODELS.get(name, BUILD)
+            results[name] = run(ENGINES[name], whole, loss_and_grads(exact(build().to(DEVICE)), inputs, double=True))
         except Exception as error:  # the other engines are of interest too
             results[name] = {"failed": f"{type(error).__name__}: {error}"}
         dist.barrier()
-    results["spread"] = everything()
+    return results
+
+
+def main(path: Path, device: str = "", dtype: str = "", *engines: str) -> None:
+    global DEVICE, ROWS, BUILD
+    torch.set_num_threads(4 if device == "cuda" else 1)
+    if device == "cuda":
+        DEVICE = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if engines:
+        ROWS = 32
+        BUILD = partial(large, getattr(torch, dtype))
+        MODELS["tensor_parallel_plan"] = partial(BUILD, more_words=1)
+        # Few tokens would be left to PyTorch; and the filter's error is another matter
+        OPTIONS.update(implementation="triton" if device == "cuda" else "auto", gradient_filter=None)
+    words = BUILD().config.vocab_size
+    whole = {key: value.to(DEVICE) for key, value in batch(rows=ROWS, words=words).items()}
+    results = all_of(list(engines or ENGINES), whole)
+    if not engines:
+        results["spread"] = everything()
     if dist.get_rank() == 0:
         path.write_text(json.dumps(results), "utf-8")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

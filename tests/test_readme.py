@@ -150,7 +150,7 @@ def test_limits_that_a_user_meets_are_named() -> None:
         "label_smoothing_factor",
         "compute_loss_func",
         "evaluate()",
-        "LoRA on the LM head",
+        "on the LM head itself",
         "retain_grad",
     ):
         assert words in section, words

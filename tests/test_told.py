@@ -177,13 +177,13 @@ def test_what_counts_as_few_tokens() -> None:
 # Adapters on the head
 def test_an_adapter_on_the_head_is_named_with_the_way_out() -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "lm_head"], use_dora=True)
+    config = peft.OFTConfig(task_type="CAUSAL_LM", r=0, oft_block_size=8, target_modules=["q_proj", "lm_head"])
     model = apply_cce(peft.get_peft_model(tiny_llama(), config))
     with told() as messages:
         for _ in range(2):
             model(**batch()).loss.backward()
     (message,) = messages
-    assert "adapter (lora) on its LM head" in message and "asked for the logits" not in message
+    assert "adapter (oft) on its LM head" in message and "asked for the logits" not in message
     assert "target_modules" in message and 'modules_to_save=["lm_head"]' in message and "The loss is right" in message
 
 

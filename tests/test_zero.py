@@ -15,6 +15,7 @@ import torch
 from numerics import budget
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 # As tests/zero.py has them, which cannot be imported without DeepSpeed
 CASES = (
@@ -32,24 +33,26 @@ CASES = (
 )
 
 
-def started(script: str, path: Path, *arguments: str) -> dict[str, Any]:
-    """What two processes of ``script`` have written to ``path``."""
+def started(script: str, path: Path, *arguments: str, device: str = "cpu") -> dict[str, Any]:
+    """What two processes of ``script`` have written to ``path``; on a CPU they see no GPU."""
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     run = subprocess.run(
         [*command, str(here / script), str(path), *arguments], capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | hidden,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     assert "unknown inputs or outputs type" not in run.stdout + run.stderr, "DeepSpeed has seen what is no tensor"
     return json.loads(path.read_text("utf-8"))
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One start of two processes for all cases."""
-    found = started("zero.py", tmp_path_factory.mktemp("zero") / "zero.json")
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])])
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """One start of two processes for all cases; with NCCL on two GPUs, where there are any."""
+    arguments = () if request.param == "cpu" else ("cuda",)
+    found = started("zero.py", tmp_path_factory.mktemp("zero") / "zero.json", *arguments, device=request.param)
     assert sorted(found) == sorted(CASES)
     return found
 

@@ -1,6 +1,6 @@
 """Steps of a patched and an unpatched model under DeepSpeed's ZeRO on several ranks; for test_zero.py.
 
-usage: torchrun --nproc-per-node 2 tests/zero.py OUT.json
+usage: torchrun --nproc-per-node 2 tests/zero.py OUT.json [cuda]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_cce import apply_cce
 
+DEVICE = "cpu"  # or "cuda:<rank>"; main sets it
 ROWS, STEPS, RATE = 4, 3, 0.05
 # A small model would else stay whole from its first forward to the end of the step.
 FREE_AT_ONCE = {
@@ -33,6 +35,9 @@ FREE_AT_ONCE = {
     "stage3_max_live_parameters": 0,
     "stage3_prefetch_bucket_size": 0,
 }
+
+
+OPTIONS: dict[str, Any] = {}  # of apply_cce
 
 
 class Traffic(TorchDispatchMode):
@@ -88,7 +93,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
 def micro_batches(count: int, rank: int | None, world: int) -> list[dict[str, Tensor]]:
     """``count`` batches; the rows of ``rank``, or all."""
     rows = slice(None) if rank is None else slice(rank * ROWS // world, (rank + 1) * ROWS // world)
-    return [{key: value[rows] for key, value in batch(rows=ROWS, seed=i).items()} for i in range(count)]
+    return [{key: value[rows].to(DEVICE) for key, value in batch(rows=ROWS, seed=i).items()} for i in range(count)]
 
 
 def items_in(batches: list[dict[str, Tensor]]) -> Tensor:
@@ -98,7 +103,7 @@ def items_in(batches: list[dict[str, Tensor]]) -> Tensor:
 def reference(case: str, world: int) -> list[dict[str, Tensor]]:
     """Losses and gradients of each step of one process in float64."""
     family, prepare, options = CASES[case]
-    model, found = exact(prepare(FAMILIES[family].build())), []
+    model, found = exact(prepare(FAMILIES[family].build())).to(DEVICE), []
     model.gradient_checkpointing_disable()
     count = options.get("gradient_accumulation_steps", 1)
     for step in range(STEPS):
@@ -131,7 +136,7 @@ def run(case: str, patch: Callable[[Any], Any]) -> tuple[list[dict[str, Tensor]]
     everything, mine = micro_batches(STEPS * count, None, world), micro_batches(STEPS * count, rank, world)
     found: list[dict[str, Tensor]] = []
     for step in range(STEPS):
-        at, total = slice(step * count, (step + 1) * count), torch.zeros(())
+        at, total = slice(step * count, (step + 1) * count), torch.zeros((), device=DEVICE)
         with Traffic() as traffic:
             for inputs in mine[at]:
                 # DeepSpeed divides by ranks and by micro-batches
@@ -161,7 +166,7 @@ def compare(case: str) -> dict[str, Any]:
     world = dist.get_world_size()
     exactly, logits = reference(case, world), []
     outcome: dict[str, Any] = {}
-    for name, patch in (("twin", lambda model: model), ("errors", apply_cce)):
+    for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **OPTIONS))):
         patched: list[Any] = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -184,9 +189,14 @@ def compare(case: str) -> dict[str, Any]:
     return outcome
 
 
-def main(path: Path) -> None:
+def main(path: Path, device: str = "cpu") -> None:
+    global DEVICE
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
+    if device == "cuda":
+        DEVICE = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(DEVICE)
+        OPTIONS.update(implementation="triton", gradient_filter=None)  # few tokens would be left to PyTorch
+    deepspeed.init_distributed("nccl" if device == "cuda" else "gloo")
     results: dict[str, Any] = {}
     for case in CASES:
         try:
@@ -202,4 +212,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

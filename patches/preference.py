@@ -1,0 +1,76 @@
+"""TRL: the experimental preference trainers that compute log-probabilities from the logits of a call without labels.
+
+Cause: the trainers for ORPO, CPO and TPO call ``model(input_ids, …)`` and give its logits to ``selective_log_softmax``,
+``selective_log_softmax_and_entropy`` and ``F.cross_entropy``. Versions: TRL 1.16; the arguments of the functions are compared
+with those known here, and another TRL is left alone. It can go when TRL gives these trainers its fused head.
+
+How: ``CCECallback`` knows the trainer by the type of its arguments, and lets the model defer its logits in training calls without
+labels, from the beginning of a step to its end. The functions that the trainer's module calls by name are given to an object that
+answers for ``PolicyLogits`` and passes everything else on. One process only: what wraps a model for several looks for tensors
+in its output. The trainers with a reference model (A2PO, OnlineDPO) are left out: its log-probabilities, of which they take
+the difference to the policy's, would be rounded in another way; and those that need whole distributions (GKD, SDPO …).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+from hf_cce.policy import PolicyLogits
+
+ONE = "selective_log_softmax"
+TWO = "selective_log_softmax_and_entropy"
+ARGUMENTS = {
+    ONE: ("logits", "index", "temperature", "row_mask"),
+    TWO: ("logits", "index", "entropy_requires_grad", "temperature", "row_mask"),
+}
+# The type of a trainer's arguments: the module of the trainer, and what it calls there
+TRAINERS = {
+    "trl.experimental.orpo.orpo_config.ORPOConfig": ("trl.experimental.orpo.orpo_trainer", ONE),
+    "trl.experimental.cpo.cpo_config.CPOConfig": ("trl.experimental.cpo.cpo_trainer", ONE),
+    "trl.experimental.tpo.tpo_config.TPOConfig": ("trl.experimental.tpo.tpo_trainer", TWO),
+}
+
+
+class _Dispatch:
+    """Stands where a trainer's module looks for its function."""
+
+    def __init__(self, name: str, original: Any) -> None:
+        self.original = original
+        self.signature = inspect.signature(original)
+        self.entropy = name == TWO
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        asked = given.arguments
+        logits = asked["logits"]
+        if not isinstance(logits, PolicyLogits):
+            return self.original(*args, **kwargs)
+        if not logits.answers(asked["index"]) or asked["temperature"] <= 0:
+            asked["logits"] = logits._real(self.original.__name__)
+            return self.original(*given.args, **given.kwargs)
+        found = logits.log_probs(asked["index"], asked["temperature"], asked["row_mask"], entropy=self.entropy)
+        logits.call.note_fused()
+        if not self.entropy:
+            return found.log_probs
+        assert found.entropy is not None
+        return found.log_probs, found.entropy if asked["entropy_requires_grad"] else found.entropy.detach()
+
+
+def ready(args: Any) -> bool:
+    """Whether the trainer with these arguments may get ``PolicyLogits``; its functions answer for them from now on."""
+    known = [
+        TRAINERS[name] for kind in type(args).__mro__ if (name := f"{kind.__module__}.{kind.__qualname__}") in TRAINERS
+    ]
+    if not known or args.world_size != 1 or args.n_gpu > 1 or getattr(args, "torch_compile", False):
+        return False
+    module, name = sys.modules.get(known[0][0]), known[0][1]
+    function = getattr(module, name, None)
+    if isinstance(function, _Dispatch):
+        return True
+    if not inspect.isfunction(function) or tuple(inspect.signature(function).parameters) != ARGUMENTS[name]:
+        return False
+    setattr(module, name, _Dispatch(name, function))
+    return True

@@ -1,0 +1,172 @@
+"""PolicyLogits against the tensor they stand for: what preference trainers ask of logits, without making them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCABULARY, logits_made
+from numerics import assert_as_good
+from torch import Tensor
+
+from hf_cce.calls import Call
+from hf_cce.config import CCEConfig
+from hf_cce.deferred import DeferredLogits
+from hf_cce.patches.preference import ONE, TWO, _Dispatch
+from hf_cce.policy import PolicyLogits
+
+B, S, D, V = 4, 9, 16, VOCABULARY
+MASK = (torch.arange(B * S).view(B, S) % 3 != 1).long()
+g = torch.Generator().manual_seed(2)
+INDEX = torch.randint(V, (B, S), generator=g)
+
+
+def reference(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropy from logits."""
+    log_p = (logits / temperature).log_softmax(-1)
+    chosen, entropy = log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    return (chosen, entropy) if row_mask is None else (chosen * row_mask, entropy * row_mask)
+
+
+def selective_log_softmax(logits: Any, index: Any, temperature: float = 1.0, row_mask: Any = None) -> Any:
+    return reference(logits, index, temperature, row_mask)[0]
+
+
+def selective_log_softmax_and_entropy(
+    logits: Any, index: Any, entropy_requires_grad: bool = True, temperature: float = 1.0, row_mask: Any = None
+) -> Any:
+    log_p, entropy = reference(logits, index, temperature, row_mask)
+    return log_p, entropy if entropy_requires_grad else entropy.detach()
+
+
+one, two = _Dispatch(ONE, selective_log_softmax), _Dispatch(TWO, selective_log_softmax_and_entropy)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "as they are": lambda x: x,
+    "shifted": lambda x: x[:, :-1, :],
+    "scaled": lambda x: x.float() * 0.3,
+    "capped": lambda x: torch.tanh(x / 5.0) * 5.0,
+    "capped and shifted": lambda x: (torch.tanh(x / 5.0) * 5.0)[..., 1:, :].contiguous(),
+}
+
+
+def of(x: Any, whole: Tensor) -> Tensor:
+    return whole[:, : x.shape[1]]
+
+
+# None of them makes logits.
+ANSWERED: dict[str, Callable[[Any], Any]] = {
+    "log_probs": lambda x: one(x, of(x, INDEX)),
+    "log_probs, temperature": lambda x: one(x, of(x, INDEX), temperature=0.7),
+    "log_probs, some": lambda x: one(x, index=of(x, INDEX), row_mask=of(x, MASK)),
+    "entropy": lambda x: sum(two(x, of(x, INDEX), row_mask=of(x, MASK))),
+    "entropy without gradient": lambda x: sum(two(x, of(x, INDEX), entropy_requires_grad=False)),
+    "mean": lambda x: x.mean(),
+    "mean of a part": lambda x: x[1:, :-1].mean(),
+    "mean by function": lambda x: torch.mean(x, -1).square(),
+    "mean of words": lambda x: x[of(x, MASK).bool()].mean(-1).sum(),
+    "without gradient": lambda x: x.detach().mean(),
+    "most likely": lambda x: x.argmax(dim=-1),
+    "most likely of a part": lambda x: torch.chunk(x.detach(), 3)[0].argmax(-1),
+    "parts": lambda x: torch.stack([part.mean() for part in x.chunk(3, dim=0)]),
+    "parts of a sequence": lambda x: torch.stack([part.mean() for part in x.chunk(2, 1)]),
+    "loss of a part": lambda x: F.cross_entropy(x.chunk(2)[1][of(x, MASK)[2:] == 1], of(x, INDEX)[2:][of(x, MASK)[2:] == 1]),
+    "two losses": lambda x: F.cross_entropy(x[:2].reshape(-1, V), of(x, INDEX)[:2].reshape(-1)) - one(x, of(x, INDEX)).mean(),
+}  # fmt: skip
+REAL: dict[str, Callable[[Any], Any]] = {
+    "several words each": lambda x: x.log_softmax(-1).gather(-1, torch.stack([INDEX, INDEX], -1)),
+    "mean of tokens": lambda x: x.mean(1),
+    "mean, kept": lambda x: x.mean(-1, keepdim=True),
+    "parts of the vocabulary": lambda x: x.chunk(3, -1)[1],
+    "most likely of all": lambda x: x.argmax(),
+    "negative scale": lambda x: one(x * -1.0, INDEX),
+    "mean after a write": lambda x: x.add_(1.0).mean(),
+    "a part after a write": lambda x: x.add_(1.0).chunk(2)[0],
+    "without gradient after a write": lambda x: x.add_(1.0).detach(),
+}
+
+
+def outcome(
+    ask: Callable[[Any], Any], dtype: torch.dtype, deferred: bool, bias: bool
+) -> tuple[Any, list[Tensor], Call]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((B, S, D), (V, D), (V,))[: 2 + bias]
+    used = [(torch.randn(*shape, generator=generator) * 0.5).to(dtype).requires_grad_() for shape in shapes]
+    call = Call(CCEConfig(memory_budget=1 << 20), kind=PolicyLogits)
+    logits = PolicyLogits(*used, call=call) if deferred else F.linear(*used)
+    result = ask(logits)
+    total = result.materialize() if isinstance(result, DeferredLogits) else result
+    grads = list(torch.autograd.grad(total.sum(), used, allow_unused=True)) if total.requires_grad else []
+    return total, grads, call
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ANSWERED)
+def test_answered_without_logits(name: str, change: str, bias: bool) -> None:
+    def ask(logits: Any) -> Any:
+        return ANSWERED[name](CHANGES[change](logits))
+
+    exactly = (lambda x: x * 0.3) if change == "scaled" else CHANGES[change]
+    exact, twin = (
+        outcome(lambda x: ANSWERED[name](exactly(x)), torch.float64, False, bias),
+        outcome(ask, torch.float32, False, bias),
+    )
+    with logits_made(B * S) as seen:
+        actual = outcome(ask, torch.float32, True, bias)
+    assert actual[2].stats.materialised == 0
+    assert seen == [] or "most likely" in name  # that one makes those of few tokens at a time; here all fit
+    if not exact[0].is_floating_point():
+        assert torch.equal(actual[0], twin[0])
+        return
+    assert_as_good(actual[0], twin[0], exact[0], name, torch.float32)
+    assert len(actual[1]) == len(exact[1])
+    for position, (grad, other, best) in enumerate(zip(actual[1], twin[1], exact[1], strict=True)):
+        assert_as_good(grad, other, best, f"{name}: gradient {position}")
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_everything_else_is_asked_of_real_logits(name: str) -> None:
+    expected, actual = outcome(REAL[name], torch.float32, False, True), outcome(REAL[name], torch.float32, True, True)
+    assert actual[2].stats.materialised == 1 and torch.equal(actual[0], expected[0])
+    for grad, other in zip(actual[1], expected[1], strict=True):
+        assert torch.equal(grad, other)
+
+
+def test_few_rows_at_a_time_find_the_same_words() -> None:
+    """Also where logits are so many that they do not fit the budget at once."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(500, 8, generator=generator), torch.randn(3001, 8, generator=generator)
+    logits = PolicyLogits(hidden, weight, call=Call(CCEConfig(memory_budget=1 << 20), kind=PolicyLogits))
+    seen: list[int] = []
+    real = PolicyLogits._multiplied
+    try:
+        PolicyLogits._multiplied = lambda self: seen.append(self.numel()) or real(self)  # type: ignore
+        found = logits.argmax(-1)
+    finally:
+        PolicyLogits._multiplied = real  # type: ignore
+    assert torch.equal(found, (hidden @ weight.t()).argmax(-1))
+    assert max(seen) * 4 <= 1 << 20 and sum(seen) == 500 * 3001
+
+
+def test_a_closed_call_tells_who_made_its_logits() -> None:
+    """A trainer of another version that asks for something else gets it, and the warning of all who read logits."""
+    call = Call(kind=PolicyLogits)
+    logits = PolicyLogits(torch.randn(2, 3, D), torch.randn(V, D), call=call)
+    call.closed = True
+    with pytest.warns(UserWarning, match="outputs.logits of a training call was used"):
+        assert math.isfinite(float(logits.softmax(-1).sum()))
+    assert call.stats.read == 1
+
+
+def test_writing_under_a_detached_view_is_refused() -> None:
+    logits = PolicyLogits(torch.randn(2, 3, D), torch.randn(V, D))
+    alias = logits.detach()
+    with pytest.raises(RuntimeError, match="while a view of them is alive"):
+        logits.mul_(2.0)
+    assert not alias.requires_grad
