@@ -164,6 +164,44 @@ def test_every_measurement_is_on_the_page() -> None:
         assert f"<!-- {name} table: begin" in pages, name
 
 
+def test_whoever_is_measured_stands_in_the_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A later file with more peers is taken instead; who is not in it stays in the list below, with that file's reason."""
+    import json
+    import shutil
+
+    from hf_cce.bench import report
+
+    assert report.most_compared(report.COMPARED["trained head"][0]) == report.TRAINED
+    assert report.most_compared(report.COMPARED["random data"][0]) == report.FLAT
+    shutil.copytree(report.RESULTS, tmp_path / "results")
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    later = report.read(report.TRAINED)
+    rows = later["results"][report.COMPARED["trained head"][0]]["rows"]
+    rows["trl"], rows["quack"] = rows["liger"] | {"ms": 77.7}, {"failed": "RuntimeError: no"}
+    later["missing"] = {"torch F.linear_cross_entropy": "too old"}
+    later["versions"] |= {"trl": "1.16.0", "quack-kernels": None}
+    (tmp_path / "results/2999-01-01.json").write_text(json.dumps(later))
+    table = report.compared_trained_table("docs/comparison.md")
+    assert (
+        "| TRL's fused head | 77.7 ms" in table and "trl 1.16.0; [`2999-01-01.json`]" in table and "Quack" not in table
+    )
+    assert "TRL" not in report.compared_flat_table("docs/comparison.md")
+    lines = report.not_compared_table("docs/comparison.md").splitlines()
+    assert [line for line in lines if "TRL" in line] == [
+        f"- TRL's fused head (random data): {report.UNMEASURED['trl']}."
+    ]
+    assert "- Quack (trained head): it failed: RuntimeError: no." in lines
+    assert "- torch's `F.linear_cross_entropy`, in chunks (trained head): too old." in lines
+    assert any(line.startswith("- Axolotl's fork") for line in lines) and not any("Liger" in line for line in lines)
+
+
+def test_every_peer_has_a_title() -> None:
+    from hf_cce.bench.peers import BUILDERS
+    from hf_cce.bench.report import PEERS
+
+    assert set(PEERS) == set(BUILDERS)
+
+
 def test_a_new_measurement_is_drawn_without_being_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_cce.bench import report
 

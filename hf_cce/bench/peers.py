@@ -94,7 +94,8 @@ def _apple(**options: object) -> Loss:
 def _trl() -> Loss:
     """The function that TRL's fused head calls, for the mean of what SFTTrainer minimises; the head's other outputs are off."""
     utils = _module("trl.trainer.utils")
-    function, chunk = (getattr(utils, name, None) for name in ("_ChunkedLogProbFunction", "_CHUNKED_LOGPROB_CHUNK_SIZE"))
+    function: Any = getattr(utils, "_ChunkedLogProbFunction", None)
+    chunk: int | None = getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", None)
     forward = getattr(function, "forward", None)
     if forward is None or chunk is None or tuple(inspect.signature(forward).parameters) != TRL_ARGUMENTS:
         raise Unavailable("this TRL has no fused head of the form that 1.16 has")
