@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from messages import HOLE, in_module, messages
+from numerics import budget, relative_error
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -74,7 +75,9 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", model)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer())
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args: compiled(*args, backend="aot_eager"))  # no C++ compiler needed
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **options: compiled(*args, **{"backend": "aot_eager"} | options)
+    )  # no C++ compiler needed
     AcceleratorState._reset_state(reset_partial_state=True)  # it lives as long as the process, and so in other tests
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     input_ids = torch.randint(99, (2, 16))
@@ -113,8 +116,52 @@ def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
             exec(compile(code, str(page), "exec"), stand_ins)
 
 
+def removed_of(page: Path) -> list[list[str]]:
+    """Of each diff of the page the lines that go."""
+    blocks = re.findall(r"^```diff\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    return [[line[2:] for line in block.splitlines() if line.startswith("- ")] for block in blocks]
+
+
+BEFORE = [lines for lines in removed_of(ROOT / "docs/migration.md") if lines and not lines[0].startswith("#")]
+NEEDS_GPU = ("liger_kernel", "cut_cross_entropy", "quack")
+
+
+@pytest.mark.parametrize("lines", BEFORE, ids=lambda lines: lines[0][:40])
+def test_what_goes_is_what_the_others_have(lines: list[str], stand_ins: dict[str, Any]) -> None:
+    """The lines "before" run, where their package is installed; of those that need a GPU the imports alone."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("the trainers would move the stand-ins to the GPU")
+    code = "\n".join(lines)
+    if "SFTTrainer" in code:
+        trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+        stand_ins["SFTTrainer"] = trl.SFTTrainer
+        stand_ins["sft_args"] = trl.SFTConfig("out", max_steps=1, report_to=[], save_strategy="no", bf16=False)
+        stand_ins["rows"] = datasets.Dataset.from_dict({"text": ["w1 w2 w3", "w4 w5"]})
+    if "F.linear_cross_entropy" in code and not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        pytest.skip("torch 2.13 has it")
+    stand_ins["F"] = torch.nn.functional
+    gpu = [name for name in NEEDS_GPU if name in code]
+    for name in gpu:
+        pytest.importorskip(name)
+    if gpu:
+        imports = [line for line in lines if re.match(r"from|import", line)]
+        if gpu == ["cut_cross_entropy"] and "cut_cross_entropy.transformers" in code:
+            pytest.importorskip("cut_cross_entropy.transformers", reason="not in the package that PyPI has")
+        assert imports or "TrainingArguments(" in code
+        code = "\n".join(imports) or code
+    exec(compile(code, "docs/migration.md", "exec"), stand_ins)
+    if "loss = F." in code:
+        ours = "loss = linear_cross_entropy(hidden_states, weight, labels)"
+        theirs = stand_ins["loss"]
+        exec(f"from hf_cce import linear_cross_entropy\n{ours}", stand_ins)
+        assert relative_error(stand_ins["loss"], theirs) <= budget(0.0, torch.float32)
+
+
 def test_there_is_python_to_run() -> None:
     assert {page.stem for page in WITH_CODE} >= {"guides", "migration", "accuracy"}
+    assert len(BEFORE) >= 6
     assert len(code_of(ROOT / "docs/guides.md")) >= 10 and len(code_of(ROOT / "docs/migration.md")) >= 8
 
 
