@@ -380,9 +380,11 @@ def show(report: dict[str, Any], console: Console) -> None:
     above = (report["peak_bytes"] - report["bytes_before_by_process"][peak]) / 2**20
     every = "" if report["processes"] == 1 else f", largest of {report['processes']} processes"
     last = "" if report["logged_every"] == 1 else f" (mean of the last {report['logged_every']} steps or fewer)"
+    alone = report["processes"] == 1  # accelerate's own word for that is NO
+    spread = "1 process" if alone else f"{report['processes']} processes ({report['distributed']})"
     for name, value in {
         "loss": report["how"],
-        "device": f"{report['device']}; {report['processes']} × {report['distributed']}, precision {report['mixed_precision']}",
+        "device": f"{report['device']}; {spread}, {report['mixed_precision']} mixed precision",
         "steps": f"{report['steps']:,}",
         "tokens/s": f"{report['tokens_per_second']:,.0f}",
         "peak memory": f"{report['peak_bytes'] / 2**20:,.0f} MiB ({what}{every}); {above:,.0f} above the start",

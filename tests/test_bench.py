@@ -62,6 +62,54 @@ def test_torch_s_own_is_asked_for_its_chunks(monkeypatch: pytest.MonkeyPatch) ->
     assert relative_error(found, wanted) <= budget(0.0, torch.float32)
 
 
+OTHERS = {"trl": "trl", "torch F.linear_cross_entropy": "torch"}  # those that run on a CPU, and what they come with
+
+
+@pytest.mark.parametrize("peer", OTHERS)
+def test_a_peer_on_a_cpu_is_measured_as_what_it_is(peer: str, cache: Path, tmp_path: Path) -> None:
+    """Its own code, not ours or full logits by its name: as exact as full logits are, and its version in the file."""
+    why = make_peers([peer])[1].get(peer)
+    if why:
+        pytest.skip(why)
+    path = tmp_path / "b.json"
+    shape = ["--shape", "128,64,3001", "--repeats", "1", "--device", "cpu"]
+    done = hf_cce(cache, *shape, "--peers", f"eager,{peer}", "--json", str(path), "--quiet")
+    assert done.exit_code == 0, done.output
+    report = json.loads(path.read_text("utf-8"))
+    assert report["versions"][OTHERS[peer]] and not report["missing"]
+    (result,) = report["results"].values()
+    for name in ("loss_error", "grad_hidden_error", "grad_weight_error", "frozen_grad_hidden_error"):
+        row, full = result["rows"][peer], result["rows"]["eager"]
+        assert row[name] <= budget(full[name], torch.float32), name
+    assert {"ms", "forward_ms", "frozen_ms"} <= set(row) and "filter" not in row
+
+
+def test_another_trl_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = pytest.importorskip("trl.trainer.utils")
+
+    class Spy(utils._ChunkedLogProbFunction):  # type: ignore[misc]
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            raise AssertionError("another signature: not to be called")
+
+    losses, missing = make_peers(["trl"])
+    assert set(losses) == {"trl"} and not missing
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Spy)
+    assert "1.16" in make_peers(["trl"])[1]["trl"]
+
+
+def test_a_peer_whose_import_breaks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quack 0.6.5 raises a TypeError when it lies in no folder called site-packages."""
+    (tmp_path / "quack").mkdir()
+    (tmp_path / "quack" / "linear_cross_entropy.py").write_text("raise TypeError('in no such place')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "quack"]:
+        monkeypatch.delitem(sys.modules, name)
+    losses, missing = make_peers(["quack", "eager"])
+    assert set(losses) == {"eager"}
+    assert missing["quack"] == "quack.linear_cross_entropy cannot be imported: TypeError: in no such place"
+
+
 def test_whole_bench_and_then_the_head_from_the_cache(words: Path, cache: Path, tmp_path: Path) -> None:
     numbers, table, picture = tmp_path / "new" / "b.json", tmp_path / "b.md", tmp_path / "b.png"
     head = ["--device", "cpu", "--head", "V512:256", "--head-seconds", "2", "--dataset", str(words)]

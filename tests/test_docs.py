@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from messages import HOLE, in_module, messages
+from numerics import budget, relative_error
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -74,7 +75,9 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", model)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer())
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args: compiled(*args, backend="aot_eager"))  # no C++ compiler needed
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **options: compiled(*args, **{"backend": "aot_eager"} | options)
+    )  # no C++ compiler needed
     AcceleratorState._reset_state(reset_partial_state=True)  # it lives as long as the process, and so in other tests
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     input_ids = torch.randint(99, (2, 16))
@@ -113,8 +116,52 @@ def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
             exec(compile(code, str(page), "exec"), stand_ins)
 
 
+def removed_of(page: Path) -> list[list[str]]:
+    """Of each diff of the page the lines that go."""
+    blocks = re.findall(r"^```diff\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    return [[line[2:] for line in block.splitlines() if line.startswith("- ")] for block in blocks]
+
+
+BEFORE = [lines for lines in removed_of(ROOT / "docs/migration.md") if lines and not lines[0].startswith("#")]
+NEEDS_GPU = ("liger_kernel", "cut_cross_entropy", "quack")
+
+
+@pytest.mark.parametrize("lines", BEFORE, ids=lambda lines: lines[0][:40])
+def test_what_goes_is_what_the_others_have(lines: list[str], stand_ins: dict[str, Any]) -> None:
+    """The lines "before" run, where their package is installed; of those that need a GPU the imports alone."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("the trainers would move the stand-ins to the GPU")
+    code = "\n".join(lines)
+    if "SFTTrainer" in code:
+        trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+        stand_ins["SFTTrainer"] = trl.SFTTrainer
+        stand_ins["sft_args"] = trl.SFTConfig("out", max_steps=1, report_to=[], save_strategy="no", bf16=False)
+        stand_ins["rows"] = datasets.Dataset.from_dict({"text": ["w1 w2 w3", "w4 w5"]})
+    if "F.linear_cross_entropy" in code and not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        pytest.skip("torch 2.13 has it")
+    stand_ins["F"] = torch.nn.functional
+    gpu = [name for name in NEEDS_GPU if name in code]
+    for name in gpu:
+        pytest.importorskip(name)
+    if gpu:
+        imports = [line for line in lines if re.match(r"from|import", line)]
+        if gpu == ["cut_cross_entropy"] and "cut_cross_entropy.transformers" in code:
+            pytest.importorskip("cut_cross_entropy.transformers", reason="not in the package that PyPI has")
+        assert imports or "TrainingArguments(" in code
+        code = "\n".join(imports) or code
+    exec(compile(code, "docs/migration.md", "exec"), stand_ins)
+    if "loss = F." in code:
+        ours = "loss = linear_cross_entropy(hidden_states, weight, labels)"
+        theirs = stand_ins["loss"]
+        exec(f"from hf_cce import linear_cross_entropy\n{ours}", stand_ins)
+        assert relative_error(stand_ins["loss"], theirs) <= budget(0.0, torch.float32)
+
+
 def test_there_is_python_to_run() -> None:
     assert {page.stem for page in WITH_CODE} >= {"guides", "migration", "accuracy"}
+    assert len(BEFORE) >= 6
     assert len(code_of(ROOT / "docs/guides.md")) >= 10 and len(code_of(ROOT / "docs/migration.md")) >= 8
 
 
@@ -162,6 +209,44 @@ def test_every_measurement_is_on_the_page() -> None:
     pages = "".join(path.read_text("utf-8") for path in [*PAGES, ROOT / "README.md"])
     for name in TABLES:
         assert f"<!-- {name} table: begin" in pages, name
+
+
+def test_whoever_is_measured_stands_in_the_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A later file with more peers is taken instead; who is not in it stays in the list below, with that file's reason."""
+    import json
+    import shutil
+
+    from hf_cce.bench import report
+
+    assert report.most_compared(report.COMPARED["trained head"][0]) == report.TRAINED
+    assert report.most_compared(report.COMPARED["random data"][0]) == report.FLAT
+    shutil.copytree(report.RESULTS, tmp_path / "results")
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    later = report.read(report.TRAINED)
+    rows = later["results"][report.COMPARED["trained head"][0]]["rows"]
+    rows["trl"], rows["quack"] = rows["liger"] | {"ms": 77.7}, {"failed": "RuntimeError: no"}
+    later["missing"] = {"torch F.linear_cross_entropy": "too old"}
+    later["versions"] |= {"trl": "1.16.0", "quack-kernels": None}
+    (tmp_path / "results/2999-01-01.json").write_text(json.dumps(later))
+    table = report.compared_trained_table("docs/comparison.md")
+    assert (
+        "| TRL's fused head | 77.7 ms" in table and "trl 1.16.0; [`2999-01-01.json`]" in table and "Quack" not in table
+    )
+    assert "TRL" not in report.compared_flat_table("docs/comparison.md")
+    lines = report.not_compared_table("docs/comparison.md").splitlines()
+    assert [line for line in lines if "TRL" in line] == [
+        f"- TRL's fused head (random data): {report.UNMEASURED['trl']}."
+    ]
+    assert "- Quack (trained head): it failed: RuntimeError: no." in lines
+    assert "- torch's `F.linear_cross_entropy`, in chunks (trained head): too old." in lines
+    assert any(line.startswith("- Axolotl's fork") for line in lines) and not any("Liger" in line for line in lines)
+
+
+def test_every_peer_has_a_title() -> None:
+    from hf_cce.bench.peers import BUILDERS
+    from hf_cce.bench.report import PEERS
+
+    assert set(PEERS) == set(BUILDERS)
 
 
 def test_a_new_measurement_is_drawn_without_being_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "gradcheck": (["gradcheck", "--device", "cpu"], {"hf_cce.bench.gradcheck.gradcheck": Report}),
     "check": (["check", "llama"], {"hf_cce.bench.check.check": Report, "hf_cce.bench.check.load": Report}),
     "doctor": (["doctor"], {"hf_cce.bench.doctor.diagnose": Report}),
+    "models": (["models"], {}),
     "estimate": (["estimate", "llama"], {"hf_cce.bench.estimate.estimate": Report}),
 }
 

@@ -19,7 +19,7 @@ def run(*arguments: str) -> str:
 
 
 def test_the_list_for_programs() -> None:
-    rows = json.loads(run("--json"))
+    rows = json.loads(run("--json", "-"))
     assert [row["type"] for row in rows if row["status"] != "refused"] == supported_models()
     assert {row["class"] for row in rows if row["status"] == "special"} <= set(SPECIAL)
     refused = [row for row in rows if row["status"] == "refused"]
@@ -33,7 +33,7 @@ def test_the_list_for_people() -> None:
     shown = run()
     words = shown.split()
     assert {"llama", "qwen2_5_vl", "chameleon", "musicgen", "prophetnet", "blt"} <= set(words)
-    assert f"{sum(row['status'] == 'supported' for row in json.loads(run('--json')))} model types" in shown
+    assert f"{sum(row['status'] == 'supported' for row in json.loads(run('--json', '-')))} model types" in shown
     assert (
         words.index("llama")
         < words.index("Special:")
@@ -44,7 +44,7 @@ def test_the_list_for_people() -> None:
 
 
 def test_only_the_names() -> None:
-    rows = json.loads(run("--json"))
+    rows = json.loads(run("--json", "-"))
     assert run("--quiet").split() == [row["type"] for row in rows if row["status"] == "supported"]
 
 

@@ -57,6 +57,28 @@ def wheels(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }
 
 
+def tracked() -> list[str]:
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return done.stdout.splitlines()
+
+
+def test_sdist_holds_all_that_git_does(sdist: Path) -> None:
+    """Documentation, notebooks, recipes and tests with it; patches once, and nothing that git does not know."""
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert all(member.isfile() or member.isdir() for member in members)
+    found = {member.name.partition("/")[2] for member in members if member.isfile()}
+    made = {name for name in found if name in ("PKG-INFO", "setup.cfg") or name.startswith("hf_cce.egg-info/")}
+    wanted = {name for name in tracked() if not name.startswith(".") and not re.match(r"patches/.*[.]py$", name)}
+    wanted = wanted - {"hf_cce/patches"} | PATCHES  # the link
+    assert wanted - found == set()
+    assert found - wanted - made == set()
+    assert {"docs/guides.md", "notebooks/quickstart.ipynb", "recipes/train.py", "tests/numerics.py"} <= found
+    assert sdist.stat().st_size < 3 << 20
+
+
 @pytest.mark.parametrize("origin", ["tree", "sdist"])
 def test_wheel_holds_the_patches_once_and_nothing_beside_hf_cce(wheels: dict[str, Path], origin: str) -> None:
     with zipfile.ZipFile(wheels[origin]) as archive:
@@ -69,6 +91,10 @@ def test_wheel_holds_the_patches_once_and_nothing_beside_hf_cce(wheels: dict[str
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     results = {f"hf_cce/bench/results/{path.name}" for path in (ROOT / "hf_cce/bench/results").glob("*.json")}
     assert results <= set(names)
+    known = {"hf_cce/py.typed", *results, *PATCHES} | {
+        str(path.relative_to(ROOT)) for path in (ROOT / "hf_cce").rglob("*.py") if "patches" not in path.parts
+    }
+    assert {name for name in names if name.startswith("hf_cce/")} == known
 
 
 def test_both_wheels_hold_the_same(wheels: dict[str, Path]) -> None:
@@ -184,12 +210,9 @@ def test_the_changelog_knows_the_version() -> None:
 
 
 def test_the_top_level_is_tidy() -> None:
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip("not a git checkout")
-    top = {name.split("/")[0] for name in done.stdout.splitlines()}
+    top = {name.split("/")[0] for name in tracked()}
     allowed = {
         "pyproject.toml", "hf_cce", "patches", "recipes", "tests", "notebooks", "README.md", "LICENSE", "CHANGELOG.md",
-        "CONTRIBUTING.md", "Makefile", "docs",
+        "CONTRIBUTING.md", "Makefile", "MANIFEST.in", "docs",
     }  # fmt: skip
     assert {name for name in top if not name.startswith(".")} <= allowed

@@ -124,7 +124,17 @@ def check_links(name: str) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "recipes/README.md", "notebooks/README.md"])
+LINKING = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "recipes/README.md",
+    "notebooks/README.md",
+    "patches/MODELS.md",
+]
+
+
+@pytest.mark.parametrize("name", [*LINKING, "hf_cce/bench/KERNELS.md"])
 def test_links_lead_somewhere(name: str) -> None:
     check_links(name)
 

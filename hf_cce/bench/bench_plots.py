@@ -22,6 +22,8 @@ STYLES: dict[str, tuple[str, str, str]] = {
     "liger": ("#5c8a3a", "-", "P"),
     "apple cce": ("#7a4f9a", "-", "X"),
     "apple cce exact": ("#7a4f9a", "--", "d"),
+    "trl": ("#a3476f", "-", "h"),
+    "quack": ("#2f4858", "-", "p"),
     "torch F.linear_cross_entropy": ("#8a93a0", "-", "*"),
 }
 GEMMS_ALONE = "the three GEMMs alone"

@@ -24,7 +24,7 @@ import torch
 
 from hf_cce.bench import machine
 from hf_cce.bench.files import write_json
-from hf_cce.bench.peers import BUILDERS, Loss, make_peers
+from hf_cce.bench.peers import BUILDERS, PACKAGES, Loss, make_peers
 
 PEERS = ["hf_cce", "hf_cce exact", "torch.compile", "liger", "apple cce"]
 SHAPE = (8192, 1024, 49152)
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         ),
         "device": machine.device_name(torch.device(args.device)),
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "versions": machine.versions("torch", "triton", "liger-kernel", "cut-cross-entropy"),
+        "versions": machine.versions("torch", "triton", *PACKAGES),
         "shape": {"tokens": n, "hidden_size": d, "vocab_size": v},
         "results": results,
     }

@@ -16,7 +16,7 @@ import hf_cce
 from hf_cce.bench import machine
 from hf_cce.bench.heads import HEADS, MAX_TOKENS, Head, flat_head, train_head
 from hf_cce.bench.measure import GEMMS, Bench, Problem
-from hf_cce.bench.peers import make_peers, make_sweep, sweep_name
+from hf_cce.bench.peers import PACKAGES, make_peers, make_sweep, sweep_name
 
 Report = Callable[[dict[str, Any]], None]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -174,7 +174,7 @@ def run(settings: Settings, report: Report = lambda event: None, cache: Path | N
         "versions": {
             "python": platform.python_version(),
             "hf_cce": hf_cce.__version__,
-            **machine.versions("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy"),
+            **machine.versions("torch", "triton", "transformers", *PACKAGES),
         },
         "load_average_before": psutil.getloadavg()[0],  # of other processes: well above 0, and CPU times say little
         "dtype": settings.dtype,

@@ -6,6 +6,8 @@ A peer that is not installed, or that needs an option which this version does no
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -18,6 +20,13 @@ from hf_cce import CCEConfig, FilterState, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 MIB = 1 << 20
+# The distributions that the peers come from: their versions go into each report.
+PACKAGES = ("liger-kernel", "cut-cross-entropy", "trl", "quack-kernels", "nvidia-cutlass-dsl")
+# What TRL's function is called with, by position; another version's might compute something else.
+TRL_ARGUMENTS = (
+    "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "outputs",
+)  # fmt: skip
 
 
 class Unavailable(Exception):
@@ -57,20 +66,53 @@ def _compiled() -> Loss:
     return torch.compile(eager, dynamic=False)
 
 
+def _module(name: str) -> Any:
+    """Somebody else's module; whatever its import raises besides ImportError is a reason to leave the peer out, too."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise Unavailable(f"{name} cannot be imported: {type(error).__name__}: {str(error)[:300]}") from error
+
+
 def _liger() -> Loss:
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+    function = _module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
 
     def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        result = LigerFusedLinearCrossEntropyFunction.apply(hidden_states, weight, labels)
+        result = function.apply(hidden_states, weight, labels)
         return result[0] if isinstance(result, tuple) else result
 
     return loss
 
 
 def _apple(**options: object) -> Loss:
-    from cut_cross_entropy import linear_cross_entropy as apple
-
+    apple = _module("cut_cross_entropy").linear_cross_entropy
     return lambda hidden_states, weight, labels: apple(hidden_states, weight, labels, **options)
+
+
+def _trl() -> Loss:
+    """The function that TRL's fused head calls, for the mean of what SFTTrainer minimises; the head's other outputs are off."""
+    utils = _module("trl.trainer.utils")
+    function: Any = getattr(utils, "_ChunkedLogProbFunction", None)
+    chunk: int | None = getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", None)
+    forward = getattr(function, "forward", None)
+    if forward is None or chunk is None or tuple(inspect.signature(forward).parameters) != TRL_ARGUMENTS:
+        raise Unavailable("this TRL has no fused head of the form that 1.16 has")
+
+    def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        log_probs, *_ = function.apply(hidden_states, weight, None, labels, 1.0, chunk, None, 1.0, ("log_probs",))
+        return -log_probs.mean()
+
+    return loss
+
+
+def _quack() -> Loss:
+    """Its defaults: 4,096 tokens a chunk, and on Hopper in bfloat16 the pipeline that it calls scaled-exp."""
+    function = getattr(_module("quack.linear_cross_entropy"), "chunked_linear_cross_entropy", None)
+    if function is None:
+        raise Unavailable("this Quack has no chunked_linear_cross_entropy")
+    return lambda hidden_states, weight, labels: function(hidden_states, weight, labels)
 
 
 def _torch_linear_cross_entropy() -> Loss:
@@ -91,6 +133,8 @@ BUILDERS: dict[str, Callable[[], Loss]] = {
     "liger": _liger,
     "apple cce": _apple,
     "apple cce exact": partial(_apple, impl="cce_exact"),
+    "trl": _trl,
+    "quack": _quack,
     "torch F.linear_cross_entropy": _torch_linear_cross_entropy,
 }
 

@@ -36,6 +36,27 @@ PEERS = {
     "torch.compile": "torch.compile of that",
     "liger": "Liger fused linear cross-entropy",
     "apple cce": "Apple's CCE",
+    "apple cce exact": "Apple's CCE, `cce_exact`",
+    "trl": "TRL's fused head",
+    "quack": "Quack",
+    "torch F.linear_cross_entropy": "torch's `F.linear_cross_entropy`, in chunks",
+}
+# On the page that compares, not in the README.
+ASIDE = ("hf_cce 64 MiB", "apple cce exact", "torch F.linear_cross_entropy")
+# Why none of the files has a row of theirs; said until one has.
+UNMEASURED = {
+    "quack": "its compiler (nvidia-cutlass-dsl, 92 MB as a wheel) has not been brought to the machine with the GPU",
+    "trl": "it became a peer of `hf-cce bench` after these runs",
+    "torch F.linear_cross_entropy": "torch has it from 2.13 on, and the machine with the GPU has 2.11",
+    "apple cce exact": "not asked for in these runs",
+}
+NO_PEER = {
+    "Axolotl's fork of CCE": "it is on GitHub alone (`git+https://github.com/axolotl-ai-cloud/ml-cross-entropy.git`), of "
+    "which nothing could be fetched here; on PyPI we found none",
+}
+COMPARED = {  # (problem, title) of the two tables on the page that compares
+    "trained head": ("trained V49152 N=8192", "8,192 tokens, trained head 49,152 × 1,024"),
+    "random data": ("flat N=8192 D=896 V=151936", "8,192 tokens, random data, head 151,936 × 896"),
 }
 LOSSES = {
     "hf_cce": "**hf_cce**",
@@ -59,8 +80,8 @@ def _link(name: str, page: str) -> str:
 
 
 def _packages(report: dict[str, Any]) -> str:
-    names = ("torch", "triton", "liger-kernel", "cut-cross-entropy")
-    return ", ".join(f"{name} {report['versions'][name]}" for name in names)
+    names = ("torch", "triton", "liger-kernel", "cut-cross-entropy", "trl", "quack-kernels", "nvidia-cutlass-dsl")
+    return ", ".join(f"{name} {found}" for name in names if (found := report["versions"].get(name)))
 
 
 def _losses(result: dict[str, Any], title: str, leave_out: tuple[str, ...] = ()) -> list[str]:
@@ -72,6 +93,8 @@ def _losses(result: dict[str, Any], title: str, leave_out: tuple[str, ...] = ())
         if name not in result["rows"] or name in leave_out:
             continue
         row: dict[str, Any] = result["rows"][name]
+        if "ms" not in row:  # it failed
+            continue
         errors = f"{row['grad_hidden_error']:.1e}, {row['grad_weight_error']:.1e}"
         times = f"{row['ms']:.1f} ms ({row['gemm_multiple']:.2f})"
         lines.append(f"| {peer} | {times} | {row['extra_mib']:,.0f} MiB | {errors} |")
@@ -85,7 +108,7 @@ def loss_table(page: str) -> str:
     lines = _losses(
         report["results"]["trained V49152 N=8192"],
         "loss of 8,192 tokens, trained head 49,152 × 1,024",
-        ("hf_cce 64 MiB",),
+        ASIDE,
     )
     lines += [
         "",
@@ -100,8 +123,56 @@ def flat_table(page: str) -> str:
     """The same on random numbers, for a head as large as that of Qwen2.5-0.5B."""
     report = read(FLAT)
     result = report["results"]["flat N=8192 D=896 V=151936"]
-    lines = _losses(result, "random data, head 151,936 × 896", ("hf_cce 64 MiB",))
+    lines = _losses(result, "random data, head 151,936 × 896", ASIDE)
     return "\n".join([*lines, "", f"`hf-cce bench --shape 8192,896,151936`; numbers: {_link(FLAT, page)}."])
+
+
+def most_compared(problem: str) -> str:
+    """The file that has measured most of ``PEERS`` on this problem; of several, the last by name."""
+
+    def measured(name: str) -> int:
+        rows = (read(name).get("results") or {}).get(problem, {}).get("rows", {})
+        return sum("ms" in rows.get(peer, {}) for peer in PEERS)
+
+    return max((path.name for path in RESULTS.glob("*.json")), key=lambda name: (measured(name), name))
+
+
+def _compared(page: str, problem: str, title: str) -> str:
+    """One problem with all that was measured on it in one process."""
+    name = most_compared(problem)
+    report = read(name)
+    result = report["results"][problem]
+    lines = _losses(result, title)
+    head = report["heads"].get(result["problem"].get("head"), {})
+    about = f"held-out loss {head['held_out_loss']:.1f}; " if head else ""
+    lines += ["", f"{report['device']}, {report['dtype']}; {about}{_packages(report)}; {_link(name, page)}."]
+    return "\n".join(lines)
+
+
+def compared_trained_table(page: str) -> str:
+    """The trained head, for the page that compares."""
+    return _compared(page, *COMPARED["trained head"])
+
+
+def compared_flat_table(page: str) -> str:
+    """Random numbers, likewise."""
+    return _compared(page, *COMPARED["random data"])
+
+
+def not_compared_table(page: str) -> str:
+    """Who is missing in those two tables, and why."""
+    lines = []
+    for peer, title in PEERS.items():
+        reasons: dict[str, list[str]] = {}
+        for data, (problem, _) in COMPARED.items():
+            report = read(most_compared(problem))
+            row = report["results"][problem]["rows"].get(peer, {})
+            if "ms" not in row:
+                found = f"it failed: {row['failed']}" if "failed" in row else report["missing"].get(peer)
+                reasons.setdefault(found or UNMEASURED.get(peer, "not part of the run"), []).append(data)
+        for why, where in reasons.items():
+            lines.append(f"- {title}{f' ({where[0]})' if len(where) < len(COMPARED) else ''}: {why}.")
+    return "\n".join([*lines, *(f"- {title}: {why}." for title, why in NO_PEER.items())])
 
 
 def _steps(report: dict[str, Any], losses: tuple[str, ...]) -> list[str]:
@@ -315,6 +386,9 @@ def _modes(name: str, problem: str) -> Callable[[str], str]:
 TABLES: dict[str, Callable[[str], str]] = {
     "loss": loss_table,
     "flat": flat_table,
+    "compared-trained": compared_trained_table,
+    "compared-flat": compared_flat_table,
+    "not-compared": not_compared_table,
     "steps": steps_table,
     "steps-random": steps_random_table,
     "steps-31gib": limited_table,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -14,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hf_cce.bench.files import whole_file
+from hf_cce.bench.files import put_json, whole_file
+from hf_cce.cli.common import consoles, ending
 
 
 class Dtype(str, Enum):
@@ -60,7 +60,12 @@ def bench(
     ] = None,
     device: Annotated[str | None, typer.Option(help="Such as cpu, cuda, cuda:1.", show_default="the best")] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write all the numbers here, anew after each head.", dir_okay=False)
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Write all the numbers here, anew after each head; - is standard output, alone, at the end.",
+            dir_okay=False,
+        ),
     ] = None,
     markdown_path: Annotated[
         Path | None, typer.Option("--markdown", help="Write the tables here too.", dir_okay=False)
@@ -76,9 +81,8 @@ def bench(
     Flat heads are random numbers, as at the start of pretraining. Trained ones come from a small model that learns local
     text on the spot, once; they are kept in the user's cache folder. Nothing is downloaded.
     """
-    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
+    console, errors = consoles(quiet, json_path)
+    with ending(errors, 1, interrupted="--json holds the heads that were done, if any."):
         # Before torch is loaded: who mistyped an option should not wait.
         if plot_path:
             from hf_cce.bench.plots import require_matplotlib
@@ -108,6 +112,7 @@ def bench(
         if load > cores / 4 and report["settings"]["device"] == "cpu":
             console.print(f"The machine was busy when it began (load {load:.1f}, {cores} cores): times say little.")
         if json_path:
+            put_json(json_path, report)
             console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
         if markdown_path:
             with whole_file(markdown_path) as temporary:
@@ -118,12 +123,6 @@ def bench(
 
             draw_bench(report, plot_path)
             console.print(f"Picture: [bold]{escape(str(plot_path))}[/]")
-    except KeyboardInterrupt:
-        errors.print("Interrupted; --json holds the heads that were done, if any.")
-        raise typer.Exit(130) from None
-    except (ValueError, RuntimeError, OSError) as error:
-        errors.print(f"[bold red]Error:[/] {escape(str(error))}")
-        raise typer.Exit(1) from None
 
 
 def _words(given: list[str] | None, separator: str | None) -> list[str]:
@@ -163,8 +162,7 @@ def _run(console: Console, settings: Any, json_path: Path | None) -> dict[str, A
                 return
             done += 1
             console.print(f"measured {done} of {total}: {escape(event['title'])}")
-            if json_path:
-                with whole_file(json_path) as temporary:
-                    temporary.write_text(json.dumps(event["report"], indent=1) + "\n", "utf-8")
+            if json_path and str(json_path) != "-":
+                put_json(json_path, event["report"])
 
         return run(settings, follow)

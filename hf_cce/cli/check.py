@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_cce.bench.files import put_json
+from hf_cce.cli.common import FAILURES, consoles, ending
 
 if TYPE_CHECKING:
     from hf_cce.bench.check import Report
@@ -32,7 +33,8 @@ def check(
     device: Annotated[str, typer.Option(help="Such as cpu, cuda, cuda:1.")] = "cpu",
     details: Annotated[bool, typer.Option("--details", help="Show every gradient, not only the worst.")] = False,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write every comparison here.", dir_okay=False)
+        Path | None,
+        typer.Option("--json", help="Write every comparison here; - is standard output, alone.", dir_okay=False),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the exit code, and errors.")] = False,
 ) -> None:
@@ -41,9 +43,8 @@ def check(
     Exit code 0: the same but for rounding, and no logits were made. 1: it differs, or logits were made. 2: it could not be
     checked. Holds the weights and two sets of gradients in float32.
     """
-    console = Console(highlight=False, soft_wrap=True, quiet=quiet)
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
+    console, errors = consoles(quiet, json_path)
+    with ending(errors, 2, failures=(*FAILURES, ImportError)):
         import torch
 
         from hf_cce.bench import check as bench
@@ -54,13 +55,9 @@ def check(
             )
         if json_path:
             put_json(json_path, {"command": shlex.join(["hf-cce", *sys.argv[1:]]), **report.to_json()})
-    except KeyboardInterrupt:
-        errors.print("Interrupted; nothing was written.")
-        raise typer.Exit(130) from None
-    except (ValueError, RuntimeError, OSError, ImportError) as error:
-        errors.print(f"[bold red]Error:[/] {escape(str(error) or type(error).__name__)}")
-        raise typer.Exit(2) from None
     _show(console, report, details)
+    if json_path:
+        console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
     if not (report.same and report.saves):
         raise typer.Exit(1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from enum import Enum
@@ -15,7 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hf_cce.bench.files import whole_file
+from hf_cce.bench.files import put_json
+from hf_cce.cli.common import consoles, ending
 
 
 class Precision(str, Enum):
@@ -56,7 +56,8 @@ def demo(
         typer.Option(help="Text instead of Python's own sources: a file, a folder or a data set's name on the hub."),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write all the numbers here.", dir_okay=False)
+        Path | None,
+        typer.Option("--json", help="Write all the numbers here; - is standard output, alone.", dir_okay=False),
     ] = None,
     plot_path: Annotated[
         Path | None, typer.Option("--plot", help="Draw losses and memory here (.png, .svg, .pdf).", dir_okay=False)
@@ -68,9 +69,8 @@ def demo(
     By default nothing is downloaded: a model of SmolLM2's shape learns from the sources of Python's standard library,
     and of installed packages where the vocabulary needs more text, with a tokenizer trained on the spot.
     """
-    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
+    console, errors = consoles(quiet, json_path)
+    with ending(errors, 1, usage=2):  # 2 as typer: an argument is wrong
         if hidden % 64:
             raise ValueError(f"--hidden must be a multiple of 64 (the width of an attention head), got {hidden}")
         if plot_path:
@@ -89,18 +89,11 @@ def demo(
         report["command"] = shlex.join(["hf-cce", *sys.argv[1:]])
         _show(console, report)
         if json_path:
-            with whole_file(json_path) as temporary:
-                temporary.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+            put_json(json_path, report)
             console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
         if plot_path:
             draw_demo(report, plot_path)
             console.print(f"Picture: [bold]{escape(str(plot_path))}[/]")
-    except KeyboardInterrupt:
-        errors.print("Interrupted; nothing was written.")
-        raise typer.Exit(130) from None
-    except (ValueError, RuntimeError, OSError) as error:
-        errors.print(f"[bold red]Error:[/] {escape(str(error))}")
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None  # 2 as typer: an argument is wrong
 
 
 def _run(console: Console, options: dict[str, Any], dataset: str | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_cce.bench.files import put_json
+from hf_cce.cli.common import consoles, ending
 
 if TYPE_CHECKING:
     from hf_cce.bench.doctor import Diagnosis
@@ -32,26 +33,18 @@ def doctor(
 
     Exit code 0: all is well. 1: something is wrong; the command that fixes it stands beside it. 2: wrong usage.
     """
-    alone = str(json_path) == "-"
-    console = Console(quiet=quiet or alone, highlight=False, soft_wrap=True)
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
+    console, errors = consoles(quiet, json_path)
+    with ending(errors, 1, failures=(OSError,)):
         from hf_cce.bench.doctor import diagnose
 
         with console.status("") as status:
             found = diagnose(lambda what: status.update(escape(what)))
         if json_path:
             put_json(json_path, found.to_json())
-    except KeyboardInterrupt:
-        errors.print("Interrupted; nothing was written.")
-        raise typer.Exit(130) from None
-    except OSError as error:
-        errors.print(f"[bold red]Error:[/] {escape(str(error))}")
-        raise typer.Exit(1) from None
     _show(console, found)
     if json_path:
         console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
-    if quiet and not alone:
+    if quiet and str(json_path) != "-":
         for check in found.wrong:
             errors.print(f"{escape(check.name)}: {escape(check.found)}; {escape(check.fix or '')}")
     if found.wrong:

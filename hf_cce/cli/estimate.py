@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_cce.bench.files import put_json
+from hf_cce.cli.common import FAILURES, consoles, ending
 
 if TYPE_CHECKING:
     from hf_cce.bench.estimate import Estimate
@@ -60,10 +61,9 @@ def estimate(
 
     No weights are loaded or made. Counted is one process with AdamW that trains all weights, without gradient accumulation.
     """
-    alone = str(json_path) == "-"
-    console = Console(quiet=quiet or alone, highlight=False, soft_wrap=True)
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
+    console, errors = consoles(quiet, json_path)
+    failures, advice = (*FAILURES, ImportError), "; hf-cce doctor says what is missing"
+    with ending(errors, 1, usage=2, failures=failures, no_import=advice):  # 2 as typer: an argument is wrong
         with console.status("running the model's code on tensors without data"):
             from hf_cce.bench import estimate as bench
 
@@ -72,17 +72,8 @@ def estimate(
             found = bench.estimate(model, batch, seq, dtype.value, size, budget)
         if json_path:
             put_json(json_path, found.to_json())
-    except KeyboardInterrupt:
-        errors.print("Interrupted; nothing was written.")
-        raise typer.Exit(130) from None
-    except ImportError as error:
-        errors.print(f"[bold red]Error:[/] {escape(str(error))}; hf-cce doctor says what is missing")
-        raise typer.Exit(1) from None
-    except (ValueError, RuntimeError, OSError) as error:
-        errors.print(f"[bold red]Error:[/] {escape(str(error))}")
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None  # 2 as typer: an argument is wrong
     _show(console, found)
-    if not alone:
+    if str(json_path) != "-":
         typer.echo(bench.verdict(found))
     if json_path:
         console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_cce.bench.files import put_json
+from hf_cce.cli.common import FAILURES, consoles, ending
 
 if TYPE_CHECKING:
     from hf_cce.bench.gradcheck import Report, Row
@@ -59,7 +60,8 @@ def gradcheck(
         bool, typer.Option("--details", help="Show every comparison, not only the worst of each kind.")
     ] = False,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write every comparison here.", dir_okay=False)
+        Path | None,
+        typer.Option("--json", help="Write every comparison here; - is standard output, alone.", dir_okay=False),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables, errors only.")] = False,
 ) -> None:
@@ -68,13 +70,12 @@ def gradcheck(
     Exit code 0: everything is as close as plain PyTorch is in the same dtype, plus rounding. 1: something is not. 2: the check
     could not run.
     """
-    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    console, errors = consoles(quiet, json_path)
     if reference and (tokens or vocab_size or hidden_size or dtype):
         errors.print("[bold red]Error:[/] --reference has a shape and a dtype of its own; leave out -n, --hidden-size, "
                      "--vocab-size and --dtype")  # fmt: skip
         raise typer.Exit(2)
-    try:
+    with ending(errors, 2, failures=(*FAILURES, MemoryError)):
         from hf_cce.bench import gradcheck as bench
 
         place = bench.checked_device(device)
@@ -88,12 +89,6 @@ def gradcheck(
             report = bench.gradcheck(problem, place, dtypes, cases, lambda what: status.update(escape(what)), reference)
         if json_path:
             put_json(json_path, {"command": shlex.join(["hf-cce", *sys.argv[1:]]), **report.to_json()})
-    except KeyboardInterrupt:
-        errors.print("Interrupted; nothing was written.")
-        raise typer.Exit(130) from None
-    except (ValueError, RuntimeError, OSError, MemoryError) as error:
-        errors.print(f"[bold red]Error:[/] {escape(str(error) or type(error).__name__)}")
-        raise typer.Exit(2) from None
     _show(console, report, details)
     if json_path:
         console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,9 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hf_cce.bench.files import put_json
+from hf_cce.cli.common import consoles, ending
+
 
 def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects instead, for a program.")] = False,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write a list of objects here; - is standard output, alone.", dir_okay=False),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the supported types, one a line.")] = False,
 ) -> None:
     """List the model types of the installed Transformers: supported, special and refused.
@@ -22,14 +28,18 @@ def models(
     Supported: training makes no logits. Special: the loss is right, but as much memory as for logits is held all the same.
     Refused: `apply_cce` raises an error that says why.
     """
-    import transformers
+    alone, (_, errors) = str(json_path) == "-", consoles(quiet, json_path)
+    no_import = "; hf-cce doctor says what is missing"
+    with ending(errors, 1, failures=(OSError, ImportError), no_import=no_import):
+        import transformers
 
-    from hf_cce.families import families
+        from hf_cce.families import families
 
-    known = families()
-    if as_json:
-        rows = ({"type": x.model_type, "class": x.cls, "status": x.status, "reason": x.reason} for x in known)
-        typer.echo(json.dumps(list(rows), indent=1))
+        known = families()
+        if json_path:
+            rows = ({"type": x.model_type, "class": x.cls, "status": x.status, "reason": x.reason} for x in known)
+            put_json(json_path, list(rows))
+    if alone:
         return
     if quiet:
         typer.echo("\n".join(family.model_type for family in known if family.status == "supported"))
@@ -53,3 +63,5 @@ def models(
     console.print(
         "Instances of other classes with an LM head work too: apply_cce(model) looks at the model, not at this list."
     )
+    if json_path:
+        console.print(f"List: [bold]{escape(str(json_path))}[/]")
