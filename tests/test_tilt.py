@@ -143,6 +143,7 @@ def gradients(
     return [relative_error(x.grad, y) for x, y in zip(leaves, exact, strict=True)], state.stats()
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="tiles of a GPU are larger than these inputs")
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_it_brings_back_most_of_what_uniform_mass_leaves_out(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     (uniform, of_weight), told = gradients(0.01, False, scale, monkeypatch)

@@ -14,7 +14,7 @@ from typing import Any
 def drawn(report: dict[str, Any]) -> str | None:
     """Markdown, by what the report holds; None where it is of no kind that is known."""
     # here, as they load torch, and the tables that the pages name need none
-    from hf_cce.bench import curves, first, steps, tables
+    from hf_cce.bench import curves, first, fits, steps, tables
 
     results: dict[str, Any] = report.get("results") or {}
     rows = [row for row in results.values() if isinstance(row, dict)]
@@ -22,6 +22,8 @@ def drawn(report: dict[str, Any]) -> str | None:
         return curves.table(report)
     if rows and all("rows" in row and "gemms_ms" in row for row in rows):
         return "\n\n".join(tables.table(title, result) for title, result in results.items())
+    if rows and "context_gib" in report:
+        return fits.table(report)
     if rows and "settings" in report and all("status" in row for row in rows):
         return steps.table({**report, "settings": {"loop": "plain", **report["settings"]}})
     if "shape" in report and rows and all({"first_s", "failed", "missing"} & set(row) for row in rows):

@@ -18,7 +18,7 @@ from hf_cce.bench.files import whole_file
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/performance.md", "docs/comparison.md", "docs/accuracy.md")
 RESULTS = Path(__file__).parent / "results"
-TRAINED = "2026-11-21-h200-bench-heads.json"
+TRAINED = "2026-11-22-h200-bench-heads.json"
 FLAT = "2026-11-21-h200-bench-flat.json"
 STEPS = "2026-11-21-h200-steps-trained.json"
 UNIFORM, FEW, LONG = (f"2026-11-21-h200-bench-{name}.json" for name in ("heads-uniform", "few", "32768"))
