@@ -283,7 +283,7 @@ def test_json_keeps_lists_of_numbers_on_one_line(tmp_path: Path) -> None:
 )
 def test_the_largest_batch_that_fits(first: float, slope: float, limit: float) -> None:
     """Found with few tries, on peaks that grow a little unevenly; and the next one was tried too."""
-    from hf_cce.bench.fits import _largest
+    from hf_cce.bench.largest import _largest
 
     seen: dict[int, float | None] = {}
 

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_cce.bench import fits, machine, memory
+from hf_cce.bench import machine, memory
 from hf_cce.bench.installed import Missing, install
 from hf_cce.bench.job import Job, Marks, token_ids
+from hf_cce.bench.largest import search
 from hf_cce.bench.shapes import SHAPES, config_of
 from hf_cce.bench.trainers import train
 
@@ -188,7 +189,10 @@ def limit(job: Job, device: torch.device) -> None:
 def run(job: Job) -> dict[str, Any]:
     """``pretrain`` or ``measure``, with the device's name; errors become a result with status "missing" or "failed"."""
     try:
-        result = fits.search(job) if job.gib else pretrain(job) if job.write_state else measure(job)
+        if job.gib:
+            result = search(job, build(job, torch.bfloat16), out_of_memory)
+        else:
+            result = pretrain(job) if job.write_state else measure(job)
     except Missing as reason:
         result = {"status": "missing", "message": str(reason)}
     except Exception as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_cce.bench import newer
+from hf_cce.bench import loops, newer
 from hf_cce.bench.files import whole_file
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +25,14 @@ UNIFORM, FEW, LONG = (f"2026-11-21-h200-bench-{name}.json" for name in ("heads-u
 FLAT_4096, FLAT_49152 = (f"2026-11-21-h200-bench-flat-{name}.json" for name in ("4096", "49152"))
 STEPS_RANDOM, CPU, DEMO = "2026-11-21-h200-steps-random.json", "2026-11-21-cpu-loss.json", "demo_cpu.json"
 CURVES, LIMITED = "2026-11-21-h200-curves.json", "2026-11-21-h200-steps-31gib.json"
+LOOPS = tuple(
+    f"2026-11-22-h200-steps-{name}.json"
+    for name in ("smol-plain", "llama-plain", "qwen-trainer", "smol-trainer", "qwen-sft", "smol-sft")
+)
+FIRST, FITS, POLICY = (f"2026-11-22-h200-{name}.json" for name in ("first", "fits-qwen", "log-probs"))
 # Those that tables below are made of; any other file is drawn by hf_cce.bench.newer.
 NAMED = {TRAINED, FLAT, STEPS, UNIFORM, FEW, LONG, FLAT_4096, FLAT_49152, STEPS_RANDOM, CPU, DEMO, CURVES, LIMITED}
+NAMED |= {*LOOPS, FIRST, FITS, POLICY}
 PEERS = {
     "hf_cce": "**hf_cce**",
     "hf_cce exact": "**hf_cce**, no filter",
@@ -379,6 +385,11 @@ def notes_table(page: str) -> str:
     return newer.notes(list(RESULTS.glob("*.txt")), lambda name: _link(name, page))
 
 
+def _by_name(make: Callable[..., str], *names: str) -> Callable[[str], str]:
+    """A table of hf_cce.bench.loops, made of these files."""
+    return lambda page: make({name: read(name) for name in names}, lambda name: _link(name, page))
+
+
 def _modes(name: str, problem: str) -> Callable[[str], str]:
     return lambda page: _all_modes(page, name, problem)
 
@@ -392,6 +403,10 @@ TABLES: dict[str, Callable[[str], str]] = {
     "steps": steps_table,
     "steps-random": steps_random_table,
     "steps-31gib": limited_table,
+    "steps-loops": _by_name(loops.steps, *LOOPS),
+    "fits": _by_name(loops.fits, FITS),
+    "policy": _by_name(loops.policy, POLICY),
+    "first": lambda page: loops.first_calls(read(FIRST), FIRST, lambda name: _link(name, page)),
     "trained-49152": _modes(TRAINED, "trained V49152 N=8192"),
     "trained-128256": _modes(TRAINED, "trained V128256 N=8192"),
     "trained-49152-uniform": _modes(UNIFORM, "trained V49152 N=8192"),
