@@ -276,3 +276,30 @@ def test_without_torch_it_points_to_the_doctor() -> None:
     assert (
         done.returncode == 1 and "hf-cce doctor says what is missing" in done.stderr and "Traceback" not in done.stderr
     )
+
+
+def test_an_image_text_model_is_counted_as_its_text_model() -> None:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+
+    text = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28
+    )
+    whole = bench.estimate("llava", 4, 1024, config=LlavaConfig(text_config=text, vision_config=vision))
+    alone = bench.estimate("llama", 4, 1024, config=text)
+    assert (
+        whole.model.parameters > alone.model.parameters and whole.model.vocabulary == alone.model.vocabulary == 32_000
+    )
+    assert whole.loss == alone.loss and whole.unknown is alone.unknown is None
+    for way, step in whole.plain.items():
+        assert step.activations == alone.plain[way].activations > 0
+    assert any("rows of text" in note for note in whole.notes) and not any(
+        "rows of text" in note for note in alone.notes
+    )

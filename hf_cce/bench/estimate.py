@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -235,15 +236,18 @@ def _first_line(error: BaseException) -> str:
 
 
 def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
-    """The causal LM of ``config``, with torch's SDPA where it can, else with the attention that is its default."""
-    from transformers import AutoModelForCausalLM
+    """The LM of ``config``, with torch's SDPA where it can, else with the attention that is its default."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    for options in ({"attn_implementation": "sdpa"}, {}):
+    why = ""
+    for made, options in product(
+        (AutoModelForCausalLM, AutoModelForImageTextToText), ({"attn_implementation": "sdpa"}, {})
+    ):
         try:
             # A copy each: Transformers writes into it what was asked for.
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options).train()
+            return made.from_config(copy.deepcopy(config), dtype=dtype, **options).train()
         except Exception as error:
-            why = _first_line(error)
+            why = why or _first_line(error)
     raise ValueError(f"{name}: no causal LM can be made of this configuration: {why}")
 
 
@@ -313,7 +317,7 @@ def estimate(
     """What a step of ``batch`` rows of ``sequence`` tokens holds, each way, and the largest batch for ``gpu_memory`` GiB.
 
     Raises:
-        ValueError: ``name`` names no configuration of a causal LM.
+        ValueError: ``name`` names no configuration of a language model.
     """
     config = config_named(name) if config is None else config
     model, activations = weigh(name, config, sequence, dtype)
@@ -330,6 +334,10 @@ def estimate(
         found.notes.append("this model caps its logits: without CCE they take more than is counted here")
     if model.attention == "eager" and not isinstance(activations, str):
         found.notes.append("this model has no attention by torch's SDPA; with eager attention it keeps all scores")
+    if getattr(config, "vision_config", None) is not None:
+        found.notes.append(
+            "counted are rows of text: an image's tokens count as others, but what the vision tower keeps does not"
+        )
     if model.positions and sequence > model.positions:
         found.notes.append(f"this model is made for rows of up to {model.positions:,} tokens")
     if isinstance(activations, str):
