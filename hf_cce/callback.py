@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from typing import Any, Literal
 
+import torch
 from transformers import TrainerCallback
 
 from hf_cce.api import apply_cce, causal_lm
@@ -13,12 +15,19 @@ from hf_cce.config import CCEConfig
 from hf_cce.patches import preference
 from hf_cce.patches.causal_lm import patch_of
 
+logger = logging.getLogger(__name__)
+
 
 class CCECallback(TrainerCallback):
     """``Trainer(..., callbacks=[CCECallback()])`` is ``apply_cce(model)`` plus a check that it took effect.
 
     It patches when the Trainer has been built (before accelerate wraps the model) and again when training begins, for
     callbacks added later and for ``model_init``, whose model is built only then.
+
+    After the first step a line of the log (level INFO) says which way the loss went. The Trainer's logs get ``cce_fused`` (losses
+    without logits so far), ``cce_materialised`` (times real logits were made nevertheless), on a GPU ``cce_peak_gib`` (PyTorch's
+    largest allocation on the model's device since the process began, in GiB), and, once the gradient filter has run, ``cce_kept``
+    and the others of ``model.cce_stats()``.
 
     Args:
         config: options of the loss; ``options`` replace single ones.
@@ -36,8 +45,8 @@ class CCECallback(TrainerCallback):
             raise ValueError(f'on_unused must be "warn" or "raise", got {on_unused!r}')
         self.config = CCEConfig.of(config, **options)
         self.on_unused = on_unused
-        # as_meant, calls and bypassed at the beginning; None: checked
-        self._before: tuple[int, int, int] | None = None
+        # as_meant, calls, bypassed and few_tokens at the beginning; None: checked
+        self._before: tuple[int, int, int, int] | None = None
         self._steps = 0
         self._policy = False  # the trainer is one of those that patches.preference knows
 
@@ -49,7 +58,8 @@ class CCECallback(TrainerCallback):
         patch = patch_of(causal_lm(apply_cce(kwargs["model"], self.config)))
         assert patch is not None
         patch.stats.traced = False
-        self._before, self._steps = (patch.stats.as_meant, patch.stats.calls, patch.stats.bypassed), 0
+        stats = patch.stats
+        self._before, self._steps = (stats.as_meant, stats.calls, stats.bypassed, stats.few_tokens), 0
         self._policy = preference.ready(args)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -68,7 +78,11 @@ class CCECallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         patch = patch_of(causal_lm(kwargs["model"])) if logs is not None and "loss" in logs else None
         if patch is not None and logs is not None:
-            told = {f"cce_{key}": round(value, 6) for key, value in patch.filter_state.stats().items()}
+            told = {"cce_fused": float(patch.stats.fused), "cce_materialised": float(patch.stats.materialised)}
+            device = next(causal_lm(kwargs["model"]).parameters()).device
+            if device.type == "cuda":
+                told["cce_peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
+            told |= {f"cce_{key}": round(value, 6) for key, value in patch.filter_state.stats().items()}
             logs.update(told)  # for the callbacks that come after this one
             if state.log_history:
                 state.log_history[-1].update(told)
@@ -82,10 +96,17 @@ class CCECallback(TrainerCallback):
         """After a step: report, once, that no loss of this run was fused."""
         if self._before is None or self._steps == 0:
             return
-        base, (as_meant, calls, bypassed) = causal_lm(model), self._before
+        base, (as_meant, calls, bypassed, few_tokens) = causal_lm(model), self._before
         patch = patch_of(base)
         self._before = None  # reached, or reported: either way once per run
         if patch is not None and (patch.stats.as_meant > as_meant or patch.stats.traced):
+            if patch.stats.traced:
+                way = "without logits, in a compiled graph"
+            elif patch.stats.few_tokens > few_tokens:
+                way = "by the model's own loss, which is as fast for so few tokens"
+            else:
+                way = "without logits"
+            logger.info("hf_cce: the losses of this training run are computed %s", way)
             return
         message = f"hf_cce: a training step ended without our fused loss: {_why(args, base, calls)}"
         if self.on_unused == "raise":

@@ -112,6 +112,22 @@ def test_training_steps_make_no_logits(tmp_path: Path) -> None:
     assert seen == []
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_way_is_told_once_and_counted_in_the_logs(
+    device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = build(tmp_path, CCECallback(implementation="portable"), use_cpu=device == "cpu")
+    with caplog.at_level("INFO", logger="hf_cce"):
+        run(trainer)
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("hf_cce")]
+    assert told == ["hf_cce: the losses of this training run are computed without logits"]
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["cce_fused"] for entry in steps] == [2.0, 4.0, 6.0]  # two calls a step
+    assert all(entry["cce_materialised"] == 0.0 for entry in steps)
+    peaks = [entry.get("cce_peak_gib") for entry in steps]
+    assert all(peak is not None and peak > 0 for peak in peaks) if device == "cuda" else peaks == [None] * 3
+
+
 def test_patches_when_the_trainer_is_built_with_its_options(tmp_path: Path) -> None:
     trainer = build(tmp_path, CCECallback(implementation="portable"))
     assert patch_of(trainer.model).config.implementation == "portable"
