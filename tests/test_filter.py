@@ -356,6 +356,34 @@ def test_more_tiles_than_expected(
             assert_as_good(a, e, e, name)
 
 
+@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
+@pytest.mark.parametrize("expected", [0.0, 0.3])
+def test_gradients_wait_for_more_passes_than_were_launched(expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns that wait, before the last pass with a tile, are then more than those whose gradients are there."""
+    from hf_cce.kernels import filtered
+
+    force(monkeypatch, "filtered")
+    inputs, labels = filter_data(40, 8, 200)
+    select, seen = filtered.select, []
+
+    def watched(*args: Any) -> Any:
+        kept = select(*args)
+        seen.append((int(kept.aside), kept.pass_block.tolist()))
+        return kept
+
+    monkeypatch.setattr(filtered, "select", watched)
+    results = []
+    for share in (None, expected):
+        used = force_layout(monkeypatch, None, True, 4)
+        monkeypatch.setattr(FilterState, "expected", lambda self, share=share: share)
+        results.append(run(inputs, labels, KEEPS_ALL, SOFT, FilterState()))
+    launched = 1 + math.ceil(filtered.MARGIN * expected * 21 / 4)
+    aside, first_blocks = seen[-1]
+    assert launched < used[0].passes and aside > first_blocks[launched]
+    for a, e, name in zip(*reversed(results), ("loss", "hidden", "weight"), strict=True):
+        assert_as_good(a, e, e, name)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     n=st.integers(1, 40_000), d=st.integers(1, 8192), v=st.integers(1, 300_000), budget=st.integers(1 << 20, 1 << 31),
