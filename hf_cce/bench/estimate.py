@@ -31,8 +31,8 @@ WAYS = ("eager", "compiled", "cce")
 EAGER_BYTES = 12
 # Up to as many logits a patched model keeps its own loss (see CCEConfig):
 FEW_LOGITS = 42_000_000
-# What PyTorch's allocator took from the GPU, as a multiple of the peak, in steps of three models: larger blocks fragment more, and
-# not alike; 1.06 to 1.13 with full logits.
+# What PyTorch's allocator took from the GPU, as a multiple of the peak, in steps of three models: larger blocks fragment more,
+# and not alike; 1.06 to 1.13 with full logits.
 RESERVED = {"eager": 1.112, "compiled": 1.13, "cce": 1.04}
 CONTEXT = 600 << 20  # CUDA's context and the libraries' workspaces; a guess that suits most GPUs
 LITTLE = 0.1  # of the peak: a saving below is called little
