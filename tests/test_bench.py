@@ -109,7 +109,11 @@ def test_a_peer_whose_import_breaks_is_left_out(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.split(".")[0] == "quack"]:
         monkeypatch.delitem(sys.modules, name)
-    losses, missing = make_peers(["quack", "eager"])
+    try:
+        losses, missing = make_peers(["quack", "eager"])
+    finally:  # what is no Quack must not stay for other tests
+        for name in [name for name in sys.modules if name.split(".")[0] == "quack"]:
+            del sys.modules[name]
     assert set(losses) == {"eager"}
     assert missing["quack"] == "quack.linear_cross_entropy cannot be imported: TypeError: in no such place"
 
