@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -45,8 +46,7 @@ class CCECallback(TrainerCallback):
             raise ValueError(f'on_unused must be "warn" or "raise", got {on_unused!r}')
         self.config = CCEConfig.of(config, **options)
         self.on_unused = on_unused
-        # as_meant, calls, bypassed and few_tokens at the beginning; None: checked
-        self._before: tuple[int, int, int, int] | None = None
+        self._before: Any = None  # the model's counts at the beginning; None: checked
         self._steps = 0
         self._policy = False  # the trainer is one of those that patches.preference knows
 
@@ -58,8 +58,7 @@ class CCECallback(TrainerCallback):
         patch = patch_of(causal_lm(apply_cce(kwargs["model"], self.config)))
         assert patch is not None
         patch.stats.traced = False
-        stats = patch.stats
-        self._before, self._steps = (stats.as_meant, stats.calls, stats.bypassed, stats.few_tokens), 0
+        self._before, self._steps = replace(patch.stats), 0
         self._policy = preference.ready(args)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -96,22 +95,22 @@ class CCECallback(TrainerCallback):
         """After a step: report, once, that no loss of this run was fused."""
         if self._before is None or self._steps == 0:
             return
-        base, (as_meant, calls, bypassed, few_tokens) = causal_lm(model), self._before
+        base, before = causal_lm(model), self._before
         patch = patch_of(base)
         self._before = None  # reached, or reported: either way once per run
-        if patch is not None and (patch.stats.as_meant > as_meant or patch.stats.traced):
+        if patch is not None and (patch.stats.as_meant > before.as_meant or patch.stats.traced):
             if patch.stats.traced:
                 way = "without logits, in a compiled graph"
-            elif patch.stats.few_tokens > few_tokens:
+            elif patch.stats.few_tokens > before.few_tokens:
                 way = "by the model's own loss, which is as fast for so few tokens"
             else:
                 way = "without logits"
             logger.info("hf_cce: the losses of this training run are computed %s", way)
             return
-        message = f"hf_cce: a training step ended without our fused loss: {_why(args, base, calls)}"
+        message = f"hf_cce: a training step ended without our fused loss: {_why(args, base, before.calls)}"
         if self.on_unused == "raise":
             raise RuntimeError(message)
-        if patch is not None and patch.stats.bypassed and not bypassed:
+        if patch is not None and patch.stats.bypassed and not before.bypassed:
             return  # the patch has just said so, for those who use no callback
         warnings.warn(message, stacklevel=2)
 

@@ -45,9 +45,8 @@ class Call:
     fused: int = 0
     few_tokens: bool = False
     adapted: bool = False  # PEFT has wrapped the head
-    kind: Any = (
-        None  # of the deferred logits of a call without labels; what becomes of them is known after it has returned
-    )
+    # Of the deferred logits of a call without labels; what becomes of them is known after it has returned
+    kind: Any = None
     words: int | None = None  # of the vocabulary whose logits were deferred
     reasons: list[str] = field(default_factory=list)
     closed: bool = False  # it has returned

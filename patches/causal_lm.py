@@ -50,9 +50,8 @@ class Patch:
     handles: list[RemovableHandle] = field(default_factory=list)
     forward: Any = None  # the head's forward during a call: kept, because Dynamo makes a new graph for a new object
     warned: bool = False
-    policy: bool = (
-        False  # a trainer that reads log-probabilities from logits without labels is in a step; see patches.preference
-    )
+    # A trainer that reads log-probabilities from logits without labels is in a step; see patches.preference
+    policy: bool = False
     set_loss_function: bool = False
     kept_whole: list[nn.Module] = field(default_factory=list)  # FSDP2 groups that were told to keep their weights
 

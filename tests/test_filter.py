@@ -262,11 +262,19 @@ def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows:
         return plan, used[-1]
 
     monkeypatch.setattr(filtered, "plan_and_layout", plan_and_layout)
+    # On a GPU it would ask for a layout too, to list the launches, unless an equal step was compiled before.
+    monkeypatch.setattr("hf_cce.kernels.ahead._compile", lambda problem: None)
     return used
 
 
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
-@pytest.mark.parametrize("wanted", [KEEPS_ALL, 0.03], ids=["everything", "some"])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param(KEEPS_ALL, marks=pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")),
+        0.03,
+    ],
+    ids=["everything", "some"],
+)
 @pytest.mark.parametrize("need_weight", [True, False], ids=["trained", "frozen"])
 def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_cce.kernels import filtered

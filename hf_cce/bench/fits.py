@@ -24,7 +24,7 @@ from hf_cce.bench.installed import LOSSES
 from hf_cce.bench.job import Job
 from hf_cce.bench.largest import CONTEXT
 from hf_cce.bench.shapes import SHAPES
-from hf_cce.bench.steps import MAX_ENTRIES, in_own_process
+from hf_cce.bench.steps import MAX_ENTRIES, filed
 
 
 def table(report: dict[str, Any]) -> str:
@@ -74,13 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         "missing": {},
     }
     for name in dict.fromkeys(args.losses):
-        result = in_own_process(replace(job, loss=name), args.timeout)
-        for key in ("device", "device_gib"):
-            report[key] = result.pop(key, report.get(key))
-        if result["status"] == "missing":
-            report["missing"][name] = result["message"]
-        else:
-            report["results"][name] = result
+        result = filed(report, replace(job, loss=name), args.timeout)
         print(f"{name}: {result.get('fits') or result.get('message')}", file=sys.stderr, flush=True)
         report["seconds"] = time.perf_counter() - start
         if args.json:

@@ -61,6 +61,18 @@ def in_own_process(job: Job, timeout: float) -> dict[str, Any]:
         return {**result, "output": said[-3000:]} if result["status"] == "failed" else result
 
 
+def filed(report: dict[str, Any], job: Job, timeout: float) -> dict[str, Any]:
+    """What ``in_own_process`` gives, which is also put where it belongs in ``report``."""
+    result = in_own_process(job, timeout)
+    for key in ("device", "device_gib"):
+        report[key] = result.pop(key, report.get(key))
+    if result["status"] == "missing":
+        report["missing"][job.loss] = result["message"]
+    else:
+        report["results"][job.loss] = result
+    return result
+
+
 def _environment() -> dict[str, str]:
     """Where this process found hf_cce, its child shall find it too, from whichever folder it was started."""
     root = str(Path(__file__).resolve().parents[2])
@@ -211,13 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return 1
             say(f"trained {args.pretrain_steps} steps in {result['seconds']:.0f} s: loss {result['losses'][-1]:.3f}")
         for name in dict.fromkeys(args.losses):
-            result = in_own_process(replace(job, loss=name), args.timeout)
-            for key in ("device", "device_gib"):
-                report[key] = result.pop(key, report.get(key))
-            if result["status"] == "missing":
-                report["missing"][name] = result["message"]
-            else:
-                report["results"][name] = result
+            result = filed(report, replace(job, loss=name), args.timeout)
             if result["status"] == "failed":
                 say(result.get("output", ""))
             say(f"{name}: {result['status']}, {result.get('message') or format(result['ms'], '.1f') + ' ms a step'}")

@@ -272,13 +272,16 @@ def backward(
     else:
         grad_weight = source if in_place else torch.empty_like(weight, memory_format=torch.contiguous_format)
 
+    flags = {"HAS_BIAS": saved.bias is not None, "HAS_SCALE": logit_scale != 1.0, "HAS_SOFTCAP": softcap > 0}
+    per_token = (order.labels, saved.lse, grad_lse, grad_label)
+    rest = {**flags, **plan.rest}
+
     def compute_tiles(number: int, h: Any, w: Any, rows_of: Tensor, **how: bool) -> None:
         _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
-            h, w, saved.bias, order.order, order.labels, saved.lse, grad_lse, grad_label, kept.tiles, kept.pass_start,
-            kept.pass_block, kept.aside, scratch, number, n, rows, v, d, hidden.stride(0), rows_of.stride(0), logit_scale,
-            softcap or 1.0, HAS_BIAS=saved.bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0,
-            PASSES=passes, **how, TMA=plan.use_tma, PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m,
-            BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages,
+            h, w, saved.bias, order.order, *per_token, kept.tiles, kept.pass_start, kept.pass_block, kept.aside, scratch, number,
+            n, rows, v, d, hidden.stride(0), rows_of.stride(0), logit_scale, softcap or 1.0, **flags, PASSES=passes, **how,
+            TMA=plan.use_tma, PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+            BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages,
         )  # fmt: skip
 
     def multiply_weight(number: int, wait: bool) -> None:
@@ -287,10 +290,6 @@ def backward(
             leans, *(lean or (None, None)), grad_weight, number, n, v, d, hidden.stride(0), WAIT=wait, LEANS=lean is not None,
             DIRECTIONS=DIRECTIONS.value, BLOCK_D=wd, **common, num_warps=plan.weight_warps, num_stages=plan.weight_stages,
         )  # fmt: skip
-
-    flags = {"HAS_BIAS": saved.bias is not None, "HAS_SCALE": logit_scale != 1.0, "HAS_SOFTCAP": softcap > 0}
-    per_token = (order.labels, saved.lse, grad_lse, grad_label)
-    rest = {**flags, **plan.rest}
 
     for number in range(launched if need_hidden or not in_place else 0):
         compute_tiles(number, h_tiles, w_tiles, source, GATHER=gather, AGAIN=False)

@@ -139,21 +139,8 @@ def _rest_weight_kernel(
                 g, h = g.to(tl.float32), h.to(tl.float32)
             acc += tl.dot(g, h, input_precision=PRECISION)
         acc = dropped_part(
-            acc,
-            block,
-            ds,
-            spread,
-            leans,
-            along,
-            back,
-            vocab_size,
-            hidden_size,
-            LEANS,
-            DIRECTIONS,
-            PRECISION,
-            UPCAST,
-            BLOCK_N,
-        )
+            acc, block, ds, spread, leans, along, back, vocab_size, hidden_size, LEANS, DIRECTIONS, PRECISION, UPCAST, BLOCK_N
+        )  # fmt: skip
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
         at = tl.load(order + cols).to(tl.int64)[:, None] * hidden_size + ds[None, :]

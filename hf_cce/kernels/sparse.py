@@ -290,21 +290,8 @@ def _weight_gradient_kernel(
             else:
                 acc = tl.dot(tl.trans(g), h, acc, input_precision=PRECISION)
         acc = dropped_part(
-            acc,
-            block,
-            ds,
-            spread,
-            leans,
-            along,
-            back,
-            vocab_size,
-            hidden_size,
-            LEANS,
-            DIRECTIONS,
-            PRECISION,
-            UPCAST,
-            BLOCK_N,
-        )
+            acc, block, ds, spread, leans, along, back, vocab_size, hidden_size, LEANS, DIRECTIONS, PRECISION, UPCAST, BLOCK_N
+        )  # fmt: skip
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
         entries = cols if WAIT else tl.load(order + cols)
         mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
