@@ -157,9 +157,17 @@ SPECS = (
         types={
             "scratch": "tile BLOCK_M BLOCK_K",
             "weight": "tile BLOCK_K BLOCK_D unless GATHER",
+            "mass": "tile BLOCK_K BLOCK_M",
+            "means": "tile BLOCK_K BLOCK_D",
+            "hidden": "tile BLOCK_M BLOCK_K if TILTS",
+            "tilt": "tile BLOCK_K BLOCK_D if TILTS",
+            "of_token": "*fp32",
             "total": "*fp32",
+            "tokens": "*i64",
+            "out": "*T",
         },
-        variants=GATHERED,
+        constants={"GROUP": 16},
+        variants={"plain": {"TILTS": True}, "gather": {"GATHER": True}},
     ),
     Spec(
         "sparse._weight_gradient_kernel",
@@ -184,7 +192,7 @@ SPECS = (
             constants={"DIRECTIONS": 16},
         )
         for name, types in (
-            ("hidden", {"total": "*fp32"}),
+            ("hidden", {"total": "*fp32", "tokens": "*i64", "out": "*T"}),
             (
                 "weight",
                 {
@@ -198,9 +206,8 @@ SPECS = (
         )
     ),
     Spec("sparse._aside_kernel", plan="filter blocks", types={"gradient": "*T", "scratch": "*T"}),
-    Spec("sparse._put_back_kernel", types={"total": "*fp32", "tokens": "*i64", "out": "*T"}),
     Spec("order._order_kernel", types={"by_logit": "*i64", "padded": "i32:16"}),
-    Spec("order._key_kernel", types={"keys": "*i32"}),
+    Spec("order._key_kernel", plan="filter blocks", types={"columns": "*i32", "keys": "*i16"}),
     Spec(
         "order._permute_rows_kernel",
         plan="filter blocks",
@@ -228,7 +235,12 @@ SPECS = (
     Spec(
         "filter._mass_kernel",
         plan="filter blocks",
-        types={"labels": "*i32", "tile_damping": "*bf16 if HAS_DAMPING", "dropped": "*fp32", "leaves": "*fp32"},
+        types={
+            "labels": "*i32",
+            "tile_damping": "*bf16 if HAS_DAMPING",
+            **dict.fromkeys(("dropped", "leaves", "of_token"), "*fp32"),
+        },
+        constants={"BLOCK": 256, "GROUP": 16},
     ),
     Spec("residual._residual_kernel", plan="filter blocks", types={"z": "*fp32", "labels": "*i32", "out": "*T"}),
     Spec("residual._rounding_kernel", types={"z": "*fp32", "labels": "*i32", "out": "*T", "squares": "*fp32"}),

@@ -220,7 +220,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     actual = run(inputs, labels, 0.1, options, state)[2]
     assert actual is not None and state._vocabulary is not None
     order, rank = (x.long() for x in (state._vocabulary[1].order, state._vocabulary[1].rank))
-    rows = torch.where(labels >= 0, rank[labels.clamp_min(0)], v).argsort(stable=True)
+    rows = torch.where(labels >= 0, rank[labels.clamp_min(0)] // 32, v).argsort(stable=True)
     p = full_logits(inputs[0].double(), weight.double(), None, options).softmax(-1).t()
     dropped = 0
     for first in range(0, v, 32):

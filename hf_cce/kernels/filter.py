@@ -23,6 +23,8 @@ from hf_cce.kernels.launch import Kernel
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
 BINS = tl.constexpr(512)
+MASS_GROUP = tl.constexpr(16)  # column blocks whose mass one program makes, of so many tokens
+MASS_BLOCK = 256
 
 
 @triton.jit
@@ -245,29 +247,37 @@ def _mass_kernel(
     mass,  # [T, N], written: the gradient that a dropped tile's row keeps, zero for the others
     dropped,  # [T, blocks of N], written: share of the tokens' probability in the dropped tiles
     leaves,  # [T, blocks of N], written: the sum of what is written to mass
+    of_token,  # [T / GROUP, N], written: likewise, over the column blocks of a program
     tile_stride,
     num_tokens,
     num_row_blocks,
+    num_col_blocks,
     v,
     logit_scale,
     HAS_DAMPING: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    block = tl.program_id(0)
+    blocks = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    in_rows = rows < num_tokens
+    in_rows, known = rows < num_tokens, blocks < num_col_blocks
     valid = tl.load(labels + rows, mask=in_rows, other=v) < v
-    gone = valid & (tl.load(place + block * num_row_blocks + rows // BLOCK_M, mask=in_rows, other=0) < 0)
-    at = block.to(tl.int64) * tile_stride + rows
-    of_row = tl.load(lse + rows, mask=in_rows, other=0.0)
-    p = tl.where(gone, tl.exp(tl.load(tile_lse + at, mask=gone, other=float("-inf")) - of_row), 0.0)
-    tl.store(dropped + block * tl.num_programs(1) + tl.program_id(1), tl.sum(p))
+    row_lse = tl.load(lse + rows, mask=in_rows, other=0.0)
+    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0) * logit_scale
+    of_row = place + blocks[:, None] * num_row_blocks + rows[None, :] // BLOCK_M
+    inside = known[:, None] & valid[None, :]
+    gone = inside & (tl.load(of_row, mask=inside, other=0) < 0)
+    at = blocks.to(tl.int64)[:, None] * tile_stride + rows[None, :]
+    p = tl.where(gone, tl.exp(tl.load(tile_lse + at, mask=gone, other=float("-inf")) - row_lse[None, :]), 0.0)
+    sums = blocks * tl.num_programs(1) + tl.program_id(1)
+    tl.store(dropped + sums, tl.sum(p, 1), mask=known)
     if HAS_DAMPING:
         p *= tl.load(tile_damping + at, mask=gone, other=0.0).to(tl.float32)
-    p *= tl.load(grad_lse + rows, mask=in_rows, other=0.0) * logit_scale
-    tl.store(leaves + block * tl.num_programs(1) + tl.program_id(1), tl.sum(p))
-    tl.store(mass + at, p, mask=in_rows)
+    p *= g[None, :]
+    tl.store(leaves + sums, tl.sum(p, 1), mask=known)
+    tl.store(of_token + tl.program_id(0) * tile_stride + rows, tl.sum(p, 0), mask=in_rows)
+    tl.store(mass + at, p, mask=known[:, None] & in_rows[None, :])
 
 
 class Kept(NamedTuple):
@@ -347,6 +357,21 @@ def select(
     return kept
 
 
+class Mass(NamedTuple):
+    """What the dropped tiles leave, and its sums."""
+
+    rows: Tensor  # [T, N]: the gradient that a dropped tile's row keeps, zero for the others
+    dropped: Tensor  # [T, blocks of N]: share of the tokens' probability
+    leaves: Tensor  # [T, blocks of N]: sums of ``rows``
+    of_token: Tensor  # [T / MASS_GROUP, N]: likewise
+
+
+def mass_bytes(n: int, cols: int, element: int) -> int:
+    """The memory of a ``Mass``."""
+    sums = 8 * cols * triton.cdiv(n, MASS_BLOCK) + 4 * triton.cdiv(cols, MASS_GROUP.value) * tile_stride(n)
+    return element * cols * tile_stride(n) + sums
+
+
 def dropped_mass(
     kept: Kept,
     tile_lse: Tensor,  # [T, N]
@@ -358,14 +383,14 @@ def dropped_mass(
     logit_scale: float,
     dtype: torch.dtype,
     block_m: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(the gradient [T, N] that the rows of dropped tiles keep, partial sums of their probability, and of that gradient)."""
-    n, cols = lse.numel(), kept.counts.numel()
+) -> Mass:
+    n, cols, group = lse.numel(), kept.counts.numel(), MASS_GROUP.value
     mass = torch.empty((cols, tile_stride(n)), dtype=dtype, device=lse.device)
-    dropped, leaves = torch.empty((2, cols, triton.cdiv(n, 1024)), device=lse.device).unbind()
-    _mass_kernel[dropped.shape](
-        tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, leaves,
-        tile_stride(n), n, kept.place.shape[1], v, logit_scale,
-        HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, BLOCK=1024,
+    dropped, leaves = torch.empty((2, cols, triton.cdiv(n, MASS_BLOCK)), device=lse.device).unbind()
+    of_token = torch.empty((triton.cdiv(cols, group), tile_stride(n)), device=lse.device)
+    _mass_kernel[(len(of_token), dropped.shape[1])](
+        tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, leaves, of_token,
+        tile_stride(n), n, kept.place.shape[1], cols, v, logit_scale,
+        HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, BLOCK=MASS_BLOCK, GROUP=group, num_warps=8,
     )  # fmt: skip
-    return mass[:, :n], dropped, leaves
+    return Mass(mass[:, :n], dropped, leaves, of_token)

@@ -7,7 +7,7 @@ its mass: two products with the blocks of the vocabulary in place of its entries
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_cce.kernels.filter import Kept, dropped_mass, select
+from hf_cce.kernels.filter import MASS_GROUP, Kept, Mass, dropped_mass, mass_bytes, select
 from hf_cce.kernels.forward import combine, tile_stats, tile_stride
 from hf_cce.kernels.order import Order, Vocabulary, permute_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand
@@ -26,7 +26,6 @@ from hf_cce.kernels.sparse import (
     _aside_kernel,
     _hidden_gradient_kernel,
     _kept_tiles_kernel,
-    _put_back_kernel,
     _weight_gradient_kernel,
 )
 from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, kept_bytes, leaning, making_bytes, tilted_rows
@@ -59,7 +58,7 @@ def make_layout(
     orders = 4 * (3 * v + 4 * n)
     means = (element + 4) * cols * d
     statistics = (4 + 2 + 2 * softcap) * cols * n
-    mass, lists = element * cols * n, 4 * (7 * rows * cols + 8 * cols)
+    mass, lists = mass_bytes(n, cols, element), 4 * (7 * rows * cols + 8 * cols)
     hidden, total = element * n * d, 4 * n * d
     tile = element * plan.block_m * plan.block_n
     for keep_rows, tilted in product((True, False), (True, False)):
@@ -70,13 +69,12 @@ def make_layout(
         # at the three moments that need most: the forward pass, the choice of tiles, the products
         slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
         choice = standing + statistics + mass + lists
-        products = standing + lists + total
+        products = standing + lists + mass + total
         slots = (budget - products) // tile
         if (
             slab < min(v, 32 * plan.block_n)
             or standing + statistics > budget
             or slots < max(2 * rows, 4 * plan.programs)
-            or products + mass + hidden * tilted > budget
             or 8 * tilt > budget
             or (tilted and choice + making_bytes(n, d, v, element, plan.block_n, need_weight) > budget)
         ):
@@ -144,7 +142,7 @@ def forward(
     cols = triton.cdiv(v, plan.block_n)
     if vocabulary is None:
         vocabulary = sort_vocabulary(hidden, weight, bias, plan.block_n)
-    order = sort_tokens(labels, vocabulary, ignore_index)
+    order = sort_tokens(labels, vocabulary, ignore_index, plan.block_n)
     hidden = hidden.index_select(0, order.tokens)
     if bias is not None:
         bias = bias.index_select(0, order.order[:v])
@@ -210,15 +208,29 @@ def backward(
 
     kept = choose(tau)
     count = kept.start[-1]
-    mass, dropped, leaves = dropped_mass(
-        kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
-    )
+
+    def leave(kept: Kept) -> Mass:
+        return dropped_mass(
+            kept,
+            saved.tile_lse,
+            saved.tile_damping,
+            saved.lse,
+            order.labels,
+            grad_lse,
+            v,
+            logit_scale,
+            dtype,
+            plan.block_m,
+        )
+
+    mass = leave(kept)
+    dropped = mass.dropped
     tilt, lean, learnt = None, None, saved.vocabulary
     if layout.tilted and dtype != torch.float16:  # which has no range for it
         if need_hidden and learnt.tilt is None:
             learnt.tilt = covariance(weight, order.order, dropped.sum(1), plan.block_n)
         if need_weight and learnt.leaning is None:
-            learnt.leaning = leaning(hidden, weight, order.order, mass, plan.block_n)
+            learnt.leaning = leaning(hidden, weight, order.order, mass.rows, plan.block_n)
         tilt = learnt.tilt if need_hidden else None
         lean = learnt.leaning if need_weight else None
     errors: dict[str, Tensor | None] = {"error": None, "weight_error": None}
@@ -226,30 +238,24 @@ def backward(
         dropped_energy = torch.where(kept.place < 0, kept.energy, 0.0)  # [T, row blocks]
         at = (saved, weight, grad_lse, logit_scale, softcap)
         if need_hidden:
-            errors["error"] = _hidden_error(*at, kept, mass, dropped_energy.sum(0), tilt)
+            errors["error"] = _hidden_error(*at, kept, mass.rows, dropped_energy.sum(0), tilt)
         if need_weight:
-            errors["weight_error"] = _weight_error(*at, kept, mass, dropped_energy.sum(1), leaves.sum(1), lean)
+            errors["weight_error"] = _weight_error(
+                *at, kept, mass.rows, dropped_energy.sum(1), mass.leaves.sum(1), lean
+            )
         of_hidden, of_weight = _rounding_errors(saved, weight, grad_lse, grad_label, logit_scale, softcap)
         errors |= {"rounding_error": of_hidden} if need_hidden else {}
         errors |= {"rounding_weight_error": of_weight} if need_weight else {}
     if keep_all:
         del kept, mass
         kept = choose(torch.zeros_like(tau))
-        mass, _, leaves = dropped_mass(
-            kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
-        )  # fmt: skip
+        mass = leave(kept)
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
-    total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
-    if need_hidden:
-        multiply_add(total, mass.t(), saved.means, first=True)
-        if tilt is not None:
-            multiply_add(total, tilted_rows(hidden, mass, logit_scale), tilt, first=False)
     spread = torch.empty((cols, d) if need_weight else 0, device=hidden.device)
     if need_weight:
-        multiply_add(spread, mass, hidden, first=True)
-    del mass
-    leans = None if lean is None else leaves.sum(1) * logit_scale
+        multiply_add(spread, mass.rows, hidden, first=True)
+    leans = None if lean is None else mass.leaves.sum(1) * logit_scale
     source = weight if saved.weight is None else saved.weight
     bk, bd, wd = plan.sparse_block_k, plan.block_d, plan.weight_block_d
     scratch = hidden.new_empty((layout.slots * plan.block_m, plan.block_n))
@@ -265,6 +271,13 @@ def backward(
     by_row, by_col = descriptor(scratch, plan.block_m, bk, plan), descriptor(scratch, bk, plan.block_n, plan)
     w_rows = source if gather else descriptor(source, bk, bd, plan)
     h_rows = descriptor(hidden, bk, wd, plan)
+    grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
+    total = torch.empty(hidden.shape if need_hidden and passes > 1 else 0, device=hidden.device)
+    leaves = (
+        descriptor(mass.rows, bk, plan.block_m, plan), descriptor(saved.means, bk, bd, plan),
+        None if tilt is None else operand(hidden, plan.block_m, replace(plan, block_k=bk)),
+        None if tilt is None else descriptor(tilt, bk, bd, plan), mass.of_token,
+    )  # fmt: skip
     chunks = triton.cdiv(d, bd)
 
     if not need_weight:
@@ -295,16 +308,18 @@ def backward(
         compute_tiles(number, h_tiles, w_tiles, source, GATHER=gather, AGAIN=False)
         if need_hidden:
             _hidden_gradient_kernel[(rows * chunks,)](
-                by_row, w_rows, order.order, kept.row_tiles, kept.row_pass, kept.row_order, total, number, n, rows, cols,
-                v, d, source.stride(0), PASSES=passes, GATHER=gather, BLOCK_D=bd, **common,
-                num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
+                by_row, w_rows, order.order, kept.row_tiles, kept.row_pass, kept.row_order, *leaves, total,
+                order.tokens, grad_hidden, number, mass.of_token.stride(0), n, rows, cols, v, d, hidden.stride(0),
+                source.stride(0), logit_scale, PASSES=passes, TILTS=tilt is not None, GROUP=MASS_GROUP.value, GATHER=gather,
+                BLOCK_D=bd, **common, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
             )  # fmt: skip
         if need_weight and (waits or not in_place):
             multiply_weight(number, waits)
     if launched < passes and need_hidden:
         _rest_hidden_kernel[(rows * triton.cdiv(d, plan.rest["BLOCK_D"]),)](
-            hidden, source, saved.bias, order.order, *per_token, kept.row_tiles, kept.row_pass, total, launched, n, cols, v, d,
-            hidden.stride(0), source.stride(0), logit_scale, softcap or 1.0, PASSES=passes, GATHER=gather, **rest,
+            hidden, source, saved.bias, order.order, *per_token, kept.row_tiles, kept.row_pass, total, order.tokens,
+            grad_hidden, launched, n, cols, v, d, hidden.stride(0), source.stride(0), logit_scale, softcap or 1.0,
+            PASSES=passes, GATHER=gather, **rest,
         )  # fmt: skip
     # From here on nobody needs the rows in order. What waits lies where those of its own columns were, and nothing may be
     # written to its place before it has moved.
@@ -324,15 +339,9 @@ def backward(
             *(lean or (None, None)), grad_weight, launched, n, cols, v, d, hidden.stride(0), weight.stride(0), logit_scale,
             softcap or 1.0, LEANS=lean is not None, DIRECTIONS=DIRECTIONS.value, **rest,
         )  # fmt: skip
-    grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
-    if need_hidden:
-        del scratch
-        _put_back_kernel[(triton.cdiv(n, 16), triton.cdiv(d, 256))](
-            total, order.tokens, grad_hidden, n, d, BLOCK_M=16, BLOCK_D=256
-        )
     for name, error in errors.items():
         if error is not None:
-            of = grad_weight if "weight" in name else total
+            of = grad_weight if "weight" in name else grad_hidden
             errors[name] = error / torch.linalg.vector_norm(of, dtype=torch.float32)
     return grad_hidden, grad_weight, Report(count, rows * cols, dropped, n, tau, **errors)
 

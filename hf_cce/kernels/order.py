@@ -30,11 +30,14 @@ def _order_kernel(by_logit, order, rank, v, padded, BLOCK: tl.constexpr):
 
 @Kernel
 @triton.jit(do_not_specialize=["ignore_index", "num_tokens"])
-def _key_kernel(labels, rank, keys, num_tokens, v, ignore_index, BLOCK: tl.constexpr):
+def _key_kernel(labels, rank, columns, keys, num_tokens, v, ignore_index, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    """The column of each label, V where it is ignored, and the number of its block."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(labels + at, mask=at < num_tokens, other=ignore_index)
     good = (label != ignore_index) & (label >= 0) & (label < v)
-    tl.store(keys + at, tl.load(rank + label, mask=good, other=v), mask=at < num_tokens)
+    column = tl.load(rank + label, mask=good, other=v)
+    tl.store(columns + at, column, mask=at < num_tokens)
+    tl.store(keys + at, tl.where(good, column // BLOCK_N, tl.cdiv(v, BLOCK_N)), mask=at < num_tokens)
 
 
 @Kernel
@@ -99,13 +102,18 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
     return Vocabulary(order, rank)
 
 
-def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Order:
-    """By the column of their label; those without one come last."""
+def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int, block_n: int) -> Order:
+    """By the block of columns that their label is in; those without one come last."""
     n, v = labels.numel(), vocabulary.rank.numel()
-    keys = torch.empty(n, dtype=torch.int32, device=labels.device)
-    _key_kernel[(triton.cdiv(n, 1024),)](labels, vocabulary.rank, keys, n, v, ignore_index, BLOCK=1024)
-    in_order = torch.sort(keys)
-    return Order(vocabulary.order, in_order.indices, in_order.values)
+    columns = torch.empty(n, dtype=torch.int32, device=labels.device)
+    # Within a block any order serves, and sorting takes a pass over all for each byte.
+    few = triton.cdiv(v, block_n) < 1 << 15
+    keys = torch.empty(n, dtype=torch.int16 if few else torch.int32, device=labels.device)
+    _key_kernel[(triton.cdiv(n, 1024),)](
+        labels, vocabulary.rank, columns, keys, n, v, ignore_index, BLOCK_N=block_n, BLOCK=1024
+    )
+    tokens = torch.sort(keys, stable=True).indices
+    return Order(vocabulary.order, tokens, columns.index_select(0, tokens))
 
 
 def permute_rows(

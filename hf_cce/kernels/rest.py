@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.sparse import dropped_part, kept_tile
+from hf_cce.kernels.sparse import dropped_part, kept_tile, put_back
 
 
 @Kernel
@@ -28,7 +28,9 @@ def _rest_hidden_kernel(
     grad_label,
     row_tiles,  # [row blocks, T] int64
     row_pass,  # [row blocks, P + 1]
-    total,  # [N, D] float32, added to
+    total,  # [N, D] float32: sums over the passes that were launched
+    tokens,  # [N] int64
+    out,  # [N, D], written where the tokens stand
     first_pass,  # that was not launched
     num_tokens,
     num_col_blocks,
@@ -75,7 +77,7 @@ def _rest_hidden_kernel(
             if UPCAST:
                 g, w = g.to(tl.float32), w.to(tl.float32)
             acc += tl.dot(g, w, input_precision=PRECISION)
-        tl.store(mine, acc, mask=mask)
+        put_back(acc, tokens, out, rows, ds, mask, num_tokens, hidden_size)
 
 
 @Kernel
