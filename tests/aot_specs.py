@@ -103,14 +103,14 @@ SPECS = (
         types={
             "tile_ratio": "*bf16 if WANT_RATIO",
             "tile_damping": "*bf16 if WANT_RATIO and HAS_SOFTCAP",
-            "stored": "tile BLOCK_M BLOCK_N unless PLAIN_OUT if STORE",
+            "stored": "*T if STORE",
             "stored_width": "size",
             "first_col": "i32",
         },
         variants={
             "plain": {},
             "store": {"STORE": True},
-            "store everything": {"STORE": True, "PLAIN_OUT": True, **TOKEN_FLAGS},
+            "store everything": {"STORE": True, **TOKEN_FLAGS},
             "everything": {**WANTS, **TOKEN_FLAGS},
         },
     ),
@@ -131,7 +131,7 @@ SPECS = (
         "backward._logit_gradient_kernel",
         plan="backward",
         types={
-            "out": "tile BLOCK_M BLOCK_N unless PLAIN_OUT",
+            "out": "*T",
             "out_stride": "size",
             "slab_start": "i32",
             "slab_width": "size",

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import make_plan, operand, result, slab_width
+from hf_cce.kernels.plan import make_plan, operand, slab_width
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.scaled import buffer_rows, scaled_gradients
 from hf_cce.kernels.stored import Stored, settle
@@ -52,7 +52,6 @@ def _gradient_tile(
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
-    PLAIN_OUT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -80,12 +79,9 @@ def _gradient_tile(
         z, rows, cols, in_rows, col, label, valid, row_lse, g, entropy, grad_label, grad_mean, grad_entropy,
         vocab_size, logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
     )  # fmt: skip
-    if TMA and not PLAIN_OUT:
-        out.store([row, col_block * BLOCK_N], gradient.to(out.dtype))
-    else:
-        at = out + row.to(tl.int64) * out_stride
-        here = tl.arange(0, BLOCK_M)[:, None] * out_stride + place[None, :]
-        tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (place < slab_width)[None, :])
+    at = out + row.to(tl.int64) * out_stride
+    here = tl.arange(0, BLOCK_M)[:, None] * out_stride + place[None, :]
+    tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (place < slab_width)[None, :])
 
 
 @Kernel
@@ -102,7 +98,7 @@ def _logit_gradient_kernel(
     grad_mean,  # [N]
     grad_entropy,  # [N]
     flags,  # [row blocks], if FLAGGED: only these row blocks are computed
-    out,  # [N, width], the gradient of the logits before scale and softcap; a TMA descriptor unless PLAIN_OUT
+    out,  # [N, width], the gradient of the logits before scale and softcap
     slab_start,
     slab_width,
     out_stride,
@@ -121,7 +117,6 @@ def _logit_gradient_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
-    PLAIN_OUT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -139,8 +134,8 @@ def _logit_gradient_kernel(
                     row_block, col_block,
                     hidden, weight, bias, labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy, out, slab_start,
                     slab_width, out_stride, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride, ignore_index,
-                    logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PLAIN_OUT, PRECISION,
-                    UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+                    logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST,
+                    BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
     else:
         row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
@@ -148,8 +143,8 @@ def _logit_gradient_kernel(
             row_block, col_block,
             hidden, weight, bias, labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy, out, slab_start,
             slab_width, out_stride, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride, ignore_index,
-            logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PLAIN_OUT, PRECISION, UPCAST,
-            BLOCK_M, BLOCK_N, BLOCK_K,
+            logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M,
+            BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
 
@@ -201,14 +196,11 @@ def logit_stats_backward(
         """The gradient of the logits of tokens ``h`` and a slab of the vocabulary; of flagged row blocks alone with ``flags``."""
         size = h.shape[0]
         rows, cols = triton.cdiv(size, plan.block_m), triton.cdiv(stop - start, plan.block_n)
-        target = result(out[:, : stop - start], plan.block_m, plan.block_n, plan)
-        plain = isinstance(target, Tensor)
         _logit_gradient_kernel[(rows * cols,) if flags is None else (rows, min(cols, 16))](
-            operand(h, plan.block_m, plan), w_operand, bias, *vectors, flags, out if plain else target,
+            operand(h, plan.block_m, plan), w_operand, bias, *vectors, flags, out,
             start, stop - start, out.shape[1], size, v, d, h.stride(0), weight.stride(0), ignore_index, logit_scale,
             softcap or 1.0, FLAGGED=flags is not None, HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None,
-            HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, PLAIN_OUT=plain,
-            **plan.constants(),
+            HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
         )  # fmt: skip
 
     def one_pass(rows: slice, for_hidden: bool, for_weight: bool) -> None:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import Plan, make_plan, operand, result
+from hf_cce.kernels.plan import Plan, make_plan, operand
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
 
@@ -32,7 +32,7 @@ def _tile_stats_kernel(
     tile_ratio,  # [T, N], if WANT_RATIO: see hf_cce.kernels.filter, like the next
     tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP
     label_logit,  # [N], written where the label lies in the tile; if STORE, read
-    stored,  # [N, stored_width], if STORE: see hf_cce.kernels.stored; a TMA descriptor unless PLAIN_OUT
+    stored,  # [N, stored_width], if STORE: see hf_cce.kernels.stored
     stored_width,
     tile_stride,  # from one tile's statistics to the next column's: N, rounded up
     num_tokens,
@@ -54,7 +54,6 @@ def _tile_stats_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
-    PLAIN_OUT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -112,13 +111,10 @@ def _tile_stats_kernel(
         scaled = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
         if HAS_SOFTCAP:
             scaled *= slope
-        if TMA and not PLAIN_OUT:
-            stored.store([row, col], scaled.to(stored.dtype))
-        else:
-            at = stored + row.to(tl.int64) * stored_width + col
-            here = tl.arange(0, BLOCK_M)[:, None] * stored_width + tl.arange(0, BLOCK_N)[None, :]
-            in_store = in_rows[:, None] & (cols < stored_width)[None, :]
-            tl.store(at + here, scaled.to(stored.dtype.element_ty), mask=in_store)
+        at = stored + row.to(tl.int64) * stored_width + col
+        here = tl.arange(0, BLOCK_M)[:, None] * stored_width + tl.arange(0, BLOCK_N)[None, :]
+        in_store = in_rows[:, None] & (cols < stored_width)[None, :]
+        tl.store(at + here, scaled.to(stored.dtype.element_ty), mask=in_store)
     if WANT_ENTROPY:
         weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
         tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
@@ -275,15 +271,13 @@ def tile_stats(
     """Fill ``tiles`` and, for labels in [first_col, first_col + V), ``label_logit``; with ``stored`` that is read instead."""
     n, v = labels.numel(), weight.shape[0]
     wants = [x is not None for x in tiles[1:]]
-    target = None if stored is None else result(stored, plan.block_m, plan.block_n, plan)
     _tile_stats_kernel[(triton.cdiv(n, plan.block_m) * triton.cdiv(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
-        *tiles, tile_ratio, tile_damping, label_logit, target, 0 if stored is None else stored.shape[1],
+        *tiles, tile_ratio, tile_damping, label_logit, stored, 0 if stored is None else stored.shape[1],
         tile_stride(n), n, v, first_col, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index,
         logit_scale, softcap or 1.0,
         **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tile_ratio is not None, STORE=stored is not None,
-        PLAIN_OUT=target is stored, HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0,
-        **plan.constants(),
+        HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
     )  # fmt: skip
 
 

@@ -28,7 +28,6 @@ class Plan:
     precision: str  # of a float32 dot: "ieee" or "tf32"
     upcast: bool = False  # multiply in float32: the interpreter cannot multiply bfloat16
     group_m: int = 64  # row blocks that share weight tiles in L2
-    tma_stores: bool = True  # of tiles of logits, where loads are by TMA
     # of the kernels over kept tiles alone (hf_cce.kernels.sparse)
     sparse_block_k: int = 64
     block_d: int = 128  # columns of a gradient's tile
@@ -162,11 +161,6 @@ def operand(x: Tensor, rows: int, plan: Plan) -> Any:
 def descriptor(x: Tensor, rows: int, cols: int, plan: Plan) -> Any:
     """As ``operand``, for blocks [rows, cols]."""
     return TensorDescriptor.from_tensor(x, [rows, cols]) if plan.use_tma else x
-
-
-def result(x: Tensor, rows: int, cols: int, plan: Plan) -> Any:
-    """Where kernels write tiles [rows, cols]: a TMA descriptor where that can be, or the tensor itself."""
-    return descriptor(x, rows, cols, plan) if plan.tma_stores and plan.use_tma and _tma_ready(x) else x
 
 
 def slab_width(n: int, v: int, bytes_per_logit: int, block_n: int, budget: int) -> int:
