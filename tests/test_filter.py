@@ -444,7 +444,10 @@ def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight
     in_order = element * v * d if layout.keep_rows and not need_weight else 0
     statistics = cols * n * (4 + 2 + (2 if softcap else 0))
     tables = rows * cols * (4 + 4 + 4 + 8)  # place, tiles, tile_rows, row_tiles
-    mass, total, spread = element * cols * n, 4 * n * d, 4 * cols * d * need_weight
+    mass = (
+        element * cols * n + 8 * cols * rows + 4 * -(-cols // 16) * n
+    )  # with its sums over tokens and over column blocks
+    total, spread = 4 * n * d, 4 * cols * d * need_weight
     scratch = slots * block_m * block_n * element
     moments = {
         "forward": statistics + (0 if layout.keep_rows else element * layout.slab * d),

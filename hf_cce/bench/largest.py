@@ -35,6 +35,7 @@ def search(job: Job, model: Any, out_of_memory: Callable[[BaseException], bool])
 
     def peak(batch: int) -> float | None:
         if batch not in seen:
+            torch.compiler.reset()  # after eight shapes Dynamo would compile no more, and the peaks be those of eager
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)

@@ -40,7 +40,8 @@ def build(job: Job, dtype: torch.dtype) -> Any:
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=job.attention, dtype=dtype)
     model.to(job.device)
     if job.state_file and not job.write_state:
-        model.load_state_dict(torch.load(job.state_file, map_location=job.device, weights_only=True))
+        # By way of the CPU: a second set of weights on the device would stay among what its allocator holds.
+        model.load_state_dict(torch.load(job.state_file, map_location="cpu", weights_only=True))
     if job.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()

@@ -23,8 +23,7 @@ from hf_cce.kernels.launch import Kernel
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
 BINS = tl.constexpr(512)
-MASS_GROUP = tl.constexpr(16)  # column blocks whose mass one program makes, of so many tokens
-MASS_BLOCK = 256
+MASS_GROUP = 16  # column blocks whose mass one program makes
 
 
 @triton.jit
@@ -245,8 +244,8 @@ def _mass_kernel(
     labels,  # [N], V where ignored
     grad_lse,  # [N]
     mass,  # [T, N], written: the gradient that a dropped tile's row keeps, zero for the others
-    dropped,  # [T, blocks of N], written: share of the tokens' probability in the dropped tiles
-    leaves,  # [T, blocks of N], written: the sum of what is written to mass
+    dropped,  # [T, row blocks], written: share of the tokens' probability in the dropped tiles
+    leaves,  # [T, row blocks], written: the sum of what is written to mass
     of_token,  # [T / GROUP, N], written: likewise, over the column blocks of a program
     tile_stride,
     num_tokens,
@@ -256,27 +255,29 @@ def _mass_kernel(
     logit_scale,
     HAS_DAMPING: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    blocks = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row_block = tl.program_id(0)
+    blocks = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows, known = rows < num_tokens, blocks < num_col_blocks
-    valid = tl.load(labels + rows, mask=in_rows, other=v) < v
-    row_lse = tl.load(lse + rows, mask=in_rows, other=0.0)
-    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0) * logit_scale
-    of_row = place + blocks[:, None] * num_row_blocks + rows[None, :] // BLOCK_M
-    inside = known[:, None] & valid[None, :]
-    gone = inside & (tl.load(of_row, mask=inside, other=0) < 0)
+    # Ignored tokens are left out by their numbers, not by masks: those of whole rows let loads stay vectors.
+    gone = known & (tl.load(place + blocks * num_row_blocks + row_block, mask=known, other=0) < 0)
     at = blocks.to(tl.int64)[:, None] * tile_stride + rows[None, :]
-    p = tl.where(gone, tl.exp(tl.load(tile_lse + at, mask=gone, other=float("-inf")) - row_lse[None, :]), 0.0)
-    sums = blocks * tl.num_programs(1) + tl.program_id(1)
+    inside = gone[:, None] & in_rows[None, :]
+    part = tl.load(tile_lse + at, mask=inside, other=float("-inf"))
+    valid = tl.load(labels + rows, mask=in_rows, other=v) < v
+    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+    g = tl.where(valid, tl.load(grad_lse + rows, mask=in_rows, other=0.0) * logit_scale, 0.0)
+    p = tl.exp(part - row_lse[None, :])
+    p = tl.where(valid[None, :], p, 0.0)  # also where the logits of an ignored token are not numbers
+    sums = blocks * num_row_blocks + row_block
     tl.store(dropped + sums, tl.sum(p, 1), mask=known)
     if HAS_DAMPING:
-        p *= tl.load(tile_damping + at, mask=gone, other=0.0).to(tl.float32)
+        p *= tl.where(valid[None, :], tl.load(tile_damping + at, mask=inside, other=0.0).to(tl.float32), 0.0)
     p *= g[None, :]
     tl.store(leaves + sums, tl.sum(p, 1), mask=known)
-    tl.store(of_token + tl.program_id(0) * tile_stride + rows, tl.sum(p, 0), mask=in_rows)
+    tl.store(of_token + tl.program_id(1) * tile_stride + rows, tl.sum(p, 0), mask=in_rows)
     tl.store(mass + at, p, mask=known[:, None] & in_rows[None, :])
 
 
@@ -361,15 +362,14 @@ class Mass(NamedTuple):
     """What the dropped tiles leave, and its sums."""
 
     rows: Tensor  # [T, N]: the gradient that a dropped tile's row keeps, zero for the others
-    dropped: Tensor  # [T, blocks of N]: share of the tokens' probability
-    leaves: Tensor  # [T, blocks of N]: sums of ``rows``
+    dropped: Tensor  # [T, row blocks]: share of the tokens' probability
+    leaves: Tensor  # [T, row blocks]: sums of ``rows``
     of_token: Tensor  # [T / MASS_GROUP, N]: likewise
 
 
-def mass_bytes(n: int, cols: int, element: int) -> int:
+def mass_bytes(n: int, cols: int, element: int, block_m: int) -> int:
     """The memory of a ``Mass``."""
-    sums = 8 * cols * triton.cdiv(n, MASS_BLOCK) + 4 * triton.cdiv(cols, MASS_GROUP.value) * tile_stride(n)
-    return element * cols * tile_stride(n) + sums
+    return (element * cols + 4 * triton.cdiv(cols, MASS_GROUP)) * tile_stride(n) + 8 * cols * triton.cdiv(n, block_m)
 
 
 def dropped_mass(
@@ -384,13 +384,13 @@ def dropped_mass(
     dtype: torch.dtype,
     block_m: int,
 ) -> Mass:
-    n, cols, group = lse.numel(), kept.counts.numel(), MASS_GROUP.value
+    n, (cols, rows) = lse.numel(), kept.place.shape
     mass = torch.empty((cols, tile_stride(n)), dtype=dtype, device=lse.device)
-    dropped, leaves = torch.empty((2, cols, triton.cdiv(n, MASS_BLOCK)), device=lse.device).unbind()
-    of_token = torch.empty((triton.cdiv(cols, group), tile_stride(n)), device=lse.device)
-    _mass_kernel[(len(of_token), dropped.shape[1])](
+    dropped, leaves = torch.empty((2, cols, rows), device=lse.device).unbind()
+    of_token = torch.empty((triton.cdiv(cols, MASS_GROUP), tile_stride(n)), device=lse.device)
+    _mass_kernel[(rows, len(of_token))](
         tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, leaves, of_token,
-        tile_stride(n), n, kept.place.shape[1], cols, v, logit_scale,
-        HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, BLOCK=MASS_BLOCK, GROUP=group, num_warps=8,
+        tile_stride(n), n, rows, cols, v, logit_scale,
+        HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, GROUP=MASS_GROUP, num_warps=4,
     )  # fmt: skip
-    return Mass(mass[:, :n], dropped, leaves, of_token)
+    return Mass(mass[:, :n], dropped, leaves, of_token[:, :n])

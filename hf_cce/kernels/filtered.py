@@ -7,7 +7,7 @@ its mass: two products with the blocks of the vocabulary in place of its entries
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_cce.kernels.filter import MASS_GROUP, Kept, Mass, dropped_mass, mass_bytes, select
+from hf_cce.kernels.filter import Kept, Mass, dropped_mass, mass_bytes, select
 from hf_cce.kernels.forward import combine, tile_stats, tile_stride
 from hf_cce.kernels.order import Order, Vocabulary, permute_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand
@@ -58,7 +58,7 @@ def make_layout(
     orders = 4 * (3 * v + 4 * n)
     means = (element + 4) * cols * d
     statistics = (4 + 2 + 2 * softcap) * cols * n
-    mass, lists = mass_bytes(n, cols, element), 4 * (7 * rows * cols + 8 * cols)
+    mass, lists = mass_bytes(n, cols, element, plan.block_m), 4 * (7 * rows * cols + 8 * cols)
     hidden, total = element * n * d, 4 * n * d
     tile = element * plan.block_m * plan.block_n
     for keep_rows, tilted in product((True, False), (True, False)):
@@ -69,12 +69,13 @@ def make_layout(
         # at the three moments that need most: the forward pass, the choice of tiles, the products
         slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
         choice = standing + statistics + mass + lists
-        products = standing + lists + mass + total
+        products = standing + lists + total
         slots = (budget - products) // tile
         if (
             slab < min(v, 32 * plan.block_n)
             or standing + statistics > budget
             or slots < max(2 * rows, 4 * plan.programs)
+            or products + mass + hidden * tilted > budget
             or 8 * tilt > budget
             or (tilted and choice + making_bytes(n, d, v, element, plan.block_n, need_weight) > budget)
         ):
@@ -230,7 +231,7 @@ def backward(
         if need_hidden and learnt.tilt is None:
             learnt.tilt = covariance(weight, order.order, dropped.sum(1), plan.block_n)
         if need_weight and learnt.leaning is None:
-            learnt.leaning = leaning(hidden, weight, order.order, mass.rows, plan.block_n)
+            learnt.leaning = leaning(hidden, weight, order.order, mass.of_token, plan.block_n)
         tilt = learnt.tilt if need_hidden else None
         lean = learnt.leaning if need_weight else None
     errors: dict[str, Tensor | None] = {"error": None, "weight_error": None}
@@ -238,11 +239,9 @@ def backward(
         dropped_energy = torch.where(kept.place < 0, kept.energy, 0.0)  # [T, row blocks]
         at = (saved, weight, grad_lse, logit_scale, softcap)
         if need_hidden:
-            errors["error"] = _hidden_error(*at, kept, mass.rows, dropped_energy.sum(0), tilt)
+            errors["error"] = _hidden_error(*at, kept, mass, dropped_energy.sum(0), tilt)
         if need_weight:
-            errors["weight_error"] = _weight_error(
-                *at, kept, mass.rows, dropped_energy.sum(1), mass.leaves.sum(1), lean
-            )
+            errors["weight_error"] = _weight_error(*at, kept, mass, dropped_energy.sum(1), lean)
         of_hidden, of_weight = _rounding_errors(saved, weight, grad_lse, grad_label, logit_scale, softcap)
         errors |= {"rounding_error": of_hidden} if need_hidden else {}
         errors |= {"rounding_weight_error": of_weight} if need_weight else {}
@@ -252,10 +251,16 @@ def backward(
         mass = leave(kept)
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
+    total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
+    if need_hidden:
+        multiply_add(total, mass.rows.t(), saved.means, first=True)
+        if tilt is not None:
+            multiply_add(total, tilted_rows(hidden, mass.of_token, logit_scale), tilt, first=False)
     spread = torch.empty((cols, d) if need_weight else 0, device=hidden.device)
     if need_weight:
         multiply_add(spread, mass.rows, hidden, first=True)
     leans = None if lean is None else mass.leaves.sum(1) * logit_scale
+    del mass
     source = weight if saved.weight is None else saved.weight
     bk, bd, wd = plan.sparse_block_k, plan.block_d, plan.weight_block_d
     scratch = hidden.new_empty((layout.slots * plan.block_m, plan.block_n))
@@ -272,12 +277,6 @@ def backward(
     w_rows = source if gather else descriptor(source, bk, bd, plan)
     h_rows = descriptor(hidden, bk, wd, plan)
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
-    total = torch.empty(hidden.shape if need_hidden and passes > 1 else 0, device=hidden.device)
-    leaves = (
-        descriptor(mass.rows, bk, plan.block_m, plan), descriptor(saved.means, bk, bd, plan),
-        None if tilt is None else operand(hidden, plan.block_m, replace(plan, block_k=bk)),
-        None if tilt is None else descriptor(tilt, bk, bd, plan), mass.of_token,
-    )  # fmt: skip
     chunks = triton.cdiv(d, bd)
 
     if not need_weight:
@@ -308,10 +307,9 @@ def backward(
         compute_tiles(number, h_tiles, w_tiles, source, GATHER=gather, AGAIN=False)
         if need_hidden:
             _hidden_gradient_kernel[(rows * chunks,)](
-                by_row, w_rows, order.order, kept.row_tiles, kept.row_pass, kept.row_order, *leaves, total,
-                order.tokens, grad_hidden, number, mass.of_token.stride(0), n, rows, cols, v, d, hidden.stride(0),
-                source.stride(0), logit_scale, PASSES=passes, TILTS=tilt is not None, GROUP=MASS_GROUP.value, GATHER=gather,
-                BLOCK_D=bd, **common, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
+                by_row, w_rows, order.order, kept.row_tiles, kept.row_pass, kept.row_order, total, order.tokens,
+                grad_hidden, number, n, rows, cols, v, d, source.stride(0), PASSES=passes, GATHER=gather, BLOCK_D=bd, **common,
+                num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
             )  # fmt: skip
         if need_weight and (waits or not in_place):
             multiply_weight(number, waits)
@@ -373,7 +371,7 @@ def _hidden_error(
     logit_scale: float,
     softcap: float,
     kept: Kept,
-    mass: Tensor,  # [T, N]
+    mass: Mass,
     dropped_energy: Tensor,  # [row blocks]
     tilt: Tensor | None,  # [D, D]
 ) -> Tensor:
@@ -381,12 +379,12 @@ def _hidden_error(
     n, plan = saved.hidden.shape[0], saved.plan
     sampled, stands_for = sample(dropped_energy, saved.layout.sampled, n, plan.block_m)
     left_out = residual(
-        _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass, grad_lse,
+        _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass.rows, grad_lse,
         saved.hidden.dtype, logit_scale, softcap, plan.block_m, plan.block_n,
     )  # fmt: skip
     wrong = _times_weight(saved, weight, left_out)
     if tilt is not None:
-        some = tilted_rows(saved.hidden.index_select(0, sampled), mass.index_select(1, sampled), logit_scale)
+        some = tilted_rows(saved.hidden.index_select(0, sampled), mass.of_token.index_select(1, sampled), logit_scale)
         multiply_add(wrong, -some, tilt, first=False)
     return (wrong.square().sum(1) * stands_for).sum().sqrt()
 
@@ -398,9 +396,8 @@ def _weight_error(
     logit_scale: float,
     softcap: float,
     kept: Kept,
-    mass: Tensor,  # [T, N]
+    mass: Mass,
     dropped_energy: Tensor,  # [T]
-    leaves: Tensor,  # [T]: the sums of mass
     lean: Leaning | None,
 ) -> Tensor:
     """Likewise of the gradient of the weight, from some of its rows."""
@@ -415,7 +412,7 @@ def _weight_error(
     z = torch.empty((n, count), device=some.device)
     multiply_add(z, saved.hidden, some.t(), first=True)
     left_out = column_residual(
-        z, sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass, grad_lse, some.dtype,
+        z, sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass.rows, grad_lse, some.dtype,
         logit_scale, softcap, plan.block_m, plan.block_n, v,
     )  # fmt: skip
     wrong = torch.empty((count, d), device=some.device)
@@ -423,7 +420,7 @@ def _weight_error(
     if lean is not None:
         block = sampled // plan.block_n
         width = (v - block * plan.block_n).clamp_max(plan.block_n)
-        factor = leaves[block] * (-logit_scale / width)
+        factor = mass.leaves.sum(1)[block] * (-logit_scale / width)
         multiply_add(wrong, (lean.along[sampled] * factor[:, None]).to(some.dtype), lean.back, first=False)
     return (wrong.square().sum(1) * stands_for).sum().sqrt()
 

@@ -27,7 +27,7 @@ from hf_cce.kernels.stored import LIMIT, Stored
 BUFFER = 32 << 20
 # A pass over S costs 4 · N · V bytes, rounding products in a pass of their own 8 · V · D: worth it from N / D = 2 on.
 TOKENS_PER_WIDTH = 2
-_BLOCK_V = 64
+_BLOCK_V = 32
 
 
 @Kernel

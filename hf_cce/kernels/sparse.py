@@ -88,58 +88,6 @@ def dropped_part(
     return acc
 
 
-# Its arguments are those of the kernel of the hidden states' gradient.
-@triton.jit
-def dropped_rows(
-    row, d, mass, means, hidden, tilt, of_token, tile_stride, num_tokens, num_col_blocks, hidden_size, hidden_stride, logit_scale,
-    TILTS: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, IN_PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """What the dropped tiles leave to the gradient of a block of hidden states, [BLOCK_M, BLOCK_D] float32.
-
-    Their mass times the mean rows of their columns; and the sum of it times h C, see hf_cce.kernels.tilt.
-    """
-    rows, ds, ks = row + tl.arange(0, BLOCK_M), d + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
-    in_rows, in_d = rows < num_tokens, ds < hidden_size
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if TILTS:
-        for k in range(0, hidden_size, BLOCK_K):
-            if TMA:
-                h, c = hidden.load([row, k]), tilt.load([k, d])
-            else:
-                h_at = rows.to(tl.int64)[:, None] * hidden_stride + (k + ks)[None, :]
-                in_k = k + ks < hidden_size
-                h = tl.load(hidden + h_at, mask=in_rows[:, None] & in_k[None, :], other=0.0)
-                c = tl.load(
-                    tilt + (k + ks)[:, None] * hidden_size + ds[None, :], mask=in_k[:, None] & in_d[None, :], other=0.0
-                )
-            if UPCAST:
-                h, c = h.to(tl.float32), c.to(tl.float32)
-            acc = tl.dot(h, c, acc, input_precision=PRECISION)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        for group in range(tl.cdiv(num_col_blocks, GROUP)):
-            total += tl.load(of_token + group * tile_stride + rows, mask=in_rows, other=0.0)
-        total *= logit_scale
-        # of an ignored token: what is not finite in its hidden state must not spread from there
-        acc = tl.where((total == 0.0)[:, None], 0.0, acc * total[:, None])
-    for block in range(0, num_col_blocks, BLOCK_K):
-        if TMA:
-            m, w = mass.load([block, row]), means.load([block, d])
-        else:
-            of = block + ks < num_col_blocks
-            m_at = (block + ks).to(tl.int64)[:, None] * tile_stride + rows[None, :]
-            m = tl.load(mass + m_at, mask=of[:, None] & in_rows[None, :], other=0.0)
-            w_at = (block + ks).to(tl.int64)[:, None] * hidden_size + ds[None, :]
-            w = tl.load(means + w_at, mask=of[:, None] & in_d[None, :], other=0.0)
-        if UPCAST:
-            m, w = m.to(tl.float32), w.to(tl.float32)
-        if IN_PARTS:
-            acc += tl.dot(tl.trans(m), w, input_precision=PRECISION)
-        else:
-            acc = tl.dot(tl.trans(m), w, acc, input_precision=PRECISION)
-    return acc
-
-
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _kept_tiles_kernel(
@@ -221,27 +169,17 @@ def _hidden_gradient_kernel(
     row_tiles,  # [row blocks, T] int64
     row_pass,  # [row blocks, P + 1]
     row_order,  # [P, row blocks]
-    mass,  # [T, N] pointer or TMA descriptor [BLOCK_K, BLOCK_M]: what the dropped tiles leave, as are the next four
-    means,  # [T, D] pointer or TMA descriptor [BLOCK_K, BLOCK_D]
-    hidden,  # [N, D] pointer or TMA descriptor [BLOCK_M, BLOCK_K], if TILTS
-    tilt,  # [D, D] pointer or TMA descriptor [BLOCK_K, BLOCK_D], if TILTS
-    of_token,  # [T / GROUP, N]
-    total,  # [N, D] float32: sums over the passes so far, of row blocks with tiles in later ones
+    total,  # [N, D] float32: what dropped tiles and passes before leave; added to, for row blocks with tiles in later ones
     tokens,  # [N] int64
     out,  # [N, D], written where the tokens stand, once a row block has all its tiles
     pass_number,
-    tile_stride,
     num_tokens,
     num_row_blocks,
     num_col_blocks,
     vocab_size,
     hidden_size,
-    hidden_stride,
     weight_stride,
-    logit_scale,
     PASSES,
-    TILTS: tl.constexpr,
-    GROUP: tl.constexpr,
     TMA: tl.constexpr,
     GATHER: tl.constexpr,
     IN_PARTS: tl.constexpr,
@@ -265,13 +203,7 @@ def _hidden_gradient_kernel(
         here = tl.arange(0, BLOCK_M)[:, None] * hidden_size + tl.arange(0, BLOCK_D)[None, :]
         rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < num_tokens)[:, None] & (ds < hidden_size)[None, :]
-        if pass_number == 0:
-            acc = dropped_rows(
-                row_block * BLOCK_M, d, mass, means, hidden, tilt, of_token, tile_stride, num_tokens, num_col_blocks, hidden_size,
-                hidden_stride, logit_scale, TILTS, GROUP, TMA, IN_PARTS, PRECISION, UPCAST, BLOCK_M, BLOCK_K, BLOCK_D,
-            )  # fmt: skip
-        else:
-            acc = tl.load(mine + here, mask=mask, other=0.0)
+        acc = tl.load(mine + here, mask=mask, other=0.0)
         part = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         listed = row_tiles + row_block * num_col_blocks
         # Read a step before it is used: as a load of the step itself it would keep the products waiting.

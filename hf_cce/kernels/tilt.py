@@ -67,7 +67,7 @@ def _centred_rows_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tilted_rows_kernel(
     hidden,  # [N, D]
-    mass,  # [T, N]
+    mass,  # [T, N], or sums of some of its rows each
     out,  # [N, D], written
     num_tokens,
     d,
@@ -185,7 +185,7 @@ def covariance(
 def tilted_rows(hidden: Tensor, mass: Tensor, logit_scale: float) -> Tensor:
     """Times the covariance, what the dropped tiles leave to each token beyond their means; [N, D] in the dtype of ``hidden``.
 
-    ``mass`` [T, N]: the gradient that the dropped tiles keep.
+    ``mass`` [T, N]: the gradient that the dropped tiles keep, or sums of some of its rows each.
     """
     (n, d), out = hidden.shape, torch.empty_like(hidden)
     _tilted_rows_kernel[(triton.cdiv(n, 32), triton.cdiv(d, 512))](
@@ -199,7 +199,7 @@ def leaning(
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]
     order: Tensor,  # [V padded]
-    mass: Tensor,  # [T, N]: the gradient that the dropped tiles keep
+    mass: Tensor,  # as for ``tilted_rows``
     block_n: int,
 ) -> Leaning:
     """What ``weight_leans`` and the kernel of the weight's gradient multiply; zeros where nothing is dropped."""
