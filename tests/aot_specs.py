@@ -201,7 +201,7 @@ SPECS = (
     ),
     Spec("sparse._aside_kernel", plan="filter blocks", types={"gradient": "*T", "scratch": "*T"}),
     Spec("order._order_kernel", types={"by_logit": "*i64", "padded": "i32:16"}),
-    Spec("order._key_kernel", plan="filter blocks", types={"columns": "*i32", "keys": "*i16"}),
+    Spec("order._key_kernel", types={"columns": "*i32", "keys": "*i16"}, constants={"FINE": 16384}),
     Spec(
         "order._permute_rows_kernel",
         plan="filter blocks",

@@ -220,7 +220,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     actual = run(inputs, labels, 0.1, options, state)[2]
     assert actual is not None and state._vocabulary is not None
     order, rank = (x.long() for x in (state._vocabulary[1].order, state._vocabulary[1].rank))
-    rows = torch.where(labels >= 0, rank[labels.clamp_min(0)] // 32, v).argsort(stable=True)
+    rows = torch.where(labels >= 0, rank[labels.clamp_min(0)], v).argsort(stable=True)
     p = full_logits(inputs[0].double(), weight.double(), None, options).softmax(-1).t()
     dropped = 0
     for first in range(0, v, 32):
@@ -244,6 +244,27 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     assert_as_good(actual[at_label], twin[at_label], exact[at_label], "the target's term")
     size = exact.norm()
     assert (actual - exact).norm() <= 1.01 * state.stats()["tau"] * size  # energies are bfloat16
+
+
+@pytest.mark.parametrize(("v", "largest"), [(300, None), (40_001, None), (40_001, 40_000)])
+def test_tokens_in_the_order_of_their_labels(v: int, largest: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By column where most labels are, by block of columns beyond; ignored ones last, and equal ones as they came."""
+    from hf_cce.kernels import order
+
+    if largest is not None:
+        monkeypatch.setattr(order, "LARGEST", largest)
+    g = torch.Generator().manual_seed(0)
+    rank = torch.randperm(v, generator=g).int().to(DEVICE)
+    labels = torch.randint(v, (500,), generator=g).to(DEVICE)
+    labels[::7] = -100
+    labels[3] = rank.argmax()  # the last column of all
+    found = order.sort_tokens(labels, order.Vocabulary(rank.argsort().int(), rank), -100)
+    columns = torch.where(labels < 0, v, rank[labels.clamp_min(0)].long())
+    assert torch.equal(found.labels.long(), columns[found.tokens])
+    fine = v if largest is not None else 16_384
+    keys = torch.where(columns < fine, columns, fine + (columns - fine) // 128)
+    keys[labels < 0] = v + 1
+    assert torch.equal(found.tokens, keys.argsort(stable=True))
 
 
 def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows: bool, room: int | None) -> list[Any]:

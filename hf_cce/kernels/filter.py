@@ -391,6 +391,6 @@ def dropped_mass(
     _mass_kernel[(rows, len(of_token))](
         tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, leaves, of_token,
         tile_stride(n), n, rows, cols, v, logit_scale,
-        HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, GROUP=MASS_GROUP, num_warps=4,
+        HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, GROUP=MASS_GROUP, num_warps=2,
     )  # fmt: skip
     return Mass(mass[:, :n], dropped, leaves, of_token[:, :n])

@@ -143,7 +143,7 @@ def forward(
     cols = triton.cdiv(v, plan.block_n)
     if vocabulary is None:
         vocabulary = sort_vocabulary(hidden, weight, bias, plan.block_n)
-    order = sort_tokens(labels, vocabulary, ignore_index, plan.block_n)
+    order = sort_tokens(labels, vocabulary, ignore_index)
     hidden = hidden.index_select(0, order.tokens)
     if bias is not None:
         bias = bias.index_select(0, order.order[:v])

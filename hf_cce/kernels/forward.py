@@ -295,7 +295,7 @@ def combine(
     n = labels.numel()
     _combine_kernel[(triton.cdiv(n, 32),)](
         *tiles, label_logit, labels, lse, *outputs, tile_stride(n), n, v, num_tiles, ignore_index,
-        **dict(zip(_FLAGS, [x is not None for x in outputs], strict=True)), BLOCK_R=32, BLOCK_T=128, num_warps=8,
+        **dict(zip(_FLAGS, [x is not None for x in outputs], strict=True)), BLOCK_R=32, BLOCK_T=256, num_warps=8,
     )  # fmt: skip
 
 

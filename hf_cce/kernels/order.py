@@ -17,6 +17,8 @@ from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.tilt import Leaning
 
 SAMPLE = 1024  # tokens whose mean gives the average logits
+FINE = 1 << 14  # columns in whose exact order tokens are sorted
+LARGEST = 128 * (1 << 14)  # vocabulary for which 16 bits do
 
 
 @Kernel
@@ -30,14 +32,15 @@ def _order_kernel(by_logit, order, rank, v, padded, BLOCK: tl.constexpr):
 
 @Kernel
 @triton.jit(do_not_specialize=["ignore_index", "num_tokens"])
-def _key_kernel(labels, rank, columns, keys, num_tokens, v, ignore_index, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
-    """The column of each label, V where it is ignored, and the number of its block."""
+def _key_kernel(labels, rank, columns, keys, num_tokens, v, ignore_index, FINE: tl.constexpr, BLOCK: tl.constexpr):
+    """The column of each label, V where it is ignored, and what tokens are sorted by: see ``sort_tokens``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(labels + at, mask=at < num_tokens, other=ignore_index)
     good = (label != ignore_index) & (label >= 0) & (label < v)
     column = tl.load(rank + label, mask=good, other=v)
+    key = tl.minimum(column, FINE) + tl.maximum(column - FINE, 0) // 128
     tl.store(columns + at, column, mask=at < num_tokens)
-    tl.store(keys + at, tl.where(good, column // BLOCK_N, tl.cdiv(v, BLOCK_N)), mask=at < num_tokens)
+    tl.store(keys + at, tl.where(good, key, key + 1), mask=at < num_tokens)
 
 
 @Kernel
@@ -102,15 +105,17 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
     return Vocabulary(order, rank)
 
 
-def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int, block_n: int) -> Order:
-    """By the block of columns that their label is in; those without one come last."""
+def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Order:
+    """By the column of their label; those without one come last.
+
+    Sorting takes a pass for each byte of the keys, so these are of 16 bits: the first FINE columns, which most labels are in,
+    and blocks of 128 after them. To sort by blocks alone would be as right, but then 2 to 10 % more tiles matter.
+    """
     n, v = labels.numel(), vocabulary.rank.numel()
     columns = torch.empty(n, dtype=torch.int32, device=labels.device)
-    # Within a block any order serves, and sorting takes a pass over all for each byte.
-    few = triton.cdiv(v, block_n) < 1 << 15
-    keys = torch.empty(n, dtype=torch.int16 if few else torch.int32, device=labels.device)
+    keys = torch.empty(n, dtype=torch.int16 if v < LARGEST else torch.int32, device=labels.device)
     _key_kernel[(triton.cdiv(n, 1024),)](
-        labels, vocabulary.rank, columns, keys, n, v, ignore_index, BLOCK_N=block_n, BLOCK=1024
+        labels, vocabulary.rank, columns, keys, n, v, ignore_index, FINE=FINE if v < LARGEST else v, BLOCK=1024
     )
     tokens = torch.sort(keys, stable=True).indices
     return Order(vocabulary.order, tokens, columns.index_select(0, tokens))

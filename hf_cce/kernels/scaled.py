@@ -27,7 +27,7 @@ from hf_cce.kernels.stored import LIMIT, Stored
 BUFFER = 32 << 20
 # A pass over S costs 4 · N · V bytes, rounding products in a pass of their own 8 · V · D: worth it from N / D = 2 on.
 TOKENS_PER_WIDTH = 2
-_BLOCK_V = 32
+_BLOCK_V = 16
 
 
 @Kernel
@@ -223,5 +223,5 @@ def scaled_gradients(
             product, hidden, by_label.values, by_label.indices, first_of, of_label, grad_weight, start, start // _BLOCK_V,
             stop - start, d, hidden.stride(0),
             UPCAST=hidden.is_cpu, BLOCK_V=_BLOCK_V, BLOCK_T=16 if hidden.is_cpu else 64, BLOCK_D=128,
-            num_warps=8, num_stages=1,
+            num_warps=4, num_stages=1,
         )  # fmt: skip
