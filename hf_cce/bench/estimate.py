@@ -33,7 +33,7 @@ EAGER_BYTES = 12
 FEW_LOGITS = 42_000_000
 # What PyTorch's allocator took from the GPU, as a multiple of the peak, in steps of three models: larger blocks fragment more,
 # and not alike; 1.06 to 1.13 with full logits.
-RESERVED = {"eager": 1.112, "compiled": 1.13, "cce": 1.04}
+RESERVED = {"eager": 1.112, "compiled": 1.13, "cce": 1.01}
 CONTEXT = 600 << 20  # CUDA's context and the libraries' workspaces; a guess that suits most GPUs
 LITTLE = 0.1  # of the peak: a saving below is called little
 
@@ -352,21 +352,25 @@ def estimate(
             def bytes_at(rows: int, way: str = way, checkpointing: bool = checkpointing) -> tuple[int, int, int]:
                 return _peak(way, rows, sequence, model, activations, dtype, memory_budget, checkpointing)
 
-            def fits(rows: int, way: str = way, bytes_at: Any = bytes_at) -> bool:
-                taken = reserved(way, bytes_at(rows)[2], rows * sequence, memory_budget)
+            def fits(rows: int, way: str = way, bytes_at: Any = bytes_at, checkpointing: bool = checkpointing) -> bool:
+                taken = reserved(way, bytes_at(rows)[2], rows * sequence, memory_budget, checkpointing)
                 return taken <= found.gpu_memory - CONTEXT
 
             steps[way] = Step(*bytes_at(batch), largest(fits))
     return found
 
 
-def reserved(way: str, peak: float, tokens: int, memory_budget: int | None) -> float:
+def reserved(way: str, peak: float, tokens: int, memory_budget: int | None, checkpointing: bool = False) -> float:
     """Bytes that PyTorch's allocator takes from the GPU for a step of that ``peak``.
 
-    Where the peak is small it is CCE's scratch that counts: what it is cut into differs from one moment of a step to the next.
+    What CCE's scratch is cut into differs from one moment of a step to the next. Where activations are kept, other tensors find
+    room in what it leaves but for some hundreds of MiB; with gradient checkpointing there are none that would.
     """
-    pieces = 2.15 * CCEConfig(memory_budget=memory_budget).scratch(tokens) if way == "cce" else 0.0
-    return max(RESERVED[way] * peak, peak + pieces)
+    pieces = 0.0
+    if way == "cce":
+        scratch = CCEConfig(memory_budget=memory_budget).scratch(tokens)
+        pieces = 2.15 * scratch if checkpointing else 1.8 * min(scratch, 256 << 20)
+    return RESERVED[way] * peak + pieces
 
 
 def _peak(
