@@ -55,6 +55,10 @@ class Patch:
     set_loss_function: bool = False
     kept_whole: list[nn.Module] = field(default_factory=list)  # FSDP2 groups that were told to keep their weights
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        peft_tuner.enter(STATE)  # where a model is unpickled nobody may have called ``patch``
+        vars(self).update(state)
+
 
 def patch(model: nn.Module, config: CCEConfig) -> None:
     """Patch one instance; on a patched one only the options change."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -60,9 +61,11 @@ def adapted(model: Any) -> Any:
     ).train()
 
 
-def in_a_process(how: str) -> None:
+def in_a_process(how: str, saved: str) -> None:
     """What a user's script does: patch, then import PEFT, then train."""
-    if how == "class":
+    if how == "unpickled":  # by a process in which nobody calls apply_cce
+        model = pickle.loads(Path(saved).read_bytes())
+    elif how == "class":
         apply_cce(type(tiny_llama()))
         model = tiny_llama()
     else:
@@ -86,9 +89,10 @@ def in_a_process(how: str) -> None:
     print("fused", stats(patched).fused)
 
 
-@pytest.mark.parametrize("how", ["instance", "class"])
-def test_a_model_patched_before_peft_is_imported(how: str, old_peft: Path) -> None:
-    code = f"import test_peft_late as test; test.in_a_process({how!r})"
+@pytest.mark.parametrize("how", ["instance", "class", "unpickled"])
+def test_a_model_patched_before_peft_is_imported(how: str, old_peft: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").write_bytes(pickle.dumps(apply_cce(tiny_llama())))
+    code = f"import test_peft_late as test; test.in_a_process({how!r}, {str(tmp_path / 'model')!r})"
     path = os.pathsep.join(map(str, (old_peft, ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")]))))
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True
