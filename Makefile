@@ -52,7 +52,7 @@ test-oldest: $(VENV)/.dev  ## every class with the oldest Transformers that is s
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/oldest "transformers==5.0.*"
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest "peft==0.18.*"
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) tests/test_all_classes.py tests/test_families.py tests/test_patching.py $(PYTEST_ARGS)
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) -k "peft or adapter or lora" tests/test_peft_late.py tests/test_engines.py $(PYTEST_ARGS)
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) -k "peft or adapter or lora" tests/test_peft_late.py tests/test_peft_tuners.py tests/test_engines.py $(PYTEST_ARGS)
 
 test-newest: $(VENV)/.dev  ## TRL's trainers and the callback with the newest TRL and Transformers; TRL="--pre trl" or git+https://…
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest transformers

@@ -1,8 +1,9 @@
 """PEFT that calls past the hooks of a model, imported only after ``apply_cce``: a plain loop reaches the fused loss all the same.
 
-Where PEFT 0.18 to 0.20 is installed (`make test-oldest`), the processes started here import that one. With a newer one they
-import a copy in which one line is what it was: in ``BaseTuner.forward`` of ``tuners_utils.py``, ``return self.model.forward(
-*args, **kwargs)``, which is line 308 of PEFT 0.18.0, 311 of 0.18.1, 330 of 0.19.0 and 0.19.1, and 333 of 0.20.0.
+Two tuners call past them whatever the version; the processes of LoRA need an old one. Where PEFT 0.18 to 0.20 is installed
+(`make test-oldest`), they import that one. With a newer one they import a copy in which one line is what it was: in
+``BaseTuner.forward`` of ``tuners_utils.py``, ``return self.model.forward(*args, **kwargs)``, which is line 308 of PEFT 0.18.0,
+311 of 0.18.1, 330 of 0.19.0 and 0.19.1, and 333 of 0.20.0.
 """
 
 from __future__ import annotations
@@ -50,18 +51,30 @@ def finders() -> list[Any]:
     return [finder for finder in sys.meta_path if isinstance(finder, peft_tuner._Finder)]
 
 
-def adapted(model: Any) -> Any:
-    """With LoRA; PEFT is imported here, and not before."""
+def adapted(model: Any, tuner: str) -> Any:
+    """With an adapter; PEFT is imported here, and not before."""
+    import peft
     import torch
-    from peft import LoraConfig, get_peft_model
 
+    configs: dict[str, Any] = {
+        "lora": lambda: peft.LoraConfig(
+            task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False
+        ),
+        "adalora": lambda: peft.AdaLoraConfig(
+            task_type="CAUSAL_LM", init_r=4, target_modules=["q_proj", "v_proj"], total_step=9, init_lora_weights=False
+        ),
+        "adaption": lambda: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1),
+    }
     torch.manual_seed(3)
-    return get_peft_model(
-        model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
-    ).train()
+    wrapped = peft.get_peft_model(model, configs[tuner]()).train()
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "gate" in name:  # zero at first, and the prompts do nothing
+                parameter.fill_(0.5)
+    return wrapped
 
 
-def in_a_process(how: str, saved: str) -> None:
+def in_a_process(how: str, saved: str, tuner: str) -> None:
     """What a user's script does: patch, then import PEFT, then train."""
     if how == "unpickled":  # by a process in which nobody calls apply_cce
         model = pickle.loads(Path(saved).read_bytes())
@@ -73,15 +86,17 @@ def in_a_process(how: str, saved: str) -> None:
     assert not any(name.split(".")[0] == "peft" for name in sys.modules) and len(finders()) == 1
     if how == "class":
         remove_cce(type(model))
-    patched = adapted(model)
+    patched = adapted(model, tuner)
     assert finders() == []
-    tuners = sys.modules["peft.tuners.tuners_utils"]
-    assert OLD in Path(str(tuners.__file__)).read_text("utf-8")
-    assert tuners.__spec__ is not None and "exec_module" not in vars(tuners.__spec__.loader)
-    plain = adapted(tiny_llama())
+    for module in [module for name, module in sys.modules.items() if name in (peft_tuner.BASE, *peft_tuner.TUNERS)]:
+        assert module.__spec__ is not None and "exec_module" not in vars(module.__spec__.loader)
+    if tuner == "lora":
+        assert OLD in Path(str(sys.modules[peft_tuner.BASE].__file__)).read_text("utf-8")
+    plain = adapted(tiny_llama(), tuner)
     hooked: list[str] = []
     plain.get_base_model().register_forward_pre_hook(lambda *_: hooked.append("called"))
-    twin, reference = loss_and_grads(plain, batch()), loss_and_grads(exact(adapted(tiny_llama())), batch(), double=True)
+    twin = loss_and_grads(plain, batch())
+    reference = loss_and_grads(exact(adapted(tiny_llama(), tuner)), batch(), double=True)
     for name, value in loss_and_grads(patched, batch()).items():
         assert_as_good(value, twin[name], reference[name], name)
     assert_fused(patched, calls=1)
@@ -89,16 +104,30 @@ def in_a_process(how: str, saved: str) -> None:
     print("fused", stats(patched).fused)
 
 
-@pytest.mark.parametrize("how", ["instance", "class", "unpickled"])
-def test_a_model_patched_before_peft_is_imported(how: str, old_peft: Path, tmp_path: Path) -> None:
+def fused_in_a_process(how: str, tuner: str, first: Path | None, tmp_path: Path) -> None:
+    """``first``: a folder for the front of ``sys.path``."""
     (tmp_path / "model").write_bytes(pickle.dumps(apply_cce(tiny_llama())))
-    code = f"import test_peft_late as test; test.in_a_process({how!r}, {str(tmp_path / 'model')!r})"
-    path = os.pathsep.join(map(str, (old_peft, ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")]))))
+    code = f"import test_peft_late as test; test.in_a_process({how!r}, {str(tmp_path / 'model')!r}, {tuner!r})"
+    folders = [*([] if first is None else [first]), ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = os.pathsep.join(map(str, folders))
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["fused", "1"]
+
+
+@pytest.mark.parametrize("how", ["instance", "class", "unpickled"])
+def test_a_model_patched_before_peft_is_imported(how: str, old_peft: Path, tmp_path: Path) -> None:
+    fused_in_a_process(how, "lora", old_peft, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["instance", "unpickled"])
+@pytest.mark.parametrize("tuner", ["adalora", "adaption"])
+def test_a_tuner_with_a_forward_of_its_own_imported_late(tuner: str, how: str, tmp_path: Path) -> None:
+    """Of the PEFT that is installed, whichever it is."""
+    pytest.importorskip("peft")
+    fused_in_a_process(how, tuner, None, tmp_path)
 
 
 # The finder, with a module of another name, so that this process keeps its PEFT
@@ -111,11 +140,13 @@ CLASS = (
 @pytest.fixture
 def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a module that stands for PEFT's, of a PEFT of version 0.20."""
-    monkeypatch.setattr(peft_tuner, "MODULE", LATE)
+    monkeypatch.setattr(peft_tuner, "BASE", LATE)
+    monkeypatch.setattr(peft_tuner, "TUNERS", {})
     monkeypatch.setattr(peft_tuner, "version", lambda _: "0.20.0")
     monkeypatch.setattr(sys, "meta_path", [x for x in sys.meta_path if not isinstance(x, peft_tuner._Finder)])
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, LATE, raising=False)
+    for name in (LATE, f"{LATE}_tuner"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / f"{LATE}.py").write_text(CLASS)
     importlib.invalidate_caches()
@@ -147,6 +178,25 @@ def test_the_finder_goes_when_it_has_done_its_work(late: Path, monkeypatch: pyte
     monkeypatch.delitem(sys.modules, LATE)
     assert sys.meta_path == before
     assert called(module, patched=True) == "hooks and all" and called(module, patched=False) == "past the hooks"
+
+
+@pytest.mark.parametrize("installed", ["0.20.0", "0.21.2"])
+def test_the_finder_goes_when_the_last_module_is_mended(
+    installed: str, late: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two tuners are waited for whatever the version; the base of all of them only where it calls past the hooks."""
+    monkeypatch.setattr(peft_tuner, "version", lambda _: installed)
+    monkeypatch.setattr(peft_tuner, "TUNERS", {f"{LATE}_tuner": ("BaseTuner", "forward")})
+    (late.parent / f"{LATE}_tuner.py").write_text(CLASS)
+    importlib.invalidate_caches()
+    peft_tuner.enter("_hf_cce")
+    base = importlib.import_module(LATE)
+    monkeypatch.delitem(sys.modules, LATE)
+    assert called(base, patched=True) == ("hooks and all" if installed == "0.20.0" else "past the hooks")
+    assert len(finders()) == 1
+    tuner = importlib.import_module(f"{LATE}_tuner")
+    monkeypatch.delitem(sys.modules, f"{LATE}_tuner")
+    assert finders() == [] and "__call__" in vars(tuner.BaseTuner)
 
 
 def test_an_import_that_fails_is_tried_again(late: Path, monkeypatch: pytest.MonkeyPatch) -> None:
