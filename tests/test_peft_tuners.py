@@ -1,6 +1,6 @@
 """PEFT's tuners that call the model past its hooks by themselves, in every PEFT: AdaLoRA and LLaMA-Adapter's prompts.
 
-And X-LoRA, which calls it twice.
+And its mixed model, which cannot be asked for the model inside, and X-LoRA, which calls that model twice.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from models import (
+    FAMILIES,
     anatomy,
     assert_fused,
     assert_same_training,
@@ -316,6 +317,26 @@ def test_mended_once() -> None:
     calls = [cls.__call__ for cls in classes]
     apply_cce(tiny_llama())
     assert [cls.__call__ for cls in classes] == calls
+
+
+@pytest.mark.parametrize("how", ["model", "tuner"])
+def test_the_model_inside_a_mixed_model_or_a_bare_tuner_is_found(how: str) -> None:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+
+    def build() -> Any:
+        torch.manual_seed(3)
+        if how == "tuner":
+            return peft.LoraModel(FAMILIES["llama"].build(), config, "default").train()
+        model = peft.get_peft_model(FAMILIES["llama"].build(), config, mixed=True)
+        model.add_adapter("other", peft.LoHaConfig(r=2, target_modules=["v_proj"], init_weights=False))
+        model.set_adapter(["default", "other"])
+        return model.train()
+
+    patched = apply_cce(build())
+    assert_same_training(patched, build(), batch(rows=4))
+    assert_fused(patched, calls=1)
+    remove_cce(patched)
+    assert type(patched(**batch()).logits) is torch.Tensor
 
 
 def test_x_lora(tmp_path: Path) -> None:
