@@ -48,9 +48,11 @@ test: $(VENV)/.dev  ## all tests (those for a GPU are skipped where there is non
 test-fast: $(VENV)/.dev  ## the tests without the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
 
-test-oldest: $(VENV)/.dev  ## every class with the oldest Transformers that is supported
+test-oldest: $(VENV)/.dev  ## every class with the oldest Transformers that is supported, adapters with the oldest PEFT
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/oldest "transformers==5.0.*"
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest "peft==0.18.*"
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) tests/test_all_classes.py tests/test_families.py tests/test_patching.py $(PYTEST_ARGS)
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) -k "peft or adapter or lora" tests/test_peft_late.py tests/test_peft_tuners.py tests/test_engines.py $(PYTEST_ARGS)
 
 test-newest: $(VENV)/.dev  ## TRL's trainers and the callback with the newest TRL and Transformers; TRL="--pre trl" or git+https://…
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest transformers

@@ -119,12 +119,21 @@ def causal_lm(model: Any) -> nn.Module:
             model = inner
         elif callable(getattr(type(model), "get_base_model", None)):  # PEFT
             model = model.get_base_model()  # type: ignore[operator]
-        elif not hasattr(type(model), "get_output_embeddings") and isinstance(
-            inner := model._modules.get("module", model._modules.get("_fsdp_wrapped_module")), nn.Module
-        ):  # DDP, DataParallel, DeepSpeed; FSDP1
+        elif (inner := _wrapped(model)) is not None:
             model = inner
         else:
             return model
+
+
+def _wrapped(model: nn.Module) -> nn.Module | None:
+    """The module that another one is there to wrap; None where it wraps none."""
+    if any(kind.__module__.partition(".")[0] == "peft" for kind in type(model).__mro__):
+        names = "base_model", "model"  # a PeftMixedModel, a tuner
+    elif not hasattr(type(model), "get_output_embeddings"):
+        names = "module", "_fsdp_wrapped_module"  # DDP, DataParallel, DeepSpeed; FSDP1
+    else:
+        return None
+    return next((inner for name in names if isinstance(inner := model._modules.get(name), nn.Module)), None)
 
 
 def _refuse(cls: type, reason: str | None) -> None:

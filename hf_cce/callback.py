@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -61,16 +63,20 @@ class CCECallback(TrainerCallback):
         self._before, self._steps = replace(patch.stats), 0
         self._policy = preference.ready(args)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._let_policy(kwargs["model"], self._policy)
-
-    def _let_policy(self, model: Any, allowed: bool) -> None:
-        patch = patch_of(causal_lm(model))
-        if patch is not None:
-            patch.policy = allowed
+    @contextlib.contextmanager
+    def _policy_step(self, model: Any) -> Iterator[None]:
+        """What patches.preference runs a training step in: calls without labels may defer their logits there."""
+        patch = patch_of(causal_lm(model)) if self._policy else None
+        if patch is None:
+            yield
+            return
+        patch.policy = True
+        try:
+            yield
+        finally:
+            patch.policy = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._let_policy(kwargs["model"], False)
         self._steps += 1
         self._check(args, kwargs["model"])
 
@@ -87,7 +93,6 @@ class CCECallback(TrainerCallback):
                 state.log_history[-1].update(told)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._let_policy(kwargs["model"], False)
         self._check(args, kwargs["model"])
         self._before = None
 

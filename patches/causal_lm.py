@@ -55,6 +55,20 @@ class Patch:
     set_loss_function: bool = False
     kept_whole: list[nn.Module] = field(default_factory=list)  # FSDP2 groups that were told to keep their weights
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        peft_tuner.enter(STATE)  # where a model is unpickled nobody may have called ``patch``
+        vars(self).update(state)
+
+    def around(self, model: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``call`` returns, which calls forward of ``model`` past the hooks: what they do, around it."""
+        output = changed = None
+        _before(model, args, kwargs)
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            changed = _after(model, args, kwargs, output)
+        return output if changed is None else changed
+
 
 def patch(model: nn.Module, config: CCEConfig) -> None:
     """Patch one instance; on a patched one only the options change."""

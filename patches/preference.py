@@ -5,16 +5,19 @@ Cause: the trainers for ORPO, CPO and TPO call ``model(input_ids, …)`` and giv
 with those known here, and another TRL is left alone. It can go when TRL gives these trainers its fused head.
 
 How: ``CCECallback`` knows the trainer by the type of its arguments, and lets the model defer its logits in training calls without
-labels, from the beginning of a step to its end. The functions that the trainer's module calls by name are given to an object that
-answers for ``PolicyLogits`` and passes everything else on. One process only: what wraps a model for several looks for tensors
-in its output. The trainers with a reference model (A2PO, OnlineDPO) are left out: its log-probabilities, of which they take
-the difference to the policy's, would be rounded in another way; and those that need whole distributions (GKD, SDPO …).
+labels while ``training_step`` of the trainer's class runs. That method is wrapped, because callbacks are not told of a step that
+raises. The functions that the trainer's module calls by name are given to an object that answers for ``PolicyLogits`` and passes
+everything else on. One process only: what wraps a model for several looks for tensors in its output. The trainers with a
+reference model (A2PO, OnlineDPO) are left out: its log-probabilities, of which they take the difference to the policy's, would
+be rounded in another way; and those that need whole distributions (GKD, SDPO …).
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 from hf_cce.policy import PolicyLogits
@@ -25,12 +28,14 @@ ARGUMENTS = {
     ONE: ("logits", "index", "temperature", "row_mask"),
     TWO: ("logits", "index", "entropy_requires_grad", "temperature", "row_mask"),
 }
-# The type of a trainer's arguments: the module of the trainer, and what it calls there
+# The type of a trainer's arguments: the module of the trainer, its class and what it calls there
 TRAINERS = {
-    "trl.experimental.orpo.orpo_config.ORPOConfig": ("trl.experimental.orpo.orpo_trainer", ONE),
-    "trl.experimental.cpo.cpo_config.CPOConfig": ("trl.experimental.cpo.cpo_trainer", ONE),
-    "trl.experimental.tpo.tpo_config.TPOConfig": ("trl.experimental.tpo.tpo_trainer", TWO),
+    "trl.experimental.orpo.orpo_config.ORPOConfig": ("trl.experimental.orpo.orpo_trainer", "ORPOTrainer", ONE),
+    "trl.experimental.cpo.cpo_config.CPOConfig": ("trl.experimental.cpo.cpo_trainer", "CPOTrainer", ONE),
+    "trl.experimental.tpo.tpo_config.TPOConfig": ("trl.experimental.tpo.tpo_trainer", "TPOTrainer", TWO),
 }
+# A callback's method of this name takes the model and returns a context manager: a step of a trainer that is ready
+STEP = "_policy_step"
 
 
 class _Dispatch:
@@ -60,17 +65,38 @@ class _Dispatch:
 
 
 def ready(args: Any) -> bool:
-    """Whether the trainer with these arguments may get ``PolicyLogits``; its functions answer for them from now on."""
+    """Whether the trainer with these arguments may get ``PolicyLogits``; its functions answer for them from now on.
+
+    From now on its class also runs every training step within what the trainer's callbacks return from their method ``STEP``.
+    """
     known = [
         TRAINERS[name] for kind in type(args).__mro__ if (name := f"{kind.__module__}.{kind.__qualname__}") in TRAINERS
     ]
     if not known or args.world_size != 1 or args.n_gpu > 1 or getattr(args, "torch_compile", False):
         return False
-    module, name = sys.modules.get(known[0][0]), known[0][1]
-    function = getattr(module, name, None)
-    if isinstance(function, _Dispatch):
-        return True
-    if not inspect.isfunction(function) or tuple(inspect.signature(function).parameters) != ARGUMENTS[name]:
+    module, name = sys.modules.get(known[0][0]), known[0][2]
+    trainer, function = getattr(module, known[0][1], None), getattr(module, name, None)
+    if not callable(getattr(trainer, "training_step", None)):
         return False
-    setattr(module, name, _Dispatch(name, function))
+    if not isinstance(function, _Dispatch):
+        if not inspect.isfunction(function) or tuple(inspect.signature(function).parameters) != ARGUMENTS[name]:
+            return False
+        setattr(module, name, _Dispatch(name, function))
+    if not hasattr(trainer.training_step, STEP):  # type: ignore[union-attr]
+        trainer.training_step = _within(trainer.training_step)  # type: ignore[union-attr]
     return True
+
+
+def _within(original: Any) -> Any:
+    """``training_step`` that ends what the callbacks began for it, also when it raises."""
+
+    @functools.wraps(original)
+    def training_step(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for callback in self.callback_handler.callbacks:
+                if hasattr(callback, STEP):
+                    stack.enter_context(getattr(callback, STEP)(model))
+            return original(self, model, *args, **kwargs)
+
+    setattr(training_step, STEP, True)
+    return training_step

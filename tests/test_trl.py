@@ -18,6 +18,7 @@ from numerics import assert_as_good, budget, relative_error
 
 from hf_cce import CCECallback, apply_cce
 from hf_cce.patches import trl as trl_patch
+from hf_cce.policy import PolicyLogits
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -273,6 +274,44 @@ def test_calls_without_labels_stay_what_they_were(name: str, tmp_path: Path) -> 
     assert type(model.train()(input_ids=torch.ones(1, 3, dtype=torch.long)).logits) is torch.Tensor
     assert math.isfinite(trainer.evaluate(trainer.train_dataset)["eval_loss"])
     assert stats(model).calls == calls and stats(model).materialised == 0
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["orpo", "cpo", "tpo"])
+def test_a_step_that_raises_is_over(
+    name: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its second part, when the model has answered; the next call without labels has plain logits, the next run has not."""
+    model, inputs = tiny_llama(), torch.ones(1, 3, dtype=torch.long)
+    trainer = PREFERENCE[name](tmp_path, model, [CCECallback(on_unused="raise")], gradient_accumulation_steps=2)
+    answered: list[type] = []
+    backward = trainer.accelerator.backward
+
+    def raising(loss: Any, **kwargs: Any) -> None:
+        answered.append(type(model(input_ids=inputs).logits))
+        if len(answered) == 2:
+            raise error("in a step")
+        backward(loss, **kwargs)
+
+    monkeypatch.setattr(trainer.accelerator, "backward", raising)
+    with pytest.raises(error, match="in a step"):
+        run(trainer)
+    assert answered == [PolicyLogits] * 2 and model.training
+    assert type(model(input_ids=inputs).logits) is torch.Tensor
+    counted = copy.copy(stats(model))
+    monkeypatch.undo()
+    _, told = run(trainer)
+    assert told == [] and stats(model).fused > counted.fused and stats(model).materialised == 0
+
+
+def test_a_trainer_without_the_callback_has_plain_steps_beside_one_that_has_it(tmp_path: Path) -> None:
+    """The class of both is the same, and so may the model be."""
+    model = tiny_llama()
+    run(PREFERENCE["orpo"](tmp_path / "a", model, [CCECallback(on_unused="raise")]))
+    calls = stats(model).calls
+    assert calls > 0
+    _, told = run(PREFERENCE["orpo"](tmp_path / "b", model, []))
+    assert told == [] and stats(model).calls == calls
 
 
 def test_a_preference_trainer_of_another_trl_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
