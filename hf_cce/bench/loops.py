@@ -29,14 +29,21 @@ def _versions(report: dict[str, Any], *names: str) -> str:
 
 
 def steps(reports: dict[str, dict[str, Any]], link: Link) -> str:
-    """Steps from random weights: each model and loop with each loss that was measured in it."""
+    """Each model and loop with each loss that was measured in it."""
     lines = [
         "| model, tokens a step | loop | loss | time (least–most) | tokens/s | peak memory |",
         "|---|---|---|---|---|---|",
     ]
+    trained = []
     for report in reports.values():
         settings = report["settings"]
         shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}"
+        if settings["pretrain_steps"]:
+            losses = next(row["losses"] for row in report["results"].values() if row["status"] == "ok")
+            mean = sum(losses) / len(losses)
+            trained.append(
+                f"{settings['model']} {settings['pretrain_steps']:,} steps (loss {mean:.1f} on average of these)"
+            )
         for name, row in report["results"].items():
             if row["status"] != "ok":
                 continue
@@ -50,7 +57,8 @@ def steps(reports: dict[str, dict[str, Any]], link: Link) -> str:
     report = next(iter(reports.values()))
     versions = _versions(report, "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy")
     files = ", ".join(link(name) for name in reports)
-    return "\n".join([*lines, "", f"{report['device']}, bfloat16, random weights; {versions}; {files}."])
+    weights = f"trained before on the same text: {', '.join(trained)}" if trained else "random weights"
+    return "\n".join([*lines, "", f"{report['device']}, bfloat16, {weights}; {versions}; {files}."])
 
 
 def fits(reports: dict[str, dict[str, Any]], link: Link) -> str:

@@ -20,7 +20,7 @@ PAGES = ("README.md", "docs/performance.md", "docs/comparison.md", "docs/accurac
 RESULTS = Path(__file__).parent / "results"
 TRAINED = "2026-11-22-h200-bench-heads.json"
 FLAT = "2026-11-21-h200-bench-flat.json"
-STEPS = "2026-11-21-h200-steps-trained.json"
+STEPS = "2026-11-22-h200-steps-qwen-trained.json"
 UNIFORM, FEW, LONG = (f"2026-11-21-h200-bench-{name}.json" for name in ("heads-uniform", "few", "32768"))
 FLAT_4096, FLAT_49152 = (f"2026-11-21-h200-bench-flat-{name}.json" for name in ("4096", "49152"))
 STEPS_RANDOM, CPU, DEMO = "2026-11-21-h200-steps-random.json", "2026-11-21-cpu-loss.json", "demo_cpu.json"
@@ -29,10 +29,12 @@ LOOPS = tuple(
     f"2026-11-22-h200-steps-{name}.json"
     for name in ("smol-plain", "llama-plain", "qwen-trainer", "smol-trainer", "qwen-sft", "smol-sft")
 )
-FIRST, FITS, POLICY = (f"2026-11-22-h200-{name}.json" for name in ("first", "fits-qwen", "log-probs"))
+TRAINED_LOOPS = tuple(f"2026-11-22-h200-steps-{name}-trained.json" for name in ("smol", "qwen", "llama"))
+FITS = tuple(f"2026-11-22-h200-fits-{name}.json" for name in ("smollm2", "qwen", "llama"))
+FIRST, POLICY = (f"2026-11-22-h200-{name}.json" for name in ("first", "log-probs"))
 # Those that tables below are made of; any other file is drawn by hf_cce.bench.newer.
 NAMED = {TRAINED, FLAT, STEPS, UNIFORM, FEW, LONG, FLAT_4096, FLAT_49152, STEPS_RANDOM, CPU, DEMO, CURVES, LIMITED}
-NAMED |= {*LOOPS, FIRST, FITS, POLICY}
+NAMED |= {*LOOPS, *TRAINED_LOOPS, *FITS, FIRST, POLICY}
 PEERS = {
     "hf_cce": "**hf_cce**",
     "hf_cce exact": "**hf_cce**, no filter",
@@ -404,7 +406,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "steps-random": steps_random_table,
     "steps-31gib": limited_table,
     "steps-loops": _by_name(loops.steps, *LOOPS),
-    "fits": _by_name(loops.fits, FITS),
+    "steps-trained": _by_name(loops.steps, *TRAINED_LOOPS),
+    "fits": _by_name(loops.fits, *FITS),
     "policy": _by_name(loops.policy, POLICY),
     "first": lambda page: loops.first_calls(read(FIRST), FIRST, lambda name: _link(name, page)),
     "trained-49152": _modes(TRAINED, "trained V49152 N=8192"),
