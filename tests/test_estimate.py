@@ -80,14 +80,19 @@ def test_peaks_of_whole_steps_are_those_measured(
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*-fits-*.json")), ids=lambda path: path.stem[11:])
 def test_largest_batches_are_those_measured(path: Path) -> None:
-    """Or one less, to be on the safe side; of a compiled loss, whose allocations leap, one more or less."""
+    """Or one less, to be on the safe side; of a compiled loss, whose allocations leap, one more or a tenth less.
+
+    As a process begins these take up to 12 % beyond the peak, and later, where the largest batch is looked for, hardly any.
+    """
     report = json.loads(path.read_text("utf-8"))
     settings, results = report["settings"], report["results"]
     for size in settings["gib"]:
         found = bench.estimate(settings["model"], 1, settings["sequence"], gpu_memory=size)
         for way, loss in (("eager", "eager"), ("compiled", "compiled"), ("cce", "hf_cce")):
-            apart = found.plain[way].largest_batch - results[loss]["fits"][f"{size:g}"]
-            assert -1 <= apart <= (way == "compiled"), f"{way}, {size} GiB: {apart:+d}"
+            fits = results[loss]["fits"][f"{size:g}"]
+            apart = found.plain[way].largest_batch - fits
+            fewer = max(1, fits // 10) if way == "compiled" else 1
+            assert -fewer <= apart <= (way == "compiled"), f"{way}, {size} GiB: {apart:+d}"
 
 
 def measured_losses() -> list[Any]:
