@@ -212,17 +212,8 @@ def backward(
 
     def leave(kept: Kept) -> Mass:
         return dropped_mass(
-            kept,
-            saved.tile_lse,
-            saved.tile_damping,
-            saved.lse,
-            order.labels,
-            grad_lse,
-            v,
-            logit_scale,
-            dtype,
-            plan.block_m,
-        )
+            kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
+        )  # fmt: skip
 
     mass = leave(kept)
     dropped = mass.dropped
