@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -197,6 +198,27 @@ def test_interruption_leaves_nothing_behind(words: Path, cache: Path, tmp_path: 
     while group := processes_of(process.pid):
         assert time.monotonic() < patience, group
         time.sleep(0.1)
+
+
+def test_an_interruption_while_a_process_starts_ends_that_too(
+    corpus: text.Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    real = multiprocessing.process.BaseProcess.start
+
+    def start(self: Any) -> None:
+        real(self)
+        started.append(self)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
+    settings = Settings(
+        str(corpus.tokens_file), str(corpus.tokenizer_file), vocabulary=512, steps=100_000, device="cpu"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        training.in_own_process(settings, lambda event: None)
+    assert len(started) == 1 and not started[0].is_alive()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_local_model_and_its_tokenizer(words: Path, corpus: text.Corpus, cache: Path, tmp_path: Path) -> None:

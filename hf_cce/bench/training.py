@@ -12,7 +12,8 @@ import platform
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -140,9 +141,11 @@ def in_own_process(settings: Settings, report: Report) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(settings, there), daemon=True)
-    process.start()
-    there.close()
     try:
+        # An interruption between the child's start and its being known would leave it behind.
+        with _no_interruption():
+            process.start()
+        there.close()
         while True:
             event = here.recv()
             if event["event"] == "result":
@@ -157,8 +160,22 @@ def in_own_process(settings: Settings, report: Report) -> dict[str, Any]:
             "out of memory? Try a smaller --batch, --seq or --layers"
         ) from None
     finally:
-        process.terminate()
-        process.join()
+        if process.pid is not None:
+            process.terminate()
+            process.join()
+
+
+@contextmanager
+def _no_interruption() -> Iterator[None]:
+    """Ctrl-C waits until the end of this; a process that is started inside never hears of it."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _child(settings: Settings, pipe: Any) -> None:
