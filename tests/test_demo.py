@@ -185,6 +185,8 @@ def test_interruption_leaves_nothing_behind(words: Path, cache: Path, tmp_path: 
     process = subprocess.Popen(
         command(*arguments, "--json", str(tmp_path / "demo.json")), cwd=ROOT, env=environment(cache), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        # where the tests run in the background of a shell, Ctrl-C is ignored, and so it would be here
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout is not None
     while "Device:" not in (line := process.stdout.readline()):
@@ -215,8 +217,12 @@ def test_an_interruption_while_a_process_starts_ends_that_too(
     settings = Settings(
         str(corpus.tokens_file), str(corpus.tokenizer_file), vocabulary=512, steps=100_000, device="cpu"
     )
-    with pytest.raises(KeyboardInterrupt):
-        training.in_own_process(settings, lambda event: None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            training.in_own_process(settings, lambda event: None)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(started) == 1 and not started[0].is_alive()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
