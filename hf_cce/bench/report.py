@@ -223,8 +223,8 @@ def steps_table(page: str) -> str:
     lines += [
         "",
         f"{report['device']}, bfloat16, Qwen2.5-0.5B's shape, trained on local text for {report['settings']['pretrain_steps']} "
-        "steps (loss",
-        f"{first:.1f}), {_packages(report)}.",
+        "steps (first measured",
+        f"loss {first:.1f}), {_packages(report)}.",
         f"Numbers and command: {_link(STEPS, page)}.",
     ]
     return "\n".join(lines)
