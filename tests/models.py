@@ -327,6 +327,15 @@ def anatomy(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def with_open_gates(model: Any) -> Any:
+    """``model`` with LLaMA-Adapter's prompts at work: their gates are zero at first, and the prompts do nothing."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate" in name:
+                parameter.fill_(0.5)
+    return model
+
+
 def stats(model: Any) -> Any:
     """The counters of a patched model, bare or wrapped."""
     patch = patch_of(causal_lm(model))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import assert_fused, batch, exact, loss_and_grads, stats, tiny_llama
+from models import assert_fused, batch, exact, loss_and_grads, stats, tiny_llama, with_open_gates
 from numerics import assert_as_good
 
 from hf_cce import apply_cce, remove_cce
@@ -66,12 +66,7 @@ def adapted(model: Any, tuner: str) -> Any:
         "adaption": lambda: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1),
     }
     torch.manual_seed(3)
-    wrapped = peft.get_peft_model(model, configs[tuner]()).train()
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "gate" in name:  # zero at first, and the prompts do nothing
-                parameter.fill_(0.5)
-    return wrapped
+    return with_open_gates(peft.get_peft_model(model, configs[tuner]()).train())
 
 
 def in_a_process(how: str, saved: str, tuner: str) -> None:

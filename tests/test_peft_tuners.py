@@ -25,6 +25,7 @@ from models import (
     loss_and_grads,
     stats,
     tiny_llama,
+    with_open_gates,
 )
 from numerics import assert_as_good
 
@@ -53,14 +54,6 @@ def adapted(tuner: str, model: Any = None, **options: Any) -> Any:
     torch.manual_seed(3)
     wrapped = peft.get_peft_model(model, CONFIGS[tuner](**options))
     return with_open_gates(wrapped).train()
-
-
-def with_open_gates(model: Any) -> Any:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate" in name:  # zero at first, and the prompts do nothing
-                parameter.fill_(0.5)
-    return model
 
 
 @TUNERS

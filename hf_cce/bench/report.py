@@ -145,9 +145,8 @@ def most_compared(problem: str) -> str:
     return max((path.name for path in RESULTS.glob("*.json")), key=lambda name: (measured(name), name))
 
 
-def _compared(page: str, problem: str, title: str) -> str:
+def _compared(page: str, name: str, problem: str, title: str) -> str:
     """One problem with all that was measured on it in one process."""
-    name = most_compared(problem)
     report = read(name)
     result = report["results"][problem]
     lines = _losses(result, title)
@@ -159,27 +158,22 @@ def _compared(page: str, problem: str, title: str) -> str:
 
 def compared_trained_table(page: str) -> str:
     """The trained head, for the page that compares."""
-    return _compared(page, *COMPARED["trained head"])
+    problem, title = COMPARED["trained head"]
+    return _compared(page, most_compared(problem), problem, title)
 
 
 def compared_flat_table(page: str) -> str:
     """Random numbers, likewise."""
-    return _compared(page, *COMPARED["random data"])
+    problem, title = COMPARED["random data"]
+    return _compared(page, most_compared(problem), problem, title)
 
 
 def compared_quack_table(page: str) -> str:
-    """Both trained heads with Quack, in a process of their own."""
-    report = read(QUACK)
-    lines: list[str] = []
-    for result in report["results"].values():
-        problem = result["problem"]
-        lines += [*_losses(result, f"{problem['N']:,} tokens, trained head {problem['V']:,} × {problem['D']:,}"), ""]
-    losses = " and ".join(f"{head['held_out_loss']:.1f}" for head in report["heads"].values())
-    return "\n".join(
-        [
-            *lines,
-            f"{report['device']}, {report['dtype']}; held-out losses {losses}; {_packages(report)}; {_link(QUACK, page)}.",
-        ]
+    """Both trained heads with Quack, which has a process of its own."""
+    heads = {"V49152": "49,152 × 1,024", "V128256": "128,256 × 768"}
+    return "\n\n".join(
+        _compared(page, QUACK, f"trained {head} N=8192", f"8,192 tokens, trained head {size}")
+        for head, size in heads.items()
     )
 
 
