@@ -68,14 +68,13 @@ def test_peaks_of_whole_steps_are_those_measured(
     steps = found.checkpointing if settings["gradient_checkpointing"] else found.plain
     assert found.model.parameters == row["parameters"]
     assert abs(off(steps[way].peak, row["peak_gib"] * GIB)) < STEPS_TOLERANCE
-    if settings[
-        "pretrain_steps"
-    ]:  # the trained weights were read onto the device: a second set among what was reserved
-        return
     # What the allocator holds beyond the peak, from which the largest batch follows.
     tokens, checkpointed = settings["batch"] * settings["sequence"], settings["gradient_checkpointing"]
     reserved = bench.reserved(way, row["peak_gib"] * GIB, tokens, budget, checkpointed)
-    assert 0.98 < reserved / (row["reserved_gib"] * GIB) < 1.06
+    # Trained weights used to be read onto the device: a second set, in bfloat16, among what is held.
+    read = 2 * row["parameters"] if settings["pretrain_steps"] else 0
+    assert 0.98 * row["reserved_gib"] * GIB < reserved + read
+    assert reserved < 1.06 * row["reserved_gib"] * GIB
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*-fits-*.json")), ids=lambda path: path.stem[11:])
