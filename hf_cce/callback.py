@@ -112,7 +112,7 @@ class CCECallback(TrainerCallback):
                 way = "without logits"
             logger.info("hf_cce: the losses of this training run are computed %s", way)
             return
-        message = f"hf_cce: a training step ended without our fused loss: {_why(args, base, before.calls)}"
+        message = f"hf_cce: a training step ended without our fused loss: {_why(args, base, before)}"
         if self.on_unused == "raise":
             raise RuntimeError(message)
         if patch is not None and patch.stats.bypassed and not before.bypassed:
@@ -120,7 +120,7 @@ class CCECallback(TrainerCallback):
         warnings.warn(message, stacklevel=2)
 
 
-def _why(args: Any, base: Any, calls_before: int) -> str:
+def _why(args: Any, base: Any, before: Any) -> str:
     if _is_trl(base.forward):
         return (
             "TRL replaces the model's forward with its own fused LM head (trl.trainer.utils.add_fused_lm_head), so "
@@ -131,8 +131,10 @@ def _why(args: Any, base: Any, calls_before: int) -> str:
         return "the patch was removed during training"
     if getattr(args, "label_smoothing_factor", 0):
         return "label_smoothing_factor makes Trainer take the labels away and compute the loss from logits itself"
-    if patch.stats.calls == calls_before:
+    if patch.stats.calls == before.calls:
         return "the model was never called with labels in training mode (compute_loss_func, or your own compute_loss?)"
+    if patch.stats.materialised == before.materialised:
+        return "the model computed its loss another way; the warning of its first training call says why"
     return "the model computed its loss from full logits; the warning of its first training call says why"
 
 

@@ -23,7 +23,7 @@ class Stats:
     calls: int = 0  # training calls with labels
     fused: int = 0  # cross entropies answered without logits
     few_tokens: int = 0  # training calls left as they were: for so few tokens full logits are faster, and small
-    materialised: int = 0  # times real logits were made from deferred ones
+    materialised: int = 0  # times full logits were made: from deferred ones, or by a head that could not defer
     read: int = 0  # of these, times it was for somebody who used outputs.logits after a training call
     missed: int = 0  # training calls that ended without a fused cross entropy
     bypassed: int = 0  # training calls that TRL answered with a fused head of its own; not among ``calls``
@@ -49,12 +49,14 @@ class Call:
     kind: Any = None
     words: int | None = None  # of the vocabulary whose logits were deferred
     reasons: list[str] = field(default_factory=list)
+    full_logits: bool = False  # they were made, and counted, at least once
+    traced: bool = False  # a graph that holds a fused cross entropy ran in it
     closed: bool = False  # it has returned
     handles: list[Any] = field(default_factory=list)  # of hooks on the head, for the time of the call
 
     def note_fused(self) -> None:
         if torch.compiler.is_compiling():
-            self.stats.traced = True
+            self.stats.traced = self.traced = True
         else:
             self.fused += 1
             self.stats.fused += self.kind is None or self.fused == 1
@@ -67,6 +69,7 @@ class Call:
     def note_materialised(self, why: str) -> None:
         if torch.compiler.is_compiling():
             return
+        self.full_logits = True
         self.stats.materialised += 1
         if not self.closed:
             self.reasons.append(f"{why} asked for the logits themselves")
@@ -80,6 +83,12 @@ class Call:
                     "there is linear_log_probs.",
                     stacklevel=_outside(),
                 )
+
+    def note_full_logits(self) -> None:
+        """The head has made them itself; once a call, as the layers of an adapted head may each have to."""
+        if not (torch.compiler.is_compiling() or self.full_logits):
+            self.full_logits = True
+            self.stats.materialised += 1
 
     def note_refused(self, why: str) -> None:
         if not torch.compiler.is_compiling():

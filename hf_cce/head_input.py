@@ -77,6 +77,7 @@ class HeadInput(Symbolic):
             reason = "hidden states and head differ in dtype or device"  # torch's own error is the right one
         if reason is not None:
             self.call.note_refused(reason)
+            self.call.note_full_logits()
             return F.linear(hidden_states, weight, bias)
         begun = self.call.adapted and self.call.words is not None  # the terms of one head go one way
         if not begun and few_tokens(hidden_states, weight, self.call.config):

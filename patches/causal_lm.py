@@ -95,9 +95,10 @@ def cce_stats(model: nn.Module) -> dict[str, float]:
     Returns:
         ``calls`` with labels; ``fused``, those whose loss made no logits; ``few_tokens``, those of so few tokens that the model's
         own loss was left to do it, which is then faster; ``missed``, those that ended without a fused loss; ``materialised``, how
-        often real logits were made nevertheless, and ``read``, how often of these for somebody who used ``outputs.logits``;
-        ``bypassed``, calls that TRL answered with a fused head of its own; ``traced``, 1 where a compiled graph, in which nothing
-        is counted, holds the fused loss; and, once the gradient filter has run, what ``FilterState.stats`` says of its last step.
+        often full logits were made nevertheless, by a head that cannot put them off or afterwards, and ``read``, how often of
+        these for somebody who used ``outputs.logits``; ``bypassed``, calls that TRL answered with a fused head of its own;
+        ``traced``, 1 where a compiled graph, in which nothing is counted, holds the fused loss; and, once the gradient filter has
+        run, what ``FilterState.stats`` says of its last step.
     """
     state = patch_of(model)
     if state is None:
@@ -174,6 +175,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if torch.compiler.is_compiling():
             _tell(reason)
         call.note_refused(reason)
+        call.note_full_logits()  # as the head is about to
         _close(state, call, head)
         return
     previous = head.__dict__.get("forward")
@@ -191,20 +193,24 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _deferring_forward(head: nn.Module, previous: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """The head's own forward, or the one that accelerate had put there, on an input that does not multiply."""
     call = head.__dict__.get(STATE)
-    if call is not None and isinstance(hidden_states, torch.Tensor) and torch.is_grad_enabled():
+    if not (isinstance(hidden_states, torch.Tensor) and torch.is_grad_enabled()):
+        call = None
+    output = None
+    if call is not None:
         if call.handles:
             output = zero3.run(head, hidden_states, call)
         else:
             output = tensor_parallel.run(previous, hidden_states, call)
-        if output is not None:
-            return output
-        if not call.handles:
+        if output is None and not call.handles:
             call.adapted = type(head).forward is not nn.Linear.forward
             hidden_states = HeadInput(hidden_states, call)
             if F.linear is not LINEAR and previous is None:  # only a plain Linear comes here then
-                return hidden_states.linear(head.weight, head.bias)
-    forward = functools.partial(type(head).forward, head) if previous is None else previous
-    output = forward(hidden_states, *args, **kwargs)
+                output = hidden_states.linear(head.weight, head.bias)
+    if output is None:
+        forward = functools.partial(type(head).forward, head) if previous is None else previous
+        output = forward(hidden_states, *args, **kwargs)
+    if call is not None and isinstance(output, torch.Tensor) and not call.few_tokens:
+        call.note_full_logits()  # by a head, or an adapter on it, that does more than is known to be put off
     return output.deferred() if isinstance(output, TermSum) else output
 
 
@@ -286,15 +292,16 @@ def _note_bypass(state: Patch) -> None:
 
 
 def _close(state: Patch, call: Call, head: nn.Module) -> None:
-    """Count a finished training call, and say once per model when it made logits after all."""
+    """Count a finished training call, and say once per model when it missed the fused loss, or made logits after all."""
     if torch.compiler.is_compiling():
         return
     call.closed = True
     state.stats.calls += 1
     if (call.few_tokens or call.kind is not None) and not call.reasons:
         return  # with a kind of its own, the logits are read after the call
-    state.stats.missed += call.fused == 0
-    if (call.fused == 0 or call.reasons) and not state.warned:
+    missed = call.fused == 0 and not call.traced
+    state.stats.missed += missed
+    if (missed or call.reasons) and not state.warned:
         state.warned = True
         why = "; ".join(dict.fromkeys(call.reasons)) or "its loss is no cross entropy of the output of its LM head"
         known = bool(call.reasons) and not any("asked for the logits" in reason for reason in call.reasons)
@@ -305,7 +312,14 @@ def _close(state: Patch, call: Call, head: nn.Module) -> None:
                 "without logits, leave the LM head out of target_modules, or train it whole: "
                 'modules_to_save=["lm_head"]'
             )
-        _tell(why, 3)
+        if call.full_logits:
+            _tell(why, 3)
+        else:  # TRL's own fused head did it, or a loss of the model's own that takes no logits
+            warnings.warn(
+                f"hf_cce: a training call of this model ended without our fused loss: {why}. The loss is right; "
+                "it only costs what it cost before.",
+                stacklevel=2,
+            )
 
 
 def _tell(why: str, stacklevel: int = 2) -> bool:

@@ -190,6 +190,13 @@ def test_a_loss_from_full_logits(tmp_path: Path) -> None:
     assert len(told) == 2 and "softmax asked for the logits" in told[0] and "from full logits" in told[1]
 
 
+def test_a_loss_that_takes_no_logits(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.loss_function = lambda logits, labels, **_: model.lm_head.weight.square().mean()
+    told = run(build(tmp_path, CCECallback(), model=model))
+    assert len(told) == 2 and "ended without our fused loss" in told[0] and "another way" in told[1]
+
+
 def test_a_trainer_that_reads_logits_is_told_so_once(tmp_path: Path) -> None:
     class Measuring(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:

@@ -68,7 +68,7 @@ def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str,
     elif engine not in REASON:
         assert counted == {"calls": steps, "fused": steps, "missed": 0, "materialised": int(tensor)} and told == []
     else:
-        assert counted["missed"] == steps and len(told) == 1 and REASON[engine] in told[0]
+        assert counted["missed"] == counted["materialised"] == steps and len(told) == 1 and REASON[engine] in told[0]
 
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine.startswith("tensor_parallel")])

@@ -181,8 +181,11 @@ def test_an_adapter_on_the_head_is_named_with_the_way_out() -> None:
     model = apply_cce(peft.get_peft_model(tiny_llama(), config))
     with told() as messages:
         for _ in range(2):
-            model(**batch()).loss.backward()
+            outputs = model(**batch())
+            outputs.loss.backward()
     (message,) = messages
+    assert "made full logits" in message and type(outputs.logits) is torch.Tensor
+    assert (stats(model).missed, stats(model).materialised) == (2, 2)
     assert "adapter (oft) on its LM head" in message and "asked for the logits" not in message
     assert "target_modules" in message and 'modules_to_save=["lm_head"]' in message and "The loss is right" in message
 
@@ -195,6 +198,25 @@ def test_an_adapter_that_adds_nothing_at_present_is_not_blamed() -> None:
         model.get_input_embeddings().weight.requires_grad_()
         model(**batch()).loss.backward()
     assert messages == [] and stats(model).fused == 1
+
+
+# What is said agrees with what is counted
+def test_a_loss_that_takes_no_logits_is_not_said_to_have_made_them() -> None:
+    class OfHiddenStates(type(tiny_llama())):  # type: ignore[misc]
+        def forward(self, labels: Any = None, **kwargs: Any) -> Any:
+            outputs = super().forward(**kwargs, output_hidden_states=True)
+            outputs.loss = None if labels is None else outputs.hidden_states[-1].square().mean()
+            return outputs
+
+    model = tiny_llama()
+    model.__class__ = OfHiddenStates
+    apply_cce(model)
+    with told() as messages:
+        for _ in range(2):
+            model(**batch()).loss.backward()
+    (message,) = messages
+    assert "ended without our fused loss: its loss is no cross entropy" in message and "full logits" not in message
+    assert (stats(model).calls, stats(model).missed, stats(model).materialised) == (2, 2, 0)
 
 
 # Names that are no model types
