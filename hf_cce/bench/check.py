@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_cce import CCEConfig, apply_cce, remove_cce
+from hf_cce.bench import hub
 from hf_cce.bench.tiny import VOCABULARY, WORDS, tiny_config
 from hf_cce.bench.tiny_options import OPTIONS
 
@@ -71,18 +72,18 @@ def load(target: str, tiny: bool, device: torch.device) -> Any:
     """The model of a model type, a folder or a name on the hub, in float32; ``tiny``: a small random one of its class.
 
     Raises:
-        ValueError: it is no causal LM, or the tiny one cannot be built.
+        ValueError: there is none of that name, it is no causal LM, or the tiny one cannot be built.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     by_type = target in CONFIG_MAPPING and not Path(target).exists()
-    config = CONFIG_MAPPING[target] if by_type else type(AutoConfig.from_pretrained(target))
+    config = CONFIG_MAPPING[target] if by_type else type(hub.config_named(target, "a model type such as llama"))
     autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
     auto = next((auto for auto in autos if config in auto._model_mapping), None)
     if auto is None:
         raise ValueError(f"{target}: {config.__name__} belongs to no causal LM and to no model for images and text")
     if not (tiny or by_type):
-        loaded: Any = auto.from_pretrained(target, dtype=torch.float32)
+        loaded: Any = auto.from_pretrained(hub.reachable(target), dtype=torch.float32)
         return loaded.to(device)
     cls: Any = auto._model_mapping[config]
     torch.manual_seed(0)

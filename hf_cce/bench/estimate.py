@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hf_cce import CCEConfig
+from hf_cce.bench import hub
 from hf_cce.bench.shapes import SHAPES, config_of
 
 GIB = 1 << 30
@@ -128,19 +128,7 @@ def config_named(name: str) -> Any:
     """
     if name.lower() in SHAPES:
         return config_of(SHAPES[name.lower()])
-    from transformers import AutoConfig
-
-    path = Path(name)
-    if not path.exists() and (path.suffix == ".json" or name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ValueError(f"{name}: no such file or folder")
-    try:
-        return AutoConfig.from_pretrained(name)
-    except Exception as error:  # the hub's client has dozens
-        why = _first_line(error)
-        raise ValueError(
-            f"{name}: no configuration of a model that Transformers knows ({why}); give a folder with a config.json, a name on "
-            f"the hub (in the cache, or with a connection), or one of {', '.join(SHAPES)}"
-        ) from None
+    return hub.config_named(name, f"one of {', '.join(SHAPES)}")
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -232,10 +220,6 @@ def _silent(logger: str) -> Iterator[None]:
         log.setLevel(before)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
-
-
 def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
     """The LM of ``config``, with torch's SDPA where it can, else with the attention that is its default."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -248,7 +232,7 @@ def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
             # A copy each: Transformers writes into it what was asked for.
             return made.from_config(copy.deepcopy(config), dtype=dtype, **options).train()
         except Exception as error:
-            why = why or _first_line(error)
+            why = why or hub.first_line(error)
     raise ValueError(f"{name}: no causal LM can be made of this configuration: {why}")
 
 
@@ -278,7 +262,7 @@ def weigh(name: str, config: Any, sequence: int, dtype: str) -> tuple[Model, Act
         try:
             one, two = (_counted(lm, batch, sequence, dtype == "mixed") for batch in (1, 2))
         except Exception as error:  # its code is not ours, and not all code runs on tensors without data
-            return model, f"its forward does not run on tensors without data ({_first_line(error)})"
+            return model, f"its forward does not run on tensors without data ({hub.first_line(error)})"
     # Kept hidden states of the last layer for head and loss: the final norm's output, once.
     last = sequence * hidden * PRECISIONS[dtype].activation
     row = two.total - one.total

@@ -6,6 +6,7 @@ Both are made once and kept in the user's cache folder. Text and tokenizer may a
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import random
 import sysconfig
@@ -20,6 +21,7 @@ import platformdirs
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from hf_cce.bench import hub
 from hf_cce.bench.files import whole_folder
 
 END_OF_TEXT = "<|endoftext|>"
@@ -194,6 +196,8 @@ def _rows_of(dataset: str) -> Iterator[str]:
         or dataset.count("/") > 1
     ):
         raise ValueError(f"--dataset {dataset}: no such file or folder")
+    if not hub.answers(dataset, "README.md", "dataset"):
+        os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when datasets is imported: only what is in its cache
     try:
         from datasets import load_dataset
     except ImportError:
@@ -204,7 +208,7 @@ def _rows_of(dataset: str) -> Iterator[str]:
     try:
         rows: Any = load_dataset(dataset, split="train", streaming=True)
     except Exception as error:  # the hub's client has dozens
-        why = (str(error).strip().splitlines() or [""])[0]
+        why = hub.first_line(error)
         raise ValueError(
             f"--dataset {dataset}: no such file or folder here, and the hub did not give it: {type(error).__name__}: {why}"
         ) from None
@@ -219,7 +223,7 @@ def _rows_of(dataset: str) -> Iterator[str]:
 def _tokenizer_of(model: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(hub.reachable(model))
     if not tokenizer.is_fast:
         raise ValueError(f"--model {model}: its tokenizer has no fast version, which the demo needs")
     return tokenizer.backend_tokenizer

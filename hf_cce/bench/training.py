@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 import hf_cce
-from hf_cce.bench import machine
+from hf_cce.bench import hub, machine
 from hf_cce.bench.text import Corpus, windows
 
 if TYPE_CHECKING:  # torch is loaded by the processes that train, not by the one that shows their progress
@@ -202,7 +202,7 @@ def train(settings: Settings, report: Report = lambda event: None) -> dict[str, 
     set_seed(settings.seed)
     model: Any
     if settings.model:
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(hub.reachable(settings.model), dtype=torch.float32)
     else:
         model = fresh_model(settings)
     model.to(device).train()

@@ -77,6 +77,10 @@ def demo(
             from hf_cce.bench.plots import draw_demo, require_matplotlib
 
             require_matplotlib()
+        if model:
+            from hf_cce.bench.hub import config_named
+
+            config_named(model, "leave --model out")
         if device and device != "cpu":
             from hf_cce.bench.training import check_device
 
