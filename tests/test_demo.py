@@ -7,11 +7,14 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,7 @@ import torch
 from numerics import budget
 from rich.console import Console
 
-from hf_cce.bench import text, training
+from hf_cce.bench import machine, text, training
 from hf_cce.bench.files import whole_file, whole_folder
 from hf_cce.bench.training import Settings
 from hf_cce.cli.demo import _show
@@ -109,7 +112,8 @@ def test_whole_demo(words: Path, cache: Path, tmp_path: Path) -> None:
         "with CCE",
         "loss, step 3",
         "peak memory",
-        "tokens per second",
+        "What a step holds is too little to be seen",
+        "Speed is not compared: 2 timed steps cannot show it",
         "Logits are still there",
     ):
         assert words_ in done.stdout, words_
@@ -147,7 +151,7 @@ def test_errors_are_one_line(arguments: list[str], code: int, message: str, word
 
 def shown(report: dict[str, Any], steps: int, **changes: Any) -> str:
     """What the demo prints of ``report``, stretched to ``steps`` steps and changed."""
-    report = json.loads(json.dumps(report)) | {"cpu_used_before": 0.0, **changes}
+    report = json.loads(json.dumps(report)) | changes
     for run in (report["plain"], report["cce"]):
         run["losses"] = [10.0 - step / 100 for step in range(steps)]
     console = Console(record=True, quiet=False, width=120, file=io.StringIO())
@@ -165,8 +169,49 @@ def test_what_is_printed_says_what_it_is() -> None:
     assert "cannot make sense" not in shown(
         report, 16, settings=report["settings"] | {"model": "HuggingFaceTB/SmolLM2-135M"}
     )
-    assert "of the processor" not in short + shown(report, 16, cpu_used_before=0.25, load_average_before=9.0)
-    assert "used 50% of the processor" in shown(report, 16, cpu_used_before=0.5)
+
+
+def with_runs(report: dict[str, Any], plain: dict[str, Any], cce: dict[str, Any], **changes: Any) -> str:
+    return shown(report, 16, plain=report["plain"] | plain, cce=report["cce"] | cce, **changes)
+
+
+def test_speed_is_compared_only_where_the_runs_can_show_it() -> None:
+    report = json.loads((ROOT / "hf_cce/bench/results/demo_cpu.json").read_text("utf-8"))
+    assert re.search(r"tokens per second +│ +676 │ +756 │ +\+12%", shown(report, 16))
+    slow, fast = report["plain"]["step_seconds"], report["cce"]["step_seconds"]
+    few = with_runs(report, {"step_seconds": slow[:3]}, {"step_seconds": fast[:3]})
+    assert "Speed is not compared: 2 timed steps cannot show it (--steps 11 or more can)." in few
+    short = with_runs(report, {"step_seconds": slow}, {"step_seconds": [x / 100 for x in fast]})
+    assert "Speed is not compared: 15 steps in 0.41 s are too short to show it" in short
+    mixed = with_runs(report, {"step_seconds": slow}, {"step_seconds": [2.6, 3.1] * 8})
+    assert "Speed is not compared: half of the steps took 3,0" in mixed and "which overlap." in mixed
+    busy = {"cpu_used_by_others": 0.5}
+    loaded = with_runs(report, {}, busy)
+    assert "Speed is not compared: other programs used 50% of the processor meanwhile." in loaded
+    assert not [text for text in (few, short, mixed, loaded) if "tokens per second" in text]
+    on_a_gpu = with_runs(report, {}, busy, settings=report["settings"] | {"device": "cuda"})
+    assert "tokens per second" in on_a_gpu and "Speed" not in on_a_gpu + shown(report, 16)
+
+
+def test_memory_that_does_not_show_is_not_printed_as_zero() -> None:
+    report = json.loads((ROOT / "hf_cce/bench/results/demo_cpu.json").read_text("utf-8"))
+    assert "of which in a step (MB)" in shown(report, 16) and "too little" not in shown(report, 16)
+    same = {"peak_bytes": 460_000_000, "rest_bytes": 460_000_000}
+    hidden = with_runs(report, same, same | {"rest_bytes": 459_000_000})
+    assert "of which in a step" not in hidden
+    assert "What a step holds is too little to be seen in the memory of the process" in hidden
+    one = with_runs(report, same | {"rest_bytes": 440_000_000}, same)
+    assert re.search(r"of which in a step \(MB\) +│ +20 │ +< 5 │ +│", one) and "too little" not in one
+
+
+def test_what_others_use_of_the_processor_is_a_share_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_times = namedtuple("machine_times", "user system idle iowait guest")  # guest is part of user
+    own_times = namedtuple("own_times", "user system")
+    of_all = iter([machine_times(10.0, 5.0, 100.0, 5.0, 3.0), machine_times(14.0, 6.0, 103.0, 7.0, 5.0)])
+    of_us = iter([own_times(1.0, 0.0), own_times(3.0, 0.5)])
+    monkeypatch.setattr(psutil, "cpu_times", lambda: next(of_all))
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(cpu_times=lambda: next(of_us)))
+    assert machine.Others().share() == 0.25  # 5 seconds of 10 were busy, 2.5 of these for us
 
 
 def processes_of(group: int) -> list[psutil.Process]:

@@ -49,6 +49,28 @@ def device_name(device: torch.device) -> str:
     return f"{name} ({platform.machine()}, {platform.system()}{threads})"
 
 
+class Others:
+    """What other programs use of the processor, as a share of all its cores, from now on until asked."""
+
+    def __init__(self) -> None:
+        self._since = self._seconds()
+
+    @staticmethod
+    def _seconds() -> tuple[float, float, float]:
+        """(of all cores, of these busy, of these in this process)."""
+        import psutil  # not above: hf-cce doctor runs where packages are missing
+
+        times, own = psutil.cpu_times()._asdict(), psutil.Process().cpu_times()
+        # Linux counts what guests use as user time as well
+        whole = sum(value for name, value in times.items() if not name.startswith("guest"))
+        return whole, whole - times["idle"] - times.get("iowait", 0.0), own.user + own.system
+
+    def share(self) -> float:
+        """Between 0 and 1; by the ticks of the system's clock, so of less than a second it says little."""
+        whole, busy, own = (now - then for now, then in zip(self._seconds(), self._since, strict=True))
+        return min(1.0, max(0.0, busy - own) / whole) if whole > 0 else 0.0
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all that was queued."""
     import torch

@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # torch is loaded by the processes that train, not by the one
 
 Report = Callable[[dict[str, Any]], None]
 NEW_TOKENS = 24
+# Below, a mean says more of the moment than of the loss
+TIMED_STEPS, TIMED_SECONDS = 10, 1.0
+BUSY = 0.1  # of the processor; a desktop at rest stays below
 PROMPT = "def __init__(self"
 
 
@@ -91,8 +94,6 @@ def twin(settings: Settings, corpus: Corpus, report: Report = lambda event: None
         process on a CPU; ``peak_bytes`` at most, ``rest_bytes`` between two steps (weights and optimizer's state).
     """
     began, load = time.perf_counter(), psutil.getloadavg()[0]
-    # The load average remembers the minute before, in which the tokenizer may have been trained on all cores.
-    used = psutil.cpu_percent(interval=1.0) / 100
     plain = in_own_process(replace(settings, cce=False), report)
     fused = in_own_process(replace(settings, cce=True), report)
     common = plain.pop("common")
@@ -104,7 +105,6 @@ def twin(settings: Settings, corpus: Corpus, report: Report = lambda event: None
     return {
         **common,
         "load_average_before": load,
-        "cpu_used_before": used,  # by others: well above 0, and the speeds below say little on a CPU
         "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries},
         "prompt": PROMPT,
         "plain": plain,
@@ -113,6 +113,26 @@ def twin(settings: Settings, corpus: Corpus, report: Report = lambda event: None
         "largest_relative_difference": max(d / a for d, a in zip(differences, plain["losses"], strict=True)),
         "seconds": time.perf_counter() - began,
     }
+
+
+def why_no_speed(report: dict[str, Any]) -> str | None:
+    """Why the speeds of the two runs that ``twin`` returns cannot be compared; None where they can."""
+    runs = report["plain"], report["cce"]
+    timed = [run["step_seconds"][1:] for run in runs]  # the first step also warms up
+    if (steps := len(timed[0])) < TIMED_STEPS:
+        return f"{steps} timed step{'s' * (steps != 1)} cannot show it (--steps {TIMED_STEPS + 1} or more can)"
+    if (seconds := min(map(sum, timed))) < TIMED_SECONDS:
+        return f"{steps} steps in {seconds:.2f} s are too short to show it (more --steps, or a larger --batch, can)"
+    others = max(run.get("cpu_used_by_others", 0.0) for run in runs)
+    if report["settings"]["device"] == "cpu" and others > BUSY:
+        return f"other programs used {others:.0%} of the processor meanwhile"
+    (a, _, b), (c, _, d) = (statistics.quantiles(each, n=4) for each in timed)
+    if a <= d and c <= b:
+        return (
+            f"half of the steps took {a * 1e3:,.1f} to {b * 1e3:,.1f} ms without CCE, and {c * 1e3:,.1f} to {d * 1e3:,.1f} ms "
+            "with it, which overlap"
+        )
+    return None
 
 
 def check_device(name: str) -> None:
@@ -217,7 +237,7 @@ def train(settings: Settings, report: Report = lambda event: None) -> dict[str, 
     common = _common(settings, model)
     report({"event": "start", "cce": settings.cce, "steps": settings.steps, "common": common})
 
-    losses, seconds = [], []
+    losses, seconds, others = [], [], machine.Others()
     for step, rows in enumerate(batches):
         ids = torch.from_numpy(rows).to(device)
         for group in optimizer.param_groups:  # a short warm-up, as long runs have
@@ -232,9 +252,11 @@ def train(settings: Settings, report: Report = lambda event: None) -> dict[str, 
         losses.append(loss.item())
         machine.synchronize(device)
         seconds.append(time.perf_counter() - start)
+        others = machine.Others() if step == 0 else others
         report({"event": "step", "cce": settings.cce, "step": step, "loss": losses[-1], "seconds": seconds[-1]})
         if not math.isfinite(losses[-1]):
             raise RuntimeError(f"the loss became {losses[-1]} at step {step}; try a smaller --lr")
+    used = others.share()
     del loss, ids
     gc.collect()
     peak, rest = memory.peak(device), memory.in_use(device)
@@ -244,6 +266,7 @@ def train(settings: Settings, report: Report = lambda event: None) -> dict[str, 
         "common": common,
         "losses": losses,
         "step_seconds": seconds,
+        "cpu_used_by_others": used,  # while the steps were timed: well above 0, and their speed says little on a CPU
         "tokens_per_second": settings.batch * settings.sequence / usual,
         "peak_bytes": peak,
         "rest_bytes": rest,

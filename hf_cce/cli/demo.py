@@ -25,7 +25,6 @@ class Precision(str, Enum):
     bfloat16 = "bfloat16"
 
 
-BUSY = 1 / 3  # of the processor; a desktop at rest stays well below
 BY_MEMORY = "by the size of the memory"
 
 
@@ -147,6 +146,8 @@ def _headline(common: dict[str, Any]) -> str:
 
 
 def _show(console: Console, report: dict[str, Any]) -> None:
+    from hf_cce.bench.training import why_no_speed
+
     plain, cce = report["plain"], report["cce"]
     table = Table(title="The same training run, without and with CCE", title_justify="left", title_style="bold")
     table.add_column("")
@@ -161,17 +162,32 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     table.add_row("largest difference of the loss", "", "", f"{report['largest_difference']:.1e}")
     table.add_section()
 
-    def figures(name: str, a: float, b: float, form: str) -> None:
-        table.add_row(name, form.format(a), form.format(b), f"{b / a - 1:+.0%}" if a > 0 else "")
+    def figures(name: str, a: float, b: float, least: float = 0.0) -> None:
+        values = (f"{x:,.0f}" if x >= least else f"< {least:,.0f}" for x in (a, b))
+        table.add_row(name, *values, f"{b / a - 1:+.0%}" if min(a, b) >= least and a > 0 else "")
 
-    what = "process" if report["settings"]["device"] == "cpu" else "device"
-    figures(f"peak memory of the {what} (MB)", plain["peak_bytes"] / 1e6, cce["peak_bytes"] / 1e6, "{:,.0f}")
-    a, b = (max(0, run["peak_bytes"] - run["rest_bytes"]) / 1e6 for run in (plain, cce))
-    figures("  of which in a step (MB)", a, b, "{:,.0f}")
-    figures("tokens per second", plain["tokens_per_second"], cce["tokens_per_second"], "{:,.0f}")
+    cpu = report["settings"]["device"] == "cpu"
+    what = "process" if cpu else "device"
+    peaks = [run["peak_bytes"] / 1e6 for run in (plain, cce)]
+    steps = [max(0.0, peak - run["rest_bytes"] / 1e6) for peak, run in zip(peaks, (plain, cce), strict=True)]
+    # A process comes and goes by about a percent of itself; an allocator counts each byte.
+    least = 0.01 * max(peaks) if cpu else 1.0
+    figures(f"peak memory of the {what} (MB)", *peaks)
+    if max(steps) >= least:
+        figures("  of which in a step (MB)", steps[0], steps[1], least)
+    no_speed = why_no_speed(report)
+    if no_speed is None:
+        figures("tokens per second", plain["tokens_per_second"], cce["tokens_per_second"])
     console.print(table)
     if every > 1:
         console.print(f"(one step in {every}, and the last; --json writes them all)")
+    if max(steps) < least:
+        console.print(
+            f"What a step holds is too little to be seen in the memory of the {what}; a larger --batch, --seq or --vocab "
+            "shows it."
+        )
+    if no_speed is not None:
+        console.print(f"Speed is not compared: {no_speed}.")
     shape, settings = " × ".join(f"{n:,}" for n in cce["eval_logits_shape"]), report["settings"]
     console.print(f"Logits are still there: in evaluation mode the trained model gives {shape} of them.")
     if settings["model"]:
@@ -185,8 +201,3 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     same = plain["generated_ids"] == cce["generated_ids"]
     console.print(f"({'the same' if same else 'not the same'} tokens as the model trained without CCE writes)")
     console.print(f"Both runs took {report['seconds']:.0f} s.")
-    if settings["device"] == "cpu" and report["cpu_used_before"] > BUSY:
-        console.print(
-            f"Other programs used {report['cpu_used_before']:.0%} of the processor when they began: "
-            "compare memory, and not speed."
-        )
