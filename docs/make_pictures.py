@@ -31,7 +31,7 @@ SHOWN = {
     "hf_cce exact": ("hf_cce, no filter", CCE, "left"),
     "hf_cce exact 1.25 GiB": ("hf_cce, no filter,\nbudget 1.25 GiB", CCE, "right"),
     "eager": ("Transformers\n(full logits)", PLAIN, "left"),
-    "torch.compile": ("torch.compile\nof full logits", PLAIN, "above"),
+    "torch.compile": ("torch.compile of\nTransformers' loss", PLAIN, "above"),
     "liger": ("Liger", INK, "right"),
     "apple cce": ("Apple's CCE", INK, "right"),
     "trl": ("TRL's fused head", INK, "left"),

@@ -243,10 +243,66 @@ def test_whoever_is_measured_stands_in_the_comparison(monkeypatch: pytest.Monkey
 
 
 def test_every_peer_has_a_title() -> None:
+    from hf_cce.bench import installed, names
     from hf_cce.bench.peers import BUILDERS
     from hf_cce.bench.report import PEERS
 
     assert set(PEERS) == set(BUILDERS)
+    assert len(set(PEERS.values())) == len(PEERS)
+    assert all(names.title(loss) != loss for loss in (*BUILDERS, *installed.LOSSES, "hf_cce filter 0.003"))
+    assert names.title("hf_cce-256mib") == "**hf_cce**, `memory_budget` 256 MiB"
+    assert names.title("hf_cce_of_somebody_else") == "hf_cce_of_somebody_else"
+
+
+def test_losses_stand_in_one_order_however_a_file_has_them() -> None:
+    from hf_cce.bench import names
+
+    known = [*names.OURS, "hf_cce filter 0.003", *names.OTHERS]
+    assert names.ordered([*reversed(known), "later"]) == [*known, "later"]
+    steps = ["hf_cce", "hf_cce-exact", "hf_cce-256mib", "eager", "compiled", "liger", "apple"]
+    assert names.ordered(reversed(steps)) == steps
+
+
+def tables(page: str) -> Iterator[list[list[str]]]:
+    """The cells of each table, row by row."""
+    for table in re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text("utf-8"), re.MULTILINE):
+        yield [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md", "docs/comparison.md"])
+def test_every_table_has_that_order_and_those_names(page: str) -> None:
+    from hf_cce.bench import names
+    from hf_cce.bench.report import PEERS
+
+    order, seen = [*PEERS.values()], 0
+    for table in tables(page):
+        places: dict[tuple[str, ...], list[int]] = {}
+        for row in table:
+            found = next((i for i, cell in enumerate(row) if cell in order), None)
+            if found is not None:
+                places.setdefault(tuple(row[:found]), []).append(order.index(row[found]))
+            assert not {"apple cce", "hf_cce exact", "eager", "compiled", "Liger's loss"} & set(row), row
+        assert all(group == sorted(group) for group in places.values()), table
+        seen += bool(places)
+        for row in table:
+            assert "torch.compile of" not in row[0] or row[0].startswith((names.OTHERS["torch.compile"], "**")), row
+    assert seen >= 4
+
+
+def test_what_was_superseded_stands_at_the_end_and_says_why() -> None:
+    from hf_cce.bench import older
+
+    now, _, old = (ROOT / "docs/performance.md").read_text("utf-8").partition("## Older runs\n")
+    assert old and "\n## " not in old
+    for name in older.FILES:
+        (line,) = [line for line in old.splitlines() if name in line]
+        assert name not in now and re.search(rf"{re.escape(name)}\)\)?: \S.{{30,}}\.$", line)
+
+
+def test_a_step_says_of_which_weights_it_is() -> None:
+    from hf_cce.bench import report
+
+    assert "| the same from random weights, in 31 GiB" in report.limited_table("README.md")
 
 
 def test_a_new_measurement_is_drawn_without_being_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,9 +313,15 @@ def test_a_new_measurement_is_drawn_without_being_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(report, "NAMED", set())
     section = report.newer_table("docs/performance.md")
     assert all(section.count(f"](../hf_cce/bench/results/{name})") == 1 for name in later)
-    assert "| hf_cce-exact | 4.6472 |" in section and "**qwen2.5-0.5b, 4 × 8192 tokens" in section
+    assert "| **hf_cce**, no filter | 4.6472 |" in section
+    assert "| qwen2.5-0.5b, 4 × 8,192, trained for 1,300 steps | plain loop | **hf_cce** | 356 ms" in section
+    assert (
+        "checkpointing, at most 31 GiB, random weights | plain loop | Transformers (full logits) | out of memory"
+        in section
+    )
+    assert "30 of 30 losses without logits" in report.newer_table("docs/performance.md")
     long = report.read(report.LONG)["results"]["trained V49152 N=32768"]["rows"]["hf_cce"]
-    assert f"| hf_cce | {long['ms']:.2f} (" in section and "\n#" not in section
+    assert f"| **hf_cce** | {long['ms']:.2f} ms (" in section and "\n#" not in section
 
 
 def test_times_of_first_calls_are_drawn_too() -> None:
@@ -267,7 +329,7 @@ def test_times_of_first_calls_are_drawn_too() -> None:
 
     rows = {"hf_cce": {"first_s": 3.0, "later_s": [1.0, 1.5]}, "liger": {"missing": "not installed"}}
     table = newer.drawn({"shape": {"tokens": 8}, "results": rows})
-    assert table and "| hf_cce | 3.00 | 1.00, 1.50 |" in table and "not installed" in table
+    assert table and "| **hf_cce** | 3.00 | 1.00, 1.50 |" in table and "| not installed |" in table
     assert newer.drawn({"results": {"a": 1}}) is newer.drawn({}) is None
 
 

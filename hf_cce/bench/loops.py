@@ -1,21 +1,18 @@
-"""Tables of whole training steps in several models and loops, of the batches that fit, of an RL step, and of first calls."""
+"""Tables of whole steps in several models and loops, of the batches that fit, of an RL step, of first calls and of curves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from hf_cce.bench import names
+
 Link = Callable[[str], str]
+Reports = dict[str, dict[str, Any]]
 LOOPS = {"plain": "plain loop", "trainer": "Trainer", "sft": "SFTTrainer"}
-# What the rows of a loop are called: SFTTrainer as released has a fused head of its own, and its use_liger_kernel
-# exchanges more than the loss.
-TITLES = {
-    "hf_cce": "**hf_cce**",
-    "eager": "Transformers (full logits)",
-    "compiled": "torch.compile of its loss",
-    "liger": "Liger's loss",
-    "apple": "Apple's CCE",
-}
+# What rows of a loop are called: SFTTrainer as released has a fused head of its own, and its use_liger_kernel exchanges
+# more than the loss.
 IN_LOOP = {
     ("sft", "eager"): "SFTTrainer as released",
     ("sft", "liger"): "`use_liger_kernel=True` (norms and MLP too)",
@@ -24,65 +21,107 @@ IN_LOOP = {
 }
 
 
-def _versions(report: dict[str, Any], *names: str) -> str:
-    return ", ".join(f"{name} {found}" for name in names if (found := report["versions"].get(name)))
+def versions(report: dict[str, Any], *packages: str) -> str:
+    """Of these packages, those that the report has a version of."""
+    return ", ".join(f"{name} {found}" for name in packages if (found := report["versions"].get(name)))
 
 
-def steps(reports: dict[str, dict[str, Any]], link: Link) -> str:
-    """Each model and loop with each loss that was measured in it."""
+def weights_of(report: dict[str, Any]) -> str:
+    """What the steps of ``report`` began with."""
+    trained = report["settings"]["pretrain_steps"]
+    return f"trained for {trained:,} steps" if trained else "random weights"
+
+
+def step_rows(reports: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Each model and loop with each loss that was measured in it; of ``reports`` (what to add to the model, report)."""
     lines = [
         "| model, tokens a step | loop | loss | time (least–most) | tokens/s | peak memory |",
         "|---|---|---|---|---|---|",
     ]
+    for more, report in reports:
+        settings, results = report["settings"], report["results"]
+        loop = settings.get("loop", "plain")
+        shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}"
+        shape += ", checkpointing" if settings["gradient_checkpointing"] else ""
+        shape += f", at most {settings['memory_limit']:g} GiB" if settings["memory_limit"] else ""
+        shape += f", {more}" if more else ""
+        for name in names.ordered(results):
+            row = results[name]
+            title = IN_LOOP.get((loop, name), names.title(_with_its_budget(name, row)))
+            if row["status"] == "ok":
+                low, high = row["ms_spread"]
+                times = f"{row['ms']:.0f} ms ({low:.0f}–{high:.0f}) | {row['tokens_per_second']:,.0f}"
+                figures = f"{times} | {row['peak_gib']:.2f} GiB"
+            elif row["status"] == "oom":
+                figures = f"out of memory, asked for {row.get('asked', 'more')} | – | –"
+            else:  # it failed; the file says why
+                continue
+            lines.append(f"| {shape} | {LOOPS.get(loop, loop)} | {title} | {figures} |")
+    return lines
+
+
+def _with_its_budget(name: str, row: dict[str, Any]) -> str:
+    """Before the default grew with the tokens it was a number, which stands in what was installed."""
+    found = re.search(r"memory_budget=(\d+)", row.get("installed", ""))
+    return f"hf_cce {int(found[1]) >> 20} MiB" if found and name == "hf_cce" else name
+
+
+def steps(reports: Reports, link: Link) -> str:
+    """``step_rows`` with where they are from."""
     trained = []
     for report in reports.values():
         settings = report["settings"]
-        shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}"
         if settings["pretrain_steps"]:
-            losses = next(row["losses"] for row in report["results"].values() if row["status"] == "ok")
-            mean = sum(losses) / len(losses)
+            first = names.ordered(name for name, row in report["results"].items() if row["status"] == "ok")[0]
+            losses = report["results"][first]["losses"]
             trained.append(
-                f"{settings['model']} {settings['pretrain_steps']:,} steps (loss {mean:.1f} on average of these)"
-            )
-        for name, row in report["results"].items():
-            if row["status"] != "ok":
-                continue
-            loop = settings["loop"]
-            title = IN_LOOP.get((loop, name), TITLES.get(name, name))
-            low, high = row["ms_spread"]
-            lines.append(
-                f"| {shape} | {LOOPS[loop]} | {title} | {row['ms']:.0f} ms ({low:.0f}–{high:.0f}) | "
-                f"{row['tokens_per_second']:,.0f} | {row['peak_gib']:.2f} GiB |"
+                f"{settings['model']} {settings['pretrain_steps']:,} steps (loss {sum(losses) / len(losses):.1f} on average "
+                "of these)"
             )
     report = next(iter(reports.values()))
-    versions = _versions(report, "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy")
+    found = versions(report, "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy")
     files = ", ".join(link(name) for name in reports)
     weights = f"trained before on the same text: {', '.join(trained)}" if trained else "random weights"
-    return "\n".join([*lines, "", f"{report['device']}, bfloat16, {weights}; {versions}; {files}."])
+    return "\n".join(
+        [
+            *step_rows(("", report) for report in reports.values()),
+            "",
+            f"{report['device']}, bfloat16, {weights}; {found}; {files}.",
+        ]
+    )
 
 
-def fits(reports: dict[str, dict[str, Any]], link: Link) -> str:
-    """The largest batches."""
+def fit_rows(report: dict[str, Any]) -> list[str]:
+    """The largest batches of one model."""
+    sizes = [f"{size:g}" for size in sorted(report["settings"]["gib"])]
+    lines = [
+        f"| {report['settings']['model']}, rows of {report['settings']['sequence']:,} tokens | "
+        + " | ".join(f"{size} GiB" for size in sizes)
+        + " |",
+        "|---|" + "---|" * len(sizes),
+    ]
+    for name in names.ordered(report["results"]):
+        row = report["results"][name]
+        if row["status"] == "ok":
+            lines.append(f"| {names.title(name)} | " + " | ".join(str(row["fits"][size]) for size in sizes) + " |")
+    return lines
+
+
+def fits(reports: Reports, link: Link) -> str:
+    """The largest batches of each model."""
     lines: list[str] = []
     for name, report in reports.items():
-        sizes = [f"{size:g}" for size in sorted(report["settings"]["gib"])]
+        found = versions(report, "torch", "triton", "transformers", "liger-kernel")
         lines += [
-            f"| {report['settings']['model']}, rows of {report['settings']['sequence']:,} tokens | "
-            + " | ".join(f"{size} GiB" for size in sizes)
-            + " |",
-            "|---|" + "---|" * len(sizes),
+            *fit_rows(report),
+            "",
+            f"{report['device']}, bfloat16, random weights, no checkpointing; {found}; {link(name)}.",
+            "",
         ]
-        for loss, row in report["results"].items():
-            if row["status"] == "ok":
-                lines.append(
-                    f"| {TITLES.get(loss, loss)} | " + " | ".join(str(row["fits"][size]) for size in sizes) + " |"
-                )
-        versions = _versions(report, "torch", "triton", "transformers", "liger-kernel")
-        lines += ["", f"{report['device']}, bfloat16, random weights, no checkpointing; {versions}; {link(name)}.", ""]
     return "\n".join(lines).rstrip()
 
 
-def policy(reports: dict[str, dict[str, Any]], link: Link) -> str:
+def policy(reports: Reports, link: Link) -> str:
     """Log-probabilities and entropy of a GRPO-like step."""
     lines = ["| completions × tokens, policy | log-probabilities by | step | memory of the step |", "|---|---|---|---|"]
     for report in reports.values():
@@ -92,24 +131,49 @@ def policy(reports: dict[str, dict[str, Any]], link: Link) -> str:
             title = "**hf_cce**, `linear_log_probs`" if name == "linear_log_probs" else name
             lines.append(f"| {shape} | {title} | {row['ms']:.0f} ms | {row['step_bytes'] / 2**30:.2f} GiB |")
     report = next(iter(reports.values()))
-    apart = report["largest_difference"]
+    apart, gradients = report["largest_difference"], report["relative_difference_of_gradients"]
     lines += [
         "",
-        f"Largest difference: log-probabilities {apart['log_probs']:.1e}, entropy {apart['entropy']:.1e} nats; gradients "
-        f"{report['relative_difference_of_gradients']:.1e} of their norm.",
-        f"{report['device']}, {report['settings']['dtype']}, {_versions(report, 'torch', 'triton')}; "
+        f"The two differ by up to {apart['log_probs']:.1e} in a log-probability and {apart['entropy']:.1e} nats in an entropy; "
+        f"their gradients, of all the policy's weights as one vector, by {gradients:.1e} of its norm.",
+        f"{report['device']}, {report['settings']['dtype']}, {versions(report, 'torch', 'triton')}; "
         f"{', '.join(link(name) for name in reports)}.",
     ]
     return "\n".join(lines)
 
 
-def first_calls(report: dict[str, Any], name: str, link: Link) -> str:
-    """Seconds that the first forward and backward of a process takes."""
-    from hf_cce.bench import first
+def first_rows(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Seconds that the first forward and backward of a process takes, or why there are none."""
+    lines = ["| loss | first process, s | later processes, s |", "|---|---|---|"]
+    for name in names.ordered(results):
+        if "first_s" in (result := results[name]):
+            later = ", ".join(f"{seconds:.2f}" for seconds in result["later_s"])
+            lines.append(f"| {names.title(name)} | {result['first_s']:.2f} | {later} |")
+        else:
+            lines.append(f"| {names.title(name)} | {next(iter(result.values())).strip().splitlines()[-1]} | – |")
+    return lines
 
+
+def first_calls(report: dict[str, Any], name: str, link: Link) -> str:
+    """``first_rows`` with where they are from."""
     shape = " × ".join(f"{report['shape'][key]:,}" for key in ("tokens", "hidden_size", "vocab_size"))
-    versions = _versions(report, "torch", "triton", "liger-kernel", "cut-cross-entropy")
-    return (
-        first.table(report["results"])
-        + f"\n\n{shape}; {report['device']}, {report['processors']} processors; {versions}; {link(name)}."
-    )
+    found = versions(report, "torch", "triton", "liger-kernel", "cut-cross-entropy")
+    about = f"{shape}; {report['device']}, {report['processors']} processors; {found}; {link(name)}."
+    return "\n".join([*first_rows(report["results"]), "", about])
+
+
+def curve_rows(report: dict[str, Any]) -> list[str]:
+    """The same training with one loss after the other: means of the last quarter, and the distance to full logits."""
+    lines = [
+        "| start | loss | mean loss, last quarter | mean difference to full logits | in yardsticks |",
+        "|---|---|---|---|---|",
+    ]
+    for start, runs in report["settings"].items():
+        for name in names.ordered(runs):
+            run = runs[name]
+            title = "full logits, the rows of each batch reversed" if name == "reversed" else names.title(name)
+            apart = "–" if name == "eager" else f"{run['mean_difference']:.4f}"
+            ratio = run["mean_difference_in_yardsticks"]
+            ratio = "–" if name == "eager" or ratio is None else f"{ratio:.2f}"
+            lines.append(f"| {start} | {title} | {run['late_mean_loss']:.4f} | {apart} | {ratio} |")
+    return lines

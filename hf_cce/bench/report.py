@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_cce.bench import loops, newer
+from hf_cce.bench import loops, modes, names, newer, older
 from hf_cce.bench.files import whole_file
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ FLAT, QUACK = "2026-11-22-h200-bench-flat.json", "2026-11-22-h200-bench-quack.js
 STEPS = "2026-11-22-h200-steps-qwen-trained.json"
 UNIFORM = "2026-11-21-h200-bench-heads-uniform.json"
 FEW, LONG = (f"2026-11-22-h200-bench-{name}.json" for name in ("few", "32768"))
-STEPS_RANDOM, CPU, DEMO = "2026-11-21-h200-steps-random.json", "2026-11-21-cpu-loss.json", "demo_cpu.json"
+CPU, DEMO = "2026-11-21-cpu-loss.json", "demo_cpu.json"
 CURVES, LIMITED = "2026-11-21-h200-curves.json", "2026-11-21-h200-steps-31gib.json"
 LOOPS = tuple(
     f"2026-11-22-h200-steps-{name}.json"
@@ -33,22 +33,9 @@ TRAINED_LOOPS = tuple(f"2026-11-22-h200-steps-{name}-trained.json" for name in (
 FITS = tuple(f"2026-11-22-h200-fits-{name}.json" for name in ("smollm2", "qwen", "llama"))
 FIRST, POLICY = (f"2026-11-22-h200-{name}.json" for name in ("first", "log-probs"))
 # Those that tables below are made of; any other file is drawn by hf_cce.bench.newer.
-NAMED = {TRAINED, FLAT, QUACK, STEPS, UNIFORM, FEW, LONG, STEPS_RANDOM, CPU, DEMO, CURVES, LIMITED}
-NAMED |= {*LOOPS, *TRAINED_LOOPS, *FITS, FIRST, POLICY}
-PEERS = {
-    "hf_cce": "**hf_cce**",
-    "hf_cce exact": "**hf_cce**, no filter",
-    "hf_cce 64 MiB": "**hf_cce**, `memory_budget` 64 MiB",
-    "hf_cce exact 1.25 GiB": "**hf_cce**, no filter, `memory_budget` 1.25 GiB",
-    "eager": "Transformers (full logits)",
-    "torch.compile": "torch.compile of that",
-    "liger": "Liger fused linear cross-entropy",
-    "apple cce": "Apple's CCE",
-    "apple cce exact": "Apple's CCE, `cce_exact`",
-    "trl": "TRL's fused head",
-    "quack": "Quack",
-    "torch F.linear_cross_entropy": "torch's `F.linear_cross_entropy`, in chunks",
-}
+NAMED = {TRAINED, FLAT, QUACK, STEPS, UNIFORM, FEW, LONG, CPU, DEMO, CURVES, LIMITED}
+NAMED |= {*LOOPS, *TRAINED_LOOPS, *FITS, FIRST, POLICY, *older.FILES}
+PEERS = {name: names.title(name) for name in (*names.OURS, *names.OTHERS)}  # in this order in every table
 # On the page that compares, not in the README.
 ASIDE = ("hf_cce 64 MiB", "hf_cce exact 1.25 GiB", "apple cce exact", "torch F.linear_cross_entropy")
 # Why those tables have no row of theirs; said until they have.
@@ -66,14 +53,6 @@ COMPARED = {  # (problem, title) of the two tables on the page that compares
     "trained head": ("trained V49152 N=8192", "8,192 tokens, trained head 49,152 × 1,024"),
     "random data": ("flat N=8192 D=896 V=151936", "8,192 tokens, random data, head 151,936 × 896"),
 }
-LOSSES = {
-    "hf_cce": "**hf_cce**",
-    "hf_cce-256mib": "**hf_cce**, `memory_budget` 256 MiB",
-    "hf_cce-1gib": "**hf_cce**, `memory_budget` 1 GiB",
-    "eager": "Transformers (full logits)",
-    "compiled": "torch.compile of Transformers' loss",
-    "liger": "Liger",
-}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -88,8 +67,8 @@ def _link(name: str, page: str) -> str:
 
 
 def _packages(report: dict[str, Any]) -> str:
-    names = ("torch", "triton", "liger-kernel", "cut-cross-entropy", "trl", "quack-kernels", "nvidia-cutlass-dsl")
-    return ", ".join(f"{name} {found}" for name in names if (found := report["versions"].get(name)))
+    known = ("torch", "triton", "liger-kernel", "cut-cross-entropy", "trl", "quack-kernels", "nvidia-cutlass-dsl")
+    return loops.versions(report, *known)
 
 
 def _losses(result: dict[str, Any], title: str, leave_out: tuple[str, ...] = ()) -> list[str]:
@@ -193,30 +172,30 @@ def not_compared_table(page: str) -> str:
     return "\n".join([*lines, *(f"- {title}: {why}." for title, why in NO_PEER.items())])
 
 
-def _steps(report: dict[str, Any], losses: tuple[str, ...]) -> list[str]:
-    settings = report["settings"]
-    tokens = f"{settings['batch']} × {settings['sequence']:,} tokens"
-    lines = [
-        f"| step of a 0.5B model, {tokens}, vocabulary 151,936 | time | tokens/s | peak memory |",
-        "|---|---|---|---|",
-    ]
-    for name in losses:
-        if name not in report["results"]:
-            continue
+def _steps(report: dict[str, Any], title: str) -> list[str]:
+    lines = [f"| {title} | time | tokens/s | peak memory |", "|---|---|---|---|"]
+    for name in names.ordered(report["results"]):
         row = report["results"][name]
-        times = f"{row['ms']:.0f} ms | {row['tokens_per_second']:,.0f}"
-        lines.append(f"| {LOSSES[name]} | {times} | {row['peak_gib']:.1f} GiB |")
+        if row["status"] == "ok":
+            figures = f"{row['ms']:.0f} ms | {row['tokens_per_second']:,.0f} | {row['peak_gib']:.1f} GiB"
+        elif row["status"] == "oom":
+            figures = f"out of memory, asked for {row['asked']} | – | –"
+        else:  # it failed; the file says why
+            continue
+        lines.append(f"| {names.title(name)} | {figures} |")
     return lines
 
 
 def steps_table(page: str) -> str:
     """Whole training steps of a 0.5B model."""
     report = read(STEPS)
-    lines = _steps(report, ("hf_cce", "hf_cce-256mib", "compiled", "liger", "eager"))
+    settings = report["settings"]
+    tokens = f"{settings['batch']} × {settings['sequence']:,} tokens"
+    lines = _steps(report, f"step of a 0.5B model, {tokens}, vocabulary 151,936")
     first = report["results"]["hf_cce"]["losses"][0]
     lines += [
         "",
-        f"{report['device']}, bfloat16, Qwen2.5-0.5B's shape, trained on local text for {report['settings']['pretrain_steps']} "
+        f"{report['device']}, bfloat16, Qwen2.5-0.5B's shape, trained on local text for {settings['pretrain_steps']} "
         "steps (first measured",
         f"loss {first:.1f}), {_packages(report)}.",
         f"Numbers and command: {_link(STEPS, page)}.",
@@ -225,57 +204,23 @@ def steps_table(page: str) -> str:
 
 
 def limited_table(page: str) -> str:
-    """The same step where PyTorch may take 31 GiB, with gradient checkpointing."""
+    """A step of the same model and batch where PyTorch may take 31 GiB, with gradient checkpointing."""
     report = read(LIMITED)
     settings = report["settings"]
-    lines = [
-        f"| the same step in {settings['memory_limit']:g} GiB, with gradient checkpointing | time | tokens/s | peak memory |",
-        "|---|---|---|---|",
-    ]
-    for name in ("hf_cce", "liger", "compiled", "eager"):
-        row = report["results"][name]
-        if row["status"] == "ok":
-            figures = f"{row['ms']:.0f} ms | {row['tokens_per_second']:,.0f} | {row['peak_gib']:.1f} GiB"
-        else:
-            figures = f"out of memory, asked for {row['asked']} | – | –"
-        lines.append(f"| {LOSSES[name]} | {figures} |")
-    return "\n".join([*lines, "", f"{report['device']}, random weights, {_packages(report)}; {_link(LIMITED, page)}."])
-
-
-def steps_random_table(page: str) -> str:
-    """The same from random weights."""
-    report = read(STEPS_RANDOM)
-    # its hf_cce ran with the budget that was then the default
-    lines = _steps(report, ("hf_cce-1gib", "compiled", "liger", "eager"))
-    row = report["results"]["hf_cce"]
-    lines.insert(3, f"| {LOSSES['hf_cce-256mib']} | {row['ms']:.0f} ms | {row['tokens_per_second']:,.0f} | "
-                    f"{row['peak_gib']:.1f} GiB |")  # fmt: skip
-    return "\n".join([*lines, "", f"{report['device']}, {_packages(report)}; {_link(STEPS_RANDOM, page)}."])
+    assert not settings["pretrain_steps"], "say of which weights it is"
+    title = f"the same from random weights, in {settings['memory_limit']:g} GiB with gradient checkpointing"
+    lines = _steps(report, title)
+    return "\n".join([*lines, "", f"{report['device']}, {_packages(report)}; {_link(LIMITED, page)}."])
 
 
 def _all_modes(page: str, name: str, problem: str) -> str:
     """Forward and backward, forward alone, and with a frozen head, of every loss in one result."""
     report = read(name)
     result = report["results"][problem]
-    lines = [
-        "| loss | forward + backward | forward | frozen head | memory | errors (hidden states, weight) | tiles kept |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for key, row in result["rows"].items():
-        title = PEERS.get(key) or (
-            f"**hf_cce**, `gradient_filter={key.split()[-1]}`" if key.startswith("hf_cce filter") else key
-        )
-        times = [
-            f"{row[f'{mode}ms']:.2f} ms ({row[f'{mode}gemm_multiple']:.2f})" if f"{mode}ms" in row else "–"
-            for mode in ("", "forward_", "frozen_")
-        ]
-        kept = f"{row['filter']['kept']:.0%}" if row.get("filter") else "–"
-        errors = f"{row['grad_hidden_error']:.1e}, {row['grad_weight_error']:.1e}"
-        lines.append(f"| {title} | {' | '.join(times)} | {row['extra_mib']:,.0f} MiB | {errors} | {kept} |")
     head = report["heads"].get(result["problem"].get("head"), {})
     text = f"held-out loss {head['held_out_loss']:.1f}; " if head else ""
-    lines += ["", f"{report['device']}, {report['dtype']}; {text}{_packages(report)}; {_link(name, page)}."]
-    return "\n".join(lines)
+    about = f"{report['device']}, {report['dtype']}; {text}{_packages(report)}; {_link(name, page)}."
+    return "\n".join([*modes.table(result), "", about])
 
 
 def few_table(page: str) -> str:
@@ -340,9 +285,10 @@ def errors_table(page: str) -> str:
     )
     for name, problem, title in cases:
         rows = read(name)["results"][problem]["rows"]
-        for key, row in rows.items():
+        for key in names.ordered(rows):
             if key not in ("hf_cce", "hf_cce exact", "eager", "torch.compile") and not key.startswith("hf_cce filter"):
                 continue
+            row = rows[key]
             if key == "torch.compile" and "eager" in rows:
                 continue
             known = {
@@ -359,24 +305,11 @@ def errors_table(page: str) -> str:
 
 
 def curves_table(page: str) -> str:
-    """The same training with one loss after the other: means of the last quarter, and the distance to full logits."""
+    """The same training with one loss after the other."""
     report = read(CURVES)
-    setup, titles = report["setup"], {"eager": "Transformers (full logits)", "compiled": "torch.compile of its loss"}
-    titles |= {"reversed": "full logits, the rows of each batch reversed", "hf_cce": PEERS["hf_cce"]}
-    titles["hf_cce-exact"] = PEERS["hf_cce exact"]
+    setup, versions = report["setup"], loops.versions(report, "torch", "triton", "transformers")
     lines = [
-        "| start | loss | mean loss, last quarter | mean difference to full logits | in yardsticks |",
-        "|---|---|---|---|---|",
-    ]
-    for start, runs in report["settings"].items():
-        for name, run in runs.items():
-            apart = "–" if name == "eager" else f"{run['mean_difference']:.4f}"
-            ratio = run["mean_difference_in_yardsticks"]
-            ratio = "–" if name == "eager" or ratio is None else f"{ratio:.2f}"
-            lines.append(f"| {start} | {titles.get(name, name)} | {run['late_mean_loss']:.4f} | {apart} | {ratio} |")
-    names = ("torch", "triton", "transformers")
-    versions = ", ".join(f"{name} {report['versions'][name]}" for name in names)
-    lines += [
+        *loops.curve_rows(report),
         "",
         f"{report['device']}; a Llama of {setup['layers']} layers, width {setup['dim']}, vocabulary {setup['vocab']:,}, "
         f"{setup['batch']} × {setup['sequence']:,} tokens a step,",
@@ -388,8 +321,18 @@ def curves_table(page: str) -> str:
 
 def newer_table(page: str) -> str:
     """Files of results that no other table is made of."""
-    names = [path.name for path in RESULTS.glob("*.json") if path.name not in NAMED]
-    return newer.section({name: read(name) for name in names}, lambda name: _link(name, page))
+    found = [path.name for path in RESULTS.glob("*.json") if path.name not in NAMED]
+    return newer.section({name: read(name) for name in found}, lambda name: _link(name, page))
+
+
+def older_heads_table(page: str) -> str:
+    """The trained heads before."""
+    return older.heads(read, lambda name: _link(name, page), TRAINED)
+
+
+def older_steps_table(page: str) -> str:
+    """Whole steps before."""
+    return older.steps(read, lambda name: _link(name, page), STEPS)
 
 
 def notes_table(page: str) -> str:
@@ -397,9 +340,9 @@ def notes_table(page: str) -> str:
     return newer.notes(list(RESULTS.glob("*.txt")), lambda name: _link(name, page))
 
 
-def _by_name(make: Callable[..., str], *names: str) -> Callable[[str], str]:
+def _by_name(make: Callable[..., str], *files: str) -> Callable[[str], str]:
     """A table of hf_cce.bench.loops, made of these files."""
-    return lambda page: make({name: read(name) for name in names}, lambda name: _link(name, page))
+    return lambda page: make({name: read(name) for name in files}, lambda name: _link(name, page))
 
 
 def _modes(name: str, problem: str) -> Callable[[str], str]:
@@ -414,7 +357,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "compared-quack": compared_quack_table,
     "not-compared": not_compared_table,
     "steps": steps_table,
-    "steps-random": steps_random_table,
     "steps-31gib": limited_table,
     "steps-loops": _by_name(loops.steps, *LOOPS),
     "steps-trained": _by_name(loops.steps, *TRAINED_LOOPS),
@@ -425,8 +367,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "trained-128256": _modes(TRAINED, "trained V128256 N=8192"),
     "quack-49152": _modes(QUACK, "trained V49152 N=8192"),
     "quack-128256": _modes(QUACK, "trained V128256 N=8192"),
-    "trained-49152-uniform": _modes(UNIFORM, "trained V49152 N=8192"),
-    "trained-128256-uniform": _modes(UNIFORM, "trained V128256 N=8192"),
     "trained-32768": _modes(LONG, "trained V49152 N=32768"),
     "flat-49152": _modes(FLAT, "flat N=8192 D=1024 V=49152"),
     "flat-151936": _modes(FLAT, "flat N=8192 D=896 V=151936"),
@@ -437,6 +377,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "errors": errors_table,
     "curves": curves_table,
     "newer": newer_table,
+    "older-heads": older_heads_table,
+    "older-steps": older_steps_table,
     "notes": notes_table,
 }
 
