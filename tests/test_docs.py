@@ -242,6 +242,34 @@ def test_whoever_is_measured_stands_in_the_comparison(monkeypatch: pytest.Monkey
     assert any(line.startswith("- Axolotl's fork") for line in lines) and not any("Liger" in line for line in lines)
 
 
+def test_the_comparison_rests_on_what_it_shows() -> None:
+    """Its figures are those of its tables, which are explained before them; whoever stands in one table stands in the other."""
+    page = (ROOT / "docs/comparison.md").read_text("utf-8")
+    assert page.index("In brackets behind each time") < page.index("\n|")
+    shown = [{row[0]: row for row in table} for table in tables("docs/comparison.md")[:2]]
+    errors = {}
+    for peer in ("Transformers (full logits)", "Apple's CCE", "Liger (fused linear cross-entropy)"):
+        errors[peer] = [[float(x) for x in table[peer][-1].split(", ")] for table in shown]
+    full, apple, liger = errors.values()
+    times = [f"{a[0] / b[0]:.0f}" for a, b in zip(apple, full, strict=True)]
+    assert f"{times[0]} to {times[1]} times as far" in page
+    assert round(max(a[1] / b[1] for a, b in zip(liger, full, strict=True))) == 3
+    assert "up to three times the error" in page
+    one_by_one, what_they_do = (
+        page.split(f"## {title}\n")[1].split("\n## ")[0] for title in ("One by one", "What they do")
+    )
+    for peer in (
+        "Liger",
+        "Apple's CCE",
+        "Axolotl's fork",
+        "TRL's fused head",
+        "Quack",
+        "torch's F.linear_cross_entropy",
+    ):
+        assert re.search(rf"^\| \*\*{peer}", one_by_one, re.MULTILINE), peer
+        assert re.search(rf"^\| {peer}", what_they_do, re.MULTILINE), peer
+
+
 def test_every_peer_has_a_title() -> None:
     from hf_cce.bench import installed, names
     from hf_cce.bench.peers import BUILDERS
@@ -263,10 +291,13 @@ def test_losses_stand_in_one_order_however_a_file_has_them() -> None:
     assert names.ordered(reversed(steps)) == steps
 
 
-def tables(page: str) -> Iterator[list[list[str]]]:
+def tables(page: str) -> list[list[list[str]]]:
     """The cells of each table, row by row."""
-    for table in re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text("utf-8"), re.MULTILINE):
-        yield [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
+    found = re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text("utf-8"), re.MULTILINE)
+    return [
+        [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
+        for table in found
+    ]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md", "docs/comparison.md"])

@@ -141,6 +141,12 @@ def compared_trained_table(page: str) -> str:
     return _compared(page, most_compared(problem), problem, title)
 
 
+def compared_second_table(page: str) -> str:
+    """The other trained head, with a larger vocabulary and a narrower model."""
+    problem = "trained V128256 N=8192"
+    return _compared(page, most_compared(problem), problem, "8,192 tokens, trained head 128,256 × 768")
+
+
 def compared_flat_table(page: str) -> str:
     """Random numbers, likewise."""
     problem, title = COMPARED["random data"]
@@ -353,6 +359,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "loss": loss_table,
     "flat": flat_table,
     "compared-trained": compared_trained_table,
+    "compared-second": compared_second_table,
     "compared-flat": compared_flat_table,
     "compared-quack": compared_quack_table,
     "not-compared": not_compared_table,
