@@ -53,7 +53,7 @@ class Stopwatch:
             self.spans.append((time.perf_counter() - start) * 1e3)
             return
         start_event, stop_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(8_000_000)  # clock cycles, some 4 ms
+        torch.cuda._sleep(24_000_000)  # clock cycles, some 12 ms: hosts that are busy need several to launch a step
         start_event.record()
         function()
         stop_event.record()

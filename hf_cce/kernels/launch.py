@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# With more, loading what is cached takes longer, as they wait for each other: 0.75 s instead of 0.59 s for a filtered step.
+WORKERS = 8
+
 _listed: ContextVar[Launches | None] = ContextVar("hf_cce_listed", default=None)
 
 
@@ -35,7 +38,7 @@ class Launches(list[tuple[Any, tuple[Any, ...], dict[str, Any]]]):
     """What would have been launched: jitted functions, their arguments, and their constants and options."""
 
     def compile(self, device: torch.device) -> int:
-        """Each kind that Triton compiles apart, as many at a time as there are processors; returns how many.
+        """Each kind that Triton compiles apart, several at a time; returns how many.
 
         Raises the first exception of a compilation.
         """
@@ -50,8 +53,8 @@ class Launches(list[tuple[Any, tuple[Any, ...], dict[str, Any]]]):
                 # Makes the launcher and loads the binary, which Triton else leaves to the first launch.
                 getattr(kernel, "_init_handles", lambda: None)()
 
-        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        with ThreadPoolExecutor(workers) as pool:
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        with ThreadPoolExecutor(min(processors, WORKERS)) as pool:
             list(pool.map(build, kinds.values()))
         return len(kinds)
 
