@@ -15,9 +15,9 @@ class CCEConfig:
 
     Args:
         implementation: ``"auto"`` picks the Triton kernels on an NVIDIA GPU of compute capability 8.0 or newer and
-            portable PyTorch everywhere else; on a CUDA device, for up to 42 million logits that fit the budget,
-            PyTorch's own loss on full logits, which is then the fastest (a patched model keeps its own). ``"triton"`` and
-            ``"portable"`` run that one or raise.
+            portable PyTorch everywhere else; on a CUDA device, for up to 42 million logits that fit the budget (fewer
+            where the vocabulary is odd), PyTorch's own loss on full logits, which is then the fastest (a patched model keeps
+            its own). ``"triton"`` and ``"portable"`` run that one or raise.
         memory_budget: upper bound, in bytes, of the scratch memory that one call holds besides its inputs and
             gradients; at least 1 MiB. None: 256 MiB for each 8,192 tokens, or part of them. Smaller budgets mean more, smaller
             slabs of the vocabulary, hence less speed.

@@ -353,6 +353,8 @@ DENSE_BYTES = 256 << 20
 # Logits up to which PyTorch's own operators are the fastest, as the host is the slower side. They take 12 bytes each, of which
 # the weight's gradient, made last, takes some over:
 EAGER_LOGITS = 42_000_000
+# and, as rows of an odd number of logits are multiplied several times as slowly, tokens times hidden size times vocabulary:
+EAGER_WORK_ODD = 1.6e10
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -364,7 +366,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient_filter: Any, state: FilterState | None, *inputs: Any) -> Tensor:
-        ctx.filtered = ctx.stored = ctx.dense = ctx.tokens = None
+        ctx.filtered = ctx.stored = ctx.dense = ctx.formed = ctx.tokens = None
         hidden, weight, bias, labels, num_items, divisor, ignore_index, scale, softcap, smoothing, z_loss = inputs[:11]
         need_hidden, need_weight, need_bias, budget, implementation = inputs[11:]
         if (
@@ -383,7 +385,7 @@ class _CrossEntropy(torch.autograd.Function):
             if wanted and not need_bias and work >= FILTER_FROM and n >= FILTER_TOKENS:
                 ctx.state, ctx.steered = FilterState() if state is None else state, state is not None
                 tau = ctx.tau = ctx.state.threshold(gradient_filter, hidden)
-            dense = 0 < 4 * n * v <= min(budget, DENSE_BYTES)
+            dense = 0 < 4 * n * (v + 15) <= min(budget, DENSE_BYTES)
             if hidden.is_cuda:
                 kernels.compile_ahead(tau is not None, dense, tuple(inputs[11:14]), *inputs[:9], z_loss, budget)
             factor = survey(labels, hidden, ignore_index, v, num_items, divisor, implementation)
@@ -397,6 +399,8 @@ class _CrossEntropy(torch.autograd.Function):
                 ctx.state.keep_vocabulary(weight, ctx.filtered.vocabulary)
             elif dense:
                 loss, lse, ctx.dense = kernels.dense_cross_entropy(*common)
+            elif not need_bias and (result := kernels.grouped_cross_entropy(*common, need_hidden, need_weight, budget)):
+                loss, lse, ctx.formed = result
             elif (result := kernels.stored_cross_entropy(*common, budget)) is not None:
                 loss, lse, ctx.stored = result
             else:
@@ -409,9 +413,9 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         needs, grad = ctx.needs_input_grad[2:5], grads[0]
         # Used once, since their memory is overwritten; a second backward recomputes.
-        filtered, stored, dense = ctx.filtered, ctx.stored, ctx.dense
-        ctx.filtered = ctx.stored = ctx.dense = None
-        if (filtered is stored is dense is None) or grad is None or torch.is_grad_enabled() or _traced(grad):
+        filtered, stored, dense, formed = ctx.filtered, ctx.stored, ctx.dense, ctx.formed
+        ctx.filtered = ctx.stored = ctx.dense = ctx.formed = None
+        if (filtered is stored is dense is formed is None) or grad is None or torch.is_grad_enabled() or _traced(grad):
             return None, None, *_cross_entropy_gradients(ctx, *grads, needs=needs, tokens=ctx.tokens)
         hidden, weight, bias, labels, lse, factor = ctx.saved_tensors
         kernels = _kernels()
@@ -425,6 +429,8 @@ class _CrossEntropy(torch.autograd.Function):
                 )  # fmt: skip
                 ctx.state.report(report)
                 gradients = [dh, dw, None]
+            elif formed is not None:
+                gradients = kernels.formed_gradients(formed, grad)
             elif dense is not None:
                 gradients = kernels.dense_gradients(
                     dense, grad, factor, hidden, weight, bias, labels, *ctx.options, ctx.z_loss, *needs
@@ -432,19 +438,8 @@ class _CrossEntropy(torch.autograd.Function):
             else:
                 vectors = kernels.token_gradients(grad, factor, lse, 0.0, ctx.z_loss)
                 gradients = kernels.logit_stats_backward(
-                    *vectors,
-                    None,
-                    hidden,
-                    weight,
-                    bias,
-                    labels,
-                    lse,
-                    None,
-                    *ctx.options,
-                    *needs,
-                    ctx.memory_budget,
-                    stored,
-                )
+                    *vectors, None, hidden, weight, bias, labels, lse, None, *ctx.options, *needs, ctx.memory_budget, stored
+                )  # fmt: skip
         return None, None, *(x if need else None for x, need in zip(gradients, needs, strict=True)), *[None] * 13
 
 
@@ -452,6 +447,8 @@ def few_tokens(n: int, hidden: Tensor, weight: Tensor, budget: int, implementati
     """Whether a step waits for the host alone: then nothing is faster than what PyTorch does in C++, if it fits the budget."""
     logits = n * weight.shape[0]
     if not (0 < logits <= EAGER_LOGITS and hidden.is_cuda and implementation == "auto"):
+        return False
+    if weight.shape[0] % 2 and n * weight.numel() > EAGER_WORK_ODD:
         return False
     taken_over = 2 * weight.numel() if weight.requires_grad and torch.is_grad_enabled() else 0
     return 12 * logits - taken_over <= budget and hidden.dtype != torch.float64

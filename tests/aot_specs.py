@@ -104,7 +104,7 @@ SPECS = (
             "tile_ratio": "*bf16 if WANT_RATIO",
             "tile_damping": "*bf16 if WANT_RATIO and HAS_SOFTCAP",
             "stored": "*T if STORE",
-            "stored_width": "size",
+            "stored_width": "i32:16",
             "first_col": "i32",
         },
         variants={
@@ -132,7 +132,7 @@ SPECS = (
         plan="backward",
         types={
             "out": "*T",
-            "out_stride": "size",
+            "out_stride": "i32:16",
             "slab_start": "i32",
             "slab_width": "size",
             "flags": "*i32 if FLAGGED",
@@ -237,6 +237,12 @@ SPECS = (
         constants={"GROUP": 16},
     ),
     Spec("residual._residual_kernel", plan="filter blocks", types={"z": "*fp32", "labels": "*i32", "out": "*T"}),
+    Spec(
+        "residual._token_energy_kernel",
+        plan="filter blocks",
+        types={"labels": "*i32", "out": "*fp32", "place": "*i32 if DROPPED"},
+        variants={"dropped": {"DROPPED": True}, "all": {}},
+    ),
     Spec("residual._rounding_kernel", types={"z": "*fp32", "labels": "*i32", "out": "*T", "squares": "*fp32"}),
     Spec(
         "residual._column_residual_kernel",
@@ -244,9 +250,11 @@ SPECS = (
         types={"z": "*fp32", "labels": "*i32", "out": "*T", "num_sampled": "i32"},
     ),
     Spec("stored._label_logit_kernel", types={"hidden": "*T", "weight": "*T", "out": "*fp32"}),
-    Spec("stored._settle_kernel", plan="backward blocks", types={"values": "*T", "width": "size"}),
+    Spec("stored._settle_kernel", plan="backward blocks", types={"values": "*T", "width": "i32:16"}),
     Spec(
-        "scaled._factors_kernel", plan="backward blocks", types={"values": "*T", "scale": "*fp32", "of_label": "*fp32"}
+        "scaled._factors_kernel",
+        plan="backward blocks",
+        types={"values": "*T", "scale": "*fp32", "of_label": "*fp32", "stride": "i32:16"},
     ),
     Spec("scaled._scale_rows_kernel", types={"hidden": "*T", "scale": "*fp32", "out": "*T"}),
     Spec(
@@ -264,6 +272,7 @@ SPECS = (
         plan="backward blocks",
         types={
             "product": "*fp32",
+            "earlier": "*fp32 if HAS_EARLIER",
             "of_label": "*fp32",
             "hidden": "*T",
             "labels": "*i32",
@@ -271,11 +280,14 @@ SPECS = (
             "out": "*T",
             **dict.fromkeys(("first_row", "first_block", "num_rows"), "i32"),
         },
-        constants={"BLOCK_V": 64, "BLOCK_T": 64, "BLOCK_D": 128, "UPCAST": False},
-        variants={"plain": {}},
+        constants={"BLOCK_V": 16, "BLOCK_T": 64, "BLOCK_D": 128, "UPCAST": False},
+        variants={"plain": {}, "earlier": {"HAS_EARLIER": True}},
     ),
-    Spec("dense._row_stats_kernel", types={"logits": "*fp32"}),
-    Spec("dense._row_gradient_kernel", types={"logits": "*fp32", "out": "*T", "out_stride": "size"}),
+    Spec("grouped._multiply_kernel", plan="backward blocks", types={"x": "*T", "by": "*fp32", "size": "i32:16"}),
+    Spec("dense._row_stats_kernel", types={"logits": "*fp32", "stride": "i32:16"}),
+    Spec(
+        "dense._row_gradient_kernel", types={"logits": "*fp32", "out": "*T", "stride": "i32:16", "out_stride": "i32:16"}
+    ),
     Spec(
         "forward._combine_kernel",
         types={

@@ -121,12 +121,12 @@ def test_the_loss_alone_takes_what_was_measured(way: str, sizes: tuple[int, int,
 
 
 def test_the_rule_of_few_tokens_is_that_of_the_operator() -> None:
-    assert bench.FEW_LOGITS == ops.EAGER_LOGITS
+    assert (bench.FEW_LOGITS, bench.FEW_WORK_ODD) == (ops.EAGER_LOGITS, ops.EAGER_WORK_ODD)
     hidden: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    for d, v in ((64, 512), (576, 49_152), (896, 151_936), (2048, 128_256)):
+    for d, v in ((64, 512), (576, 49_152), (896, 151_936), (2048, 128_256), (768, 50_257), (4096, 32_001)):
         weight = torch.empty(v, d, device="meta", requires_grad=True)
         model = bench.Model("", "", 0, v, d, 0, False, "sdpa", None)
-        for n in (1, 64, 270, 280, 512, 860, 2048, 80_000, 90_000):
+        for n in (1, 64, 120, 124, 270, 280, 410, 512, 860, 2048, 80_000, 90_000):
             budget = 256 * MIB * -(-n // 8192)
             theirs = ops.few_tokens(n, hidden, weight, budget, "auto")
             assert bench.loss_bytes("cce", n, model, "bfloat16")[2] == theirs, (n, d, v)

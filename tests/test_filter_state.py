@@ -17,7 +17,7 @@ from numerics import assert_as_good
 from test_callback import build
 from torch import Tensor
 from transformers import TrainerCallback
-from ways import KEEPS_ALL, force, peaked
+from ways import KEEPS_ALL, backward_of, force, peaked
 
 from hf_cce import CCECallback, CCEConfig, FilterState, apply_cce, linear_cross_entropy, remove_cce
 from hf_cce import state as state_module
@@ -346,7 +346,7 @@ def test_nothing_is_measured_where_nobody_keeps_a_state(monkeypatch: pytest.Monk
 
 
 @cpu_only
-@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "exact"])
+@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "grouped", "exact"])
 def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first consumes what the forward pass left; the second is exact, with ignored labels in between the others."""
     taken = force(monkeypatch, way)
@@ -361,12 +361,12 @@ def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch)
     for a, b, name in zip(first, second, ("hidden", "weight"), strict=True):
         assert_as_good(b, a, a, name)
     assert taken[way] == 1
-    if way in ("filtered", "dense"):
-        assert taken[f"{way} gradients"] == 1
+    if way in ("filtered", "dense", "grouped"):
+        assert taken[backward_of(way)] == 1
 
 
 @cpu_only
-@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "exact"])
+@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "grouped", "exact"])
 def test_micro_batches_add_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways round: one after the other, and both losses before any gradient; the state is one."""
     taken = force(monkeypatch, way)

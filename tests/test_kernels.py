@@ -8,7 +8,7 @@ import pytest
 import torch
 from losses import EVERYTHING, OPTIONS, PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs
 from numerics import assert_as_good
-from ways import WAYS, applies, config_of, force, takes, watch
+from ways import WAYS, applies, backward_of, config_of, force, takes, watch
 
 from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs, ops
 
@@ -40,7 +40,7 @@ def test_loss_and_gradients(
     taken = force(monkeypatch, way)
     inputs, labels = make_inputs(n, d, v, dtype, DEVICE, bias=options.bias)
     check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}, {way}")
-    backward = f"{way} gradients" if way in ("dense", "filtered") else "recomputed gradients"
+    backward = backward_of(way)
     if options.reduction != "none":
         assert taken == {takes(way): 1, backward: 1, **({"scaled gradients": 1} if way == "scaled" else {})}
 
@@ -250,18 +250,30 @@ def test_the_training_path_does_not_synchronise_the_host() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("budget", [64 << 20, 256 << 20])
-def test_memory_budget_holds(budget: int) -> None:
-    (hidden, weight, _), labels = make_inputs(8192, 1024, 128256, torch.bfloat16, "cuda")
+@pytest.mark.parametrize(
+    ("budget", "v", "way"),
+    [
+        (64 << 20, 128256, "auto"),
+        (256 << 20, 128256, "auto"),
+        (256 << 20, 50257, "stored"),
+        (1280 << 20, 50257, "scaled"),
+        (1280 << 20, 128257, "grouped"),
+    ],
+)
+def test_memory_budget_holds(budget: int, v: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hidden, weight, _), labels = make_inputs(8192, 1024, v, torch.bfloat16, "cuda")
     hidden.requires_grad_()
     weight.requires_grad_()
-    config = CCEConfig(memory_budget=budget)
+    config = CCEConfig(memory_budget=budget, gradient_filter="auto" if way == "auto" else None)
+    taken = watch(monkeypatch)
     linear_cross_entropy(hidden, weight, labels, config=config).backward()
     hidden.grad = weight.grad = None
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     linear_cross_entropy(hidden, weight, labels, config=config).backward()
     gradients = 2 * (hidden.numel() + weight.numel())
+    if way != "auto":
+        assert taken[takes(way)] == 2 and taken["scaled gradients"] == 2 * (way == "scaled")
     # A few vectors [N] besides: losses, labels, upstream gradients.
     assert torch.cuda.max_memory_allocated() - before - gradients <= budget + 64 * hidden.shape[0]
 

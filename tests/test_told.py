@@ -172,6 +172,10 @@ def test_what_counts_as_few_tokens() -> None:
     assert not few(276, SimpleNamespace(is_cuda=False, dtype=torch.bfloat16))
     weight.requires_grad_(False)
     assert not few(276) and few(147) and not few(148)
+    weight = torch.nn.Parameter(torch.empty(50257, 768, device="meta"))  # multiplied slowly, as it is odd
+    assert few(414) and not few(415)
+    weight = torch.nn.Parameter(torch.empty(50258, 768, device="meta"))
+    assert few(573) and not few(574)  # what the budget holds
 
 
 # Adapters on the head

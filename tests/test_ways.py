@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
-from losses import PLAIN, Options, check_against_plain, fused_loss, make_inputs
+from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
+from numerics import relative_error
 from torch import Tensor
-from ways import WAYS, applies, config_of, force, takes
+from ways import WAYS, applies, backward_of, config_of, force, takes
 
 from hf_cce import FilterState, linear_cross_entropy
 from hf_cce import state as state_module
@@ -20,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("way", WAYS)
 def test_strided_labels_and_bias(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Options(bias=way not in ("filtered", "scaled"))
+    options = Options(bias=way not in ("filtered", "scaled", "grouped"))
     assert applies(way, options, torch.float32)
     taken = force(monkeypatch, way)
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=options.bias)
@@ -37,7 +38,7 @@ def test_strided_labels_and_bias(way: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert taken[takes(way)] == 1
 
 
-@pytest.mark.parametrize("way", ["stored", "narrow", "scaled"])
+@pytest.mark.parametrize("way", ["stored", "narrow", "scaled", "grouped"])
 def test_what_has_no_range_to_be_stored_is_computed_anew(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """exp(z − z_label) of a token whose label is 100 nats away; the blocks of its neighbours are kept."""
     taken = force(monkeypatch, way)
@@ -97,3 +98,37 @@ def test_what_a_captured_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_plain_is_what_the_ways_are_compared_with() -> None:
     assert applies("exact", PLAIN, torch.float32) and not applies("filtered", Options(bias=True), torch.float32)
+
+
+@pytest.mark.parametrize("v", [31, 300])
+def test_groups_add_up_where_their_result_will_lie(v: int) -> None:
+    """In bfloat16 half of the float32 sums of the weight's gradient are in its own memory; as good as all tokens at once."""
+    inputs, labels = make_inputs(2048 if DEVICE == "cuda" else 90, 72, v, torch.bfloat16, DEVICE)
+    exact = loss_and_gradients(plain_loss, inputs, labels, PLAIN, torch.float64)
+    errors = {}
+    for way in ("scaled", "grouped"):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            taken = force(monkeypatch, way)
+            found = loss_and_gradients(fused_loss(config_of(way)), inputs, labels, PLAIN, torch.bfloat16)
+            assert taken[takes(way)] == taken[backward_of(way)] == 1
+        errors[way] = [relative_error(found[name], exact[name]) for name in ("hidden", "weight")]
+    assert all(grouped < 1.02 * scaled for grouped, scaled in zip(errors["grouped"], errors["scaled"], strict=True))
+
+
+def test_groups_are_formed_where_they_pay() -> None:
+    """Sizes that were measured on an H200: hf_cce/bench/results/2026-11-22-h200-groups.txt."""
+    from hf_cce.kernels.grouped import group_size
+    from hf_cce.kernels.stored import stored_width
+
+    def size(n: int, d: int, v: int, mib: int, need_weight: bool = True, dtype: torch.dtype = torch.bfloat16) -> int:
+        tiles, budget = -(-v // 128), mib << 20
+        slab = stored_width(n, d, v, dtype, tiles, 128, budget)
+        return group_size(n, d, v, dtype, tiles, need_weight, 128, slab, budget)
+
+    assert size(32768, 896, 151936, 1024) == 2432 and size(8192, 768, 128256, 1280) == 4096
+    assert size(16384, 2048, 128256, 1024) == 1920
+    assert size(8192, 1024, 49152, 256) == size(8192, 4096, 128256, 1280) == size(8192, 768, 128256, 256) == 0
+    assert size(8192, 1024, 49152, 1280) == size(8192, 4096, 32001, 768) == 0  # everything fits
+    assert size(8192, 768, 128256, 256, need_weight=False) == 896
+    assert size(8192, 768, 128256, 64, need_weight=False) == 0
+    assert size(8192, 768, 128256, 1280, dtype=torch.float16) == size(0, 768, 128256, 1280) == 0

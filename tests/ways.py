@@ -16,12 +16,15 @@ from hf_cce import CCEConfig, kernels, ops
 
 # "narrow": a first slab of one tile's width is stored, and the others are computed twice.
 # "scaled": all of them are stored, and the gradients are formed without another pass over what is.
-WAYS = ("dense", "stored", "narrow", "scaled", "filtered", "exact")
+# "grouped": of some tokens all of them are, and the gradients are formed in the forward pass, group after group.
+WAYS = ("dense", "stored", "narrow", "scaled", "grouped", "filtered", "exact")
 KEEPS_ALL = 1e-9  # a gradient_filter that drops nothing but what is zero
 _THRESHOLDS = {"dense": (math.inf, math.inf), "filtered": (0.0, 0.0)}  # FILTER_FROM, DENSE_BYTES
 _FUNCTIONS = {
     "dense_cross_entropy": "dense",
     "stored_cross_entropy": "stored",
+    "grouped_cross_entropy": "grouped",
+    "formed_gradients": "formed gradients",
     "filtered_cross_entropy": "filtered",
     "cross_entropy": "exact",
     "dense_gradients": "dense gradients",
@@ -36,7 +39,7 @@ def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
         return way == "exact"
     if way in ("stored", "narrow"):
         return dtype != torch.float16  # has no range for it
-    if way == "scaled":
+    if way in ("scaled", "grouped"):
         return dtype != torch.float16 and not options.bias
     return way != "filtered" or not options.bias
 
@@ -44,6 +47,12 @@ def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
 def takes(way: str) -> str:
     """The name under which ``watch`` counts the forward pass of a way."""
     return "stored" if way in ("narrow", "scaled") else way
+
+
+def backward_of(way: str) -> str:
+    """The name under which ``watch`` counts the backward pass of a way."""
+    own = {"dense": "dense gradients", "filtered": "filtered gradients", "grouped": "formed gradients"}
+    return own.get(way, "recomputed gradients")
 
 
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
@@ -55,14 +64,20 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     module = sys.modules["hf_cce.kernels.cross_entropy"]  # the package has a function of that name
     scaled = sys.modules["hf_cce.kernels.scaled"]
     monkeypatch.setattr(scaled, "TOKENS_PER_WIDTH", 0 if way == "scaled" else math.inf)
-    if way == "scaled":  # several slabs of the product
+    if way in ("scaled", "grouped"):  # several slabs of the product
         monkeypatch.setattr(scaled, "BUFFER", 4 << 20 if torch.cuda.is_available() else 1 << 12)
-    if way in ("narrow", "exact"):
+    if way in ("narrow", "exact", "grouped"):
         # a whole tile of every plan, on a GPU and in the interpreter
-        width = {"narrow": 256 if torch.cuda.is_available() else 32, "exact": 0}[way]
+        width = (256 if torch.cuda.is_available() else 32) if way == "narrow" else 0
         monkeypatch.setattr(
             module, "stored_width", lambda n, d, v, dtype, *_: 0 if dtype == torch.float16 else min(v, width)
         )
+    blocks = 256 if torch.cuda.is_available() else 16  # tokens of a group: whole row blocks of every plan
+
+    def group_size(n: int, d: int, v: int, dtype: torch.dtype, *_: Any) -> int:
+        return blocks if way == "grouped" and dtype != torch.float16 and n else 0
+
+    monkeypatch.setattr(module, "group_size", group_size)
     return watch(monkeypatch)
 
 

@@ -31,6 +31,8 @@ WAYS = ("eager", "compiled", "cce")
 EAGER_BYTES = 12
 # Up to as many logits a patched model keeps its own loss (see CCEConfig):
 FEW_LOGITS = 42_000_000
+# and with an odd vocabulary of up to so many tokens times hidden size times vocabulary:
+FEW_WORK_ODD = 1.6e10
 # What PyTorch's allocator took from the GPU, as a multiple of the peak, in steps of three models: larger blocks fragment more,
 # and not alike; 1.06 to 1.13 with full logits, 1.01 to 1.12 compiled.
 RESERVED = {"eager": 1.112, "compiled": 1.1, "cce": 1.01}
@@ -281,7 +283,8 @@ def loss_bytes(
     weight = model.vocabulary * model.hidden
     left = weight * PRECISIONS[dtype].weight + tokens * model.hidden * item
     budget = CCEConfig(memory_budget=memory_budget).scratch(tokens)
-    few = logits <= FEW_LOGITS and EAGER_BYTES * logits - 2 * weight <= budget
+    slow = model.vocabulary % 2 and tokens * weight > FEW_WORK_ODD
+    few = logits <= FEW_LOGITS and not slow and EAGER_BYTES * logits - 2 * weight <= budget
     if way == "eager" or (way == "cce" and few):
         # The gradients of hidden states and weight are made when two of the three are gone.
         return max(EAGER_BYTES * logits, item * logits + left), left, few

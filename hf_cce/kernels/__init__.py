@@ -7,11 +7,13 @@ from hf_cce.kernels.cross_entropy import (
     dense_cross_entropy,
     filtered_cross_entropy,
     filtered_gradients,
+    grouped_cross_entropy,
     stored_cross_entropy,
     token_gradients,
 )
 from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.forward import logit_stats, survey_labels
+from hf_cce.kernels.grouped import formed_gradients
 
 __all__ = [
     "compile_ahead",
@@ -20,6 +22,8 @@ __all__ = [
     "dense_gradients",
     "filtered_cross_entropy",
     "filtered_gradients",
+    "formed_gradients",
+    "grouped_cross_entropy",
     "logit_stats",
     "logit_stats_backward",
     "stored_cross_entropy",

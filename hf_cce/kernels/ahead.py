@@ -15,11 +15,13 @@ from hf_cce.kernels.cross_entropy import (
     dense_cross_entropy,
     filtered_cross_entropy,
     filtered_gradients,
+    grouped_cross_entropy,
     stored_cross_entropy,
     token_gradients,
 )
 from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.forward import survey_labels
+from hf_cce.kernels.grouped import formed_gradients
 from hf_cce.kernels.launch import listing
 
 logger = logging.getLogger(__name__)
@@ -121,6 +123,11 @@ def _step(problem: Problem) -> None:
             dense_cross_entropy(*common)[2], grad, factor, hidden, weight, bias, labels, *options, problem.z_loss, *problem.needs
         )  # fmt: skip
         return
+    if not problem.needs[2]:
+        grouped = grouped_cross_entropy(*common, *problem.needs[:2], problem.budget)
+        if grouped is not None:
+            formed_gradients(grouped[2], grad)
+            return
     stored = stored_cross_entropy(*common, problem.budget)
     if stored is not None:
         lse = stored[1]

@@ -6,14 +6,16 @@ accumulated over slabs in float32. No atomics, so results repeat bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import make_plan, operand, slab_width
-from hf_cce.kernels.products import multiply_add
+from hf_cce.kernels.plan import Plan, empty_slab, make_plan, operand, slab_width
+from hf_cce.kernels.products import ALIGNED, multiply_add
 from hf_cce.kernels.scaled import buffer_rows, scaled_gradients
 from hf_cce.kernels.stored import Stored, settle
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
@@ -148,6 +150,31 @@ def _logit_gradient_kernel(
         )  # fmt: skip
 
 
+def write_logit_gradient(
+    out: Tensor,  # [N, width], written
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,
+    vectors: Sequence[Tensor | None],  # labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy: [N] each
+    start: int,
+    stop: int,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    plan: Plan,
+    flags: Tensor | None = None,
+) -> None:
+    """The gradient of the logits of the vocabulary from ``start`` to ``stop``; of flagged row blocks alone with ``flags``."""
+    (n, d), v = hidden.shape, weight.shape[0]
+    rows, cols = triton.cdiv(n, plan.block_m), triton.cdiv(stop - start, plan.block_n)
+    _logit_gradient_kernel[(rows * cols,) if flags is None else (rows, min(cols, 16))](
+        operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, *vectors, flags, out,
+        start, stop - start, out.stride(0), n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale,
+        softcap or 1.0, FLAGGED=flags is not None, HAS_MEAN=vectors[5] is not None, HAS_ENTROPY=vectors[6] is not None,
+        HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
+    )  # fmt: skip
+
+
 def logit_stats_backward(
     grad_lse: Tensor,  # [N]
     grad_label: Tensor,  # [N]
@@ -185,36 +212,31 @@ def logit_stats_backward(
     if n == 0:
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
     plan = make_plan(hidden, weight, backward=True)
-    w_operand = operand(weight, plan.block_n, plan)
     vectors = (labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy)
     per_token = [None if x is None else x.contiguous() for x in vectors]
     settled = (labels.contiguous(), lse.contiguous(), grad_lse.contiguous(), grad_label.contiguous())
 
     def write_gradient(
-        out: Tensor, h: Tensor, vectors: list[Tensor | None], start: int, stop: int, flags: Tensor | None
+        out: Tensor, h: Tensor, vectors: Sequence[Tensor | None], start: int, stop: int, flags: Tensor | None
     ) -> None:
-        """The gradient of the logits of tokens ``h`` and a slab of the vocabulary; of flagged row blocks alone with ``flags``."""
-        size = h.shape[0]
-        rows, cols = triton.cdiv(size, plan.block_m), triton.cdiv(stop - start, plan.block_n)
-        _logit_gradient_kernel[(rows * cols,) if flags is None else (rows, min(cols, 16))](
-            operand(h, plan.block_m, plan), w_operand, bias, *vectors, flags, out,
-            start, stop - start, out.shape[1], size, v, d, h.stride(0), weight.stride(0), ignore_index, logit_scale,
-            softcap or 1.0, FLAGGED=flags is not None, HAS_MEAN=grad_mean is not None, HAS_ENTROPY=grad_entropy is not None,
-            HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
-        )  # fmt: skip
+        write_logit_gradient(
+            out, h, weight, bias, vectors, start, stop, ignore_index, logit_scale, softcap, plan, flags
+        )
 
     def one_pass(rows: slice, for_hidden: bool, for_weight: bool) -> None:
         """Form gradients from the tokens ``rows``; that of the weight, and the bias, only over all of them."""
         h, vectors = hidden[rows], [None if x is None else x[rows] for x in per_token]
         size, narrow = h.shape[0], h.element_size() < 4
         width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget)
-        if width < v and for_hidden and narrow:
+        several = width < v or v % ALIGNED > 0  # products
+        if several and for_hidden and narrow:
             width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget - 4 * size * d)
         if stored is not None:
             width = stored.values.shape[1]
+            several = width < v or v % ALIGNED > 0
         # In the result's own memory where its dtype is float32 or one product is all there is.
-        total = torch.empty_like(h, dtype=torch.float32) if for_hidden and width < v and narrow else grad_hidden[rows]
-        scratch = hidden.new_empty((size, width)) if stored is None else stored.values
+        total = torch.empty_like(h, dtype=torch.float32) if for_hidden and several and narrow else grad_hidden[rows]
+        scratch = empty_slab(hidden, size, width) if stored is None else stored.values
         for start in range(0, v, width):
             stop = min(v, start + width)
             flags = None

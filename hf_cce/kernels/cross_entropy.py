@@ -9,9 +9,10 @@ from torch import Tensor
 
 from hf_cce.kernels import dense, filtered
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats, tile_stride
+from hf_cce.kernels.grouped import Formed, Groups, group_size
 from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.order import Vocabulary
-from hf_cce.kernels.plan import make_plan
+from hf_cce.kernels.plan import empty_slab, make_plan
 from hf_cce.kernels.stored import Stored, label_logits, stored_width
 
 
@@ -148,7 +149,7 @@ def stored_cross_entropy(
     if width == 0:
         return None
     label_logit = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
-    stored = Stored(hidden.new_empty((n, width)), label_logit)
+    stored = Stored(empty_slab(hidden, n, width), label_logit)
     lse = torch.empty_like(label_logit)
     tiles: list[Tensor | None] = [torch.empty(num_tiles * tile_stride(n), device=hidden.device), None, None, None, None]
     tile_stats(
@@ -167,6 +168,54 @@ def stored_cross_entropy(
     )
     combine(tiles, label_logit, labels, lse, [None] * 4, v, num_tiles, ignore_index)
     return _total_loss(lse, label_logit, None, factor, 0.0, z_loss), lse, stored
+
+
+def grouped_cross_entropy(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,  # [V]
+    labels: Tensor,  # [N]
+    factor: Tensor,  # scalar
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    z_loss: float,
+    need_hidden: bool,
+    need_weight: bool,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, Formed] | None:
+    """(loss, lse [N], the gradients but for a factor), or None where another way is the better one, or has to be taken.
+
+    All tokens' values are kept for the backward pass, if there is room: see ``stored_cross_entropy``.
+    """
+    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
+    (n, d), v = hidden.shape, weight.shape[0]
+    plan, later = make_plan(hidden, weight), make_plan(hidden, weight, backward=True)
+    num_tiles, block_m = triton.cdiv(v, plan.block_n), max(plan.block_m, later.block_m)
+    width = stored_width(n, d, v, hidden.dtype, num_tiles, max(plan.block_n, later.block_n), memory_budget)
+    size = group_size(n, d, v, hidden.dtype, num_tiles, need_weight, block_m, width, memory_budget)
+    if size == 0:
+        return None
+    label_logit = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
+    lse, one = torch.empty_like(label_logit), torch.ones((), device=hidden.device)
+    tile_lse = torch.empty(num_tiles * tile_stride(size), device=hidden.device)
+    groups = Groups(
+        hidden, weight, bias, labels, label_logit, ignore_index, logit_scale, softcap, size, need_hidden, need_weight, later
+    )  # fmt: skip
+    for start in range(0, n, size):
+        rows = slice(start, min(n, start + size))
+        tiles: list[Tensor | None] = [tile_lse, None, None, None, None]
+        tile_stats(
+            hidden[rows], weight, bias, labels[rows], tiles, label_logit[rows], 0, ignore_index, logit_scale, softcap, plan,
+            stored=groups.values,
+        )  # fmt: skip
+        combine(tiles, label_logit[rows], labels[rows], lse[rows], [None] * 4, v, num_tiles, ignore_index)
+        grad_lse, grad_label, _ = token_gradients(one, factor, lse[rows], 0.0, z_loss)
+        groups.add(rows.start, rows.stop, lse[rows], grad_lse, grad_label)
+    loss = _total_loss(lse, label_logit, None, factor, 0.0, z_loss)
+    return loss, lse, Formed(groups.grad_hidden, groups.grad_weight)
 
 
 def dense_cross_entropy(

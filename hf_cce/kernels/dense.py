@@ -14,14 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.products import multiply_add
+from hf_cce.kernels.plan import empty_slab
+from hf_cce.kernels.products import multiply, multiply_add
 from hf_cce.kernels.tiles import softcapped
 
 
 class Dense(NamedTuple):
     """What the forward pass leaves."""
 
-    logits: Tensor  # [N, V] float32: h Wᵀ
+    logits: Tensor  # [N, V] float32: h Wᵀ; rows are aligned
     lse: Tensor  # [N]
 
 
@@ -38,12 +39,13 @@ def _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl.con
 @Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_stats_kernel(
-    logits,  # [N, V] h Wᵀ
+    logits,  # [N, V] h Wᵀ, rows `stride` apart
     bias,  # [V]
     labels,  # [N]
     lse,  # [N], written; zero where the label is ignored, as the next
     label_logit,  # [N], written
     vocab_size,
+    stride,
     ignore_index,
     logit_scale,
     softcap,
@@ -57,7 +59,7 @@ def _row_stats_kernel(
         tl.store(lse + row, 0.0)
         tl.store(label_logit + row, 0.0)
         return
-    start = logits + row.to(tl.int64) * vocab_size
+    start = logits + row.to(tl.int64) * stride
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     at_label = tl.zeros((BLOCK,), tl.float32)
@@ -88,6 +90,7 @@ def _row_gradient_kernel(
     grad,  # scalar
     factor,  # scalar
     vocab_size,
+    stride,
     out_stride,
     ignore_index,
     logit_scale,
@@ -103,7 +106,7 @@ def _row_gradient_kernel(
     row_lse = tl.load(lse + row)
     g = tl.where(valid, tl.load(grad).to(tl.float32) * tl.load(factor), 0.0)
     of_lse = g * (1.0 + 2.0 * z_loss * row_lse)
-    start = logits + row.to(tl.int64) * vocab_size
+    start = logits + row.to(tl.int64) * stride
     to = out + row.to(tl.int64) * out_stride
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
@@ -128,11 +131,11 @@ def forward(
 ) -> tuple[Dense, Tensor]:
     """(what the backward pass needs, the logit of each label [N])."""
     n, v = labels.numel(), weight.shape[0]
-    logits = torch.empty((n, v), device=hidden.device)
+    logits = empty_slab(torch.empty(0, device=hidden.device), n, v)
     multiply_add(logits, hidden, weight.t(), first=True)
     lse, label_logit = torch.empty((2, n), device=hidden.device).unbind()
     _row_stats_kernel[(n,)](
-        logits, bias, labels, lse, label_logit, v, ignore_index, logit_scale, softcap or 1.0,
+        logits, bias, labels, lse, label_logit, v, logits.stride(0), ignore_index, logit_scale, softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     return Dense(logits, lse), label_logit
@@ -157,14 +160,15 @@ def backward(
     """Gradients of hidden, weight and bias; None where not needed. Consumes ``saved``."""
     n, v = saved.logits.shape
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
-    narrow = saved.logits.view(hidden.dtype)  # [N, 2 V] of 16 bits, or the logits themselves
+    logits = saved.logits.as_strided((n, saved.logits.stride(0)), saved.logits.stride())  # with what lies between rows
+    narrow = logits.view(hidden.dtype)  # twice as many of 16 bits, or the logits themselves
     _row_gradient_kernel[(n,)](
-        saved.logits, narrow, bias, labels, saved.lse, grad, factor, v, narrow.stride(0), ignore_index, logit_scale,
+        logits, narrow, bias, labels, saved.lse, grad, factor, v, logits.stride(0), narrow.stride(0), ignore_index, logit_scale,
         softcap or 1.0, z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     gradient = narrow[:, :v]
     return (
-        gradient @ weight if need_hidden else None,
+        multiply(gradient, weight) if need_hidden else None,
         gradient.t() @ hidden if need_weight else None,
         gradient.sum(0, dtype=torch.float32).to(weight.dtype) if need_bias else None,
     )

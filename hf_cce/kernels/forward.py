@@ -33,7 +33,7 @@ def _tile_stats_kernel(
     tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP
     label_logit,  # [N], written where the label lies in the tile; if STORE, read
     stored,  # [N, stored_width], if STORE: see hf_cce.kernels.stored
-    stored_width,
+    stored_width,  # columns, or more: what is stored beyond the vocabulary is not read
     tile_stride,  # from one tile's statistics to the next column's: N, rounded up
     num_tokens,
     vocab_size,
@@ -273,7 +273,7 @@ def tile_stats(
     wants = [x is not None for x in tiles[1:]]
     _tile_stats_kernel[(triton.cdiv(n, plan.block_m) * triton.cdiv(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
-        *tiles, tile_ratio, tile_damping, label_logit, stored, 0 if stored is None else stored.shape[1],
+        *tiles, tile_ratio, tile_damping, label_logit, stored, 0 if stored is None else stored.stride(0),
         tile_stride(n), n, v, first_col, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index,
         logit_scale, softcap or 1.0,
         **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tile_ratio is not None, STORE=stored is not None,

@@ -170,3 +170,13 @@ def slab_width(n: int, v: int, bytes_per_logit: int, block_n: int, budget: int) 
         return v
     slabs = triton.cdiv(v, widest)
     return triton.cdiv(triton.cdiv(v, slabs), block_n) * block_n
+
+
+def padded(width: int) -> int:
+    """From one row of a slab of ``width`` columns to the next: cuBLAS takes several times as long where rows are not aligned."""
+    return triton.cdiv(width, 16) * 16
+
+
+def empty_slab(like: Tensor, rows: int, width: int) -> Tensor:
+    """[rows, width], rows ``padded(width)`` apart."""
+    return like.new_empty((rows, padded(width)))[:, :width]

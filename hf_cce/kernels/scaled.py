@@ -1,4 +1,4 @@
-"""Gradients from a stored slab that is the whole vocabulary, without another pass over it.
+"""Gradients from stored values of the whole vocabulary, without another pass over them.
 
 What is stored lacks a factor per token and the label's own entry (see hf_cce.kernels.stored). With S the stored values,
 zero where the labels are, f the factors and c the labels' entries,
@@ -7,11 +7,13 @@ zero where the labels are, f the factors and c the labels' entries,
 
 so cuBLAS multiplies S as it is, into float32, and what lies around the product is done where its result is rounded. f · h is
 rounded to bfloat16, but in the part alone that a label does not enter; c · h is not rounded at all.
+
+S may be of some tokens alone: then what the others' Sᵀ (f · h) come to is added to the last ones' (see hf_cce.kernels.grouped).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -19,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
+from hf_cce.kernels.plan import padded
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.stored import LIMIT, Stored
 
@@ -27,13 +30,13 @@ from hf_cce.kernels.stored import LIMIT, Stored
 BUFFER = 32 << 20
 # A pass over S costs 4 · N · V bytes, rounding products in a pass of their own 8 · V · D: worth it from N / D = 2 on.
 TOKENS_PER_WIDTH = 2
-_BLOCK_V = 16
+BLOCK_V = 16  # rows of the weight that a program finishes
 
 
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _factors_kernel(
-    values,  # [N, V] S: zeros are written where the labels are
+    values,  # [N, V] S, rows `stride` apart: zeros are written where the labels are
     label_logit,  # [N]
     labels,  # [N]
     lse,  # [N]
@@ -44,6 +47,7 @@ def _factors_kernel(
     of_label,  # [N], written: c
     num_tokens,
     vocab_size,
+    stride,
     ignore_index,
     logit_scale,
     softcap,
@@ -66,7 +70,7 @@ def _factors_kernel(
     f = tl.where(beyond != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
     c = tl.where((beyond == 0) & valid, c * logit_scale, 0.0)
     zero = tl.zeros((BLOCK_M,), values.dtype.element_ty)
-    tl.store(values + rows.to(tl.int64) * vocab_size + label, zero, mask=in_rows & valid)
+    tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=in_rows & valid)
     tl.store(flags + tl.program_id(0), beyond)
     tl.store(scale + rows, f, mask=in_rows)
     tl.store(of_label + rows, c, mask=in_rows)
@@ -117,6 +121,7 @@ def _finish_hidden_kernel(
 @triton.jit(do_not_specialize=["first_row", "num_rows", "first_block"])
 def _finish_weight_kernel(
     product,  # [rows, D] float32
+    earlier,  # [rows, D] float32, if HAS_EARLIER: what other tokens' products come to; may be where `out` is in float32
     hidden,  # [N, D]
     labels,  # [N] in ascending order
     tokens,  # [N] int64: whose they are
@@ -128,6 +133,7 @@ def _finish_weight_kernel(
     num_rows,
     d,
     hidden_stride,
+    HAS_EARLIER: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -138,7 +144,10 @@ def _finish_weight_kernel(
     ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = ds < d
     mask = here[:, None] & in_d[None, :]
-    acc = tl.load(product + at.to(tl.int64)[:, None] * d + ds[None, :], mask=mask, other=0.0)
+    here_in = at.to(tl.int64)[:, None] * d + ds[None, :]
+    acc = tl.load(product + here_in, mask=mask, other=0.0)
+    if HAS_EARLIER:
+        acc += tl.load(earlier + here_in, mask=mask, other=0.0)
     block = first_block + tl.program_id(0)
     stop = tl.load(start + block + 1)
     for first in range(tl.load(start + block), stop, BLOCK_T):
@@ -163,13 +172,117 @@ def _finish_weight_kernel(
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
+def rows_at_a_time(d: int, most: int) -> int:
+    """Rows of float32 products [rows, D] to form at a time, of ``most`` that there are."""
+    return min(triton.cdiv(BUFFER // (4 * d), BLOCK_V) * BLOCK_V, triton.cdiv(most, BLOCK_V) * BLOCK_V)
+
+
+def sort_bytes(n: int, v: int) -> int:
+    """Bytes that sorting the labels takes, and vectors of a few numbers per token."""
+    return 64 * n + 8 * triton.cdiv(v, BLOCK_V)
+
+
 def buffer_rows(n: int, d: int, v: int, dtype: torch.dtype, width: int, need_bias: bool, budget: int) -> int:
     """Rows of float32 products [rows, D] to form at a time; 0 where a pass over the slab is the better way, or fits alone."""
     if width < v or need_bias or n < TOKENS_PER_WIDTH * d:
         return 0
-    room = budget - dtype.itemsize * n * (v + d) - 64 * n - 8 * triton.cdiv(v, _BLOCK_V)
-    rows = min(triton.cdiv(BUFFER // (4 * d), _BLOCK_V) * _BLOCK_V, triton.cdiv(max(n, v), _BLOCK_V) * _BLOCK_V)
+    room = budget - dtype.itemsize * n * (padded(v) + d) - sort_bytes(n, v)
+    rows = rows_at_a_time(d, max(n, v))
     return rows if 4 * d * rows <= room else 0
+
+
+def label_factors(
+    stored: Stored,
+    labels: Tensor,  # [N]
+    lse: Tensor,  # [N]
+    grad_lse: Tensor,  # [N]
+    grad_label: Tensor,  # [N]
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    v: int,
+    block_m: int,
+    scale: Tensor,  # [N] float32, written: f
+    of_label: Tensor,  # [N] float32, written: c
+) -> Tensor:
+    """Write zeros where the labels are; returns the row blocks [⌈N / block_m⌉] whose values are to be computed anew."""
+    n, values = labels.numel(), stored.values
+    flags = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=lse.device)
+    _factors_kernel[(triton.cdiv(n, block_m),)](
+        values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, scale, of_label, n, v, values.stride(0),
+        ignore_index, logit_scale, softcap or 1.0, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m,
+    )  # fmt: skip
+    return flags
+
+
+def hidden_gradient(
+    values: Tensor,  # [N, V]
+    weight: Tensor,  # [V, D]
+    labels: Tensor,  # [N]
+    scale: Tensor,  # [N]
+    of_label: Tensor,  # [N]
+    product: Tensor,  # [rows, D] float32, overwritten
+    out: Tensor,  # [N, D], written
+) -> None:
+    """dh, as many tokens at a time as ``product`` holds."""
+    (n, d), at_a_time = out.shape, product.shape[0]
+    for start in range(0, n, at_a_time):
+        stop = min(n, start + at_a_time)
+        multiply_add(product[: stop - start], values[start:stop], weight, first=True)
+        _finish_hidden_kernel[(triton.cdiv(stop - start, 16), triton.cdiv(d, 256))](
+            product, weight, labels, scale, of_label, out, start, stop - start, d, weight.stride(0), BLOCK_R=16, BLOCK_D=256
+        )  # fmt: skip
+
+
+def scale_rows(hidden: Tensor, scale: Tensor, out: Tensor) -> None:
+    """f · h, [N, D], into ``out``."""
+    n, d = hidden.shape
+    _scale_rows_kernel[(triton.cdiv(n, 16), triton.cdiv(d, 256))](
+        hidden, scale, out, n, d, hidden.stride(0), BLOCK_R=16, BLOCK_D=256
+    )
+
+
+def weight_gradient(
+    values: Tensor,  # [rows, V]: of all tokens, or of the last ones
+    scaled: Tensor,  # [rows, D]: f · h of the same tokens
+    hidden: Tensor,  # [N, D]
+    labels: Tensor,  # [N]
+    of_label: Tensor,  # [N]
+    product: Tensor,  # [rows, D] float32, overwritten
+    out: Tensor,  # [V, D], written
+    earlier: Sequence[Tensor] = (),
+) -> None:
+    """dW, as many rows at a time as ``product`` holds.
+
+    ``earlier`` is what the products of other tokens than those of ``values`` come to: float32 [rows, D] each, of consecutive
+    parts of the vocabulary. The first of them may lie in the memory of ``out``, from its beginning, and all but the last have
+    to be whole blocks.
+    """
+    (v, d), at_a_time = out.shape, product.shape[0]
+    by_label = torch.sort(labels.int())
+    blocks = torch.arange(triton.cdiv(v, BLOCK_V) + 1, dtype=torch.int32, device=hidden.device) * BLOCK_V
+    first_of = torch.searchsorted(by_label.values, blocks, out_int32=True)
+    begin = 0
+    parts: Sequence[Tensor | None] = earlier or (None,)
+    for part in parts:
+        end = v if part is None else begin + part.shape[0]
+        for start in range(begin, end, at_a_time):
+            stop = min(end, start + at_a_time)
+            block, before = product[: stop - start], None if part is None else part[start - begin : stop - begin]
+            # Rows that are written lie where half as many are read in float32: those of other programs, at the beginning.
+            if before is not None and out.element_size() < 4 and begin == 0 and stop > 2 * start:
+                block.copy_(before)
+                before = None
+                multiply_add(block, values[:, start:stop].t(), scaled, first=False)
+            else:
+                multiply_add(block, values[:, start:stop].t(), scaled, first=True)
+            _finish_weight_kernel[(triton.cdiv(stop - start, BLOCK_V), triton.cdiv(d, 128))](
+                product, before, hidden, by_label.values, by_label.indices, first_of, of_label, out, start,
+                start // BLOCK_V, stop - start, d, hidden.stride(0), HAS_EARLIER=before is not None,
+                UPCAST=hidden.is_cpu, BLOCK_V=BLOCK_V, BLOCK_T=16 if hidden.is_cpu else 64, BLOCK_D=128,
+                num_warps=4, num_stages=1,
+            )  # fmt: skip
+        begin = end
 
 
 def scaled_gradients(
@@ -191,37 +304,15 @@ def scaled_gradients(
 ) -> None:
     """Write the gradients. ``recompute`` replaces the stored values of flagged row blocks by the gradient of their logits."""
     (n, d), v = hidden.shape, weight.shape[0]
-    flags = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=lse.device)
     scale, of_label = torch.empty((2, n), device=lse.device).unbind()
-    _factors_kernel[(triton.cdiv(n, block_m),)](
-        stored.values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, scale, of_label, n, v, ignore_index,
-        logit_scale, softcap or 1.0, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m,
-    )  # fmt: skip
+    flags = label_factors(
+        stored, labels, lse, grad_lse, grad_label, ignore_index, logit_scale, softcap, v, block_m, scale, of_label
+    )
     recompute(flags)
     product = torch.empty((min(at_a_time, max(n, v)), d), device=hidden.device)
     if grad_hidden is not None:
-        for start in range(0, n, at_a_time):
-            stop = min(n, start + at_a_time)
-            multiply_add(product[: stop - start], stored.values[start:stop], weight, first=True)
-            _finish_hidden_kernel[(triton.cdiv(stop - start, 16), triton.cdiv(d, 256))](
-                product, weight, labels, scale, of_label, grad_hidden, start, stop - start, d, weight.stride(0),
-                BLOCK_R=16, BLOCK_D=256,
-            )  # fmt: skip
-    if grad_weight is None:
-        return
-    by_label = torch.sort(labels.int())
-    blocks = torch.arange(triton.cdiv(v, _BLOCK_V) + 1, dtype=torch.int32, device=hidden.device) * _BLOCK_V
-    first_of = torch.searchsorted(by_label.values, blocks, out_int32=True)
-    scaled = torch.empty((n, d), dtype=hidden.dtype, device=hidden.device)
-    _scale_rows_kernel[(triton.cdiv(n, 16), triton.cdiv(d, 256))](
-        hidden, scale, scaled, n, d, hidden.stride(0), BLOCK_R=16, BLOCK_D=256
-    )
-    for start in range(0, v, at_a_time):
-        stop = min(v, start + at_a_time)
-        multiply_add(product[: stop - start], stored.values[:, start:stop].t(), scaled, first=True)
-        _finish_weight_kernel[(triton.cdiv(stop - start, _BLOCK_V), triton.cdiv(d, 128))](
-            product, hidden, by_label.values, by_label.indices, first_of, of_label, grad_weight, start, start // _BLOCK_V,
-            stop - start, d, hidden.stride(0),
-            UPCAST=hidden.is_cpu, BLOCK_V=_BLOCK_V, BLOCK_T=16 if hidden.is_cpu else 64, BLOCK_D=128,
-            num_warps=4, num_stages=1,
-        )  # fmt: skip
+        hidden_gradient(stored.values, weight, labels, scale, of_label, product, grad_hidden)
+    if grad_weight is not None:
+        scaled = torch.empty((n, d), dtype=hidden.dtype, device=hidden.device)
+        scale_rows(hidden, scale, scaled)
+        weight_gradient(stored.values, scaled, hidden, labels, of_label, product, grad_weight)

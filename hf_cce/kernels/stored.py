@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
+from hf_cce.kernels.plan import padded
+from hf_cce.kernels.products import ALIGNED
 from hf_cce.kernels.tiles import softcapped
 
 LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the ends of bfloat16
@@ -23,7 +25,9 @@ LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the 
 class Stored(NamedTuple):
     """What the forward pass leaves of the first slab."""
 
-    values: Tensor  # [N, width] exp(z − z_label) · (1 − (z/softcap)²), zero where the label is ignored
+    values: (
+        Tensor  # [N, width] exp(z − z_label) · (1 − (z/softcap)²), zero where the label is ignored; rows are aligned
+    )
     label_logit: Tensor  # [N]
 
 
@@ -69,7 +73,7 @@ def _label_logit_kernel(
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _settle_kernel(
-    values,  # [N, width], in place
+    values,  # [N, width], in place; rows may be longer
     label_logit,  # [N]
     labels,  # [N]
     lse,  # [N]
@@ -114,9 +118,9 @@ def stored_width(n: int, d: int, v: int, dtype: torch.dtype, tile_rows: int, blo
         return 0
     element = dtype.itemsize
     left = budget - 4 * n * tile_rows - 8 * n
-    if element * n * v <= left:
-        return v
     beside = 4 * n * d if element < 4 else 0
+    if element * n * padded(v) + (beside if v % ALIGNED else 0) <= left:
+        return v
     if 2 * beside > budget:
         return 0
     # The slabs that follow are as wide as this one: where the statistics leave it narrow, none of them gains.
@@ -157,7 +161,8 @@ def settle(
     n, width = stored.values.shape
     flags = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=lse.device)
     _settle_kernel[(triton.cdiv(n, 4), triton.cdiv(width, 2048))](
-        stored.values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, n, width, logit_scale, softcap or 1.0,
+        stored.values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, n, stored.values.stride(0), logit_scale,
+        softcap or 1.0,
         HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     return flags
