@@ -10,7 +10,7 @@ from torch import Tensor
 # τ bounds the error of the logits' gradient. On trained heads (hf_cce/bench/results) the error of the hidden states' gradient
 # was 2 to 6 τ and that of the weight's 2 to 7 τ, the less a head is trained the more.
 AUTO_TAU = 6.5e-4  # to begin with
-AUTO_SHARE = 0.8  # of the errors that rounding the logits makes, measured in the same step: "auto" aims there
+AUTO_SHARE = 0.75  # of the errors that rounding the logits makes, measured in the same step: "auto" aims there
 ERROR_PER_TAU = 6.0  # to begin with where an error is asked for
 SMALLEST_TAU, LARGEST_TAU = 1e-6, 1e-1
 

@@ -20,7 +20,7 @@ from hf_cce.kernels.forward import combine, tile_stats, tile_stride
 from hf_cce.kernels.order import Order, Vocabulary, permute_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand
 from hf_cce.kernels.products import multiply_add
-from hf_cce.kernels.residual import column_residual, residual, rounding, sample
+from hf_cce.kernels.residual import column_residual, residual, rounding, sample, token_energy
 from hf_cce.kernels.rest import _rest_hidden_kernel, _rest_weight_kernel
 from hf_cce.kernels.sparse import (
     _aside_kernel,
@@ -32,6 +32,7 @@ from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, kept_bytes, lea
 
 SAMPLED = 64  # tokens whose error is measured; fewer where the budget is small, but not fewer than
 FEWEST_SAMPLED = 8
+ROUNDINGS = 4  # times so many whose rounding errors are: some have many times as much as others
 SAMPLED_COLUMNS = 256
 MAX_PASSES = 96
 MARGIN = 1.25  # how much more tiles may be kept than before without leaving some to hf_cce.kernels.rest
@@ -227,12 +228,11 @@ def backward(
         lean = learnt.leaning if need_weight else None
     errors: dict[str, Tensor | None] = {"error": None, "weight_error": None}
     if measure:
-        dropped_energy = torch.where(kept.place < 0, kept.energy, 0.0)  # [T, row blocks]
         at = (saved, weight, grad_lse, logit_scale, softcap)
         if need_hidden:
-            errors["error"] = _hidden_error(*at, kept, mass, dropped_energy.sum(0), tilt)
+            errors["error"] = _hidden_error(*at, kept, mass, tilt)
         if need_weight:
-            errors["weight_error"] = _weight_error(*at, kept, mass, dropped_energy.sum(1), lean)
+            errors["weight_error"] = _weight_error(*at, kept, mass, lean)
         of_hidden, of_weight = _rounding_errors(saved, weight, grad_lse, grad_label, logit_scale, softcap)
         errors |= {"rounding_error": of_hidden} if need_hidden else {}
         errors |= {"rounding_weight_error": of_weight} if need_weight else {}
@@ -363,12 +363,14 @@ def _hidden_error(
     softcap: float,
     kept: Kept,
     mass: Mass,
-    dropped_energy: Tensor,  # [row blocks]
     tilt: Tensor | None,  # [D, D]
 ) -> Tensor:
     """The norm of what the filter leaves out of the gradient of the hidden states, estimated from some tokens; a scalar."""
     n, plan = saved.hidden.shape[0], saved.plan
-    sampled, stands_for = sample(dropped_energy, saved.layout.sampled, n, plan.block_m)
+    of_token = token_energy(
+        saved.tile_lse, saved.tile_ratio, kept.place, saved.lse, saved.order.labels, weight.shape[0], plan.block_m
+    )
+    sampled, stands_for = sample(of_token, saved.layout.sampled, n, 1)
     left_out = residual(
         _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass.rows, grad_lse,
         saved.hidden.dtype, logit_scale, softcap, plan.block_m, plan.block_n,
@@ -388,14 +390,14 @@ def _weight_error(
     softcap: float,
     kept: Kept,
     mass: Mass,
-    dropped_energy: Tensor,  # [T]
     lean: Leaning | None,
 ) -> Tensor:
     """Likewise of the gradient of the weight, from some of its rows."""
     (n, d), v, plan = saved.hidden.shape, weight.shape[0], saved.plan
     # no more memory than the sampled tokens take
     count = max(FEWEST_SAMPLED, min(SAMPLED_COLUMNS, saved.layout.sampled * v // n))
-    sampled, stands_for = sample(dropped_energy, count, v, plan.block_n)
+    of_columns = torch.where(kept.place < 0, kept.energy, 0.0).sum(1)  # [T]
+    sampled, stands_for = sample(of_columns, count, v, plan.block_n)
     if saved.weight is None:
         some = weight.index_select(0, saved.order.order[sampled])
     else:
@@ -421,18 +423,28 @@ def _rounding_errors(
 ) -> tuple[Tensor, Tensor]:
     """The norms of what logits rounded to the inputs' dtype change in the gradients of hidden states and weight; scalars.
 
-    Those of tokens in even distances. Rounding errors of different tokens are taken for independent, so their outer products
-    with the hidden states add up by their squares; were they not, a loss on full logits would be further off.
+    Estimated from some tokens. Rounding moves p by p (δ − Σ p δ), δ independent for each logit, which makes (E + E² − 2 Σ p³) δ²
+    of E = Σ p²: E (1 − √E)² where one entry has most of the probability, E (1 − E) where several share it evenly. Tokens are
+    drawn by the geometric mean of the two. Rounding errors of different tokens are taken for independent, so their outer
+    products with the hidden states add up by their squares; were they not, a loss on full logits would be further off.
     """
-    n, count = saved.hidden.shape[0], saved.layout.sampled
-    sampled = torch.arange(count, device=weight.device) * n // count
-    moved, squares = rounding(
-        _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, grad_lse, grad_label,
-        weight.dtype, logit_scale, softcap,
-    )  # fmt: skip
-    of_hidden = _times_weight(saved, weight, moved).square().sum()
-    of_weight = (squares * saved.hidden.index_select(0, sampled).float().square().sum(1)).sum()
-    return (of_hidden * (n / count)).sqrt(), (of_weight * (n / count)).sqrt()
+    (n, _), v, size = saved.hidden.shape, weight.shape[0], saved.layout.sampled
+    energy = token_energy(saved.tile_lse, saved.tile_ratio, None, saved.lse, saved.order.labels, v, saved.plan.block_m)
+    energy = energy.clamp_max(1.0)
+    likely = energy * (1.0 - energy.sqrt()) * (1.0 - energy).sqrt()
+    places, stands_for = sample(likely + 0.1 * likely.mean(), min(n, ROUNDINGS * size), n, 1)
+    of_hidden, of_weight = torch.zeros((2,), device=weight.device).unbind()
+    for start in range(0, len(places), size):
+        sampled, stand = places[start : start + size], stands_for[start : start + size]
+        moved, squares = rounding(
+            _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, grad_lse, grad_label,
+            weight.dtype, logit_scale, softcap,
+        )  # fmt: skip
+        lengths = saved.hidden.index_select(0, sampled).float().square().sum(1)
+        of_hidden = of_hidden + (_times_weight(saved, weight, moved).square().sum(1) * stand).sum()
+        of_weight = of_weight + (squares * lengths * stand).sum()
+        del moved  # the next ones take its memory
+    return of_hidden.sqrt(), of_weight.sqrt()
 
 
 def plan_and_layout(

@@ -1,8 +1,8 @@
 """The error of the gradient filter, measured on some tokens and some columns of the vocabulary, and that of bfloat16 logits.
 
 What dropped tiles leave out of the rows of the logits' gradient gives the error of some tokens' hidden states; of its columns,
-that of some rows of the weight's gradient. They are sampled where most was dropped. What rounding the logits to bfloat16, as a
-loss on full logits does, makes of the rows of tokens in even distances is what "auto" compares with.
+that of some rows of the weight's gradient. Tokens are sampled by the energy that they lost, rows by that of their tiles. What
+rounding the logits to bfloat16, as a loss on full logits does, makes of some tokens' rows is what "auto" compares with.
 """
 
 from __future__ import annotations
@@ -193,6 +193,63 @@ def residual(
     _residual_kernel[(z.shape[0], triton.cdiv(v, 1024))](
         z, sampled, bias, lse, labels, place, mass, grad_lse, out, mass.stride(0), place.shape[1], v, logit_scale, softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK=1024,
+    )  # fmt: skip
+    return out
+
+
+@Kernel
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "num_col_blocks"])
+def _token_energy_kernel(
+    tile_lse,  # [T, N]
+    tile_ratio,  # [T, N]
+    place,  # [T, row blocks], if DROPPED
+    lse,  # [N]
+    labels,  # [N], V where ignored
+    out,  # [N], written: the energy of the token's rows in dropped tiles, or in all, as in hf_cce.kernels.filter
+    tile_stride,
+    num_tokens,
+    num_row_blocks,
+    num_col_blocks,
+    v,
+    DROPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    row_block = tl.program_id(0)
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < num_tokens
+    valid = tl.load(labels + rows, mask=in_rows, other=v) < v
+    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for first in range(0, num_col_blocks, BLOCK_T):
+        blocks = first + tl.arange(0, BLOCK_T)
+        known = blocks < num_col_blocks
+        if DROPPED:
+            known = known & (tl.load(place + blocks * num_row_blocks + row_block, mask=known, other=0) < 0)
+        at = blocks.to(tl.int64)[:, None] * tile_stride + rows[None, :]
+        inside = known[:, None] & valid[None, :]
+        p = tl.exp(tl.load(tile_lse + at, mask=inside, other=float("-inf")) - row_lse[None, :])
+        e = p * p * tl.load(tile_ratio + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(tl.where(inside, e, 0.0), 0)
+    tl.store(out + rows, total, mask=in_rows)
+
+
+def token_energy(
+    tile_lse: Tensor,  # [T, N]
+    tile_ratio: Tensor,  # [T, N]
+    place: Tensor | None,  # [T, row blocks], of dropped tiles alone; None: of all
+    lse: Tensor,  # [N]
+    labels: Tensor,  # [N]
+    v: int,
+    block_m: int,
+) -> Tensor:
+    """Σ_tiles Σ (p − S/width)² of each token, [N] float32."""
+    n, cols = lse.numel(), len(tile_lse)
+    rows = triton.cdiv(n, block_m)
+    out = torch.empty(n, device=lse.device)
+    _token_energy_kernel[(rows,)](
+        tile_lse, tile_ratio, place, lse, labels, out, tile_lse.stride(0), n, rows, cols, v,
+        DROPPED=place is not None, BLOCK_M=block_m, BLOCK_T=16,
     )  # fmt: skip
     return out
 
