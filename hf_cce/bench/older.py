@@ -39,8 +39,8 @@ STEPS = {
     "2026-11-21-h200-steps-random.json": (
         "random weights",
         '"auto" did not yet wait until the filter is known to pay, so with 1 GiB something was left out (the loss differs from '
-        "full logits' by 0.3 %; today's would not), and the default budget was 256 MiB. Of this model there is no later run from "
-        "random weights in this loop, of two others [above](#whole-training-steps) there is",
+        "full logits' by 0.3 %; today's would not), and the default budget was 256 MiB. Superseded by the run from random "
+        "weights [above](#whole-training-steps)",
     ),
 }
 FILES = (*HEADS, *STEPS)
@@ -62,7 +62,7 @@ def steps(read: Read, link: Callable[[str], str], now: str) -> str:
     """Steps that were measured anew since."""
     said = _said(STEPS, link)
     rows = loops.step_rows((title, read(name)) for name, (title, _) in STEPS.items())
-    return "\n".join([f"Superseded by {link(now)}, but for the last:", "", *said, "", *rows])
+    return "\n".join([f"Superseded by {link(now)}, the last by another:", "", *said, "", *rows])
 
 
 def _said(files: dict[str, tuple[str, str]], link: Callable[[str], str]) -> list[str]:
