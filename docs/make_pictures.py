@@ -80,14 +80,16 @@ def time_and_memory() -> bytes:
         "left": ((-9, 0), "right", "center"),
         "above": ((7, 5), "left", "bottom"),
     }
+    highest = 1.08 * max(rows[name]["ms_spread"][1] for name in SHOWN)
     for name, (words, colour, side) in SHOWN.items():
         row = rows[name]
         offset, across, along = places[side]
+        axes.plot([row["extra_mib"]] * 2, row["ms_spread"], color=colour, linewidth=1)
         axes.plot(row["extra_mib"], row["ms"], "o", color=colour, markersize=8)
         axes.annotate(
             words, (row["extra_mib"], row["ms"]), offset, textcoords="offset points", ha=across, va=along, color=colour
         )
-    axes.set(xscale="log", xlim=(0.4, 9000), ylim=(0, 11), xlabel="memory above gradients (MiB)")
+    axes.set(xscale="log", xlim=(0.4, 9000), ylim=(0, highest), xlabel="memory above gradients (MiB)")
     axes.set_ylabel("forward + backward (ms)")
     axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
     axes.set_title(

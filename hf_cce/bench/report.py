@@ -37,6 +37,7 @@ FIRST, POLICY = (f"2026-11-22-h200-{name}.json" for name in ("first", "log-probs
 NAMED = {TRAINED, SECOND, FLAT, QUACK, STEPS, UNIFORM, FEW, LONG, ODD, CPU, DEMO, CURVES, LIMITED}
 NAMED |= {*LOOPS, *TRAINED_LOOPS, *FITS, FIRST, POLICY, *older.FILES}
 PEERS = {name: names.title(name) for name in (*names.OURS, *names.OTHERS)}  # in this order in every table
+SCATTERS = 1.2  # most of the times by the least, from which a median alone says too little
 # On the page that compares, not in the README.
 ASIDE = ("hf_cce 64 MiB", "hf_cce exact 1.25 GiB", "apple cce exact", "torch F.linear_cross_entropy")
 # Why those tables have no row of theirs; said until they have.
@@ -84,7 +85,9 @@ def _losses(result: dict[str, Any], title: str, leave_out: tuple[str, ...] = ())
         if "ms" not in row:  # it failed
             continue
         errors = f"{row['grad_hidden_error']:.1e}, {row['grad_weight_error']:.1e}"
-        times = f"{row['ms']:.1f} ms ({row['gemm_multiple']:.2f})"
+        least, most = row["ms_spread"]
+        scatter = f"; {least:.1f}–{most:.1f} ms" if most > SCATTERS * least else ""
+        times = f"{row['ms']:.1f} ms ({row['gemm_multiple']:.2f}{scatter})"
         lines.append(f"| {peer} | {times} | {row['extra_mib']:,.0f} MiB | {errors} |")
     return lines
 
@@ -100,7 +103,8 @@ def loss_table(page: str) -> str:
     )
     lines += [
         "",
-        f"{report['device']}, {report['dtype']}; in brackets: as a multiple of a dense loss's three matrix products. Held-out "
+        f"{report['device']}, {report['dtype']}; in brackets: as a multiple of a dense loss's three matrix products, and least "
+        f"to most where rounds differ by more than a fifth. Held-out "
         f"text, loss {about['held_out_loss']:.1f}; errors (hidden",
         f"states, weight) against float64. `hf-cce bench --head V49152:8192`; {_packages(report)}: {_link(TRAINED, page)}.",
     ]
