@@ -106,7 +106,8 @@ def loss_table(page: str) -> str:
         f"{report['device']}, {report['dtype']}; in brackets: as a multiple of a dense loss's three matrix products, and least "
         f"to most where rounds differ by more than a fifth. Held-out "
         f"text, loss {about['held_out_loss']:.1f}; errors (hidden",
-        f"states, weight) against float64. `hf-cce bench --head V49152:8192`; {_packages(report)}: {_link(TRAINED, page)}.",
+        f"states, weight) against float64. `hf-cce bench --head V49152:8192 --head-seconds 110`; {_packages(report)}: "
+        f"{_link(TRAINED, page)}.",
     ]
     return "\n".join(lines)
 
