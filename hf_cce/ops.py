@@ -385,7 +385,8 @@ class _CrossEntropy(torch.autograd.Function):
             if wanted and not need_bias and work >= FILTER_FROM and n >= FILTER_TOKENS:
                 ctx.state, ctx.steered = FilterState() if state is None else state, state is not None
                 tau = ctx.tau = ctx.state.threshold(gradient_filter, hidden)
-            dense = 0 < 4 * n * (v + 15) <= min(budget, DENSE_BYTES)
+            # Rows are aligned, and the gradient of the hidden states is of two products where V is not.
+            dense = 0 < 4 * n * (v + 15 + hidden.shape[1] * (v % 8 > 0)) <= min(budget, DENSE_BYTES)
             if hidden.is_cuda:
                 kernels.compile_ahead(tau is not None, dense, tuple(inputs[11:14]), *inputs[:9], z_loss, budget)
             factor = survey(labels, hidden, ignore_index, v, num_items, divisor, implementation)

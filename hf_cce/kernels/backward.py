@@ -227,13 +227,13 @@ def logit_stats_backward(
         """Form gradients from the tokens ``rows``; that of the weight, and the bias, only over all of them."""
         h, vectors = hidden[rows], [None if x is None else x[rows] for x in per_token]
         size, narrow = h.shape[0], h.element_size() < 4
-        width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget)
-        several = width < v or v % ALIGNED > 0  # products
-        if several and for_hidden and narrow:
-            width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget - 4 * size * d)
-        if stored is not None:
+        if stored is None:
+            width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget)
+            if (width < v or v % ALIGNED) and for_hidden and narrow:
+                width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget - 4 * size * d)
+        else:
             width = stored.values.shape[1]
-            several = width < v or v % ALIGNED > 0
+        several = width < v or v % ALIGNED > 0  # products
         # In the result's own memory where its dtype is float32 or one product is all there is.
         total = torch.empty_like(h, dtype=torch.float32) if for_hidden and several and narrow else grad_hidden[rows]
         scratch = empty_slab(hidden, size, width) if stored is None else stored.values

@@ -12,7 +12,7 @@ from hf_cce.kernels.forward import combine, logit_stats, tile_stats, tile_stride
 from hf_cce.kernels.grouped import Formed, Groups, group_size
 from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.order import Vocabulary
-from hf_cce.kernels.plan import empty_slab, make_plan
+from hf_cce.kernels.plan import Plan, empty_slab, make_plan
 from hf_cce.kernels.stored import Stored, label_logits, stored_width
 
 
@@ -125,6 +125,28 @@ def cross_entropy(
     return loss, lse, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
 
 
+def _stored_stats(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,
+    labels: Tensor,  # [N]
+    stored: Stored,  # its values are written
+    lse: Tensor,  # [N], written
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    plan: Plan,
+) -> None:
+    v, num_tiles = weight.shape[0], triton.cdiv(weight.shape[0], plan.block_n)
+    tile_lse = torch.empty(num_tiles * tile_stride(labels.numel()), device=hidden.device)
+    tiles: list[Tensor | None] = [tile_lse, None, None, None, None]
+    tile_stats(
+        hidden, weight, bias, labels, tiles, stored.label_logit, 0, ignore_index, logit_scale, softcap, plan,
+        stored=stored.values,
+    )  # fmt: skip
+    combine(tiles, stored.label_logit, labels, lse, [None] * 4, v, num_tiles, ignore_index)
+
+
 def stored_cross_entropy(
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]
@@ -151,22 +173,7 @@ def stored_cross_entropy(
     label_logit = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
     stored = Stored(empty_slab(hidden, n, width), label_logit)
     lse = torch.empty_like(label_logit)
-    tiles: list[Tensor | None] = [torch.empty(num_tiles * tile_stride(n), device=hidden.device), None, None, None, None]
-    tile_stats(
-        hidden,
-        weight,
-        bias,
-        labels,
-        tiles,
-        label_logit,
-        0,
-        ignore_index,
-        logit_scale,
-        softcap,
-        plan,
-        stored=stored.values,
-    )
-    combine(tiles, label_logit, labels, lse, [None] * 4, v, num_tiles, ignore_index)
+    _stored_stats(hidden, weight, bias, labels, stored, lse, ignore_index, logit_scale, softcap, plan)
     return _total_loss(lse, label_logit, None, factor, 0.0, z_loss), lse, stored
 
 
@@ -200,20 +207,17 @@ def grouped_cross_entropy(
         return None
     label_logit = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
     lse, one = torch.empty_like(label_logit), torch.ones((), device=hidden.device)
-    tile_lse = torch.empty(num_tiles * tile_stride(size), device=hidden.device)
     groups = Groups(
-        hidden, weight, bias, labels, label_logit, ignore_index, logit_scale, softcap, size, need_hidden, need_weight, later
+        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, size, need_hidden, need_weight, later
     )  # fmt: skip
     for start in range(0, n, size):
         rows = slice(start, min(n, start + size))
-        tiles: list[Tensor | None] = [tile_lse, None, None, None, None]
-        tile_stats(
-            hidden[rows], weight, bias, labels[rows], tiles, label_logit[rows], 0, ignore_index, logit_scale, softcap, plan,
-            stored=groups.values,
-        )  # fmt: skip
-        combine(tiles, label_logit[rows], labels[rows], lse[rows], [None] * 4, v, num_tiles, ignore_index)
+        stored = Stored(groups.values[: rows.stop - start], label_logit[rows])
+        _stored_stats(
+            hidden[rows], weight, bias, labels[rows], stored, lse[rows], ignore_index, logit_scale, softcap, plan
+        )
         grad_lse, grad_label, _ = token_gradients(one, factor, lse[rows], 0.0, z_loss)
-        groups.add(rows.start, rows.stop, lse[rows], grad_lse, grad_label)
+        groups.add(stored, start, rows.stop, lse[rows], grad_lse, grad_label)
     loss = _total_loss(lse, label_logit, None, factor, 0.0, z_loss)
     return loss, lse, Formed(groups.grad_hidden, groups.grad_weight)
 

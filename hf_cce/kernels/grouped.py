@@ -81,7 +81,6 @@ class Groups:
         weight: Tensor,  # [V, D]
         bias: Tensor | None,
         labels: Tensor,  # [N]
-        label_logit: Tensor,  # [N]
         ignore_index: int,
         logit_scale: float,
         softcap: float,
@@ -91,12 +90,8 @@ class Groups:
         plan: Plan,  # of the backward pass
     ) -> None:
         (n, d), v = hidden.shape, weight.shape[0]
-        self.inputs, self.options, self.plan = (
-            (hidden, weight, bias, labels),
-            (ignore_index, logit_scale, softcap),
-            plan,
-        )
-        self.label_logit, self.size = label_logit, size
+        self.inputs, self.plan = (hidden, weight, bias, labels), plan
+        self.options = (ignore_index, logit_scale, softcap)
         self.grad_hidden = torch.empty((n, d), dtype=hidden.dtype, device=hidden.device) if need_hidden else None
         self.grad_weight = torch.empty((v, d), dtype=weight.dtype, device=hidden.device) if need_weight else None
         self.values = empty_slab(hidden, size, v)
@@ -115,16 +110,13 @@ class Groups:
             return (rest,)
         return self.grad_weight.view(-1)[: 2 * half * d].view(torch.float32).view(half, d), rest
 
-    def add(self, start: int, stop: int, lse: Tensor, grad_lse: Tensor, grad_label: Tensor) -> None:
-        """The tokens from ``start`` to ``stop``, whose values are in ``self.values``; of them are the others."""
+    def add(self, stored: Stored, start: int, stop: int, lse: Tensor, grad_lse: Tensor, grad_label: Tensor) -> None:
+        """The tokens from ``start`` to ``stop``, in ascending order; of them are ``stored``, in ``self.values``, and the rest."""
         hidden, weight, bias, labels = self.inputs
         n, v = labels.numel(), weight.shape[0]
         h, y, of_label = hidden[start:stop], labels[start:stop], self.of_label[start:stop]
-        values, scale = self.values[: stop - start], torch.empty_like(of_label)
-        stored = Stored(values, self.label_logit[start:stop])
-        flags = label_factors(
-            stored, y, lse, grad_lse, grad_label, *self.options, v, self.plan.block_m, scale, of_label
-        )
+        values, scale = stored.values, torch.empty_like(of_label)
+        flags = label_factors(stored, y, lse, grad_lse, grad_label, *self.options, self.plan.block_m, scale, of_label)
         vectors = (y, lse, None, grad_lse, grad_label, None, None)
         write_logit_gradient(values, h, weight, bias, vectors, 0, v, *self.options, self.plan, flags)
         if self.grad_hidden is not None:

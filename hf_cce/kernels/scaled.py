@@ -200,13 +200,12 @@ def label_factors(
     ignore_index: int,
     logit_scale: float,
     softcap: float,
-    v: int,
     block_m: int,
     scale: Tensor,  # [N] float32, written: f
     of_label: Tensor,  # [N] float32, written: c
 ) -> Tensor:
     """Write zeros where the labels are; returns the row blocks [⌈N / block_m⌉] whose values are to be computed anew."""
-    n, values = labels.numel(), stored.values
+    values, (n, v) = stored.values, stored.values.shape
     flags = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=lse.device)
     _factors_kernel[(triton.cdiv(n, block_m),)](
         values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, scale, of_label, n, v, values.stride(0),
@@ -306,7 +305,7 @@ def scaled_gradients(
     (n, d), v = hidden.shape, weight.shape[0]
     scale, of_label = torch.empty((2, n), device=lse.device).unbind()
     flags = label_factors(
-        stored, labels, lse, grad_lse, grad_label, ignore_index, logit_scale, softcap, v, block_m, scale, of_label
+        stored, labels, lse, grad_lse, grad_label, ignore_index, logit_scale, softcap, block_m, scale, of_label
     )
     recompute(flags)
     product = torch.empty((min(at_a_time, max(n, v)), d), device=hidden.device)

@@ -25,9 +25,7 @@ LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the 
 class Stored(NamedTuple):
     """What the forward pass leaves of the first slab."""
 
-    values: (
-        Tensor  # [N, width] exp(z − z_label) · (1 − (z/softcap)²), zero where the label is ignored; rows are aligned
-    )
+    values: Tensor  # [N, width], aligned: exp(z − z_label) · (1 − (z/softcap)²), zero where the label is ignored
     label_logit: Tensor  # [N]
 
 
