@@ -127,7 +127,9 @@ PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 
 
 def plan_constants(key: str, arch: int, dtype: Any, hidden_size: int) -> dict[str, Any]:
-    """The constants of the plan ``key`` of PLANS for one problem."""
+    """The constants of the plan ``key`` of PLANS, or of hf_cce.kernels.hopper, for one problem."""
+    if key == "hopper":
+        return import_module("hf_cce.kernels.hopper").constants(hidden_size)
     kind, part = PLANS[key]
     return part(_plan(kind, arch, dtype, hidden_size))
 
@@ -149,9 +151,11 @@ def builds(arch: int) -> Iterator[Build]:
     import torch
 
     for spec in SPECS:
+        if spec.archs and arch not in spec.archs:
+            continue
         fn = _function(spec)
         literals = {**launch_literals(spec.name), **spec.constants}
-        dtypes = [*([torch.bfloat16] if arch >= 80 else []), torch.float16, torch.float32]
+        dtypes = [*([torch.bfloat16] if arch >= 80 else []), torch.float16, *([] if _gluon(fn) else [torch.float32])]
         multiplies = spec.plan is not None and not spec.plan.endswith("blocks")
         for dtype in dtypes if multiplies else dtypes[:1]:
             plans: dict[str, dict[str, Any]] = {"": {}}
@@ -206,8 +210,9 @@ def signature(build: Build) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
             continue
         if kind.startswith("tile "):
             kind, _, flag = kind.removeprefix("tile ").partition(" unless ")
-            described = values["TMA"] and not (flag and values[flag])
-            kind = _descriptor(build.dtype, [values[block] for block in kind.split()]) if described else "*T"
+            described = values.get("TMA", True) and not (flag and values[flag])
+            block = [values[size] for size in kind.split()]
+            kind = _descriptor(build.dtype, block, _gluon(_function(build.spec))) if described else "*T"
         if kind == "size":
             kind = "i32" if build.odd else "i32:16"
         aligned = kind.startswith("*") or kind.endswith(":16")
@@ -223,14 +228,20 @@ def _short(dtype: Any) -> str:
     return canonicalize_dtype(str(dtype).removeprefix("torch."))
 
 
-def _descriptor(dtype: Any, block: list[int]) -> str:
+def _gluon(fn: Any) -> bool:
+    return getattr(fn, "is_gluon", lambda: False)()
+
+
+def _descriptor(dtype: Any, block: list[int], gluon: bool) -> str:
     """The type of a host-made TMA descriptor, spelled as this version of Triton spells it."""
     import torch
     from triton.runtime.jit import mangle_type
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    # Of real memory, since the constructor looks at its alignment.
-    return mangle_type(TensorDescriptor.from_tensor(torch.empty(block, dtype=dtype), block))
+    tensor = torch.empty(block, dtype=dtype)  # of real memory, since the constructor looks at its alignment
+    if gluon:
+        return mangle_type(import_module("hf_cce.kernels.hopper").operand(tensor, *block))
+    return mangle_type(TensorDescriptor.from_tensor(tensor, block))
 
 
 def cuobjdump() -> str | None:
@@ -248,6 +259,8 @@ def compile_build(build: Build, arch: int) -> dict[str, int]:
     from triton.compiler import ASTSource
 
     types, constexprs, attributes = signature(build)
+    if _gluon(_function(build.spec)):
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(fn=_function(build.spec), signature=types, constexprs=constexprs, attrs=attributes)
     options = {name: build.constants[name] for name in ("num_warps", "num_stages") if name in build.constants}
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -84,6 +84,7 @@ class Spec:
     types: dict[str, str] = field(default_factory=dict)  # beyond TYPES, or against it
     constants: dict[str, Any] = field(default_factory=dict)  # constexprs and so on that the launch computes
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # instead of all off and all on: name -> flags
+    archs: tuple[int, ...] = ()  # the only architectures it is for
 
     @property
     def name(self) -> str:
@@ -126,6 +127,36 @@ SPECS = (
             "labels": "*i32",
         },
         variants={"ratio": {"WANT_RATIO": True}, "ratio everything": {"WANT_RATIO": True, **TOKEN_FLAGS}},
+    ),
+    Spec(
+        "hopper._specialised_tiles_kernel",
+        plan="hopper",
+        archs=(90,),
+        types={
+            "live": "*i32",
+            "lse": "*fp32 if GRADIENT",
+            "grad_lse": "*fp32 if GRADIENT",
+            "label_logit": "*fp32 if STORE",
+            "tile_ratio": "*bf16 if WANT_RATIO",
+            "out": "*T",
+            "out_stride": "i32:16",
+            "out_width": "i32:16",
+            "first_col": "i32",
+            "width": "size",
+        },
+        constants={"STAT_N": 128},
+        variants={
+            "stats": {},
+            "ratio": {"WANT_RATIO": True},
+            "store": {"STORE": True},
+            "gradient": {"GRADIENT": True},
+            "store everything": {"STORE": True, "HAS_SCALE": True},
+            "gradient everything": {"GRADIENT": True, "HAS_SCALE": True},
+        },
+    ),
+    Spec(
+        "backward._label_entries_kernel",
+        types={"out": "*T", "out_stride": "i32:16", "slab_start": "i32", "slab_width": "size"},
     ),
     Spec(
         "backward._logit_gradient_kernel",
@@ -249,7 +280,21 @@ SPECS = (
         plan="filter blocks",
         types={"z": "*fp32", "labels": "*i32", "out": "*T", "num_sampled": "i32"},
     ),
-    Spec("stored._label_logit_kernel", types={"hidden": "*T", "weight": "*T", "out": "*fp32"}),
+    Spec(
+        "stored._label_logit_kernel",
+        types={
+            "hidden": "*T",
+            "weight": "*T",
+            "out": "*fp32",
+            "order": "*i32 if GATHER",
+            "live": "*i32 if BLOCK_M",
+        },
+        variants={
+            "plain": {"BLOCK_M": 0},
+            "live": {"BLOCK_M": 128, "GATHER": True},
+            "everything": {"BLOCK_M": 128, "HAS_BIAS": True, "HAS_SOFTCAP": True},
+        },
+    ),
     Spec("stored._settle_kernel", plan="backward blocks", types={"values": "*T", "width": "i32:16"}),
     Spec(
         "scaled._factors_kernel",

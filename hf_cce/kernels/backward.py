@@ -7,6 +7,7 @@ accumulated over slabs in float32. No atomics, so results repeat bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import Plan, empty_slab, make_plan, operand, slab_width
+from hf_cce.kernels.plan import Plan, empty_slab, make_plan, operand, slab_width, specialised
 from hf_cce.kernels.products import ALIGNED, multiply_add
 from hf_cce.kernels.scaled import buffer_rows, scaled_gradients
-from hf_cce.kernels.stored import Stored, settle
+from hf_cce.kernels.stored import Stored, label_logits, settle
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 
 
@@ -150,6 +151,45 @@ def _logit_gradient_kernel(
         )  # fmt: skip
 
 
+@Kernel
+@triton.jit(do_not_specialize=["num_tokens", "slab_start", "ignore_index"])
+def _label_entries_kernel(
+    labels,  # [N]
+    lse,  # [N]
+    grad_lse,  # [N]
+    grad_label,  # [N]
+    label_logit,  # [N]
+    out,  # [N, width], written at the labels that lie in the slab
+    slab_start,
+    slab_width,
+    out_stride,
+    num_tokens,
+    ignore_index,
+    logit_scale,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    in_rows = rows < num_tokens
+    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
+    column = label - slab_start
+    hit = in_rows & (label != ignore_index) & (column >= 0) & (column < slab_width)
+    p = tl.exp(tl.load(label_logit + rows, mask=hit, other=0.0) - tl.load(lse + rows, mask=hit, other=0.0))
+    gradient = p * tl.load(grad_lse + rows, mask=hit, other=0.0) + tl.load(grad_label + rows, mask=hit, other=0.0)
+    at = out + rows.to(tl.int64) * out_stride + column
+    tl.store(at, (gradient * logit_scale).to(out.dtype.element_ty), mask=hit)
+
+
+class OfLabels(NamedTuple):
+    """What hf_cce.kernels.hopper wants to know of the labels: see ``label_logits``."""
+
+    logit: Tensor  # [N]
+    live: Tensor  # [row blocks]
+
+    def rows(self, rows: slice, block_m: int) -> OfLabels:
+        """Of the tokens ``rows``, which begin with a row block."""
+        return OfLabels(self.logit[rows], self.live[(rows.start or 0) // block_m :])
+
+
 def write_logit_gradient(
     out: Tensor,  # [N, width], written
     hidden: Tensor,  # [N, D]
@@ -163,9 +203,26 @@ def write_logit_gradient(
     softcap: float,
     plan: Plan,
     flags: Tensor | None = None,
+    of_labels: OfLabels | None = None,
 ) -> None:
-    """The gradient of the logits of the vocabulary from ``start`` to ``stop``; of flagged row blocks alone with ``flags``."""
+    """The gradient of the logits of the vocabulary from ``start`` to ``stop``; of flagged row blocks alone with ``flags``.
+
+    With ``of_labels``, and without flags, hf_cce.kernels.hopper does it.
+    """
     (n, d), v = hidden.shape, weight.shape[0]
+    if of_labels is not None and flags is None:
+        from hf_cce.kernels import hopper
+
+        labels, lse, _, grad_lse, grad_label, *_ = vectors
+        assert labels is not None and lse is not None and grad_lse is not None
+        hopper.write_logit_gradient(
+            out, hidden, weight, labels, of_labels.live, lse, grad_lse, start, stop, ignore_index, logit_scale
+        )
+        _label_entries_kernel[(triton.cdiv(n, 256),)](
+            labels, lse, grad_lse, grad_label, of_labels.logit, out, start, stop - start, out.stride(0), n, ignore_index,
+            logit_scale, BLOCK=256, num_warps=4,
+        )  # fmt: skip
+        return
     rows, cols = triton.cdiv(n, plan.block_m), triton.cdiv(stop - start, plan.block_n)
     _logit_gradient_kernel[(rows * cols,) if flags is None else (rows, min(cols, 16))](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, *vectors, flags, out,
@@ -216,12 +273,23 @@ def logit_stats_backward(
     per_token = [None if x is None else x.contiguous() for x in vectors]
     settled = (labels.contiguous(), lse.contiguous(), grad_lse.contiguous(), grad_label.contiguous())
 
+    of_labels = None
+    if specialised(plan, bias, softcap, grad_mean, grad_entropy):
+        if stored is not None and stored.live is not None:
+            of_labels = OfLabels(stored.label_logit, stored.live)
+        else:
+            logit, live = label_logits(
+                hidden, weight, None, settled[0], ignore_index, logit_scale, softcap, plan.block_m
+            )
+            of_labels = None if live is None else OfLabels(logit, live)
+
     def write_gradient(
-        out: Tensor, h: Tensor, vectors: Sequence[Tensor | None], start: int, stop: int, flags: Tensor | None
+        out: Tensor, rows: slice, vectors: Sequence[Tensor | None], start: int, stop: int, flags: Tensor | None
     ) -> None:
+        labelled = None if of_labels is None else of_labels.rows(rows, plan.block_m)
         write_logit_gradient(
-            out, h, weight, bias, vectors, start, stop, ignore_index, logit_scale, softcap, plan, flags
-        )
+            out, hidden[rows], weight, bias, vectors, start, stop, ignore_index, logit_scale, softcap, plan, flags, labelled
+        )  # fmt: skip
 
     def one_pass(rows: slice, for_hidden: bool, for_weight: bool) -> None:
         """Form gradients from the tokens ``rows``; that of the weight, and the bias, only over all of them."""
@@ -242,7 +310,7 @@ def logit_stats_backward(
             flags = None
             if stored is not None and start == 0:
                 flags = settle(stored, *settled, logit_scale, softcap, plan.block_m)
-            write_gradient(scratch, h, vectors, start, stop, flags)
+            write_gradient(scratch, rows, vectors, start, stop, flags)
             gradient = scratch[:, : stop - start]  # [tokens, slab]
             if for_weight:
                 if need_weight:
@@ -261,7 +329,7 @@ def logit_stats_backward(
             scaled_gradients(
                 stored, hidden, weight, *settled, ignore_index, logit_scale, softcap, plan.block_m, at_a_time,
                 grad_hidden if need_hidden else None, grad_weight if need_weight else None,
-                lambda flags: write_gradient(values, hidden, per_token, 0, v, flags),
+                lambda flags: write_gradient(values, slice(0, n), per_token, 0, v, flags),
             )  # fmt: skip
             return grad_hidden, grad_weight, grad_bias
     everything = slice(0, n)

@@ -12,7 +12,7 @@ from hf_cce.kernels.forward import combine, logit_stats, tile_stats, tile_stride
 from hf_cce.kernels.grouped import Formed, Groups, group_size
 from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.order import Vocabulary
-from hf_cce.kernels.plan import Plan, empty_slab, make_plan
+from hf_cce.kernels.plan import Plan, empty_slab, make_plan, specialised
 from hf_cce.kernels.stored import Stored, label_logits, stored_width
 
 
@@ -142,7 +142,7 @@ def _stored_stats(
     tiles: list[Tensor | None] = [tile_lse, None, None, None, None]
     tile_stats(
         hidden, weight, bias, labels, tiles, stored.label_logit, 0, ignore_index, logit_scale, softcap, plan,
-        stored=stored.values,
+        stored=stored.values, live=stored.live,
     )  # fmt: skip
     combine(tiles, stored.label_logit, labels, lse, [None] * 4, v, num_tiles, ignore_index)
 
@@ -170,8 +170,9 @@ def stored_cross_entropy(
     width = stored_width(n, d, v, hidden.dtype, num_tiles, max(block_n, plan.block_n), memory_budget)
     if width == 0:
         return None
-    label_logit = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
-    stored = Stored(empty_slab(hidden, n, width), label_logit)
+    block_m = plan.block_m if specialised(plan, bias, softcap) else 0
+    label_logit, live = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, block_m)
+    stored = Stored(empty_slab(hidden, n, width), label_logit, live)
     lse = torch.empty_like(label_logit)
     _stored_stats(hidden, weight, bias, labels, stored, lse, ignore_index, logit_scale, softcap, plan)
     return _total_loss(lse, label_logit, None, factor, 0.0, z_loss), lse, stored
@@ -205,14 +206,16 @@ def grouped_cross_entropy(
     size = group_size(n, d, v, hidden.dtype, num_tiles, need_weight, block_m, width, memory_budget)
     if size == 0:
         return None
-    label_logit = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
+    rows_of_flags = plan.block_m if specialised(plan, bias, softcap) else 0
+    label_logit, live = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, rows_of_flags)
     lse, one = torch.empty_like(label_logit), torch.ones((), device=hidden.device)
     groups = Groups(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, size, need_hidden, need_weight, later
     )  # fmt: skip
     for start in range(0, n, size):
         rows = slice(start, min(n, start + size))
-        stored = Stored(groups.values[: rows.stop - start], label_logit[rows])
+        flags = None if live is None else live[start // plan.block_m :]
+        stored = Stored(groups.values[: rows.stop - start], label_logit[rows], flags)
         _stored_stats(
             hidden[rows], weight, bias, labels[rows], stored, lse[rows], ignore_index, logit_scale, softcap, plan
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_cce.kernels.filter import Kept, Mass, dropped_mass, mass_bytes, select
 from hf_cce.kernels.forward import combine, tile_stats, tile_stride
 from hf_cce.kernels.order import Order, Vocabulary, permute_rows, sort_tokens, sort_vocabulary
-from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand
+from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand, specialised
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.residual import column_residual, residual, rounding, sample, token_energy
 from hf_cce.kernels.rest import _rest_hidden_kernel, _rest_weight_kernel
@@ -28,6 +28,7 @@ from hf_cce.kernels.sparse import (
     _kept_tiles_kernel,
     _weight_gradient_kernel,
 )
+from hf_cce.kernels.stored import label_logits
 from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, kept_bytes, leaning, making_bytes, tilted_rows
 
 SAMPLED = 64  # tokens whose error is measured; fewer where the budget is small, but not fewer than
@@ -153,7 +154,11 @@ def forward(
     tile_lse = torch.empty((cols, tile_stride(n)), device=hidden.device)
     tile_ratio = torch.empty((cols, tile_stride(n)), dtype=torch.bfloat16, device=hidden.device)
     tile_damping = torch.empty_like(tile_ratio) if softcap > 0 else None
-    in_order = None
+    in_order, live = None, None
+    if specialised(plan, bias, softcap):
+        label_logit, live = label_logits(
+            hidden, weight, bias, order.labels, v, logit_scale, softcap, plan.block_m, order.order
+        )
     for first in range(0, v, layout.slab):
         stop, block = min(v, first + layout.slab), first // plan.block_n
         in_order = None  # frees the slab before
@@ -162,7 +167,7 @@ def forward(
         tile_stats(
             hidden, in_order, None if bias is None else bias[first:stop], order.labels,
             [tile_lse[block:], None, None, None, None], label_logit, first, v, logit_scale, softcap, plan,
-            tile_ratio[block:], None if tile_damping is None else tile_damping[block:],
+            tile_ratio[block:], None if tile_damping is None else tile_damping[block:], live=live,
         )  # fmt: skip
     combine([tile_lse, *[None] * 4], label_logit, order.labels, lse, [None] * 4, v, cols, v)
     return Filtered(

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import Plan, make_plan, operand
+from hf_cce.kernels.plan import Plan, make_plan, operand, specialised
+from hf_cce.kernels.stored import label_logits
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
 
@@ -267,9 +268,22 @@ def tile_stats(
     tile_ratio: Tensor | None = None,
     tile_damping: Tensor | None = None,
     stored: Tensor | None = None,
+    live: Tensor | None = None,
 ) -> None:
-    """Fill ``tiles`` and, for labels in [first_col, first_col + V), ``label_logit``; with ``stored`` that is read instead."""
+    """Fill ``tiles`` and, for labels in [first_col, first_col + V), ``label_logit``; with ``stored`` that is read instead.
+
+    With ``live``, of ``label_logits``, hf_cce.kernels.hopper does it, and leaves ``label_logit`` as it is.
+    """
     n, v = labels.numel(), weight.shape[0]
+    if live is not None:
+        from hf_cce.kernels import hopper
+
+        assert tiles[0] is not None
+        hopper.tile_stats(
+            hidden, weight, labels, live, tiles[0], tile_ratio, label_logit, stored, tile_stride(n), plan.block_n,
+            ignore_index, logit_scale,
+        )  # fmt: skip
+        return
     wants = [x is not None for x in tiles[1:]]
     _tile_stats_kernel[(triton.cdiv(n, plan.block_m) * triton.cdiv(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
@@ -329,6 +343,9 @@ def logit_stats(
     num_tiles = triton.cdiv(v, plan.block_n)
     per_token = 4 * num_tiles * (1 + sum(wants))
     group = max(plan.block_m, memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
+    live = None
+    if n and specialised(plan, bias, softcap, *wants):
+        label_logit, live = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan.block_m)
     for start in range(0, n, group):
         rows = slice(start, min(n, start + group))
         h, y = hidden[rows], labels[rows]
@@ -337,7 +354,10 @@ def logit_stats(
             torch.empty(num_tiles * tile_stride(size), device=hidden.device) if want else None
             for want in (True, *wants)
         ]
-        tile_stats(h, weight, bias, y, tiles, label_logit[rows], 0, ignore_index, logit_scale, softcap, plan)
+        tile_stats(
+            h, weight, bias, y, tiles, label_logit[rows], 0, ignore_index, logit_scale, softcap, plan,
+            live=None if live is None else live[start // plan.block_m :],
+        )  # fmt: skip
         outputs = [x[rows] if want else None for x, want in zip(results, wants, strict=True)]
         combine(tiles, label_logit[rows], y, lse[rows], outputs, v, num_tiles, ignore_index)
     return lse, label_logit, results[0], results[1], results[2], results[3]

@@ -14,6 +14,10 @@ try:
 except ImportError:  # Triton before 3.4
     TensorDescriptor = None
 
+# Versions of Triton that hf_cce.kernels.hopper has run with on a GPU. It compiles with later ones too, but where programs wait
+# for each other a mistake of the compiler can make them wait forever: one of 3.6 did.
+SPECIALISES = triton.__version__.startswith("3.6.")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -39,6 +43,7 @@ class Plan:
     tile_warps: int = 4
     programs: int = 264  # that share the kept tiles
     in_parts: bool = False  # sums over all that is kept are taken tile by tile: what float32 and float16 can tell
+    specialised: bool = False  # hf_cce.kernels.hopper can be used
 
     @property
     def rest(self) -> dict[str, Any]:
@@ -88,11 +93,19 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
         # fits the shared memory of every GPU from compute capability 8.0 on
         return Plan(128, 128, 32, 8, 3, False, precision)
     tma = _tma_ready(hidden) and _tma_ready(weight)
+    special = tma and SPECIALISES
     if backward:
-        return Plan(128, 128, 64, 8, 3, tma, precision)
+        return Plan(128, 128, 64, 8, 3, tma, precision, specialised=special)
     if hidden.shape[1] >= 3072:
-        return Plan(128, 256, 64, 8, 3, tma, precision)
-    return Plan(128, 128, 64, 4, 3, tma, precision)
+        return Plan(128, 256, 64, 8, 3, tma, precision, specialised=special)
+    return Plan(128, 128, 64, 4, 3, tma, precision, specialised=special)
+
+
+def specialised(plan: Plan, bias: Tensor | None, softcap: float, *wanted: Any) -> bool:
+    """Whether hf_cce.kernels.hopper does it: plain logits, scaled perhaps, and none of the other statistics ``wanted``."""
+    return (
+        plan.specialised and bias is None and softcap == 0 and not any(x is not None and x is not False for x in wanted)
+    )
 
 
 def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
@@ -101,7 +114,7 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
     if (
         hidden.shape[1] * hidden.element_size() % 16
     ):  # the kernels work on contiguous copies, whose rows then start anywhere
-        plan = replace(plan, use_tma=False)
+        plan = replace(plan, use_tma=False, specialised=False)
     if hidden.device.type == "cpu":
         return replace(
             plan,

@@ -27,6 +27,7 @@ class Stored(NamedTuple):
 
     values: Tensor  # [N, width], aligned: exp(z − z_label) · (1 − (z/softcap)²), zero where the label is ignored
     label_logit: Tensor  # [N]
+    live: Tensor | None = None  # see label_logits
 
 
 @Kernel
@@ -36,7 +37,9 @@ def _label_logit_kernel(
     weight,  # [V, D]
     bias,  # [V]
     labels,  # [N]
+    order,  # [V] int32, the row of weight of each label, if GATHER
     out,  # [N], zero where the label is ignored
+    live,  # [row blocks] int32, if BLOCK_M: whether a label of the block is not ignored
     num_tokens,
     vocab_size,
     hidden_size,
@@ -47,12 +50,16 @@ def _label_logit_kernel(
     softcap,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    GATHER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     label = tl.load(labels + rows, mask=rows < num_tokens, other=ignore_index)
     good = (label != ignore_index) & (label >= 0) & (label < vocab_size)
+    if GATHER:
+        label = tl.load(order + label, mask=good, other=0).to(tl.int64)
     ks = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_R,), tl.float32)
     for k in range(0, hidden_size, BLOCK_K):
@@ -66,6 +73,11 @@ def _label_logit_kernel(
     if HAS_SOFTCAP:
         acc = softcapped(acc, softcap)
     tl.store(out + rows, acc, mask=rows < num_tokens)
+    if BLOCK_M > 0:  # noqa: SIM102 (the second is no constant)
+        if tl.program_id(0) * BLOCK_R % BLOCK_M == 0:
+            block = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_M)
+            of_block = tl.load(labels + block, mask=block < num_tokens, other=ignore_index)
+            tl.store(live + tl.program_id(0) * BLOCK_R // BLOCK_M, tl.max((of_block != ignore_index).to(tl.int32), 0))
 
 
 @Kernel
@@ -134,15 +146,22 @@ def label_logits(
     ignore_index: int,
     logit_scale: float,
     softcap: float,
-) -> Tensor:
-    """The logit of each token's label, [N] float32, zero where it is ignored."""
+    block_m: int = 0,
+    order: Tensor | None = None,  # [V] int32: the row of weight of each label, where that is not the label itself
+) -> tuple[Tensor, Tensor | None]:
+    """The logit of each token's label, [N] float32, zero where it is ignored.
+
+    With ``block_m`` also, for each of as many tokens, whether a label of them is not ignored: [⌈N / block_m⌉] int32, 0 or 1.
+    """
     (n, d), v = hidden.shape, weight.shape[0]
     out = torch.empty(n, device=hidden.device)
+    live = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
     _label_logit_kernel[(triton.cdiv(n, 8),)](
-        hidden, weight, bias, labels, out, n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK_R=8, BLOCK_K=256, num_warps=4,
+        hidden, weight, bias, labels, order, out, live, n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale,
+        softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, GATHER=order is not None, BLOCK_M=block_m,
+        BLOCK_R=8, BLOCK_K=256, num_warps=4,
     )  # fmt: skip
-    return out
+    return out, live
 
 
 def settle(

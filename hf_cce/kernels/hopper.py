@@ -1,0 +1,366 @@
+"""Tiles of logits on Hopper: one warp brings the operands, two groups of four warps multiply them, in turns.
+
+A tile has 128 tokens and 256 columns; each group has half of its tokens. A group that finishes a tile, with its exponentials
+and its stores, leaves the tensor cores to the other one, which is ahead or behind by as many stages of operands as shared
+memory holds. Programs stay for many tiles, so that the next tile's operands are under way before one is finished.
+
+Written in Gluon, Triton's lower level, whose kernels the interpreter cannot run: everything here has a twin in
+hf_cce.kernels.forward or hf_cce.kernels.backward, and tests compare the two on a GPU. ``hf_cce.kernels.plan.specialised`` says
+when it runs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from hf_cce.kernels.launch import Kernel
+
+BLOCK_M = 128  # tokens of a tile, whose flags in ``live`` say whether there is anything to do
+BLOCK_N = 256
+# 240 registers for each group and 24 for the warp that loads are what a processor has.
+REGISTERS = gl.constexpr(240)
+
+_load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name before Triton 3.8
+
+
+@gluon.jit
+def _position(tile, num_row_blocks, num_col_blocks, GROUP_M: gl.constexpr):
+    """As hf_cce.kernels.tiles.tile_position."""
+    per_group = GROUP_M * num_col_blocks
+    group = tile // per_group
+    first = group * GROUP_M
+    size = gl.minimum(num_row_blocks - first, GROUP_M)
+    return first + (tile % per_group) % size, (tile % per_group) // size
+
+
+@gluon.jit
+def _depth(live, tile, num_row_blocks, num_col_blocks, hidden_size, GROUP_M: gl.constexpr):
+    """How much of the hidden size a tile multiplies: nothing where all its tokens are ignored, or beyond the last tile."""
+    row_block, _ = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
+    return gl.load(live + row_block, mask=tile < num_row_blocks * num_col_blocks, other=0) * hidden_size
+
+
+@gluon.jit
+def _load_tile(
+    hidden, weight, h_ring, w_ring, ready, free, row, col, depth, stage, phase,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    for k in range(0, depth, BLOCK_K):
+        mbarrier.wait(free.index(stage), phase)
+        # The condition always holds. Without a use of the depth inside the loop, Triton 3.6 takes the one that the
+        # caller carries from tile to tile for dead, and all tiles get the first one's: the program then waits forever.
+        mbarrier.expect(ready.index(stage), hidden.block_type.nbytes + weight.block_type.nbytes, pred=k < depth)
+        _load_block(hidden, [row, k], ready.index(stage), h_ring.index(stage))
+        _load_block(weight, [col, k], ready.index(stage), w_ring.index(stage))
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def _load(
+    hidden, weight, h_ring, w_ring, ready, free, live, num_row_blocks, num_col_blocks, first_col, hidden_size,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    stage, phase = 0, 1  # the first wait for a free stage is none
+    ahead = _depth(live, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+    for tile in range(gl.program_id(0), num_row_blocks * num_col_blocks, gl.num_programs(0)):
+        row_block, col_block = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
+        depth = ahead
+        ahead = _depth(live, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+        stage, phase = _load_tile(
+            hidden, weight, h_ring, w_ring, ready, free, row_block * BLOCK_M, first_col + col_block * BLOCK_N, depth,
+            stage, phase, BLOCK_K, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply(
+    acc, h_ring, w_ring, ready, free, stage, phase, depth,
+    HALF: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    before = 0
+    for k in range(0, depth, BLOCK_K):
+        mbarrier.wait(ready.index(stage), phase)
+        h = h_ring.index(stage).slice(HALF * ROWS, ROWS, 0)
+        acc = warpgroup_mma(h, w_ring.index(stage).permute((1, 0)), acc, is_async=True)
+        # One product may be under way: what the one before it read is free.
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(free.index(before), count=1, pred=k > 0)
+        before = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(free.index(before), count=1, pred=depth > 0)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _tile_statistics(
+    z, row, col_block, vocab_size, num_tokens, tile_stride, tile_lse, tile_ratio,
+    WANT_RATIO: gl.constexpr, STAT_N: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Write the statistics of tiles of STAT_N columns as _tile_stats_kernel does; returns exp(z − maximum) and the maxima."""
+    PARTS: gl.constexpr = BLOCK_N // STAT_N
+    z = z.reshape([ROWS, PARTS, STAT_N])
+    BY_TILE: gl.constexpr = gl.SliceLayout(2, z.type.layout)
+    top = gl.max(z, 2)
+    top = gl.where(top == float("-inf"), 0.0, top)
+    e = gl.exp(z - top.expand_dims(2))
+    total = gl.sum(e, 2)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, BY_TILE))
+    tiles = col_block * PARTS + gl.arange(0, PARTS, gl.SliceLayout(0, BY_TILE))
+    out = tiles.to(gl.int64)[None, :] * tile_stride + rows[:, None]
+    inside = (rows < num_tokens)[:, None] & (tiles * STAT_N < vocab_size)[None, :]
+    if WANT_RATIO:
+        some = gl.where(total > 0, total, 1.0)
+        width = gl.minimum(vocab_size - tiles * STAT_N, STAT_N).to(gl.float32)
+        energy = gl.sum(e * e, 2) - total * total / width[None, :]
+        gl.store(tile_ratio + out, (gl.maximum(energy, 0.0) / (some * some)).to(gl.bfloat16), mask=inside)
+    gl.store(tile_lse + out, top + gl.log(total), mask=inside)
+    return e, top
+
+
+@gluon.jit
+def _work(
+    h_ring, w_ring, ready, free, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_stride, out_width,
+    tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size, ignore_index, logit_scale,
+    WANT_RATIO: gl.constexpr, STORE: gl.constexpr, GRADIENT: gl.constexpr, HAS_SCALE: gl.constexpr, STAT_N: gl.constexpr,
+    HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK_M // 2
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    # Rows are with the same warps as in ACC, but a thread has eight columns side by side, and four threads 32.
+    WIDE: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[ROWS, BLOCK_N],
+    )  # fmt: skip
+    stage, phase = 0, 0
+    ahead = _depth(live, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+    for tile in range(gl.program_id(0), num_row_blocks * num_col_blocks, gl.num_programs(0)):
+        row_block, col_block = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
+        depth = ahead
+        ahead = _depth(live, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+        row, col = row_block * BLOCK_M + HALF * ROWS, first_col + col_block * BLOCK_N
+        rows = row + gl.arange(0, ROWS, ROW)
+        in_rows = rows < num_tokens
+        # Loaded before the products, and not looked at until they are done.
+        if STORE or GRADIENT:
+            label = gl.load(labels + rows, mask=in_rows, other=ignore_index)
+        if GRADIENT:
+            row_lse = gl.load(lse + rows, mask=in_rows, other=0.0)
+            g = gl.load(grad_lse + rows, mask=in_rows, other=0.0)
+        if STORE:
+            at_label = gl.load(label_logit + rows, mask=in_rows, other=0.0)
+        acc = gl.zeros((ROWS, BLOCK_N), gl.float32, ACC)
+        z, stage, phase = _multiply(acc, h_ring, w_ring, ready, free, stage, phase, depth, HALF, ROWS, BLOCK_K, STAGES)
+        if HAS_SCALE:
+            z *= logit_scale
+        if GRADIENT:
+            value = gl.exp(z - gl.where(label != ignore_index, row_lse, float("inf"))[:, None]) * g[:, None]
+            if HAS_SCALE:
+                value *= logit_scale
+        else:
+            if col + BLOCK_N > vocab_size:
+                cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, ACC))
+                z = gl.where((cols < vocab_size)[None, :], z, float("-inf"))
+            e, top = _tile_statistics(
+                z, row, col_block, vocab_size, num_tokens, tile_stride, tile_lse, tile_ratio, WANT_RATIO, STAT_N, ROWS,
+                BLOCK_N,
+            )  # fmt: skip
+            if STORE:
+                BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, e.type.layout))
+                # An ignored token's label logit is as good as infinite: nothing is stored of it but zeros.
+                at_label = gl.where(label != ignore_index, at_label, float("inf"))
+                height = top - gl.convert_layout(at_label, BY_ROW)[:, None]
+                value = (e * gl.exp(gl.minimum(height, 60.0)).expand_dims(2)).reshape([ROWS, BLOCK_N])
+        if STORE or GRADIENT:  # noqa: SIM102 (the second is no constant)
+            if col_block * BLOCK_N < out_width:
+                small = gl.convert_layout(value.to(out.dtype.element_ty), WIDE)
+                down = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+                across = col_block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, WIDE))
+                at = out + row.to(gl.int64) * out_stride
+                inside = (row + down < num_tokens)[:, None] & (across < out_width)[None, :]
+                gl.store(at + down[:, None] * out_stride + across[None, :], small, mask=inside)
+
+
+# Numbers that change from step to step must not make Triton compile again.
+@Kernel
+@gluon.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
+def _specialised_tiles_kernel(
+    hidden,  # [N, D] descriptor of blocks [BLOCK_M, BLOCK_K]
+    weight,  # [V, D] descriptor of blocks [BLOCK_N, BLOCK_K]
+    live,  # [row blocks] int32: 0 where all tokens of the block are ignored, else 1
+    labels,  # [N], if STORE or GRADIENT
+    lse,  # [N], if GRADIENT
+    grad_lse,  # [N], if GRADIENT
+    label_logit,  # [N], if STORE
+    tile_lse,  # unless GRADIENT: see _tile_stats_kernel, like the next
+    tile_ratio,  # if WANT_RATIO
+    out,  # [N, out_width], if STORE: see hf_cce.kernels.stored; if GRADIENT: that of the logits, without the labels' own term
+    out_stride,
+    out_width,
+    tile_stride,
+    num_tokens,
+    vocab_size,
+    first_col,
+    width,  # columns from first_col on
+    hidden_size,
+    ignore_index,
+    logit_scale,
+    WANT_RATIO: gl.constexpr,
+    STORE: gl.constexpr,
+    GRADIENT: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+    STAT_N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    h_ring = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_M, BLOCK_K], hidden.layout)
+    w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    num_row_blocks, num_col_blocks = gl.cdiv(num_tokens, BLOCK_M), gl.cdiv(width, BLOCK_N)
+    gl.warp_specialize(
+        [
+            (_work, (
+                h_ring, w_ring, ready, free, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_stride,
+                out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
+                ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 0, BLOCK_M, BLOCK_N, BLOCK_K,
+                STAGES, GROUP_M,
+            )),
+            (_work, (
+                h_ring, w_ring, ready, free, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_stride,
+                out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
+                ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 1, BLOCK_M, BLOCK_N, BLOCK_K,
+                STAGES, GROUP_M,
+            )),
+            (_load, (
+                hidden, weight, h_ring, w_ring, ready, free, live, num_row_blocks, num_col_blocks, first_col, hidden_size,
+                BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+            )),
+        ],
+        [4, 1], [REGISTERS, 24],
+    )  # fmt: skip
+
+
+def constants(hidden_size: int) -> dict[str, int]:
+    """The shapes of a launch. Fine stages let one group be ahead of the other by more; long products gain from fewer waits.
+
+    Measured on an H200 (hf_cce/bench/results/2026-11-22-h200-specialised.txt).
+    """
+    block_k, stages = (64, 4) if hidden_size >= 2048 else (32, 8)
+    return {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": block_k, "STAGES": stages, "GROUP_M": 64}
+
+
+@lru_cache(maxsize=8)
+def _layout(bytes_per_row: int, bits: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(bytes_per_row, bits, rank=2)
+
+
+def operand(x: Tensor, rows: int, block_k: int) -> TensorDescriptor:
+    """``x`` as a descriptor of blocks [rows, block_k], whose rows TMA swizzles."""
+    return TensorDescriptor.from_tensor(x, [rows, block_k], _layout(block_k * x.itemsize, 8 * x.itemsize))
+
+
+def _launch(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    live: Tensor,
+    first_col: int,
+    width: int,
+    ignore_index: int,
+    logit_scale: float,
+    labels: Tensor | None = None,
+    lse: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    label_logit: Tensor | None = None,
+    tile_lse: Tensor | None = None,
+    tile_ratio: Tensor | None = None,
+    out: Tensor | None = None,
+    tile_stride: int = 16,
+    stat_n: int = BLOCK_N,
+) -> None:
+    (n, d), v, shapes = hidden.shape, weight.shape[0], constants(hidden.shape[1])
+    device = None if hidden.is_meta else hidden.device
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    _specialised_tiles_kernel[(min(processors, triton.cdiv(n, BLOCK_M) * triton.cdiv(width, BLOCK_N)),)](
+        operand(hidden, BLOCK_M, shapes["BLOCK_K"]), operand(weight, BLOCK_N, shapes["BLOCK_K"]), live, labels, lse, grad_lse,
+        label_logit, tile_lse, tile_ratio, out,
+        # What is written beyond a row's end, to where rows are aligned, is not read.
+        *((16, 16) if out is None else (out.stride(0), out.stride(0))), tile_stride, n, v, first_col, width, d, ignore_index,
+        logit_scale, WANT_RATIO=tile_ratio is not None, STORE=label_logit is not None, GRADIENT=lse is not None,
+        HAS_SCALE=logit_scale != 1.0, STAT_N=stat_n, **shapes, num_warps=4,
+    )  # fmt: skip
+
+
+def tile_stats(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    labels: Tensor,  # [N]
+    live: Tensor,  # [⌈N / BLOCK_M⌉] int32
+    tile_lse: Tensor,
+    tile_ratio: Tensor | None,
+    label_logit: Tensor,  # [N], read with ``stored``
+    stored: Tensor | None,
+    stride: int,
+    block_n: int,
+    ignore_index: int,
+    logit_scale: float,
+) -> None:
+    """As ``hf_cce.kernels.forward.tile_stats``, of tiles of ``block_n`` columns, 128 or 256; leaves ``label_logit`` as it is."""
+    _launch(
+        hidden, weight, live, 0, weight.shape[0], ignore_index, logit_scale, None if stored is None else labels,
+        label_logit=None if stored is None else label_logit, tile_lse=tile_lse, tile_ratio=tile_ratio, out=stored,
+        tile_stride=stride, stat_n=block_n,
+    )  # fmt: skip
+
+
+def write_logit_gradient(
+    out: Tensor,  # [N, width], written
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    labels: Tensor,  # [N]
+    live: Tensor,  # [⌈N / BLOCK_M⌉] int32
+    lse: Tensor,  # [N]
+    grad_lse: Tensor,  # [N]
+    start: int,
+    stop: int,
+    ignore_index: int,
+    logit_scale: float,
+) -> None:
+    """As ``hf_cce.kernels.backward.write_logit_gradient``, without the labels' own term."""
+    _launch(
+        hidden,
+        weight,
+        live,
+        start,
+        stop - start,
+        ignore_index,
+        logit_scale,
+        labels,
+        lse=lse,
+        grad_lse=grad_lse,
+        out=out,
+    )

@@ -1,0 +1,128 @@
+"""The warp-specialised kernels against the ones they stand in for: the same numbers, on the same GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from losses import PLAIN, Options, check_against_plain, fused_loss, make_inputs
+from numerics import assert_as_good
+from torch import Tensor
+from ways import WAYS, applies, config_of, force
+
+pytest.importorskip("triton")
+
+from hf_cce.kernels import plan
+from hf_cce.kernels.backward import OfLabels, write_logit_gradient
+from hf_cce.kernels.forward import tile_stats, tile_stride
+from hf_cce.kernels.stored import label_logits
+
+IGNORE = -100
+# Neither tokens nor vocabularies are whole tiles, nor hidden sizes whole steps; 128 tokens a block, 256 columns a tile.
+SIZES = [(1, 64, 99), (129, 96, 257), (700, 1000, 1003), (2048, 64, 4099), (1100, 4096, 3001), (300, 768, 50257)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "bias", "softcap", "expected"),
+    [
+        ((), False, 0.0, True),
+        ((None, False), False, 0.0, True),
+        ((None, True), False, 0.0, False),
+        ((), True, 0.0, False),
+        ((), False, 30.0, False),
+    ],
+)
+def test_which_losses_they_do(wanted: tuple[Any, ...], bias: bool, softcap: float, expected: bool) -> None:
+    shapes = plan.Plan(128, 128, 64, 4, 3, True, "ieee", specialised=True)
+    assert plan.specialised(shapes, torch.zeros(1) if bias else None, softcap, *wanted) is expected
+    assert not plan.specialised(plan.replace(shapes, specialised=False), None, 0.0)
+
+
+def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, plan.Plan, Tensor, Tensor]:
+    (hidden, weight, _), labels = make_inputs(n, d, v, dtype, "cuda", spread=4.0)
+    labels = torch.where(labels < 0, IGNORE, labels)
+    labels[128:384] = IGNORE  # whole blocks
+    shapes = plan.make_plan(hidden, weight)
+    logit, live = label_logits(hidden, weight, None, labels, IGNORE, 0.5, 0.0, 128)
+    assert live is not None and live.tolist() == [int((x != IGNORE).any()) for x in labels.split(128)]
+    return hidden, weight, labels, shapes, logit, live
+
+
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9 or not plan.SPECIALISES:
+        pytest.skip("needs a Hopper GPU and a version of Triton that they have run with")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("n", "d", "v"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["stats", "ratio", "stored"])
+def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtype: torch.dtype, kind: str) -> None:
+    hidden, weight, labels, shapes, logit, live = _case(n, d, v, dtype)
+    assert shapes.specialised
+    tiles = -(-v // shapes.block_n)
+    found: list[list[Tensor]] = []
+    for flags in (None, live):
+        tile_lse = torch.zeros(tiles, tile_stride(n), device="cuda")
+        ratio = torch.zeros(tiles, tile_stride(n), device="cuda", dtype=torch.bfloat16) if kind == "ratio" else None
+        stored = plan.empty_slab(hidden, n, min(v, 512)).zero_() if kind == "stored" else None
+        tile_stats(
+            hidden, weight, None, labels, [tile_lse, None, None, None, None], logit.clone(), 0, IGNORE, 0.5, 0.0, shapes,
+            ratio, stored=stored, live=flags,
+        )  # fmt: skip
+        found.append([x for x in (tile_lse[:, :n], ratio, stored) if x is not None])
+    for other, own in zip(*found, strict=True):
+        assert torch.equal(own, other)
+    assert not bool((labels != IGNORE).any()) or found[1][-1].count_nonzero() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("n", "d", "v"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtype: torch.dtype) -> None:
+    hidden, weight, labels, _, logit, live = _case(n, d, v, dtype)
+    shapes = plan.make_plan(hidden, weight, backward=True)
+    lse = torch.where(labels == IGNORE, 0.0, (0.5 * hidden.float() @ weight.float().t()).logsumexp(1))
+    grad_lse = torch.where(labels == IGNORE, 0.0, torch.rand(n, device="cuda"))
+    vectors = (labels, lse, None, grad_lse, -grad_lse, None, None)
+    for start, stop in ((0, min(v, 640)), (v - min(v, 77), v)):
+        found = []
+        for of_labels in (None, OfLabels(logit, live)):
+            out = plan.empty_slab(hidden, n, 640).zero_()
+            write_logit_gradient(
+                out, hidden, weight, None, vectors, start, stop, IGNORE, 0.5, 0.0, shapes, of_labels=of_labels
+            )
+            found.append(out[:, : stop - start])
+        inside = (labels >= start) & (labels < stop)
+        rows, columns = inside.nonzero()[:, 0], labels[inside] - start
+        # The labels' own entries come from a logit that was computed apart.
+        p = (0.5 * (hidden[rows].double() * weight[labels[rows]].double()).sum(1) - lse[rows]).exp()
+        exact = (p - 1.0) * grad_lse[rows] * 0.5
+        assert_as_good(found[1][rows, columns], found[0][rows, columns], exact, "the labels' entries")
+        for out in found:
+            out[rows, columns] = 0
+        assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("special", [True, False], ids=["specialised", "plain"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_are_right_with_and_without(
+    way: str, dtype: torch.dtype, special: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without, as with versions of Triton that they have not run with."""
+    monkeypatch.setattr(plan, "SPECIALISES", special and plan.SPECIALISES)
+    force(monkeypatch, way)
+    for n, d, v in ((1000, 576, 32001), (128, 1000, 50257), (2304, 3072, 4099)):
+        inputs, labels = make_inputs(n, d, v, dtype, "cuda")
+        labels[128:384] = IGNORE  # whole blocks
+        labels[-1] = 7
+        for options in (PLAIN, Options(logit_scale=0.7, z_loss=1e-2)):
+            if applies(way, options, dtype):
+                name = f"{n}×{d}×{v} {options}, {way}, {'' if special else 'not '}specialised"
+                check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, name)
