@@ -35,10 +35,10 @@ BY_DEVICE = "{} on a CPU, {} on an NVIDIA GPU"
 def gradcheck(
     tokens: Annotated[
         int | None,
-        typer.Option("--tokens", "-n", min=1, help="Tokens.", show_default=BY_DEVICE.format("150", "1,000")),
+        typer.Option("--tokens", "-n", min=1, help="Tokens.", show_default=BY_DEVICE.format("150", "2,500")),
     ] = None,
     hidden_size: Annotated[
-        int | None, typer.Option(min=1, help="Width of the model.", show_default=BY_DEVICE.format("72", "512"))
+        int | None, typer.Option(min=1, help="Width of the model.", show_default=BY_DEVICE.format("72", "2,048"))
     ] = None,
     vocab_size: Annotated[
         int | None, typer.Option(min=2, help="Vocabulary.", show_default=BY_DEVICE.format("2,003", "32,003"))
