@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_cce.bench.files import put_json
-from hf_cce.cli.common import FAILURES, consoles, ending
+from hf_cce.cli.common import FAILURES, consoles, ending, where
 
 if TYPE_CHECKING:
     from hf_cce.bench.estimate import Estimate
@@ -64,6 +64,7 @@ def estimate(
     No weights are loaded or made. Counted is one process with AdamW that trains all weights, without gradient accumulation.
     """
     console, errors = consoles(quiet, json_path)
+    numbers = where(json_path)
     failures, advice = (*FAILURES, ImportError), "; hf-cce doctor says what is missing"
     with ending(errors, 1, usage=2, failures=failures, no_import=advice):  # 2 as typer: an argument is wrong
         with console.status("running the model's code on tensors without data"):
@@ -78,7 +79,7 @@ def estimate(
     if str(json_path) != "-":
         typer.echo(bench.verdict(found))
     if json_path:
-        console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
+        console.print(f"Numbers: {numbers}")
 
 
 def _show(console: Console, found: Estimate) -> None:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_cce.bench.files import put_json
-from hf_cce.cli.common import FAILURES, consoles, ending
+from hf_cce.cli.common import FAILURES, consoles, ending, where
 
 if TYPE_CHECKING:
     from hf_cce.bench.gradcheck import Report, Row
@@ -71,6 +71,7 @@ def gradcheck(
     could not run.
     """
     console, errors = consoles(quiet, json_path)
+    numbers = where(json_path)
     if reference and (tokens or vocab_size or hidden_size or dtype):
         errors.print("[bold red]Error:[/] --reference has a shape and a dtype of its own; leave out -n, --hidden-size, "
                      "--vocab-size and --dtype")  # fmt: skip
@@ -91,7 +92,7 @@ def gradcheck(
             put_json(json_path, {"command": shlex.join(["hf-cce", *sys.argv[1:]]), **report.to_json()})
     _show(console, report, details)
     if json_path:
-        console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
+        console.print(f"Numbers: {numbers}")
     if report.failures:
         raise typer.Exit(1)
 
