@@ -37,9 +37,16 @@ $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet -e ".[$*]"
 	@touch $@
 
+# The demo runs from this folder, so its install need not be editable: setuptools warns of every editable one whose packages lie
+# beside its pyproject.toml.
+$(VENV)/.bench: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet ".[bench]"
+	@touch $@
+
 install: $(VENV)/.dev  ## virtual environment with everything for development
 
-demo: $(VENV)/.bench  ## train a small model without and with CCE, on this machine, with no download of data
+# Where the development install is, a copy must not take its place.
+demo: $(or $(wildcard $(VENV)/.dev),$(VENV)/.bench)  ## train a small model without and with CCE, on this machine, with no download of data
 	$(BIN)/python -m hf_cce demo $(DEMO_ARGS)
 
 test: $(VENV)/.dev  ## all tests (those for a GPU are skipped where there is none)

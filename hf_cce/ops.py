@@ -39,18 +39,19 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, implementati
 def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the kernels compute in float32 and the tensors are {dtype}"
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (pip install triton)"
     if device.type == "cpu":
         # Triton's interpreter is for tests, thousands of times slower than PyTorch.
-        return (
-            None if _interpreted() else "the tensors are on the CPU (set TRITON_INTERPRET=1 to interpret the kernels)"
-        )
-    if device.type != "cuda" or torch.version.cuda is None:
+        if not _interpreted():
+            return "the kernels are for NVIDIA GPUs and the tensors are on the CPU (TRITON_INTERPRET=1 interprets, for tests)"
+    elif device.type != "cuda" or torch.version.cuda is None:
         return f"the kernels are for NVIDIA GPUs and the tensors are on {device}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    else:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    # Last: where the device is the reason, installing Triton changes nothing.
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install triton)"
     return None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from hf_cce.bench import doctor
 from hf_cce.cli.app import app
 from hf_cce.cli.common import FAILURES, consoles, ending
 
+ROOT = Path(__file__).parent.parent
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 
 
@@ -55,17 +59,40 @@ def test_what_is_not_named_keeps_its_traceback() -> None:
         raise RuntimeError("ours")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["gradcheck", "-n", "8", "--hidden-size", "8", "--vocab-size", "40", "--dtype", "float32", "--device", "cpu"],
-        ["check", "llama"],
-        ["bench", "--device", "cpu", "--shape", "16,8,40", "--peers", "eager", "--repeats", "1"],
-        ["models"],
-    ],
-    ids=lambda words: words[0],
-)
+QUICK = [
+    ["gradcheck", "-n", "8", "--hidden-size", "8", "--vocab-size", "40", "--dtype", "float32", "--device", "cpu"],
+    ["check", "llama"],
+    ["bench", "--device", "cpu", "--shape", "16,8,40", "--peers", "eager", "--repeats", "1"],
+    ["models"],
+]
+
+
+@pytest.mark.parametrize("words", QUICK, ids=lambda words: words[0])
 def test_json_on_standard_output_stands_there_alone(words: list[str]) -> None:
     done = CliRunner().invoke(app, [*words, "--json", "-"], env={"COLUMNS": "60"})
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("words", [*QUICK, ["estimate", "tiny"], ["doctor"], ["demo"]], ids=lambda words: words[0])
+def test_a_missing_folder_is_made_and_named(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "OPTIONAL", {})  # TRL takes seconds to load
+    saved = json.loads((ROOT / "hf_cce/bench/results/demo_cpu.json").read_text("utf-8"))
+    monkeypatch.setattr(import_module("hf_cce.cli.demo"), "_run", lambda *_: saved)
+    monkeypatch.chdir(tmp_path)
+
+    def said() -> list[str]:
+        done = CliRunner().invoke(app, [*words, "--json", "new/deep/a.json"], env={"COLUMNS": "200"})
+        assert done.exit_code == 0, done.output
+        assert json.loads(Path("new/deep/a.json").read_text("utf-8"))
+        return [line for line in done.stdout.splitlines() if "a.json" in line]
+
+    what = "List" if words == ["models"] else "Numbers"
+    assert said() == [f"{what}: new/deep/a.json (made the folder new)"]
+    assert said() == [f"{what}: new/deep/a.json"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, ["models", "--json", str(tmp_path / "file/a.json")])
+    assert done.exit_code == 1 and done.stderr.startswith("Error: ") and str(tmp_path / "file") in done.stderr

@@ -211,6 +211,12 @@ def test_every_measurement_is_on_the_page() -> None:
         assert f"<!-- {name} table: begin" in pages, name
 
 
+def test_every_study_says_what_it_is() -> None:
+    """The page takes its first sentence from the comment that the file begins with."""
+    studies = sorted((ROOT / "hf_cce/bench/results").glob("*.txt"))
+    assert studies and all(path.read_text("utf-8").startswith("# ") for path in studies)
+
+
 def test_whoever_is_measured_stands_in_the_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A later file with more peers is taken instead; who is not in it stays in the list below, with that file's reason."""
     import json
@@ -362,6 +368,29 @@ def test_times_of_first_calls_are_drawn_too() -> None:
     table = newer.drawn({"shape": {"tokens": 8}, "results": rows})
     assert table and "| **hf_cce** | 3.00 | 1.00, 1.50 |" in table and "| not installed |" in table
     assert newer.drawn({"results": {"a": 1}}) is newer.drawn({}) is None
+
+
+def test_a_loss_that_was_asked_for_and_is_not_in_the_file_is_named() -> None:
+    from hf_cce.bench import loops, report
+
+    found = report.read(report.FIRST)
+    page = (ROOT / "docs/performance.md").read_text("utf-8")
+    said = "torch.compile of Transformers' loss and Liger (fused linear cross-entropy) were asked for too"
+    assert said in loops.first_calls(found, report.FIRST, str) and said in page
+    rows = found["results"]
+    whole = {**found, "results": {**rows, **dict.fromkeys(("torch.compile", "liger"), rows["hf_cce"])}}
+    assert "asked for" not in loops.first_calls(whole, report.FIRST, str)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_of_a_trained_model_both_losses_are_told_apart(page: str) -> None:
+    from hf_cce.bench import report
+
+    losses = report.read(report.STEPS)["results"]["hf_cce"]["losses"]
+    said = (
+        f"loss {losses[0]:.1f} in the first of the {len(losses)} steps here, {sum(losses) / len(losses):.1f} on average"
+    )
+    assert said in (ROOT / page).read_text("utf-8") and "first measured" not in (ROOT / page).read_text("utf-8")
 
 
 def test_the_public_names_are_described_as_they_are() -> None:

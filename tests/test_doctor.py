@@ -15,7 +15,7 @@ import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from hf_cce.bench import doctor, gradcheck
+from hf_cce.bench import doctor, gradcheck, machine
 from hf_cce.cli.app import app
 
 ROOT = Path(__file__).parent.parent
@@ -95,6 +95,28 @@ def test_a_model_whose_loss_is_not_fused_is_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hf_cce, "apply_cce", lambda model: setattr(model, "cce_stats", lambda: {"fused": 0.0}))
     check = doctor._model()
     assert check.status == doctor.WRONG and "(0 fused)" in check.found and check.fix
+
+
+def test_the_readme_shows_what_its_first_install_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What neither hf-cce nor its extra "bench" requires is shown as missing, in doctor's own words."""
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    brought = " ".join(re.findall(r"^(?:dependencies|bench) = (\[.*?\]\n|\[.*?\]$)", project, re.MULTILINE | re.DOTALL))
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert 'After `pip install ".[bench]"` with a CPU build of torch' in readme
+    (shown,) = re.findall(r"^\$ hf-cce doctor\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    rows = {
+        name: (status, found) for name, status, found in re.findall(r"^ (.+?)  +(ok|note) +(.+)$", shown, re.MULTILINE)
+    }
+    assert list(rows) == [
+        "python", *doctor.REQUIRED, "gpu", "triton", "self-test cpu", "transformers model", *doctor.OPTIONAL
+    ]  # fmt: skip
+    monkeypatch.setattr(machine, "versions", lambda *names: dict.fromkeys(names))
+    assert rows["triton"] == ("ok", doctor.triton(False).found)
+    for name in doctor.OPTIONAL:
+        missing = doctor._optional(name, set())
+        assert (rows[name][0] == "ok") == (f'"{name}>=' in brought), name
+        if rows[name][0] == "note":
+            assert rows[name][1] == missing.found and f"  {name} (note): {missing.fix}\n" in shown
 
 
 def test_without_torch_and_transformers_it_says_how_to_get_them() -> None:

@@ -288,6 +288,62 @@ def test_the_readme_shows_what_the_command_says() -> None:
         assert text in readme, f"hf-cce estimate {line}: write\n{text}"
 
 
+@pytest.mark.parametrize("dtype", bench.PRECISIONS)
+@pytest.mark.parametrize(("batch", "sequence"), [(1, 4), (1, 512), (2, 2048), (4, 8192)])
+def test_what_is_held_adds_up_to_the_peak(batch: int, sequence: int, dtype: str) -> None:
+    config = config_of(replace(SHAPES["smollm2-135m"], layers=2))
+    found = bench.estimate("two layers", batch, sequence, dtype, config=config)
+    for step in (*found.plain.values(), *found.checkpointing.values()):
+        assert tuple(step.at_peak) == bench.HELD and min(step.at_peak.values()) >= 0
+        assert sum(step.at_peak.values()) == step.peak
+        assert step.at_peak["weights and optimizer"] == found.weights + found.optimizer
+        # Whole or not at all: what is left of the loss are gradients.
+        assert step.at_peak["activations"] in (0, step.activations)
+        assert step.at_peak["logits and loss"] <= step.loss
+
+
+def test_the_shown_columns_add_up() -> None:
+    shown = command("qwen2.5-0.5b", "--batch", "4", "--seq", "8192", "--gpu-memory", "24").stdout
+    blocks = shown.split("\n with gradient checkpointing")
+    assert len(blocks) == 2
+    for block in blocks:
+        rows = [line.split()[-len(bench.WAYS) :] for line in block.splitlines()]
+        (peak,) = (i for i, line in enumerate(block.splitlines()) if line.strip().startswith("peak"))
+        for column, total in enumerate(rows[peak]):
+            parts = [row[column] for row in rows[peak - len(bench.HELD) : peak]]
+            assert f"{sum(float(part) for part in parts if part != '–'):.2f}" == total, parts
+
+
+def test_a_model_type_is_its_class_s_default_and_says_so() -> None:
+    shown = command("llama", "--batch", "2", "--seq", "1024", "--gpu-memory", "80")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith("llama: LlamaForCausalLM, 6,738 million parameters, vocabulary 32,000")
+    (note,) = [line for line in shown.stdout.splitlines() if line.startswith("Note:")]
+    assert "llama is a model type: the sizes are those that LlamaConfig has by default" in note
+    assert not bench.estimate("qwen2.5-0.5b", 1, 64).notes
+    found = command("vit")
+    assert found.exit_code == 2 and "vit: no causal LM can be made" in found.stderr
+
+
+def test_a_folder_of_the_name_of_a_model_type_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config_of(SHAPES["tiny"]).save_pretrained(tmp_path / "llama")
+    monkeypatch.chdir(tmp_path)
+    assert bench.config_named("llama").vocab_size == SHAPES["tiny"].vocabulary
+    assert not bench.estimate("llama", 1, 64).notes
+
+
+def test_weights_that_are_drawn_by_their_own_values_are_not_drawn() -> None:
+    """Those of Gemma 3's vision tower, which would have none here; what is tied stays tied."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    from hf_cce.bench.tiny import tiny_config
+
+    config = tiny_config(Gemma3Config)
+    found = bench.estimate("gemma3", 2, 32, config=config)
+    assert found.unknown is None
+    assert found.model.parameters == sum(p.numel() for p in Gemma3ForConditionalGeneration(config).parameters())
+
+
 def test_without_torch_it_points_to_the_doctor() -> None:
     code = (
         "import sys\nsys.modules.update(torch=None)\nsys.argv[1:] = ['estimate', 'tiny']\n"

@@ -162,6 +162,25 @@ def test_what_cannot_be_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.exit_code == 2 and "Error: nothing can be compared on cpu: triton" in found.stderr
 
 
+def test_without_a_gpu_the_reason_is_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton or without: to install it would not help."""
+    monkeypatch.setattr(bench, "IMPLEMENTATIONS", ("portable", "triton"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = command(*SIZES, "--dtype", "float32")
+    assert found.exit_code == 0
+    (line,) = [line for line in found.stdout.splitlines() if line.startswith("Not compared")]
+    assert line.startswith("Not compared: triton: the kernels are for NVIDIA GPUs and the tensors are on the CPU")
+    assert "install" not in line and "implementation=" not in line
+
+
+def test_the_help_names_the_sizes_that_are_used() -> None:
+    shown = " ".join(command("--help").stdout.replace("│", " ").split())
+    for name in ("tokens", "hidden_size", "vocab_size"):
+        cpu, gpu = (getattr(bench.default_problem(torch.device(device)), name) for device in ("cpu", "cuda"))
+        assert f"{cpu:,} on a CPU, {gpu:,} on an NVIDIA GPU" in shown
+
+
 def test_details_show_every_case() -> None:
     found = command(*SIZES, "--dtype", "float32", "--details")
     assert all(found.stdout.count(f" {case.name} ") >= 5 for case in bench.CASES)

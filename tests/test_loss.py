@@ -459,6 +459,18 @@ def test_explicit_kernels_never_fall_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert ops.choose_implementation(torch.device("cpu"), torch.float32) == "portable"
 
 
+def test_a_missing_triton_is_named_only_where_installing_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for device, why in (("cpu", "NVIDIA GPUs and the tensors are on the CPU"), ("meta", "NVIDIA GPUs and .* on meta")):
+        with pytest.raises(RuntimeError, match=why) as raised:
+            ops.choose_implementation(torch.device(device), torch.float32, "triton")
+        assert "install" not in str(raised.value) and "use implementation='auto'" in str(raised.value)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match="pip install triton"):
+        ops.choose_implementation(torch.device("cpu"), torch.float32, "triton")
+
+
 @pytest.mark.parametrize(
     ("dtype", "reduction"), [(torch.float32, "mean"), (torch.float32, "none"), (torch.bfloat16, "mean")]
 )

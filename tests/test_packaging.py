@@ -28,6 +28,7 @@ def build(what: str, source: Path, target: Path) -> Path:
         [sys.executable, "-c", code, str(target)], cwd=source, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert "BuildBackendWarning" not in done.stderr, done.stderr  # pip shows these to the user
     return target / done.stdout.splitlines()[-1]
 
 
@@ -192,6 +193,23 @@ def test_the_installed_doctor_finds_all_well(environment: Path, tmp_path: Path) 
     checks = {check["name"]: check["status"] for check in found["checks"]}
     assert "wrong" not in checks.values(), found
     assert checks["self-test cpu"] == checks["transformers model"] == "ok"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_the_demo_is_installed_without_the_warning_of_editable_installs(tmp_path: Path) -> None:
+    """But for a development install, which it leaves as it is."""
+
+    def commands() -> list[str]:
+        make = ["make", "--dry-run", "demo", f"VENV={tmp_path}"]
+        done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    (install,) = [line for line in commands() if "hf_cce" not in line and "bench" in line and "pip install" in line]
+    assert install.endswith(' ".[bench]"') and " -e " not in install
+    (tmp_path / ".torch").touch()
+    (tmp_path / ".dev").touch()
+    assert not [line for line in commands() if "pip install" in line]
 
 
 def test_the_version_stands_in_one_place() -> None:

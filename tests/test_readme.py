@@ -153,6 +153,14 @@ def test_the_first_screen_says_what_matters() -> None:
         assert words in screen, words
 
 
+def test_who_has_no_gpu_is_told_of_the_cpu_build_where_torch_is_first_installed() -> None:
+    lines = README.splitlines()
+    (first, *_) = (i for i, line in enumerate(lines) if "pip install" in line)
+    near = "\n".join(lines[first : first + 6])
+    wheels = "torch --index-url https://download.pytorch.org/whl/cpu"
+    assert f"`pip install {wheels}`" in near and f'`make demo TORCH="{wheels}"`' in near and "NVIDIA GPU" in near
+
+
 def test_limits_that_a_user_meets_are_named() -> None:
     (section,) = re.findall(r"What does not work yet(.*?)^## ", README, re.MULTILINE | re.DOTALL)
     for words in (

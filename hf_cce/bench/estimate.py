@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from hf_cce.bench.shapes import SHAPES, config_of
 
 GIB = 1 << 30
 WAYS = ("eager", "compiled", "cce")
+# "backward": gradients, and what the backward pass of a layer takes on top, with checkpointing all of the layer once more.
+HELD = ("weights and optimizer", "activations", "logits and loss", "backward")
 # Bytes that each logit takes while the loss is differentiated: log-probabilities, the gradient of the loss by them and by the
 # logits, each in float32. Measured on an H200, bfloat16: 12.00 in the loss alone, 12.02 in steps of a 0.5B model.
 EAGER_BYTES = 12
@@ -89,6 +92,7 @@ class Step:
     loss: int
     activations: int
     peak: int
+    at_peak: dict[str, int]  # what is held at that moment, by ``HELD``; adds up to ``peak``
     largest_batch: int  # that fits; 0: none does
 
 
@@ -123,14 +127,22 @@ def this_gpu() -> float | None:
 
 
 def config_named(name: str) -> Any:
-    """The configuration of a shape of ``hf_cce.bench.shapes``, of a folder or file, or of a model on the hub.
+    """The configuration of a shape of ``hf_cce.bench.shapes``, a folder or file, a model type, or a model on the hub.
 
     Raises:
         ValueError: there is none, or it cannot be read.
     """
     if name.lower() in SHAPES:
         return config_of(SHAPES[name.lower()])
-    return hub.config_named(name, f"one of {', '.join(SHAPES)}")
+    by_type = _of_type(name)
+    return hub.config_named(name, f"one of {', '.join(SHAPES)}") if by_type is None else by_type()
+
+
+def _of_type(name: str) -> Any:
+    """The class of configurations of a model type, as ``hf-cce check`` takes them; None where ``name`` is none."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[name] if name in CONFIG_MAPPING and not Path(name).exists() else None
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -225,14 +237,20 @@ def _silent(logger: str) -> Iterator[None]:
 def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
     """The LM of ``config``, with torch's SDPA where it can, else with the attention that is its default."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.initialization import no_init_weights
 
     why = ""
-    for made, options in product(
-        (AutoModelForCausalLM, AutoModelForImageTextToText), ({"attn_implementation": "sdpa"}, {})
+    # Some weights are drawn by code that looks at them, as in Gemma 3's vision tower: these are not drawn.
+    drawing: tuple[Callable[[], Any], ...] = (nullcontext, no_init_weights)
+    for made, options, drawn in product(
+        (AutoModelForCausalLM, AutoModelForImageTextToText), ({"attn_implementation": "sdpa"}, {}), drawing
     ):
         try:
-            # A copy each: Transformers writes into it what was asked for.
-            return made.from_config(copy.deepcopy(config), dtype=dtype, **options).train()
+            with drawn():
+                # A copy each: Transformers writes into it what was asked for.
+                lm = made.from_config(copy.deepcopy(config), dtype=dtype, **options)
+            lm.tie_weights()  # where nothing was drawn nothing was tied
+            return lm.train()
         except Exception as error:
             why = why or hub.first_line(error)
     raise ValueError(f"{name}: no causal LM can be made of this configuration: {why}")
@@ -307,6 +325,7 @@ def estimate(
     Raises:
         ValueError: ``name`` names no configuration of a language model.
     """
+    by_type = _of_type(name) if config is None else None
     config = config_named(name) if config is None else config
     model, activations = weigh(name, config, sequence, dtype)
     precision, tokens = PRECISIONS[dtype], batch * sequence
@@ -318,6 +337,11 @@ def estimate(
         {way: peak - left if way == "cce" and not few else peak for way, (peak, left, few) in loss.items()},
         weights, 2 * weights, weights, loss["cce"][2],
     )  # fmt: skip
+    if by_type is not None:
+        found.notes.append(
+            f"{name} is a model type: the sizes are those that {by_type.__name__} has by default, not those of a model "
+            "you may have in mind; for that give its folder, its config.json or its name on the hub"
+        )
     if model.softcapped:
         found.notes.append("this model caps its logits: without CCE they take more than is counted here")
     if model.attention == "eager" and not isinstance(activations, str):
@@ -336,7 +360,9 @@ def estimate(
             continue
         for way in WAYS:
 
-            def bytes_at(rows: int, way: str = way, checkpointing: bool = checkpointing) -> tuple[int, int, int]:
+            def bytes_at(
+                rows: int, way: str = way, checkpointing: bool = checkpointing
+            ) -> tuple[int, int, int, dict[str, int]]:
                 return _peak(way, rows, sequence, model, activations, dtype, memory_budget, checkpointing)
 
             def fits(rows: int, way: str = way, bytes_at: Any = bytes_at, checkpointing: bool = checkpointing) -> bool:
@@ -369,16 +395,22 @@ def _peak(
     dtype: str,
     memory_budget: int | None,
     checkpointing: bool,
-) -> tuple[int, int, int]:
-    """(loss, activations, peak): the largest of three moments of a step."""
+) -> tuple[int, int, int, dict[str, int]]:
+    """(loss, activations, peak, what is held then): the largest of three moments of a step."""
     weights = model.parameters * PRECISIONS[dtype].weight
     row = (activations.checkpointed or 0) if checkpointing else activations.row
     kept = activations.fixed + batch * row
-    loss, left, _ = loss_bytes(way, batch * sequence, model, dtype, memory_budget)
+    loss, left, few = loss_bytes(way, batch * sequence, model, dtype, memory_budget)
+    # With full logits the gradients are made when the most is over, but for those of very few tokens.
+    logits = batch * sequence * model.vocabulary * PRECISIONS[dtype].activation
+    made = left if (way == "cce" and not few) or loss == logits + left else 0
     at_rest = 3 * weights  # and Adam's moments
     # Backward through the last layer: two of its largest gradients at a time, and what checkpointing computes again.
     again = batch * (2 * activations.widest + (activations.layer if checkpointing else 0))
-    return loss, kept, at_rest + max(kept + loss, kept + left + again, weights)
+    # The loss differentiated; the last layer; all gradients, no activation left.
+    moments = ((kept, loss - made, made), (kept, 0, left + again), (0, 0, weights))
+    held = (at_rest, *max(moments, key=sum))
+    return loss, kept, sum(held), dict(zip(HELD, held, strict=True))
 
 
 def largest(fits: Callable[[int], bool], most: int = 1 << 20) -> int:

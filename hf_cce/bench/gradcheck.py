@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -449,12 +450,17 @@ def configurations(device: torch.device, dtype_name: str) -> tuple[list[tuple[st
         try:
             fused(probe, CASES[0], CCEConfig(implementation))
         except (RuntimeError, ImportError) as error:
-            notes.append(f"{implementation}: {str(error).splitlines()[0]}")
+            notes.append(f"{implementation}: {_reason(error)}")
             continue
         # Only the kernels have a filter.
         for name, options in (filters if implementation == "triton" else {"": {}}).items():
             found.append((implementation, name, CCEConfig(implementation, **options)))
     return found, notes
+
+
+def _reason(error: Exception) -> str:
+    """Why an implementation cannot run; what else its error says is advice for who asked for it, and nobody did."""
+    return re.sub(r".*cannot run here: (.*); use.*", r"\1", str(error).splitlines()[0])
 
 
 def default_problem(device: torch.device) -> Problem:

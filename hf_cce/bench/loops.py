@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +31,15 @@ def weights_of(report: dict[str, Any]) -> str:
     """What the steps of ``report`` began with."""
     trained = report["settings"]["pretrain_steps"]
     return f"trained for {trained:,} steps" if trained else "random weights"
+
+
+def losses_of(report: dict[str, Any]) -> str:
+    """Where trained weights stand: the first loss is one batch's, and batches differ, so their mean stands beside it."""
+    name = names.ordered(name for name, row in report["results"].items() if row["status"] == "ok")[0]
+    losses = report["results"][name]["losses"]
+    return (
+        f"loss {losses[0]:.1f} in the first of the {len(losses)} steps here, {sum(losses) / len(losses):.1f} on average"
+    )
 
 
 def step_rows(reports: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
@@ -72,12 +82,7 @@ def steps(reports: Reports, link: Link) -> str:
     for report in reports.values():
         settings = report["settings"]
         if settings["pretrain_steps"]:
-            first = names.ordered(name for name, row in report["results"].items() if row["status"] == "ok")[0]
-            losses = report["results"][first]["losses"]
-            trained.append(
-                f"{settings['model']} {settings['pretrain_steps']:,} steps (loss {sum(losses) / len(losses):.1f} on average "
-                "of these)"
-            )
+            trained.append(f"{settings['model']} {settings['pretrain_steps']:,} steps ({losses_of(report)})")
     report = next(iter(reports.values()))
     found = versions(report, "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy")
     files = ", ".join(link(name) for name in reports)
@@ -155,10 +160,17 @@ def first_rows(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def first_calls(report: dict[str, Any], name: str, link: Link) -> str:
-    """``first_rows`` with where they are from."""
+    """``first_rows`` with where they are from, and which losses the command asked for but the file lacks."""
     shape = " × ".join(f"{report['shape'][key]:,}" for key in ("tokens", "hidden_size", "vocab_size"))
     found = versions(report, "torch", "triton", "liger-kernel", "cut-cross-entropy")
     about = f"{shape}; {report['device']}, {report['processors']} processors; {found}; {link(name)}."
+    asked = {word for word in shlex.split(report["command"]) if word in names.OURS or word in names.OTHERS}
+    if lacking := names.ordered(asked - set(report["results"])):
+        last = names.title(list(report["results"])[-1])
+        about += (
+            f" {' and '.join(map(names.title, lacking))} {'was' if len(lacking) == 1 else 'were'} asked for too, but the file, "
+            f"which is written after each loss, ends with {last}: the run was over before them. Why it does not say."
+        )
     return "\n".join([*first_rows(report["results"]), "", about])
 
 

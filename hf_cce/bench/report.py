@@ -204,12 +204,11 @@ def steps_table(page: str) -> str:
     settings = report["settings"]
     tokens = f"{settings['batch']} × {settings['sequence']:,} tokens"
     lines = _steps(report, f"step of a 0.5B model, {tokens}, vocabulary 151,936")
-    first = report["results"]["hf_cce"]["losses"][0]
     lines += [
         "",
-        f"{report['device']}, bfloat16, Qwen2.5-0.5B's shape, trained on local text for {settings['pretrain_steps']} "
-        "steps (first measured",
-        f"loss {first:.1f}), {_packages(report)}.",
+        f"{report['device']}, bfloat16, Qwen2.5-0.5B's shape, trained on local text for {settings['pretrain_steps']:,} "
+        "steps",
+        f"({loops.losses_of(report)}), {_packages(report)}.",
         f"Numbers and command: {_link(STEPS, page)}.",
     ]
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hf_cce.bench.files import put_json, whole_file
-from hf_cce.cli.common import consoles, ending
+from hf_cce.cli.common import consoles, ending, where
 
 
 class Dtype(str, Enum):
@@ -82,6 +82,7 @@ def bench(
     text on the spot, once; they are kept in the user's cache folder. Nothing is downloaded.
     """
     console, errors = consoles(quiet, json_path)
+    numbers, tables, picture = where(json_path), where(markdown_path), where(plot_path)
     with ending(errors, 1, interrupted="--json holds the heads that were done, if any."):
         # Before torch is loaded: who mistyped an option should not wait.
         if plot_path:
@@ -113,16 +114,16 @@ def bench(
             console.print(f"The machine was busy when it began (load {load:.1f}, {cores} cores): times say little.")
         if json_path:
             put_json(json_path, report)
-            console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
+            console.print(f"Numbers: {numbers}")
         if markdown_path:
             with whole_file(markdown_path) as temporary:
                 temporary.write_text(text, "utf-8")
-            console.print(f"Tables: [bold]{escape(str(markdown_path))}[/]")
+            console.print(f"Tables: {tables}")
         if plot_path:
             from hf_cce.bench.bench_plots import draw_bench
 
             draw_bench(report, plot_path)
-            console.print(f"Picture: [bold]{escape(str(plot_path))}[/]")
+            console.print(f"Picture: {picture}")
 
 
 def _words(given: list[str] | None, separator: str | None) -> list[str]:

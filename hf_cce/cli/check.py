@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_cce.bench.files import put_json
-from hf_cce.cli.common import FAILURES, consoles, ending
+from hf_cce.cli.common import FAILURES, consoles, ending, where
 
 if TYPE_CHECKING:
     from hf_cce.bench.check import Report
@@ -44,6 +44,7 @@ def check(
     checked. Holds the weights and two sets of gradients in float32.
     """
     console, errors = consoles(quiet, json_path)
+    numbers = where(json_path)
     with ending(errors, 2, failures=(*FAILURES, ImportError)):
         import torch
 
@@ -57,7 +58,7 @@ def check(
             put_json(json_path, {"command": shlex.join(["hf-cce", *sys.argv[1:]]), **report.to_json()})
     _show(console, report, details)
     if json_path:
-        console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
+        console.print(f"Numbers: {numbers}")
     if not (report.same and report.saves):
         raise typer.Exit(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,14 @@ def consoles(quiet: bool, json_path: Path | None) -> tuple[Console, Console]:
     """(what is shown, errors). Nothing is shown where the JSON is standard output: it stands there alone."""
     shown = Console(quiet=quiet or str(json_path) == "-", highlight=False, soft_wrap=True)
     return shown, Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def where(path: Path | None) -> str:
+    """How a file is named once it is written; asked before, while a folder that has to be made for it is not there yet."""
+    if path is None:
+        return ""
+    made = [folder for folder in path.parents if not os.path.exists(folder)]
+    return f"[bold]{escape(str(path))}[/]" + (f" (made the folder {escape(str(made[-1]))})" if made else "")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hf_cce.bench.files import put_json
-from hf_cce.cli.common import consoles, ending
+from hf_cce.cli.common import consoles, ending, where
 
 
 class Precision(str, Enum):
@@ -69,6 +69,7 @@ def demo(
     and of installed packages where the vocabulary needs more text, with a tokenizer trained on the spot.
     """
     console, errors = consoles(quiet, json_path)
+    numbers, picture = where(json_path), where(plot_path)
     with ending(errors, 1, usage=2):  # 2 as typer: an argument is wrong
         if hidden % 64:
             raise ValueError(f"--hidden must be a multiple of 64 (the width of an attention head), got {hidden}")
@@ -93,10 +94,10 @@ def demo(
         _show(console, report)
         if json_path:
             put_json(json_path, report)
-            console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
+            console.print(f"Numbers: {numbers}")
         if plot_path:
             draw_demo(report, plot_path)
-            console.print(f"Picture: [bold]{escape(str(plot_path))}[/]")
+            console.print(f"Picture: {picture}")
 
 
 def _run(console: Console, options: dict[str, Any], dataset: str | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_cce.bench.files import put_json
-from hf_cce.cli.common import consoles, ending
+from hf_cce.cli.common import consoles, ending, where
 
 if TYPE_CHECKING:
     from hf_cce.bench.doctor import Diagnosis
@@ -34,6 +34,7 @@ def doctor(
     Exit code 0: all is well. 1: something is wrong; the command that fixes it stands beside it. 2: wrong usage.
     """
     console, errors = consoles(quiet, json_path)
+    numbers = where(json_path)
     with ending(errors, 1, failures=(OSError,)):
         from hf_cce.bench.doctor import diagnose
 
@@ -43,7 +44,7 @@ def doctor(
             put_json(json_path, found.to_json())
     _show(console, found)
     if json_path:
-        console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
+        console.print(f"Numbers: {numbers}")
     if quiet and str(json_path) != "-":
         for check in found.wrong:
             errors.print(f"{escape(check.name)}: {escape(check.found)}; {escape(check.fix or '')}")

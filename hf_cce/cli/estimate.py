@@ -13,12 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_cce.bench.files import put_json
-from hf_cce.cli.common import FAILURES, consoles, ending
+from hf_cce.cli.common import FAILURES, consoles, ending, where
 
 if TYPE_CHECKING:
     from hf_cce.bench.estimate import Estimate
 
 WAYS = {"eager": "today", "compiled": "torch.compile\nof the loss", "cce": "with CCE"}
+ROWS = {"weights and optimizer": "weights, optimizer", "backward": "gradients"}
+CHECKPOINTED = {**ROWS, "backward": "gradients, a layer once more"}
 
 
 class DType(str, Enum):
@@ -35,7 +37,7 @@ def estimate(
         str,
         typer.Argument(
             help="A folder with a config.json, that file, a name on the hub, or qwen2.5-0.5b, smollm2-135m, "
-            "llama-3.2-1b.",
+            "llama-3.2-1b; or a model type such as llama: its class's default sizes.",
             metavar="MODEL_OR_CONFIG",
             show_default=False,
         ),
@@ -62,6 +64,7 @@ def estimate(
     No weights are loaded or made. Counted is one process with AdamW that trains all weights, without gradient accumulation.
     """
     console, errors = consoles(quiet, json_path)
+    numbers = where(json_path)
     failures, advice = (*FAILURES, ImportError), "; hf-cce doctor says what is missing"
     with ending(errors, 1, usage=2, failures=failures, no_import=advice):  # 2 as typer: an argument is wrong
         with console.status("running the model's code on tensors without data"):
@@ -76,7 +79,7 @@ def estimate(
     if str(json_path) != "-":
         typer.echo(bench.verdict(found))
     if json_path:
-        console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
+        console.print(f"Numbers: {numbers}")
 
 
 def _show(console: Console, found: Estimate) -> None:
@@ -84,23 +87,36 @@ def _show(console: Console, found: Estimate) -> None:
     console.print(
         f"{escape(model.name)}: {model.architecture}, {model.parameters / 1e6:,.0f} million parameters, vocabulary "
         f"{model.vocabulary:,}, width {model.hidden:,}, {model.layers} layers; {found.dtype}\n"
-        f"{found.batch} × {found.sequence:,} tokens make {found.logits / 1e6:,.0f} million logits. In GiB:"
+        f"{found.batch} × {found.sequence:,} tokens make {found.logits / 1e6:,.0f} million logits. In GiB"
+        f"{', what is held when it is most' if found.plain else ''}:"
     )
     gpu = f"{found.gpu_memory / 2**30:.4g} GiB"
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for heading in WAYS.values():
         table.add_column(heading, justify="right")
-    table.add_row("logits and loss", *(_gib(found.loss[way]) for way in WAYS))
-    table.add_row("weights, optimizer", *[_gib(found.weights + found.optimizer)] * 3)
-    table.add_row("gradients, when all are there", *[_gib(found.gradients)] * 3)
-    for name, steps in (("", found.plain), (", checkpointing", found.checkpointing)):
-        if steps:
-            table.add_row(f"activations{name}", *(_gib(steps[way].activations) for way in WAYS))
-            table.add_row(f"[bold]peak[/]{name}", *(f"[bold]{_gib(steps[way].peak)}[/]" for way in WAYS))
-            rows = (f"{steps[way].largest_batch:,}" if steps[way].largest_batch else "none" for way in WAYS)
-            table.add_row(f"largest batch in {gpu}{name}", *rows)
+    if not found.plain:
+        table.add_row("weights, optimizer", *[_gib(found.weights + found.optimizer)] * 3)
+        table.add_row("gradients, when all are there", *[_gib(found.gradients)] * 3)
+        table.add_row("logits and loss", *(_gib(found.loss[way]) for way in WAYS))
+    for title, names, steps in (
+        ("", ROWS, found.plain),
+        ("[bold]with gradient checkpointing[/]", CHECKPOINTED, found.checkpointing),
+    ):
+        if not steps:
+            continue
+        if title:
+            table.add_section()
+            table.add_row(title)
+        for part in steps["cce"].at_peak:
+            sizes = (steps[way].at_peak[part] for way in WAYS)
+            table.add_row(names.get(part, part), *(_gib(size) if size else "–" for size in sizes))
+        table.add_row("[bold]peak[/]", *(f"[bold]{_gib(steps[way].peak)}[/]" for way in WAYS))
+        rows = (f"{steps[way].largest_batch:,}" if steps[way].largest_batch else "none" for way in WAYS)
+        table.add_row(f"largest batch in {gpu}", *rows)
     console.print(table)
+    if any(not all(step.at_peak.values()) for step in (*found.plain.values(), *found.checkpointing.values())):
+        console.print("–: nothing of it is held at that moment, which with CCE is often after the loss.")
     if found.unknown:
         console.print(f"Activations, peak and largest batch are not known: {escape(found.unknown)}.")
     for note in found.notes:

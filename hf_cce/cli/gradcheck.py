@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_cce.bench.files import put_json
-from hf_cce.cli.common import FAILURES, consoles, ending
+from hf_cce.cli.common import FAILURES, consoles, ending, where
 
 if TYPE_CHECKING:
     from hf_cce.bench.gradcheck import Report, Row
@@ -35,10 +35,10 @@ BY_DEVICE = "{} on a CPU, {} on an NVIDIA GPU"
 def gradcheck(
     tokens: Annotated[
         int | None,
-        typer.Option("--tokens", "-n", min=1, help="Tokens.", show_default=BY_DEVICE.format("150", "1,000")),
+        typer.Option("--tokens", "-n", min=1, help="Tokens.", show_default=BY_DEVICE.format("150", "2,500")),
     ] = None,
     hidden_size: Annotated[
-        int | None, typer.Option(min=1, help="Width of the model.", show_default=BY_DEVICE.format("72", "512"))
+        int | None, typer.Option(min=1, help="Width of the model.", show_default=BY_DEVICE.format("72", "2,048"))
     ] = None,
     vocab_size: Annotated[
         int | None, typer.Option(min=2, help="Vocabulary.", show_default=BY_DEVICE.format("2,003", "32,003"))
@@ -71,6 +71,7 @@ def gradcheck(
     could not run.
     """
     console, errors = consoles(quiet, json_path)
+    numbers = where(json_path)
     if reference and (tokens or vocab_size or hidden_size or dtype):
         errors.print("[bold red]Error:[/] --reference has a shape and a dtype of its own; leave out -n, --hidden-size, "
                      "--vocab-size and --dtype")  # fmt: skip
@@ -91,7 +92,7 @@ def gradcheck(
             put_json(json_path, {"command": shlex.join(["hf-cce", *sys.argv[1:]]), **report.to_json()})
     _show(console, report, details)
     if json_path:
-        console.print(f"Numbers: [bold]{escape(str(json_path))}[/]")
+        console.print(f"Numbers: {numbers}")
     if report.failures:
         raise typer.Exit(1)
 

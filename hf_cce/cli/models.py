@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_cce.bench.files import put_json
-from hf_cce.cli.common import consoles, ending
+from hf_cce.cli.common import consoles, ending, where
 
 
 def models(
@@ -29,6 +29,7 @@ def models(
     Refused: `apply_cce` raises an error that says why.
     """
     alone, (_, errors) = str(json_path) == "-", consoles(quiet, json_path)
+    names = where(json_path)
     no_import = "; hf-cce doctor says what is missing"
     with ending(errors, 1, failures=(OSError, ImportError), no_import=no_import):
         import transformers
@@ -64,4 +65,4 @@ def models(
         "Instances of other classes with an LM head work too: apply_cce(model) looks at the model, not at this list."
     )
     if json_path:
-        console.print(f"List: [bold]{escape(str(json_path))}[/]")
+        console.print(f"List: {names}")
