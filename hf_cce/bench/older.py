@@ -9,6 +9,16 @@ from hf_cce.bench import loops, modes
 
 # Newest first: {file: (what it is called in the table, what has changed since)}
 HEADS = {
+    "2026-11-22-h200-bench-heads-plain.json": (
+        "plain tiles",
+        "other heads, trained the same way: tiles of logits by the kernels that other GPUs, and other versions of Triton than "
+        '3.6, still get, and "auto" judged by fewer tokens: on the first head it left the weight\'s gradient worse than full '
+        "logits do",
+    ),
+    "2026-11-22-h200-bench-heads-second.json": (
+        "plain tiles, other heads",
+        "likewise, on heads that were trained half an hour before those",
+    ),
     "2026-11-22-h200-bench-heads-lean.json": (
         "lean",
         "other heads, trained the same way hours before: passes that would have no tiles were still launched, and the kernels "

@@ -19,11 +19,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/performance.md", "docs/comparison.md", "docs/accuracy.md")
 RESULTS = Path(__file__).parent / "results"
 TRAINED = "2026-11-22-h200-bench-heads.json"
+PLAIN = "2026-11-22-h200-bench-heads-plain.json"  # before the specialised tiles
+SHORT = tuple(f"2026-11-22-h200-bench-heads-short-{vocabulary}.json" for vocabulary in (49152, 128256))
 FLAT, QUACK = "2026-11-22-h200-bench-flat.json", "2026-11-22-h200-bench-quack.json"
 STEPS = "2026-11-22-h200-steps-qwen-trained.json"
 UNIFORM = "2026-11-21-h200-bench-heads-uniform.json"
 FEW, LONG, ODD = (f"2026-11-22-h200-bench-{name}.json" for name in ("few", "32768", "odd"))
-SECOND = "2026-11-22-h200-bench-heads-second.json"
 CPU, DEMO = "2026-11-21-cpu-loss.json", "demo_cpu.json"
 CURVES, LIMITED = "2026-11-21-h200-curves.json", "2026-11-21-h200-steps-31gib.json"
 LOOPS = tuple(
@@ -34,7 +35,7 @@ TRAINED_LOOPS = tuple(f"2026-11-22-h200-steps-{name}-trained.json" for name in (
 FITS = tuple(f"2026-11-22-h200-fits-{name}.json" for name in ("smollm2", "qwen", "llama"))
 FIRST, POLICY = (f"2026-11-22-h200-{name}.json" for name in ("first", "log-probs"))
 # Those that tables below are made of; any other file is drawn by hf_cce.bench.newer.
-NAMED = {TRAINED, SECOND, FLAT, QUACK, STEPS, UNIFORM, FEW, LONG, ODD, CPU, DEMO, CURVES, LIMITED}
+NAMED = {TRAINED, FLAT, QUACK, STEPS, UNIFORM, FEW, LONG, ODD, CPU, DEMO, CURVES, LIMITED}
 NAMED |= {*LOOPS, *TRAINED_LOOPS, *FITS, FIRST, POLICY, *older.FILES}
 PEERS = {name: names.title(name) for name in (*names.OURS, *names.OTHERS)}  # in this order in every table
 SCATTERS = 1.2  # most of the times by the least, from which a median alone says too little
@@ -234,14 +235,6 @@ def _all_modes(page: str, name: str, problem: str) -> str:
     return "\n".join([*modes.table(result), "", about])
 
 
-def second_table(page: str) -> str:
-    """hf_cce's own rows on two heads that were trained the same way once more."""
-    report = read(SECOND)
-    rows = {f"{result['problem']['V']:,} × {result['problem']['D']:,}": result for result in report["results"].values()}
-    about = f"{report['device']}, {report['dtype']}; {_packages(report)}; {_link(SECOND, page)}."
-    return "\n".join([*modes.ours(rows), "", about])
-
-
 def few_table(page: str) -> str:
     """Few tokens: device and wall time of ours and of full logits."""
     report = read(FEW)
@@ -298,8 +291,10 @@ def errors_table(page: str) -> str:
     cases = (
         (TRAINED, "trained V49152 N=8192", "49,152 × 1,024"),
         (TRAINED, "trained V128256 N=8192", "128,256 × 768"),
-        (SECOND, "trained V49152 N=8192", "49,152 × 1,024, trained again"),
-        (SECOND, "trained V128256 N=8192", "128,256 × 768, trained again"),
+        (SHORT[0], "trained V49152 N=8192", "49,152 × 1,024, trained for 25 s"),
+        (SHORT[1], "trained V128256 N=8192", "128,256 × 768, trained for 25 s"),
+        (PLAIN, "trained V49152 N=8192", "49,152 × 1,024, older estimate"),
+        (PLAIN, "trained V128256 N=8192", "128,256 × 768, older estimate"),
         (UNIFORM, "trained V49152 N=8192", "49,152 × 1,024, even mass"),
         (UNIFORM, "trained V128256 N=8192", "128,256 × 768, even mass"),
         (LONG, "trained V49152 N=32768", "49,152 × 1,024, 32,768 tokens"),
@@ -322,7 +317,9 @@ def errors_table(page: str) -> str:
             frozen = f"{row['frozen_grad_hidden_error']:.1e}" if "frozen_grad_hidden_error" in row else "–"
             figures = f"{row['grad_hidden_error']:.1e} | {row['grad_weight_error']:.1e} | {frozen}"
             lines.append(f"| {title} | {known.get(key, f'`{key.split()[-1]}`')} | {kept} | {figures} |")
-    return "\n".join([*lines, "", "; ".join(_link(name, page) for name in (TRAINED, SECOND, UNIFORM, LONG)) + "."])
+    return "\n".join(
+        [*lines, "", "; ".join(_link(name, page) for name in (TRAINED, *SHORT, PLAIN, UNIFORM, LONG)) + "."]
+    )
 
 
 def curves_table(page: str) -> str:
@@ -387,7 +384,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "first": lambda page: loops.first_calls(read(FIRST), FIRST, lambda name: _link(name, page)),
     "trained-49152": _modes(TRAINED, "trained V49152 N=8192"),
     "trained-128256": _modes(TRAINED, "trained V128256 N=8192"),
-    "trained-second": second_table,
     "quack-49152": _modes(QUACK, "trained V49152 N=8192"),
     "quack-128256": _modes(QUACK, "trained V128256 N=8192"),
     "trained-32768": _modes(LONG, "trained V49152 N=32768"),

@@ -14,9 +14,14 @@ try:
 except ImportError:  # Triton before 3.4
     TensorDescriptor = None
 
-# Versions of Triton that hf_cce.kernels.hopper has run with on a GPU. It compiles with later ones too, but where programs wait
-# for each other a mistake of the compiler can make them wait forever: one of 3.6 did.
-SPECIALISES = triton.__version__.startswith("3.6.")
+
+def specialises() -> bool:
+    """Whether hf_cce.kernels.hopper has run on a GPU with this version of Triton.
+
+    It compiles with later ones too, but where programs wait for each other a mistake of the compiler can make them wait forever:
+    one of 3.6 did.
+    """
+    return triton.__version__.startswith("3.6.")
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
         # fits the shared memory of every GPU from compute capability 8.0 on
         return Plan(128, 128, 32, 8, 3, False, precision)
     tma = _tma_ready(hidden) and _tma_ready(weight)
-    special = tma and SPECIALISES
+    special = tma and specialises()
     if backward:
         return Plan(128, 128, 64, 8, 3, tma, precision, specialised=special)
     if hidden.shape[1] >= 3072:
