@@ -70,7 +70,7 @@ def test_peaks_of_whole_steps_are_those_measured(
     assert abs(off(steps[way].peak, row["peak_gib"] * GIB)) < STEPS_TOLERANCE
     # What the allocator holds beyond the peak, from which the largest batch follows.
     tokens, checkpointed = settings["batch"] * settings["sequence"], settings["gradient_checkpointing"]
-    reserved = bench.reserved(way, row["peak_gib"] * GIB, tokens, budget, checkpointed)
+    reserved = bench.reserved(way, row["peak_gib"] * GIB, tokens, budget, checkpointed, found.model.vocabulary)
     # Trained weights used to be read onto the device: a second set, in bfloat16, among what is held.
     read = 2 * row["parameters"] if settings["pretrain_steps"] else 0
     assert 0.98 * row["reserved_gib"] * GIB < reserved + read
@@ -203,6 +203,13 @@ def test_the_largest_batch_fits_and_one_more_does_not(way: str) -> None:
         fits.append(bench.reserved(way, peak, batch * 2048, None) <= 16 * GIB - bench.CONTEXT)
     assert fits == [True, False]
     assert bench.estimate("smollm2-135m", 1, 2048, gpu_memory=1).plain["eager"].largest_batch == 0
+
+
+def test_a_tiny_vocabulary_costs_no_batch() -> None:
+    """The scratch that CCE may take grows with the tokens; what it has use for does not, where logits are few."""
+    found = bench.estimate("small", 8, 1024, config=config_of(replace(SHAPES["smollm2-135m"], vocabulary=500)))
+    for steps in (found.plain, found.checkpointing):
+        assert steps["cce"].largest_batch >= steps["eager"].largest_batch > 1
 
 
 def test_the_largest_batch_is_found_by_any_bound() -> None:

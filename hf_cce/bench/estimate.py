@@ -366,14 +366,23 @@ def estimate(
                 return _peak(way, rows, sequence, model, activations, dtype, memory_budget, checkpointing)
 
             def fits(rows: int, way: str = way, bytes_at: Any = bytes_at, checkpointing: bool = checkpointing) -> bool:
-                taken = reserved(way, bytes_at(rows)[2], rows * sequence, memory_budget, checkpointing)
+                taken = reserved(
+                    way, bytes_at(rows)[2], rows * sequence, memory_budget, checkpointing, model.vocabulary
+                )
                 return taken <= found.gpu_memory - CONTEXT
 
             steps[way] = Step(*bytes_at(batch), largest(fits))
     return found
 
 
-def reserved(way: str, peak: float, tokens: int, memory_budget: int | None, checkpointing: bool = False) -> float:
+def reserved(
+    way: str,
+    peak: float,
+    tokens: int,
+    memory_budget: int | None,
+    checkpointing: bool = False,
+    vocabulary: int = 1 << 20,
+) -> float:
     """Bytes that PyTorch's allocator takes from the GPU for a step of that ``peak``.
 
     What CCE's scratch is cut into differs from one moment of a step to the next. Where activations are kept, other tensors find
@@ -381,7 +390,7 @@ def reserved(way: str, peak: float, tokens: int, memory_budget: int | None, chec
     """
     pieces = 0.0
     if way == "cce":
-        scratch = CCEConfig(memory_budget=memory_budget).scratch(tokens)
+        scratch = min(CCEConfig(memory_budget=memory_budget).scratch(tokens), 4 * tokens * vocabulary)  # see loss_bytes
         pieces = 2.15 * scratch if checkpointing else 1.8 * min(scratch, 256 << 20)
     return RESERVED[way] * peak + pieces
 
