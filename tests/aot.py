@@ -252,8 +252,8 @@ def cuobjdump() -> str | None:
     return str(bundled) if bundled.exists() else shutil.which("cuobjdump")
 
 
-def compile_build(build: Build, arch: int) -> dict[str, int]:
-    """Registers and stack bytes a thread, shared memory in bytes and tensor memory in columns a block."""
+def compiled(build: Build, arch: int) -> Any:
+    """What Triton makes of it."""
     import triton  # not at the top: this module is imported where kernels are interpreted, and where there is no Triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -263,7 +263,12 @@ def compile_build(build: Build, arch: int) -> dict[str, int]:
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(fn=_function(build.spec), signature=types, constexprs=constexprs, attrs=attributes)
     options = {name: build.constants[name] for name in ("num_warps", "num_stages") if name in build.constants}
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def compile_build(build: Build, arch: int) -> dict[str, int]:
+    """Registers and stack bytes a thread, shared memory in bytes and tensor memory in columns a block."""
+    built = compiled(build, arch)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(built.asm["cubin"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from importlib.metadata import version
 from typing import Any
@@ -36,6 +38,34 @@ def test_kernels_compile_within_the_budget(arch: int) -> None:
         arch, aot.measure_elsewhere(arch), budget[f"sm_{arch}"], budget["triton"] == version("triton")
     )
     assert not wrong, "\n".join(wrong)
+
+
+LOOPS = """
+import re
+from tests import aot
+for build in aot.builds(90):
+    if build.spec.name == "_specialised_tiles_kernel" and build.label.endswith(("stats", "gradient")):
+        text = aot.compiled(build, 90).asm["ttgir"]
+        carried = re.findall(r"scf.for .*? -> \\((.*?)\\) +:", re.sub("tensor<.*?>", "tensor", text))
+        print(sorted(found.count(",") + 1 for found in carried))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+def test_loops_carry_what_is_loaded_ahead() -> None:
+    """Triton 3.6 took a tile's depth for dead, so that all tiles got the first one's, and programs waited forever: see hopper.py.
+
+    Of each of the three roles the loop over tiles carries stage, phase and depth; the loops within, stage and phase, and with
+    accumulators also those and the stage before.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOOPS], cwd=aot.ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    found = done.stdout.split("\n")[:-1]
+    assert len(found) == 4, done.stderr
+    assert set(found) == {"[2, 3, 3, 3, 4, 4]"}
 
 
 FITS = {"registers": 100, "stack": 0, "shared": 1024}

@@ -223,7 +223,9 @@ def test_on_a_gpu_the_kernels_run_and_are_tested() -> None:
     assert {(choice.dtype, choice.implementation) for choice in choices} == {(d, "triton") for d in doctor.DTYPES}
 
 
-@pytest.mark.parametrize(("version", "end"), [("3.6.0", "of Hopper's own"), ("3.9.1", "3.6.x alone")])
+@pytest.mark.parametrize(
+    ("version", "end"), [("3.6.0", "of Hopper's own"), ("3.9.1", "3.6.x alone"), ("3.6.0+git1", "3.6.x alone")]
+)
 def test_which_tiles_a_hopper_gpu_gets(version: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.hopper_tiles("9.0", "bfloat16", version).endswith(end)
     assert not doctor.hopper_tiles("8.9", "bfloat16", version) and not doctor.hopper_tiles("9.0", "float32", version)

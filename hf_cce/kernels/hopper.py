@@ -303,6 +303,7 @@ def _launch(
     stat_n: int = BLOCK_N,
 ) -> None:
     (n, d), v, shapes = hidden.shape, weight.shape[0], constants(hidden.shape[1])
+    assert live.numel() >= triton.cdiv(n, BLOCK_M)
     device = None if hidden.is_meta else hidden.device
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     _specialised_tiles_kernel[(min(processors, triton.cdiv(n, BLOCK_M) * triton.cdiv(width, BLOCK_N)),)](
@@ -330,6 +331,7 @@ def tile_stats(
     logit_scale: float,
 ) -> None:
     """As ``hf_cce.kernels.forward.tile_stats``, of tiles of ``block_n`` columns, 128 or 256; leaves ``label_logit`` as it is."""
+    assert BLOCK_N % block_n == 0
     _launch(
         hidden, weight, live, 0, weight.shape[0], ignore_index, logit_scale, None if stored is None else labels,
         label_logit=None if stored is None else label_logit, tile_lse=tile_lse, tile_ratio=tile_ratio, out=stored,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ def specialises() -> bool:
     It compiles with later ones too, but where programs wait for each other a mistake of the compiler can make them wait forever:
     one of 3.6 did.
     """
-    return triton.__version__.startswith("3.6.")
+    return re.fullmatch(r"3\.6\.\d+", triton.__version__) is not None
 
 
 @dataclass(frozen=True)
