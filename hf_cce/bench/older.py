@@ -72,7 +72,7 @@ def steps(read: Read, link: Callable[[str], str], now: str) -> str:
     """Steps that were measured anew since."""
     said = _said(STEPS, link)
     rows = loops.step_rows((title, read(name)) for name, (title, _) in STEPS.items())
-    return "\n".join([f"Superseded by {link(now)}, the last by another:", "", *said, "", *rows])
+    return "\n".join([f"Superseded by {link(now)}, but for the last, which says by what:", "", *said, "", *rows])
 
 
 def _said(files: dict[str, tuple[str, str]], link: Callable[[str], str]) -> list[str]:
