@@ -85,8 +85,18 @@ def test_full_logits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         ("t5", "T5Config belongs to no causal LM"),
         ("git", "GitForCausalLM does not run on text alone"),
         ("no/such-folder", ""),
+        ("lama", "a model type such as llama; did you mean llama"),
     ],
 )
 def test_what_cannot_be_checked(target: str, reason: str) -> None:
     done = run(target)
     assert done.exit_code == 2 and "Error: " in done.stderr and reason in done.stderr, done.output
+
+
+def test_weights_that_are_not_there_are_missed(tmp_path: Path) -> None:
+    """A folder made from a configuration, and its config.json, which `estimate` takes."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}), "utf-8")
+    for target, reason in ((tmp_path, "no weights in this folder"), (tmp_path / "config.json", "a file, and the")):
+        done = run(str(target))
+        assert done.exit_code == 2 and reason in done.stderr and "--tiny" in done.stderr, done.output
+        assert run(str(target), "--tiny", "--quiet").exit_code == 0

@@ -212,6 +212,13 @@ def test_a_tiny_vocabulary_costs_no_batch() -> None:
         assert steps["cce"].largest_batch >= steps["eager"].largest_batch > 1
 
 
+def test_checkpointing_costs_no_batch() -> None:
+    """Where activations are few they do not fill what CCE's scratch leaves, whether they are kept or not."""
+    small = replace(SHAPES["smollm2-135m"], vocabulary=32_000, layers=2)
+    found = bench.estimate("small", 8, 1024, config=config_of(small))
+    assert 1 < found.plain["cce"].largest_batch <= found.checkpointing["cce"].largest_batch
+
+
 def test_the_largest_batch_is_found_by_any_bound() -> None:
     for bound in range(40):
         assert bench.largest(lambda rows, bound=bound: rows <= bound) == bound

@@ -135,7 +135,9 @@ def config_named(name: str) -> Any:
     if name.lower() in SHAPES:
         return config_of(SHAPES[name.lower()])
     by_type = _of_type(name)
-    return hub.config_named(name, f"one of {', '.join(SHAPES)}") if by_type is None else by_type()
+    if by_type is not None:
+        return by_type()
+    return hub.config_named(name, f"one of {', '.join(SHAPES)}, or {hub.model_type(name)}")
 
 
 def _of_type(name: str) -> Any:
@@ -369,6 +371,10 @@ def estimate(
                 taken = reserved(
                     way, bytes_at(rows)[2], rows * sequence, memory_budget, checkpointing, model.vocabulary
                 )
+                if way == "cce" and not checkpointing and activations.checkpointed is not None:
+                    # Without it no less is taken than with it: so few activations do not fill what the scratch leaves.
+                    peak = bytes_at(rows, checkpointing=True)[2]
+                    taken = max(taken, reserved(way, peak, rows * sequence, memory_budget, True, model.vocabulary))
                 return taken <= found.gpu_memory - CONTEXT
 
             steps[way] = Step(*bytes_at(batch), largest(fits))

@@ -5,6 +5,7 @@ Its own client would ask five times more, for some 25 seconds, and log each time
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,14 @@ def config_named(name: str, otherwise: str) -> Any:
             f"{name}: no configuration of a model that Transformers knows ({first_line(error)}); give a folder with a "
             f"config.json, a name on the hub (in the cache, or with a connection), or {otherwise}"
         ) from None
+
+
+def model_type(name: str) -> str:
+    """To end an error about ``name`` where a model type would do: an example, and those that ``name`` is close to."""
+    from transformers import CONFIG_MAPPING
+
+    near = difflib.get_close_matches(name.lower(), CONFIG_MAPPING.keys(), cutoff=0.75)
+    return "a model type such as llama" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
 def first_line(error: BaseException) -> str:
