@@ -282,6 +282,8 @@ SPECS = (
     ),
     Spec(
         "stored._label_logit_kernel",
+        plan="forward",
+        constants={"BLOCK_R": 64, "num_warps": 4},
         types={
             "hidden": "*T",
             "weight": "*T",

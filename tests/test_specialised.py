@@ -21,6 +21,7 @@ from hf_cce.kernels.stored import label_logits
 IGNORE = -100
 # Neither tokens nor vocabularies are whole tiles, nor hidden sizes whole steps; 128 tokens a block, 256 columns a tile.
 SIZES = [(1, 64, 99), (129, 96, 257), (700, 1000, 1003), (2048, 64, 4099), (1100, 4096, 3001), (300, 768, 50257)]
+SIZES += [(8192, 64, 600), (8400, 64, 1003)]  # 64 row blocks, which share weight tiles, and some more
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     labels = torch.where(labels < 0, IGNORE, labels)
     labels[128:384] = IGNORE  # whole blocks
     shapes = plan.make_plan(hidden, weight)
-    logit, live = label_logits(hidden, weight, None, labels, IGNORE, 0.5, 0.0, 128)
+    logit, live = label_logits(hidden, weight, None, labels, IGNORE, 0.5, 0.0, shapes, 128)
     assert live is not None and live.tolist() == [int((x != IGNORE).any()) for x in labels.split(128)]
     return hidden, weight, labels, shapes, logit, live
 
@@ -68,11 +69,16 @@ def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dty
     for flags in (None, live):
         tile_lse = torch.zeros(tiles, tile_stride(n), device="cuda")
         ratio = torch.zeros(tiles, tile_stride(n), device="cuda", dtype=torch.bfloat16) if kind == "ratio" else None
-        stored = plan.empty_slab(hidden, n, min(v, 512)).zero_() if kind == "stored" else None
+        buffer = plan.empty_slab(hidden, n + 1, min(v, 512)).zero_() if kind == "stored" else None
+        stored = None if buffer is None else buffer[:n]
+        at_label = logit.clone() if kind == "stored" else torch.full_like(logit, 7.0)
         tile_stats(
-            hidden, weight, None, labels, [tile_lse, None, None, None, None], logit.clone(), 0, IGNORE, 0.5, 0.0, shapes,
+            hidden, weight, None, labels, [tile_lse, None, None, None, None], at_label, 0, IGNORE, 0.5, 0.0, shapes,
             ratio, stored=stored, live=flags,
         )  # fmt: skip
+        assert buffer is None or not buffer[n].any()
+        if flags is None:  # what tensor cores round is rounded alike
+            assert torch.equal(at_label[labels != IGNORE], logit[labels != IGNORE])
         found.append([x for x in (tile_lse[:, :n], ratio, stored) if x is not None])
     for other, own in zip(*found, strict=True):
         assert torch.equal(own, other)
@@ -92,10 +98,12 @@ def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtyp
     for start, stop in ((0, min(v, 640)), (v - min(v, 77), v)):
         found = []
         for of_labels in (None, OfLabels(logit, live)):
-            out = plan.empty_slab(hidden, n, 640).zero_()
+            buffer = plan.empty_slab(hidden, n + 1, 640).zero_()
+            out = buffer[:n]
             write_logit_gradient(
                 out, hidden, weight, None, vectors, start, stop, IGNORE, 0.5, 0.0, shapes, of_labels=of_labels
             )
+            assert not buffer[n].any()
             found.append(out[:, : stop - start])
         inside = (labels >= start) & (labels < stop)
         rows, columns = inside.nonzero()[:, 0], labels[inside] - start
@@ -116,8 +124,20 @@ def test_losses_are_right_with_and_without(
     way: str, dtype: torch.dtype, special: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without, as with versions of Triton that they have not run with."""
+    ran = 0
     if not special:
         monkeypatch.setattr(plan, "specialises", lambda: False)
+    elif plan.specialises() and torch.cuda.get_device_capability()[0] == 9:
+        from hf_cce.kernels import hopper
+
+        launch = hopper._launch
+
+        def counted(*args: Any, **options: Any) -> None:
+            nonlocal ran
+            ran += 1
+            launch(*args, **options)
+
+        monkeypatch.setattr(hopper, "_launch", counted)
     force(monkeypatch, way)
     for n, d, v in ((1000, 576, 32001), (128, 1000, 50257), (2304, 3072, 4099)):
         inputs, labels = make_inputs(n, d, v, dtype, "cuda")
@@ -127,3 +147,5 @@ def test_losses_are_right_with_and_without(
             if applies(way, options, dtype):
                 name = f"{n}×{d}×{v} {options}, {way}, {'' if special else 'not '}specialised"
                 check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, name)
+    hopper_runs = special and plan.specialises() and torch.cuda.get_device_capability()[0] == 9
+    assert bool(ran) == (hopper_runs and way != "dense" and (way == "exact" or applies(way, PLAIN, dtype)))

@@ -279,7 +279,7 @@ def logit_stats_backward(
             of_labels = OfLabels(stored.label_logit, stored.live)
         else:
             logit, live = label_logits(
-                hidden, weight, None, settled[0], ignore_index, logit_scale, softcap, plan.block_m
+                hidden, weight, None, settled[0], ignore_index, logit_scale, softcap, plan, plan.block_m
             )
             of_labels = None if live is None else OfLabels(logit, live)
 

@@ -171,7 +171,7 @@ def stored_cross_entropy(
     if width == 0:
         return None
     block_m = plan.block_m if specialised(plan, bias, softcap) else 0
-    label_logit, live = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, block_m)
+    label_logit, live = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, block_m)
     stored = Stored(empty_slab(hidden, n, width), label_logit, live)
     lse = torch.empty_like(label_logit)
     _stored_stats(hidden, weight, bias, labels, stored, lse, ignore_index, logit_scale, softcap, plan)
@@ -207,7 +207,9 @@ def grouped_cross_entropy(
     if size == 0:
         return None
     rows_of_flags = plan.block_m if specialised(plan, bias, softcap) else 0
-    label_logit, live = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, rows_of_flags)
+    label_logit, live = label_logits(
+        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, rows_of_flags
+    )
     lse, one = torch.empty_like(label_logit), torch.ones((), device=hidden.device)
     groups = Groups(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, size, need_hidden, need_weight, later

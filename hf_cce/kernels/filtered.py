@@ -157,7 +157,7 @@ def forward(
     in_order, live = None, None
     if specialised(plan, bias, softcap):
         label_logit, live = label_logits(
-            hidden, weight, bias, order.labels, v, logit_scale, softcap, plan.block_m, order.order
+            hidden, weight, bias, order.labels, v, logit_scale, softcap, plan, plan.block_m, order.order
         )
     for first in range(0, v, layout.slab):
         stop, block = min(v, first + layout.slab), first // plan.block_n

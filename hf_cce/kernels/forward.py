@@ -351,7 +351,9 @@ def logit_stats(
     group = max(plan.block_m, memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
     live = None
     if n and labels_apart and specialised(plan, bias, softcap, *wants):
-        label_logit, live = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan.block_m)
+        label_logit, live = label_logits(
+            hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, plan.block_m
+        )
     for start in range(0, n, group):
         rows = slice(start, min(n, start + group))
         h, y = hidden[rows], labels[rows]

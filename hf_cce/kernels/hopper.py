@@ -37,7 +37,7 @@ def _position(tile, num_row_blocks, num_col_blocks, GROUP_M: gl.constexpr):
     per_group = GROUP_M * num_col_blocks
     group = tile // per_group
     first = group * GROUP_M
-    size = gl.minimum(num_row_blocks - first, GROUP_M)
+    size = gl.maximum(gl.minimum(num_row_blocks - first, GROUP_M), 1)  # beyond the last tile there may be none
     return first + (tile % per_group) % size, (tile % per_group) // size
 
 

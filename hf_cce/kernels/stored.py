@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import padded
+from hf_cce.kernels.plan import Plan, padded
 from hf_cce.kernels.products import ALIGNED
 from hf_cce.kernels.tiles import softcapped
 
@@ -51,22 +51,33 @@ def _label_logit_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     GATHER: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """The diagonal of a product of tokens with the rows of their labels.
+
+    The other entries are computed for nothing, but this way tensor cores round as they do in the logits that the logsumexp is
+    made of; what they cut off then cancels in the loss of a token.
+    """
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     label = tl.load(labels + rows, mask=rows < num_tokens, other=ignore_index)
     good = (label != ignore_index) & (label >= 0) & (label < vocab_size)
     if GATHER:
         label = tl.load(order + label, mask=good, other=0).to(tl.int64)
     ks = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_R,), tl.float32)
+    products = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
     for k in range(0, hidden_size, BLOCK_K):
         mask = good[:, None] & (k + ks < hidden_size)[None, :]
         h = tl.load(hidden + rows.to(tl.int64)[:, None] * hidden_stride + (k + ks)[None, :], mask=mask, other=0.0)
-        w = tl.load(weight + label[:, None] * weight_stride + (k + ks)[None, :], mask=mask, other=0.0)
-        acc += tl.sum(h.to(tl.float32) * w.to(tl.float32), 1)
+        w = tl.load(weight + label.to(tl.int64)[:, None] * weight_stride + (k + ks)[None, :], mask=mask, other=0.0)
+        if UPCAST:
+            h, w = h.to(tl.float32), w.to(tl.float32)
+        products = tl.dot(h, tl.trans(w), products, input_precision=PRECISION)
+    each = tl.arange(0, BLOCK_R)
+    acc = tl.sum(tl.where(each[:, None] == each[None, :], products, 0.0), 1)
     if HAS_BIAS:
         acc += tl.load(bias + label, mask=good, other=0.0).to(tl.float32)
     acc *= logit_scale
@@ -146,6 +157,7 @@ def label_logits(
     ignore_index: int,
     logit_scale: float,
     softcap: float,
+    plan: Plan,
     block_m: int = 0,
     order: Tensor | None = None,  # [V] int32: the row of weight of each label, where that is not the label itself
 ) -> tuple[Tensor, Tensor | None]:
@@ -156,10 +168,11 @@ def label_logits(
     (n, d), v = hidden.shape, weight.shape[0]
     out = torch.empty(n, device=hidden.device)
     live = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
-    _label_logit_kernel[(triton.cdiv(n, 8),)](
+    block_r = 16 if plan.num_warps == 1 else 64  # fewer than 64 rows are no product for Hopper's tensor cores
+    _label_logit_kernel[(triton.cdiv(n, block_r),)](
         hidden, weight, bias, labels, order, out, live, n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale,
         softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, GATHER=order is not None, BLOCK_M=block_m,
-        BLOCK_R=8, BLOCK_K=256, num_warps=4,
+        PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_R=block_r, BLOCK_K=32, num_warps=min(4, plan.num_warps),
     )  # fmt: skip
     return out, live
 
