@@ -128,8 +128,8 @@ PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 
 def plan_constants(key: str, arch: int, dtype: Any, hidden_size: int) -> dict[str, Any]:
     """The constants of the plan ``key`` of PLANS, or of hf_cce.kernels.hopper, for one problem."""
-    if key == "hopper":
-        return import_module("hf_cce.kernels.hopper").constants(hidden_size)
+    if key.startswith("hopper"):
+        return import_module("hf_cce.kernels.hopper").constants(key.endswith("stores"))
     kind, part = PLANS[key]
     return part(_plan(kind, arch, dtype, hidden_size))
 
@@ -216,7 +216,7 @@ def signature(build: Build) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
         if kind == "size":
             kind = "i32" if build.odd else "i32:16"
         aligned = kind.startswith("*") or kind.endswith(":16")
-        if aligned and not parameter.do_not_specialize:
+        if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
             attributes[(index,)] = [["tt.divisibility", 16]]
         types[name] = kind.removesuffix(":16").replace("*T", "*" + _short(build.dtype))
     return types, constexprs, attributes
@@ -240,7 +240,7 @@ def _descriptor(dtype: Any, block: list[int], gluon: bool) -> str:
 
     tensor = torch.empty(block, dtype=dtype)  # of real memory, since the constructor looks at its alignment
     if gluon:
-        return mangle_type(import_module("hf_cce.kernels.hopper").operand(tensor, *block))
+        return mangle_type(import_module("hf_cce.kernels.hopper").blocks(tensor, *block))
     return mangle_type(TensorDescriptor.from_tensor(tensor, block))
 
 

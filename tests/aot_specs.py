@@ -97,6 +97,14 @@ GATHERED = {"plain": {}, "gather": {"GATHER": True}}
 # Of 8,192 tokens and a vocabulary of 152,064: what the launches of hf_cce.kernels.filter compute
 ROWS, COLS = {"ROWS": 64}, {"COLS": 2048}
 
+HOPPER = {
+    "live": "*i32",
+    "tile_ratio": "*bf16 if WANT_RATIO",
+    "out_width": "i32:16",
+    "first_col": "i32",
+    "width": "size",
+}
+
 SPECS = (
     Spec(
         "forward._tile_stats_kernel",
@@ -132,22 +140,27 @@ SPECS = (
         "hopper._specialised_tiles_kernel",
         plan="hopper",
         archs=(90,),
-        types={
-            "live": "*i32",
-            "lse": "*fp32 if GRADIENT",
-            "grad_lse": "*fp32 if GRADIENT",
-            "label_logit": "*fp32 if STORE",
-            "tile_ratio": "*bf16 if WANT_RATIO",
-            "out": "*T",
-            "out_stride": "i32:16",
-            "out_width": "i32:16",
-            "first_col": "i32",
-            "width": "size",
-        },
+        types={**HOPPER, **dict.fromkeys(("lse", "grad_lse", "label_logit", "out"), "* if STORE")},
         variants={
             "stats": {"STAT_N": 128},
             "stats of wide tiles": {"STAT_N": 256},
             "ratio": {"STAT_N": 128, "WANT_RATIO": True},
+            "ratio everything": {"STAT_N": 256, "WANT_RATIO": True, "HAS_SCALE": True},
+        },
+    ),
+    Spec(
+        "hopper._specialised_tiles_kernel",
+        plan="hopper stores",
+        archs=(90,),
+        types={
+            **HOPPER,
+            "lse": "*fp32 if GRADIENT",
+            "grad_lse": "*fp32 if GRADIENT",
+            "label_logit": "*fp32 if STORE",
+            "out": "tile HALF BLOCK_N",
+        },
+        constants={"HALF": 64},
+        variants={
             "store": {"STAT_N": 128, "STORE": True},
             "gradient": {"STAT_N": 128, "GRADIENT": True},
             "store everything": {"STAT_N": 256, "STORE": True, "HAS_SCALE": True},

@@ -18,17 +18,27 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hf_cce.kernels.launch import Kernel
+from hf_cce.kernels.plan import padded
 
 BLOCK_M = 128  # tokens of a tile, whose flags in ``live`` say whether there is anything to do
 BLOCK_N = 256
 # 240 registers for each group and 24 for the warp that loads are what a processor has.
 REGISTERS = gl.constexpr(240)
 
-_load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name before Triton 3.8
+# Their names before Triton 3.8.
+_load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of the warps of a group
 
 
 @gluon.jit
@@ -135,7 +145,7 @@ def _tile_statistics(
 
 @gluon.jit
 def _work(
-    h_ring, w_ring, ready, free, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_stride, out_width,
+    h_ring, w_ring, ready, free, finished, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
     tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size, ignore_index, logit_scale,
     WANT_RATIO: gl.constexpr, STORE: gl.constexpr, GRADIENT: gl.constexpr, HAS_SCALE: gl.constexpr, STAT_N: gl.constexpr,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -144,12 +154,6 @@ def _work(
     ROWS: gl.constexpr = BLOCK_M // 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    # Rows are with the same warps as in ACC, but a thread has eight columns side by side, and four threads 32.
-    WIDE: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[ROWS, BLOCK_N],
-    )  # fmt: skip
     stage, phase = 0, 0
     ahead = _depth(live, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
     for tile in range(gl.program_id(0), num_row_blocks * num_col_blocks, gl.num_programs(0)):
@@ -191,17 +195,20 @@ def _work(
                 value = (e * gl.exp(gl.minimum(height, 60.0)).expand_dims(2)).reshape([ROWS, BLOCK_N])
         if STORE or GRADIENT:  # noqa: SIM102 (the second is no constant)
             if col_block * BLOCK_N < out_width:
-                small = gl.convert_layout(value.to(out.dtype.element_ty), WIDE)
-                down = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-                across = col_block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, WIDE))
-                at = out + row.to(gl.int64) * out_stride
-                inside = (row + down < num_tokens)[:, None] & (across < out_width)[None, :]
-                gl.store(at + down[:, None] * out_stride + across[None, :], small, mask=inside)
+                # What the tile before left here must have been read, and by all warps of the group be known to be.
+                tma.store_wait(0)
+                _barrier()
+                finished.index(HALF).store(value.to(out.dtype))
+                fence_async_shared()
+                _barrier()
+                _store_block(out, [row, col_block * BLOCK_N], finished.index(HALF))
+    if STORE or GRADIENT:
+        tma.store_wait(0)
 
 
-# Numbers that change from step to step must not make Triton compile again.
+# Numbers that change from step to step must not make Triton compile again, nor flags from the middle of an array.
 @Kernel
-@gluon.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
+@gluon.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"], do_not_specialize_on_alignment=["live"])
 def _specialised_tiles_kernel(
     hidden,  # [N, D] descriptor of blocks [BLOCK_M, BLOCK_K]
     weight,  # [V, D] descriptor of blocks [BLOCK_N, BLOCK_K]
@@ -212,8 +219,9 @@ def _specialised_tiles_kernel(
     label_logit,  # [N], if STORE
     tile_lse,  # unless GRADIENT: see _tile_stats_kernel, like the next
     tile_ratio,  # if WANT_RATIO
-    out,  # [N, out_width], if STORE: see hf_cce.kernels.stored; if GRADIENT: that of the logits, without the labels' own term
-    out_stride,
+    # [N, out_width] descriptor of blocks [BLOCK_M / 2, BLOCK_N], written; if STORE: see hf_cce.kernels.stored; if GRADIENT:
+    # that of the logits, without the labels' own term
+    out,
     out_width,
     tile_stride,
     num_tokens,
@@ -241,17 +249,21 @@ def _specialised_tiles_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
+    if STORE or GRADIENT:
+        finished = gl.allocate_shared_memory(out.dtype, [2, BLOCK_M // 2, BLOCK_N], out.layout)
+    else:
+        finished = h_ring  # not used
     num_row_blocks, num_col_blocks = gl.cdiv(num_tokens, BLOCK_M), gl.cdiv(width, BLOCK_N)
     gl.warp_specialize(
         [
             (_work, (
-                h_ring, w_ring, ready, free, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_stride,
+                h_ring, w_ring, ready, free, finished, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
                 ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 0, BLOCK_M, BLOCK_N, BLOCK_K,
                 STAGES, GROUP_M,
             )),
             (_work, (
-                h_ring, w_ring, ready, free, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_stride,
+                h_ring, w_ring, ready, free, finished, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
                 ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 1, BLOCK_M, BLOCK_N, BLOCK_K,
                 STAGES, GROUP_M,
@@ -265,13 +277,12 @@ def _specialised_tiles_kernel(
     )  # fmt: skip
 
 
-def constants(hidden_size: int) -> dict[str, int]:
-    """The shapes of a launch. Fine stages let one group be ahead of the other by more; long products gain from fewer waits.
+def constants(stores: bool) -> dict[str, int]:
+    """The shapes of a launch. Stages are fine: of more stages one group can be ahead of the other by more.
 
-    Measured on an H200 (hf_cce/bench/results/2026-11-22-h200-specialised.txt).
+    Measured on an H200 (hf_cce/bench/results/2026-11-22-h200-specialised-stores.txt). Two stages make room for what is stored.
     """
-    block_k, stages = (64, 4) if hidden_size >= 2048 else (32, 8)
-    return {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": block_k, "STAGES": stages, "GROUP_M": 64}
+    return {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": 32, "STAGES": 6 if stores else 8, "GROUP_M": 64}
 
 
 @lru_cache(maxsize=8)
@@ -279,9 +290,9 @@ def _layout(bytes_per_row: int, bits: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(bytes_per_row, bits, rank=2)
 
 
-def operand(x: Tensor, rows: int, block_k: int) -> TensorDescriptor:
-    """``x`` as a descriptor of blocks [rows, block_k], whose rows TMA swizzles."""
-    return TensorDescriptor.from_tensor(x, [rows, block_k], _layout(block_k * x.itemsize, 8 * x.itemsize))
+def blocks(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """``x`` as a descriptor of blocks [rows, cols], whose rows TMA swizzles."""
+    return TensorDescriptor.from_tensor(x, [rows, cols], _layout(min(128, cols * x.itemsize), 8 * x.itemsize))
 
 
 def _launch(
@@ -302,16 +313,15 @@ def _launch(
     tile_stride: int = 16,
     stat_n: int = BLOCK_N,
 ) -> None:
-    (n, d), v, shapes = hidden.shape, weight.shape[0], constants(hidden.shape[1])
+    (n, d), v, shapes = hidden.shape, weight.shape[0], constants(out is not None)
     assert live.numel() >= triton.cdiv(n, BLOCK_M)
     device = None if hidden.is_meta else hidden.device
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     _specialised_tiles_kernel[(min(processors, triton.cdiv(n, BLOCK_M) * triton.cdiv(width, BLOCK_N)),)](
-        operand(hidden, BLOCK_M, shapes["BLOCK_K"]), operand(weight, BLOCK_N, shapes["BLOCK_K"]), live, labels, lse, grad_lse,
-        label_logit, tile_lse, tile_ratio, out,
-        # What is written beyond a row's end, to where rows are aligned, is not read.
-        *((16, 16) if out is None else (out.stride(0), out.stride(0))), tile_stride, n, v, first_col, width, d, ignore_index,
-        logit_scale, WANT_RATIO=tile_ratio is not None, STORE=label_logit is not None, GRADIENT=lse is not None,
+        blocks(hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(weight, BLOCK_N, shapes["BLOCK_K"]), live, labels, lse, grad_lse,
+        label_logit, tile_lse, tile_ratio, None if out is None else blocks(out, BLOCK_M // 2, BLOCK_N),
+        16 if out is None else padded(out.shape[1]), tile_stride, n, v, first_col, width, d, ignore_index, logit_scale,
+        WANT_RATIO=tile_ratio is not None, STORE=label_logit is not None, GRADIENT=lse is not None,
         HAS_SCALE=logit_scale != 1.0, STAT_N=stat_n, **shapes, num_warps=4,
     )  # fmt: skip
 
@@ -354,15 +364,5 @@ def write_logit_gradient(
 ) -> None:
     """As ``hf_cce.kernels.backward.write_logit_gradient``, without the labels' own term."""
     _launch(
-        hidden,
-        weight,
-        live,
-        start,
-        stop - start,
-        ignore_index,
-        logit_scale,
-        labels,
-        lse=lse,
-        grad_lse=grad_lse,
-        out=out,
-    )
+        hidden, weight, live, start, stop - start, ignore_index, logit_scale, labels, lse=lse, grad_lse=grad_lse, out=out
+    )  # fmt: skip

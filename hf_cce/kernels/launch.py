@@ -44,7 +44,10 @@ class Launches(list[tuple[Any, tuple[Any, ...], dict[str, Any]]]):
         """
         kinds: dict[Any, Callable[[], Any]] = {}
         for jitted, args, options in self:
-            of_args = (type(x) if p.do_not_specialize else _kind(x) for x, p in zip(args, jitted.params, strict=False))
+            of_args = (
+                type(x) if p.do_not_specialize else _kind(x, not p.do_not_specialize_on_alignment)
+                for x, p in zip(args, jitted.params, strict=False)
+            )
             kinds[jitted.fn, (*of_args,), (*options.items(),)] = partial(jitted.warmup, *args, grid=(1,), **options)
 
         def build(warm_up: Callable[[], Any]) -> None:
@@ -59,10 +62,10 @@ class Launches(list[tuple[Any, tuple[Any, ...], dict[str, Any]]]):
         return len(kinds)
 
 
-def _kind(x: Any) -> Any:
+def _kind(x: Any, alignment: bool = True) -> Any:
     """What Triton tells arguments apart by, or something finer."""
     if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
+        return x.dtype, alignment and x.data_ptr() % 16 == 0
     if hasattr(x, "block_shape"):  # a TMA descriptor
         return x.base.dtype, tuple(x.block_shape)
     if isinstance(x, int) and not isinstance(x, bool):
