@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -417,8 +418,9 @@ class _CrossEntropy(torch.autograd.Function):
         # Used once, since their memory is overwritten; a second backward recomputes.
         filtered, stored, dense, formed = ctx.filtered, ctx.stored, ctx.dense, ctx.formed
         ctx.filtered = ctx.stored = ctx.dense = ctx.formed = None
+        in_full = partial(_cross_entropy_gradients, ctx, *grads, needs=needs, tokens=ctx.tokens)
         if (filtered is stored is dense is formed is None) or grad is None or torch.is_grad_enabled() or _traced(grad):
-            return None, None, *_cross_entropy_gradients(ctx, *grads, needs=needs, tokens=ctx.tokens)
+            return None, None, *in_full()
         hidden, weight, bias, labels, lse, factor = ctx.saved_tensors
         kernels = _kernels()
         gradients: Sequence[Tensor | None]
@@ -427,7 +429,7 @@ class _CrossEntropy(torch.autograd.Function):
                 measure = ctx.steered and ctx.state.measure()  # nobody would read what an unsteered call measures
                 dh, dw, report = kernels.filtered_gradients(
                     filtered, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, *needs[:2], measure,
-                    ctx.state.keeps_all(), ctx.state.expected(),
+                    ctx.state.expected(), in_full if ctx.state.keeps_all() else None,
                 )  # fmt: skip
                 ctx.state.report(report)
                 gradients = [dh, dw, None]
@@ -448,9 +450,8 @@ class _CrossEntropy(torch.autograd.Function):
 def few_tokens(n: int, hidden: Tensor, weight: Tensor, budget: int, implementation: str) -> bool:
     """Whether a step waits for the host alone: then nothing is faster than what PyTorch does in C++, if it fits the budget."""
     logits = n * weight.shape[0]
-    if not (0 < logits <= EAGER_LOGITS and hidden.is_cuda and implementation == "auto"):
-        return False
-    if weight.shape[0] % 2 and n * weight.numel() > EAGER_WORK_ODD:
+    odd = weight.shape[0] % 2 and n * weight.numel() > EAGER_WORK_ODD
+    if odd or not (0 < logits <= EAGER_LOGITS and hidden.is_cuda and implementation == "auto"):
         return False
     taken_over = 2 * weight.numel() if weight.requires_grad and torch.is_grad_enabled() else 0
     return 12 * logits - taken_over <= budget and hidden.dtype != torch.float64

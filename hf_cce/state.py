@@ -82,7 +82,7 @@ class FilterState:
         return self._tau
 
     def keeps_all(self) -> bool:
-        """Whether this step only finds out what the filter would do: "auto", at first and after each rest.
+        """Whether this step only finds out what the filter would do, and drops nothing: "auto", at first and after each rest.
 
         Where most tiles matter, as at the start of pretraining, the filter does not pay, and what it drops is most of the
         gradient of words that do not occur: little by its norm, but Adam makes as much of it as of any other.
@@ -113,11 +113,12 @@ class FilterState:
         return (self._calls < MEASURE_FIRST or self._calls % MEASURE_EVERY == 0) and not _capturing()
 
     def report(self, report: Any) -> None:
-        """Take what the filter did in a backward pass: hf_cce.kernels.filtered.Report, whose tensors are on the device."""
+        """Take what the filter did in a backward pass: hf_cce.kernels.layout.Report, whose tensors are on the device."""
         self._last = report
         self._steer(report)
         kept = report.kept
-        due = self._share is None and (self.keeps_all() or self._calls % READ_EVERY == 0)
+        # Not of the very first step: its threshold is the one to begin with, before any error was measured.
+        due = self._share is None and (self._calls > 0 if self.keeps_all() else self._calls % READ_EVERY == 0)
         if due and not _capturing():
             event = None
             if kept.is_cuda:

@@ -206,10 +206,10 @@ def test_what_rounded_logits_would_make_of_the_gradients(options: Options, monke
 @pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
 def test_what_rounded_logits_would_make_of_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 of 600 are measured; one in 24 is unsure, and moved by rounding more than the others."""
-    from hf_cce.kernels import filtered
+    from hf_cce.kernels import layout
 
     force(monkeypatch, "filtered")
-    monkeypatch.setattr(filtered, "SAMPLED", 16)
+    monkeypatch.setattr(layout, "SAMPLED", 16)
     hidden, weight, labels = peaked(600, 32, 230, torch.float16, seed=5)
     hidden[torch.randperm(600, generator=torch.Generator().manual_seed(5))[:25]] *= 0.25
     state = FilterState()
@@ -481,7 +481,7 @@ def test_layouts_of_usual_sizes(budget: int) -> None:
 
 def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool) -> bool:
     """Whether there is a layout; fails if what ``filtered`` allocates by it, counted anew here, exceeds the budget."""
-    from hf_cce.kernels.filtered import MAX_PASSES, make_layout
+    from hf_cce.kernels.layout import MAX_PASSES, make_layout
     from hf_cce.kernels.plan import Plan
 
     block_m, block_n = (128, 128) if half else (64, 64)

@@ -23,6 +23,7 @@ from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.forward import survey_labels
 from hf_cce.kernels.grouped import formed_gradients
 from hf_cce.kernels.launch import listing
+from hf_cce.kernels.stored import Stored
 
 logger = logging.getLogger(__name__)
 
@@ -110,13 +111,22 @@ def _step(problem: Problem) -> None:
     options = (problem.ignore_index, problem.logit_scale, problem.softcap)
     _, factor = survey_labels(labels, problem.ignore_index, v, items, float(problem.divided))
     grad, common = torch.empty_like(factor), (hidden, weight, bias, labels, factor, *options, problem.z_loss)
+
+    def in_full(lse: Tensor, stored: Stored | None) -> None:
+        logit_stats_backward(
+            *token_gradients(grad, factor, lse, 0.0, problem.z_loss), None, hidden, weight, bias, labels, lse, None, *options,
+            *problem.needs, problem.budget, stored,
+        )  # fmt: skip
+
     if problem.filtered:
         result = filtered_cross_entropy(*common, problem.needs[1], problem.budget, None)
         if result is not None:
+            lse = result[1].lse
             filtered_gradients(
                 result[1], grad, factor, weight, empty(dtype=torch.float32), *options[1:], problem.z_loss, *problem.needs[:2],
-                True, False, 0.0,
+                True, 0.0,
             )  # fmt: skip
+            in_full(lse, None)  # the gradients of a step that is a rehearsal
             return
     if problem.dense:
         dense_gradients(
@@ -130,10 +140,7 @@ def _step(problem: Problem) -> None:
             return
     stored = stored_cross_entropy(*common, problem.budget)
     if stored is not None:
-        lse = stored[1]
+        in_full(stored[1], stored[2])
     else:
         _, lse, *_ = cross_entropy(*common[:8], 0.0, problem.z_loss, *problem.needs, problem.budget)
-    logit_stats_backward(
-        *token_gradients(grad, factor, lse, 0.0, problem.z_loss), None, hidden, weight, bias, labels, lse, None, *options,
-        *problem.needs, problem.budget, None if stored is None else stored[2],
-    )  # fmt: skip
+        in_full(lse, None)

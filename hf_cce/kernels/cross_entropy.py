@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,7 @@ from hf_cce.kernels import dense, filtered
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats, tile_stride
 from hf_cce.kernels.grouped import Formed, Groups, group_size
 from hf_cce.kernels.launch import Kernel
+from hf_cce.kernels.layout import Filtered, Report, relative
 from hf_cce.kernels.order import Vocabulary
 from hf_cce.kernels.plan import Plan, empty_slab, make_plan, specialised
 from hf_cce.kernels.stored import Stored, label_logits, stored_width
@@ -257,7 +260,7 @@ def filtered_cross_entropy(
     need_weight: bool,
     memory_budget: int,
     vocabulary: Vocabulary | None,
-) -> tuple[Tensor, filtered.Filtered] | None:
+) -> tuple[Tensor, Filtered] | None:
     """(loss, what ``filtered_gradients`` needs), or None where the budget does not allow the filter."""
     if not labels.numel():
         return None
@@ -272,7 +275,7 @@ def filtered_cross_entropy(
 
 
 def filtered_gradients(
-    saved: filtered.Filtered,
+    saved: Filtered,
     grad: Tensor,  # scalar
     factor: Tensor,  # scalar
     weight: Tensor,  # [V, D]
@@ -283,12 +286,21 @@ def filtered_gradients(
     need_hidden: bool,
     need_weight: bool,
     measure: bool,
-    keep_all: bool,
     expected: float | None = None,
-) -> tuple[Tensor, Tensor, filtered.Report]:
-    """The gradients of hidden and weight, up to what ``tau`` lets the filter drop; empty where not needed. Consumes ``saved``."""
+    otherwise: Callable[[], Sequence[Tensor | None]] | None = None,
+) -> tuple[Tensor | None, Tensor | None, Report]:
+    """The gradients of hidden and weight, up to what ``tau`` lets the filter drop; empty where not needed. Consumes ``saved``.
+
+    With ``otherwise``, which gives them in full, the report alone is the filter's.
+    """
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     grad_lse, grad_label, _ = token_gradients(grad, factor, saved.lse, 0.0, z_loss)
+    if otherwise is not None:
+        report = filtered.rehearse(
+            saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure
+        )
+        dh, dw, *_ = otherwise()
+        return dh, dw, relative(report, dh, dw)
     return filtered.backward(
         saved,
         weight,
@@ -300,6 +312,5 @@ def filtered_gradients(
         need_hidden,
         need_weight,
         measure,
-        keep_all,
         expected,
     )

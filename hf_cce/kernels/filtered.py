@@ -7,20 +7,19 @@ its mass: two products with the blocks of the vocabulary in place of its entries
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from hf_cce.kernels.filter import Kept, Mass, dropped_mass, mass_bytes, select
+from hf_cce.kernels.filter import Kept, Mass, dropped_mass, select
 from hf_cce.kernels.forward import combine, tile_stats, tile_stride
-from hf_cce.kernels.order import Order, Vocabulary, permute_rows, sort_tokens, sort_vocabulary
+from hf_cce.kernels.layout import Filtered, Layout, Report, make_layout, relative
+from hf_cce.kernels.measure import hidden_error, rounding_errors, weight_error
+from hf_cce.kernels.order import Vocabulary, permute_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand, specialised
 from hf_cce.kernels.products import multiply_add
-from hf_cce.kernels.residual import column_residual, residual, rounding, sample, token_energy
 from hf_cce.kernels.rest import _rest_hidden_kernel, _rest_weight_kernel
 from hf_cce.kernels.sparse import (
     _aside_kernel,
@@ -29,103 +28,9 @@ from hf_cce.kernels.sparse import (
     _weight_gradient_kernel,
 )
 from hf_cce.kernels.stored import label_logits
-from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, kept_bytes, leaning, making_bytes, tilted_rows
+from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, leaning, tilted_rows
 
-SAMPLED = 64  # tokens whose error is measured; fewer where the budget is small, but not fewer than
-FEWEST_SAMPLED = 8
-ROUNDINGS = 4  # times so many whose rounding errors are: some have many times as much as others
-SAMPLED_COLUMNS = 256
-MAX_PASSES = 96
 MARGIN = 1.25  # how much more tiles may be kept than before without leaving some to hf_cce.kernels.rest
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the scratch is divided: decided from shapes alone, before anything is known of the data."""
-
-    slab: int  # vocabulary entries whose rows of the weight are put in order at a time
-    keep_rows: bool  # whether all of them stay so until the backward pass
-    slots: int  # tiles of the logits' gradient that a pass holds
-    room: int  # kept tiles after which a new pass begins
-    passes: int  # as many as can be needed
-    sampled: int  # tokens whose error may be measured
-    tilted: bool  # whether there is room for what hf_cce.kernels.tilt needs
-
-
-def make_layout(
-    n: int, d: int, v: int, element: int, softcap: bool, need_weight: bool, plan: Plan, budget: int
-) -> Layout | None:
-    """The division of ``budget`` bytes, or None where they do not suffice. ``element``: bytes of an element of the inputs."""
-    rows, cols = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n)
-    orders = 4 * (3 * v + 4 * n)
-    means = (element + 4) * cols * d
-    statistics = (4 + 2 + 2 * softcap) * cols * n
-    mass, lists = mass_bytes(n, cols, element, plan.block_m), 4 * (7 * rows * cols + 8 * cols)
-    hidden, total = element * n * d, 4 * n * d
-    tile = element * plan.block_m * plan.block_n
-    for keep_rows, tilted in product((True, False), (True, False)):
-        # with a gradient of the weight its own memory holds the rows in order until it is written
-        weight = element * v * d if keep_rows and not need_weight else 0
-        tilt = kept_bytes(d, v, element, True, need_weight) * tilted
-        standing = orders + means + hidden + weight + tilt
-        # at the three moments that need most: the forward pass, the choice of tiles, the products
-        slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
-        choice = standing + statistics + mass + lists
-        products = standing + lists + total
-        slots = (budget - products) // tile
-        if (
-            slab < min(v, 32 * plan.block_n)
-            or standing + statistics > budget
-            or slots < max(2 * rows, 4 * plan.programs)
-            or products + mass + hidden * tilted > budget
-            or 8 * tilt > budget
-            or (tilted and choice + making_bytes(n, d, v, element, plan.block_n, need_weight) > budget)
-        ):
-            continue
-        # their logits in float32, what is left out of their gradient, and a copy of it in another order
-        sampled = min(n, SAMPLED, (budget - choice) // ((4 + element * (1 if keep_rows else 2)) * v))
-        if sampled < min(n, FEWEST_SAMPLED):
-            continue
-        slots = min(slots, rows * cols)
-        room = slots if slots == rows * cols else slots - rows
-        passes = triton.cdiv(rows * cols, room)
-        # With many passes it costs less to gather rows than to keep them or to compute tiles twice.
-        if passes <= (MAX_PASSES // 8 if keep_rows else MAX_PASSES):
-            return Layout(min(slab, v), keep_rows, slots, room, passes, sampled, tilted)
-    return None
-
-
-class Report(NamedTuple):
-    """What the filter did in one backward pass; tensors stay on the device until somebody asks."""
-
-    kept: Tensor  # scalar: tiles computed
-    tiles: int  # of so many
-    dropped: Tensor  # partial sums of the tokens' probability in dropped tiles
-    tokens: int
-    tau: Tensor  # scalar: the threshold
-    error: Tensor | None  # scalar: error of the hidden states' gradient, relative to its norm, where it was measured
-    weight_error: Tensor | None  # likewise of the weight's gradient
-    rounding_error: Tensor | None = None  # the first of these as rounding the logits to the inputs' dtype would make it
-    rounding_weight_error: Tensor | None = None  # and the second
-
-
-@dataclass
-class Filtered:
-    """What the forward pass leaves to the backward pass. N-long tensors are in the order of ``order.tokens``."""
-
-    order: Order
-    hidden: Tensor  # [N, D]
-    weight: Tensor | None  # [V, D] in the order of columns, if the layout keeps it
-    bias: Tensor | None  # [V], likewise
-    means: Tensor  # [T, D]: mean rows of the column blocks
-    lse: Tensor  # [N]
-    label_logit: Tensor  # [N]
-    tile_lse: Tensor  # [T, N] and the next two
-    tile_ratio: Tensor
-    tile_damping: Tensor | None
-    layout: Layout
-    plan: Plan
-    vocabulary: Vocabulary
 
 
 def forward(
@@ -176,6 +81,82 @@ def forward(
     )  # fmt: skip
 
 
+class _Choice(NamedTuple):
+    """Which tiles are kept, what stands for the others, and how far off that is."""
+
+    kept: Kept
+    mass: Mass
+    tilt: Tensor | None
+    lean: Leaning | None
+    report: Report  # its errors are norms, until ``relative``
+
+
+def _choose(
+    saved: Filtered,
+    weight: Tensor,  # [V, D]
+    grad_lse: Tensor,  # [N] in the order of rows
+    grad_label: Tensor,  # [N]
+    tau: Tensor,
+    logit_scale: float,
+    softcap: float,
+    need_hidden: bool,
+    need_weight: bool,
+    measure: bool,
+    capacity: int = 0,
+) -> _Choice:
+    hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
+    (n, d), v, dtype = hidden.shape, weight.shape[0], hidden.dtype
+    kept = select(
+        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, tau,
+        v, softcap, plan.block_m, plan.block_n, layout.room, layout.passes, capacity, d,
+    )  # fmt: skip
+    mass = dropped_mass(
+        kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
+    )
+    tilt, lean, learnt = None, None, saved.vocabulary
+    if layout.tilted and dtype != torch.float16:  # which has no range for it
+        if need_hidden and learnt.tilt is None:
+            learnt.tilt = covariance(weight, order.order, mass.dropped.sum(1), plan.block_n)
+        if need_weight and learnt.leaning is None:
+            learnt.leaning = leaning(hidden, weight, order.order, mass.of_token, plan.block_n)
+        tilt = learnt.tilt if need_hidden else None
+        lean = learnt.leaning if need_weight else None
+    errors: dict[str, Tensor | None] = {"error": None, "weight_error": None}
+    if measure:
+        at = (saved, weight, grad_lse, logit_scale, softcap)
+        if need_hidden:
+            errors["error"] = hidden_error(*at, kept, mass, tilt)
+        if need_weight:
+            errors["weight_error"] = weight_error(*at, kept, mass, lean)
+        of_hidden, of_weight = rounding_errors(saved, weight, grad_lse, grad_label, logit_scale, softcap)
+        errors |= {"rounding_error": of_hidden} if need_hidden else {}
+        errors |= {"rounding_weight_error": of_weight} if need_weight else {}
+    tiles = triton.cdiv(n, plan.block_m) * triton.cdiv(v, plan.block_n)
+    return _Choice(kept, mass, tilt, lean, Report(kept.start[-1], tiles, mass.dropped, n, tau, **errors))
+
+
+def rehearse(
+    saved: Filtered,
+    weight: Tensor,  # [V, D]
+    grad_lse: Tensor,  # [N] in the order of rows
+    grad_label: Tensor,  # [N]
+    tau: Tensor,
+    logit_scale: float,
+    softcap: float,
+    need_hidden: bool,
+    need_weight: bool,
+    measure: bool,
+) -> Report:
+    """What the filter would do; the gradients are left to somebody else, and ``relative`` to be called with them.
+
+    Consumes ``saved``, all of whose memory it lets go.
+    """
+    at = (saved, weight, grad_lse, grad_label, tau, logit_scale, softcap)
+    report = _choose(*at, need_hidden, need_weight, measure).report
+    vars(saved).clear()
+    return report
+
+
 def backward(
     saved: Filtered,
     weight: Tensor,  # [V, D]
@@ -187,16 +168,15 @@ def backward(
     need_hidden: bool,
     need_weight: bool,
     measure: bool,
-    keep_all: bool,
     expected: float | None = None,
 ) -> tuple[Tensor, Tensor, Report]:
     """(gradient of hidden [N, D] in the tokens' own order, of weight [V, D], report), empty where not needed.
 
-    Consumes ``saved``. With ``keep_all`` the report tells what the filter would have done. ``expected``: the share of tiles
-    that an earlier step kept; it decides how many passes are launched, and should not be far too small.
+    Consumes ``saved``. ``expected``: the share of tiles that an earlier step kept; it decides how many passes are launched, and
+    should not be far too small.
     """
     hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
-    (n, d), v, dtype = hidden.shape, weight.shape[0], hidden.dtype
+    (n, d), v = hidden.shape, weight.shape[0]
     rows, cols, passes = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n), layout.passes
 
     gather = saved.weight is None
@@ -204,47 +184,13 @@ def backward(
     in_place = need_weight and not gather
     waits = in_place and need_hidden and passes > 1
     launched = passes
-    if expected is not None and not keep_all:
+    if expected is not None:
         launched = min(passes, 1 + math.ceil(MARGIN * expected * rows * cols / layout.room))
 
-    def choose(tau: Tensor) -> Kept:
-        return select(
-            saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, tau,
-            v, softcap, plan.block_m, plan.block_n, layout.room, passes, layout.slots * plan.block_m if waits else 0, d,
-        )  # fmt: skip
-
-    kept = choose(tau)
-    count = kept.start[-1]
-
-    def leave(kept: Kept) -> Mass:
-        return dropped_mass(
-            kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
-        )  # fmt: skip
-
-    mass = leave(kept)
-    dropped = mass.dropped
-    tilt, lean, learnt = None, None, saved.vocabulary
-    if layout.tilted and dtype != torch.float16:  # which has no range for it
-        if need_hidden and learnt.tilt is None:
-            learnt.tilt = covariance(weight, order.order, dropped.sum(1), plan.block_n)
-        if need_weight and learnt.leaning is None:
-            learnt.leaning = leaning(hidden, weight, order.order, mass.of_token, plan.block_n)
-        tilt = learnt.tilt if need_hidden else None
-        lean = learnt.leaning if need_weight else None
-    errors: dict[str, Tensor | None] = {"error": None, "weight_error": None}
-    if measure:
-        at = (saved, weight, grad_lse, logit_scale, softcap)
-        if need_hidden:
-            errors["error"] = _hidden_error(*at, kept, mass, tilt)
-        if need_weight:
-            errors["weight_error"] = _weight_error(*at, kept, mass, lean)
-        of_hidden, of_weight = _rounding_errors(saved, weight, grad_lse, grad_label, logit_scale, softcap)
-        errors |= {"rounding_error": of_hidden} if need_hidden else {}
-        errors |= {"rounding_weight_error": of_weight} if need_weight else {}
-    if keep_all:
-        del kept, mass
-        kept = choose(torch.zeros_like(tau))
-        mass = leave(kept)
+    kept, mass, tilt, lean, report = _choose(
+        saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure,
+        layout.slots * plan.block_m if waits else 0,
+    )  # fmt: skip
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
@@ -333,123 +279,7 @@ def backward(
             *(lean or (None, None)), grad_weight, launched, n, cols, v, d, hidden.stride(0), weight.stride(0), logit_scale,
             softcap or 1.0, LEANS=lean is not None, DIRECTIONS=DIRECTIONS.value, **rest,
         )  # fmt: skip
-    for name, error in errors.items():
-        if error is not None:
-            of = grad_weight if "weight" in name else grad_hidden
-            errors[name] = error / torch.linalg.vector_norm(of, dtype=torch.float32)
-    return grad_hidden, grad_weight, Report(count, rows * cols, dropped, n, tau, **errors)
-
-
-def _logits_of(saved: Filtered, weight: Tensor, sampled: Tensor) -> Tensor:
-    """h Wᵀ of some rows, [S, V] float32 in the order of columns."""
-    hidden = saved.hidden.index_select(0, sampled)
-    z = torch.empty((len(sampled), weight.shape[0]), device=hidden.device)
-    if saved.weight is not None:
-        multiply_add(z, hidden, saved.weight.t(), first=True)
-        return z
-    multiply_add(z, hidden, weight.t(), first=True)
-    return z.index_select(1, saved.order.order[: weight.shape[0]])
-
-
-def _times_weight(saved: Filtered, weight: Tensor, rows: Tensor) -> Tensor:
-    """``rows`` [S, V] in the order of columns, times the weight: [S, D] float32."""
-    product = torch.empty((len(rows), weight.shape[1]), device=rows.device)
-    if saved.weight is None:
-        rows = rows.index_select(1, saved.vocabulary.rank)
-    multiply_add(product, rows, weight if saved.weight is None else saved.weight, first=True)
-    return product
-
-
-def _hidden_error(
-    saved: Filtered,
-    weight: Tensor,  # [V, D]
-    grad_lse: Tensor,  # [N]
-    logit_scale: float,
-    softcap: float,
-    kept: Kept,
-    mass: Mass,
-    tilt: Tensor | None,  # [D, D]
-) -> Tensor:
-    """The norm of what the filter leaves out of the gradient of the hidden states, estimated from some tokens; a scalar."""
-    n, plan = saved.hidden.shape[0], saved.plan
-    of_token = token_energy(
-        saved.tile_lse, saved.tile_ratio, kept.place, saved.lse, saved.order.labels, weight.shape[0], plan.block_m
-    )
-    sampled, stands_for = sample(of_token, saved.layout.sampled, n, 1)
-    left_out = residual(
-        _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass.rows, grad_lse,
-        saved.hidden.dtype, logit_scale, softcap, plan.block_m, plan.block_n,
-    )  # fmt: skip
-    wrong = _times_weight(saved, weight, left_out)
-    if tilt is not None:
-        some = tilted_rows(saved.hidden.index_select(0, sampled), mass.of_token.index_select(1, sampled), logit_scale)
-        multiply_add(wrong, -some, tilt, first=False)
-    return (wrong.square().sum(1) * stands_for).sum().sqrt()
-
-
-def _weight_error(
-    saved: Filtered,
-    weight: Tensor,  # [V, D]
-    grad_lse: Tensor,  # [N]
-    logit_scale: float,
-    softcap: float,
-    kept: Kept,
-    mass: Mass,
-    lean: Leaning | None,
-) -> Tensor:
-    """Likewise of the gradient of the weight, from some of its rows."""
-    (n, d), v, plan = saved.hidden.shape, weight.shape[0], saved.plan
-    # no more memory than the sampled tokens take
-    count = max(FEWEST_SAMPLED, min(SAMPLED_COLUMNS, saved.layout.sampled * v // n))
-    of_columns = torch.where(kept.place < 0, kept.energy, 0.0).sum(1)  # [T]
-    sampled, stands_for = sample(of_columns, count, v, plan.block_n)
-    if saved.weight is None:
-        some = weight.index_select(0, saved.order.order[sampled])
-    else:
-        some = saved.weight.index_select(0, sampled)
-    z = torch.empty((n, count), device=some.device)
-    multiply_add(z, saved.hidden, some.t(), first=True)
-    left_out = column_residual(
-        z, sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass.rows, grad_lse, some.dtype,
-        logit_scale, softcap, plan.block_m, plan.block_n, v,
-    )  # fmt: skip
-    wrong = torch.empty((count, d), device=some.device)
-    multiply_add(wrong, left_out.t(), saved.hidden, first=True)
-    if lean is not None:
-        block = sampled // plan.block_n
-        width = (v - block * plan.block_n).clamp_max(plan.block_n)
-        factor = mass.leaves.sum(1)[block] * (-logit_scale / width)
-        multiply_add(wrong, (lean.along[sampled] * factor[:, None]).to(some.dtype), lean.back, first=False)
-    return (wrong.square().sum(1) * stands_for).sum().sqrt()
-
-
-def _rounding_errors(
-    saved: Filtered, weight: Tensor, grad_lse: Tensor, grad_label: Tensor, logit_scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """The norms of what logits rounded to the inputs' dtype change in the gradients of hidden states and weight; scalars.
-
-    Estimated from some tokens. Rounding moves p by p (δ − Σ p δ), δ independent for each logit, which makes (E + E² − 2 Σ p³) δ²
-    of E = Σ p²: E (1 − √E)² where one entry has most of the probability, E (1 − E) where several share it evenly. Tokens are
-    drawn by the geometric mean of the two. Rounding errors of different tokens are taken for independent, so their outer
-    products with the hidden states add up by their squares; were they not, a loss on full logits would be further off.
-    """
-    (n, _), v, size = saved.hidden.shape, weight.shape[0], saved.layout.sampled
-    energy = token_energy(saved.tile_lse, saved.tile_ratio, None, saved.lse, saved.order.labels, v, saved.plan.block_m)
-    energy = energy.clamp_max(1.0)
-    likely = energy * (1.0 - energy.sqrt()) * (1.0 - energy).sqrt()
-    places, stands_for = sample(likely + 0.1 * likely.mean(), min(n, ROUNDINGS * size), n, 1)
-    of_hidden, of_weight = torch.zeros((2,), device=weight.device).unbind()
-    for start in range(0, len(places), size):
-        sampled, stand = places[start : start + size], stands_for[start : start + size]
-        moved, squares = rounding(
-            _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, grad_lse, grad_label,
-            weight.dtype, logit_scale, softcap,
-        )  # fmt: skip
-        lengths = saved.hidden.index_select(0, sampled).float().square().sum(1)
-        of_hidden = of_hidden + (_times_weight(saved, weight, moved).square().sum(1) * stand).sum()
-        of_weight = of_weight + (squares * lengths * stand).sum()
-        del moved  # the next ones take its memory
-    return of_hidden.sqrt(), of_weight.sqrt()
+    return grad_hidden, grad_weight, relative(report, grad_hidden, grad_weight)
 
 
 def plan_and_layout(

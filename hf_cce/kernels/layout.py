@@ -1,0 +1,119 @@
+"""How the filtered loss divides its scratch memory, and what its forward pass, its backward pass and its report hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from hf_cce.kernels.filter import mass_bytes
+from hf_cce.kernels.order import Order, Vocabulary
+from hf_cce.kernels.plan import Plan
+from hf_cce.kernels.tilt import kept_bytes, making_bytes
+
+SAMPLED = 64  # tokens whose error is measured; fewer where the budget is small, but not fewer than
+FEWEST_SAMPLED = 8
+MAX_PASSES = 96
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the scratch is divided: decided from shapes alone, before anything is known of the data."""
+
+    slab: int  # vocabulary entries whose rows of the weight are put in order at a time
+    keep_rows: bool  # whether all of them stay so until the backward pass
+    slots: int  # tiles of the logits' gradient that a pass holds
+    room: int  # kept tiles after which a new pass begins
+    passes: int  # as many as can be needed
+    sampled: int  # tokens whose error may be measured
+    tilted: bool  # whether there is room for what hf_cce.kernels.tilt needs
+
+
+def make_layout(
+    n: int, d: int, v: int, element: int, softcap: bool, need_weight: bool, plan: Plan, budget: int
+) -> Layout | None:
+    """The division of ``budget`` bytes, or None where they do not suffice. ``element``: bytes of an element of the inputs."""
+    rows, cols = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n)
+    orders = 4 * (3 * v + 4 * n)
+    means = (element + 4) * cols * d
+    statistics = (4 + 2 + 2 * softcap) * cols * n
+    mass, lists = mass_bytes(n, cols, element, plan.block_m), 4 * (7 * rows * cols + 8 * cols)
+    hidden, total = element * n * d, 4 * n * d
+    tile = element * plan.block_m * plan.block_n
+    for keep_rows, tilted in product((True, False), (True, False)):
+        # with a gradient of the weight its own memory holds the rows in order until it is written
+        weight = element * v * d if keep_rows and not need_weight else 0
+        tilt = kept_bytes(d, v, element, True, need_weight) * tilted
+        standing = orders + means + hidden + weight + tilt
+        # at the three moments that need most: the forward pass, the choice of tiles, the products
+        slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
+        choice = standing + statistics + mass + lists
+        products = standing + lists + total
+        slots = (budget - products) // tile
+        if (
+            slab < min(v, 32 * plan.block_n)
+            or standing + statistics > budget
+            or slots < max(2 * rows, 4 * plan.programs)
+            or products + mass + hidden * tilted > budget
+            or 8 * tilt > budget
+            or (tilted and choice + making_bytes(n, d, v, element, plan.block_n, need_weight) > budget)
+        ):
+            continue
+        # their logits in float32, what is left out of their gradient, and a copy of it in another order
+        sampled = min(n, SAMPLED, (budget - choice) // ((4 + element * (1 if keep_rows else 2)) * v))
+        if sampled < min(n, FEWEST_SAMPLED):
+            continue
+        slots = min(slots, rows * cols)
+        room = slots if slots == rows * cols else slots - rows
+        passes = triton.cdiv(rows * cols, room)
+        # With many passes it costs less to gather rows than to keep them or to compute tiles twice.
+        if passes <= (MAX_PASSES // 8 if keep_rows else MAX_PASSES):
+            return Layout(min(slab, v), keep_rows, slots, room, passes, sampled, tilted)
+    return None
+
+
+class Report(NamedTuple):
+    """What the filter did in one backward pass; tensors stay on the device until somebody asks."""
+
+    kept: Tensor  # scalar: tiles computed
+    tiles: int  # of so many
+    dropped: Tensor  # partial sums of the tokens' probability in dropped tiles
+    tokens: int
+    tau: Tensor  # scalar: the threshold
+    error: Tensor | None  # scalar: error of the hidden states' gradient, relative to its norm, where it was measured
+    weight_error: Tensor | None  # likewise of the weight's gradient
+    rounding_error: Tensor | None = None  # the first of these as rounding the logits to the inputs' dtype would make it
+    rounding_weight_error: Tensor | None = None  # and the second
+
+
+def relative(report: Report, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> Report:
+    """``report`` with its errors, which are norms, relative to those of the gradients."""
+    errors = {}
+    for name, error in report._asdict().items():
+        of = grad_weight if "weight" in name else grad_hidden
+        if "error" in name and error is not None and of is not None:
+            errors[name] = error / torch.linalg.vector_norm(of, dtype=torch.float32)
+    return report._replace(**errors)
+
+
+@dataclass
+class Filtered:
+    """What the forward pass leaves to the backward pass. N-long tensors are in the order of ``order.tokens``."""
+
+    order: Order
+    hidden: Tensor  # [N, D]
+    weight: Tensor | None  # [V, D] in the order of columns, if the layout keeps it
+    bias: Tensor | None  # [V], likewise
+    means: Tensor  # [T, D]: mean rows of the column blocks
+    lse: Tensor  # [N]
+    label_logit: Tensor  # [N]
+    tile_lse: Tensor  # [T, N] and the next two
+    tile_ratio: Tensor
+    tile_damping: Tensor | None
+    layout: Layout
+    plan: Plan
+    vocabulary: Vocabulary
