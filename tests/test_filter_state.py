@@ -70,10 +70,11 @@ def told(error: float, kept: int = 10, weight_error: float | None = None) -> Rep
     return Report(torch.tensor(kept), 100, torch.tensor([1.0]), 50, torch.tensor(1e-3), *errors)
 
 
-def targets_of(wanted: Any) -> tuple[float, float]:
+def targets_of(wanted: Any, frozen: bool = False) -> tuple[float, float]:
     if wanted != "auto":
         return wanted, wanted
-    return state_module.AUTO_SHARE * ROUNDING[0], state_module.AUTO_SHARE * ROUNDING[1]
+    share = state_module.AUTO_SHARE_FROZEN if frozen else state_module.AUTO_SHARE
+    return share * ROUNDING[0], share * ROUNDING[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -117,7 +118,7 @@ def assert_near(x: float, expected: float, what: str) -> None:
 @pytest.mark.parametrize("wanted", ["auto", 0.02])
 def test_the_threshold_goes_where_the_error_points(wanted: Any) -> None:
     """All the way at first, then half of it in octaves, within limits; nowhere if no finite error was measured."""
-    target, _ = targets_of(wanted)
+    target, _ = targets_of(wanted, frozen=True)
     state = FilterState()
     before = tau_of(state, wanted)
     state.report(told(2 * target))

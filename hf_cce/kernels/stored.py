@@ -172,7 +172,7 @@ def label_logits(
     _label_logit_kernel[(triton.cdiv(n, block_r),)](
         hidden, weight, bias, labels, order, out, live, n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale,
         softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, GATHER=order is not None, BLOCK_M=block_m,
-        PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_R=block_r, BLOCK_K=32, num_warps=min(4, plan.num_warps),
+        PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_R=block_r, BLOCK_K=plan.block_k, num_warps=min(4, plan.num_warps),
     )  # fmt: skip
     return out, live
 
