@@ -385,7 +385,7 @@ class _CrossEntropy(torch.autograd.Function):
             # "auto" promises an error, and keeps the promise by measurement: not without a state.
             wanted = gradient_filter is not None and (state is not None or gradient_filter != "auto")
             if wanted and not need_bias and work >= FILTER_FROM and n >= FILTER_TOKENS:
-                ctx.state, ctx.steered = FilterState() if state is None else state, state is not None
+                ctx.state, ctx.steered = FilterState() if state is None else state.on(hidden.device), state is not None
                 tau = ctx.tau = ctx.state.threshold(gradient_filter, hidden)
             # Rows are aligned, and the gradient of the hidden states is of two products where V is not.
             dense = 0 < 4 * n * (v + 15 + hidden.shape[1] * (v % 8 > 0)) <= min(budget, DENSE_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ READ_AFTER = 2
 SORT_EVERY = 8  # steps for which one order of the vocabulary serves
 POINTLESS = 0.6  # share of tiles kept from which dense products are faster
 DENSE_STEPS = 32  # before the filter is tried again
+
+_one_at_a_time = Lock()  # of the module, as a lock cannot be copied or pickled
 
 
 def _capturing() -> bool:
@@ -56,12 +59,27 @@ class FilterState:
         self._seen: float | None = None  # the share that was looked at last
         self._pinned: list[Tensor] = []  # read by captured graphs, whose replays need them where they are
         self._vocabulary: tuple[Any, Any] | None = None  # what it is an order of, the order
+        self._device: torch.device | None = None  # the first one it was for
+        self._others: dict[torch.device, FilterState] = {}
+        self._newest: FilterState | None = None  # of the others, if it was one of them that was asked for last
 
     def __getstate__(self) -> dict[str, Any]:
         return FilterState().__dict__
 
     def __deepcopy__(self, memo: Any) -> FilterState:
         return FilterState()
+
+    def on(self, device: torch.device) -> FilterState:
+        """The one that goes with tensors on ``device``: itself on its first device, one of its own on each other.
+
+        DataParallel's threads share this object: each device would find the threshold on the other one, begin anew at every
+        step, and never be steered.
+        """
+        with _one_at_a_time:
+            if self._device is None:
+                self._device = device
+            self._newest = None if device == self._device else self._others.setdefault(device, FilterState())
+            return self._newest or self
 
     def threshold(self, gradient_filter: str | float, hidden: Tensor) -> Tensor | None:
         """τ as a scalar on the device of ``hidden``, or None to leave out nothing in this step."""
@@ -155,7 +173,7 @@ class FilterState:
 
     def _look(self) -> None:
         """Filter if the share of some steps ago was small enough, else go dense for a while."""
-        share = self._share  # once: DataParallel's threads share this object
+        share = self._share
         if share is None or _capturing():
             return
         host, event, tiles, due = share
@@ -175,8 +193,10 @@ class FilterState:
         ``kept``: share of the tiles of the logits' gradient that were computed. ``dropped_mass``: share of the tokens'
         probability in the others. ``tau``: the threshold on the error of the logits' gradient. ``error``: the error in the
         gradient of the hidden states that was measured last, relative to its norm; ``weight_error``: likewise of the weight, not
-        a number where it is frozen. ``dense``: 1 while the filter rests.
+        a number where it is frozen. ``dense``: 1 while the filter rests. Under DataParallel they are those of one device.
         """
+        if self._newest is not None:
+            return self._newest.stats()
         if self._last is None:
             return {}
         return {

@@ -77,6 +77,32 @@ def targets_of(wanted: Any, frozen: bool = False) -> tuple[float, float]:
     return share * ROUNDING[0], share * ROUNDING[1]
 
 
+def test_each_device_of_data_parallel_has_a_threshold_of_its_own() -> None:
+    """Its threads share the state of the model: what one device has measured stays while the other one computes."""
+    state, places = FilterState(), [torch.device("cpu"), torch.device("meta")]
+    hidden = [torch.zeros(1, dtype=torch.bfloat16, device=place) for place in places]
+    for error in (2 * ROUNDING[0], 4 * ROUNDING[0]):
+        for x in hidden:
+            assert state.on(x.device).threshold("auto", x) is not None
+        state.on(places[0]).report(told(error))
+    first, second = (state.on(x.device).threshold("auto", x) for x in hidden)
+    assert first is not None and float(first) < state_module.AUTO_TAU and first.device == places[0]
+    assert second is not None and second.device == places[1]
+    assert state.on(places[0]) is state is not state.on(places[1])
+    assert state.stats() == {} != state.on(places[0]).stats()  # of the one that was asked for last
+    assert state.on(places[0]) is state and state.stats()["tau"] > 0
+
+
+@cpu_only
+def test_a_loss_asks_the_state_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "filtered")
+    state, asked = FilterState(), []
+    of = FilterState.on
+    monkeypatch.setattr(FilterState, "on", lambda self, device: asked.append(device) or of(self, device))
+    step(state)
+    assert asked == [torch.device("cpu")] and state.stats()["kept"] > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_auto_is_exact_but_in_bfloat16(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     state = FilterState()
