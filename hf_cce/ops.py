@@ -429,7 +429,7 @@ class _CrossEntropy(torch.autograd.Function):
                 measure = ctx.steered and ctx.state.measure()  # nobody would read what an unsteered call measures
                 dh, dw, report = kernels.filtered_gradients(
                     filtered, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, *needs[:2], measure,
-                    ctx.state.expected(), in_full if ctx.state.keeps_all() else None,
+                    ctx.state.expected(), in_full if ctx.state.keeps_all() else None, ctx.state.moved,
                 )  # fmt: skip
                 ctx.state.report(report)
                 gradients = [dh, dw, None]

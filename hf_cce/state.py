@@ -137,8 +137,7 @@ class FilterState:
         self._last = report
         self._steer(report)
         kept = report.kept
-        # Not of the very first step: its threshold is the one to begin with, before any error was measured.
-        due = self._share is None and (self._calls > 0 if self.keeps_all() else self._calls % READ_EVERY == 0)
+        due = self._share is None and (self.keeps_all() or self._calls % READ_EVERY == 0)
         if due and not _capturing():
             event = None
             if kept.is_cuda:
@@ -151,8 +150,15 @@ class FilterState:
 
     def _steer(self, report: Any) -> None:
         """Move τ to where the errors that were measured point."""
+        moved = self.moved(report)
+        if moved is not None:
+            self._error, self._weight_error = report.error, report.weight_error
+            self._tau = moved
+
+    def moved(self, report: Any) -> Tensor | None:
+        """τ where the errors of a report point; None if none was measured. For "auto" they need not be relative."""
         if self._tau is None or self._tau.device != report.tau.device:
-            return
+            return None
         targets: tuple[Any, ...] = (self._wanted, self._wanted)
         if self._wanted == "auto":
             rounded = (report.rounding_error, report.rounding_weight_error)
@@ -161,15 +167,14 @@ class FilterState:
         found = zip((report.error, report.weight_error), targets, strict=True)
         measured = [(x, target) for x, target in found if x is not None and target is not None]
         if not measured:
-            return
-        self._error, self._weight_error = report.error, report.weight_error
+            return None
         ratios = [target / x.clamp_min(1e-12) for x, target in measured]
         step = (ratios[0] if len(ratios) == 1 else torch.minimum(*ratios)).clamp(0.25, 4.0)
         # A measurement of some tokens and rows scatters; after the first, half the way, in octaves, to where it points.
         if self._calls:
             step = step.sqrt()
         step = torch.where(step.isfinite(), step, torch.ones_like(step))
-        self._tau = (self._tau * step).clamp(SMALLEST_TAU, LARGEST_TAU)
+        return (self._tau * step).clamp(SMALLEST_TAU, LARGEST_TAU)
 
     def _look(self) -> None:
         """Filter if the share of some steps ago was small enough, else go dense for a while."""

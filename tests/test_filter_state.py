@@ -303,7 +303,7 @@ def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(monkeypatch: pytes
         return list(torch.autograd.grad(loss, leaves))
 
     whole = gradients("auto", FilterState(), again=True)
-    for pointless, expected in ((0.99, "wwwfff"), (0.0, "wwwddwwddww")):
+    for pointless, expected in ((0.99, "wwffff"), (0.0, "wwddwwddwwd")):
         monkeypatch.setattr(state_module, "POINTLESS", pointless)
         state, found = FilterState(), ""
         for _ in expected:
@@ -316,6 +316,33 @@ def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(monkeypatch: pytes
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
     linear_cross_entropy(*leaves, labels, config=CCEConfig("triton")).backward()
     assert "filtered" not in taken
+
+
+@cpu_only
+def test_the_first_rehearsal_looks_where_its_measurements_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share that decides whether the filter pays is not that of the threshold to begin with, which is a guess."""
+    force(monkeypatch, "filtered")
+    hidden, weight, labels = peaked(60, 32, 230, torch.bfloat16)
+    weight.requires_grad_()
+
+    def rehearse(state: FilterState) -> None:
+        linear_cross_entropy(hidden, weight, labels, config=CCEConfig("triton"), filter_state=state).backward()
+
+    kept = []
+    for first in (0.002, 0.05, 0.2):
+        monkeypatch.setattr(state_module, "AUTO_TAU", first)
+        state = FilterState()
+        rehearse(state)
+        moved = state.stats()["tau"]
+        assert_near(moved, tau_of(state, "auto"), "where the threshold goes")
+        assert abs(moved / first - 1) > 0.1
+        kept.append(state.stats()["kept"])
+        again = FilterState()
+        again.threshold("auto", torch.zeros(1, dtype=torch.bfloat16))
+        again._calls, again._tau = state_module.MEASURE_FIRST, torch.tensor(moved)
+        rehearse(again)  # measures nothing
+        assert again.stats()["kept"] == kept[-1] and again.stats()["tau"] == moved
+    assert kept[0] > kept[-1]
 
 
 @cpu_only

@@ -288,17 +288,19 @@ def filtered_gradients(
     measure: bool,
     expected: float | None = None,
     otherwise: Callable[[], Sequence[Tensor | None]] | None = None,
+    moved: Callable[[Report], Tensor | None] = lambda report: None,
 ) -> tuple[Tensor | None, Tensor | None, Report]:
     """The gradients of hidden and weight, up to what ``tau`` lets the filter drop; empty where not needed. Consumes ``saved``.
 
-    With ``otherwise``, which gives them in full, the report alone is the filter's.
+    With ``otherwise``, which gives them in full, the report alone is the filter's: see ``filtered.rehearse``.
     """
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     grad_lse, grad_label, _ = token_gradients(grad, factor, saved.lse, 0.0, z_loss)
     if otherwise is not None:
         report = filtered.rehearse(
-            saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure
+            saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure, moved
         )
+        del grad_lse, grad_label
         dh, dw, *_ = otherwise()
         return dh, dw, relative(report, dh, dw)
     return filtered.backward(

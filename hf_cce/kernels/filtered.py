@@ -7,6 +7,7 @@ its mass: two products with the blocks of the vocabulary in place of its entries
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -146,15 +147,21 @@ def rehearse(
     need_hidden: bool,
     need_weight: bool,
     measure: bool,
+    moved: Callable[[Report], Tensor | None],
 ) -> Report:
     """What the filter would do; the gradients are left to somebody else, and ``relative`` to be called with them.
 
-    Consumes ``saved``, all of whose memory it lets go.
+    ``moved`` gives the threshold to which the measured errors point, and the report says what would be kept with that one: the
+    first threshold of all is a guess. Consumes ``saved``; no memory but a few numbers stays.
     """
-    at = (saved, weight, grad_lse, grad_label, tau, logit_scale, softcap)
-    report = _choose(*at, need_hidden, need_weight, measure).report
+    options = (logit_scale, softcap, need_hidden, need_weight)
+    report = _choose(saved, weight, grad_lse, grad_label, tau, *options, measure).report
+    better = moved(report)
+    if better is not None:
+        there = _choose(saved, weight, grad_lse, grad_label, better, *options, False).report
+        report = report._replace(kept=there.kept, dropped=there.dropped, tau=better)
     vars(saved).clear()
-    return report
+    return report._replace(kept=report.kept.clone(), dropped=report.dropped.sum())
 
 
 def backward(
