@@ -13,6 +13,7 @@ from ways import WAYS, applies, config_of, force
 
 pytest.importorskip("triton")
 
+from hf_cce import linear_log_probs
 from hf_cce.kernels import plan
 from hf_cce.kernels.backward import OfLabels, write_logit_gradient
 from hf_cce.kernels.forward import tile_stats, tile_stride
@@ -114,6 +115,19 @@ def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtyp
         for out in found:
             out[rows, columns] = 0
         assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("d", [768, 4096])
+def test_no_log_probability_exceeds_zero(d: int) -> None:
+    """Where a token is certain, its logit and the logsumexp must have been rounded alike."""
+    torch.manual_seed(0)
+    weight = torch.randn(3001, d, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(0, 3001, (700,), device="cuda")
+    hidden = weight[labels] * (40 / d) + 0.01 * torch.randn(700, d, device="cuda", dtype=torch.bfloat16)
+    log_probs = linear_log_probs(hidden, weight, labels).log_probs
+    assert -0.01 < float(log_probs.min()) <= float(log_probs.max()) <= 0
 
 
 @pytest.mark.gpu

@@ -122,7 +122,7 @@ def cross_entropy(
     """As ``hf_cce.portable.cross_entropy``; gradients are formed in the backward pass only, from recomputed tiles."""
     lse, label_logit, mean_logit, *_ = logit_stats(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, label_smoothing > 0, False, False, False,
-        memory_budget, labels_apart=True,
+        memory_budget,
     )  # fmt: skip
     loss = _total_loss(lse, label_logit, mean_logit, factor, label_smoothing, z_loss)
     return loss, lse, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)

@@ -326,14 +326,8 @@ def logit_stats(
     want_log_sum_sq: bool,
     want_top1: bool,
     memory_budget: int,
-    labels_apart: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The statistics of ``hf_cce.portable.Stats``. Scratch: 4 bytes per token, tile and statistic, within the budget.
-
-    ``labels_apart``: labels' logits may be computed apart from the others. What tensor cores round alike then cancels no more in
-    a token's loss. The mean loss is then off by up to 6e-6 of itself instead of 1e-7, full logits in bfloat16 by 4e-5
-    (2026-11-22-h200-bench-heads.json, -plain.json); of single tokens log-probabilities could exceed zero.
-    """
+    """The statistics of ``hf_cce.portable.Stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
     n, v = labels.numel(), weight.shape[0]
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
@@ -350,7 +344,7 @@ def logit_stats(
     per_token = 4 * num_tiles * (1 + sum(wants))
     group = max(plan.block_m, memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
     live = None
-    if n and labels_apart and specialised(plan, bias, softcap, *wants):
+    if n and specialised(plan, bias, softcap, *wants):
         label_logit, live = label_logits(
             hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, plan.block_m
         )
