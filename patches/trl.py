@@ -7,7 +7,9 @@ those known here, and another TRL is left alone. It can go when TRL has a place 
 
 How: the name is given to an object whose ``apply`` looks whether a call of a patched model is on its way in this thread, and
 passes everything else on to what was there. The calls without gradients, of evaluation and of the old policy, are answered
-too: their log-probabilities must be those of the training call to the last bit, or the ratio of policies is not one.
+too: their log-probabilities must be those of the training call to the last bit, or the ratio of policies is not one. Under
+DeepSpeed ZeRO-3 TRL gathers the head for the time of this call alone: a frozen one, as under LoRA, is held until the backward
+pass, which follows; one with a gradient keeps TRL's function, which makes that gradient at once.
 """
 
 from __future__ import annotations
@@ -68,6 +70,12 @@ def leave() -> Call | None:
     return call
 
 
+def _gathered(parameter: Tensor) -> Tensor:
+    """The values of a frozen parameter that ZeRO-3 has gathered, which stay when it lets the parameter go; or the parameter."""
+    whole = tuple(getattr(parameter, "ds_shape", ())) == tuple(parameter.shape)
+    return parameter.detach() if whole and not parameter.requires_grad else parameter
+
+
 def _answer(
     call: Call,
     original: Any,
@@ -82,6 +90,9 @@ def _answer(
     outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
 ) -> tuple[Tensor | None, ...]:
     """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N], None where not asked for."""
+    frozen, frozen_bias = _gathered(weight), None if bias is None else _gathered(bias)
+    if why_not_read(frozen, frozen_bias) is None:  # of both, or of none
+        weight, bias = frozen, frozen_bias
     reason = why_not_read(weight, bias)
     if reason is not None:
         call.note_refused(reason)

@@ -38,7 +38,6 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_cce import CCECallback
 from hf_cce.bench import installed, machine, memory
@@ -284,10 +283,8 @@ def build_trainer(
     callbacks: list[TrainerCallback] = [meter]
     how = LOSSES[args.loss]
     if args.loss == "cce":
-        # Where ZeRO-3 partitions the head, hf_cce leaves TRL's fused head to TRL, and warns. Everywhere else a run without
-        # the fused loss would be a comparison of eager with eager.
-        left = args.task == "lora" and is_deepspeed_zero3_enabled()
-        callback = CCECallback(on_unused="warn" if left else "raise")
+        # A run without the fused loss would be a comparison of eager with eager.
+        callback = CCECallback(on_unused="raise")
         callbacks.append(callback)
         how = f"hf_cce, by CCECallback: {callback.config}"
     elif args.loss == "liger":

@@ -215,6 +215,41 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
     assert call.fused == 1
 
 
+@pytest.mark.parametrize("trained", [None, "weight", "bias"])
+@pytest.mark.parametrize("whole", [True, False], ids=["gathered", "not gathered"])
+def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: bool) -> None:
+    """As DeepSpeed does it: parameters say their shape, get their values for TRL's call, and lose them before the backward pass."""
+    g = torch.Generator().manual_seed(0)
+    hidden, targets = torch.randn(17, 24, generator=g, requires_grad=True), torch.randint(91, (17,), generator=g)
+    values = {"weight": torch.randn(91, 24, generator=g), "bias": torch.randn(91, generator=g)}
+    expected = (hidden @ values["weight"].t() + values["bias"]).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    (exact,) = torch.autograd.grad(expected.square().sum(), hidden)
+    head: dict[str, Any] = {}
+    for number, (name, value) in enumerate(values.items()):
+        head[name] = torch.nn.Parameter(value.clone() if whole else value.new_empty(0), requires_grad=name == trained)
+        head[name].ds_id, head[name].ds_shape = number, value.shape
+    asked = []
+
+    class Original:
+        @staticmethod
+        def apply(*args: Any) -> Any:
+            asked.append(args)
+            return ("TRL's",)
+
+    call = trl_patch.Call()
+    found = trl_patch._answer(call, Original, hidden, *head.values(), targets, 1.0, 32)
+    if trained or not whole:
+        assert found == ("TRL's",) and asked[0][1] is head["weight"] and asked[0][2] is head["bias"]
+        assert call.fused == 0 and "ZeRO-3" in call.reasons[0]
+        return
+    for parameter in head.values():
+        parameter.data = torch.empty(0)
+    (gradient,) = torch.autograd.grad(found[0].square().sum(), hidden)
+    assert call.fused == 1 and not asked
+    assert_as_good(found[0], expected, expected.double(), "log-probabilities")
+    assert_as_good(gradient, exact, exact.double(), "gradient")
+
+
 def test_other_models_and_other_trls_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patched = sft(tmp_path / "a", apply_cce(tiny_llama()), [])
     run(patched)
