@@ -24,6 +24,7 @@ from torch import Tensor
 from hf_cce.calls import Call
 from hf_cce.head import why_not_read
 from hf_cce.loss import linear_log_probs
+from hf_cce.patches import zero3
 
 NAME = "_ChunkedLogProbFunction"
 ARGUMENTS = (
@@ -70,10 +71,9 @@ def leave() -> Call | None:
     return call
 
 
-def _gathered(parameter: Tensor) -> Tensor:
+def _held(parameter: Tensor) -> Tensor:
     """The values of a frozen parameter that ZeRO-3 has gathered, which stay when it lets the parameter go; or the parameter."""
-    whole = tuple(getattr(parameter, "ds_shape", ())) == tuple(parameter.shape)
-    return parameter.detach() if whole and not parameter.requires_grad else parameter
+    return parameter.detach() if zero3.gathered(parameter) and not parameter.requires_grad else parameter
 
 
 def _answer(
@@ -90,7 +90,7 @@ def _answer(
     outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
 ) -> tuple[Tensor | None, ...]:
     """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N], None where not asked for."""
-    frozen, frozen_bias = _gathered(weight), None if bias is None else _gathered(bias)
+    frozen, frozen_bias = _held(weight), None if bias is None else _held(bias)
     if why_not_read(frozen, frozen_bias) is None:  # of both, or of none
         weight, bias = frozen, frozen_bias
     reason = why_not_read(weight, bias)

@@ -45,6 +45,11 @@ def why_not(head: nn.Module, *, compiling: bool = False) -> str | None:
     return None
 
 
+def gathered(parameter: Tensor) -> bool:
+    """Whether this is a parameter of DeepSpeed's that has all its values at present."""
+    return bool(parameter.shape == getattr(parameter, "ds_shape", None))
+
+
 def enter(head: nn.Module, call: Call) -> None:
     """For the time of a call: ``run`` is what the head does, and behind DeepSpeed's hooks is one of ours."""
     call.handles.append(head.register_forward_hook(_leave))
@@ -55,7 +60,7 @@ def run(head: nn.Module, hidden_states: Tensor, call: Call) -> Any:
     weight: Any = head.weight
     bias: Any = head.bias
     for parameter in (weight, bias):
-        if parameter is not None and parameter.shape != getattr(parameter, "ds_shape", None):
+        if parameter is not None and not gathered(parameter):
             call.note_refused("DeepSpeed ZeRO-3 has not gathered the head's weight for its forward")
             return None
     return Passage((HeadInput(hidden_states, call), _seen(weight), None if bias is None else _seen(bias)))
