@@ -78,17 +78,17 @@ def load(target: str, tiny: bool, device: torch.device) -> Any:
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    by_type = target in CONFIG_MAPPING and not Path(target).exists()
+    path = Path(target)
+    by_type = target in CONFIG_MAPPING and not path.exists()
     config = CONFIG_MAPPING[target] if by_type else type(hub.config_named(target, hub.model_type(target)))
     autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
     auto = next((auto for auto in autos if config in auto._model_mapping), None)
     if auto is None:
         raise ValueError(f"{target}: {config.__name__} belongs to no causal LM and to no model for images and text")
     if not (tiny or by_type):
-        if Path(target).is_file():
+        if path.is_file():
             raise ValueError(f"{target}: a file, and the weights are needed, too; give its folder, or add --tiny")
-        folder = Path(target)
-        if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+        if path.is_dir() and not any(any(path.glob(pattern)) for pattern in WEIGHTS):
             raise ValueError(f"{target}: no weights in this folder; for a tiny random model of its class add --tiny")
         loaded: Any = auto.from_pretrained(hub.reachable(target), dtype=torch.float32)
         return loaded.to(device)

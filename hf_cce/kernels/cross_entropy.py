@@ -296,23 +296,10 @@ def filtered_gradients(
     """
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     grad_lse, grad_label, _ = token_gradients(grad, factor, saved.lse, 0.0, z_loss)
-    if otherwise is not None:
-        report = filtered.rehearse(
-            saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure, moved
-        )
-        del grad_lse, grad_label
-        dh, dw, *_ = otherwise()
-        return dh, dw, relative(report, dh, dw)
-    return filtered.backward(
-        saved,
-        weight,
-        grad_lse,
-        grad_label,
-        tau,
-        logit_scale,
-        softcap,
-        need_hidden,
-        need_weight,
-        measure,
-        expected,
-    )
+    given = (saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure)
+    if otherwise is None:
+        return filtered.backward(*given, expected)
+    report = filtered.rehearse(*given, moved)
+    del given, grad_lse, grad_label  # their memory, like that of ``saved``, is for the gradients
+    dh, dw, *_ = otherwise()
+    return dh, dw, relative(report, dh, dw)
