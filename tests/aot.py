@@ -121,6 +121,7 @@ PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "filter blocks": ("filter", _blocks),
     "kept tiles": ("filter", lambda plan: {**plan.constants(), "num_warps": plan.tile_warps}),
     "hidden gradient": ("filter", lambda p: _sparse(p, p.block_d, p.sparse_warps, p.hidden_stages)),
+    "labels": ("forward", lambda plan: plan.labels),
     "rest": ("filter", lambda plan: plan.rest),
     "weight gradient": ("filter", lambda p: _sparse(p, p.weight_block_d, p.weight_warps, p.weight_stages)),
 }

@@ -295,8 +295,7 @@ SPECS = (
     ),
     Spec(
         "stored._label_logit_kernel",
-        plan="forward",
-        constants={"BLOCK_R": 64, "num_warps": 4},
+        plan="labels",
         types={
             "hidden": "*T",
             "weight": "*T",

@@ -66,6 +66,19 @@ class Plan:
             "num_stages": 1 if cpu else 2,
         }
 
+    @property
+    def labels(self) -> dict[str, Any]:
+        """Constants of the kernel of labels' logits. Fewer than 64 rows are no product for Hopper's tensor cores."""
+        return {
+            "BLOCK_R": 16 if self.num_warps == 1 else 64,
+            "BLOCK_K": self.block_k,
+            "PRECISION": self.precision,
+            "UPCAST": self.upcast,
+            # Four warps spill before Ampere, as they do in tiles of logits, whose number then serves here too.
+            "num_warps": self.num_warps if self.block_m < 128 else 4,
+            "num_stages": 3,
+        }
+
     def constants(self) -> dict[str, Any]:
         return {
             "BLOCK_M": self.block_m,

@@ -168,11 +168,11 @@ def label_logits(
     (n, d), v = hidden.shape, weight.shape[0]
     out = torch.empty(n, device=hidden.device)
     live = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
-    block_r = 16 if plan.num_warps == 1 else 64  # fewer than 64 rows are no product for Hopper's tensor cores
-    _label_logit_kernel[(triton.cdiv(n, block_r),)](
+    shapes = plan.labels
+    _label_logit_kernel[(triton.cdiv(n, shapes["BLOCK_R"]),)](
         hidden, weight, bias, labels, order, out, live, n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale,
         softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, GATHER=order is not None, BLOCK_M=block_m,
-        PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_R=block_r, BLOCK_K=plan.block_k, num_warps=min(4, plan.num_warps),
+        **shapes,
     )  # fmt: skip
     return out, live
 
