@@ -24,6 +24,7 @@ READ_EVERY = 4  # steps between two looks at the share of tiles kept
 # it is there, unless the host is that many steps ahead; it then waits, and the device has the steps between to work on.
 READ_AFTER = 2
 SORT_EVERY = 8  # steps for which one order of the vocabulary serves
+TILT_EVERY = 32  # and the covariance within dropped tiles (hf_cce.kernels.tilt), which has no order
 POINTLESS = 0.6  # share of tiles kept from which dense products are faster
 DENSE_STEPS = 32  # before the filter is tried again
 
@@ -123,10 +124,15 @@ class FilterState:
     def keep_vocabulary(self, weight: Tensor, order: Any) -> None:
         if _capturing():
             return
-        self._vocabulary = (
-            (weight.shape, weight.device, weight.dtype),
-            order,
-        )  # tiles, and the padding, differ by dtype
+        of = weight.shape, weight.device, weight.dtype  # tiles, and the padding, differ by dtype
+        if (
+            self._vocabulary is not None
+            and self._vocabulary[0] == of
+            and self._calls % TILT_EVERY
+            and order.tilt is None
+        ):
+            order.tilt = self._vocabulary[1].tilt
+        self._vocabulary = of, order
 
     def measure(self) -> bool:
         """Whether this step's error is to be measured."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
 import pickle
 from pathlib import Path
@@ -284,6 +285,21 @@ def test_an_order_of_the_vocabulary_serves_several_steps(monkeypatch: pytest.Mon
         step(state, **options)  # type: ignore[arg-type]
         assert state._vocabulary[1].order is not before
         assert torch.equal(state._vocabulary[1].order.sort().values[-70:], torch.arange(70, dtype=torch.int32))
+
+
+@cpu_only
+def test_a_tilt_serves_several_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "filtered")
+    for name, value in (("SORT_EVERY", 2), ("TILT_EVERY", 4), ("POINTLESS", 1.0)):
+        monkeypatch.setattr(state_module, name, value)
+    state, found = FilterState(), []
+    for _ in range(9):
+        step(state)
+        assert state._vocabulary is not None and state._vocabulary[1].tilt is not None
+        found.append(state._vocabulary[1])
+    for number, (before, after) in enumerate(itertools.pairwise(found), 1):
+        assert (after is before) == (number % 2 != 0)
+        assert (after.tilt is before.tilt) == (number % 4 != 0)
 
 
 @cpu_only
