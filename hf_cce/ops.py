@@ -394,7 +394,7 @@ class _CrossEntropy(torch.autograd.Function):
             factor = survey(labels, hidden, ignore_index, v, num_items, divisor, implementation)
             common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             if tau is not None:
-                result = kernels.filtered_cross_entropy(*common, need_weight, budget, ctx.state.vocabulary(weight))
+                result = kernels.filtered_cross_entropy(*common, need_weight, budget, *ctx.state.known(weight))
             if result is not None:
                 loss, ctx.filtered = result
                 lse = ctx.filtered.lse
@@ -429,7 +429,7 @@ class _CrossEntropy(torch.autograd.Function):
                 measure = ctx.steered and ctx.state.measure()  # nobody would read what an unsteered call measures
                 dh, dw, report = kernels.filtered_gradients(
                     filtered, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, *needs[:2], measure,
-                    ctx.state.expected(), in_full if ctx.state.keeps_all() else None, ctx.state.moved,
+                    in_full if ctx.state.keeps_all() else None, ctx.state.moved,
                 )  # fmt: skip
                 ctx.state.report(report)
                 gradients = [dh, dw, None]

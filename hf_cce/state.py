@@ -55,9 +55,9 @@ class FilterState:
         self._weight_error: Tensor | None = None
         self._dense = 0  # steps without the filter that are left
         self._trying = True  # nothing is left out until the share of tiles that would be kept is known
-        # kept tiles on the way to the host, their event, of how many, the step that looks
+        # what the filter kept, on the way to the host; its event, of how many tiles, the step that looks
         self._share: tuple[Tensor, Any, int, int] | None = None
-        self._seen: float | None = None  # the share that was looked at last
+        self._seen: Any = None  # what steps to come can be expected to do, by the share that was looked at last
         self._pinned: list[Tensor] = []  # read by captured graphs, whose replays need them where they are
         self._vocabulary: tuple[Any, Any] | None = None  # what it is an order of, the order
         self._device: torch.device | None = None  # the first one it was for
@@ -110,9 +110,13 @@ class FilterState:
         """
         return self._trying and self._wanted == "auto"
 
-    def expected(self) -> float | None:
-        """The share of tiles that this step is likely to keep, if that is known."""
+    def expected(self) -> Any:
+        """What this step is likely to keep, if that is known: hf_cce.kernels.layout.Expected, or None."""
         return None if _capturing() or self._trying else self._seen
+
+    def known(self, weight: Tensor) -> tuple[Any, Any]:
+        """What a forward pass can build on: ``vocabulary`` and ``expected``."""
+        return self.vocabulary(weight), self.expected()
 
     def vocabulary(self, weight: Tensor) -> Any | None:
         """The order of the vocabulary that ``keep_vocabulary`` was given for a weight like this, while it is fresh."""
@@ -142,16 +146,16 @@ class FilterState:
         """Take what the filter did in a backward pass: hf_cce.kernels.layout.Report, whose tensors are on the device."""
         self._last = report
         self._steer(report)
-        kept = report.kept
+        outlook = report.outlook
         due = self._share is None and (self.keeps_all() or self._calls % READ_EVERY == 0)
         if due and not _capturing():
             event = None
-            if kept.is_cuda:
-                host = torch.empty((), dtype=kept.dtype, pin_memory=True)
-                kept = host.copy_(kept, non_blocking=True)
+            if outlook.is_cuda:
+                host = torch.empty(outlook.shape, dtype=outlook.dtype, pin_memory=True)
+                outlook = host.copy_(outlook, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-            self._share = (kept, event, report.tiles, self._calls + READ_AFTER)
+            self._share = (outlook, event, report.tiles, self._calls + READ_AFTER)
         self._calls += 1
 
     def _steer(self, report: Any) -> None:
@@ -193,8 +197,11 @@ class FilterState:
         if event is not None:
             event.synchronize()
         self._share = None
-        self._seen = int(host) / tiles
-        self._trying = self._seen > POINTLESS
+        from hf_cce.kernels.layout import Expected
+
+        kept, stored, beyond = host.tolist()
+        self._seen = Expected(beyond / tiles, stored)
+        self._trying = kept / tiles > POINTLESS
         if self._trying:
             self._dense = DENSE_STEPS
 
@@ -211,7 +218,7 @@ class FilterState:
         if self._last is None:
             return {}
         return {
-            "kept": float(self._last.kept) / self._last.tiles,
+            "kept": float(self._last.outlook[0]) / self._last.tiles,
             "dropped_mass": float(self._last.dropped.sum()) / self._last.tokens,
             "tau": float(self._last.tau),
             "error": float("nan") if self._error is None else float(self._error),

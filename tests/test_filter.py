@@ -312,13 +312,14 @@ def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows:
 
     used: list[Any] = []
 
-    def plan_and_layout(hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int) -> Any:
+    def plan_and_layout(hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int, expected: Any) -> Any:
         plan = filtered.filter_plan(hidden, weight)
         n, v = hidden.shape[0], weight.shape[0]
         rows, cols = -(-n // plan.block_m), -(-v // plan.block_n)
         slab = v if blocks is None else blocks * plan.block_n
         slots, passes = (rows * cols, 1) if room is None else (room + rows, -(-rows * cols // room))
-        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n, True))
+        stored = 0 if expected is None else min(expected.stored, cols - 1)
+        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n, True, stored))
         return plan, used[-1]
 
     monkeypatch.setattr(filtered, "plan_and_layout", plan_and_layout)
@@ -408,13 +409,14 @@ def test_more_tiles_than_expected(
     results = []
     for share in (None, expected):
         used = force_layout(monkeypatch, *layout)
-        monkeypatch.setattr(FilterState, "expected", lambda self, share=share: share)
+        known = None if share is None else filtered.Expected(share, 0)
+        monkeypatch.setattr(FilterState, "expected", lambda self, known=known: known)
         launched.clear()
         results.append(run(inputs, labels, 0.03, SOFT, state := FilterState(), needs))
         stats = state.stats()
         if share is None:
             assert "_rest_hidden_kernel" not in launched and "_rest_weight_kernel" not in launched
-    slots, passes = used[0].room, 1 + math.ceil(filtered.MARGIN * expected * 21 / used[0].room)
+    slots, passes = used[0].room, 1 + math.floor(filtered.MARGIN * expected * 21 / used[0].room)
     assert stats["kept"] * 21 > slots * passes and passes < used[0].passes  # some are left
     assert launched.get("_rest_hidden_kernel", 0) == needs[0] and launched.get("_rest_weight_kernel", 0) == needs[1]
     first, other = results
@@ -443,9 +445,10 @@ def test_gradients_wait_for_more_passes_than_were_launched(expected: float, monk
     results = []
     for share in (None, expected):
         used = force_layout(monkeypatch, None, True, 4)
-        monkeypatch.setattr(FilterState, "expected", lambda self, share=share: share)
+        known = None if share is None else filtered.Expected(share, 0)
+        monkeypatch.setattr(FilterState, "expected", lambda self, known=known: known)
         results.append(run(inputs, labels, KEEPS_ALL, SOFT, FilterState()))
-    launched = 1 + math.ceil(filtered.MARGIN * expected * 21 / 4)
+    launched = 1 + math.floor(filtered.MARGIN * expected * 21 / 4)
     aside, first_blocks = seen[-1]
     assert launched < used[0].passes and aside > first_blocks[launched]
     for a, e, name in zip(*reversed(results), ("loss", "hidden", "weight"), strict=True):

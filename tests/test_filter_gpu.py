@@ -14,6 +14,7 @@ from ways import force, peaked, watch
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, ops
 from hf_cce import state as state_module
+from hf_cce.kernels.layout import Expected
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -211,7 +212,7 @@ def test_more_tiles_than_expected(options: Options, dtype: torch.dtype, monkeypa
         )
 
     found = []
-    for expected in (None, 0.0):
+    for expected in (None, Expected(0.0, 0)):
         monkeypatch.setattr(FilterState, "expected", lambda self, expected=expected: expected)
         leaves = leaves_of(hidden, weight)
         found.append(torch.autograd.grad(loss(*leaves, None, labels, options), leaves))

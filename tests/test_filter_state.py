@@ -22,7 +22,7 @@ from ways import KEEPS_ALL, backward_of, force, peaked
 
 from hf_cce import CCECallback, CCEConfig, FilterState, apply_cce, linear_cross_entropy, remove_cce
 from hf_cce import state as state_module
-from hf_cce.kernels.layout import Report
+from hf_cce.kernels.layout import Expected, Report
 from hf_cce.patches.causal_lm import patch_of
 
 pytest.importorskip("triton")
@@ -68,7 +68,7 @@ def told(error: float, kept: int = 10, weight_error: float | None = None) -> Rep
     """What a backward pass reports; of a frozen weight where no error of its gradient is given."""
     of_weight = (None, None) if weight_error is None else (torch.tensor(weight_error), torch.tensor(ROUNDING[1]))
     errors = (torch.tensor(error), of_weight[0], torch.tensor(ROUNDING[0]), of_weight[1])
-    return Report(torch.tensor(kept), 100, torch.tensor([1.0]), 50, torch.tensor(1e-3), *errors)
+    return Report(torch.tensor([kept, 0, kept], dtype=torch.int32), 100, torch.tensor([1.0]), 50, torch.tensor(1e-3), *errors)
 
 
 def targets_of(wanted: Any, frozen: bool = False) -> tuple[float, float]:
@@ -214,7 +214,7 @@ def test_the_error_asked_for_is_reached(monkeypatch: pytest.MonkeyPatch) -> None
     """Steps with the same inputs: the measured error comes closer to the one asked for than the first guess was."""
     force(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "MEASURE_EVERY", 1)
-    hidden, weight, labels = peaked(60, 32, 230)
+    hidden, weight, labels = peaked(120, 32, 460)
     wanted, state, errors = 0.06, FilterState(), []
     for _ in range(5):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -237,7 +237,7 @@ class Event:
 
 def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
     state, hidden, event = FilterState(), torch.zeros(1), Event()
-    state._share = (torch.tensor(90), event, 100, state_module.READ_AFTER)
+    state._share = (torch.tensor([90, 3, 40]), event, 100, state_module.READ_AFTER)
     for state._calls in range(
         state_module.READ_AFTER
     ):  # however soon it is there, the step that looks is always the same
@@ -247,8 +247,9 @@ def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
     while state.threshold(0.01, hidden) is None:
         rested += 1
     assert rested == state_module.DENSE_STEPS and state._share is None and event.waits == 1
-    state._share = (torch.tensor(50), event, 100, 0)
+    state._share = (torch.tensor([50, 3, 40]), event, 100, 0)
     assert state.threshold(0.01, hidden) is not None and state._share is None
+    assert state.expected() == Expected(0.4, 3)
 
 
 @cpu_only
@@ -256,7 +257,7 @@ def test_a_step_while_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = force(monkeypatch, "filtered")
     state = FilterState()
     filtered = step(state)
-    state._share = (torch.tensor(99), Event(), 100, 0)
+    state._share = (torch.tensor([99, 0, 99]), Event(), 100, 0)
     exact = step(state)
     assert taken["filtered"] == taken["filtered gradients"] == 1 and sum(taken.values()) == 4
     assert state.stats()["dense"] == 1.0

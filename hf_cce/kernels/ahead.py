@@ -23,6 +23,7 @@ from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.forward import survey_labels
 from hf_cce.kernels.grouped import formed_gradients
 from hf_cce.kernels.launch import listing
+from hf_cce.kernels.layout import Expected
 from hf_cce.kernels.stored import Stored
 
 logger = logging.getLogger(__name__)
@@ -119,12 +120,12 @@ def _step(problem: Problem) -> None:
         )  # fmt: skip
 
     if problem.filtered:
-        result = filtered_cross_entropy(*common, problem.needs[1], problem.budget, None)
+        result = filtered_cross_entropy(*common, problem.needs[1], problem.budget, None, Expected(0.0, 2))
         if result is not None:
             lse = result[1].lse
             filtered_gradients(
                 result[1], grad, factor, weight, empty(dtype=torch.float32), *options[1:], problem.z_loss, *problem.needs[:2],
-                True, 0.0,
+                True,
             )  # fmt: skip
             in_full(lse, None)  # the gradients of a step that is a rehearsal
             return

@@ -13,7 +13,7 @@ from hf_cce.kernels import dense, filtered
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats, tile_stride
 from hf_cce.kernels.grouped import Formed, Groups, group_size
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.layout import Filtered, Report, relative
+from hf_cce.kernels.layout import Expected, Filtered, Report, relative
 from hf_cce.kernels.order import Vocabulary
 from hf_cce.kernels.plan import Plan, empty_slab, make_plan, specialised
 from hf_cce.kernels.stored import Stored, label_logits, stored_width
@@ -260,17 +260,23 @@ def filtered_cross_entropy(
     need_weight: bool,
     memory_budget: int,
     vocabulary: Vocabulary | None,
+    expected: Expected | None = None,
 ) -> tuple[Tensor, Filtered] | None:
-    """(loss, what ``filtered_gradients`` needs), or None where the budget does not allow the filter."""
+    """(loss, what ``filtered_gradients`` needs), or None where the budget does not allow the filter.
+
+    ``expected``: what an earlier step lets expect; without it this one is prepared for all that can be kept.
+    """
     if not labels.numel():
         return None
-    chosen = filtered.plan_and_layout(hidden, weight, softcap, need_weight, memory_budget)
+    chosen = filtered.plan_and_layout(hidden, weight, softcap, need_weight, memory_budget, expected)
     if chosen is None:
         return None
     plan, layout = chosen
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
-    saved = filtered.forward(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary)
+    saved = filtered.forward(
+        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary, expected
+    )
     return _total_loss(saved.lse, saved.label_logit, None, factor, 0.0, z_loss), saved
 
 
@@ -286,7 +292,6 @@ def filtered_gradients(
     need_hidden: bool,
     need_weight: bool,
     measure: bool,
-    expected: float | None = None,
     otherwise: Callable[[], Sequence[Tensor | None]] | None = None,
     moved: Callable[[Report], Tensor | None] = lambda report: None,
 ) -> tuple[Tensor | None, Tensor | None, Report]:
@@ -298,7 +303,7 @@ def filtered_gradients(
     grad_lse, grad_label, _ = token_gradients(grad, factor, saved.lse, 0.0, z_loss)
     given = (saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure)
     if otherwise is None:
-        return filtered.backward(*given, expected)
+        return filtered.backward(*given)
     report = filtered.rehearse(*given, moved)
     del given, grad_lse, grad_label  # their memory, like that of ``saved``, is for the gradients
     dh, dw, *_ = otherwise()

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from hf_cce.kernels.filter import Kept, Mass, dropped_mass, select
 from hf_cce.kernels.forward import combine, tile_stats, tile_stride
-from hf_cce.kernels.layout import Filtered, Layout, Report, make_layout, relative
+from hf_cce.kernels.backward import OfLabels, write_logit_gradient
+from hf_cce.kernels.layout import Expected, Filtered, Layout, Report, make_layout, relative
 from hf_cce.kernels.measure import hidden_error, rounding_errors, weight_error
-from hf_cce.kernels.order import Vocabulary, permute_rows, sort_tokens, sort_vocabulary
-from hf_cce.kernels.plan import Plan, descriptor, filter_plan, operand, specialised
+from hf_cce.kernels.order import Vocabulary, permute_rows, put_rows, sort_tokens, sort_vocabulary
+from hf_cce.kernels.plan import Plan, descriptor, empty_slab, filter_plan, make_plan, operand, specialised
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.rest import _rest_hidden_kernel, _rest_weight_kernel
 from hf_cce.kernels.sparse import (
@@ -28,10 +29,13 @@ from hf_cce.kernels.sparse import (
     _kept_tiles_kernel,
     _weight_gradient_kernel,
 )
-from hf_cce.kernels.stored import label_logits
+from hf_cce.kernels.stored import Stored, label_logits, settle
 from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, leaning, tilted_rows
 
-MARGIN = 1.25  # how much more tiles may be kept than before without leaving some to hf_cce.kernels.rest
+MARGIN = 1.5  # how much more tiles may be kept than before without leaving some to hf_cce.kernels.rest
+# The share of a column block's tiles that has to be kept for its values to be stored in the forward pass: of the gradient of the
+# hidden states alone, and of both.
+WORTH_STORING, WORTH_STORING_BOTH = 0.5, 0.6
 
 
 def forward(
@@ -45,14 +49,20 @@ def forward(
     layout: Layout,
     plan: Plan,
     vocabulary: Vocabulary | None,
+    expected: Expected | None = None,
 ) -> Filtered:
-    """What the backward pass needs, and the loss: ``lse`` and ``label_logit`` of each token, zero where it is ignored."""
+    """What the backward pass needs, and the loss: ``lse`` and ``label_logit`` of each token, zero where it is ignored.
+
+    Of the first columns, as many as the layout says, it leaves the logits as well, as hf_cce.kernels.stored does: most of their
+    tiles will be kept, and need not be computed again.
+    """
     (n, d), v = hidden.shape, weight.shape[0]
     cols = triton.cdiv(v, plan.block_n)
     if vocabulary is None:
         vocabulary = sort_vocabulary(hidden, weight, bias, plan.block_n)
     order = sort_tokens(labels, vocabulary, ignore_index)
     hidden = hidden.index_select(0, order.tokens)
+    of_entries = bias
     if bias is not None:
         bias = bias.index_select(0, order.order[:v])
     means = weight.new_empty((cols, d))
@@ -60,25 +70,39 @@ def forward(
     tile_lse = torch.empty((cols, tile_stride(n)), device=hidden.device)
     tile_ratio = torch.empty((cols, tile_stride(n)), dtype=torch.bfloat16, device=hidden.device)
     tile_damping = torch.empty_like(tile_ratio) if softcap > 0 else None
-    in_order, live = None, None
-    if specialised(plan, bias, softcap):
+    live, stored = None, layout.stored * plan.block_n
+    if stored or specialised(plan, bias, softcap):
+        rows_of_flags = plan.block_m if specialised(plan, bias, softcap) else 0
         label_logit, live = label_logits(
-            hidden, weight, bias, order.labels, v, logit_scale, softcap, plan, plan.block_m, order.order
+            hidden, weight, of_entries, order.labels, v, logit_scale, softcap, plan, rows_of_flags, order.order
         )
-    for first in range(0, v, layout.slab):
-        stop, block = min(v, first + layout.slab), first // plan.block_n
-        in_order = None  # frees the slab before
-        in_order = permute_rows(weight, order.order, first, stop, means, plan.block_n, copy=True)
-        assert in_order is not None
+
+    def statistics(rows_of: Tensor, first: int, values: Tensor | None) -> None:
+        stop, block = first + len(rows_of), first // plan.block_n
         tile_stats(
-            hidden, in_order, None if bias is None else bias[first:stop], order.labels,
+            hidden, rows_of, None if bias is None else bias[first:stop], order.labels,
             [tile_lse[block:], None, None, None, None], label_logit, first, v, logit_scale, softcap, plan,
-            tile_ratio[block:], None if tile_damping is None else tile_damping[block:], live=live,
+            tile_ratio[block:], None if tile_damping is None else tile_damping[block:], values, live,
         )  # fmt: skip
+
+    values = empty_slab(hidden, n, stored) if stored else None
+    in_order, first_rows = None, None
+    if stored and not layout.keep_rows:
+        first_rows = permute_rows(weight, order.order, 0, stored, means, plan.block_n)
+        statistics(first_rows, 0, values)
+    for first in range(0 if layout.keep_rows else stored, v, layout.slab):
+        in_order = None  # frees the slab before
+        in_order = permute_rows(weight, order.order, first, min(v, first + layout.slab), means, plan.block_n)
+        if stored and layout.keep_rows:
+            first_rows = in_order[:stored]
+            statistics(first_rows, 0, values)
+            statistics(in_order[stored:], stored, None)
+        else:
+            statistics(in_order, first, None)
     combine([tile_lse, *[None] * 4], label_logit, order.labels, lse, [None] * 4, v, cols, v)
     return Filtered(
         order, hidden, in_order if layout.keep_rows else None, bias, means, lse, label_logit, tile_lse, tile_ratio, tile_damping,
-        layout, plan, vocabulary,
+        values, first_rows, layout, plan, vocabulary, expected,
     )  # fmt: skip
 
 
@@ -110,6 +134,7 @@ def _choose(
     kept = select(
         saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, tau,
         v, softcap, plan.block_m, plan.block_n, layout.room, layout.passes, capacity, d,
+        layout.stored, WORTH_STORING_BOTH if need_weight else WORTH_STORING,
     )  # fmt: skip
     mass = dropped_mass(
         kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
@@ -133,7 +158,7 @@ def _choose(
         errors |= {"rounding_error": of_hidden} if need_hidden else {}
         errors |= {"rounding_weight_error": of_weight} if need_weight else {}
     tiles = triton.cdiv(n, plan.block_m) * triton.cdiv(v, plan.block_n)
-    return _Choice(kept, mass, tilt, lean, Report(kept.start[-1], tiles, mass.dropped, n, tau, **errors))
+    return _Choice(kept, mass, tilt, lean, Report(kept.outlook, tiles, mass.dropped, n, tau, **errors))
 
 
 def rehearse(
@@ -159,9 +184,37 @@ def rehearse(
     better = moved(report)
     if better is not None:
         there = _choose(saved, weight, grad_lse, grad_label, better, *options, False).report
-        report = report._replace(kept=there.kept, dropped=there.dropped, tau=better)
+        report = report._replace(outlook=there.outlook, dropped=there.dropped, tau=better)
     vars(saved).clear()
-    return report._replace(kept=report.kept.clone(), dropped=report.dropped.sum())
+    return report._replace(outlook=report.outlook.clone(), dropped=report.dropped.sum())
+
+
+def _of_stored(
+    saved: Filtered,
+    grad_lse: Tensor,  # [N] in the order of rows
+    grad_label: Tensor,  # [N]
+    logit_scale: float,
+    softcap: float,
+    total: Tensor,  # [N, D] float32, written; empty where not needed
+    need_weight: bool,
+) -> Tensor | None:
+    """What the columns give whose values the forward pass has left. Returns the gradient of their rows of the weight."""
+    values, rows_of, order = saved.values, saved.first_rows, saved.order
+    assert values is not None and rows_of is not None
+    bias = None if saved.bias is None else saved.bias[: len(rows_of)]
+    stored, plan = Stored(values, saved.label_logit), make_plan(saved.hidden, rows_of, backward=True)
+    flags = settle(stored, order.labels, saved.lse, grad_lse, grad_label, logit_scale, softcap, plan.block_m)
+    write_logit_gradient(
+        values, saved.hidden, rows_of, bias, (order.labels, saved.lse, None, grad_lse, grad_label, None, None), 0, len(rows_of),
+        saved.vocabulary.rank.numel(), logit_scale, softcap, plan, flags,
+    )  # fmt: skip
+    if total.numel():
+        multiply_add(total, values, rows_of, first=True)
+    if not need_weight:
+        return None
+    gradient = torch.empty_like(rows_of)
+    multiply_add(gradient, values.t(), saved.hidden, first=True)
+    return gradient
 
 
 def backward(
@@ -175,12 +228,10 @@ def backward(
     need_hidden: bool,
     need_weight: bool,
     measure: bool,
-    expected: float | None = None,
 ) -> tuple[Tensor, Tensor, Report]:
     """(gradient of hidden [N, D] in the tokens' own order, of weight [V, D], report), empty where not needed.
 
-    Consumes ``saved``. ``expected``: the share of tiles that an earlier step kept; it decides how many passes are launched, and
-    should not be far too small.
+    Consumes ``saved``. What it expects decides how many passes are launched, and should not be far too little.
     """
     hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
     (n, d), v = hidden.shape, weight.shape[0]
@@ -190,9 +241,15 @@ def backward(
     # The rows in order, where the layout kept them, lie in the memory of the gradient that will overwrite them.
     in_place = need_weight and not gather
     waits = in_place and need_hidden and passes > 1
-    launched = passes
+    launched, expected = passes, saved.expected
     if expected is not None:
-        launched = min(passes, 1 + math.ceil(MARGIN * expected * rows * cols / layout.room))
+        share = expected.kept + max(0, expected.stored - layout.stored) / cols
+        launched = min(passes, 1 + math.floor(MARGIN * share * rows * cols / layout.room))
+    total, of_first = None, None
+    if layout.stored:
+        total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
+        of_first = _of_stored(saved, grad_lse, grad_label, logit_scale, softcap, total, need_weight)
+    del saved.values, saved.first_rows
 
     kept, mass, tilt, lean, report = _choose(
         saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure,
@@ -200,9 +257,10 @@ def backward(
     )  # fmt: skip
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
-    total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
+    if total is None:
+        total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
     if need_hidden:
-        multiply_add(total, mass.rows.t(), saved.means, first=True)
+        multiply_add(total, mass.rows.t(), saved.means, first=not layout.stored)
         if tilt is not None:
             multiply_add(total, tilted_rows(hidden, mass.of_token, logit_scale), tilt, first=False)
     spread = torch.empty((cols, d) if need_weight else 0, device=hidden.device)
@@ -275,6 +333,8 @@ def backward(
             grad_weight, order.order, scratch, kept.pass_block, kept.pass_start, kept.aside, v, d,
             PASSES=passes, BACK=back, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_D=128,
         )  # fmt: skip
+    if of_first is not None:
+        put_rows(of_first, order.order, grad_weight)
     # The tiles of the last pass that had any are still there; where the gradients from those before did not find room behind
     # them, they are computed once more.
     for number in reversed(range(launched if in_place else 0)):
@@ -290,10 +350,12 @@ def backward(
 
 
 def plan_and_layout(
-    hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int
+    hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int, expected: Expected | None = None
 ) -> tuple[Plan, Layout] | None:
     """How the filter would run for these inputs, or None where the budget does not allow it."""
     plan = filter_plan(hidden, weight)
     (n, d), v = hidden.shape, weight.shape[0]
-    layout = make_layout(n, d, v, hidden.element_size(), softcap > 0, need_weight, plan, budget)
+    # float16 has no range for what is stored
+    stored = 0 if expected is None or hidden.dtype == torch.float16 else expected.stored
+    layout = make_layout(n, d, v, hidden.element_size(), softcap > 0, need_weight, plan, budget, stored)
     return None if layout is None else (plan, layout)

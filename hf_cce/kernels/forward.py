@@ -110,7 +110,7 @@ def _tile_stats_kernel(
     if STORE and col < stored_width:
         height = top - tl.load(label_logit + rows, mask=in_rows, other=0.0)
         scaled = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
-        if HAS_SOFTCAP:
+        if HAS_SOFTCAP and not WANT_RATIO:  # else it is in there
             scaled *= slope
         at = stored + row.to(tl.int64) * stored_width + col
         here = tl.arange(0, BLOCK_M)[:, None] * stored_width + tl.arange(0, BLOCK_N)[None, :]

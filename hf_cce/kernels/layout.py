@@ -31,12 +31,16 @@ class Layout:
     passes: int  # as many as can be needed
     sampled: int  # tokens whose error may be measured
     tilted: bool  # whether there is room for what hf_cce.kernels.tilt needs
+    stored: int = 0  # column blocks, from the first, whose values are kept from the forward pass
 
 
 def make_layout(
-    n: int, d: int, v: int, element: int, softcap: bool, need_weight: bool, plan: Plan, budget: int
+    n: int, d: int, v: int, element: int, softcap: bool, need_weight: bool, plan: Plan, budget: int, stored: int = 0
 ) -> Layout | None:
-    """The division of ``budget`` bytes, or None where they do not suffice. ``element``: bytes of an element of the inputs."""
+    """The division of ``budget`` bytes, or None where they do not suffice. ``element``: bytes of an element of the inputs.
+
+    Of the first ``stored`` column blocks, or of as many as there is room for, the values are kept from the forward pass.
+    """
     rows, cols = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n)
     orders = 4 * (3 * v + 4 * n)
     means = (element + 4) * cols * d
@@ -67,19 +71,35 @@ def make_layout(
         sampled = min(n, SAMPLED, (budget - choice) // ((4 + element * (1 if keep_rows else 2)) * v))
         if sampled < min(n, FEWEST_SAMPLED):
             continue
-        slots = min(slots, rows * cols)
-        room = slots if slots == rows * cols else slots - rows
-        passes = triton.cdiv(rows * cols, room)
+        per_block = element * plan.block_n * (n + d * (not keep_rows))  # values, and rows of the weight that must stay
+        later = element * plan.block_n * d * need_weight  # the gradient of these rows, until the end
+        left = budget - standing - statistics
+        first = min(
+            stored,
+            cols - 1,
+            (left - (0 if keep_rows else min(v, 32 * plan.block_n) * element * d)) // per_block,
+            (left - total) // (per_block + later),
+            (budget - choice - sampled * (4 + element * (1 if keep_rows else 2)) * v - total) // max(later, 1),
+            (slots - max(2 * rows, 4 * plan.programs)) * tile // max(later, 1),
+        )
+        first = max(0, first // 2 * 2)  # whole tiles of hf_cce.kernels.hopper
+        if first and not keep_rows:
+            slab = min(slab, (left - first * per_block) // (element * d) // plan.block_n * plan.block_n)
+        slots -= triton.cdiv(first * later, tile)
+        tiles = rows * (cols - first)
+        slots = min(slots, tiles)
+        room = slots if slots == tiles else slots - rows
+        passes = triton.cdiv(tiles, room)
         # With many passes it costs less to gather rows than to keep them or to compute tiles twice.
         if passes <= (MAX_PASSES // 8 if keep_rows else MAX_PASSES):
-            return Layout(min(slab, v), keep_rows, slots, room, passes, sampled, tilted)
+            return Layout(min(slab, v), keep_rows, slots, room, passes, sampled, tilted, first)
     return None
 
 
 class Report(NamedTuple):
     """What the filter did in one backward pass; tensors stay on the device until somebody asks."""
 
-    kept: Tensor  # scalar: tiles computed
+    outlook: Tensor  # [3]: tiles computed, and what hf_cce.kernels.filter.Kept says of the steps to come
     tiles: int  # of so many
     dropped: Tensor  # partial sums of the tokens' probability in dropped tiles
     tokens: int
@@ -100,6 +120,13 @@ def relative(report: Report, grad_hidden: Tensor | None, grad_weight: Tensor | N
     return report._replace(**errors)
 
 
+class Expected(NamedTuple):
+    """What an earlier step lets expect of one to come."""
+
+    kept: float  # share of the tiles that are to be kept beyond
+    stored: int  # column blocks, from the first, which are worth storing
+
+
 @dataclass
 class Filtered:
     """What the forward pass leaves to the backward pass. N-long tensors are in the order of ``order.tokens``."""
@@ -114,6 +141,9 @@ class Filtered:
     tile_lse: Tensor  # [T, N] and the next two
     tile_ratio: Tensor
     tile_damping: Tensor | None
+    values: Tensor | None  # [N, columns stored]: see hf_cce.kernels.stored
+    first_rows: Tensor | None  # [columns stored, D]: the rows of the weight that go with them
     layout: Layout
     plan: Plan
     vocabulary: Vocabulary
+    expected: Expected | None

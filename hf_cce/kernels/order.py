@@ -48,13 +48,12 @@ def _key_kernel(labels, rank, columns, keys, num_tokens, v, ignore_index, FINE: 
 def _permute_rows_kernel(
     weight,  # [V, D]
     order,  # [V padded] int32
-    out,  # [columns, D], if HAS_OUT
+    out,  # [columns, D], written
     means,  # [T, D]: mean over the rows of each block
     first_block,
     v,
     d,
     stride,
-    HAS_OUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -63,10 +62,28 @@ def _permute_rows_kernel(
     ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (cols < v)[:, None] & (ds < d)[None, :]
     x = tl.load(weight + tl.load(order + cols).to(tl.int64)[:, None] * stride + ds[None, :], mask=mask, other=0.0)
-    if HAS_OUT:
-        tl.store(out + (cols - first_block * BLOCK_N).to(tl.int64)[:, None] * d + ds[None, :], x, mask=mask)
+    tl.store(out + (cols - first_block * BLOCK_N).to(tl.int64)[:, None] * d + ds[None, :], x, mask=mask)
     width = tl.minimum(v - block * BLOCK_N, BLOCK_N).to(tl.float32)
     tl.store(means + block.to(tl.int64) * d + ds, tl.sum(x.to(tl.float32), 0) / width, mask=ds < d)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["num_columns"])
+def _put_rows_kernel(
+    rows,  # [columns, D]
+    order,  # [V padded] int32
+    out,  # [V, D], written at the entries of the first columns
+    num_columns,
+    d,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (cols < num_columns)[:, None] & (ds < d)[None, :]
+    x = tl.load(rows + cols.to(tl.int64)[:, None] * d + ds[None, :], mask=mask)
+    to = tl.load(order + cols, mask=cols < num_columns, other=0)
+    tl.store(out + to.to(tl.int64)[:, None] * d + ds[None, :], x, mask=mask)
 
 
 @dataclass
@@ -121,14 +138,20 @@ def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Or
     return Order(vocabulary.order, tokens, columns.index_select(0, tokens))
 
 
-def permute_rows(
-    weight: Tensor, order: Tensor, first: int, stop: int, means: Tensor, block_n: int, copy: bool
-) -> Tensor | None:
-    """Rows ``first`` to ``stop`` of ``weight`` in that order, if ``copy``; their blocks' means into ``means`` [T, D]."""
+def permute_rows(weight: Tensor, order: Tensor, first: int, stop: int, means: Tensor, block_n: int) -> Tensor:
+    """Rows ``first`` to ``stop`` of ``weight`` in that order; their blocks' means into ``means`` [T, D]."""
     v, d = weight.shape
-    out = weight.new_empty((stop - first, d)) if copy else None
+    out = weight.new_empty((stop - first, d))
     _permute_rows_kernel[(triton.cdiv(stop - first, block_n), triton.cdiv(d, 128))](
         weight, order, out, means, first // block_n, v, d, weight.stride(0),
-        HAS_OUT=copy, BLOCK_N=block_n, BLOCK_D=128, num_warps=8,
+        BLOCK_N=block_n, BLOCK_D=128, num_warps=8,
     )  # fmt: skip
     return out
+
+
+def put_rows(rows: Tensor, order: Tensor, out: Tensor) -> None:
+    """``rows`` [columns, D] of the first columns to where their entries stand in ``out`` [V, D]."""
+    columns, d = rows.shape
+    _put_rows_kernel[(triton.cdiv(columns, 32), triton.cdiv(d, 128))](
+        rows, order, out, columns, d, BLOCK_N=32, BLOCK_D=128, num_warps=4
+    )
