@@ -318,7 +318,7 @@ SPECS = (
     Spec(
         "scaled._factors_kernel",
         plan="backward blocks",
-        types={"values": "*T", "scale": "*fp32", "of_label": "*fp32", "stride": "i32:16"},
+        types={"values": "*T", "scale": "*fp32", "of_label": "*fp32", "width": "i32", "stride": "i32:16"},
     ),
     Spec("scaled._scale_rows_kernel", types={"hidden": "*T", "scale": "*fp32", "out": "*T"}),
     Spec(

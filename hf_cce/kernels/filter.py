@@ -337,8 +337,10 @@ def select(
 ) -> Kept:
     """Choose the tiles to keep, and list them by column block, by row block and by pass.
 
-    Of the first ``stored`` column blocks nothing is dropped, and nothing listed: their values are there. ``worth``: the share of
-    a column block that has to be kept for that to pay. A pass holds at most ``room`` tiles before its last column block. ``capacity``: rows of tiles that the scratch has for
+    Of the first ``stored`` column blocks nothing is dropped, and nothing listed: their values are there. ``worth``: the share
+    of a column block that has to be kept for that to pay.
+
+    A pass holds at most ``room`` tiles before its last column block. ``capacity``: rows of tiles that the scratch has for
     the last pass and, of the length ``d``, for what waits behind it; 0 where nothing is to wait.
     """
     device, n = lse.device, lse.numel()
@@ -367,7 +369,9 @@ def select(
     )  # fmt: skip
     pass_of = ints(cols)
     padded = max(16, triton.next_power_of_2(rows))
-    _columns_kernel[(cols,)](energy, part, sums, tau, kept.place, kept.counts, rows, programs, stored, ROWS=padded, BLOCK=1024)
+    _columns_kernel[(cols,)](
+        energy, part, sums, tau, kept.place, kept.counts, rows, programs, stored, ROWS=padded, BLOCK=1024
+    )
     _scan_kernel[(1,)](
         kept.counts, kept.start, pass_of, kept.pass_block, kept.pass_start, kept.aside, kept.outlook, stored,
         math.ceil(worth * rows), rows, cols, room, capacity, d,

@@ -14,15 +14,16 @@ import torch
 import triton
 from torch import Tensor
 
+from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.filter import Kept, Mass, dropped_mass, select
 from hf_cce.kernels.forward import combine, tile_stats, tile_stride
-from hf_cce.kernels.backward import OfLabels, write_logit_gradient
 from hf_cce.kernels.layout import Expected, Filtered, Layout, Report, make_layout, relative
 from hf_cce.kernels.measure import hidden_error, rounding_errors, weight_error
 from hf_cce.kernels.order import Vocabulary, permute_rows, put_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.plan import Plan, descriptor, empty_slab, filter_plan, make_plan, operand, specialised
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.rest import _rest_hidden_kernel, _rest_weight_kernel
+from hf_cce.kernels.scaled import hidden_gradient, label_factors
 from hf_cce.kernels.sparse import (
     _aside_kernel,
     _hidden_gradient_kernel,
@@ -203,15 +204,23 @@ def _of_stored(
     assert values is not None and rows_of is not None
     bias = None if saved.bias is None else saved.bias[: len(rows_of)]
     stored, plan = Stored(values, saved.label_logit), make_plan(saved.hidden, rows_of, backward=True)
-    flags = settle(stored, order.labels, saved.lse, grad_lse, grad_label, logit_scale, softcap, plan.block_m)
-    write_logit_gradient(
-        values, saved.hidden, rows_of, bias, (order.labels, saved.lse, None, grad_lse, grad_label, None, None), 0, len(rows_of),
-        saved.vocabulary.rank.numel(), logit_scale, softcap, plan, flags,
-    )  # fmt: skip
+    per_token = (order.labels, saved.lse, grad_lse, grad_label)
+    (n, _), v = saved.hidden.shape, saved.vocabulary.rank.numel()
+
+    def compute_anew(flags: Tensor) -> None:
+        write_logit_gradient(
+            values, saved.hidden, rows_of, bias, (*per_token[:2], None, *per_token[2:], None, None), 0, len(rows_of), v,
+            logit_scale, softcap, plan, flags,
+        )  # fmt: skip
+
+    if not need_weight:  # a pass over [N, D] costs less than one over the values
+        scale, of_label = torch.empty((2, n), device=grad_lse.device).unbind()
+        compute_anew(label_factors(stored, *per_token, v, logit_scale, softcap, plan.block_m, v, scale, of_label))
+        hidden_gradient(values, rows_of, order.labels, scale, of_label, total, total)
+        return None
+    compute_anew(settle(stored, *per_token, logit_scale, softcap, plan.block_m))
     if total.numel():
         multiply_add(total, values, rows_of, first=True)
-    if not need_weight:
-        return None
     gradient = torch.empty_like(rows_of)
     multiply_add(gradient, values.t(), saved.hidden, first=True)
     return gradient

@@ -116,7 +116,9 @@ class Groups:
         n, v = labels.numel(), weight.shape[0]
         h, y, of_label = hidden[start:stop], labels[start:stop], self.of_label[start:stop]
         values, scale = stored.values, torch.empty_like(of_label)
-        flags = label_factors(stored, y, lse, grad_lse, grad_label, *self.options, self.plan.block_m, scale, of_label)
+        flags = label_factors(
+            stored, y, lse, grad_lse, grad_label, *self.options, self.plan.block_m, v, scale, of_label
+        )
         vectors = (y, lse, None, grad_lse, grad_label, None, None)
         write_logit_gradient(values, h, weight, bias, vectors, 0, v, *self.options, self.plan, flags)
         if self.grad_hidden is not None:

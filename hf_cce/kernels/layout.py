@@ -58,13 +58,14 @@ def make_layout(
         choice = standing + statistics + mass + lists
         products = standing + lists + total
         slots = (budget - products) // tile
+        making = making_bytes(n, d, v, element, plan.block_n, need_weight) * tilted
         if (
             slab < min(v, 32 * plan.block_n)
             or standing + statistics > budget
             or slots < max(2 * rows, 4 * plan.programs)
             or products + mass + hidden * tilted > budget
             or 8 * tilt > budget
-            or (tilted and choice + making_bytes(n, d, v, element, plan.block_n, need_weight) > budget)
+            or choice + making > budget
         ):
             continue
         # their logits in float32, what is left out of their gradient, and a copy of it in another order
@@ -79,8 +80,10 @@ def make_layout(
             cols - 1,
             (left - (0 if keep_rows else min(v, 32 * plan.block_n) * element * d)) // per_block,
             (left - total) // (per_block + later),
-            (budget - choice - sampled * (4 + element * (1 if keep_rows else 2)) * v - total) // max(later, 1),
-            (slots - max(2 * rows, 4 * plan.programs)) * tile // max(later, 1),
+            (budget - total - choice - max(making, sampled * (4 + element * (1 if keep_rows else 2)) * v))
+            // max(later, 1),
+            (budget - products - mass - hidden * tilted) // max(later, 1),
+            min(slots // 4, slots - max(2 * rows, 4 * plan.programs)) * tile // max(later, 1),
         )
         first = max(0, first // 2 * 2)  # whole tiles of hf_cce.kernels.hopper
         if first and not keep_rows:

@@ -34,9 +34,9 @@ BLOCK_V = 16  # rows of the weight that a program finishes
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
+@triton.jit(do_not_specialize=["num_tokens", "width", "ignore_index"])
 def _factors_kernel(
-    values,  # [N, V] S, rows `stride` apart: zeros are written where the labels are
+    values,  # [N, width] S, rows `stride` apart: zeros are written where the labels are
     label_logit,  # [N]
     labels,  # [N]
     lse,  # [N]
@@ -47,6 +47,7 @@ def _factors_kernel(
     of_label,  # [N], written: c
     num_tokens,
     vocab_size,
+    width,  # of the vocabulary, from the first on; labels beyond are somebody else's
     stride,
     ignore_index,
     logit_scale,
@@ -68,9 +69,10 @@ def _factors_kernel(
         c *= 1.0 - (z / softcap) * (z / softcap)
     # What is computed anew is the gradient itself, its labels' entries included.
     f = tl.where(beyond != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
-    c = tl.where((beyond == 0) & valid, c * logit_scale, 0.0)
+    mine = valid & (label < width)
+    c = tl.where((beyond == 0) & mine, c * logit_scale, 0.0)
     zero = tl.zeros((BLOCK_M,), values.dtype.element_ty)
-    tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=in_rows & valid)
+    tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=in_rows & mine)
     tl.store(flags + tl.program_id(0), beyond)
     tl.store(scale + rows, f, mask=in_rows)
     tl.store(of_label + rows, c, mask=in_rows)
@@ -111,7 +113,9 @@ def _finish_hidden_kernel(
     c = tl.load(of_label + rows, mask=here, other=0.0)
     f = tl.load(scale + rows, mask=here, other=0.0)
     label = tl.load(labels + rows, mask=here & (c != 0.0), other=0)
-    w = tl.load(weight + label[:, None] * weight_stride + ds[None, :], mask=mask & (c != 0.0)[:, None], other=0.0)
+    w = tl.load(
+        weight + label.to(tl.int64)[:, None] * weight_stride + ds[None, :], mask=mask & (c != 0.0)[:, None], other=0.0
+    )
     x = tl.load(product + at.to(tl.int64)[:, None] * d + ds[None, :], mask=mask, other=0.0)
     x = x * f[:, None] + w.to(tl.float32) * c[:, None]
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
@@ -201,14 +205,18 @@ def label_factors(
     logit_scale: float,
     softcap: float,
     block_m: int,
+    v: int,
     scale: Tensor,  # [N] float32, written: f
     of_label: Tensor,  # [N] float32, written: c
 ) -> Tensor:
-    """Write zeros where the labels are; returns the row blocks [⌈N / block_m⌉] whose values are to be computed anew."""
-    values, (n, v) = stored.values, stored.values.shape
+    """Write zeros where the labels are; returns the row blocks [⌈N / block_m⌉] whose values are to be computed anew.
+
+    The values may be of the first columns of the vocabulary alone; of labels beyond them c is zero.
+    """
+    values, (n, width) = stored.values, stored.values.shape
     flags = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=lse.device)
     _factors_kernel[(triton.cdiv(n, block_m),)](
-        values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, scale, of_label, n, v, values.stride(0),
+        values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, scale, of_label, n, v, width, values.stride(0),
         ignore_index, logit_scale, softcap or 1.0, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m,
     )  # fmt: skip
     return flags
@@ -305,7 +313,7 @@ def scaled_gradients(
     (n, d), v = hidden.shape, weight.shape[0]
     scale, of_label = torch.empty((2, n), device=lse.device).unbind()
     flags = label_factors(
-        stored, labels, lse, grad_lse, grad_label, ignore_index, logit_scale, softcap, block_m, scale, of_label
+        stored, labels, lse, grad_lse, grad_label, ignore_index, logit_scale, softcap, block_m, v, scale, of_label
     )
     recompute(flags)
     product = torch.empty((min(at_a_time, max(n, v)), d), device=hidden.device)
