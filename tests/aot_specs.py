@@ -258,7 +258,11 @@ SPECS = (
     Spec("order._put_rows_kernel", types={"rows": "*T", "out": "*T"}, constants={"BLOCK_N": 32, "BLOCK_D": 128}),
     Spec("tilt._orthogonal_kernel", types={"gram": "*fp64", "out": "*fp64"}, constants={"SIZE": 16, "SMALLEST": 1e-13}),
     Spec("tilt._along_kernel", plan="filter blocks", types={"product": "*fp32", "out": "*T"}, constants={"SIZE": 16}),
-    Spec("tilt._tilted_rows_kernel", types={"hidden": "*T", "mass": "*fp32", "out": "*T", "num_tiles": "i32"}),
+    Spec(
+        "tilt._tilted_rows_kernel",
+        types={"hidden": "*T", "mass": "*fp32", "out": "*T", "num_tiles": "i32", "out_stride": "i32:16"},
+        variants={"plain": {}, "transposed": {"TRANSPOSED": True}},
+    ),
     Spec(
         "tilt._centred_rows_kernel",
         plan="filter blocks",

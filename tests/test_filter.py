@@ -612,9 +612,8 @@ def check_layout(
     in_order = element * v * d if layout.keep_rows and not need_weight else 0
     statistics = cols * n * (4 + 2 + (2 if softcap else 0))
     tables = rows * cols * (4 + 4 + 4 + 8)  # place, tiles, tile_rows, row_tiles
-    mass = (
-        element * cols * n + 8 * cols * rows + 4 * -(-cols // 16) * n
-    )  # with its sums over tokens and over column blocks
+    # with its sums over tokens and over column blocks, and below it, from the start, what the covariance is multiplied by
+    mass = element * (cols + d * layout.tilted) * n + 8 * cols * rows + 4 * -(-cols // 16) * n
     total, spread = 4 * n * d, 4 * cols * d * need_weight
     scratch = slots * block_m * block_n * element
     width = layout.stored * block_n
@@ -634,7 +633,9 @@ def check_layout(
         "leaning": (statistics + of_stored + tables + mass + 4 * d * d + element * n * d + 64 * (v + 8 * d))
         * layout.tilted
         * need_weight,
-        "mass": tables + mass + max(total, of_stored) + spread + element * n * d * layout.tilted,
+        # both factors of one product: means and covariance are copied for it
+        "mass of hidden": tables + mass + max(total, of_stored) + element * (cols + d) * d * layout.tilted,
+        "mass of weight": tables + mass + max(total, of_stored) + spread,
         "products": tables + total + spread + scratch + element * width * d * need_weight,
     }
     for name, size in moments.items():

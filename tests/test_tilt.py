@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,4 +166,57 @@ def test_what_is_not_finite_in_an_ignored_token_stays_there() -> None:
     expected = hidden.double() * (mass.double().sum(0) * 0.5)[:, None]
     expected[7:9] = 0.0
     twin = (hidden * (mass.sum(0) * 0.5)[:, None]).nan_to_num(0.0)
-    assert_as_good(tilted_rows(hidden, mass, 0.5), twin, expected, "rows")
+    found = tilted_rows(hidden, mass, 0.5)
+    assert_as_good(found, twin, expected, "rows")
+    columns = torch.full((24, 48), float("nan"), device=DEVICE)
+    tilted_rows(hidden, mass, 0.5, columns[:, :40])
+    assert torch.equal(columns[:, :40], found.t()) and not columns[:, 40:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "d"), [(1, 5), (33, 640), (70, 136)])
+def test_tilted_rows_transposed(n: int, d: int, dtype: torch.dtype) -> None:
+    """The same numbers, zeros beyond the tokens, and nothing beyond the stride, whatever lies there."""
+    from hf_cce.kernels.forward import tile_stride
+    from hf_cce.kernels.tilt import tilted_rows
+
+    hidden = torch.randn(n, d, device=DEVICE).to(dtype)
+    # whole numbers, whose sums are exact in whatever order
+    mass = torch.randint(-9, 10, (3, tile_stride(n)), device=DEVICE).float()[:, :n]
+    around = torch.full((d + 2, tile_stride(n)), float("nan"), dtype=dtype, device=DEVICE)
+    out = tilted_rows(hidden, mass, 0.5, around[1:-1, :n])
+    assert torch.equal(out, tilted_rows(hidden, mass, 0.5).t()) and out.any()
+    assert not around[1:-1, n:].any() and around[[0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [0, 2])
+@pytest.mark.parametrize(("n", "d", "tiles"), [(70, 40, 9), (129, 136, 33)])
+def test_means_and_covariance_in_one_product(n: int, d: int, tiles: int, stored: int, dtype: torch.dtype) -> None:
+    """As good as a product with the means and one with the covariance, added to what is there where values were stored."""
+    from hf_cce.kernels.filter import Mass
+    from hf_cce.kernels.filtered import _of_dropped
+    from hf_cce.kernels.forward import tile_stride
+    from hf_cce.kernels.products import multiply_add
+    from hf_cce.kernels.tilt import tilted_rows
+
+    hidden, means, tilt = (torch.randn(count, d, device=DEVICE).to(dtype) for count in (n, tiles, d))
+    of_token = torch.randint(-9, 10, (3, n), device=DEVICE).float()
+    total = torch.randn(n, d, device=DEVICE) if stored else torch.full((n, d), float("nan"), device=DEVICE)
+    every = torch.full((tiles + d, tile_stride(n)), float("nan"), dtype=dtype, device=DEVICE)
+    every[:tiles] = torch.randn(tiles, tile_stride(n), device=DEVICE)
+    every[:tiles, n:] = float("nan")
+    unused = torch.empty(0, device=DEVICE)
+    saved: Any = SimpleNamespace(hidden=hidden, means=means, layout=SimpleNamespace(stored=stored))
+
+    for tilted in (True, False):
+        mass = Mass(every[:tiles, :n], every[: tiles + d * tilted, :n], unused, unused, of_token)
+        actual, twin = total.clone(), total.clone()
+        _of_dropped(actual, saved, mass, tilt if tilted else None, 0.5)
+        multiply_add(twin, mass.rows.t(), means, first=not stored)
+        exact = mass.rows.double().t() @ means.double() + (total.double() if stored else 0.0)
+        if tilted:
+            rows = tilted_rows(hidden, of_token, 0.5)
+            multiply_add(twin, rows, tilt, first=False)
+            exact += rows.double() @ tilt.double()
+        assert_as_good(actual, twin, exact, f"tilted: {tilted}")

@@ -389,14 +389,16 @@ class Mass(NamedTuple):
     """What the dropped tiles leave, and its sums."""
 
     rows: Tensor  # [T, N]: the gradient that a dropped tile's row keeps, zero for the others
+    every: Tensor  # [T + beyond, N]: ``rows`` and, in the same memory, rows below them that somebody else will write
     dropped: Tensor  # [T, row blocks]: share of the tokens' probability
     leaves: Tensor  # [T, row blocks]: sums of ``rows``
     of_token: Tensor  # [T / MASS_GROUP, N]: likewise
 
 
-def mass_bytes(n: int, cols: int, element: int, block_m: int) -> int:
+def mass_bytes(n: int, cols: int, element: int, block_m: int, beyond: int) -> int:
     """The memory of a ``Mass``."""
-    return (element * cols + 4 * triton.cdiv(cols, MASS_GROUP)) * tile_stride(n) + 8 * cols * triton.cdiv(n, block_m)
+    of_tokens = element * (cols + beyond) + 4 * triton.cdiv(cols, MASS_GROUP)
+    return of_tokens * tile_stride(n) + 8 * cols * triton.cdiv(n, block_m)
 
 
 def dropped_mass(
@@ -410,9 +412,11 @@ def dropped_mass(
     logit_scale: float,
     dtype: torch.dtype,
     block_m: int,
+    beyond: int,
 ) -> Mass:
+    """``beyond``: rows to allocate below those of the mass matrix."""
     n, (cols, rows) = lse.numel(), kept.place.shape
-    mass = torch.empty((cols, tile_stride(n)), dtype=dtype, device=lse.device)
+    mass = torch.empty((cols + beyond, tile_stride(n)), dtype=dtype, device=lse.device)
     dropped, leaves = torch.empty((2, cols, rows), device=lse.device).unbind()
     of_token = torch.empty((triton.cdiv(cols, MASS_GROUP), tile_stride(n)), device=lse.device)
     _mass_kernel[(rows, len(of_token))](
@@ -420,4 +424,4 @@ def dropped_mass(
         tile_stride(n), n, rows, cols, v, logit_scale,
         HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, GROUP=MASS_GROUP, num_warps=2,
     )  # fmt: skip
-    return Mass(mass[:, :n], dropped, leaves, of_token[:, :n])
+    return Mass(mass[:cols, :n], mass[:, :n], dropped, leaves, of_token[:, :n])

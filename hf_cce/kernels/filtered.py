@@ -137,11 +137,13 @@ def _choose(
         v, softcap, plan.block_m, plan.block_n, layout.room, layout.passes, capacity, d,
         layout.stored, WORTH_STORING_BOTH if need_weight else WORTH_STORING,
     )  # fmt: skip
+    tilted = layout.tilted and dtype != torch.float16  # which has no range for it
     mass = dropped_mass(
-        kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m
-    )
+        kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m,
+        d if tilted and need_hidden else 0,
+    )  # fmt: skip
     tilt, lean, learnt = None, None, saved.vocabulary
-    if layout.tilted and dtype != torch.float16:  # which has no range for it
+    if tilted:
         if need_hidden and learnt.tilt is None:
             learnt.tilt = covariance(weight, order.order, mass.dropped.sum(1), plan.block_n)
         if need_weight and learnt.leaning is None:
@@ -226,6 +228,29 @@ def _of_stored(
     return gradient
 
 
+def _of_dropped(
+    total: Tensor,  # [N, D] float32: added to where the layout stores values, else written
+    saved: Filtered,
+    mass: Mass,  # with D rows beyond its own if there is a tilt
+    tilt: Tensor | None,  # [D, D]
+    logit_scale: float,
+) -> None:
+    """What the dropped tiles leave to the hidden states' gradient, by way of their means and of the tilt.
+
+    One product: of two, the second would read and write all of ``total`` once more.
+    """
+    means = saved.means
+    if tilt is not None:
+        cols = len(means)
+        tilted_rows(saved.hidden, mass.of_token, logit_scale, mass.every[cols:])
+        # Copied here, the covariance is there twice only for a moment. (``cat`` of tensors without memory imports a second's
+        # worth of modules.)
+        means = means.new_empty((cols + len(tilt), len(tilt)))
+        means[:cols].copy_(saved.means)
+        means[cols:].copy_(tilt)
+    multiply_add(total, mass.every.t(), means, first=not saved.layout.stored)
+
+
 def backward(
     saved: Filtered,
     weight: Tensor,  # [V, D]
@@ -269,9 +294,7 @@ def backward(
     if total is None:
         total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
     if need_hidden:
-        multiply_add(total, mass.rows.t(), saved.means, first=not layout.stored)
-        if tilt is not None:
-            multiply_add(total, tilted_rows(hidden, mass.of_token, logit_scale), tilt, first=False)
+        _of_dropped(total, saved, mass, tilt, logit_scale)
     spread = torch.empty((cols, d) if need_weight else 0, device=hidden.device)
     if need_weight:
         multiply_add(spread, mass.rows, hidden, first=True)

@@ -45,7 +45,7 @@ def make_layout(
     orders = 4 * (3 * v + 4 * n)
     means = (element + 4) * cols * d
     statistics = (4 + 2 + 2 * softcap) * cols * n
-    mass, lists = mass_bytes(n, cols, element, plan.block_m), 4 * (7 * rows * cols + 8 * cols)
+    lists = 4 * (7 * rows * cols + 8 * cols)
     hidden, total = element * n * d, 4 * n * d
     tile = element * plan.block_m * plan.block_n
     for keep_rows, tilted in product((True, False), (True, False)):
@@ -53,17 +53,20 @@ def make_layout(
         weight = element * v * d if keep_rows and not need_weight else 0
         tilt = kept_bytes(d, v, element, True, need_weight) * tilted
         standing = orders + means + hidden + weight + tilt
-        # at the three moments that need most: the forward pass, the choice of tiles, the products
+        mass = mass_bytes(n, cols, element, plan.block_m, d * tilted)
+        # at the moments that need most: the forward pass, the choice of tiles, the products
         slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
         choice = standing + statistics + mass + lists
         products = standing + lists + total
+        # While mass is multiplied the covariance is there twice; the means are too, but what is spread is not there yet.
+        multiplied = products + mass + element * d * d * tilted
         slots = (budget - products) // tile
         making = making_bytes(n, d, v, element, plan.block_n, need_weight) * tilted
         if (
             slab < min(v, 32 * plan.block_n)
             or standing + statistics > budget
             or slots < max(2 * rows, 4 * plan.programs)
-            or products + mass + hidden * tilted > budget
+            or multiplied > budget
             or 8 * tilt > budget
             or choice + making > budget
         ):
@@ -82,7 +85,7 @@ def make_layout(
             (left - total) // (per_block + later),
             (budget - total - choice - max(making, sampled * (4 + element * (1 if keep_rows else 2)) * v))
             // max(later, 1),
-            (budget - products - mass - hidden * tilted) // max(later, 1),
+            (budget - multiplied) // max(later, 1),
             min(slots // 4, slots - max(2 * rows, 4 * plan.programs)) * tile // max(later, 1),
         )
         first = max(0, first // 2 * 2)  # whole tiles of hf_cce.kernels.hopper

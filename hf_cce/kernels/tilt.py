@@ -68,13 +68,15 @@ def _centred_rows_kernel(
 def _tilted_rows_kernel(
     hidden,  # [N, D]
     mass,  # [T, N], or sums of some of its rows each
-    out,  # [N, D], written
+    out,  # [N, D], written; [D, N] if TRANSPOSED, then up to the stride
     num_tokens,
     d,
     hidden_stride,
     tile_stride,
+    out_stride,
     num_tiles,
     logit_scale,
+    TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -93,8 +95,14 @@ def _tilted_rows_kernel(
         mask = in_rows[:, None] & (ds < d)[None, :]
         x = tl.load(hidden + rows.to(tl.int64)[:, None] * hidden_stride + ds[None, :], mask=mask, other=0.0)
         # of an ignored token: what is not finite in its hidden state must not spread from there
-        y = tl.where(factor[:, None] == 0.0, 0.0, x.to(tl.float32) * factor[:, None])
-        tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], y.to(out.dtype.element_ty), mask=mask)
+        y = tl.where(factor[:, None] == 0.0, 0.0, x.to(tl.float32) * factor[:, None]).to(out.dtype.element_ty)
+        if TRANSPOSED:
+            # A mask by the number of tokens, of which nothing is known, would keep stores from being vectors: what is beyond
+            # them gets zeros.
+            to = out + ds.to(tl.int64)[:, None] * out_stride + rows[None, :]
+            tl.store(to, tl.trans(y), mask=(ds < d)[:, None] & (rows < out_stride)[None, :])
+        else:
+            tl.store(out + rows.to(tl.int64)[:, None] * out_stride + ds[None, :], y, mask=mask)
 
 
 @Kernel
@@ -182,15 +190,16 @@ def covariance(
     return (total / (tiles * block_n)).to(weight.dtype).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def tilted_rows(hidden: Tensor, mass: Tensor, logit_scale: float) -> Tensor:
+def tilted_rows(hidden: Tensor, mass: Tensor, logit_scale: float, columns: Tensor | None = None) -> Tensor:
     """Times the covariance, what the dropped tiles leave to each token beyond their means; [N, D] in the dtype of ``hidden``.
 
-    ``mass`` [T, N]: the gradient that the dropped tiles keep, or sums of some of its rows each.
+    ``mass`` [T, N]: the gradient that the dropped tiles keep, or sums of some of its rows each. With ``columns`` [D, N] it is
+    written there, transposed; zeros up to its stride, beyond N.
     """
-    (n, d), out = hidden.shape, torch.empty_like(hidden)
+    (n, d), out = hidden.shape, torch.empty_like(hidden) if columns is None else columns
     _tilted_rows_kernel[(triton.cdiv(n, 32), triton.cdiv(d, 512))](
-        hidden, mass, out, n, d, hidden.stride(0), mass.stride(0), mass.shape[0], logit_scale,
-        BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512,
+        hidden, mass, out, n, d, hidden.stride(0), mass.stride(0), out.stride(0), mass.shape[0], logit_scale,
+        TRANSPOSED=columns is not None, BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512,
     )  # fmt: skip
     return out
 
