@@ -57,7 +57,9 @@ class FilterState:
         self._trying = True  # nothing is left out until the share of tiles that would be kept is known
         # what the filter kept, on the way to the host; its event, of how many tiles, the step that looks
         self._share: tuple[Tensor, Any, int, int] | None = None
-        self._seen: Any = None  # what steps to come can be expected to do, by the share that was looked at last
+        self._seen: tuple[float, int] | None = (
+            None  # what steps to come can be expected to do, by the share that was looked at last
+        )
         self._pinned: list[Tensor] = []  # read by captured graphs, whose replays need them where they are
         self._vocabulary: tuple[Any, Any] | None = None  # what it is an order of, the order
         self._device: torch.device | None = None  # the first one it was for
@@ -110,8 +112,8 @@ class FilterState:
         """
         return self._trying and self._wanted == "auto"
 
-    def expected(self) -> Any:
-        """What this step is likely to keep, if that is known: hf_cce.kernels.layout.Expected, or None."""
+    def expected(self) -> tuple[float, int] | None:
+        """What this step is likely to keep, if that is known: see hf_cce.kernels.layout.Expected."""
         return None if _capturing() or self._trying else self._seen
 
     def known(self, weight: Tensor) -> tuple[Any, Any]:
@@ -197,10 +199,8 @@ class FilterState:
         if event is not None:
             event.synchronize()
         self._share = None
-        from hf_cce.kernels.layout import Expected
-
         kept, stored, beyond = host.tolist()
-        self._seen = Expected(beyond / tiles, stored)
+        self._seen = (beyond / tiles, stored)
         self._trying = kept / tiles > POINTLESS
         if self._trying:
             self._dense = DENSE_STEPS

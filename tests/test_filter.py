@@ -411,7 +411,7 @@ def test_more_tiles_than_expected(
     results = []
     for share in (None, expected):
         used = force_layout(monkeypatch, *layout)
-        known = None if share is None else filtered.Expected(share, 0)
+        known = None if share is None else (share, 0)
         monkeypatch.setattr(FilterState, "expected", lambda self, known=known: known)
         launched.clear()
         results.append(run(inputs, labels, 0.03, SOFT, state := FilterState(), needs))
@@ -447,7 +447,7 @@ def test_gradients_wait_for_more_passes_than_were_launched(expected: float, monk
     results = []
     for share in (None, expected):
         used = force_layout(monkeypatch, None, True, 4)
-        known = None if share is None else filtered.Expected(share, 0)
+        known = None if share is None else (share, 0)
         monkeypatch.setattr(FilterState, "expected", lambda self, known=known: known)
         results.append(run(inputs, labels, KEEPS_ALL, SOFT, FilterState()))
     launched = 1 + math.floor(filtered.MARGIN * expected * 21 / 4)
@@ -481,7 +481,7 @@ def test_values_of_the_first_columns_are_kept(
     inputs, labels = make_inputs(40, 32, 200, torch.float32, DEVICE, bias=True, ignored="some")
     with torch.no_grad():  # one token is off by more than the values' limit, unless a softcap forbids it
         inputs[0][7] *= 200
-    monkeypatch.setattr(FilterState, "expected", lambda self: filtered.Expected(1.0, stored))
+    monkeypatch.setattr(FilterState, "expected", lambda self: (1.0, stored))
     exact, twin = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
     alone = tuple(None if x is None else x.detach() for x in (inputs[0][7:8], *inputs[1:]))
     assert labels[7] >= 0 and run_plain(alone, labels[7:8])[0] > 60
@@ -512,7 +512,7 @@ def test_what_is_worth_storing(tau: float, stored: int, monkeypatch: pytest.Monk
     from hf_cce.kernels import filtered
 
     force(monkeypatch, "filtered")
-    monkeypatch.setattr(FilterState, "expected", lambda self: filtered.Expected(1.0, stored))
+    monkeypatch.setattr(FilterState, "expected", lambda self: (1.0, stored))
     monkeypatch.setattr(FilterState, "threshold", lambda *a: torch.tensor(tau))
     hidden, weight, labels = peaked(120, 32, 460)
     force_layout(monkeypatch, None, True, None)

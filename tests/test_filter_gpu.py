@@ -15,7 +15,6 @@ from ways import force, peaked, watch
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, ops
 from hf_cce import state as state_module
 from hf_cce.kernels import filtered
-from hf_cce.kernels.layout import Expected
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -220,7 +219,7 @@ def test_more_tiles_than_expected(options: Options, dtype: torch.dtype, monkeypa
         )
 
     found = []
-    for expected in (None, Expected(0.0, 0)):
+    for expected in (None, (0.0, 0)):
         monkeypatch.setattr(FilterState, "expected", lambda self, expected=expected: expected)
         leaves = leaves_of(hidden, weight)
         found.append(torch.autograd.grad(loss(*leaves, None, labels, options), leaves))
@@ -260,7 +259,7 @@ def test_values_of_the_first_columns_are_kept(
     plain_loss(*wide, None, labels, options).backward()
     found = []
     for stored in (0, 20):
-        monkeypatch.setattr(FilterState, "expected", lambda self, stored=stored: Expected(1.0, stored))
+        monkeypatch.setattr(FilterState, "expected", lambda self, stored=stored: (1.0, stored))
         leaves = [x.detach().clone().requires_grad_(need) for x, need in zip((hidden, weight), needs, strict=True)]
         linear_cross_entropy(
             *leaves, labels, logit_scale=options.logit_scale, softcap=options.softcap, z_loss=options.z_loss, config=config,

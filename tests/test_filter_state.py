@@ -22,7 +22,7 @@ from ways import KEEPS_ALL, backward_of, force, peaked
 
 from hf_cce import CCECallback, CCEConfig, FilterState, apply_cce, linear_cross_entropy, remove_cce
 from hf_cce import state as state_module
-from hf_cce.kernels.layout import Expected, Report
+from hf_cce.kernels.layout import Report
 from hf_cce.patches.causal_lm import patch_of
 
 pytest.importorskip("triton")
@@ -251,7 +251,7 @@ def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
     assert rested == state_module.DENSE_STEPS and state._share is None and event.waits == 1
     state._share = (torch.tensor([50, 3, 40]), event, 100, 0)
     assert state.threshold(0.01, hidden) is not None and state._share is None
-    assert state.expected() == Expected(0.4, 3)
+    assert state.expected() == (0.4, 3)
 
 
 @cpu_only

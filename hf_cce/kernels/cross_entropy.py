@@ -260,22 +260,23 @@ def filtered_cross_entropy(
     need_weight: bool,
     memory_budget: int,
     vocabulary: Vocabulary | None,
-    expected: Expected | None = None,
+    expected: tuple[float, int] | None = None,
 ) -> tuple[Tensor, Filtered] | None:
     """(loss, what ``filtered_gradients`` needs), or None where the budget does not allow the filter.
 
-    ``expected``: what an earlier step lets expect; without it this one is prepared for all that can be kept.
+    ``expected``: what an earlier step lets expect (``Expected``); without it this one is prepared for all that can be kept.
     """
     if not labels.numel():
         return None
-    chosen = filtered.plan_and_layout(hidden, weight, softcap, need_weight, memory_budget, expected)
+    known = None if expected is None else Expected(*expected)
+    chosen = filtered.plan_and_layout(hidden, weight, softcap, need_weight, memory_budget, known)
     if chosen is None:
         return None
     plan, layout = chosen
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     saved = filtered.forward(
-        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary, expected
+        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary, known
     )
     return _total_loss(saved.lse, saved.label_logit, None, factor, 0.0, z_loss), saved
 

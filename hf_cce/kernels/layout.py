@@ -72,7 +72,8 @@ def make_layout(
         ):
             continue
         # their logits in float32, what is left out of their gradient, and a copy of it in another order
-        sampled = min(n, SAMPLED, (budget - choice) // ((4 + element * (1 if keep_rows else 2)) * v))
+        per_sample = (4 + element * (1 if keep_rows else 2)) * v
+        sampled = min(n, SAMPLED, (budget - choice) // per_sample)
         if sampled < min(n, FEWEST_SAMPLED):
             continue
         per_block = element * plan.block_n * (n + d * (not keep_rows))  # values, and rows of the weight that must stay
@@ -83,14 +84,15 @@ def make_layout(
             cols - 1,
             (left - (0 if keep_rows else min(v, 32 * plan.block_n) * element * d)) // per_block,
             (left - total) // (per_block + later),
-            (budget - total - choice - max(making, sampled * (4 + element * (1 if keep_rows else 2)) * v))
-            // max(later, 1),
+            (budget - total - choice - max(making, min(sampled, SAMPLED // 2) * per_sample)) // max(later, 1),
             (budget - multiplied) // max(later, 1),
             min(slots // 4, slots - max(2 * rows, 4 * plan.programs)) * tile // max(later, 1),
         )
         first = max(0, first // 2 * 2)  # whole tiles of hf_cce.kernels.hopper
         if first and not keep_rows:
             slab = min(slab, (left - first * per_block) // (element * d) // plan.block_n * plan.block_n)
+        if first:
+            sampled = min(sampled, (budget - total - choice - first * later) // per_sample)
         slots -= triton.cdiv(first * later, tile)
         tiles = rows * (cols - first)
         slots = min(slots, tiles)
