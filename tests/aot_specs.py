@@ -206,8 +206,10 @@ SPECS = (
             "scratch": "tile BLOCK_M BLOCK_K",
             "weight": "tile BLOCK_K BLOCK_D unless GATHER",
             "total": "*fp32",
+            "second": "*fp32",
             "tokens": "*i64",
             "out": "*T",
+            "split": "i32",
         },
         variants=GATHERED,
     ),
@@ -246,6 +248,12 @@ SPECS = (
                 },
             ),
         )
+    ),
+    Spec(
+        "sparse._join_kernel",
+        plan="filter blocks",
+        types={**dict.fromkeys(("total", "second"), "*fp32"), "tokens": "*i64", "out": "*T"},
+        constants={"BLOCK_D": 32},
     ),
     Spec("sparse._aside_kernel", plan="filter blocks", types={"gradient": "*T", "scratch": "*T"}),
     Spec("order._order_kernel", types={"by_logit": "*i64", "padded": "i32:16"}),

@@ -615,6 +615,7 @@ def check_layout(
     # with its sums over tokens and over column blocks, and below it, from the start, what the covariance is multiplied by
     mass = element * (cols + d * layout.tilted) * n + 8 * cols * rows + 4 * -(-cols // 16) * n
     total, spread = 4 * n * d, 4 * cols * d * need_weight
+    second = 4 * min(rows, 16, max(1, 16384 // d)) * block_m * d  # of the row blocks with the longest lists
     scratch = slots * block_m * block_n * element
     width = layout.stored * block_n
     values = element * width * (n + (0 if layout.keep_rows else d))  # with the rows that go with them
@@ -636,7 +637,7 @@ def check_layout(
         # both factors of one product: means and covariance are copied for it
         "mass of hidden": tables + mass + max(total, of_stored) + element * (cols + d) * d * layout.tilted,
         "mass of weight": tables + mass + max(total, of_stored) + spread,
-        "products": tables + total + spread + scratch + element * width * d * need_weight,
+        "products": tables + total + second + spread + scratch + element * width * d * need_weight,
     }
     for name, size in moments.items():
         assert always + in_order + size <= budget + 64 * n, f"{name}: {always + in_order + size} of {budget}, {layout}"

@@ -34,6 +34,11 @@ class Layout:
     stored: int = 0  # column blocks, from the first, whose values are kept from the forward pass
 
 
+def split_rows(rows: int, d: int) -> int:
+    """Of how many row blocks two programs share the list: see hf_cce.kernels.sparse. At most 8 MiB of what they make."""
+    return min(rows, max(1, min(16, (16 << 10) // d)))
+
+
 def make_layout(
     n: int, d: int, v: int, element: int, softcap: bool, need_weight: bool, plan: Plan, budget: int, stored: int = 0
 ) -> Layout | None:
@@ -57,7 +62,7 @@ def make_layout(
         # at the moments that need most: the forward pass, the choice of tiles, the products
         slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
         choice = standing + statistics + mass + lists
-        products = standing + lists + total
+        products = standing + lists + total + 4 * split_rows(rows, d) * plan.block_m * d
         # While mass is multiplied the covariance is there twice; the means are too, but what is spread is not there yet.
         multiplied = products + mass + element * d * d * tilted
         slots = (budget - products) // tile

@@ -157,7 +157,7 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
         return replace(
             plan, block_n=128, sparse_block_k=32, sparse_warps=8, weight_warps=8, tile_warps=8, programs=2 * processors
         )
-    plan = replace(plan, block_n=128, num_warps=4, num_stages=3, hidden_stages=4, programs=2 * processors)
+    plan = replace(plan, block_n=128, num_warps=4, num_stages=3, hidden_stages=5, programs=2 * processors)
     if plan.in_parts:  # twice the accumulators
         return replace(plan, block_d=64, weight_block_d=64)
     return replace(plan, weight_block_d=256, weight_warps=8) if hidden.shape[1] % 256 == 0 else plan
