@@ -40,8 +40,9 @@ class FilterState:
     """Steers the gradient filter of one head from step to step; the device never waits for the host.
 
     It measures, every 32 steps, the error that the filter makes in the gradients of some tokens' hidden states and of some rows
-    of the weight, and moves the threshold; goes to dense products for 32 steps where the filter kept too much; and keeps the
-    order of the vocabulary for 8 steps. It holds 8 · V bytes for that order, D · D + 16 · (V + D) elements of the weight's dtype
+    of the weight, and moves the threshold; goes to dense products for 32 steps where the filter kept too much; says of how many
+    columns the values are worth keeping in the forward pass; and keeps the order of the vocabulary for 8 steps and the
+    covariance of its rows for 32. It holds 8 · V bytes for that order, D · D + 16 · (V + D) elements of the weight's dtype
     (hf_cce.kernels.tilt), and a few numbers. ``apply_cce`` makes one per model; give one to ``linear_cross_entropy`` where you
     train a head of your own. Copies and pickles of it begin anew.
     """
@@ -57,9 +58,8 @@ class FilterState:
         self._trying = True  # nothing is left out until the share of tiles that would be kept is known
         # what the filter kept, on the way to the host; its event, of how many tiles, the step that looks
         self._share: tuple[Tensor, Any, int, int] | None = None
-        self._seen: tuple[float, int] | None = (
-            None  # what steps to come can be expected to do, by the share that was looked at last
-        )
+        # what steps to come can be expected to do, by the share that was looked at last
+        self._seen: tuple[float, int] | None = None
         self._pinned: list[Tensor] = []  # read by captured graphs, whose replays need them where they are
         self._vocabulary: tuple[Any, Any] | None = None  # what it is an order of, the order
         self._device: torch.device | None = None  # the first one it was for

@@ -137,7 +137,12 @@ SPECS = (
             "first_col": "i32",
             "labels": "*i32",
         },
-        variants={"ratio": {"WANT_RATIO": True}, "ratio everything": {"WANT_RATIO": True, **TOKEN_FLAGS}},
+        variants={
+            "ratio": {"WANT_RATIO": True},
+            "ratio everything": {"WANT_RATIO": True, **TOKEN_FLAGS},
+            "ratio store": {"WANT_RATIO": True, "STORE": True},
+            "ratio store everything": {"WANT_RATIO": True, "STORE": True, **TOKEN_FLAGS},
+        },
     ),
     Spec(
         "hopper._specialised_tiles_kernel",

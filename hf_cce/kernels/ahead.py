@@ -120,6 +120,8 @@ def _step(problem: Problem) -> None:
         )  # fmt: skip
 
     if problem.filtered:
+        # The first steps store nothing, those after them what is worth it.
+        filtered_cross_entropy(*common, problem.needs[1], problem.budget, None)
         result = filtered_cross_entropy(*common, problem.needs[1], problem.budget, None, Expected(0.0, 2))
         if result is not None:
             lse = result[1].lse

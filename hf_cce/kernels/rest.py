@@ -1,9 +1,9 @@
 """Kept tiles beyond the passes that were launched: whoever needs one computes it, several times over.
 
 How many passes there can be is decided from shapes, and a launch without work still costs the host and the device their time:
-of ten passes one or two had any on a trained head of 128,256 words. How many there will be the host knows from an earlier
-step. It launches one more than that asks for, and these two kernels for the case that more is kept than it thought: slow,
-since each computes a tile hidden_size / BLOCK_D times, but as right as any.
+of ten passes one or two had any on a trained head of 128,256 words. How many tiles there will be the host knows from an earlier
+step. It launches passes for half as many more, and these two kernels for the case that more still are kept: slow, since each
+computes a tile hidden_size / BLOCK_D times, but as right as any.
 """
 
 from __future__ import annotations
