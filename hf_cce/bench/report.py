@@ -43,7 +43,7 @@ SCATTERS = 1.2  # most of the times by the least, from which a median alone says
 ASIDE = ("hf_cce 64 MiB", "hf_cce exact 1.25 GiB", "apple cce exact", "torch F.linear_cross_entropy")
 # Why those tables have no row of theirs; said until they have.
 UNMEASURED = {
-    "quack": "not asked for in these runs; on the trained heads it has one of its own, above",
+    "quack": "not asked for in these runs; on trained heads it has one of its own, above",
     "trl": "not asked for in this run",
     "torch F.linear_cross_entropy": "torch has it from 2.13 on, and the machine with the GPU has 2.11",
     "apple cce exact": "not asked for in these runs",
