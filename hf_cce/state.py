@@ -148,10 +148,9 @@ class FilterState:
         """Take what the filter did in a backward pass: hf_cce.kernels.layout.Report, whose tensors are on the device."""
         self._last = report
         self._steer(report)
-        outlook = report.outlook
         due = self._share is None and (self.keeps_all() or self._calls % READ_EVERY == 0)
         if due and not _capturing():
-            event = None
+            outlook, event = torch.cat((report.outlook, report.wanted.sum(dtype=torch.int32)[None])), None
             if outlook.is_cuda:
                 host = torch.empty(outlook.shape, dtype=outlook.dtype, pin_memory=True)
                 outlook = host.copy_(outlook, non_blocking=True)
@@ -199,9 +198,10 @@ class FilterState:
         if event is not None:
             event.synchronize()
         self._share = None
-        kept, stored, beyond = host.tolist()
+        _, stored, beyond, wanted = host.tolist()
         self._seen = (beyond / tiles, stored)
-        self._trying = kept / tiles > POINTLESS
+        # Not what was computed: where values are stored that is more, and steps that store would judge otherwise than others.
+        self._trying = wanted / tiles > POINTLESS
         if self._trying:
             self._dense = DENSE_STEPS
 

@@ -600,6 +600,13 @@ def check_layout(
     rows, cols = -(-n // block_m), -(-v // block_n)
     slots, room, passes = layout.slots, layout.room, layout.passes
     assert 0 <= layout.stored <= min(stored, cols - 1)
+    without = make_layout(
+        n, d, v, element, softcap, need_weight, Plan(block_m, block_n, 64, 4, 3, False, "ieee"), budget
+    )
+    # what is stored needs no passes, so that there may even be a better one
+    assert without is not None and (layout.keep_rows, layout.tilted) >= (without.keep_rows, without.tilted)
+    if not layout.stored:
+        assert layout == without
     tiles = rows * (cols - layout.stored)
     assert layout.slab % block_n == 0 or layout.slab == v
     assert min(n, 8) <= layout.sampled <= min(n, 64)

@@ -163,7 +163,7 @@ def _choose(
         errors |= {"rounding_error": of_hidden} if need_hidden else {}
         errors |= {"rounding_weight_error": of_weight} if need_weight else {}
     tiles = triton.cdiv(n, plan.block_m) * triton.cdiv(v, plan.block_n)
-    return _Choice(kept, mass, tilt, lean, Report(kept.outlook, tiles, mass.dropped, n, tau, **errors))
+    return _Choice(kept, mass, tilt, lean, Report(kept.outlook, kept.counts, tiles, mass.dropped, n, tau, **errors))
 
 
 def rehearse(
@@ -184,12 +184,14 @@ def rehearse(
     ``moved`` gives the threshold to which the measured errors point, and the report says what would be kept with that one: the
     first threshold of all is a guess. Consumes ``saved``; no memory but a few numbers stays.
     """
+    # Stored by a step before the one that found out that it does not pay: there is no room for them here.
+    saved.values = saved.first_rows = None
     options = (logit_scale, softcap, need_hidden, need_weight)
     report = _choose(saved, weight, grad_lse, grad_label, tau, *options, measure).report
     better = moved(report)
     if better is not None:
         there = _choose(saved, weight, grad_lse, grad_label, better, *options, False).report
-        report = report._replace(outlook=there.outlook, dropped=there.dropped, tau=better)
+        report = report._replace(outlook=there.outlook, wanted=there.wanted, dropped=there.dropped, tau=better)
     vars(saved).clear()
     return report._replace(outlook=report.outlook.clone(), dropped=report.dropped.sum())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from threading import Lock, Thread
@@ -82,6 +82,11 @@ def _hash_triton() -> None:
         triton_key()
 
 
+def _hash_early() -> None:
+    with suppress(Exception):  # whoever needs the hash is told
+        _hash_triton()
+
+
 def _wake_cublas(device: torch.device) -> None:
     """Its first product takes a sixth of a second, in which other threads can load kernels."""
     if device.type == "cuda":
@@ -104,7 +109,7 @@ def _kind(x: Any, alignment: bool = True) -> Any:
 def listing() -> Iterator[Launches]:
     """Nothing is launched inside; what would have been is in the list."""
     launches = Launches()
-    Thread(target=_hash_triton, daemon=True).start()  # hashing and reading let other threads run
+    Thread(target=_hash_early, daemon=True).start()  # hashing and reading let other threads run
     token = _listed.set(launches)
     try:
         yield launches

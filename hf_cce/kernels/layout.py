@@ -94,18 +94,20 @@ def make_layout(
             min(slots // 4, slots - max(2 * rows, 4 * plan.programs)) * tile // max(later, 1),
         )
         first = max(0, first // 2 * 2)  # whole tiles of hf_cce.kernels.hopper
-        if first and not keep_rows:
-            slab = min(slab, (left - first * per_block) // (element * d) // plan.block_n * plan.block_n)
-        if first:
-            sampled = min(sampled, (budget - total - choice - first * later) // per_sample)
-        slots -= triton.cdiv(first * later, tile)
-        tiles = rows * (cols - first)
-        slots = min(slots, tiles)
-        room = slots if slots == tiles else slots - rows
-        passes = triton.cdiv(tiles, room)
-        # With many passes it costs less to gather rows than to keep them or to compute tiles twice.
-        if passes <= (MAX_PASSES // 8 if keep_rows else MAX_PASSES):
-            return Layout(min(slab, v), keep_rows, slots, room, passes, sampled, tilted, first)
+        for number in dict.fromkeys((first, 0)):
+            left_for = slots - triton.cdiv(number * later, tile)
+            tiles = rows * (cols - number)
+            held = min(left_for, tiles)
+            room = held if held == tiles else held - rows
+            passes = triton.cdiv(tiles, room)
+            # With many passes it costs less to gather rows than to keep them or to compute tiles twice.
+            if passes > (MAX_PASSES // 8 if keep_rows else MAX_PASSES):
+                continue
+            if number and not keep_rows:
+                slab = min(slab, (left - number * per_block) // (element * d) // plan.block_n * plan.block_n)
+            if number:
+                sampled = min(sampled, (budget - total - choice - number * later) // per_sample)
+            return Layout(min(slab, v), keep_rows, held, room, passes, sampled, tilted, number)
     return None
 
 
@@ -113,6 +115,7 @@ class Report(NamedTuple):
     """What the filter did in one backward pass; tensors stay on the device until somebody asks."""
 
     outlook: Tensor  # [3]: tiles computed, and what hf_cce.kernels.filter.Kept says of the steps to come
+    wanted: Tensor  # [T]: tiles of each column block that are kept or, where all are stored, would be
     tiles: int  # of so many
     dropped: Tensor  # partial sums of the tokens' probability in dropped tiles
     tokens: int

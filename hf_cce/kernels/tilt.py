@@ -176,7 +176,9 @@ def covariance(
     """Of the rows of the weight around the mean of their block, weighted by ``mass``; [D, D] in the weight's dtype."""
     (v, d), tiles = weight.shape, mass.numel()
     # Of the order of one, as float16 has little range; the covariance is divided by what this is too large by.
-    scale = (mass * (tiles / mass.sum().clamp_min(1e-30))).sqrt()
+    whole = mass.sum()
+    # Of nothing dropped, as where all labels are ignored, the matrix would be zero, and stay for later steps.
+    scale = torch.where(whole > 0, mass * (tiles / whole.clamp_min(1e-30)), 1.0).sqrt()
     total = torch.empty((d, d), device=weight.device)
     at_a_time = max(1, CHUNK // (weight.element_size() * block_n * d))
     for first in range(0, tiles, at_a_time):
