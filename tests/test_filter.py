@@ -321,7 +321,7 @@ def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows:
         slab = v if blocks is None else blocks * plan.block_n
         slots, passes = (rows * cols, 1) if room is None else (room + rows, -(-rows * cols // room))
         stored = 0 if expected is None else min(expected.stored, cols - 1)
-        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n, True, stored))
+        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n, True, stored, min(rows, 2)))
         return plan, used[-1]
 
     monkeypatch.setattr(filtered, "plan_and_layout", plan_and_layout)
@@ -622,7 +622,7 @@ def check_layout(
     # with its sums over tokens and over column blocks, and below it, from the start, what the covariance is multiplied by
     mass = element * (cols + d * layout.tilted) * n + 8 * cols * rows + 4 * -(-cols // 16) * n
     total, spread = 4 * n * d, 4 * cols * d * need_weight
-    second = 4 * min(rows, 16, max(1, 16384 // d)) * block_m * d  # of the row blocks with the longest lists
+    second = 4 * layout.split * block_m * d  # of the row blocks with the longest lists
     scratch = slots * block_m * block_n * element
     width = layout.stored * block_n
     values = element * width * (n + (0 if layout.keep_rows else d))  # with the rows that go with them

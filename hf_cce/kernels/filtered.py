@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.filter import Kept, Mass, dropped_mass, select
 from hf_cce.kernels.forward import combine, tile_stats, tile_stride
-from hf_cce.kernels.layout import Expected, Filtered, Layout, Report, make_layout, relative, split_rows
+from hf_cce.kernels.layout import Expected, Filtered, Layout, Report, make_layout, relative
 from hf_cce.kernels.measure import hidden_error, rounding_errors, weight_error
 from hf_cce.kernels.order import Vocabulary, permute_rows, put_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.plan import Plan, descriptor, empty_slab, filter_plan, make_plan, operand, specialised
@@ -320,7 +320,7 @@ def backward(
     w_rows = source if gather else descriptor(source, bk, bd, plan)
     h_rows = descriptor(hidden, bk, wd, plan)
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
-    split = split_rows(rows, d)
+    split = layout.split
     second = torch.empty((split * plan.block_m, d) if need_hidden else 0, device=hidden.device)
     chunks = triton.cdiv(d, bd)
 
@@ -356,10 +356,11 @@ def backward(
                 grad_hidden, number, split, n, rows, cols, v, d, source.stride(0), PASSES=passes, GATHER=gather, BLOCK_D=bd,
                 **common, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
             )  # fmt: skip
-            _join_kernel[(split, triton.cdiv(d, 32))](
-                kept.row_pass, kept.row_order, total, second, order.tokens, grad_hidden, number, n, rows, d,
-                PASSES=passes, BLOCK_M=plan.block_m, BLOCK_D=32, num_warps=4,
-            )  # fmt: skip
+            if split:
+                _join_kernel[(split, triton.cdiv(d, 32))](
+                    kept.row_pass, kept.row_order, total, second, order.tokens, grad_hidden, number, n, rows, d,
+                    PASSES=passes, BLOCK_M=plan.block_m, BLOCK_D=32, num_warps=4,
+                )  # fmt: skip
         if need_weight and (waits or not in_place):
             multiply_weight(number, waits)
     if launched < passes and need_hidden:

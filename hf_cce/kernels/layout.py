@@ -32,11 +32,12 @@ class Layout:
     sampled: int  # tokens whose error may be measured
     tilted: bool  # whether there is room for what hf_cce.kernels.tilt needs
     stored: int = 0  # column blocks, from the first, whose values are kept from the forward pass
+    split: int = 0  # row blocks, those with the longest lists of kept tiles, whose lists two programs share
 
 
-def split_rows(rows: int, d: int) -> int:
-    """Of how many row blocks two programs share the list: see hf_cce.kernels.sparse. At most 8 MiB of what they make."""
-    return min(rows, max(1, min(16, (16 << 10) // d)))
+def split_rows(rows: int, d: int, block_m: int, budget: int) -> int:
+    """Of how many row blocks two programs share the list: see hf_cce.kernels.sparse. For what they make a 32nd of the budget."""
+    return min(rows, 16, (16 << 10) // d, budget // 32 // (4 * block_m * d))
 
 
 def make_layout(
@@ -53,6 +54,7 @@ def make_layout(
     lists = 4 * (7 * rows * cols + 8 * cols)
     hidden, total = element * n * d, 4 * n * d
     tile = element * plan.block_m * plan.block_n
+    split = split_rows(rows, d, plan.block_m, budget)
     for keep_rows, tilted in product((True, False), (True, False)):
         # with a gradient of the weight its own memory holds the rows in order until it is written
         weight = element * v * d if keep_rows and not need_weight else 0
@@ -62,7 +64,7 @@ def make_layout(
         # at the moments that need most: the forward pass, the choice of tiles, the products
         slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
         choice = standing + statistics + mass + lists
-        products = standing + lists + total + 4 * split_rows(rows, d) * plan.block_m * d
+        products = standing + lists + total + 4 * split * plan.block_m * d
         # While mass is multiplied the covariance is there twice; the means are too, but what is spread is not there yet.
         multiplied = products + mass + element * d * d * tilted
         slots = (budget - products) // tile
@@ -107,7 +109,7 @@ def make_layout(
                 slab = min(slab, (left - number * per_block) // (element * d) // plan.block_n * plan.block_n)
             if number:
                 sampled = min(sampled, (budget - total - choice - number * later) // per_sample)
-            return Layout(min(slab, v), keep_rows, held, room, passes, sampled, tilted, number)
+            return Layout(min(slab, v), keep_rows, held, room, passes, sampled, tilted, number, split)
     return None
 
 
