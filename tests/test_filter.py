@@ -592,17 +592,13 @@ def check_layout(
 
     block_m, block_n = (128, 128) if half else (64, 64)
     element = 2 if half else 4
-    layout = make_layout(
-        n, d, v, element, softcap, need_weight, Plan(block_m, block_n, 64, 4, 3, False, "ieee"), budget, stored
-    )
+    given = (n, d, v, element, softcap, need_weight, Plan(block_m, block_n, 64, 4, 3, False, "ieee"), budget)
+    layout, without = make_layout(*given, stored), make_layout(*given)
     if layout is None:
         return False
     rows, cols = -(-n // block_m), -(-v // block_n)
     slots, room, passes = layout.slots, layout.room, layout.passes
     assert 0 <= layout.stored <= min(stored, cols - 1)
-    without = make_layout(
-        n, d, v, element, softcap, need_weight, Plan(block_m, block_n, 64, 4, 3, False, "ieee"), budget
-    )
     # what is stored needs no passes, so that there may even be a better one
     assert without is not None and (layout.keep_rows, layout.tilted) >= (without.keep_rows, without.tilted)
     if not layout.stored:

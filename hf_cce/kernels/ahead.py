@@ -23,7 +23,6 @@ from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.forward import survey_labels
 from hf_cce.kernels.grouped import formed_gradients
 from hf_cce.kernels.launch import listing
-from hf_cce.kernels.layout import Expected
 from hf_cce.kernels.stored import Stored
 
 logger = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ def _step(problem: Problem) -> None:
     if problem.filtered:
         # The first steps store nothing, those after them what is worth it.
         filtered_cross_entropy(*common, problem.needs[1], problem.budget, None)
-        result = filtered_cross_entropy(*common, problem.needs[1], problem.budget, None, Expected(0.0, 2))
+        result = filtered_cross_entropy(*common, problem.needs[1], problem.budget, None, (0.0, 2))
         if result is not None:
             lse = result[1].lse
             filtered_gradients(

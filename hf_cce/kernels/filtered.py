@@ -57,8 +57,8 @@ def forward(
 ) -> Filtered:
     """What the backward pass needs, and the loss: ``lse`` and ``label_logit`` of each token, zero where it is ignored.
 
-    Of the first columns, as many as the layout says, it leaves the logits as well, as hf_cce.kernels.stored does: most of their
-    tiles will be kept, and need not be computed again.
+    Of the first columns, as many as the layout says, it leaves what hf_cce.kernels.stored does: most of their tiles will be kept,
+    and need not be computed again.
     """
     (n, d), v = hidden.shape, weight.shape[0]
     cols = triton.cdiv(v, plan.block_n)
@@ -75,8 +75,8 @@ def forward(
     tile_ratio = torch.empty((cols, tile_stride(n)), dtype=torch.bfloat16, device=hidden.device)
     tile_damping = torch.empty_like(tile_ratio) if softcap > 0 else None
     live, stored = None, layout.stored * plan.block_n
-    if stored or specialised(plan, bias, softcap):
-        rows_of_flags = plan.block_m if specialised(plan, bias, softcap) else 0
+    rows_of_flags = plan.block_m if specialised(plan, bias, softcap) else 0
+    if stored or rows_of_flags:
         label_logit, live = label_logits(
             hidden, weight, of_entries, order.labels, v, logit_scale, softcap, plan, rows_of_flags, order.order
         )
@@ -193,7 +193,7 @@ def rehearse(
         there = _choose(saved, weight, grad_lse, grad_label, better, *options, False).report
         report = report._replace(outlook=there.outlook, wanted=there.wanted, dropped=there.dropped, tau=better)
     vars(saved).clear()
-    return report._replace(outlook=report.outlook.clone(), dropped=report.dropped.sum())
+    return report._replace(dropped=report.dropped.sum())
 
 
 def _of_stored(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from threading import Lock, Thread
 from typing import Any
 
 import torch
@@ -57,41 +56,10 @@ class Launches(list[tuple[Any, tuple[Any, ...], dict[str, Any]]]):
                 # Makes the launcher and loads the binary, which Triton else leaves to the first launch.
                 getattr(kernel, "_init_handles", lambda: None)()
 
-        _hash_triton()
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         with ThreadPoolExecutor(min(processors, WORKERS)) as pool:
-            built = pool.map(build, kinds.values())
-            _wake_cublas(device)
-            list(built)
+            list(pool.map(build, kinds.values()))
         return len(kinds)
-
-
-_hashing = Lock()
-
-
-def _hash_triton() -> None:
-    """What Triton looks compiled kernels up by, a hash of 400 MB of its own files: a third of a second, which it keeps.
-
-    Each thread that asks for it while none has it would compute it.
-    """
-    try:
-        from triton.runtime.cache import triton_key
-    except ImportError:  # somewhere else, or not there, in other versions
-        return
-    with _hashing:
-        triton_key()
-
-
-def _hash_early() -> None:
-    with suppress(Exception):  # whoever needs the hash is told
-        _hash_triton()
-
-
-def _wake_cublas(device: torch.device) -> None:
-    """Its first product takes a sixth of a second, in which other threads can load kernels."""
-    if device.type == "cuda":
-        some = torch.ones((16, 16), dtype=torch.bfloat16, device=device)
-        torch.mm(some, some)
 
 
 def _kind(x: Any, alignment: bool = True) -> Any:
@@ -109,7 +77,6 @@ def _kind(x: Any, alignment: bool = True) -> Any:
 def listing() -> Iterator[Launches]:
     """Nothing is launched inside; what would have been is in the list."""
     launches = Launches()
-    Thread(target=_hash_early, daemon=True).start()  # hashing and reading let other threads run
     token = _listed.set(launches)
     try:
         yield launches

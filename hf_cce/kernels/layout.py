@@ -62,17 +62,19 @@ def make_layout(
         standing = orders + means + hidden + weight + tilt
         mass = mass_bytes(n, cols, element, plan.block_m, d * tilted)
         # at the moments that need most: the forward pass, the choice of tiles, the products
-        slab = v if keep_rows else (budget - standing - statistics) // (element * d) // plan.block_n * plan.block_n
+        left, narrowest = budget - standing - statistics, min(v, 32 * plan.block_n)
+        slab = v if keep_rows else left // (element * d) // plan.block_n * plan.block_n
         choice = standing + statistics + mass + lists
         products = standing + lists + total + 4 * split * plan.block_m * d
         # While mass is multiplied the covariance is there twice; the means are too, but what is spread is not there yet.
         multiplied = products + mass + element * d * d * tilted
         slots = (budget - products) // tile
+        fewest = max(2 * rows, 4 * plan.programs)
         making = making_bytes(n, d, v, element, plan.block_n, need_weight) * tilted
         if (
-            slab < min(v, 32 * plan.block_n)
-            or standing + statistics > budget
-            or slots < max(2 * rows, 4 * plan.programs)
+            slab < narrowest
+            or left < 0
+            or slots < fewest
             or multiplied > budget
             or 8 * tilt > budget
             or choice + making > budget
@@ -85,21 +87,22 @@ def make_layout(
             continue
         per_block = element * plan.block_n * (n + d * (not keep_rows))  # values, and rows of the weight that must stay
         later = element * plan.block_n * d * need_weight  # the gradient of these rows, until the end
-        left = budget - standing - statistics
+        for_later = min(
+            budget - total - choice - max(making, min(sampled, SAMPLED // 2) * per_sample),
+            budget - multiplied,
+            min(slots // 4, slots - fewest) * tile,
+        )
         first = min(
             stored,
             cols - 1,
-            (left - (0 if keep_rows else min(v, 32 * plan.block_n) * element * d)) // per_block,
+            (left - (0 if keep_rows else narrowest * element * d)) // per_block,
             (left - total) // (per_block + later),
-            (budget - total - choice - max(making, min(sampled, SAMPLED // 2) * per_sample)) // max(later, 1),
-            (budget - multiplied) // max(later, 1),
-            min(slots // 4, slots - max(2 * rows, 4 * plan.programs)) * tile // max(later, 1),
+            for_later // max(later, 1),
         )
         first = max(0, first // 2 * 2)  # whole tiles of hf_cce.kernels.hopper
         for number in dict.fromkeys((first, 0)):
-            left_for = slots - triton.cdiv(number * later, tile)
             tiles = rows * (cols - number)
-            held = min(left_for, tiles)
+            held = min(slots - triton.cdiv(number * later, tile), tiles)
             room = held if held == tiles else held - rows
             passes = triton.cdiv(tiles, room)
             # With many passes it costs less to gather rows than to keep them or to compute tiles twice.
