@@ -211,7 +211,6 @@ SPECS = (
             "scratch": "tile BLOCK_M BLOCK_K",
             "weight": "tile BLOCK_K BLOCK_D unless GATHER",
             "total": "*fp32",
-            "second": "*fp32",
             "tokens": "*i64",
             "out": "*T",
             "split": "i32",
@@ -257,7 +256,7 @@ SPECS = (
     Spec(
         "sparse._join_kernel",
         plan="filter blocks",
-        types={**dict.fromkeys(("total", "second"), "*fp32"), "tokens": "*i64", "out": "*T"},
+        types={"total": "*fp32", "tokens": "*i64", "out": "*T"},
         constants={"BLOCK_D": 32},
     ),
     Spec("sparse._aside_kernel", plan="filter blocks", types={"gradient": "*T", "scratch": "*T"}),

@@ -617,12 +617,12 @@ def check_layout(
     tables = rows * cols * (4 + 4 + 4 + 8)  # place, tiles, tile_rows, row_tiles
     # with its sums over tokens and over column blocks, and below it, from the start, what the covariance is multiplied by
     mass = element * (cols + d * layout.tilted) * n + 8 * cols * rows + 4 * -(-cols // 16) * n
-    total, spread = 4 * n * d, 4 * cols * d * need_weight
-    second = 4 * layout.split * block_m * d  # of the row blocks with the longest lists
+    # with what the second programs make of the row blocks with the longest lists
+    total, spread = 4 * (n + layout.split * block_m) * d, 4 * cols * d * need_weight
     scratch = slots * block_m * block_n * element
     width = layout.stored * block_n
     values = element * width * (n + (0 if layout.keep_rows else d))  # with the rows that go with them
-    of_stored = 4 * n * d * (width > 0) + element * width * d * need_weight  # what they give, there before the choice
+    of_stored = total * (width > 0) + element * width * d * need_weight  # what they give, there before the choice
     moments = {
         "forward": statistics + values + (0 if layout.keep_rows else element * layout.slab * d),
         "stored": statistics + values + of_stored,
@@ -640,7 +640,7 @@ def check_layout(
         # both factors of one product: means and covariance are copied for it
         "mass of hidden": tables + mass + max(total, of_stored) + element * (cols + d) * d * layout.tilted,
         "mass of weight": tables + mass + max(total, of_stored) + spread,
-        "products": tables + total + second + spread + scratch + element * width * d * need_weight,
+        "products": tables + total + spread + scratch + element * width * d * need_weight,
     }
     for name, size in moments.items():
         assert always + in_order + size <= budget + 64 * n, f"{name}: {always + in_order + size} of {budget}, {layout}"

@@ -283,10 +283,11 @@ def backward(
     if expected is not None:
         share = expected.kept + max(0, expected.stored - layout.stored) / cols
         launched = min(passes, 1 + math.floor(MARGIN * share * rows * cols / layout.room))
+    split = layout.split
     total, of_first = None, None
     if layout.stored:
-        total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
-        of_first = _of_stored(saved, grad_lse, grad_label, logit_scale, softcap, total, need_weight)
+        total = torch.empty((n + split * plan.block_m, d) if need_hidden else 0, device=hidden.device)
+        of_first = _of_stored(saved, grad_lse, grad_label, logit_scale, softcap, total[:n], need_weight)
     del saved.values, saved.first_rows
 
     kept, mass, tilt, lean, report = _choose(
@@ -296,9 +297,9 @@ def backward(
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     if total is None:
-        total = torch.empty((n, d) if need_hidden else 0, device=hidden.device)
+        total = torch.empty((n + split * plan.block_m, d) if need_hidden else 0, device=hidden.device)
     if need_hidden:
-        _of_dropped(total, saved, mass, tilt, logit_scale)
+        _of_dropped(total[:n], saved, mass, tilt, logit_scale)
     spread = torch.empty((cols, d) if need_weight else 0, device=hidden.device)
     if need_weight:
         multiply_add(spread, mass.rows, hidden, first=True)
@@ -320,8 +321,6 @@ def backward(
     w_rows = source if gather else descriptor(source, bk, bd, plan)
     h_rows = descriptor(hidden, bk, wd, plan)
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
-    split = layout.split
-    second = torch.empty((split * plan.block_m, d) if need_hidden else 0, device=hidden.device)
     chunks = triton.cdiv(d, bd)
 
     if not need_weight:
@@ -352,13 +351,13 @@ def backward(
         compute_tiles(number, h_tiles, w_tiles, source, GATHER=gather, AGAIN=False)
         if need_hidden:
             _hidden_gradient_kernel[((rows + split) * chunks,)](
-                by_row, w_rows, order.order, kept.row_tiles, kept.row_pass, kept.row_order, total, second, order.tokens,
+                by_row, w_rows, order.order, kept.row_tiles, kept.row_pass, kept.row_order, total, order.tokens,
                 grad_hidden, number, split, n, rows, cols, v, d, source.stride(0), PASSES=passes, GATHER=gather, BLOCK_D=bd,
                 **common, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
             )  # fmt: skip
             if split:
                 _join_kernel[(split, triton.cdiv(d, 32))](
-                    kept.row_pass, kept.row_order, total, second, order.tokens, grad_hidden, number, n, rows, d,
+                    kept.row_pass, kept.row_order, total, order.tokens, grad_hidden, number, n, rows, d,
                     PASSES=passes, BLOCK_M=plan.block_m, BLOCK_D=32, num_warps=4,
                 )  # fmt: skip
         if need_weight and (waits or not in_place):

@@ -52,9 +52,9 @@ def make_layout(
     means = (element + 4) * cols * d
     statistics = (4 + 2 + 2 * softcap) * cols * n
     lists = 4 * (7 * rows * cols + 8 * cols)
-    hidden, total = element * n * d, 4 * n * d
-    tile = element * plan.block_m * plan.block_n
     split = split_rows(rows, d, plan.block_m, budget)
+    hidden, total = element * n * d, 4 * (n + split * plan.block_m) * d
+    tile = element * plan.block_m * plan.block_n
     for keep_rows, tilted in product((True, False), (True, False)):
         # with a gradient of the weight its own memory holds the rows in order until it is written
         weight = element * v * d if keep_rows and not need_weight else 0
@@ -65,7 +65,7 @@ def make_layout(
         left, narrowest = budget - standing - statistics, min(v, 32 * plan.block_n)
         slab = v if keep_rows else left // (element * d) // plan.block_n * plan.block_n
         choice = standing + statistics + mass + lists
-        products = standing + lists + total + 4 * split * plan.block_m * d
+        products = standing + lists + total
         # While mass is multiplied the covariance is there twice; the means are too, but what is spread is not there yet.
         multiplied = products + mass + element * d * d * tilted
         slots = (budget - products) // tile

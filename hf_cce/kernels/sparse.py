@@ -169,8 +169,9 @@ def _hidden_gradient_kernel(
     row_tiles,  # [row blocks, T] int64
     row_pass,  # [row blocks, P + 1]
     row_order,  # [P, row blocks]
-    total,  # [N, D] float32: what dropped tiles and passes before leave; added to, for row blocks with tiles in later ones
-    second,  # [split · BLOCK_M, D] float32, written: what the second halves of the longest lists come to
+    # [N + split · BLOCK_M, D] float32: what dropped tiles and passes before leave, added to for row blocks with tiles in later
+    # ones; from N on, written: what the second halves of the longest lists come to
+    total,
     tokens,  # [N] int64
     out,  # [N, D], written where the tokens stand, once a row block has all its tiles
     pass_number,
@@ -236,12 +237,11 @@ def _hidden_gradient_kernel(
                 acc, part = _add_in_parts(acc, part, g, w, k == BLOCK_N - BLOCK_K, PRECISION)
             else:
                 acc = tl.dot(g, w, acc, input_precision=PRECISION)
-        if half == 1:
-            tl.store(second + (rank * BLOCK_M).to(tl.int64) * hidden_size + d + here, acc, mask=mask)
-        elif half == 0 or end < tl.load(row_pass + row_block * (PASSES + 1) + PASSES):
-            tl.store(mine + here, acc, mask=mask)
-        else:
+        if half == 2 and end == tl.load(row_pass + row_block * (PASSES + 1) + PASSES):
             put_back(acc, tokens, out, rows, ds, mask, num_tokens, hidden_size)
+        else:  # one place to store to: with two, registers spill
+            to = tl.where(half == 1, num_tokens + rank * BLOCK_M, row_block * BLOCK_M)
+            tl.store(total + to.to(tl.int64) * hidden_size + d + here, acc, mask=mask)
 
 
 @Kernel
@@ -250,7 +250,6 @@ def _join_kernel(
     row_pass,  # [row blocks, P + 1], and so on: as for _hidden_gradient_kernel
     row_order,
     total,
-    second,
     tokens,
     out,
     pass_number,
@@ -274,7 +273,7 @@ def _join_kernel(
         rows = row_block * BLOCK_M + each
         mask = (rows < num_tokens)[:, None] & (ds < hidden_size)[None, :]
         mine = total + rows.to(tl.int64)[:, None] * hidden_size + ds[None, :]
-        there = second + (rank * BLOCK_M + each).to(tl.int64)[:, None] * hidden_size + ds[None, :]
+        there = total + (num_tokens + rank * BLOCK_M + each).to(tl.int64)[:, None] * hidden_size + ds[None, :]
         acc = tl.load(mine, mask=mask, other=0.0) + tl.load(there, mask=mask, other=0.0)
         if end == tl.load(row_pass + row_block * (PASSES + 1) + PASSES):
             put_back(acc, tokens, out, rows, ds, mask, num_tokens, hidden_size)
