@@ -189,7 +189,9 @@ def _scan_kernel(
     # The columns of all passes but the last with a tile, if their gradients fit behind the tiles of that one.
     before_last = inside & (number < tl.max(tl.where(counts > 0, number, 0), 0))
     columns, tiles = tl.sum(before_last.to(tl.int32)), tl.sum(tl.where(before_last, 0, counts))
-    tl.store(aside, tl.where(tiles * BLOCK_M + columns * hidden_size <= capacity, columns, 0))
+    # What is stored comes first among them, and does not wait there.
+    waiting = tl.maximum(columns - stored, 0)
+    tl.store(aside, tl.where(tiles * BLOCK_M + waiting * hidden_size <= capacity, columns, 0))
 
 
 @Kernel

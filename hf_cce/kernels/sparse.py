@@ -376,7 +376,8 @@ def _aside_kernel(
     BLOCK_D: tl.constexpr,
 ):
     waiting, block = tl.load(aside), tl.program_id(0)
-    if block < waiting:
+    begin = tl.load(pass_block)  # column blocks before it are stored
+    if (block >= begin) & (block < waiting):
         done = 0  # tiles of the passes that wait
         for p in range(PASSES + 1):
             if tl.load(pass_block + p) == waiting:
@@ -386,7 +387,7 @@ def _aside_kernel(
         ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
         here = scratch + tiles.to(tl.int64) * (BLOCK_M * BLOCK_N)
-        here += cols.to(tl.int64)[:, None] * hidden_size + ds[None, :]
+        here += (cols - begin * BLOCK_N).to(tl.int64)[:, None] * hidden_size + ds[None, :]
         entries = tl.load(order + cols) if BACK else cols
         there = gradient + entries.to(tl.int64)[:, None] * hidden_size + ds[None, :]
         if BACK:
