@@ -150,7 +150,7 @@ class FilterState:
         self._steer(report)
         due = self._share is None and (self.keeps_all() or self._calls % READ_EVERY == 0)
         if due and not _capturing():
-            outlook, event = torch.cat((report.outlook, report.wanted.sum(dtype=torch.int32)[None])), None
+            outlook, event = report.outlook, None
             if outlook.is_cuda:
                 host = torch.empty(outlook.shape, dtype=outlook.dtype, pin_memory=True)
                 outlook = host.copy_(outlook, non_blocking=True)

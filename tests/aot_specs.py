@@ -165,7 +165,7 @@ SPECS = (
             "lse": "*fp32 if GRADIENT",
             "grad_lse": "*fp32 if GRADIENT",
             "label_logit": "*fp32 if STORE",
-            "out": "tile HALF BLOCK_N",
+            "out": "tile HALF STORE_N",
         },
         constants={"HALF": 64},
         variants={

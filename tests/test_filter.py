@@ -530,7 +530,7 @@ def test_what_is_worth_storing(tau: float, stored: int, monkeypatch: pytest.Monk
         gains = [int(counts[:i].sum()) - i * math.ceil(share * rows) for i in range(len(counts) + 1)]
         best = gains.index(max(gains))
         listed = int(counts[stored:].sum())
-        assert kept.outlook.tolist() == [listed + stored * rows, best, int(counts[best:].sum())]
+        assert kept.outlook.tolist() == [listed + stored * rows, best, int(counts[best:].sum()), int(counts.sum())]
         assert int(kept.start[-1]) == listed
         seen.clear()
     assert 0 < best < len(counts)

@@ -69,8 +69,7 @@ def told(error: float, kept: int = 10, weight_error: float | None = None) -> Rep
     of_weight = (None, None) if weight_error is None else (torch.tensor(weight_error), torch.tensor(ROUNDING[1]))
     errors = (torch.tensor(error), of_weight[0], torch.tensor(ROUNDING[0]), of_weight[1])
     return Report(
-        torch.tensor([kept, 0, kept], dtype=torch.int32),
-        torch.tensor([kept]),
+        torch.tensor([kept, 0, kept, kept], dtype=torch.int32),
         100,
         torch.tensor([1.0]),
         50,

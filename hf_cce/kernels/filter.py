@@ -154,7 +154,7 @@ def _scan_kernel(
     pass_block,  # [P + 1], written: first column block of each pass
     pass_start,  # [P + 1], written: kept tiles before each pass
     aside,  # scalar, written: see Kept
-    outlook,  # [3], written: likewise
+    outlook,  # [4], written: likewise
     stored,  # column blocks, from the first, whose tiles are not listed
     pays,  # how many kept tiles of a column block make it worth storing
     num_row_blocks,
@@ -177,6 +177,7 @@ def _scan_kernel(
     tl.store(outlook, tl.sum(counts) + stored * num_row_blocks)
     tl.store(outlook + 1, worth)
     tl.store(outlook + 2, tl.sum(tl.where(cols < worth, 0, every)))
+    tl.store(outlook + 3, tl.sum(every))
     upto = tl.cumsum(counts, 0)
     number = (upto - counts) // room
     tl.store(start + cols, upto - counts, mask=inside)
@@ -314,8 +315,8 @@ class Kept(NamedTuple):
     row_pass: Tensor
     row_order: Tensor
     aside: Tensor  # column blocks, from the first, whose gradients of the weight wait behind the tiles of the last pass
-    # [3] int32: the tiles that are computed; how many column blocks, from the first, would be worth storing; the kept tiles that
-    # would be left then
+    # [4] int32: the tiles that are computed; how many column blocks, from the first, would be worth storing; the kept tiles that
+    # would be left then; the tiles that are kept or, where all are stored, would be
     outlook: Tensor
 
 
@@ -367,7 +368,7 @@ def select(
         energy=energy, place=ints(cols, rows), counts=ints(cols), start=ints(cols + 1), pass_block=ints(passes + 1),
         pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
         row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=device), row_pass=ints(rows, passes + 1),
-        row_order=ints(passes, rows), aside=ints(), outlook=ints(3),
+        row_order=ints(passes, rows), aside=ints(), outlook=ints(4),
     )  # fmt: skip
     pass_of = ints(cols)
     padded = max(16, triton.next_power_of_2(rows))

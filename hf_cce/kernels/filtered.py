@@ -163,7 +163,7 @@ def _choose(
         errors |= {"rounding_error": of_hidden} if need_hidden else {}
         errors |= {"rounding_weight_error": of_weight} if need_weight else {}
     tiles = triton.cdiv(n, plan.block_m) * triton.cdiv(v, plan.block_n)
-    return _Choice(kept, mass, tilt, lean, Report(kept.outlook, kept.counts, tiles, mass.dropped, n, tau, **errors))
+    return _Choice(kept, mass, tilt, lean, Report(kept.outlook, tiles, mass.dropped, n, tau, **errors))
 
 
 def rehearse(
@@ -191,7 +191,7 @@ def rehearse(
     better = moved(report)
     if better is not None:
         there = _choose(saved, weight, grad_lse, grad_label, better, *options, False).report
-        report = report._replace(outlook=there.outlook, wanted=there.wanted, dropped=there.dropped, tau=better)
+        report = report._replace(outlook=there.outlook, dropped=there.dropped, tau=better)
     vars(saved).clear()
     return report._replace(dropped=report.dropped.sum())
 

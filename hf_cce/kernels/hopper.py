@@ -32,6 +32,7 @@ from hf_cce.kernels.plan import padded
 
 BLOCK_M = 128  # tokens of a tile, whose flags in ``live`` say whether there is anything to do
 BLOCK_N = 256
+STORE_N, PARTS = 64, 2
 # 240 registers for each group and 24 for the warp that loads are what a processor has.
 REGISTERS = gl.constexpr(240)
 
@@ -144,12 +145,33 @@ def _tile_statistics(
 
 
 @gluon.jit
+def _store(value, out, row, col, finished, HALF: gl.constexpr, STORE_N: gl.constexpr):
+    """Bring ``value`` [ROWS, BLOCK_N] to ``out``, STORE_N columns at a time, by way of the group's two parts of ``finished``."""
+    ROWS: gl.constexpr = value.shape[0]
+    BLOCK_N: gl.constexpr = value.shape[1]
+    if BLOCK_N > STORE_N:
+        left, right = value.reshape([ROWS, 2, BLOCK_N // 2]).permute((0, 2, 1)).split()
+        _store(left, out, row, col, finished, HALF, STORE_N)
+        _store(right, out, row, col + BLOCK_N // 2, finished, HALF, STORE_N)
+    else:
+        # What was here must have been read, and by all warps of the group be known to be.
+        PARTS: gl.constexpr = finished.shape[0] // 2
+        here = HALF * PARTS + col // STORE_N % PARTS
+        tma.store_wait(PARTS - 1)
+        _barrier()
+        finished.index(here).store(value)
+        fence_async_shared()
+        _barrier()
+        _store_block(out, [row, col], finished.index(here))
+
+
+@gluon.jit
 def _work(
     h_ring, w_ring, ready, free, finished, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
     tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size, ignore_index, logit_scale,
     WANT_RATIO: gl.constexpr, STORE: gl.constexpr, GRADIENT: gl.constexpr, HAS_SCALE: gl.constexpr, STAT_N: gl.constexpr,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    GROUP_M: gl.constexpr, STORE_N: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = BLOCK_M // 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -195,13 +217,7 @@ def _work(
                 value = (e * gl.exp(gl.minimum(height, 60.0)).expand_dims(2)).reshape([ROWS, BLOCK_N])
         if STORE or GRADIENT:  # noqa: SIM102 (the second is no constant)
             if col_block * BLOCK_N < out_width:
-                # What the tile before left here must have been read, and by all warps of the group be known to be.
-                tma.store_wait(0)
-                _barrier()
-                finished.index(HALF).store(value.to(out.dtype))
-                fence_async_shared()
-                _barrier()
-                _store_block(out, [row, col_block * BLOCK_N], finished.index(HALF))
+                _store(value.to(out.dtype), out, row, col_block * BLOCK_N, finished, HALF, STORE_N)
     if STORE or GRADIENT:
         tma.store_wait(0)
 
@@ -241,6 +257,8 @@ def _specialised_tiles_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
+    STORE_N: gl.constexpr,  # columns that are stored at a time
+    PARTS: gl.constexpr,  # of so many, each group has them under way
 ):
     h_ring = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_M, BLOCK_K], hidden.layout)
     w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
@@ -250,7 +268,7 @@ def _specialised_tiles_kernel(
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
     if STORE or GRADIENT:
-        finished = gl.allocate_shared_memory(out.dtype, [2, BLOCK_M // 2, BLOCK_N], out.layout)
+        finished = gl.allocate_shared_memory(out.dtype, [2 * PARTS, BLOCK_M // 2, STORE_N], out.layout)
     else:
         finished = h_ring  # not used
     num_row_blocks, num_col_blocks = gl.cdiv(num_tokens, BLOCK_M), gl.cdiv(width, BLOCK_N)
@@ -260,13 +278,13 @@ def _specialised_tiles_kernel(
                 h_ring, w_ring, ready, free, finished, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
                 ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 0, BLOCK_M, BLOCK_N, BLOCK_K,
-                STAGES, GROUP_M,
+                STAGES, GROUP_M, STORE_N,
             )),
             (_work, (
                 h_ring, w_ring, ready, free, finished, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
                 ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 1, BLOCK_M, BLOCK_N, BLOCK_K,
-                STAGES, GROUP_M,
+                STAGES, GROUP_M, STORE_N,
             )),
             (_load, (
                 hidden, weight, h_ring, w_ring, ready, free, live, num_row_blocks, num_col_blocks, first_col, hidden_size,
@@ -282,7 +300,7 @@ def constants(stores: bool) -> dict[str, int]:
 
     Measured on an H200 (hf_cce/bench/results/2026-11-22-h200-specialised-stores.txt). Two stages make room for what is stored.
     """
-    return {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": 32, "STAGES": 6 if stores else 8, "GROUP_M": 64}
+    return {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": 32, "STAGES": 8, "GROUP_M": 64, "STORE_N": STORE_N, "PARTS": PARTS}
 
 
 @lru_cache(maxsize=8)
@@ -319,7 +337,7 @@ def _launch(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     _specialised_tiles_kernel[(min(processors, triton.cdiv(n, BLOCK_M) * triton.cdiv(width, BLOCK_N)),)](
         blocks(hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(weight, BLOCK_N, shapes["BLOCK_K"]), live, labels, lse, grad_lse,
-        label_logit, tile_lse, tile_ratio, None if out is None else blocks(out, BLOCK_M // 2, BLOCK_N),
+        label_logit, tile_lse, tile_ratio, None if out is None else blocks(out, BLOCK_M // 2, shapes["STORE_N"]),
         16 if out is None else padded(out.shape[1]), tile_stride, n, v, first_col, width, d, ignore_index, logit_scale,
         WANT_RATIO=tile_ratio is not None, STORE=label_logit is not None, GRADIENT=lse is not None,
         HAS_SCALE=logit_scale != 1.0, STAT_N=stat_n, **shapes, num_warps=4,

@@ -119,8 +119,7 @@ def make_layout(
 class Report(NamedTuple):
     """What the filter did in one backward pass; tensors stay on the device until somebody asks."""
 
-    outlook: Tensor  # [3]: tiles computed, and what hf_cce.kernels.filter.Kept says of the steps to come
-    wanted: Tensor  # [T]: tiles of each column block that are kept or, where all are stored, would be
+    outlook: Tensor  # [4]: tiles computed, and what else hf_cce.kernels.filter.Kept says
     tiles: int  # of so many
     dropped: Tensor  # partial sums of the tokens' probability in dropped tiles
     tokens: int
