@@ -261,6 +261,11 @@ SPECS = (
     ),
     Spec("sparse._aside_kernel", plan="filter blocks", types={"gradient": "*T", "scratch": "*T"}),
     Spec("order._order_kernel", types={"by_logit": "*i64", "padded": "i32:16"}),
+    Spec(
+        "order._place_kernel",
+        types={"keys": "*i16", "columns": "*i32", "tokens": "*i64", "labels": "*i32"},
+        constants={"BLOCK_R": 16},
+    ),
     Spec("order._key_kernel", types={"columns": "*i32", "keys": "*i16"}, constants={"FINE": 16384}),
     Spec(
         "order._permute_rows_kernel",

@@ -285,16 +285,20 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     assert (actual - exact).norm() <= 1.01 * state.stats()["tau"] * size  # energies are bfloat16
 
 
+@pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize(("v", "largest"), [(300, None), (40_001, None), (40_001, 40_000)])
-def test_tokens_in_the_order_of_their_labels(v: int, largest: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_in_the_order_of_their_labels(
+    v: int, largest: int | None, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By column where most labels are, by block of columns beyond; ignored ones last, and equal ones as they came."""
     from hf_cce.kernels import order
 
     if largest is not None:
         monkeypatch.setattr(order, "LARGEST", largest)
+    monkeypatch.setattr(order, "COUNTED", 2500 if counted else 2499)
     g = torch.Generator().manual_seed(0)
     rank = torch.randperm(v, generator=g).int().to(DEVICE)
-    labels = torch.randint(v, (500,), generator=g).to(DEVICE)
+    labels = torch.randint(v, (2500,), generator=g).to(DEVICE)
     labels[::7] = -100
     labels[3] = rank.argmax()  # the last column of all
     found = order.sort_tokens(labels, order.Vocabulary(rank.argsort().int(), rank), -100)

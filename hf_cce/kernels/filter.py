@@ -352,7 +352,7 @@ def select(
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    span = triton.cdiv(max(16, triton.cdiv(rows * cols, 2048)), 16) * 16  # some hundreds of programs
+    span = triton.cdiv(max(32, triton.cdiv(rows * cols, 2048)), 16) * 16  # some hundreds of programs
     grid = (rows, triton.cdiv(cols, span))
     programs, counting = grid[0] * grid[1], triton.cdiv(rows * (cols - stored), 2048)
     energy, part = torch.empty((cols, rows), device=device), torch.empty(programs, device=device)

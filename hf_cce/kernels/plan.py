@@ -76,7 +76,7 @@ class Plan:
             "UPCAST": self.upcast,
             # Four warps spill before Ampere, as they do in tiles of logits, whose number then serves here too.
             "num_warps": self.num_warps if self.block_m < 128 else 4,
-            "num_stages": 3,
+            "num_stages": 4,
         }
 
     def constants(self) -> dict[str, Any]:
