@@ -130,7 +130,7 @@ PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 def plan_constants(key: str, arch: int, dtype: Any, hidden_size: int) -> dict[str, Any]:
     """The constants of the plan ``key`` of PLANS, or of hf_cce.kernels.hopper, for one problem."""
     if key.startswith("hopper"):
-        return import_module("hf_cce.kernels.hopper").constants(key.endswith("stores"))
+        return import_module("hf_cce.kernels.hopper").constants()
     kind, part = PLANS[key]
     return part(_plan(kind, arch, dtype, hidden_size))
 

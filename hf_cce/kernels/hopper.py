@@ -32,7 +32,6 @@ from hf_cce.kernels.plan import padded
 
 BLOCK_M = 128  # tokens of a tile, whose flags in ``live`` say whether there is anything to do
 BLOCK_N = 256
-STORE_N, PARTS = 64, 2
 # 240 registers for each group and 24 for the warp that loads are what a processor has.
 REGISTERS = gl.constexpr(240)
 
@@ -295,12 +294,21 @@ def _specialised_tiles_kernel(
     )  # fmt: skip
 
 
-def constants(stores: bool) -> dict[str, int]:
+def constants() -> dict[str, int]:
     """The shapes of a launch. Stages are fine: of more stages one group can be ahead of the other by more.
 
-    Measured on an H200 (hf_cce/bench/results/2026-11-22-h200-specialised-stores.txt). Two stages make room for what is stored.
+    Measured on an H200 (hf_cce/bench/results/2026-11-22-h200-specialised-stores.txt and -quarters.txt). What is stored at a time
+    is a quarter of a group's half tile, so that eight stages fit beside it.
     """
-    return {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": 32, "STAGES": 8, "GROUP_M": 64, "STORE_N": STORE_N, "PARTS": PARTS}
+    return {
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": 32,
+        "STAGES": 8,
+        "GROUP_M": 64,
+        "STORE_N": 64,
+        "PARTS": 2,
+    }
 
 
 @lru_cache(maxsize=8)
@@ -331,7 +339,7 @@ def _launch(
     tile_stride: int = 16,
     stat_n: int = BLOCK_N,
 ) -> None:
-    (n, d), v, shapes = hidden.shape, weight.shape[0], constants(out is not None)
+    (n, d), v, shapes = hidden.shape, weight.shape[0], constants()
     assert live.numel() >= triton.cdiv(n, BLOCK_M)
     device = None if hidden.is_meta else hidden.device
     processors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -59,12 +59,14 @@ def _place_kernel(
     inside = rows < num_tokens
     # Keys and the tokens' numbers in one, so that no two are equal.
     mine = tl.load(keys + rows, mask=inside, other=0).to(tl.int32) * 65536 + rows
-    smaller = tl.zeros((BLOCK_R, BLOCK), tl.int32)
+    signs = tl.zeros((BLOCK_R, BLOCK), tl.int32)
     for first in range(0, num_tokens, BLOCK):
         at = first + tl.arange(0, BLOCK)
         other = tl.load(keys + at, mask=at < num_tokens, other=32767).to(tl.int32) * 65536 + at
-        smaller += (other[None, :] < mine[:, None]).to(tl.int32)
-    before = tl.sum(smaller, 1)
+        signs += (
+            other[None, :] - mine[:, None]
+        ) >> 31  # minus one where it is smaller: fewer instructions than to compare
+    before = -tl.sum(signs, 1)
     tl.store(tokens + before, rows.to(tl.int64), mask=inside)
     tl.store(labels + before, tl.load(columns + rows, mask=inside, other=0), mask=inside)
 
