@@ -184,7 +184,7 @@ class FilterState:
         # A measurement of some tokens and rows scatters; after the first, half the way, in octaves, to where it points.
         if self._calls:
             step = step.sqrt()
-        step = torch.where(step.isfinite(), step, torch.ones_like(step))
+        step = step.nan_to_num(1.0)
         return (self._tau * step).clamp(SMALLEST_TAU, LARGEST_TAU)
 
     def _look(self) -> None:

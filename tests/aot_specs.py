@@ -273,7 +273,17 @@ SPECS = (
         types={"weight": "*T", "out": "*T", "means": "*T", "first_block": "i32", "stride": "i32:16"},
     ),
     Spec("order._put_rows_kernel", types={"rows": "*T", "out": "*T"}, constants={"BLOCK_N": 32, "BLOCK_D": 128}),
-    Spec("tilt._orthogonal_kernel", types={"gram": "*fp64", "out": "*fp64"}, constants={"SIZE": 16, "SMALLEST": 1e-13}),
+    Spec("tilt._gram_kernel", types={"vectors": "*fp32", "out": "*fp64"}, constants={"SIZE": 16, "STEP": 16}),
+    Spec(
+        "tilt._turn_kernel",
+        types={"vectors": "*fp32", "factors": "*fp64", "out": "*fp32"},
+        constants={"SIZE": 16, "STEP": 16},
+    ),
+    Spec(
+        "tilt._orthogonal_kernel",
+        types={"gram": "*fp64", "out": "*fp64", "num_parts": "i32"},
+        constants={"SIZE": 16, "SMALLEST": 1e-13},
+    ),
     Spec("tilt._along_kernel", plan="filter blocks", types={"product": "*fp32", "out": "*T"}, constants={"SIZE": 16}),
     Spec(
         "tilt._tilted_rows_kernel",
@@ -311,7 +321,20 @@ SPECS = (
         "residual._token_energy_kernel",
         plan="filter blocks",
         types={"labels": "*i32", "out": "*fp32", "place": "*i32 if DROPPED"},
-        variants={"dropped": {"DROPPED": True}, "all": {}},
+        variants={"dropped": {"DROPPED": True}, "likely": {"LIKELY": True}},
+    ),
+    Spec(
+        "residual._sample_kernel",
+        types={"dropped": "*fp32", "places": "*i64", "stands_for": "*fp32", "even": "fp32"}
+        | dict.fromkeys(("num_blocks", "count", "size"), "i32")
+        | {"block": "i32:16"},
+        constants={"BLOCK_S": 16},
+    ),
+    Spec(
+        "tilt._leans_of_rows_kernel",
+        plan="filter blocks",
+        types={"along": "*T", "leaves": "*fp32", "out": "*T"},
+        constants={"SIZE": 16, "BLOCK_R": 64},
     ),
     Spec("residual._rounding_kernel", types={"z": "*fp32", "labels": "*i32", "out": "*T", "squares": "*fp32"}),
     Spec(

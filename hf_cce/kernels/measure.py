@@ -9,7 +9,7 @@ from hf_cce.kernels.filter import Kept, Mass
 from hf_cce.kernels.layout import FEWEST_SAMPLED, Filtered
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.residual import column_residual, residual, rounding, sample, token_energy
-from hf_cce.kernels.tilt import Leaning, tilted_rows
+from hf_cce.kernels.tilt import Leaning, leans_of_rows, tilted_rows
 
 ROUNDINGS = (
     4  # times so many as whose error is measured are those whose rounding errors are: some have many times as much
@@ -37,6 +37,11 @@ def _times_weight(saved: Filtered, weight: Tensor, rows: Tensor) -> Tensor:
     return product
 
 
+def _norm(x: Tensor, weights: Tensor) -> Tensor:
+    """Of rows [S, D] whose squares are weighted; a scalar. (PyTorch's kernel for squares would be one more to load.)"""
+    return ((x * x).sum(1) * weights).sum().sqrt()
+
+
 def hidden_error(
     saved: Filtered,
     weight: Tensor,  # [V, D]
@@ -59,9 +64,9 @@ def hidden_error(
     )  # fmt: skip
     wrong = _times_weight(saved, weight, left_out)
     if tilt is not None:
-        some = tilted_rows(saved.hidden.index_select(0, sampled), mass.of_token.index_select(1, sampled), logit_scale)
-        multiply_add(wrong, -some, tilt, first=False)
-    return (wrong.square().sum(1) * stands_for).sum().sqrt()
+        some = tilted_rows(saved.hidden.index_select(0, sampled), mass.of_token.index_select(1, sampled), -logit_scale)
+        multiply_add(wrong, some, tilt, first=False)
+    return _norm(wrong, stands_for)
 
 
 def weight_error(
@@ -93,11 +98,9 @@ def weight_error(
     wrong = torch.empty((count, d), device=some.device)
     multiply_add(wrong, left_out.t(), saved.hidden, first=True)
     if lean is not None:
-        block = sampled // plan.block_n
-        width = (v - block * plan.block_n).clamp_max(plan.block_n)
-        factor = mass.leaves.sum(1)[block] * (-logit_scale / width)
-        multiply_add(wrong, (lean.along[sampled] * factor[:, None]).to(some.dtype), lean.back, first=False)
-    return (wrong.square().sum(1) * stands_for).sum().sqrt()
+        some = leans_of_rows(lean, sampled, mass.leaves, v, -logit_scale, plan.block_n)
+        multiply_add(wrong, some, lean.back, first=False)
+    return _norm(wrong, stands_for)
 
 
 def rounding_errors(
@@ -111,10 +114,10 @@ def rounding_errors(
     products with the hidden states add up by their squares; were they not, a loss on full logits would be further off.
     """
     (n, _), v, size = saved.hidden.shape, weight.shape[0], saved.layout.sampled
-    energy = token_energy(saved.tile_lse, saved.tile_ratio, None, saved.lse, saved.order.labels, v, saved.plan.block_m)
-    energy = energy.clamp_max(1.0)
-    likely = energy * (1.0 - energy.sqrt()) * (1.0 - energy).sqrt()
-    places, stands_for = sample(likely + 0.1 * likely.mean(), min(n, ROUNDINGS * size), n, 1)
+    likely = token_energy(
+        saved.tile_lse, saved.tile_ratio, None, saved.lse, saved.order.labels, v, saved.plan.block_m, likely=True
+    )
+    places, stands_for = sample(likely, min(n, ROUNDINGS * size), n, 1, even=0.1)
     of_hidden, of_weight = torch.zeros((2,), device=weight.device).unbind()
     for start in range(0, len(places), size):
         sampled, stand = places[start : start + size], stands_for[start : start + size]
@@ -122,8 +125,10 @@ def rounding_errors(
             _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, grad_lse, grad_label,
             weight.dtype, logit_scale, softcap,
         )  # fmt: skip
-        lengths = saved.hidden.index_select(0, sampled).float().square().sum(1)
-        of_hidden = of_hidden + (_times_weight(saved, weight, moved).square().sum(1) * stand).sum()
+        hidden = saved.hidden.index_select(0, sampled).float()
+        product = _times_weight(saved, weight, moved)
+        lengths = (hidden * hidden).sum(1)
+        of_hidden = of_hidden + ((product * product).sum(1) * stand).sum()
         of_weight = of_weight + (squares * lengths * stand).sum()
         del moved  # the next ones take its memory
     return of_hidden.sqrt(), of_weight.sqrt()

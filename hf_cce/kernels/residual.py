@@ -212,6 +212,7 @@ def _token_energy_kernel(
     num_col_blocks,
     v,
     DROPPED: tl.constexpr,
+    LIKELY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -231,6 +232,9 @@ def _token_energy_kernel(
         p = tl.exp(tl.load(tile_lse + at, mask=inside, other=float("-inf")) - row_lse[None, :])
         e = p * p * tl.load(tile_ratio + at, mask=inside, other=0.0).to(tl.float32)
         total += tl.sum(tl.where(inside, e, 0.0), 0)
+    if LIKELY:
+        total = tl.minimum(total, 1.0)
+        total *= (1.0 - tl.sqrt(total)) * tl.sqrt(1.0 - total)
     tl.store(out + rows, total, mask=in_rows)
 
 
@@ -242,31 +246,70 @@ def token_energy(
     labels: Tensor,  # [N]
     v: int,
     block_m: int,
+    likely: bool = False,
 ) -> Tensor:
-    """Σ_tiles Σ (p − S/width)² of each token, [N] float32."""
+    """E = Σ_tiles Σ (p − S/width)² of each token, [N] float32; E (1 − √E) √(1 − E) if ``likely``."""
     n, cols = lse.numel(), len(tile_lse)
     rows = triton.cdiv(n, block_m)
     out = torch.empty(n, device=lse.device)
     _token_energy_kernel[(rows,)](
         tile_lse, tile_ratio, place, lse, labels, out, tile_lse.stride(0), n, rows, cols, v,
-        DROPPED=place is not None, BLOCK_M=block_m, BLOCK_T=16,
+        DROPPED=place is not None, LIKELY=likely, BLOCK_M=block_m, BLOCK_T=16,
     )  # fmt: skip
     return out
 
 
-def sample(dropped: Tensor, count: int, size: int, block: int) -> tuple[Tensor, Tensor]:
+@Kernel
+@triton.jit(do_not_specialize=["num_blocks", "count", "size"])
+def _sample_kernel(
+    dropped,  # [blocks]
+    places,  # [S] int64, written
+    stands_for,  # [S], written
+    num_blocks,
+    count,  # S
+    size,
+    block,
+    even,
+    BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    each = tl.arange(0, BLOCK)
+    parts = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, num_blocks, BLOCK):
+        parts += tl.load(dropped + first + each, mask=first + each < num_blocks, other=0.0)
+    added = tl.sum(parts) * (even / num_blocks)
+    total = tl.sum(parts) + added * num_blocks
+    at = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    target = (at.to(tl.float32) + 0.5) * (total / count)
+    chosen = tl.zeros((BLOCK_S,), tl.int32)
+    before = 0.0
+    for first in range(0, num_blocks, BLOCK):
+        inside = first + each < num_blocks
+        x = tl.where(inside, tl.load(dropped + first + each, mask=inside, other=0.0) + added, 0.0)
+        upto = before + tl.cumsum(x, 0)
+        chosen += tl.sum((inside[None, :] & (upto[None, :] < target[:, None])).to(tl.int32), 1)
+        before += tl.sum(x)
+    chosen = tl.minimum(chosen, num_blocks - 1)
+    of = tl.load(dropped + chosen) + added
+    width = tl.minimum(size - chosen * block, block)
+    tl.store(places + at, (chosen * block + at * 37 % width).to(tl.int64), mask=at < count)
+    share = tl.where(of > 0.0, width.to(tl.float32) * total / (count * tl.where(of > 0.0, of, 1.0)), 0.0)
+    tl.store(stands_for + at, share, mask=at < count)
+
+
+def sample(dropped: Tensor, count: int, size: int, block: int, even: float = 0.0) -> tuple[Tensor, Tensor]:
     """(places [S] int64 in ``size``, what each stands for [S] float32), for a sum of squares over all places without bias.
 
-    More come from blocks with more ``dropped`` energy [blocks].
+    More come from blocks with more ``dropped`` energy [blocks], to each of which the ``even``-th part of their mean is added.
     """
     if count >= size:
         return torch.arange(size, device=dropped.device), torch.ones(size, device=dropped.device)
-    upto = dropped.cumsum(0)
-    at = torch.arange(count, device=upto.device)
-    chosen = torch.searchsorted(upto, (at + 0.5) * (upto[-1] / count)).clamp_max(len(upto) - 1)
-    width = (size - chosen * block).clamp_max(block)
-    of = dropped[chosen]
-    return chosen * block + at * 37 % width, torch.where(of > 0, width * upto[-1] / (count * of), 0.0)
+    places = torch.empty(count, dtype=torch.int64, device=dropped.device)
+    stands_for = torch.empty(count, device=dropped.device)
+    _sample_kernel[(triton.cdiv(count, 16),)](
+        dropped, places, stands_for, len(dropped), count, size, block, even, BLOCK=1024, BLOCK_S=16
+    )
+    return places, stands_for
 
 
 def column_residual(

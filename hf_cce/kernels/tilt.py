@@ -107,15 +107,56 @@ def _tilted_rows_kernel(
 
 @Kernel
 @triton.jit
+def _gram_kernel(
+    vectors,  # [D, 16]
+    out,  # [programs, 16, 16] float64, written: parts of their products with each other
+    d,
+    BLOCK_D: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    total = tl.zeros((SIZE, SIZE), tl.float64)
+    for first in range(tl.program_id(0) * BLOCK_D, (tl.program_id(0) + 1) * BLOCK_D, STEP):
+        ds = first + tl.arange(0, STEP)
+        x = tl.load(vectors + ds[:, None] * SIZE + j, mask=(ds < d)[:, None], other=0.0).to(tl.float64)
+        total += tl.sum(x[:, :, None] * x[:, None, :], 0)
+    tl.store(out + tl.program_id(0) * (SIZE * SIZE) + i * SIZE + j, total)
+
+
+@Kernel
+@triton.jit
+def _turn_kernel(
+    vectors,  # [D, 16]
+    factors,  # [16, 16] float64
+    out,  # [D, 16], written: their product, rounded
+    d,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    j = tl.arange(0, SIZE)[None, :]
+    ds = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    mask = (ds < d)[:, None]
+    x = tl.load(vectors + ds[:, None] * SIZE + j, mask=mask, other=0.0).to(tl.float64)
+    f = tl.load(factors + tl.arange(0, SIZE)[:, None] * SIZE + j)
+    y = tl.sum(x[:, :, None] * f[None, :, :], 1)
+    tl.store(out + ds[:, None] * SIZE + j, y.to(tl.float32), mask=mask)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["num_parts"])
 def _orthogonal_kernel(
-    gram,  # [16, 16] float64: products of 16 vectors with each other
+    gram,  # [parts, 16, 16] float64: parts of the products of 16 vectors with each other
     out,  # [16, 16] float64, written: what makes orthonormal vectors of them, or zeros, multiplied from the right
+    num_parts,
     SIZE: tl.constexpr,
     SMALLEST: tl.constexpr,  # a vector of which less, squared, is not in those before it counts as zero
 ):
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     rows = tl.arange(0, SIZE)
-    s = tl.load(gram + i * SIZE + j)
+    s = tl.zeros((SIZE, SIZE), tl.float64)
+    for part in range(num_parts):
+        s += tl.load(gram + part * (SIZE * SIZE) + i * SIZE + j)
     length = tl.sum(tl.where(i == j, s, 0.0), 0)
     unit = tl.where(length > 0.0, 1.0 / tl.sqrt(tl.where(length > 0.0, length, 1.0)), 0.0)
     across = tl.sum(tl.where(i == j, unit[None, :], 0.0), 1)  # the same, along the other axis
@@ -156,6 +197,42 @@ def _along_kernel(
     )
 
 
+@Kernel
+@triton.jit(do_not_specialize=["num_row_blocks"])
+def _leans_of_rows_kernel(
+    along,  # [V, 16]: see Leaning
+    sampled,  # [S] int64
+    leaves,  # [T, row blocks]: what each dropped tile keeps
+    out,  # [S, 16], written
+    v,
+    num_row_blocks,
+    logit_scale,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    col = tl.load(sampled + tl.program_id(0))
+    block = col // BLOCK_N
+    parts = tl.zeros((BLOCK_R,), tl.float32)
+    for first in range(0, num_row_blocks, BLOCK_R):
+        rows = first + tl.arange(0, BLOCK_R)
+        parts += tl.load(leaves + block * num_row_blocks + rows, mask=rows < num_row_blocks, other=0.0)
+    factor = tl.sum(parts) * logit_scale / tl.minimum(v - block * BLOCK_N, BLOCK_N).to(tl.float32)
+    ks = tl.arange(0, SIZE)
+    x = tl.load(along + col * SIZE + ks).to(tl.float32) * factor
+    tl.store(out + tl.program_id(0) * SIZE + ks, x.to(out.dtype.element_ty))
+
+
+def leans_of_rows(lean: Leaning, sampled: Tensor, leaves: Tensor, v: int, logit_scale: float, block_n: int) -> Tensor:
+    """Times ``lean.back``, what dropped tiles leave to the ``sampled`` [S] rows of the weight's gradient; [S, 16]."""
+    out = lean.along.new_empty((len(sampled), DIRECTIONS.value))
+    _leans_of_rows_kernel[(len(sampled),)](
+        lean.along, sampled, leaves, out, v, leaves.shape[1], logit_scale, BLOCK_N=block_n, BLOCK_R=64, SIZE=DIRECTIONS.value,
+        num_warps=1,
+    )  # fmt: skip
+    return out
+
+
 def kept_bytes(d: int, v: int, element: int, need_hidden: bool, need_weight: bool) -> int:
     """What ``covariance`` and ``leaning`` leave."""
     return element * (d * d * need_hidden + DIRECTIONS.value * (v + d) * need_weight)
@@ -178,7 +255,7 @@ def covariance(
     # Of the order of one, as float16 has little range; the covariance is divided by what this is too large by.
     whole = mass.sum()
     # Of nothing dropped, as where all labels are ignored, the matrix would be zero, and stay for later steps.
-    scale = torch.where(whole > 0, mass * (tiles / whole.clamp_min(1e-30)), 1.0).sqrt()
+    scale = torch.where(whole > 0, mass * tiles / whole, 1.0).sqrt()
     total = torch.empty((d, d), device=weight.device)
     at_a_time = max(1, CHUNK // (weight.element_size() * block_n * d))
     for first in range(0, tiles, at_a_time):
@@ -221,21 +298,22 @@ def leaning(
     del weighted
     # Divided by all that is dropped it is a mean; and positive, whatever the sign of the gradient of the loss.
     total = mass.sum(dtype=torch.float32)
-    # What is not finite in one step must not stay for those that use this again.
-    moment = torch.where(total == 0, 0.0, moment / total).nan_to_num_(0.0, 0.0, 0.0)
-    directions = moment.index_select(1, torch.arange(size, device=weight.device) * d // size)  # [D, 16]
+    # What is not finite, as where nothing is dropped, must not stay for those that use this again.
+    moment = (moment / total).nan_to_num_(0.0, 0.0, 0.0)
+    directions = torch.empty((d, size), device=weight.device)
+    if d >= size:
+        directions.copy_(moment[:, :: d // size][:, :size])
+    else:
+        torch.index_select(moment, 1, torch.arange(size, device=weight.device) * d // size, out=directions)
     # Products square how far the directions' lengths are apart: float64, which is nothing for so few.
-    gram, factors = torch.empty((2, size, size), dtype=torch.float64, device=weight.device).unbind()
-    turned = directions
+    parts, turned = triton.cdiv(d, 128), torch.empty_like(directions)
+    gram, factors = (torch.empty((n, size, size), dtype=torch.float64, device=weight.device) for n in (parts, 1))
     for power in range(POWERS):
         if power:
             multiply_add(directions, moment, turned, first=True)
-        wide = directions.double()
-        multiply_add(gram, wide.t(), wide, first=True)
-        _orthogonal_kernel[(1,)](gram, factors, SIZE=size, SMALLEST=1e-13, num_warps=1)
-        exact = torch.empty_like(wide)
-        multiply_add(exact, wide, factors, first=True)
-        turned = exact.float()
+        _gram_kernel[(parts,)](directions, gram, d, BLOCK_D=128, STEP=16, SIZE=size)
+        _orthogonal_kernel[(1,)](gram, factors, parts, SIZE=size, SMALLEST=1e-13, num_warps=1)
+        _turn_kernel[(triton.cdiv(d, 16),)](directions, factors, turned, d, STEP=16, SIZE=size)
     back = torch.empty((size, d), device=weight.device)
     multiply_add(back, turned.t(), moment, first=True)
     product = torch.empty((v, size), device=weight.device)
