@@ -35,7 +35,7 @@ SHOWN = {
     "liger": ("Liger", INK, "right"),
     "apple cce": ("Apple's CCE", INK, "right"),
     "trl": ("TRL's fused head", INK, "left"),
-    "quack": ("Quack (an earlier run)", INK, "left"),  # from a run of its own
+    "quack": ("Quack (a run of its own)", INK, "left"),
 }
 
 
