@@ -314,7 +314,7 @@ def hopper_tiles(capability: str, dtype: str, version: str) -> str:
     if re.fullmatch(HOPPER_TILES, version):
         return "; with kernels for logits of Hopper's own"
     return (
-        "; with the kernels for logits that other GPUs get: Hopper's own, 3 to 5 % faster without a filter, have been run with "
+        "; with the kernels for logits that other GPUs get: Hopper's own, 1 to 5 % faster without a filter, have been run with "
         "triton 3.6.x alone"
     )
 
