@@ -314,7 +314,8 @@ class Kept(NamedTuple):
     row_tiles: Tensor
     row_pass: Tensor
     row_order: Tensor
-    aside: Tensor  # column blocks, from the first, whose gradients of the weight wait behind the tiles of the last pass
+    # column blocks, from the first, whose gradients of the weight wait behind the tiles of the last pass, but for those stored
+    aside: Tensor
     # [4] int32: the tiles that are computed; how many column blocks, from the first, would be worth storing; the kept tiles that
     # would be left then; the tiles that are kept or, where all are stored, would be
     outlook: Tensor

@@ -234,7 +234,7 @@ def _specialised_tiles_kernel(
     label_logit,  # [N], if STORE
     tile_lse,  # unless GRADIENT: see _tile_stats_kernel, like the next
     tile_ratio,  # if WANT_RATIO
-    # [N, out_width] descriptor of blocks [BLOCK_M / 2, BLOCK_N], written; if STORE: see hf_cce.kernels.stored; if GRADIENT:
+    # [N, out_width] descriptor of blocks [BLOCK_M / 2, STORE_N], written; if STORE: see hf_cce.kernels.stored; if GRADIENT:
     # that of the logits, without the labels' own term
     out,
     out_width,

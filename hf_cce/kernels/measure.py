@@ -82,7 +82,7 @@ def weight_error(
     """Likewise of the gradient of the weight, from some of its rows."""
     (n, d), v, plan = saved.hidden.shape, weight.shape[0], saved.plan
     # no more memory than the sampled tokens take
-    count = max(FEWEST_SAMPLED, min(SAMPLED_COLUMNS, saved.layout.sampled * v // n))
+    count = min(v, max(FEWEST_SAMPLED, min(SAMPLED_COLUMNS, saved.layout.sampled * v // n)))
     of_columns = torch.where(kept.place < 0, kept.energy, 0.0).sum(1)  # [T]
     sampled, stands_for = sample(of_columns, count, v, plan.block_n)
     if saved.weight is None:

@@ -205,7 +205,9 @@ def _token_energy_kernel(
     place,  # [T, row blocks], if DROPPED
     lse,  # [N]
     labels,  # [N], V where ignored
-    out,  # [N], written: the energy of the token's rows in dropped tiles, or in all, as in hf_cce.kernels.filter
+    # [N], written: the energy of the token's rows in dropped tiles, or in all, as in hf_cce.kernels.filter; if LIKELY, how likely
+    # rounding is to matter there, as in hf_cce.kernels.measure
+    out,
     tile_stride,
     num_tokens,
     num_row_blocks,

@@ -366,7 +366,7 @@ def _aside_kernel(
     scratch,  # [slots · BLOCK_M, BLOCK_N], behind the tiles of the last pass
     pass_block,  # [P + 1]
     pass_start,  # [P + 1]
-    aside,  # scalar: column blocks to move
+    aside,  # scalar: column blocks to move, but for those before the first pass
     vocab_size,
     hidden_size,
     PASSES,

@@ -265,8 +265,9 @@ def covariance(
             weight, order, scale, rows, first, v, d, weight.stride(0), BLOCK_N=block_n, BLOCK_D=128
         )
         multiply_add(total, rows.t(), rows, first=first == 0)
+        del rows  # before the next ones, and the copy below
     # What is not finite in one step must not stay for those that use this again.
-    return (total / (tiles * block_n)).to(weight.dtype).nan_to_num_(0.0, 0.0, 0.0)
+    return total.div_(tiles * block_n).to(weight.dtype).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def tilted_rows(hidden: Tensor, mass: Tensor, logit_scale: float, columns: Tensor | None = None) -> Tensor:
@@ -290,7 +291,7 @@ def leaning(
     mass: Tensor,  # as for ``tilted_rows``
     block_n: int,
 ) -> Leaning:
-    """What ``weight_leans`` and the kernel of the weight's gradient multiply; zeros where nothing is dropped."""
+    """What ``leans_of_rows`` and the kernel of the weight's gradient multiply; zeros where nothing is dropped."""
     (v, d), size = weight.shape, DIRECTIONS.value
     weighted = tilted_rows(hidden, mass, 1.0)
     moment = torch.empty((d, d), device=weight.device)
@@ -299,7 +300,7 @@ def leaning(
     # Divided by all that is dropped it is a mean; and positive, whatever the sign of the gradient of the loss.
     total = mass.sum(dtype=torch.float32)
     # What is not finite, as where nothing is dropped, must not stay for those that use this again.
-    moment = (moment / total).nan_to_num_(0.0, 0.0, 0.0)
+    moment.div_(total).nan_to_num_(0.0, 0.0, 0.0)
     directions = torch.empty((d, size), device=weight.device)
     if d >= size:
         directions.copy_(moment[:, :: d // size][:, :size])
