@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
-from numerics import relative_error
+from numerics import assert_as_good, relative_error
 from torch import Tensor
 from ways import WAYS, applies, backward_of, config_of, force, takes
 
@@ -132,3 +132,45 @@ def test_groups_are_formed_where_they_pay() -> None:
     assert size(8192, 768, 128256, 256, need_weight=False) == 896
     assert size(8192, 768, 128256, 64, need_weight=False) == 0
     assert size(8192, 768, 128256, 1280, dtype=torch.float16) == size(0, 768, 128256, 1280) == 0
+
+
+@pytest.mark.parametrize("n", [24, 40])
+def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -> None:
+    """Of 24 tokens they are smaller than the gradient of the weight, of 40 larger, which then goes into their memory."""
+    from hf_cce.kernels import dense
+
+    d, v, dtype = 64, 75, torch.float16
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, d, generator=g).to(DEVICE, dtype) for rows in (n, v))
+    labels = torch.randint(v, (n,), generator=g).to(DEVICE)
+    labels[::5] = -100
+    factor, options = torch.tensor(1.0 / n, device=DEVICE), (-100, 1.0, 0.0)
+    saved, _ = dense.forward(hidden, weight, None, labels, *options)
+    found = dense.backward(
+        saved, factor, factor * n * 64, hidden, weight, None, labels, *options, 0.0, True, True, False
+    )
+    assert saved.logits is None
+
+    def plain(kind: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [x.detach().to(kind).requires_grad_() for x in (hidden, weight)]
+        logits = (leaves[0] @ leaves[1].t()).to(torch.promote_types(kind, torch.float32))
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") * (64.0 / n)
+        return torch.autograd.grad(loss, leaves)
+
+    for name, actual, twin, exact in zip(("hidden", "weight"), found, plain(dtype), plain(torch.float64), strict=False):
+        assert_as_good(actual, twin, exact, name, dtype)
+
+
+@pytest.mark.gpu
+def test_memory_of_few_tokens_is_that_of_full_logits() -> None:
+    n, d, v = 256, 4096, 32_001
+    (hidden, weight, _), labels = make_inputs(n, d, v, torch.bfloat16, DEVICE)
+    leaves = [x.to(torch.bfloat16).requires_grad_() for x in (hidden, weight)]
+    for _ in range(2):
+        leaves[0].grad = leaves[1].grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy(*leaves, labels, config=config_of("dense")).backward()
+        above = torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in leaves)
+    assert above < 2 * n * v * 1.1

@@ -6,7 +6,7 @@ full logits of PyTorch, which are upcast, copied and kept several times.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,10 +19,11 @@ from hf_cce.kernels.products import multiply, multiply_add
 from hf_cce.kernels.tiles import softcapped
 
 
-class Dense(NamedTuple):
+@dataclass
+class Dense:
     """What the forward pass leaves."""
 
-    logits: Tensor  # [N, V] float32: h Wᵀ; rows are aligned
+    logits: Tensor | None  # [N, V] float32: h Wᵀ; rows are aligned. None once the backward pass has used them
     lse: Tensor  # [N]
 
 
@@ -83,7 +84,7 @@ def _row_stats_kernel(
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_gradient_kernel(
     logits,  # [N, V] float32: h Wᵀ
-    out,  # the same memory, in the dtype of hidden and weight: row i begins where row i of the logits does
+    out,  # in the dtype of hidden and weight; if in the same memory, row i begins where row i of the logits does
     bias,  # [V]
     labels,  # [N]
     lse,  # [N]
@@ -158,14 +159,22 @@ def backward(
     need_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias; None where not needed. Consumes ``saved``."""
-    n, v = saved.logits.shape
+    assert saved.logits is not None
+    (n, v), element = saved.logits.shape, hidden.element_size()
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     logits = saved.logits.as_strided((n, saved.logits.stride(0)), saved.logits.stride())  # with what lies between rows
-    narrow = logits.view(hidden.dtype)  # twice as many of 16 bits, or the logits themselves
+    saved.logits = None
+    # Where the weight's gradient will take as much as the logits, that memory is free until then, and their own need not be held
+    # beside it: what is left above the gradients is the narrow copy, as with full logits.
+    if element < 4 and need_weight and element * weight.numel() >= 4 * logits.numel():
+        narrow = empty_slab(hidden, n, v)
+    else:
+        narrow = logits.view(hidden.dtype)  # twice as many of 16 bits, or the logits themselves
     _row_gradient_kernel[(n,)](
         logits, narrow, bias, labels, saved.lse, grad, factor, v, logits.stride(0), narrow.stride(0), ignore_index, logit_scale,
         softcap or 1.0, z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,
     )  # fmt: skip
+    del logits
     gradient = narrow[:, :v]
     return (
         multiply(gradient, weight) if need_hidden else None,
