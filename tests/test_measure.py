@@ -40,6 +40,8 @@ def test_where_nothing_is_dropped_places_stand_for_nothing() -> None:
 
     places, stands_for = sample(torch.zeros(50, device=DEVICE), 8, 50, 1)
     assert (places >= 0).all() and (places < 50).all() and not stands_for.any()
+    _, stands_for = sample(torch.tensor([1.0, float("nan"), 1.0], device=DEVICE), 2, 3, 1)
+    assert stands_for.isnan().all()
     every, one = sample(torch.zeros(5, device=DEVICE), 8, 5, 1)
     assert every.tolist() == list(range(5)) and one.tolist() == [1.0] * 5
 

@@ -254,7 +254,7 @@ def _longest_first_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"])
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"], do_not_specialize_on_alignment=["leaves"])
 def _mass_kernel(
     tile_lse,  # [T, N]
     tile_damping,  # [T, N], if HAS_DAMPING

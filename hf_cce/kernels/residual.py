@@ -295,7 +295,8 @@ def _sample_kernel(
     of = tl.load(dropped + chosen) + added
     width = tl.minimum(size - chosen * block, block)
     tl.store(places + at, (chosen * block + at * 37 % width).to(tl.int64), mask=at < count)
-    share = tl.where(of > 0.0, width.to(tl.float32) * total / (count * tl.where(of > 0.0, of, 1.0)), 0.0)
+    # Of nothing dropped nothing; what is no number stays none.
+    share = tl.where(of == 0.0, 0.0, width.to(tl.float32) * total / (count * tl.where(of == 0.0, 1.0, of)))
     tl.store(stands_for + at, share, mask=at < count)
 
 

@@ -198,7 +198,7 @@ def _along_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_row_blocks"])
+@triton.jit(do_not_specialize=["num_row_blocks"], do_not_specialize_on_alignment=["leaves"])
 def _leans_of_rows_kernel(
     along,  # [V, 16]: see Leaning
     sampled,  # [S] int64
