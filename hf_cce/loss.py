@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_cce import ops, sharded
+from hf_cce.choice import module_for, survey
 from hf_cce.config import CCEConfig
 from hf_cce.state import FilterState
 
@@ -126,7 +127,7 @@ def linear_cross_entropy(
     if reduction == "none":
         return loss.view(labels.shape)
     num_items, divisor = _divisor(reduction, num_items_in_batch, hidden.device)
-    factor = ops.survey(flat, loss, ignore_index, weight.shape[0], num_items, divisor, "auto")
+    factor = survey(flat, ignore_index, weight.shape[0], num_items, divisor, module_for(loss, "auto"))
     return loss.sum() * factor.to(loss.dtype)
 
 
@@ -216,7 +217,8 @@ def _statistics(
     how = (config.scratch(hidden.shape[0]), config.implementation)
     if not shared:
         return torch.ops.hf_cce.logit_stats(hidden, weight, bias, labels, *form, *wanted, want_top1, *how)
-    ops.survey(labels, sharded.local(weight), form[0], weight.shape[0], None, 1.0, config.implementation)
+    module = module_for(sharded.local(weight), config.implementation)
+    survey(labels, form[0], weight.shape[0], None, 1.0, module)
     return sharded.logit_stats(hidden, weight, bias, labels, *form, *wanted, *how)
 
 

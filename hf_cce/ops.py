@@ -6,12 +6,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,82 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import portable
+from hf_cce.choice import choose_implementation, kernels_module, module_for, on_device_of, survey
 from hf_cce.state import FilterState
-
-
-def choose_implementation(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
-    """``"triton"`` or ``"portable"`` for tensors of ``dtype`` on ``device``.
-
-    Raises:
-        RuntimeError: ``implementation="triton"`` where the kernels cannot run; the message says why.
-    """
-    if implementation == "portable" or (implementation == "auto" and device.type == "cpu"):
-        return "portable"
-    why = _why_no_triton(device, dtype)
-    if implementation == "triton" and why:
-        raise RuntimeError(f"implementation='triton' cannot run here: {why}; use implementation='auto'")
-    return "portable" if why else "triton"
-
-
-def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"the kernels compute in float32 and the tensors are {dtype}"
-    if device.type == "cpu":
-        # Triton's interpreter is for tests, thousands of times slower than PyTorch.
-        if not _interpreted():
-            return "the kernels are for NVIDIA GPUs and the tensors are on the CPU (TRITON_INTERPRET=1 interprets, for tests)"
-    elif device.type != "cuda" or torch.version.cuda is None:
-        return f"the kernels are for NVIDIA GPUs and the tensors are on {device}"
-    else:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-    # Last: where the device is the reason, installing Triton changes nothing.
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (pip install triton)"
-    return None
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _kernels() -> ModuleType:
-    from hf_cce import kernels  # late: importing hf_cce must not import Triton
-
-    return kernels
-
-
-def _implementation(hidden: Tensor, implementation: str) -> Any:
-    return portable if choose_implementation(hidden.device, hidden.dtype, implementation) == "portable" else _kernels()
-
-
-def _on(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, wherever its arguments are: make that the device of ``x``."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return nullcontext()
-
-
-def _require(ok: Tensor, labels: Tensor, ignore_index: int, v: int) -> None:
-    """Fail unless ``ok``: on a CUDA device by a device-side assertion, elsewhere by ``ValueError``."""
-    if ok.is_cuda:
-        torch._assert_async(ok, f"hf_cce: labels must lie in [0, {v}) or equal ignore_index={ignore_index}")
-    elif not bool(ok):
-        bad = labels[(labels != ignore_index) & ((labels < 0) | (labels >= v))]
-        raise ValueError(
-            f"labels must lie in [0, {v}) or equal ignore_index, but {bad.numel()} do not (the first is {int(bad[0])}); "
-            "check the tokenizer against the size of lm_head, or set ignore_index"
-        )
-
-
-def survey(
-    labels: Tensor, hidden: Tensor, ignore_index: int, v: int, num_items: Tensor | None, divisor: float, choice: str
-) -> Tensor:
-    """What a sum of losses is multiplied by, a scalar; fails on a label out of range. ``choice`` is the implementation."""
-    ok, factor = _implementation(hidden, choice).survey_labels(labels, ignore_index, v, num_items, divisor)
-    _require(ok, labels, ignore_index, v)
-    return factor
 
 
 @torch.library.custom_op("hf_cce::logit_stats", mutates_args=())
@@ -115,10 +38,10 @@ def logit_stats(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty where not wanted. ``softcap`` 0 is none."""
-    module, v = _implementation(hidden, implementation), weight.shape[0]
+    module, v = module_for(hidden, implementation), weight.shape[0]
     # Autocast is settled by the caller; inside, a cast of what is already an accumulator would lose it.
-    with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
-        survey(labels, hidden, ignore_index, v, None, 1.0, implementation)
+    with torch.autocast(hidden.device.type, enabled=False), on_device_of(hidden):
+        survey(labels, ignore_index, v, None, 1.0, module)
         return tuple(
             module.logit_stats(
                 hidden, weight, bias, labels, ignore_index, logit_scale, softcap,
@@ -166,9 +89,9 @@ def _logit_stats_backward(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad of hidden [N, D], of weight [V, D], of bias [V]), each in its input's dtype, empty where not needed."""
-    with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
+    with torch.autocast(hidden.device.type, enabled=False), on_device_of(hidden):
         return tuple(
-            _implementation(hidden, implementation).logit_stats_backward(
+            module_for(hidden, implementation).logit_stats_backward(
                 grad_lse, grad_label, grad_mean, grad_entropy, hidden, weight, bias, labels, lse, entropy,
                 ignore_index, logit_scale, softcap, need_hidden, need_weight, need_bias, memory_budget,
             )
@@ -257,9 +180,9 @@ def _cross_entropy(
     The loss is the sum over tokens times ``factor``: one over ``divisor`` if that is positive, else over ``num_items`` if given,
     else over the number of labels that are not ignored; zero where that would divide by zero.
     """
-    module, v = _implementation(hidden, implementation), weight.shape[0]
-    with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
-        factor = survey(labels, hidden, ignore_index, v, num_items, divisor, implementation)
+    module, v = module_for(hidden, implementation), weight.shape[0]
+    with torch.autocast(hidden.device.type, enabled=False), on_device_of(hidden):
+        factor = survey(labels, ignore_index, v, num_items, divisor, module)
         factor = factor.to(portable.accumulation_dtype(hidden.dtype))
         loss, lse, *gradients = module.cross_entropy(
             hidden, weight, bias, labels, factor, ignore_index, logit_scale, softcap,
@@ -328,8 +251,8 @@ def _cross_entropy_gradients(
         # With create_graph=True gradients are enabled here, and it is the operator that refuses the second derivative.
         direct = plain and not torch.is_grad_enabled()
         backward: Any = _logit_stats_backward if direct else torch.ops.hf_cce.logit_stats_backward
-        module = _implementation(hidden, ctx.implementation) if direct else portable
-        with _on(hidden):
+        module = module_for(hidden, ctx.implementation) if direct else portable
+        with on_device_of(hidden):
             vectors = module.token_gradients(grad, factor, lse, ctx.smoothing, ctx.z_loss)
         gradients = backward(
             *vectors, None, hidden, weight, bias, labels, lse, None, *ctx.options, *needs,
@@ -379,8 +302,8 @@ class _CrossEntropy(torch.autograd.Function):
             output = _cross_entropy(*inputs)
             _save_cross_entropy(ctx, inputs, output)
             return output[0]
-        kernels, v = _kernels(), weight.shape[0]
-        with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
+        kernels, v = kernels_module(), weight.shape[0]
+        with torch.autocast(hidden.device.type, enabled=False), on_device_of(hidden):
             result, tau, n, work = None, None, labels.numel(), hidden.numel() * v
             # "auto" promises an error, and keeps the promise by measurement: not without a state.
             wanted = gradient_filter is not None and (state is not None or gradient_filter != "auto")
@@ -391,7 +314,7 @@ class _CrossEntropy(torch.autograd.Function):
             dense = 0 < 4 * n * (v + 15 + hidden.shape[1] * (v % 8 > 0)) <= min(budget, DENSE_BYTES)
             if hidden.is_cuda:
                 kernels.compile_ahead(tau is not None, dense, tuple(inputs[11:14]), *inputs[:9], z_loss, budget)
-            factor = survey(labels, hidden, ignore_index, v, num_items, divisor, implementation)
+            factor = survey(labels, ignore_index, v, num_items, divisor, kernels)
             common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             if tau is not None:
                 result = kernels.filtered_cross_entropy(*common, need_weight, budget, *ctx.state.known(weight))
@@ -422,9 +345,9 @@ class _CrossEntropy(torch.autograd.Function):
         if (filtered is stored is dense is formed is None) or grad is None or torch.is_grad_enabled() or _traced(grad):
             return None, None, *in_full()
         hidden, weight, bias, labels, lse, factor = ctx.saved_tensors
-        kernels = _kernels()
+        kernels = kernels_module()
         gradients: Sequence[Tensor | None]
-        with torch.autocast(grad.device.type, enabled=False), _on(hidden):
+        with torch.autocast(grad.device.type, enabled=False), on_device_of(hidden):
             if filtered is not None:
                 measure = ctx.steered and ctx.state.measure()  # nobody would read what an unsteered call measures
                 dh, dw, report = kernels.filtered_gradients(
@@ -473,8 +396,8 @@ def _full_logits(
     """The same scalar from real logits, as Transformers computes it, by PyTorch's own operators."""
     v = weight.shape[0]
     autocast = torch.is_autocast_enabled(hidden.device.type)
-    with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext(), _on(hidden):
-        factor = survey(labels, hidden, ignore_index, v, num_items, divisor, "auto")
+    with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext(), on_device_of(hidden):
+        factor = survey(labels, ignore_index, v, num_items, divisor, module_for(hidden, "auto"))
         logits = F.linear(hidden, weight, bias).float()
         if logit_scale != 1.0:
             logits = logits * logit_scale

@@ -75,7 +75,7 @@ def _slab_width(n: int, v: int, dtype: torch.dtype, copies: int, memory_budget: 
 def survey_labels(
     labels: Tensor, ignore_index: int, v: int, num_items: Tensor | None, divisor: float
 ) -> tuple[Tensor, Tensor]:
-    """(whether every label is in [0, V) or ignored, what a sum of losses is multiplied by), two scalars; see ``hf_cce.ops``."""
+    """(whether every label is in [0, V) or ignored, what a sum of losses is multiplied by), scalars; see ``hf_cce.choice``."""
     valid = labels != ignore_index
     ok = ~(valid & ((labels < 0) | (labels >= v))).any()
     if divisor > 0:
