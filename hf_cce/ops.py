@@ -312,6 +312,8 @@ class _CrossEntropy(torch.autograd.Function):
                 tau = ctx.tau = ctx.state.threshold(gradient_filter, hidden)
             # Rows are aligned, and the gradient of the hidden states is of two products where V is not.
             dense = 0 < 4 * n * (v + 15 + hidden.shape[1] * (v % 8 > 0)) <= min(budget, DENSE_BYTES)
+            # First, so that the GPU has work while the host goes on: it needs no labels.
+            logits = kernels.dense_logits(hidden, weight) if dense and tau is None else None
             if hidden.is_cuda:
                 kernels.compile_ahead(tau is not None, dense, tuple(inputs[11:14]), *inputs[:9], z_loss, budget)
             factor = survey(labels, ignore_index, v, num_items, divisor, kernels)
@@ -324,7 +326,8 @@ class _CrossEntropy(torch.autograd.Function):
                 ctx.tokens = ctx.filtered.order.tokens  # whose the statistics are
                 ctx.state.keep_vocabulary(weight, ctx.filtered.vocabulary)
             elif dense:
-                loss, lse, ctx.dense = kernels.dense_cross_entropy(*common)
+                logits = kernels.dense_logits(hidden, weight) if logits is None else logits  # the filter had no room
+                loss, lse, ctx.dense = kernels.dense_cross_entropy(logits, *common[2:])
             elif not need_bias and (result := kernels.grouped_cross_entropy(*common, need_hidden, need_weight, budget)):
                 loss, lse, ctx.formed = result
             elif (result := kernels.stored_cross_entropy(*common, budget)) is not None:
@@ -397,12 +400,13 @@ def _full_logits(
     v = weight.shape[0]
     autocast = torch.is_autocast_enabled(hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext(), on_device_of(hidden):
-        factor = survey(labels, ignore_index, v, num_items, divisor, module_for(hidden, "auto"))
+        # First, so that the GPU has work while the host goes on; the labels are looked at before anything depends on them.
         logits = F.linear(hidden, weight, bias).float()
         if logit_scale != 1.0:
             logits = logits * logit_scale
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
+        factor = survey(labels, ignore_index, v, num_items, divisor, module_for(hidden, "auto"))
         total = F.cross_entropy(
             logits, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
         )

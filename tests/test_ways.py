@@ -145,7 +145,7 @@ def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -
     labels = torch.randint(v, (n,), generator=g).to(DEVICE)
     labels[::5] = -100
     factor, options = torch.tensor(1.0 / n, device=DEVICE), (-100, 1.0, 0.0)
-    saved, _ = dense.forward(hidden, weight, None, labels, *options)
+    saved, _ = dense.forward(dense.multiplied(hidden, weight), None, labels, *options)
     found = dense.backward(
         saved, factor, factor * n * 64, hidden, weight, None, labels, *options, 0.0, True, True, False
     )

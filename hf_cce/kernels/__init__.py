@@ -12,6 +12,7 @@ from hf_cce.kernels.cross_entropy import (
     token_gradients,
 )
 from hf_cce.kernels.dense import backward as dense_gradients
+from hf_cce.kernels.dense import multiplied as dense_logits
 from hf_cce.kernels.forward import logit_stats, survey_labels
 from hf_cce.kernels.grouped import formed_gradients
 
@@ -20,6 +21,7 @@ __all__ = [
     "cross_entropy",
     "dense_cross_entropy",
     "dense_gradients",
+    "dense_logits",
     "filtered_cross_entropy",
     "filtered_gradients",
     "formed_gradients",

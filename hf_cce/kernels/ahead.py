@@ -20,6 +20,7 @@ from hf_cce.kernels.cross_entropy import (
     token_gradients,
 )
 from hf_cce.kernels.dense import backward as dense_gradients
+from hf_cce.kernels.dense import multiplied as dense_logits
 from hf_cce.kernels.forward import survey_labels
 from hf_cce.kernels.grouped import formed_gradients
 from hf_cce.kernels.launch import listing
@@ -131,9 +132,8 @@ def _step(problem: Problem) -> None:
             in_full(lse, None)  # the gradients of a step that is a rehearsal
             return
     if problem.dense:
-        dense_gradients(
-            dense_cross_entropy(*common)[2], grad, factor, hidden, weight, bias, labels, *options, problem.z_loss, *problem.needs
-        )  # fmt: skip
+        _, _, saved = dense_cross_entropy(dense_logits(hidden, weight), *common[2:])
+        dense_gradients(saved, grad, factor, hidden, weight, bias, labels, *options, problem.z_loss, *problem.needs)
         return
     if not problem.needs[2]:
         grouped = grouped_cross_entropy(*common, *problem.needs[:2], problem.budget)

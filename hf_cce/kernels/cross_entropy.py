@@ -231,8 +231,7 @@ def grouped_cross_entropy(
 
 
 def dense_cross_entropy(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
+    logits: Tensor,  # [N, V], of ``dense.multiplied``; used up by ``dense_gradients``
     bias: Tensor | None,  # [V]
     labels: Tensor,  # [N]
     factor: Tensor,  # scalar
@@ -241,9 +240,9 @@ def dense_cross_entropy(
     softcap: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor, dense.Dense]:
-    """(loss, lse [N], what ``dense_gradients`` needs): for few tokens, with real logits of 4 · N · V bytes."""
+    """(loss, lse [N], what ``dense_gradients`` needs): for few tokens, with real logits."""
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
-    saved, label_logit = dense.forward(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
+    saved, label_logit = dense.forward(logits, bias, labels, ignore_index, logit_scale, softcap)
     return _total_loss(saved.lse, label_logit, None, factor, 0.0, z_loss), saved.lse, saved
 
 

@@ -121,9 +121,15 @@ def _row_gradient_kernel(
         tl.store(to + cols, (gradient * logit_scale).to(out.dtype.element_ty), mask=cols < vocab_size)
 
 
+def multiplied(hidden: Tensor, weight: Tensor) -> Tensor:
+    """h Wᵀ [N, V] in float32, rows aligned. It needs no labels, so the GPU can be at it while the host looks at these."""
+    logits = empty_slab(torch.empty(0, device=hidden.device), hidden.shape[0], weight.shape[0])
+    multiply_add(logits, hidden, weight.t(), first=True)
+    return logits
+
+
 def forward(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
+    logits: Tensor,  # [N, V], of ``multiplied``
     bias: Tensor | None,
     labels: Tensor,  # [N]
     ignore_index: int,
@@ -131,10 +137,8 @@ def forward(
     softcap: float,
 ) -> tuple[Dense, Tensor]:
     """(what the backward pass needs, the logit of each label [N])."""
-    n, v = labels.numel(), weight.shape[0]
-    logits = empty_slab(torch.empty(0, device=hidden.device), n, v)
-    multiply_add(logits, hidden, weight.t(), first=True)
-    lse, label_logit = torch.empty((2, n), device=hidden.device).unbind()
+    n, v = logits.shape
+    lse, label_logit = torch.empty((2, n), device=logits.device).unbind()
     _row_stats_kernel[(n,)](
         logits, bias, labels, lse, label_logit, v, logits.stride(0), ignore_index, logit_scale, softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,
