@@ -73,6 +73,12 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """No autocast of operators on ``x``'s device; entering costs the host microseconds, so only where there is any."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 def _require(ok: Tensor, labels: Tensor, ignore_index: int, v: int) -> None:
     """Fail unless ``ok``: on a CUDA device by a device-side assertion, elsewhere by ``ValueError``."""
     if ok.is_cuda:

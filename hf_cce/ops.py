@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import portable
-from hf_cce.choice import choose_implementation, kernels_module, module_for, on_device_of, survey
+from hf_cce.choice import choose_implementation, kernels_module, module_for, on_device_of, survey, without_autocast
 from hf_cce.state import FilterState
 
 
@@ -40,7 +39,7 @@ def logit_stats(
     """(lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty where not wanted. ``softcap`` 0 is none."""
     module, v = module_for(hidden, implementation), weight.shape[0]
     # Autocast is settled by the caller; inside, a cast of what is already an accumulator would lose it.
-    with torch.autocast(hidden.device.type, enabled=False), on_device_of(hidden):
+    with without_autocast(hidden), on_device_of(hidden):
         survey(labels, ignore_index, v, None, 1.0, module)
         return tuple(
             module.logit_stats(
@@ -89,7 +88,7 @@ def _logit_stats_backward(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad of hidden [N, D], of weight [V, D], of bias [V]), each in its input's dtype, empty where not needed."""
-    with torch.autocast(hidden.device.type, enabled=False), on_device_of(hidden):
+    with without_autocast(hidden), on_device_of(hidden):
         return tuple(
             module_for(hidden, implementation).logit_stats_backward(
                 grad_lse, grad_label, grad_mean, grad_entropy, hidden, weight, bias, labels, lse, entropy,
@@ -181,7 +180,7 @@ def _cross_entropy(
     else over the number of labels that are not ignored; zero where that would divide by zero.
     """
     module, v = module_for(hidden, implementation), weight.shape[0]
-    with torch.autocast(hidden.device.type, enabled=False), on_device_of(hidden):
+    with without_autocast(hidden), on_device_of(hidden):
         factor = survey(labels, ignore_index, v, num_items, divisor, module)
         factor = factor.to(portable.accumulation_dtype(hidden.dtype))
         loss, lse, *gradients = module.cross_entropy(
@@ -213,7 +212,10 @@ def _forms_gradients(hidden: Tensor, implementation: str) -> bool:
     ) == "portable" and portable.forms_gradients(hidden.dtype)
 
 
-def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_cross_entropy(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], formed: bool | None = None
+) -> None:
+    """``formed``: whether the gradients are among ``output``, where the caller knows."""
     hidden, weight, bias, labels = inputs[:4]
     _, lse, factor, *gradients = output
     ctx.set_materialize_grads(False)
@@ -221,7 +223,7 @@ def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.options, ctx.smoothing, ctx.z_loss = inputs[6:9], inputs[9], inputs[10]
     ctx.memory_budget, ctx.implementation = inputs[14], inputs[15]
     # Detached, since an output that knows its node and a node that holds the output would be a cycle.
-    formed = _forms_gradients(hidden, ctx.implementation)
+    formed = _forms_gradients(hidden, ctx.implementation) if formed is None else formed
     ctx.gradients = [x.detach() for x in gradients] if formed else None
 
 
@@ -303,7 +305,7 @@ class _CrossEntropy(torch.autograd.Function):
             _save_cross_entropy(ctx, inputs, output)
             return output[0]
         kernels, v = kernels_module(), weight.shape[0]
-        with torch.autocast(hidden.device.type, enabled=False), on_device_of(hidden):
+        with without_autocast(hidden), on_device_of(hidden):
             result, tau, n, work = None, None, labels.numel(), hidden.numel() * v
             # "auto" promises an error, and keeps the promise by measurement: not without a state.
             wanted = gradient_filter is not None and (state is not None or gradient_filter != "auto")
@@ -335,7 +337,7 @@ class _CrossEntropy(torch.autograd.Function):
             else:
                 needs = (need_hidden, need_weight, need_bias)
                 loss, lse, *_ = kernels.cross_entropy(*common[:8], 0.0, z_loss, *needs, budget)
-        _save_cross_entropy(ctx, inputs, (loss, lse, factor))
+        _save_cross_entropy(ctx, inputs, (loss, lse, factor), formed=False)
         return loss
 
     @staticmethod
@@ -350,7 +352,7 @@ class _CrossEntropy(torch.autograd.Function):
         hidden, weight, bias, labels, lse, factor = ctx.saved_tensors
         kernels = kernels_module()
         gradients: Sequence[Tensor | None]
-        with torch.autocast(grad.device.type, enabled=False), on_device_of(hidden):
+        with without_autocast(grad), on_device_of(hidden):
             if filtered is not None:
                 measure = ctx.steered and ctx.state.measure()  # nobody would read what an unsteered call measures
                 dh, dw, report = kernels.filtered_gradients(
@@ -398,8 +400,7 @@ def _full_logits(
 ) -> Tensor:
     """The same scalar from real logits, as Transformers computes it, by PyTorch's own operators."""
     v = weight.shape[0]
-    autocast = torch.is_autocast_enabled(hidden.device.type)
-    with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext(), on_device_of(hidden):
+    with without_autocast(hidden), on_device_of(hidden):
         # First, so that the GPU has work while the host goes on; the labels are looked at before anything depends on them.
         logits = F.linear(hidden, weight, bias).float()
         if logit_scale != 1.0:
