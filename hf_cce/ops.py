@@ -277,6 +277,8 @@ FILTER_FROM = 1.5e11
 FILTER_TOKENS = 2048  # fewer make too few blocks to fill a GPU with
 # Bytes of float32 logits up to which the way of fewest launches wins:
 DENSE_BYTES = 256 << 20
+# and of logits in the 16 bits of the inputs, where those would be more. As in PyTorch's own loss, they are rounded.
+NARROW_BYTES = 256 << 20
 # Logits up to which PyTorch's own operators are the fastest, as the host is the slower side. They take 12 bytes each, of which
 # the weight's gradient, made last, takes some over:
 EAGER_LOGITS = 42_000_000
@@ -312,10 +314,9 @@ class _CrossEntropy(torch.autograd.Function):
             if wanted and not need_bias and work >= FILTER_FROM and n >= FILTER_TOKENS:
                 ctx.state, ctx.steered = FilterState() if state is None else state.on(hidden.device), state is not None
                 tau = ctx.tau = ctx.state.threshold(gradient_filter, hidden)
-            # Rows are aligned, and the gradient of the hidden states is of two products where V is not.
-            dense = 0 < 4 * n * (v + 15 + hidden.shape[1] * (v % 8 > 0)) <= min(budget, DENSE_BYTES)
+            dense = dense_dtype(n, hidden.shape[1], v, hidden.dtype, budget, tau is not None)
             # First, so that the GPU has work while the host goes on: it needs no labels.
-            logits = kernels.dense_logits(hidden, weight) if dense and tau is None else None
+            logits = kernels.dense_logits(hidden, weight, bias, dense) if dense and tau is None else None
             if hidden.is_cuda:
                 kernels.compile_ahead(tau is not None, dense, tuple(inputs[11:14]), *inputs[:9], z_loss, budget)
             factor = survey(labels, ignore_index, v, num_items, divisor, kernels)
@@ -328,7 +329,8 @@ class _CrossEntropy(torch.autograd.Function):
                 ctx.tokens = ctx.filtered.order.tokens  # whose the statistics are
                 ctx.state.keep_vocabulary(weight, ctx.filtered.vocabulary)
             elif dense:
-                logits = kernels.dense_logits(hidden, weight) if logits is None else logits  # the filter had no room
+                if logits is None:  # the filter had no room
+                    logits = kernels.dense_logits(hidden, weight, bias, dense)
                 loss, lse, ctx.dense = kernels.dense_cross_entropy(logits, *common[2:])
             elif not need_bias and (result := kernels.grouped_cross_entropy(*common, need_hidden, need_weight, budget)):
                 loss, lse, ctx.formed = result
@@ -373,6 +375,16 @@ class _CrossEntropy(torch.autograd.Function):
                     *vectors, None, hidden, weight, bias, labels, lse, None, *ctx.options, *needs, ctx.memory_budget, stored
                 )  # fmt: skip
         return None, None, *(x if need else None for x, need in zip(gradients, needs, strict=True)), *[None] * 13
+
+
+def dense_dtype(n: int, d: int, v: int, dtype: torch.dtype, budget: int, filtered: bool) -> torch.dtype | None:
+    """That of a loss's real logits, if these fit: float32, or, of 16-bit inputs that no filter is for, their own; else None."""
+    narrow = dtype.itemsize < 4 and not filtered
+    for kind, most in ((torch.float32, DENSE_BYTES), *([(dtype, NARROW_BYTES)] if narrow else [])):
+        # Rows are aligned, and the gradient of the hidden states is of two products, in float32, where V is not.
+        if 0 < n * (kind.itemsize * (v + 15) + 4 * d * (v % 8 > 0)) <= min(budget, most):
+            return kind
+    return None
 
 
 def few_tokens(n: int, hidden: Tensor, weight: Tensor, budget: int, implementation: str) -> bool:

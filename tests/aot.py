@@ -122,6 +122,7 @@ PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "kept tiles": ("filter", lambda plan: {**plan.constants(), "num_warps": plan.tile_warps}),
     "hidden gradient": ("filter", lambda p: _sparse(p, p.block_d, p.sparse_warps, p.hidden_stages)),
     "labels": ("forward", lambda plan: plan.labels),
+    "own blocks": ("forward", lambda plan: {}),  # the dtype alone
     "rest": ("filter", lambda plan: plan.rest),
     "weight gradient": ("filter", lambda p: _sparse(p, p.weight_block_d, p.weight_warps, p.weight_stages)),
 }
@@ -186,7 +187,7 @@ def _describe(dtype: Any, c: dict[str, Any]) -> str:
     blocks = "x".join(str(value) for name, value in c.items() if name.startswith("BLOCK_"))
     dtype_name = str(dtype).removeprefix("torch.")
     launch = f" w{c['num_warps']} s{c['num_stages']}" if "num_warps" in c else ""
-    return f"{dtype_name} {blocks}{launch}" + (" tma" if c.get("TMA") else "")
+    return f"{dtype_name} {blocks}{launch}".rstrip() + (" tma" if c.get("TMA") else "")
 
 
 def signature(build: Build) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:

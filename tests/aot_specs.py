@@ -392,9 +392,11 @@ SPECS = (
         variants={"plain": {}, "earlier": {"HAS_EARLIER": True}},
     ),
     Spec("grouped._multiply_kernel", plan="backward blocks", types={"x": "*T", "by": "*fp32", "size": "i32:16"}),
-    Spec("dense._row_stats_kernel", types={"logits": "*fp32", "stride": "i32:16"}),
-    Spec(
-        "dense._row_gradient_kernel", types={"logits": "*fp32", "out": "*T", "stride": "i32:16", "out_stride": "i32:16"}
+    # of logits in float32, and in the dtype of the inputs
+    *(
+        Spec(f"dense._row_{name}_kernel", plan=plan, types={"logits": logits, "stride": "i32:16", **types})
+        for plan, logits in ((None, "*fp32"), ("own blocks", "*T"))
+        for name, types in (("stats", {}), ("gradient", {"out": "*T", "out_stride": "i32:16"}))
     ),
     Spec(
         "forward._combine_kernel",

@@ -19,6 +19,7 @@ from hf_cce import CCEConfig, FilterState, linear_cross_entropy
 pytest.importorskip("triton")
 
 Launched = set[tuple[str, tuple[tuple[str, Any], ...]]]
+ROWS = ("_row_stats_kernel", "_row_gradient_kernel")
 OF_THE_DEVICE = {"TMA", "UPCAST", "IN_PARTS"}
 
 
@@ -66,14 +67,17 @@ def test_what_is_listed_is_what_is_launched(
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+    dense = {"dense": torch.float32, "dense16": dtype}.get(way)
     problem = ahead.Problem(
-        way == "filtered", way == "dense", (*needs, False), dtype, 600, 32, (32, 1), (32, 1), False, torch.int64, None, False,
+        way == "filtered", dense, (*needs, False), dtype, 600, 32, (32, 1), (32, 1), False, torch.int64, None, False,
         -100, options.logit_scale, options.softcap or 0.0, options.z_loss, torch.device("cuda", 0), 60, 256 << 20,
     )  # fmt: skip
     with launch.listing() as launches:
         ahead._step(problem)
     listed = {described(jitted.fn.__name__, kwargs) for jitted, _, kwargs in launches}
     assert listed == launched
+    read = {args[0].dtype for jitted, args, _ in launches if jitted.fn.__name__ in ROWS}
+    assert read == ({dense} if dense else set())
 
 
 def test_one_compilation_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +90,7 @@ def test_one_compilation_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPat
         hidden, weight = torch.empty(n, 8), torch.empty(11, 8)
         labels = torch.zeros(n, dtype=torch.int64)
         needs = (True, True, False)
-        ahead.compile_ahead(False, False, needs, hidden, weight, None, labels, None, 0.0, -100, scale, 0.0, 0.0, budget)
+        ahead.compile_ahead(False, None, needs, hidden, weight, None, labels, None, 0.0, -100, scale, 0.0, 0.0, budget)
     assert len(problems) == 3 and len(set(problems)) == 2
 
 
@@ -101,7 +105,7 @@ def compiled(self, *args, **kwargs):
     return real(self, *args, **kwargs)
 JITFunction._do_compile = compiled
 way = sys.argv[1]
-n, d, v = (512, 256, 4000) if way == "dense" else (2100, 1024, 73000)
+n, d, v = {"dense": (512, 256, 4000), "dense16": (600, 256, 150000)}.get(way, (2100, 1024, 73000))
 h, w = (torch.randn(k, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for k in (n, v))
 y = torch.randint(v, (n,), device="cuda")
 config = CCEConfig("triton", gradient_filter="auto" if way == "filtered" else None)
@@ -119,7 +123,7 @@ assert len(where) > 3 and not late, (len(where), late)
 @pytest.mark.parametrize(
     "softcap", [30.0, 0.0]
 )  # without, and on a Hopper GPU with, the kernels of hf_cce.kernels.hopper
-@pytest.mark.parametrize("way", ["filtered", "dense", "recomputed"])
+@pytest.mark.parametrize("way", ["filtered", "dense", "dense16", "recomputed"])
 def test_a_step_compiles_nothing_itself(way: str, softcap: float, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
@@ -141,6 +145,6 @@ def test_where_listing_fails_kernels_are_compiled_as_they_come(
     hidden, labels = torch.empty(3, 8), torch.zeros(3, dtype=torch.int64)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     ahead.compile_ahead(
-        False, False, (True, True, False), hidden, torch.empty(13, 8), None, labels, None, 0.0, -100, 1.0, 0.0, 0.0, 1
+        False, None, (True, True, False), hidden, torch.empty(13, 8), None, labels, None, 0.0, -100, 1.0, 0.0, 0.0, 1
     )
     assert "one after the other: no such meta kernel" in caplog.text

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import warnings
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from alive import Alive
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig
 from typer.testing import CliRunner
 
@@ -130,30 +128,6 @@ def test_the_rule_of_few_tokens_is_that_of_the_operator() -> None:
             budget = 256 * MIB * -(-n // 8192)
             theirs = ops.few_tokens(n, hidden, weight, budget, "auto")
             assert bench.loss_bytes("cce", n, model, "bfloat16")[2] == theirs, (n, d, v)
-
-
-class Alive(TorchDispatchMode):
-    """Bytes of all tensors that are alive, at most; those of ``known`` storages apart."""
-
-    def __init__(self, known: set[int]) -> None:
-        super().__init__()
-        self.known, self.now, self.peak = known, 0, 0
-
-    def _gone(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self.known:
-                size = storage.nbytes()
-                self.known.add(storage._cdata)
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._gone, storage._cdata, size)
-        return out
 
 
 @pytest.mark.parametrize("vocabulary", [64, 8192])

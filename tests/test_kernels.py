@@ -28,7 +28,7 @@ NO_BIAS = replace(SCALAR, bias=False)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("options", "way"),
-    [(o, w) for o in (*OPTIONS, SCALAR, NO_BIAS) for w in WAYS if applies(w, o, torch.float32)],
+    [(o, w) for o in (*OPTIONS, SCALAR, NO_BIAS) for w in WAYS if any(applies(w, o, dtype) for dtype in DTYPES)],
     ids=str,
 )
 @pytest.mark.parametrize(("n", "d", "v"), [(1, 64, 99), (40, 72, 131), (70, 600, 34)])

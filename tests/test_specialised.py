@@ -9,7 +9,7 @@ import torch
 from losses import PLAIN, Options, check_against_plain, fused_loss, make_inputs
 from numerics import assert_as_good
 from torch import Tensor
-from ways import WAYS, applies, config_of, force
+from ways import WAYS, applies, config_of, force, takes
 
 pytest.importorskip("triton")
 
@@ -162,4 +162,4 @@ def test_losses_are_right_with_and_without(
                 name = f"{n}×{d}×{v} {options}, {way}, {'' if special else 'not '}specialised"
                 check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, name)
     hopper_runs = special and plan.specialises() and torch.cuda.get_device_capability()[0] == 9
-    assert bool(ran) == (hopper_runs and way != "dense" and (way == "exact" or applies(way, PLAIN, dtype)))
+    assert bool(ran) == (hopper_runs and takes(way) != "dense" and (way == "exact" or applies(way, PLAIN, dtype)))

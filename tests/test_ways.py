@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+from alive import Alive
 from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
 from numerics import assert_as_good, relative_error
 from torch import Tensor
-from ways import WAYS, applies, backward_of, config_of, force, takes
+from ways import WAYS, applies, backward_of, config_of, force, takes, watch
 
-from hf_cce import FilterState, linear_cross_entropy
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy, ops
 from hf_cce import state as state_module
 
 pytest.importorskip("triton")
@@ -22,9 +24,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("way", WAYS)
 def test_strided_labels_and_bias(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(bias=way not in ("filtered", "scaled", "grouped"))
-    assert applies(way, options, torch.float32)
+    dtype = torch.float16 if way == "dense16" else torch.float32
+    assert applies(way, options, dtype)
     taken = force(monkeypatch, way)
-    inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=options.bias)
+    inputs, labels = make_inputs(37, 40, 131, dtype, DEVICE, bias=options.bias)
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
         labels = torch.stack([labels, labels.flip(0)], 1)[:, 0]
@@ -34,7 +37,7 @@ def test_strided_labels_and_bias(way: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert not labels.is_contiguous()
         return fused_loss(config_of(way))(hidden, weight, bias, labels, options)
 
-    check_against_plain(loss, inputs, labels, options, torch.float32, f"strided, {way}")
+    check_against_plain(loss, inputs, labels, options, dtype, f"strided, {way}")
     assert taken[takes(way)] == 1
 
 
@@ -145,7 +148,7 @@ def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -
     labels = torch.randint(v, (n,), generator=g).to(DEVICE)
     labels[::5] = -100
     factor, options = torch.tensor(1.0 / n, device=DEVICE), (-100, 1.0, 0.0)
-    saved, _ = dense.forward(dense.multiplied(hidden, weight), None, labels, *options)
+    saved, _ = dense.forward(dense.multiplied(hidden, weight, None, torch.float32), None, labels, *options)
     found = dense.backward(
         saved, factor, factor * n * 64, hidden, weight, None, labels, *options, 0.0, True, True, False
     )
@@ -174,3 +177,103 @@ def test_memory_of_few_tokens_is_that_of_full_logits() -> None:
         linear_cross_entropy(*leaves, labels, config=config_of("dense")).backward()
         above = torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in leaves)
     assert above < 2 * n * v * 1.1
+
+
+def test_logits_are_real_where_they_fit() -> None:
+    """Up to 67 million in float32; in bfloat16 and float16, where no filter is wanted, up to 134 million."""
+    wide, narrow, budget = torch.float32, torch.bfloat16, 256 << 20
+
+    def dtype(n: int, d: int, v: int, of: torch.dtype = narrow, budget: int = budget, filtered: bool = False) -> Any:
+        return ops.dense_dtype(n, d, v, of, budget, filtered)
+
+    rows = budget // 4 // (49_152 + 15)
+    assert dtype(rows, 576, 49_152) is wide and dtype(rows + 1, 576, 49_152) is narrow
+    assert dtype(rows + 1, 576, 49_152, torch.float16) is torch.float16
+    assert dtype(rows + 1, 576, 49_152, wide) is dtype(rows + 1, 576, 49_152, filtered=True) is None
+    assert dtype(rows, 576, 49_152, filtered=True) is wide
+    most = budget // 2 // (49_152 + 15)
+    assert dtype(most, 576, 49_152) is narrow and dtype(most + 1, 576, 49_152) is dtype(0, 576, 49_152) is None
+    assert dtype(rows // 4, 576, 49_152, budget=budget // 4) is wide
+    assert dtype(rows // 4 + 1, 576, 49_152, budget=budget // 4) is narrow
+    assert dtype(most // 4 + 1, 576, 49_152, budget=budget // 4) is None
+    assert dtype(2 * most, 576, 49_152, budget=8 * budget) is None  # more is not what it is for
+    # The gradient of the hidden states is of two products, in float32, where the vocabulary is odd.
+    odd = budget // (2 * (50_257 + 15) + 4 * 4096)
+    assert dtype(odd, 4096, 50_257) is narrow and dtype(odd + 1, 4096, 50_257) is None
+    assert dtype(odd + 1, 4096, 50_256) is narrow
+
+
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+@pytest.mark.parametrize("v", [131, 136])
+def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
+    v: int, ignored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a hidden size above 512 and an odd vocabulary; gradients of tokens without a label are zero."""
+    from hf_cce.kernels import dense
+
+    taken, made = force(monkeypatch, "dense16"), []
+    real = dense.forward
+
+    def forward(logits: Tensor, *others: Any) -> Any:
+        made.append((logits.dtype, logits.data_ptr() % 16, logits.stride(0) % 16))
+        return real(logits, *others)
+
+    monkeypatch.setattr(dense, "forward", forward)
+    (hidden, weight, _), labels = make_inputs(70, 600, v, torch.float16, DEVICE, ignored=ignored)
+    for options in (PLAIN, Options(0.7, 5.0, z_loss=1e-2), Options(reduction="sum")):
+        inputs = (hidden, weight, None)
+        what = f"16 bits, {ignored}, {options}"
+        check_against_plain(fused_loss(config_of("dense16")), inputs, labels, options, torch.float16, what)
+        found = loss_and_gradients(fused_loss(config_of("dense16")), inputs, labels, options, torch.float16)
+        assert not found["hidden"][labels == -100].any()
+    assert made == [(torch.float16, 0, 0)] * 6 and taken["dense"] == taken["dense gradients"] == 6
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts tensors in the interpreter; a GPU's allocator counts below")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
+    """Theirs alone, above the gradients: what the budget was asked for, and no more than full logits of PyTorch."""
+    from hf_cce.kernels import dense
+
+    n, d, v = 40, 24, 600
+    (hidden, weight, bias), labels = make_inputs(n, d, v, dtype, DEVICE, bias=True)
+    factor, options = torch.tensor(1.0 / n), (-100, 1.0, 0.0)
+    left = 2 * (n * d + v * d + v)
+    vectors = 2 * 4 * n + 4 * v  # statistics of the tokens, and the bias's gradient before it is rounded
+    given = {x.untyped_storage()._cdata for x in (hidden, weight, bias, labels, factor) if x is not None}
+    with Alive(given) as alive:
+        saved, _ = dense.forward(dense.multiplied(hidden, weight, bias, dtype), bias, labels, *options)
+        found = dense.backward(saved, factor, factor, hidden, weight, bias, labels, *options, 0.0, True, True, True)
+    assert all(x is not None and x.dtype == dtype for x in found)
+    assert alive.peak - left <= 2 * n * (v + 15) + vectors
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    with Alive(given) as plain:
+        plain_loss(leaves[0], leaves[1], leaves[2], labels, PLAIN).backward()
+    assert alive.peak < plain.peak
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "d", "v"), [(2048, 576, 49_152), (600, 896, 151_937)])
+def test_memory_of_logits_of_16_bits_on_the_gpu(
+    n: int, d: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the default thresholds: within the budget, and no more than full logits of PyTorch."""
+    taken = watch(monkeypatch)
+    (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+
+    def above(loss: Any) -> int:
+        for _ in range(2):  # the first compiles, and makes room for cuBLAS
+            leaves[0].grad = leaves[1].grad = None
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            loss().backward()
+        return torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in leaves)
+
+    config = CCEConfig("triton", gradient_filter=None)
+    ours = above(lambda: linear_cross_entropy(*leaves, labels, config=config))
+    assert taken["dense"] == taken["dense gradients"] == 2
+    assert 2 * n * v < ours <= 2 * n * (v + 15) + 4 * n * d * (v % 8 > 0) + 64 * n <= config.scratch(n)
+    assert ours <= above(lambda: plain_loss(*leaves, None, labels, PLAIN))

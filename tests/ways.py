@@ -14,12 +14,18 @@ from torch import Tensor
 
 from hf_cce import CCEConfig, kernels, ops
 
+# "dense": real logits in float32; "dense16": in the dtype of the inputs.
 # "narrow": a first slab of one tile's width is stored, and the others are computed twice.
 # "scaled": all of them are stored, and the gradients are formed without another pass over what is.
 # "grouped": of some tokens all of them are, and the gradients are formed in the forward pass, group after group.
-WAYS = ("dense", "stored", "narrow", "scaled", "grouped", "filtered", "exact")
+WAYS = ("dense", "dense16", "stored", "narrow", "scaled", "grouped", "filtered", "exact")
 KEEPS_ALL = 1e-9  # a gradient_filter that drops nothing but what is zero
-_THRESHOLDS = {"dense": (math.inf, math.inf), "filtered": (0.0, 0.0)}  # FILTER_FROM, DENSE_BYTES
+# FILTER_FROM, DENSE_BYTES, NARROW_BYTES
+_THRESHOLDS = {
+    "dense": (math.inf, math.inf, 0.0),
+    "dense16": (math.inf, 0.0, math.inf),
+    "filtered": (0.0, 0.0, 0.0),
+}
 _FUNCTIONS = {
     "dense_cross_entropy": "dense",
     "stored_cross_entropy": "stored",
@@ -37,6 +43,8 @@ def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
     """Whether a loss with these options, and gradients of all inputs, can take that way; "exact" takes what no other does."""
     if options.reduction == "none" or options.label_smoothing:
         return way == "exact"
+    if way == "dense16":
+        return dtype != torch.float32
     if way in ("stored", "narrow"):
         return dtype != torch.float16  # has no range for it
     if way in ("scaled", "grouped"):
@@ -46,21 +54,27 @@ def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
 
 def takes(way: str) -> str:
     """The name under which ``watch`` counts the forward pass of a way."""
-    return "stored" if way in ("narrow", "scaled") else way
+    return {"narrow": "stored", "scaled": "stored", "dense16": "dense"}.get(way, way)
 
 
 def backward_of(way: str) -> str:
     """The name under which ``watch`` counts the backward pass of a way."""
-    own = {"dense": "dense gradients", "filtered": "filtered gradients", "grouped": "formed gradients"}
+    own = {
+        "dense": "dense gradients",
+        "dense16": "dense gradients",
+        "filtered": "filtered gradients",
+        "grouped": "formed gradients",
+    }
     return own.get(way, "recomputed gradients")
 
 
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     """Send every scalar loss that way from now on, if it applies; returns how often each was taken."""
-    filter_from, dense_bytes = _THRESHOLDS.get(way, (math.inf, 0.0))
+    filter_from, dense_bytes, narrow_bytes = _THRESHOLDS.get(way, (math.inf, 0.0, 0.0))
     monkeypatch.setattr(ops, "FILTER_FROM", filter_from)
     monkeypatch.setattr(ops, "FILTER_TOKENS", 0)
     monkeypatch.setattr(ops, "DENSE_BYTES", dense_bytes)
+    monkeypatch.setattr(ops, "NARROW_BYTES", narrow_bytes)
     module = sys.modules["hf_cce.kernels.cross_entropy"]  # the package has a function of that name
     scaled = sys.modules["hf_cce.kernels.scaled"]
     monkeypatch.setattr(scaled, "TOKENS_PER_WIDTH", 0 if way == "scaled" else math.inf)

@@ -34,7 +34,7 @@ class Problem:
     """A scalar loss, as far as kernels are compiled for it: not for each number of tokens, and the budget grows with that."""
 
     filtered: bool
-    dense: bool
+    dense: torch.dtype | None  # of real logits, if they are made
     needs: tuple[bool, bool, bool]  # gradients of hidden, weight, bias
     dtype: torch.dtype
     vocab_size: int
@@ -56,7 +56,7 @@ class Problem:
 
 def compile_ahead(
     filtered: bool,
-    dense: bool,
+    dense: torch.dtype | None,
     needs: tuple[bool, bool, bool],
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]
@@ -131,8 +131,8 @@ def _step(problem: Problem) -> None:
             )  # fmt: skip
             in_full(lse, None)  # the gradients of a step that is a rehearsal
             return
-    if problem.dense:
-        _, _, saved = dense_cross_entropy(dense_logits(hidden, weight), *common[2:])
+    if problem.dense is not None:
+        _, _, saved = dense_cross_entropy(dense_logits(hidden, weight, bias, problem.dense), *common[2:])
         dense_gradients(saved, grad, factor, hidden, weight, bias, labels, *options, problem.z_loss, *problem.needs)
         return
     if not problem.needs[2]:

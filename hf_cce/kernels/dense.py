@@ -1,7 +1,8 @@
-"""The scalar loss for few tokens: real logits, in float32, whose memory the gradient of the logits then takes over.
+"""The scalar loss for few tokens: real logits, whose memory the gradient of the logits then takes over.
 
 Below some size a step waits for the host, not for the GPU; this way needs the fewest launches, and less memory and time than
-full logits of PyTorch, which are upcast, copied and kept several times.
+full logits of PyTorch, which are upcast, copied and kept several times. The logits are in float32, or, where these do not fit, in
+the 16 bits of the inputs: then they are rounded once, as those of PyTorch are, and all that follows is in float32 as there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hf_cce.kernels.tiles import softcapped
 class Dense:
     """What the forward pass leaves."""
 
-    logits: Tensor | None  # [N, V] float32: h Wᵀ; rows are aligned. None once the backward pass has used them
+    logits: Tensor | None  # [N, V], of ``multiplied``; None once the backward pass has used them
     lse: Tensor  # [N]
 
 
@@ -40,7 +41,7 @@ def _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl.con
 @Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_stats_kernel(
-    logits,  # [N, V] h Wᵀ, rows `stride` apart
+    logits,  # [N, V], in float32 or as hidden and weight; rows `stride` apart
     bias,  # [V]
     labels,  # [N]
     lse,  # [N], written; zero where the label is ignored, as the next
@@ -66,7 +67,7 @@ def _row_stats_kernel(
     at_label = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
-        x = tl.load(start + cols, mask=cols < vocab_size, other=0.0)
+        x = tl.load(start + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
         x = _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         at_label += tl.where(cols == label, x, 0.0)
         x = tl.where(cols < vocab_size, x, float("-inf"))
@@ -83,7 +84,7 @@ def _row_stats_kernel(
 @Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_gradient_kernel(
-    logits,  # [N, V] float32: h Wᵀ
+    logits,  # [N, V], in float32 or as `out`
     out,  # in the dtype of hidden and weight; if in the same memory, row i begins where row i of the logits does
     bias,  # [V]
     labels,  # [N]
@@ -111,7 +112,7 @@ def _row_gradient_kernel(
     to = out + row.to(tl.int64) * out_stride
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
-        x = tl.load(start + cols, mask=cols < vocab_size, other=0.0)
+        x = tl.load(start + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
         x = _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         gradient = tl.where(valid, tl.exp(x - row_lse), 0.0) * of_lse - tl.where(cols == label, g, 0.0)
         if HAS_SOFTCAP:
@@ -121,11 +122,22 @@ def _row_gradient_kernel(
         tl.store(to + cols, (gradient * logit_scale).to(out.dtype.element_ty), mask=cols < vocab_size)
 
 
-def multiplied(hidden: Tensor, weight: Tensor) -> Tensor:
-    """h Wᵀ [N, V] in float32, rows aligned. It needs no labels, so the GPU can be at it while the host looks at these."""
-    logits = empty_slab(torch.empty(0, device=hidden.device), hidden.shape[0], weight.shape[0])
-    multiply_add(logits, hidden, weight.t(), first=True)
+def multiplied(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """h Wᵀ [N, V], in float32 or in the dtype of both, in 16 bits plus ``bias``; rows are aligned.
+
+    It needs no labels, so the GPU can be at it while the host looks at these.
+    """
+    logits = empty_slab(torch.empty(0, dtype=dtype, device=hidden.device), hidden.shape[0], weight.shape[0])
+    bias = bias if _rounded(logits) else None
+    if bias is not None:
+        logits.copy_(bias)
+    multiply_add(logits, hidden, weight.t(), first=bias is None)
     return logits
+
+
+def _rounded(logits: Tensor) -> bool:
+    """Whether the bias was added before they were rounded, as PyTorch adds it; the kernels add it to those of float32."""
+    return logits.element_size() < 4
 
 
 def forward(
@@ -138,6 +150,7 @@ def forward(
 ) -> tuple[Dense, Tensor]:
     """(what the backward pass needs, the logit of each label [N])."""
     n, v = logits.shape
+    bias = None if _rounded(logits) else bias
     lse, label_logit = torch.empty((2, n), device=logits.device).unbind()
     _row_stats_kernel[(n,)](
         logits, bias, labels, lse, label_logit, v, logits.stride(0), ignore_index, logit_scale, softcap or 1.0,
@@ -165,15 +178,15 @@ def backward(
     """Gradients of hidden, weight and bias; None where not needed. Consumes ``saved``."""
     assert saved.logits is not None
     (n, v), element = saved.logits.shape, hidden.element_size()
-    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
+    bias, labels = None if bias is None or _rounded(saved.logits) else bias.contiguous(), labels.contiguous()
     logits = saved.logits.as_strided((n, saved.logits.stride(0)), saved.logits.stride())  # with what lies between rows
     saved.logits = None
-    # Where the weight's gradient will take as much as the logits, that memory is free until then, and their own need not be held
-    # beside it: what is left above the gradients is the narrow copy, as with full logits.
-    if element < 4 and need_weight and element * weight.numel() >= 4 * logits.numel():
+    # Where the weight's gradient will take as much as float32 logits, that memory is free until then, and their own need not be
+    # held beside it: what is left above the gradients is the narrow copy, as with full logits.
+    if element < logits.element_size() and need_weight and element * weight.numel() >= 4 * logits.numel():
         narrow = empty_slab(hidden, n, v)
     else:
-        narrow = logits.view(hidden.dtype)  # twice as many of 16 bits, or the logits themselves
+        narrow = logits.view(hidden.dtype)  # the logits themselves; of float32 ones twice as many of 16 bits
     _row_gradient_kernel[(n,)](
         logits, narrow, bias, labels, saved.lse, grad, factor, v, logits.stride(0), narrow.stride(0), ignore_index, logit_scale,
         softcap or 1.0, z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,
