@@ -62,9 +62,10 @@ def test_the_newer_switch_for_tf32(switch: str) -> None:
     program = (
         f"import torch; {switch}.fp32_precision = 'tf32'\n"
         "from hf_cce import CCEConfig, linear_cross_entropy as f\n"
-        "h = torch.randn(20, 16).half().requires_grad_(); w = torch.randn(40, 16).half()\n"
-        "f(h, w, torch.arange(20), reduction='none', config=CCEConfig('triton')).sum().backward()\n"
-        "f(h.float(), w.float(), torch.arange(20), reduction='none', config=CCEConfig('triton')).sum().backward()\n"
+        f"h, w = (torch.randn(rows, 16, device='{DEVICE}').half() for rows in (20, 40))\n"
+        f"y = torch.arange(20, device='{DEVICE}'); h.requires_grad_()\n"
+        "f(h, w, y, reduction='none', config=CCEConfig('triton')).sum().backward()\n"
+        "f(h.float(), w.float(), y, reduction='none', config=CCEConfig('triton')).sum().backward()\n"
         "assert h.grad.isfinite().all()"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
