@@ -278,3 +278,40 @@ def test_memory_of_logits_of_16_bits_on_the_gpu(
     assert taken["dense"] == taken["dense gradients"] == 2
     assert 2 * n * v < ours <= 2 * n * (v + 15) + 4 * n * d * (v % 8 > 0) + 64 * n <= config.scratch(n)
     assert ours <= above(lambda: plain_loss(*leaves, None, labels, PLAIN))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU fails by an assertion of its own")
+@pytest.mark.parametrize("way", ["dense", "dense16", "full"])
+def test_the_product_comes_first_and_labels_are_looked_at_before_they_are_used(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_cce.kernels import dense
+
+    order: list[str] = []
+
+    def noting(place: Any, name: str) -> None:
+        real = getattr(place, name)
+
+        def wrapper(*args: Any, **options: Any) -> Any:
+            order.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(place, name, wrapper)
+
+    force(monkeypatch, way)
+    for place, name in ((dense, "multiply_add"), (ops, "survey"), (dense, "forward")):
+        noting(place, name)
+    for name in ("linear", "cross_entropy"):
+        noting(torch.nn.functional, name)
+    (hidden, weight, _), labels = make_inputs(37, 40, 131, torch.float16, DEVICE)
+    if way == "full":
+        monkeypatch.setattr(ops, "few_tokens", lambda *_: True)
+    product, use = ("linear", "cross_entropy") if way == "full" else ("multiply_add", "forward")
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    linear_cross_entropy(*leaves, labels, config=config_of(way)).backward()
+    assert order == [product, "survey", use]
+    order.clear()
+    labels[5] = 131
+    with pytest.raises(ValueError, match="labels must lie in"):
+        linear_cross_entropy(*leaves, labels, config=config_of(way))
+    assert order == [product, "survey"]
