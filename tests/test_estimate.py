@@ -130,6 +130,20 @@ def test_the_rule_of_few_tokens_is_that_of_the_operator() -> None:
             assert bench.loss_bytes("cce", n, model, "bfloat16")[2] == theirs, (n, d, v)
 
 
+def test_the_rule_of_narrow_logits_is_that_of_the_operator() -> None:
+    assert (bench.FILTER_TOKENS, bench.FILTER_WORK) == (ops.FILTER_TOKENS, ops.FILTER_FROM)
+    assert bench.REAL_LOGITS == ops.NARROW_BYTES == ops.DENSE_BYTES
+    for d, v in ((64, 512), (576, 49_152), (896, 151_936), (2048, 128_256), (768, 50_257), (4096, 32_001)):
+        model = bench.Model("", "", 0, v, d, 0, False, "sdpa", None)
+        for n in (1, 280, 440, 512, 860, 1024, 1400, 1800, 2047, 2048, 2700, 4096, 80_000, 200_000):
+            for budget in (64 * MIB, 256 * MIB * -(-n // 8192)):
+                filtered = n >= ops.FILTER_TOKENS and n * d * v >= ops.FILTER_FROM
+                for dtype in (torch.bfloat16, torch.float32):
+                    narrow = ops.dense_dtype(n, d, v, dtype, budget, filtered) is torch.bfloat16
+                    size = bench.narrow_logits(n, model, dtype.itemsize, budget)
+                    assert bool(size) == narrow and (not size or 2 * n * v < size <= budget), (n, d, v, budget)
+
+
 @pytest.mark.parametrize("vocabulary", [64, 8192])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_real_step_holds_what_was_estimated(vocabulary: int, checkpointing: bool) -> None:

@@ -36,6 +36,10 @@ EAGER_BYTES = 12
 FEW_LOGITS = 42_000_000
 # and with an odd vocabulary of up to so many tokens times hidden size times vocabulary:
 FEW_WORK_ODD = 1.6e10
+# Bytes of logits up to which CCE makes them, in float32 or, where these would be more, in the 16 bits of activations; the latter
+# not where the gradient filter works, from so many tokens and tokens times hidden size times vocabulary on:
+REAL_LOGITS = 256 << 20
+FILTER_TOKENS, FILTER_WORK = 2048, 1.5e11
 # What PyTorch's allocator took from the GPU, as a multiple of the peak, in steps of three models: larger blocks fragment more,
 # and not alike; 1.06 to 1.13 with full logits, 1.01 to 1.12 compiled.
 RESERVED = {"eager": 1.112, "compiled": 1.1, "cce": 1.01}
@@ -310,7 +314,22 @@ def loss_bytes(
         return max(EAGER_BYTES * logits, item * logits + left), left, few
     if way == "compiled":  # of model.loss_function: the logits, which the head wrote before, and their gradient
         return max(2 * item * logits, item * logits + left), left, few
-    return min(budget, 4 * logits) + left, left, few  # float32 logits of all tokens are the most it has use for
+    real = narrow_logits(tokens, model, item, budget)
+    return (
+        (real or min(budget, 4 * logits)) + left,
+        left,
+        few,
+    )  # float32 logits of all tokens are the most it has use for
+
+
+def narrow_logits(tokens: int, model: Model, item: int, budget: int) -> int:
+    """Bytes of the logits in 16 bits that CCE makes where float32 ones do not fit; 0 where it makes none."""
+    filtered = tokens >= FILTER_TOKENS and tokens * model.hidden * model.vocabulary >= FILTER_WORK
+    # Rows are aligned, and where the vocabulary is not the gradient of the hidden states is added up in float32.
+    wide, narrow = (
+        tokens * (size * (model.vocabulary + 15) + 4 * model.hidden * (model.vocabulary % 8 > 0)) for size in (4, item)
+    )
+    return narrow if item == 2 and not filtered and narrow <= min(budget, REAL_LOGITS) < wide else 0
 
 
 def estimate(
