@@ -71,7 +71,8 @@ def first_step(name: str, shape: tuple[int, int, int], device: str) -> dict[str,
         num_attention_heads=max(1, d // 64), num_key_value_heads=max(1, d // 64),
     )  # fmt: skip
     with torch.device(device):
-        model: Any = LlamaForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32).train()
+        model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16 if device == "cuda" else torch.float32).train()
     machine.synchronize(model.device)
     began = time.perf_counter()
     try:
