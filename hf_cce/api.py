@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from hf_cce import early
 from hf_cce.config import CCEConfig
 from hf_cce.families import class_names, families
 from hf_cce.patches.causal_lm import patch, patch_of, unpatch
@@ -41,11 +42,13 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
         cls = _class_of(model)
         _refuse(cls, why_refuse_class(cls))
         patch_class(cls, config)
-        return model
-    base = causal_lm(model)
-    _refuse(type(base), why_refuse(base))
-    _forget_graphs(base, patched=True)
-    patch(base, config)
+    else:
+        base = causal_lm(model)
+        _refuse(type(base), why_refuse(base))
+        _forget_graphs(base, patched=True)
+        patch(base, config)
+    if config.implementation != "portable":
+        early.begin()
     return model
 
 

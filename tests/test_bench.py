@@ -343,6 +343,18 @@ def test_first_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ours = report["results"]["hf_cce"]
     assert len(ours["later_s"]) == 1 and ours["first_s"] > 0 and ours["runs"][0]["second_s"] > 0
     assert "| hf_cce | " in capsys.readouterr().out
+    assert (
+        first.main(
+            [*shape, "--step", "--peers", "eager", "hf_cce", "--times", "1", "--device", "cpu", "--json", str(path)]
+        )
+        == 0
+    )
+    report = json.loads(path.read_text("utf-8"))
+    assert report["of"].startswith("training step") and set(report["results"]) == {"eager", "hf_cce"}
+    assert all(result["runs"][0]["install_s"] > 0 and result["first_s"] > 0 for result in report["results"].values())
+    with pytest.raises(SystemExit):
+        first.main([*shape, "--step", "--peers", "apple cce"])
+    assert "'apple cce' is none of eager" in capsys.readouterr().err
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             first.main([*shape, "--device", "cuda"])

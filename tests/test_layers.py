@@ -27,7 +27,8 @@ PUBLIC = {
 # The table stands in words in CONTRIBUTING.md.
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
-    "kernels": {"config"},
+    "early": set(),
+    "kernels": {"config", "early"},
     "portable": {"config"},
     "state": set(),
     "choice": {"kernels", "portable"},
@@ -43,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "head_input": {"terms", "deferred", "loss", "head", "sharded", "symbolic", "calls"},
     "patches": {"head_input", "policy", "terms", "deferred", "calls", "loss", "head", "sharded", "state", "config"},
     "families": {"patches"},
-    "api": {"families", "patches", "deferred", "config"},
+    "api": {"families", "patches", "deferred", "config", "early"},
     "callback": {"api", "patches", "config"},
     "__init__": {"api", "callback", "patches", "loss", "state", "config"},
     "bench": {"__init__"},

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from hf_cce import early
 from hf_cce.kernels.backward import logit_stats_backward
 from hf_cce.kernels.cross_entropy import (
     cross_entropy,
@@ -91,6 +92,7 @@ def _compile(problem: Problem) -> None:
     try:
         with listing() as launches:
             _step(problem)
+        early.finish()
         count = launches.compile(problem.device)
     except Exception as error:  # of PyTorch on such tensors, or of Triton: the real launch says what is wrong
         logger.debug("kernels are compiled one after the other: %s", error)

@@ -1,0 +1,43 @@
+"""What the first step of a process would wait for, begun when a model is patched."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+from threading import Thread
+
+import torch
+
+
+def begin() -> None:
+    """Let Triton read its own files, in a thread.
+
+    It names what it has compiled by a hash of them, compiler included: 400 MB and as many milliseconds, once a process,
+    before its first kernel of all. Nothing is begun where no kernel will run, and nothing here touches the GPU, so that
+    processes can be forked afterwards.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if torch.cuda.is_available() and torch.version.cuda and not interpreted and importlib.util.find_spec("triton"):
+        _reading()
+
+
+def finish() -> None:
+    """Wait for what ``begin`` began: who does not would read the same files beside it."""
+    if _reading.cache_info().currsize:
+        _reading().join()
+
+
+@lru_cache(maxsize=1)
+def _reading() -> Thread:
+    thread = Thread(target=_read, name="hf_cce: Triton's files", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read() -> None:
+    try:
+        from triton.runtime.cache import triton_key  # Triton 3.0 to 3.9; it remembers the result
+    except ImportError:  # another version: the first kernel has it read
+        return
+    triton_key()
