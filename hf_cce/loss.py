@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_cce import ops, sharded
 from hf_cce.choice import module_for, survey
 from hf_cce.config import CCEConfig
+from hf_cce.log_probs import filtered_stats
 from hf_cce.state import FilterState
 
 Reduction = Literal["mean", "sum", "none"]
@@ -146,6 +147,7 @@ def linear_log_probs(
     is_top1: bool = False,
     logsumexp: bool = False,
     config: CCEConfig | None = None,
+    filter_state: FilterState | None = None,
 ) -> LogProbs:
     """Log-probability of each label under a linear head, and on request other statistics, without the logits.
 
@@ -154,6 +156,9 @@ def linear_log_probs(
         logit_scale: factor on the logits, before the softcap; 1 / temperature for a sampling temperature.
         softcap, ignore_index, config: as in ``linear_cross_entropy``.
         entropy, log_sum_sq_probs, mean_logit, is_top1, logsumexp: ask for that field of the result.
+        filter_state: as in ``linear_cross_entropy``. Without it the gradients are exact, whatever ``config.gradient_filter``
+            says; with it they are filtered where that pays: for losses that weigh tokens alike, or nearly. The statistics are
+            of a pass of its own, and differ by rounding from those of a call without gradients.
 
     Returns:
         ``LogProbs``, each field of the shape of ``labels``.
@@ -167,10 +172,24 @@ def linear_log_probs(
     shared = _shared(hidden, weight, bias)
     if shared and is_top1:
         raise ValueError("is_top1 is not known where the vocabulary is spread over processes; leave it out")
-    lse, label_logit, mean, ent, sum_sq, *top1 = _statistics(
-        shared, hidden, weight, bias, labels.reshape(-1).long(), (ignore_index, logit_scale, cap),
-        (mean_logit, entropy, log_sum_sq_probs), is_top1, config,
-    )  # fmt: skip
+    given = (hidden, weight, bias, labels.reshape(-1).long(), (ignore_index, logit_scale, cap))
+    found = None
+    if filter_state is not None and not (shared or mean_logit or log_sum_sq_probs):
+        found = filtered_stats(
+            *given,
+            entropy,
+            is_top1,
+            config.gradient_filter,
+            filter_state,
+            config.scratch(hidden.shape[0]),
+            config.implementation,
+        )
+    if found is None:
+        lse, label_logit, mean, ent, sum_sq, *top1 = _statistics(
+            shared, *given, (mean_logit, entropy, log_sum_sq_probs), is_top1, config
+        )
+    else:
+        (lse, label_logit, ent, *top1), mean, sum_sq = found, found[0], found[0]
 
     def shaped(x: Tensor, wanted: bool = True) -> Tensor | None:
         return x.view(labels.shape) if wanted else None

@@ -241,7 +241,7 @@ def _cross_entropy_gradients(
     needs = ctx.needs_input_grad[:3] if needs is None else needs
     if tokens is not None:  # the order that lse is in
         lse = torch.empty_like(lse).scatter_(0, tokens, lse)
-    plain = not _traced(grad)
+    plain = not traced(grad)
     if ctx.gradients is not None and not plain:
         gradients = [x * grad.to(x.dtype) for x in ctx.gradients]
     elif ctx.gradients is not None and not torch.is_grad_enabled():
@@ -266,7 +266,7 @@ def _cross_entropy_gradients(
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_cross_entropy)
 
 
-def _traced(x: Tensor) -> bool:
+def traced(x: Tensor) -> bool:
     """Whether somebody looks on who wants to see one operator: the compiler, a tensor subclass, a dispatch mode."""
     return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode()
 
@@ -349,7 +349,7 @@ class _CrossEntropy(torch.autograd.Function):
         filtered, stored, dense, formed = ctx.filtered, ctx.stored, ctx.dense, ctx.formed
         ctx.filtered = ctx.stored = ctx.dense = ctx.formed = None
         in_full = partial(_cross_entropy_gradients, ctx, *grads, needs=needs, tokens=ctx.tokens)
-        if (filtered is stored is dense is formed is None) or grad is None or torch.is_grad_enabled() or _traced(grad):
+        if (filtered is stored is dense is formed is None) or grad is None or torch.is_grad_enabled() or traced(grad):
             return None, None, *in_full()
         hidden, weight, bias, labels, lse, factor = ctx.saved_tensors
         kernels = kernels_module()
@@ -432,7 +432,7 @@ def cross_entropy(
     hidden: Tensor, *others: Any, gradient_filter: Any = None, state: FilterState | None = None
 ) -> Tensor:
     """The scalar of ``hf_cce::cross_entropy``: through the dispatcher where somebody is tracing, else directly."""
-    if _traced(hidden):
+    if traced(hidden):
         return torch.ops.hf_cce.cross_entropy(hidden, *others)[0]
     weight, labels, budget, implementation = others[0], others[2], others[-2], others[-1]
     if few_tokens(labels.numel(), hidden, weight, budget, implementation):

@@ -97,7 +97,7 @@ class PolicyLogits(DeferredLogits):
                 logit_scale=scale / temperature,
                 softcap=None if softcap is None else softcap / temperature,
                 config=self.call.config,
-                **wanted,
+                **wanted,  # type: ignore[arg-type]
             )
         return LogProbs(*(None if each is None else each.to(self.device) for each in result))  # type: ignore[arg-type]
 

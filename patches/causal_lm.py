@@ -154,7 +154,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     training = policy or (training and _has_labels(state, args, kwargs))
     if kwargs.get("fused_lm_head"):
         training |= model.training and torch.is_grad_enabled() and kwargs.get("shift_labels") is not None
-        call = Call(state.config, state.stats if training else Stats())
+        call = Call(state.config, state.stats, state.filter_state) if training else Call(state.config, Stats())
         if (torch.compiler.is_compiling() or not trl.enter(call)) and training:
             _note_bypass(state)
         return

@@ -110,6 +110,9 @@ def _answer(
         mean_logit="mean_logits" in outputs,
         is_top1="is_top1" in outputs,
         config=call.config,
+        # Whoever asks whether labels are the likeliest fine-tunes on them. Others divide by log-probabilities of a call without
+        # gradients, from which the filter's differ by rounding.
+        filter_state=call.filter_state if "is_top1" in outputs else None,
     )
     call.note_fused()
     mean_logits = None if result.mean_logit is None else result.mean_logit.detach()

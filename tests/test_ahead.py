@@ -98,7 +98,7 @@ PROGRAM = """
 import sys, threading
 import torch
 from triton.runtime.jit import JITFunction
-from hf_cce import CCEConfig, FilterState, linear_cross_entropy
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs
 real, where = JITFunction._do_compile, []
 def compiled(self, *args, **kwargs):
     where.append((self.fn.__name__, threading.current_thread() is threading.main_thread()))
@@ -108,12 +108,16 @@ way = sys.argv[1]
 n, d, v = {"dense": (512, 256, 4000), "dense16": (600, 256, 150000)}.get(way, (2100, 1024, 73000))
 h, w = (torch.randn(k, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for k in (n, v))
 y = torch.randint(v, (n,), device="cuda")
-config = CCEConfig("triton", gradient_filter="auto" if way == "filtered" else None)
+filtered = way in ("filtered", "statistics")
+config = CCEConfig("triton", gradient_filter="auto" if filtered else None)
 state = FilterState()
 for _ in range(3):
-    linear_cross_entropy(h, w, y, softcap=float(sys.argv[2]) or None, config=config, filter_state=state).backward()
+    if way == "statistics":
+        linear_log_probs(h, w, y, entropy=True, is_top1=True, config=config, filter_state=state).log_probs.mean().backward()
+    else:
+        linear_cross_entropy(h, w, y, softcap=float(sys.argv[2]) or None, config=config, filter_state=state).backward()
 torch.cuda.synchronize()
-assert bool(state.stats()) == (way == "filtered")
+assert bool(state.stats()) == filtered
 late = [name for name, main in where if main]
 assert len(where) > 3 and not late, (len(where), late)
 """
@@ -123,7 +127,7 @@ assert len(where) > 3 and not late, (len(where), late)
 @pytest.mark.parametrize(
     "softcap", [30.0, 0.0]
 )  # without, and on a Hopper GPU with, the kernels of hf_cce.kernels.hopper
-@pytest.mark.parametrize("way", ["filtered", "dense", "dense16", "recomputed"])
+@pytest.mark.parametrize("way", ["filtered", "dense", "dense16", "recomputed", "statistics"])
 def test_a_step_compiles_nothing_itself(way: str, softcap: float, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

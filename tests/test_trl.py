@@ -15,8 +15,9 @@ import torch
 import transformers
 from models import stats, tiny_llama
 from numerics import assert_as_good, budget, relative_error
+from ways import KEEPS_ALL, force
 
-from hf_cce import CCECallback, apply_cce
+from hf_cce import CCECallback, CCEConfig, apply_cce
 from hf_cce.patches import trl as trl_patch
 from hf_cce.policy import PolicyLogits
 
@@ -178,6 +179,31 @@ def test_every_step_is_that_of_the_unpatched_trainer(name: str, tmp_path: Path) 
         for key, value in theirs.items():
             assert mine[key] == pytest.approx(value, rel=2e-4, abs=2e-5), key
     assert relative_error(weights[True], weights[False].double()) < 1e-3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's, on the CPU")
+@pytest.mark.parametrize(("name", "loss_type"), [("sft", "nll"), ("sft", "dft"), ("grpo", "")])
+def test_fine_tuning_and_nothing_else_goes_through_the_filter(
+    name: str, loss_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(monkeypatch, "filtered")
+    tiny_llama().save_pretrained(tmp_path / "model")
+    logs = {}
+    for ours in (False, True):
+        transformers.set_seed(0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
+        callbacks = [CCECallback(config, on_unused="raise")] if ours else []
+        options = {"loss_type": loss_type} if loss_type else {}
+        trainer = TRAINERS[name](tmp_path / str(ours), model, callbacks, **options)
+        logs[ours], told = run(trainer)
+        assert told == []
+    assert bool(trainer.model.cce_stats().get("kept")) == (name == "sft")
+    if name == "grpo":  # samples other words, as its log-probabilities are rounded otherwise
+        return
+    for mine, theirs in zip(logs[True], logs[False], strict=True):
+        for key, value in theirs.items():
+            assert mine[key] == pytest.approx(value, rel=2e-4, abs=2e-5), key
 
 
 @pytest.mark.parametrize(("scale", "softcap", "temperature"), [(1.0, None, 1.0), (0.7, 5.0, 0.6)])

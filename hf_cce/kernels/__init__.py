@@ -7,8 +7,10 @@ from hf_cce.kernels.cross_entropy import (
     dense_cross_entropy,
     filtered_cross_entropy,
     filtered_gradients,
+    filtered_stats,
     grouped_cross_entropy,
     stored_cross_entropy,
+    token_filtered_gradients,
     token_gradients,
 )
 from hf_cce.kernels.dense import backward as dense_gradients
@@ -24,11 +26,13 @@ __all__ = [
     "dense_logits",
     "filtered_cross_entropy",
     "filtered_gradients",
+    "filtered_stats",
     "formed_gradients",
     "grouped_cross_entropy",
     "logit_stats",
     "logit_stats_backward",
     "stored_cross_entropy",
     "survey_labels",
+    "token_filtered_gradients",
     "token_gradients",
 ]

@@ -16,13 +16,15 @@ from hf_cce.kernels.cross_entropy import (
     dense_cross_entropy,
     filtered_cross_entropy,
     filtered_gradients,
+    filtered_stats,
     grouped_cross_entropy,
     stored_cross_entropy,
+    token_filtered_gradients,
     token_gradients,
 )
 from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.dense import multiplied as dense_logits
-from hf_cce.kernels.forward import survey_labels
+from hf_cce.kernels.forward import logit_stats, survey_labels
 from hf_cce.kernels.grouped import formed_gradients
 from hf_cce.kernels.launch import listing
 from hf_cce.kernels.stored import Stored
@@ -53,6 +55,7 @@ class Problem:
     device: torch.device
     tokens: int = field(compare=False)
     budget: int = field(compare=False)
+    wanted: tuple[bool, bool] | None = None  # of a loss that is computed elsewhere: entropy, is_top1
 
 
 def compile_ahead(
@@ -70,6 +73,7 @@ def compile_ahead(
     softcap: float,
     z_loss: float,
     budget: int,
+    wanted: tuple[bool, bool] | None = None,
 ) -> None:
     """Compile, or load from Triton's cache, what a loss and its gradients will launch; once for all that need the same.
 
@@ -82,7 +86,7 @@ def compile_ahead(
         Problem(
             filtered, dense, needs, hidden.dtype, v, d, hidden.stride(), weight.stride(), bias is not None, labels.dtype,
             None if num_items is None else num_items.dtype, divisor > 0, ignore_index, logit_scale, softcap, z_loss,
-            hidden.device, n, budget,
+            hidden.device, n, budget, wanted,
         )
     )  # fmt: skip
 
@@ -121,6 +125,9 @@ def _step(problem: Problem) -> None:
             *problem.needs, problem.budget, stored,
         )  # fmt: skip
 
+    if problem.wanted is not None:
+        _stats_step(problem, hidden, weight, bias, labels)
+        return
     if problem.filtered:
         # The first steps store nothing, those after them what is worth it.
         filtered_cross_entropy(*common, problem.needs[1], problem.budget, None)
@@ -148,3 +155,20 @@ def _step(problem: Problem) -> None:
     else:
         _, lse, *_ = cross_entropy(*common[:8], 0.0, problem.z_loss, *problem.needs, problem.budget)
         in_full(lse, None)
+
+
+def _stats_step(problem: Problem, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> None:
+    """Likewise of ``hf_cce.log_probs``; where the filter rests it is the operator's."""
+    assert problem.wanted is not None
+    form, given = (problem.ignore_index, problem.logit_scale, problem.softcap), (hidden, weight, bias, labels)
+    wanted, budget = problem.wanted, problem.budget
+    lse, *_ = logit_stats(*given, *form, False, wanted[0], False, wanted[1], budget)
+    gradient = torch.empty_like(lse)
+    logit_stats_backward(
+        gradient, gradient, None, None, *given, lse, gradient if wanted[0] else None, *form, *problem.needs, budget
+    )
+    filtered_stats(*given, *form, *wanted, problem.needs[1], budget, None)
+    result = filtered_stats(*given, *form, *wanted, problem.needs[1], budget, None, (0.0, 2))
+    if result is not None:
+        tau = torch.empty((), dtype=torch.float32, device="meta")
+        token_filtered_gradients(result[1], gradient, gradient, weight, tau, *form[1:], *problem.needs[:2], True)

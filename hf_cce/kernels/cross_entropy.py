@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from hf_cce.kernels.grouped import Formed, Groups, group_size
 from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.layout import Expected, Filtered, Report, relative
 from hf_cce.kernels.order import Vocabulary
-from hf_cce.kernels.plan import Plan, empty_slab, make_plan, specialised
+from hf_cce.kernels.plan import Plan, empty_slab, filter_plan, make_plan, specialised
 from hf_cce.kernels.stored import Stored, label_logits, stored_width
 
 
@@ -265,6 +266,61 @@ def filtered_cross_entropy(
 
     ``expected``: what an earlier step lets expect (``Expected``); without it this one is prepared for all that can be kept.
     """
+    form = (ignore_index, logit_scale, softcap)
+    saved = _filtered(hidden, weight, bias, labels, *form, need_weight, memory_budget, vocabulary, expected, None, None)
+    if saved is None:
+        return None
+    return _total_loss(saved.lse, saved.label_logit, None, factor, 0.0, z_loss), saved
+
+
+def filtered_stats(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,  # [V]
+    labels: Tensor,  # [N]
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,  # 0, if the entropy is wanted
+    want_entropy: bool,
+    want_top1: bool,
+    need_weight: bool,
+    memory_budget: int,
+    vocabulary: Vocabulary | None,
+    expected: tuple[float, int] | None = None,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Filtered] | None:
+    """((lse, label_logit, entropy, is_top1) as of ``logit_stats``, what ``token_filtered_gradients`` needs), or None likewise."""
+    n, v = labels.numel(), weight.shape[0]
+    entropy = torch.empty(n if want_entropy else 0, device=hidden.device)
+    is_top1 = torch.empty(n if want_top1 else 0, dtype=torch.bool, device=hidden.device)
+    scratch = 4 * (want_entropy + want_top1) * triton.cdiv(v, filter_plan(hidden, weight).block_n) * tile_stride(n)
+    saved = _filtered(
+        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, need_weight, memory_budget - scratch, vocabulary,
+        expected, entropy if want_entropy else None, is_top1 if want_top1 else None,
+    )  # fmt: skip
+    if saved is None:
+        return None
+    of_rows, tokens = (saved.lse, saved.label_logit, entropy, is_top1), saved.order.tokens
+    lse, label_logit, entropy, is_top1 = (
+        torch.empty_like(x).index_copy_(0, tokens, x) if x.numel() else x for x in of_rows
+    )
+    return (lse, label_logit, entropy, is_top1), saved
+
+
+def _filtered(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    need_weight: bool,
+    memory_budget: int,
+    vocabulary: Vocabulary | None,
+    expected: tuple[float, int] | None,
+    entropy: Tensor | None,  # [N] in the order of rows, written, like the next
+    is_top1: Tensor | None,
+) -> Filtered | None:
     if not labels.numel():
         return None
     known = None if expected is None else Expected(*expected)
@@ -274,10 +330,21 @@ def filtered_cross_entropy(
     plan, layout = chosen
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
-    saved = filtered.forward(
-        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary, known
+    return filtered.forward(
+        hidden,
+        weight,
+        bias,
+        labels,
+        ignore_index,
+        logit_scale,
+        softcap,
+        layout,
+        plan,
+        vocabulary,
+        known,
+        entropy,
+        is_top1,
     )
-    return _total_loss(saved.lse, saved.label_logit, None, factor, 0.0, z_loss), saved
 
 
 def filtered_gradients(
@@ -289,6 +356,21 @@ def filtered_gradients(
     logit_scale: float,
     softcap: float,
     z_loss: float,
+    *how: Any,  # as in token_filtered_gradients
+) -> tuple[Tensor | None, Tensor | None, Report]:
+    """``token_filtered_gradients`` of a scalar loss."""
+    vectors = token_gradients(grad, factor, saved.lse, 0.0, z_loss)[:2]
+    return token_filtered_gradients(saved, *vectors, weight, tau, logit_scale, softcap, *how)
+
+
+def token_filtered_gradients(
+    saved: Filtered,
+    grad_lse: Tensor,  # [N] in the order of rows, ``saved.order.tokens``, like the next
+    grad_label: Tensor,
+    weight: Tensor,  # [V, D]
+    tau: Tensor,  # scalar
+    logit_scale: float,
+    softcap: float,
     need_hidden: bool,
     need_weight: bool,
     measure: bool,
@@ -300,7 +382,6 @@ def filtered_gradients(
     With ``otherwise``, which gives them in full, the report alone is the filter's: see ``filtered.rehearse``.
     """
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
-    grad_lse, grad_label, _ = token_gradients(grad, factor, saved.lse, 0.0, z_loss)
     given = (saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure)
     if otherwise is None:
         return filtered.backward(*given)

@@ -54,8 +54,12 @@ def forward(
     plan: Plan,
     vocabulary: Vocabulary | None,
     expected: Expected | None = None,
+    entropy: Tensor | None = None,  # [N] in the order of rows, written, like the next
+    is_top1: Tensor | None = None,
 ) -> Filtered:
     """What the backward pass needs, and the loss: ``lse`` and ``label_logit`` of each token, zero where it is ignored.
+
+    ``entropy`` only without a softcap: what the kernel adds up for it is damped where there is one.
 
     Of the first columns, as many as the layout says, it leaves what hf_cce.kernels.stored does: most of their tiles will be kept,
     and need not be computed again.
@@ -74,8 +78,9 @@ def forward(
     tile_lse = torch.empty((cols, tile_stride(n)), device=hidden.device)
     tile_ratio = torch.empty((cols, tile_stride(n)), dtype=torch.bfloat16, device=hidden.device)
     tile_damping = torch.empty_like(tile_ratio) if softcap > 0 else None
+    expectation, largest = (None if x is None else torch.empty_like(tile_lse) for x in (entropy, is_top1))
     live, stored = None, layout.stored * plan.block_n
-    rows_of_flags = plan.block_m if specialised(plan, bias, softcap) else 0
+    rows_of_flags = plan.block_m if specialised(plan, bias, softcap, entropy, is_top1) else 0
     if stored or rows_of_flags:
         label_logit, live = label_logits(
             hidden, weight, of_entries, order.labels, v, logit_scale, softcap, plan, rows_of_flags, order.order
@@ -83,9 +88,10 @@ def forward(
 
     def statistics(rows_of: Tensor, first: int, values: Tensor | None) -> None:
         stop, block = first + len(rows_of), first // plan.block_n
+        of_tiles = [None if x is None else x[block:] for x in (tile_lse, None, expectation, None, largest)]
         tile_stats(
-            hidden, rows_of, None if bias is None else bias[first:stop], order.labels,
-            [tile_lse[block:], None, None, None, None], label_logit, first, v, logit_scale, softcap, plan,
+            hidden, rows_of, None if bias is None else bias[first:stop], order.labels, of_tiles, label_logit, first, v,
+            logit_scale, softcap, plan,
             tile_ratio[block:], None if tile_damping is None else tile_damping[block:], values, live,
         )  # fmt: skip
 
@@ -102,7 +108,9 @@ def forward(
     if stored and layout.keep_rows:
         assert in_order is not None
         first_rows = in_order[:stored]
-    combine([tile_lse, *[None] * 4], label_logit, order.labels, lse, [None] * 4, v, cols, v)
+    combine(
+        [tile_lse, None, expectation, None, largest], label_logit, order.labels, lse, [None, entropy, None, is_top1], v, cols, v
+    )  # fmt: skip
     return Filtered(
         order, hidden, in_order if layout.keep_rows else None, bias, means, lse, label_logit, tile_lse, tile_ratio, tile_damping,
         values, first_rows, layout, plan, vocabulary, expected,
