@@ -27,7 +27,8 @@ def test_strided_labels_and_bias(way: str, monkeypatch: pytest.MonkeyPatch) -> N
     dtype = torch.float16 if way == "dense16" else torch.float32
     assert applies(way, options, dtype)
     taken = force(monkeypatch, way)
-    inputs, labels = make_inputs(37, 40, 131, dtype, DEVICE, bias=options.bias)
+    # Of logits rounded to 16 bits, and here another way than the twin's, it takes many to be as good as other ones.
+    inputs, labels = make_inputs(370 if way == "dense16" else 37, 40, 131, dtype, DEVICE, bias=options.bias)
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
         labels = torch.stack([labels, labels.flip(0)], 1)[:, 0]
@@ -216,7 +217,8 @@ def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
     real = dense.forward
 
     def forward(logits: Tensor, *others: Any) -> Any:
-        made.append((logits.dtype, logits.data_ptr() % 16, logits.stride(0) % 16))
+        if not logits.is_meta:  # of a launch, not of a list of launches
+            made.append((logits.dtype, logits.data_ptr() % 16, logits.stride(0) % 16))
         return real(logits, *others)
 
     monkeypatch.setattr(dense, "forward", forward)
