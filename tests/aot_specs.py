@@ -94,6 +94,7 @@ class Spec:
         return self.kernel.rpartition(".")[2]
 
 
+OF_TOKENS = {"WANT_ENTROPY": True, "WANT_TOP1": True}
 TOKEN_FLAGS = dict.fromkeys(("HAS_BIAS", "HAS_SCALE", "HAS_SOFTCAP"), True)
 WANTS = dict.fromkeys(("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1"), True)
 GATHERED = {"plain": {}, "gather": {"GATHER": True}}
@@ -142,6 +143,8 @@ SPECS = (
             "ratio everything": {"WANT_RATIO": True, **TOKEN_FLAGS},
             "ratio store": {"WANT_RATIO": True, "STORE": True},
             "ratio store everything": {"WANT_RATIO": True, "STORE": True, **TOKEN_FLAGS},
+            "ratio tokens": {"WANT_RATIO": True, **OF_TOKENS},
+            "ratio store tokens": {"WANT_RATIO": True, "STORE": True, **OF_TOKENS},
         },
     ),
     Spec(

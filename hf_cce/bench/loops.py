@@ -37,6 +37,8 @@ def losses_of(report: dict[str, Any]) -> str:
     """Where trained weights stand: the first loss is one batch's, and batches differ, so their mean stands beside it."""
     name = names.ordered(name for name, row in report["results"].items() if row["status"] == "ok")[0]
     losses = report["results"][name]["losses"]
+    if len(losses) == 1:  # a trainer logs the mean of all
+        return f"loss {losses[0]:.1f} on average"
     return (
         f"loss {losses[0]:.1f} in the first of the {len(losses)} steps here, {sum(losses) / len(losses):.1f} on average"
     )

@@ -31,7 +31,7 @@ LOOPS = tuple(
     f"2026-11-22-h200-steps-{name}.json"
     for name in ("smol-plain", "qwen-plain", "llama-plain", "qwen-trainer", "smol-trainer", "qwen-sft", "smol-sft")
 )
-TRAINED_LOOPS = tuple(f"2026-11-22-h200-steps-{name}-trained.json" for name in ("smol", "qwen", "llama"))
+TRAINED_LOOPS = tuple(f"2026-11-22-h200-steps-{name}-trained.json" for name in ("smol", "qwen", "qwen-sft", "llama"))
 FITS = tuple(f"2026-11-22-h200-fits-{name}.json" for name in ("smollm2", "qwen", "llama"))
 FIRST, POLICY = (f"2026-11-22-h200-{name}.json" for name in ("first", "log-probs"))
 # Those that tables below are made of; any other file is drawn by hf_cce.bench.newer.
