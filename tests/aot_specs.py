@@ -142,6 +142,8 @@ SPECS = (
             "ratio everything": {"WANT_RATIO": True, **TOKEN_FLAGS},
             "ratio store": {"WANT_RATIO": True, "STORE": True},
             "ratio store everything": {"WANT_RATIO": True, "STORE": True, **TOKEN_FLAGS},
+            "ratio statistics": {"WANT_RATIO": True, "WANT_ENTROPY": True, "WANT_TOP1": True},
+            "ratio store statistics": {"WANT_RATIO": True, "STORE": True, "WANT_ENTROPY": True, "WANT_TOP1": True},
         },
     ),
     Spec(
