@@ -15,10 +15,10 @@ def begin() -> None:
 
     It names what it has compiled by a hash of them, compiler included: 400 MB and as many milliseconds, once a process,
     before its first kernel of all. Nothing is begun where no kernel will run, and nothing here touches the GPU, so that
-    processes can be forked afterwards.
+    processes can be forked afterwards (``is_available`` would initialise CUDA, where ``device_count`` asks NVML).
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if torch.cuda.is_available() and torch.version.cuda and not interpreted and importlib.util.find_spec("triton"):
+    if torch.version.cuda and torch.cuda.device_count() and not interpreted and importlib.util.find_spec("triton"):
         _reading()
 
 

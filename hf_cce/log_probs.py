@@ -43,6 +43,8 @@ def filtered_stats(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """(lse, label_logit, entropy, is_top1), empty where not wanted; None where the filter is not for these inputs, or rests."""
+    if ops.traced(hidden):  # first, as a graph would be guarded by what is asked below
+        return None
     need_hidden, need_weight = hidden.requires_grad, weight.requires_grad
     n, work, softcap = labels.numel(), hidden.numel() * weight.shape[0], form[2]
     if (
@@ -53,7 +55,6 @@ def filtered_stats(
         or (want_entropy and softcap)
         or n < ops.FILTER_TOKENS
         or work < ops.FILTER_FROM
-        or ops.traced(hidden)
         or choose_implementation(hidden.device, hidden.dtype, implementation) != "triton"
     ):
         return None
@@ -121,6 +122,7 @@ class _FilteredStats(torch.autograd.Function):
 
         # With create_graph=True gradients are enabled here, and it is the operator that refuses the second derivative.
         if filtered is None or grad_entropy is not None or torch.is_grad_enabled() or ops.traced(grad_lse):
+            del filtered  # its memory, before that of the gradients in full
             dh, dw, _ = in_full()
         else:
             tokens, state = filtered.order.tokens, kept.state

@@ -6,10 +6,11 @@ looked up each time, is ``trl.trainer.utils._ChunkedLogProbFunction.apply``. Ver
 those known here, and another TRL is left alone. It can go when TRL has a place for another kernel.
 
 How: the name is given to an object whose ``apply`` looks whether a call of a patched model is on its way in this thread, and
-passes everything else on to what was there. The calls without gradients, of evaluation and of the old policy, are answered
-too: their log-probabilities must be those of the training call to the last bit, or the ratio of policies is not one. Under
-DeepSpeed ZeRO-3 TRL gathers the head for the time of this call alone: a frozen one, as under LoRA, is held until the backward
-pass, which follows; one with a gradient keeps TRL's function, which makes that gradient at once.
+passes everything else on to what was there. SFT's gradients go through the filter, as a loss of ours does; the other trainers'
+are exact. The calls without gradients, of evaluation and of the old policy, are answered too: their log-probabilities must be
+those of the training call to the last bit, or the ratio of policies is not one. Under DeepSpeed ZeRO-3 TRL gathers the head for
+the time of this call alone: a frozen one, as under LoRA, is held until the backward pass, which follows; one with a gradient
+keeps TRL's function, which makes that gradient at once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ ARGUMENTS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",
 )  # fmt: skip
+# What SFT asks for, and nobody else: of the others DPO wants mean logits too, and all of them compare their log-probabilities
+# with those of a call without gradients, from which the filter's differ by rounding.
+FINE_TUNING = {"entropy", "is_top1"}
 _current: ContextVar[Call | None] = ContextVar("hf_cce_trl_call", default=None)
 
 
@@ -110,9 +114,7 @@ def _answer(
         mean_logit="mean_logits" in outputs,
         is_top1="is_top1" in outputs,
         config=call.config,
-        # Whoever asks whether labels are the likeliest fine-tunes on them. Others divide by log-probabilities of a call without
-        # gradients, from which the filter's differ by rounding.
-        filter_state=call.filter_state if "is_top1" in outputs else None,
+        filter_state=call.filter_state if FINE_TUNING <= {*outputs} <= FINE_TUNING | {"log_probs"} else None,
     )
     call.note_fused()
     mean_logits = None if result.mean_logit is None else result.mean_logit.detach()

@@ -291,7 +291,7 @@ SPECS = (
     Spec(
         "tilt._tilted_rows_kernel",
         types={"hidden": "*T", "mass": "*fp32", "out": "*T", "num_tiles": "i32", "out_stride": "i32:16"},
-        variants={"plain": {}, "transposed": {"TRANSPOSED": True}},
+        variants={"plain": {}, "transposed": {"TRANSPOSED": True}, "absolute": {"ABSOLUTE": True}},
     ),
     Spec(
         "tilt._centred_rows_kernel",

@@ -20,7 +20,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of threads that would have been started, on a machine with a GPU."""
     started: list[str] = []
     early._reading.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(early.Thread, "start", lambda self: started.append(self.name))
@@ -48,7 +48,7 @@ def test_for_a_class_too(begun: list[str]) -> None:
 @pytest.mark.parametrize("without", ["device", "cuda", "kernels", "interpreted"])
 def test_not_where_no_kernel_will_run(without: str, begun: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if without == "device":
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     elif without == "cuda":
         monkeypatch.setattr(torch.version, "cuda", None)
     elif without == "interpreted":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,3 +165,154 @@ def test_what_is_launched_was_listed(needs: tuple[bool, bool], monkeypatch: pyte
         ahead._step(problem)
     assert len(launched) > 10
     assert launched <= {described(jitted.fn.__name__, kwargs) for jitted, _, kwargs in launches}
+
+
+def test_the_label_is_the_likeliest_however_its_logit_was_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where values are stored another kernel computes it, on a GPU by another product than the tile's."""
+    from hf_cce import kernels
+
+    filtered = sys.modules["hf_cce.kernels.filtered"]
+    hidden, weight, labels = peaked(61, 32, 600, torch.float32, DEVICE)
+    given = (hidden, weight, None, labels, -100, 1.0, 0.0, False, True, True, 256 << 20, None)
+    exact = kernels.filtered_stats(*given)
+    real = filtered.label_logits
+
+    def rounded(*args: Any) -> tuple[Tensor, Tensor | None]:
+        logits, live = real(*args)
+        return logits - torch.finfo(torch.float32).eps * logits.abs() * 4, live
+
+    monkeypatch.setattr(filtered, "label_logits", rounded)
+    stored = kernels.filtered_stats(*given, (0.0, 4))
+    assert exact is not None and stored is not None and stored[1].layout.stored
+    assert exact[1].label_logit.data_ptr() % 16 == 0  # or other numbers of tokens would be other kernels
+    assert exact[0][3].any() and torch.equal(stored[0][3], exact[0][3])
+
+
+@pytest.mark.parametrize("kind", ["heavy", "both signs"])
+def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tokens weighed apart by orders of magnitude, and of gradients that nearly add up to nothing."""
+    from hf_cce import kernels
+
+    monkeypatch.setattr("hf_cce.kernels.layout.SAMPLED", 16)
+    hidden, weight, labels = peaked(128, 48, 600, torch.float32, DEVICE, seed=2)
+    found = kernels.filtered_stats(
+        hidden, weight, None, labels, -100, 1.0, 0.0, False, False, True, 256 << 20, None, None
+    )
+    assert found is not None
+    (lse, *_), saved = found
+    noise = torch.randn(128, generator=torch.Generator().manual_seed(11)).to(DEVICE)
+    g = (3 * noise).exp() if kind == "heavy" else noise.sign()
+    live = labels != -100
+    g = torch.where(live, g, 0.0)
+    if kind == "both signs":
+        g -= torch.where(live, g.sum() / live.sum() - 1e-4, 0.0)
+    exact = kernels.logit_stats_backward(
+        g, -g, None, None, hidden, weight, None, labels, lse, None, -100, 1.0, 0.0, True, True, False, 256 << 20
+    )
+    tokens, tau = saved.order.tokens, torch.tensor(3e-2, device=DEVICE)
+    *ours, report = kernels.token_filtered_gradients(
+        saved, g[tokens], -g[tokens], weight, tau, 1.0, 0.0, True, True, True
+    )
+    wrong = [relative_error(a, b.double()) for a, b in zip(ours, exact, strict=False)]
+    assert 0 < report.outlook[3] < report.tiles
+    assert 0.5 < wrong[0] / float(report.error) < 2
+    assert wrong[1] < 2 * wrong[0], "the weight's gradient"
+
+
+def test_what_comes_back_for_ignored_labels_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "filtered")
+    hidden, weight, labels = peaked(70, 40, 131, torch.float32, DEVICE)
+    config, state = CCEConfig("triton", gradient_filter=0.05), FilterState()
+    ignored = torch.where(labels == -100, 1e6, 1.0)
+    for _ in range(2):
+        *_, of_hidden, of_weight = fine_tuned((hidden, weight), labels, ignored, config=config, filter_state=state)
+        assert of_hidden.isfinite().all() and of_weight.isfinite().all() and not of_hidden[labels == -100].any()
+    assert math.isfinite(state.stats()["error"])
+    *_, of_hidden, of_weight = fine_tuned(
+        (hidden, weight), torch.full_like(labels, -100), config=config, filter_state=state
+    )
+    assert not of_hidden.any() and not of_weight.any()
+    # and the next step is not the worse for it
+    *_, of_hidden, of_weight = fine_tuned((hidden, weight), labels, config=config, filter_state=state)
+    true = fine_tuned((hidden.double(), weight.double()), labels)
+    assert relative_error(of_hidden, true[3]) < 2 * 0.05 and relative_error(of_weight, true[4]) < 2 * 0.05
+
+
+@pytest.mark.parametrize("which", ["logsumexp", "label"])
+def test_a_gradient_of_one_statistic_alone(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "filtered")
+    inputs, labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
+    config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
+
+    def gradients(dtype: torch.dtype, state: FilterState | None) -> tuple[Tensor, ...]:
+        # neither is contiguous, nor are the gradients
+        hidden, weight = (x.detach().to(dtype).t().contiguous().t().requires_grad_() for x in inputs[:2])
+        how = config if dtype == torch.float32 else None
+        found = linear_log_probs(hidden, weight, labels, logsumexp=True, config=how, filter_state=state)
+        assert found.logsumexp is not None
+        wanted = found.logsumexp if which == "logsumexp" else found.log_probs + found.logsumexp
+        return torch.autograd.grad(wanted.sum(), (hidden, weight))
+
+    ours, exact, true = (gradients(dtype, state) for dtype, state in (
+        (torch.float32, FilterState()), (torch.float32, None), (torch.float64, None)
+    ))  # fmt: skip
+    for a, b, wide in zip(ours, exact, true, strict=True):
+        assert relative_error(a, wide) <= budget(relative_error(b, wide), torch.float32)
+
+
+@pytest.mark.parametrize("n", [70, 1])
+def test_frozen_hidden_states_and_one_token(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "filtered")
+    config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
+    (hidden, weight, _), labels = make_inputs(n, 40, 131, torch.float32, DEVICE)
+    labels[0] = 5
+
+    def gradient(dtype: torch.dtype, state: FilterState | None) -> Tensor:
+        leaf = weight.detach().to(dtype).requires_grad_()
+        how = config if dtype == torch.float32 else None
+        found = linear_log_probs(hidden.detach().to(dtype), leaf, labels, config=how, filter_state=state)
+        return torch.autograd.grad(-found.log_probs.sum(), leaf)[0]
+
+    ours, exact, true = (gradient(dtype, state) for dtype, state in (
+        (torch.float32, FilterState()), (torch.float32, None), (torch.float64, None)
+    ))  # fmt: skip
+    assert relative_error(ours, true) <= budget(relative_error(exact, true), torch.float32)
+
+
+def test_forwards_and_backwards_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One forward without a backward, two before one, and steps of other sizes between."""
+    force(monkeypatch, "filtered")
+    config, state = CCEConfig("triton", gradient_filter=KEEPS_ALL), FilterState()
+    batches = [make_inputs(n, 40, 131, torch.float32, DEVICE) for n in (70, 33, 50)]
+    weight = batches[0][0][1].detach().requires_grad_()
+    losses = [
+        -linear_log_probs(x[0].detach(), weight, y, **WANTED, config=config, filter_state=state).log_probs.sum()
+        for x, y in batches
+    ]
+    for step in (2, 0):
+        ours = torch.autograd.grad(losses[step], weight)[0]
+        (hidden, *_), labels = batches[step]
+        exact = fine_tuned((hidden, weight), labels, config=config)[4]
+        true = fine_tuned((hidden.double(), weight.double()), labels)[4]
+        assert relative_error(ours, true) <= budget(relative_error(exact, true), torch.float32)
+
+
+def test_in_a_graph_it_is_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for any number of tokens, whatever the filter would ask about it."""
+    monkeypatch.setattr(ops, "FILTER_TOKENS", 40)
+    graphs: list[int] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(1)
+        return graph.forward
+
+    state, config = FilterState(), CCEConfig(gradient_filter=0.1)
+
+    @torch.compile(backend=counting, dynamic=True, fullgraph=True)
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return -linear_log_probs(hidden, weight, labels, config=config, filter_state=state).log_probs.sum()
+
+    for n in (70, 30, 50):
+        (hidden, weight, _), labels = make_inputs(n, 40, 131, torch.float32)
+        loss(hidden.detach().requires_grad_(), weight.detach(), labels).backward()
+    assert len(graphs) == 1

@@ -58,9 +58,12 @@ def test_tokens_likely_to_be_rounded() -> None:
     tile_lse[0, 3], ratio[0, 3] = lse[3] + 1.0, 1.0
     labels = torch.randint(v, (n,), generator=g).int().to(DEVICE)
     labels[::9] = v
+    one = torch.ones(n, device=DEVICE)
     energy, likely = (
-        token_energy(tile_lse, ratio, None, lse, labels, v, block_m, likely=likely) for likely in (False, True)
+        token_energy(tile_lse, ratio, None, lse, labels, one, v, block_m, likely=likely) for likely in (False, True)
     )
+    half = token_energy(tile_lse, ratio, None, lse, labels, one / -2, v, block_m)
+    assert torch.equal(half, energy / 4)
     assert energy[3] > 1.0 and (energy > 0).any() and not energy[::9].any()
 
     def formula(dtype: torch.dtype) -> torch.Tensor:

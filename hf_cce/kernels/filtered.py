@@ -74,7 +74,8 @@ def forward(
     if bias is not None:
         bias = bias.index_select(0, order.order[:v])
     means = weight.new_empty((cols, d))
-    lse, label_logit = torch.empty((2, n), device=hidden.device).unbind()
+    # Each begins aligned whatever the number of tokens, or Triton would compile for both, the second kind in a step to come.
+    lse, label_logit = torch.empty((2, tile_stride(n)), device=hidden.device)[:, :n].unbind()
     tile_lse = torch.empty((cols, tile_stride(n)), device=hidden.device)
     tile_ratio = torch.empty((cols, tile_stride(n)), dtype=torch.bfloat16, device=hidden.device)
     tile_damping = torch.empty_like(tile_ratio) if softcap > 0 else None
@@ -228,7 +229,7 @@ def _of_stored(
         )  # fmt: skip
 
     if not need_weight:  # a pass over [N, D] costs less than one over the values
-        scale, of_label = torch.empty((2, n), device=grad_lse.device).unbind()
+        scale, of_label = torch.empty((2, tile_stride(n)), device=grad_lse.device)[:, :n].unbind()
         compute_anew(label_factors(stored, *per_token, v, logit_scale, softcap, plan.block_m, v, scale, of_label))
         hidden_gradient(values, rows_of, order.labels, scale, of_label, total, total)
         return None

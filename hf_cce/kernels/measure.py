@@ -55,8 +55,8 @@ def hidden_error(
     """The norm of what the filter leaves out of the gradient of the hidden states, estimated from some tokens; a scalar."""
     n, plan = saved.hidden.shape[0], saved.plan
     of_token = token_energy(
-        saved.tile_lse, saved.tile_ratio, kept.place, saved.lse, saved.order.labels, weight.shape[0], plan.block_m
-    )
+        saved.tile_lse, saved.tile_ratio, kept.place, saved.lse, saved.order.labels, grad_lse, weight.shape[0], plan.block_m
+    )  # fmt: skip
     sampled, stands_for = sample(of_token, saved.layout.sampled, n, 1)
     left_out = residual(
         _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass.rows, grad_lse,
@@ -115,8 +115,8 @@ def rounding_errors(
     """
     (n, _), v, size = saved.hidden.shape, weight.shape[0], saved.layout.sampled
     likely = token_energy(
-        saved.tile_lse, saved.tile_ratio, None, saved.lse, saved.order.labels, v, saved.plan.block_m, likely=True
-    )
+        saved.tile_lse, saved.tile_ratio, None, saved.lse, saved.order.labels, grad_lse, v, saved.plan.block_m, likely=True
+    )  # fmt: skip
     places, stands_for = sample(likely, min(n, ROUNDINGS * size), n, 1, even=0.1)
     of_hidden, of_weight = torch.zeros((2,), device=weight.device).unbind()
     for start in range(0, len(places), size):

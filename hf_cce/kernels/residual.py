@@ -205,8 +205,9 @@ def _token_energy_kernel(
     place,  # [T, row blocks], if DROPPED
     lse,  # [N]
     labels,  # [N], V where ignored
-    # [N], written: the energy of the token's rows in dropped tiles, or in all, as in hf_cce.kernels.filter; if LIKELY, how likely
-    # rounding is to matter there, as in hf_cce.kernels.measure
+    grad_lse,  # [N]
+    # [N], written, times the square of grad_lse: the energy of the token's rows in dropped tiles, or in all, as in
+    # hf_cce.kernels.filter; if LIKELY, how likely rounding is to matter there, as in hf_cce.kernels.measure
     out,
     tile_stride,
     num_tokens,
@@ -237,7 +238,8 @@ def _token_energy_kernel(
     if LIKELY:
         total = tl.minimum(total, 1.0)
         total *= (1.0 - tl.sqrt(total)) * tl.sqrt(1.0 - total)
-    tl.store(out + rows, total, mask=in_rows)
+    g = tl.load(grad_lse + rows, mask=in_rows & valid, other=0.0)
+    tl.store(out + rows, total * g * g, mask=in_rows)
 
 
 def token_energy(
@@ -246,16 +248,17 @@ def token_energy(
     place: Tensor | None,  # [T, row blocks], of dropped tiles alone; None: of all
     lse: Tensor,  # [N]
     labels: Tensor,  # [N]
+    grad_lse: Tensor,  # [N]
     v: int,
     block_m: int,
     likely: bool = False,
 ) -> Tensor:
-    """E = Σ_tiles Σ (p − S/width)² of each token, [N] float32; E (1 − √E) √(1 − E) if ``likely``."""
+    """E = Σ_tiles Σ (p − S/width)² of each token, [N] float32; E (1 − √E) √(1 − E) if ``likely``; times ``grad_lse``²."""
     n, cols = lse.numel(), len(tile_lse)
     rows = triton.cdiv(n, block_m)
     out = torch.empty(n, device=lse.device)
     _token_energy_kernel[(rows,)](
-        tile_lse, tile_ratio, place, lse, labels, out, tile_lse.stride(0), n, rows, cols, v,
+        tile_lse, tile_ratio, place, lse, labels, grad_lse, out, tile_lse.stride(0), n, rows, cols, v,
         DROPPED=place is not None, LIKELY=likely, BLOCK_M=block_m, BLOCK_T=16,
     )  # fmt: skip
     return out

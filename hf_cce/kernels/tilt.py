@@ -77,6 +77,7 @@ def _tilted_rows_kernel(
     num_tiles,
     logit_scale,
     TRANSPOSED: tl.constexpr,
+    ABSOLUTE: tl.constexpr,  # without the sign of the mass, which is that of a token's gradient
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -90,6 +91,8 @@ def _tilted_rows_kernel(
         inside = (tiles < num_tiles)[:, None] & in_rows[None, :]
         total += tl.load(mass + tiles.to(tl.int64)[:, None] * tile_stride + rows[None, :], mask=inside, other=0.0)
     factor = tl.sum(total, 0) * logit_scale
+    if ABSOLUTE:
+        factor = tl.abs(factor)
     for first in range(0, SPAN, BLOCK_D):
         ds = tl.program_id(1) * SPAN + first + tl.arange(0, BLOCK_D)
         mask = in_rows[:, None] & (ds < d)[None, :]
@@ -270,16 +273,18 @@ def covariance(
     return total.div_(tiles * block_n).to(weight.dtype).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def tilted_rows(hidden: Tensor, mass: Tensor, logit_scale: float, columns: Tensor | None = None) -> Tensor:
+def tilted_rows(
+    hidden: Tensor, mass: Tensor, logit_scale: float, columns: Tensor | None = None, absolute: bool = False
+) -> Tensor:
     """Times the covariance, what the dropped tiles leave to each token beyond their means; [N, D] in the dtype of ``hidden``.
 
     ``mass`` [T, N]: the gradient that the dropped tiles keep, or sums of some of its rows each. With ``columns`` [D, N] it is
-    written there, transposed; zeros up to its stride, beyond N.
+    written there, transposed; zeros up to its stride, beyond N. ``absolute``: by the mass without its sign.
     """
     (n, d), out = hidden.shape, torch.empty_like(hidden) if columns is None else columns
     _tilted_rows_kernel[(triton.cdiv(n, 32), triton.cdiv(d, 512))](
         hidden, mass, out, n, d, hidden.stride(0), mass.stride(0), out.stride(0), mass.shape[0], logit_scale,
-        TRANSPOSED=columns is not None, BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512,
+        TRANSPOSED=columns is not None, ABSOLUTE=absolute, BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512,
     )  # fmt: skip
     return out
 
@@ -293,12 +298,12 @@ def leaning(
 ) -> Leaning:
     """What ``leans_of_rows`` and the kernel of the weight's gradient multiply; zeros where nothing is dropped."""
     (v, d), size = weight.shape, DIRECTIONS.value
-    weighted = tilted_rows(hidden, mass, 1.0)
+    weighted = tilted_rows(hidden, mass, 1.0, absolute=True)
     moment = torch.empty((d, d), device=weight.device)
     multiply_add(moment, weighted.t(), hidden, first=True)
     del weighted
-    # Divided by all that is dropped it is a mean; and positive, whatever the sign of the gradient of the loss.
-    total = mass.sum(dtype=torch.float32)
+    # Divided by all that is dropped it is a mean. Signs would make that nearly nothing where tokens' gradients have both.
+    total = torch.linalg.vector_norm(mass, 1, dtype=torch.float32)
     # What is not finite, as where nothing is dropped, must not stay for those that use this again.
     moment.div_(total).nan_to_num_(0.0, 0.0, 0.0)
     directions = torch.empty((d, size), device=weight.device)
