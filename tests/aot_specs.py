@@ -144,7 +144,6 @@ SPECS = (
             "ratio store": {"WANT_RATIO": True, "STORE": True},
             "ratio store everything": {"WANT_RATIO": True, "STORE": True, **TOKEN_FLAGS},
             "ratio tokens": {"WANT_RATIO": True, **OF_TOKENS},
-            "ratio store tokens": {"WANT_RATIO": True, "STORE": True, **OF_TOKENS},
         },
     ),
     Spec(

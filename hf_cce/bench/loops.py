@@ -149,9 +149,10 @@ def policy(reports: Reports, link: Link) -> str:
     return "\n".join(lines)
 
 
-def first_rows(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Seconds that the first forward and backward of a process takes, or why there are none."""
-    lines = ["| loss | first process, s | later processes, s |", "|---|---|---|"]
+def first_rows(results: dict[str, dict[str, Any]], of: str = "") -> list[str]:
+    """Seconds that the first forward and backward of a process takes, of the loss or of a whole step; or why there are none."""
+    title = f"whole {of}, with this loss" if "step" in of else "loss"
+    lines = [f"| {title} | first process, s | later processes, s |", "|---|---|---|"]
     for name in names.ordered(results):
         if "first_s" in (result := results[name]):
             later = ", ".join(f"{seconds:.2f}" for seconds in result["later_s"])

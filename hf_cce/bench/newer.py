@@ -27,7 +27,7 @@ def drawn(report: dict[str, Any]) -> str | None:
     if rows and "settings" in report and all("status" in row for row in rows):
         return "\n".join(loops.step_rows([(loops.weights_of(report), report)]))
     if "shape" in report and rows and all({"first_s", "failed", "missing"} & set(row) for row in rows):
-        return "\n".join(loops.first_rows(results))
+        return "\n".join(loops.first_rows(results, report.get("of", "")))
     return _recipe(report) if {"task", "loss", "tokens_per_second", "peak_bytes", "cce"} <= set(report) else None
 
 

@@ -324,7 +324,10 @@ def _filtered(
     if not labels.numel():
         return None
     known = None if expected is None else Expected(*expected)
-    chosen = filtered.plan_and_layout(hidden, weight, softcap, need_weight, memory_budget, known)
+    # Beside statistics of tokens, values to store are too much for a tile's registers: 2.37 ms instead of 2.13 where 29 of 384
+    # column blocks are stored.
+    storing = known if entropy is is_top1 is None else None
+    chosen = filtered.plan_and_layout(hidden, weight, softcap, need_weight, memory_budget, storing)
     if chosen is None:
         return None
     plan, layout = chosen

@@ -29,7 +29,7 @@ def _tile_stats_kernel(
     tile_sum,  # [T, N] Σ z, if WANT_MEAN
     tile_expectation,  # [T, N] Σ z exp(z) / Σ exp(z), if WANT_ENTROPY
     tile_lse2,  # [T, N] logsumexp of 2 z, if WANT_SQ
-    tile_max,  # [T, N], if WANT_TOP1; if STORE, -inf where it is the label's
+    tile_max,  # [T, N], if WANT_TOP1
     tile_ratio,  # [T, N], if WANT_RATIO: see hf_cce.kernels.filter, like the next
     tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP
     label_logit,  # [N], written where the label lies in the tile; if STORE, read
@@ -88,13 +88,7 @@ def _tile_stats_kernel(
         z = tl.where((cols < vocab_size)[None, :], z, float("-inf"))
     top = tl.max(z, 1)
     if WANT_TOP1:
-        others = top
-        if STORE and tl.sum(hit.to(tl.int32)) > 0:
-            # What the label's logit is compared with was computed elsewhere, perhaps rounded otherwise; within this tile it is
-            # compared here, with what stands beside it.
-            own = tl.max(tl.where(cols[None, :] == label[:, None], z, float("-inf")), 1)
-            others = tl.where(hit & (own >= top), float("-inf"), top)
-        tl.store(tile_max + out, others, mask=in_rows)
+        tl.store(tile_max + out, top, mask=in_rows)
     top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
     if (WANT_RATIO or STORE) and HAS_SOFTCAP:
         slope = 1.0 - (z / softcap) * (z / softcap)
