@@ -45,12 +45,15 @@ def test_for_a_class_too(begun: list[str]) -> None:
     assert len(begun) == 1
 
 
-@pytest.mark.parametrize("without", ["device", "cuda", "kernels", "interpreted"])
+@pytest.mark.parametrize("without", ["device", "cuda", "kernels", "interpreted", "a newer GPU"])
 def test_not_where_no_kernel_will_run(without: str, begun: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if without == "device":
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     elif without == "cuda":
         monkeypatch.setattr(torch.version, "cuda", None)
+    elif without == "a newer GPU":
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     elif without == "interpreted":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     apply_cce(tiny_llama(), implementation="portable" if without == "kernels" else "auto")
