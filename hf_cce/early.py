@@ -18,7 +18,10 @@ def begin() -> None:
     processes can be forked afterwards (``is_available`` would initialise CUDA, where ``device_count`` asks NVML).
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if torch.cuda.is_initialized() and torch.cuda.get_device_capability() < (8, 0):  # not asked before, as it initialises
+    if torch.cuda.is_initialized() and torch.cuda.get_device_capability() < (
+        8,
+        0,
+    ):  # not asked before, as it initialises
         return
     if torch.version.cuda and torch.cuda.device_count() and not interpreted and importlib.util.find_spec("triton"):
         _reading()
