@@ -18,10 +18,8 @@ def begin() -> None:
     processes can be forked afterwards (``is_available`` would initialise CUDA, where ``device_count`` asks NVML).
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if torch.cuda.is_initialized() and torch.cuda.get_device_capability() < (
-        8,
-        0,
-    ):  # not asked before, as it initialises
+    # Asked only where CUDA is in use already, since asking initialises it.
+    if torch.cuda.is_initialized() and torch.cuda.get_device_capability() < (8, 0):
         return
     if torch.version.cuda and torch.cuda.device_count() and not interpreted and importlib.util.find_spec("triton"):
         _reading()

@@ -176,14 +176,9 @@ def linear_log_probs(
     found = None
     if filter_state is not None and not (shared or mean_logit or log_sum_sq_probs):
         found = filtered_stats(
-            *given,
-            entropy,
-            is_top1,
-            config.gradient_filter,
-            filter_state,
-            config.scratch(hidden.shape[0]),
+            *given, entropy, is_top1, config.gradient_filter, filter_state, config.scratch(hidden.shape[0]),
             config.implementation,
-        )
+        )  # fmt: skip
     if found is None:
         lse, label_logit, mean, ent, sum_sq, *top1 = _statistics(
             shared, *given, (mean_logit, entropy, log_sum_sq_probs), is_top1, config

@@ -315,11 +315,8 @@ def loss_bytes(
     if way == "compiled":  # of model.loss_function: the logits, which the head wrote before, and their gradient
         return max(2 * item * logits, item * logits + left), left, few
     real = narrow_logits(tokens, model, item, budget)
-    return (
-        (real or min(budget, 4 * logits)) + left,
-        left,
-        few,
-    )  # float32 logits of all tokens are the most it has use for
+    # float32 logits of all tokens are the most it has use for
+    return (real or min(budget, 4 * logits)) + left, left, few
 
 
 def narrow_logits(tokens: int, model: Model, item: int, budget: int) -> int:

@@ -334,20 +334,9 @@ def _filtered(
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     return filtered.forward(
-        hidden,
-        weight,
-        bias,
-        labels,
-        ignore_index,
-        logit_scale,
-        softcap,
-        layout,
-        plan,
-        vocabulary,
-        known,
-        entropy,
+        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary, known, entropy,
         is_top1,
-    )
+    )  # fmt: skip
 
 
 def filtered_gradients(
