@@ -119,7 +119,10 @@ PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "backward blocks": ("backward", _blocks),
     "filter forward": ("filter", lambda plan: plan.constants()),
     "filter blocks": ("filter", _blocks),
-    "kept tiles": ("filter", lambda plan: {**plan.constants(), "num_warps": plan.tile_warps}),
+    "kept tiles": (
+        "filter",
+        lambda plan: {**plan.constants(), "FLATTEN": plan.flatten, "num_warps": plan.tile_warps},
+    ),
     "hidden gradient": ("filter", lambda p: _sparse(p, p.block_d, p.sparse_warps, p.hidden_stages)),
     "labels": ("forward", lambda plan: plan.labels),
     "own blocks": ("forward", lambda plan: {}),  # the dtype alone

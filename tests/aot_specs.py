@@ -353,10 +353,12 @@ SPECS = (
             "out": "*fp32",
             "order": "*i32 if GATHER",
             "live": "*i32 if BLOCK_M",
+            "tokens": "*i64 if MOVE",
+            "moved": "*T if MOVE",
         },
         variants={
             "plain": {"BLOCK_M": 0},
-            "live": {"BLOCK_M": 128, "GATHER": True},
+            "live": {"BLOCK_M": 128, "GATHER": True, "MOVE": True},
             "everything": {"BLOCK_M": 128, "HAS_BIAS": True, "HAS_SOFTCAP": True},
         },
     ),

@@ -310,6 +310,29 @@ def test_tokens_in_the_order_of_their_labels(
     assert torch.equal(found.tokens, keys.argsort(stable=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "d", "v"), [(1, 8, 40), (70, 72, 131), (200, 600, 300)])
+def test_hidden_states_are_moved_where_their_labels_logits_are_made(n: int, d: int, v: int, dtype: torch.dtype) -> None:
+    from hf_cce.kernels.plan import filter_plan
+    from hf_cce.kernels.stored import label_logits
+
+    (wide, weight, _), labels = make_inputs(n, 2 * d, v, dtype, DEVICE)
+    hidden, weight = wide[:, :d], weight[:, :d].contiguous()
+    g = torch.Generator().manual_seed(0)
+    tokens, order = torch.randperm(n, generator=g).to(DEVICE), torch.randperm(v, generator=g).int().to(DEVICE)
+    columns = torch.where(labels < 0, v, labels).int()[tokens]
+    hidden[tokens[columns == v]] = float("nan")  # as padding may be: it must not get into what is read of the token
+    in_order, plan = hidden[tokens], filter_plan(hidden, weight)
+    of_labels = (columns, v, 0.5, 5.0, plan, plan.block_m, order)
+    logit, live = label_logits(in_order, weight, None, *of_labels)
+    moved = torch.full((n + 1, d), 7.0, dtype=dtype, device=DEVICE)
+    at_once, lives = label_logits(hidden, weight, None, *of_labels, tokens, moved[:n])
+    assert torch.equal(moved[:n].view(torch.uint8), in_order.contiguous().view(torch.uint8))
+    assert bool((moved[n] == 7.0).all())
+    assert torch.equal(at_once, logit) and torch.equal(lives, live)
+    assert n == 1 or (bool((columns == v).any()) and bool(logit.any()))
+
+
 def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows: bool, room: int | None) -> list[Any]:
     """Filtered losses run in slabs of so many column blocks, with so much room in a pass; None: one. Returns their layouts."""
     from hf_cce.kernels import filtered

@@ -69,7 +69,6 @@ def forward(
     if vocabulary is None:
         vocabulary = sort_vocabulary(hidden, weight, bias, plan.block_n)
     order = sort_tokens(labels, vocabulary, ignore_index)
-    hidden = hidden.index_select(0, order.tokens)
     of_entries = bias
     if bias is not None:
         bias = bias.index_select(0, order.order[:v])
@@ -83,9 +82,14 @@ def forward(
     live, stored = None, layout.stored * plan.block_n
     rows_of_flags = plan.block_m if specialised(plan, bias, softcap, entropy, is_top1) else 0
     if stored or rows_of_flags:
+        in_rows = hidden.new_empty((n, d))
         label_logit, live = label_logits(
-            hidden, weight, of_entries, order.labels, v, logit_scale, softcap, plan, rows_of_flags, order.order
-        )
+            hidden, weight, of_entries, order.labels, v, logit_scale, softcap, plan, rows_of_flags, order.order, order.tokens,
+            in_rows,
+        )  # fmt: skip
+        hidden = in_rows
+    else:
+        hidden = hidden.index_select(0, order.tokens)
 
     def statistics(rows_of: Tensor, first: int, values: Tensor | None) -> None:
         stop, block = first + len(rows_of), first // plan.block_n
@@ -345,8 +349,8 @@ def backward(
         _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
             h, w, saved.bias, order.order, *per_token, kept.tiles, kept.pass_start, kept.pass_block, kept.aside, scratch, number,
             n, rows, v, d, hidden.stride(0), rows_of.stride(0), logit_scale, softcap or 1.0, **flags, PASSES=passes, **how,
-            TMA=plan.use_tma, PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-            BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages,
+            FLATTEN=plan.flatten, TMA=plan.use_tma, PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m,
+            BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages,
         )  # fmt: skip
 
     def multiply_weight(number: int, wait: bool) -> None:

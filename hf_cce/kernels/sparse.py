@@ -118,6 +118,7 @@ def _kept_tiles_kernel(
     HAS_SOFTCAP: tl.constexpr,
     PASSES,
     AGAIN: tl.constexpr,
+    FLATTEN: tl.constexpr,  # one loop over tiles and the hidden size, whose loads run on from tile to tile
     TMA: tl.constexpr,
     GATHER: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -130,7 +131,7 @@ def _kept_tiles_kernel(
     stop = tl.load(pass_start + pass_number + 1)
     if AGAIN and (stop == tl.load(pass_start + PASSES) or tl.load(pass_block + pass_number + 1) <= tl.load(aside)):
         stop = first  # the last tiles there are: they are still in the scratch; or nobody needs them any more
-    for tile in range(first + tl.program_id(0), stop, tl.num_programs(0)):
+    for tile in tl.range(first + tl.program_id(0), stop, tl.num_programs(0), flatten=FLATTEN):
         code = tl.load(tiles + tile)
         gradient = kept_tile(
             code % num_row_blocks * BLOCK_M, code // num_row_blocks * BLOCK_N,

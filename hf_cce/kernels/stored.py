@@ -40,6 +40,8 @@ def _label_logit_kernel(
     order,  # [V] int32, the row of weight of each label, if GATHER
     out,  # [N], zero where the label is ignored
     live,  # [row blocks] int32, if BLOCK_M: whether a label of the block is not ignored
+    tokens,  # [N] int64, the row of hidden of each token, if MOVE
+    moved,  # [N, D], written, if MOVE: hidden in the order of tokens
     num_tokens,
     vocab_size,
     hidden_size,
@@ -51,6 +53,7 @@ def _label_logit_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     GATHER: tl.constexpr,
+    MOVE: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -67,11 +70,17 @@ def _label_logit_kernel(
     good = (label != ignore_index) & (label >= 0) & (label < vocab_size)
     if GATHER:
         label = tl.load(order + label, mask=good, other=0).to(tl.int64)
+    inside = rows < num_tokens
+    at = tl.load(tokens + rows, mask=inside, other=0) if MOVE else rows.to(tl.int64)
     ks = tl.arange(0, BLOCK_K)
     products = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
     for k in range(0, hidden_size, BLOCK_K):
-        mask = good[:, None] & (k + ks < hidden_size)[None, :]
-        h = tl.load(hidden + rows.to(tl.int64)[:, None] * hidden_stride + (k + ks)[None, :], mask=mask, other=0.0)
+        in_d = (k + ks < hidden_size)[None, :]
+        mask = good[:, None] & in_d
+        here = inside[:, None] & in_d if MOVE else mask
+        h = tl.load(hidden + at[:, None] * hidden_stride + (k + ks)[None, :], mask=here, other=0.0)
+        if MOVE:
+            tl.store(moved + rows.to(tl.int64)[:, None] * hidden_size + (k + ks)[None, :], h, mask=here)
         w = tl.load(weight + label.to(tl.int64)[:, None] * weight_stride + (k + ks)[None, :], mask=mask, other=0.0)
         if UPCAST:
             h, w = h.to(tl.float32), w.to(tl.float32)
@@ -83,7 +92,9 @@ def _label_logit_kernel(
     acc *= logit_scale
     if HAS_SOFTCAP:
         acc = softcapped(acc, softcap)
-    tl.store(out + rows, acc, mask=rows < num_tokens)
+    if MOVE:  # what an ignored token's hidden state holds, perhaps no numbers, was multiplied too
+        acc = tl.where(good, acc, 0.0)
+    tl.store(out + rows, acc, mask=inside)
     if BLOCK_M > 0:  # noqa: SIM102 (the second is no constant)
         if tl.program_id(0) * BLOCK_R % BLOCK_M == 0:
             block = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_M)
@@ -160,6 +171,8 @@ def label_logits(
     plan: Plan,
     block_m: int = 0,
     order: Tensor | None = None,  # [V] int32: the row of weight of each label, where that is not the label itself
+    tokens: Tensor | None = None,  # [N] int64: the row of hidden of each token, where that is not the token itself
+    moved: Tensor | None = None,  # [N, D] contiguous, written: those rows in that order, which are read for it anyway
 ) -> tuple[Tensor, Tensor | None]:
     """The logit of each token's label, [N] float32, zero where it is ignored.
 
@@ -170,9 +183,9 @@ def label_logits(
     live = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
     shapes = plan.labels
     _label_logit_kernel[(triton.cdiv(n, shapes["BLOCK_R"]),)](
-        hidden, weight, bias, labels, order, out, live, n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale,
-        softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, GATHER=order is not None, BLOCK_M=block_m,
-        **shapes,
+        hidden, weight, bias, labels, order, out, live, tokens, moved, n, v, d, hidden.stride(0), weight.stride(0), ignore_index,
+        logit_scale, softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, GATHER=order is not None,
+        MOVE=moved is not None, BLOCK_M=block_m, **shapes,
     )  # fmt: skip
     return out, live
 
