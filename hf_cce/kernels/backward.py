@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import Plan, empty_slab, make_plan, operand, slab_width, specialised
+from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, make_plan, operand, slab_width, specialised
 from hf_cce.kernels.products import ALIGNED, multiply_add
 from hf_cce.kernels.scaled import buffer_rows, scaled_gradients
 from hf_cce.kernels.stored import Stored, label_logits, settle
@@ -218,12 +218,12 @@ def write_logit_gradient(
         hopper.write_logit_gradient(
             out, hidden, weight, labels, of_labels.live, lse, grad_lse, start, stop, ignore_index, logit_scale
         )
-        _label_entries_kernel[(triton.cdiv(n, 256),)](
+        _label_entries_kernel[(ceil_div(n, 256),)](
             labels, lse, grad_lse, grad_label, of_labels.logit, out, start, stop - start, out.stride(0), n, ignore_index,
             logit_scale, BLOCK=256, num_warps=4,
         )  # fmt: skip
         return
-    rows, cols = triton.cdiv(n, plan.block_m), triton.cdiv(stop - start, plan.block_n)
+    rows, cols = ceil_div(n, plan.block_m), ceil_div(stop - start, plan.block_n)
     _logit_gradient_kernel[(rows * cols,) if flags is None else (rows, min(cols, 16))](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, *vectors, flags, out,
         start, stop - start, out.stride(0), n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale,
@@ -345,8 +345,8 @@ def logit_stats_backward(
     else:
         if need_weight or need_bias:
             one_pass(everything, False, True)
-        groups = triton.cdiv(4 * n * d, memory_budget // 2)
-        size = triton.cdiv(triton.cdiv(n, groups), plan.block_m) * plan.block_m
+        groups = ceil_div(4 * n * d, memory_budget // 2)
+        size = ceil_div(ceil_div(n, groups), plan.block_m) * plan.block_m
         for start in range(0, n, size):
             one_pass(slice(start, min(n, start + size)), True, False)
     return grad_hidden, grad_weight, grad_bias

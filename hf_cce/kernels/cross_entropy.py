@@ -16,7 +16,7 @@ from hf_cce.kernels.grouped import Formed, Groups, group_size
 from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.layout import Expected, Filtered, Report, relative
 from hf_cce.kernels.order import Vocabulary
-from hf_cce.kernels.plan import Plan, empty_slab, filter_plan, make_plan, specialised
+from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, filter_plan, make_plan, specialised
 from hf_cce.kernels.stored import Stored, label_logits, stored_width
 
 
@@ -86,7 +86,7 @@ def token_gradients(
     vectors = torch.empty((3 if smooth else 2, n), dtype=torch.float32, device=lse.device)
     grad_lse, grad_label, grad_mean = vectors[0], vectors[1], vectors[2] if smooth else None
     if n:
-        _token_gradients_kernel[(triton.cdiv(n, 1024),)](
+        _token_gradients_kernel[(ceil_div(n, 1024),)](
             grad, factor, lse, grad_lse, grad_label, grad_mean, n, label_smoothing, z_loss,
             SMOOTH=smooth, Z_LOSS=z_loss > 0, BLOCK=1024,
         )  # fmt: skip
@@ -141,7 +141,7 @@ def _stored_stats(
     softcap: float,
     plan: Plan,
 ) -> None:
-    v, num_tiles = weight.shape[0], triton.cdiv(weight.shape[0], plan.block_n)
+    v, num_tiles = weight.shape[0], ceil_div(weight.shape[0], plan.block_n)
     tile_lse = torch.empty(num_tiles * tile_stride(labels.numel()), device=hidden.device)
     tiles: list[Tensor | None] = [tile_lse, None, None, None, None]
     tile_stats(
@@ -169,7 +169,7 @@ def stored_cross_entropy(
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     (n, d), v = hidden.shape, weight.shape[0]
     plan = make_plan(hidden, weight)
-    num_tiles = triton.cdiv(v, plan.block_n)
+    num_tiles = ceil_div(v, plan.block_n)
     block_n = make_plan(hidden, weight, backward=True).block_n
     width = stored_width(n, d, v, hidden.dtype, num_tiles, max(block_n, plan.block_n), memory_budget)
     if width == 0:
@@ -205,7 +205,7 @@ def grouped_cross_entropy(
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     (n, d), v = hidden.shape, weight.shape[0]
     plan, later = make_plan(hidden, weight), make_plan(hidden, weight, backward=True)
-    num_tiles, block_m = triton.cdiv(v, plan.block_n), max(plan.block_m, later.block_m)
+    num_tiles, block_m = ceil_div(v, plan.block_n), max(plan.block_m, later.block_m)
     width = stored_width(n, d, v, hidden.dtype, num_tiles, max(plan.block_n, later.block_n), memory_budget)
     size = group_size(n, d, v, hidden.dtype, num_tiles, need_weight, block_m, width, memory_budget)
     if size == 0:
@@ -292,7 +292,7 @@ def filtered_stats(
     n, v = labels.numel(), weight.shape[0]
     entropy = torch.empty(n if want_entropy else 0, device=hidden.device)
     is_top1 = torch.empty(n if want_top1 else 0, dtype=torch.bool, device=hidden.device)
-    scratch = 4 * (want_entropy + want_top1) * triton.cdiv(v, filter_plan(hidden, weight).block_n) * tile_stride(n)
+    scratch = 4 * (want_entropy + want_top1) * ceil_div(v, filter_plan(hidden, weight).block_n) * tile_stride(n)
     saved = _filtered(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, need_weight, memory_budget - scratch, vocabulary,
         expected, entropy if want_entropy else None, is_top1 if want_top1 else None,

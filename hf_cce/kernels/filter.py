@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_cce.kernels.forward import tile_stride
 from hf_cce.kernels.launch import Kernel
+from hf_cce.kernels.plan import ceil_div, power_of_2
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
 BINS = tl.constexpr(512)
@@ -348,14 +349,14 @@ def select(
     the last pass and, of the length ``d``, for what waits behind it; 0 where nothing is to wait.
     """
     device, n = lse.device, lse.numel()
-    rows, cols = triton.cdiv(n, block_m), triton.cdiv(v, block_n)
+    rows, cols = ceil_div(n, block_m), ceil_div(v, block_n)
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    span = triton.cdiv(max(32, triton.cdiv(rows * cols, 2048)), 16) * 16  # some hundreds of programs
-    grid = (rows, triton.cdiv(cols, span))
-    programs, counting = grid[0] * grid[1], triton.cdiv(rows * (cols - stored), 2048)
+    span = ceil_div(max(32, ceil_div(rows * cols, 2048)), 16) * 16  # some hundreds of programs
+    grid = (rows, ceil_div(cols, span))
+    programs, counting = grid[0] * grid[1], ceil_div(rows * (cols - stored), 2048)
     energy, part = torch.empty((cols, rows), device=device), torch.empty(programs, device=device)
     counts, sums = ints(counting, BINS.value), ints(BINS.value)
     _score_kernel[grid](
@@ -372,18 +373,18 @@ def select(
         row_order=ints(passes, rows), aside=ints(), outlook=ints(4),
     )  # fmt: skip
     pass_of = ints(cols)
-    padded = max(16, triton.next_power_of_2(rows))
+    padded = max(16, power_of_2(rows))
     _columns_kernel[(cols,)](
         energy, part, sums, tau, kept.place, kept.counts, rows, programs, stored, ROWS=padded, BLOCK=1024
     )
     _scan_kernel[(1,)](
         kept.counts, kept.start, pass_of, kept.pass_block, kept.pass_start, kept.aside, kept.outlook, stored,
         math.ceil(worth * rows), rows, cols, room, capacity, d,
-        PASSES=passes, BLOCK_M=block_m, COLS=max(16, triton.next_power_of_2(cols)),
+        PASSES=passes, BLOCK_M=block_m, COLS=max(16, power_of_2(cols)),
     )  # fmt: skip
     _rows_kernel[(rows,)](
         kept.place, kept.start, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,
-        rows, cols, stored, PASSES=passes, PASSES_2=max(16, triton.next_power_of_2(passes + 1)), BLOCK=128,
+        rows, cols, stored, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128,
     )  # fmt: skip
     _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=padded, num_warps=1)
     return kept
@@ -401,8 +402,8 @@ class Mass(NamedTuple):
 
 def mass_bytes(n: int, cols: int, element: int, block_m: int, beyond: int) -> int:
     """The memory of a ``Mass``."""
-    of_tokens = element * (cols + beyond) + 4 * triton.cdiv(cols, MASS_GROUP)
-    return of_tokens * tile_stride(n) + 8 * cols * triton.cdiv(n, block_m)
+    of_tokens = element * (cols + beyond) + 4 * ceil_div(cols, MASS_GROUP)
+    return of_tokens * tile_stride(n) + 8 * cols * ceil_div(n, block_m)
 
 
 def dropped_mass(
@@ -422,7 +423,7 @@ def dropped_mass(
     n, (cols, rows) = lse.numel(), kept.place.shape
     mass = torch.empty((cols + beyond, tile_stride(n)), dtype=dtype, device=lse.device)
     dropped, leaves = torch.empty((2, cols, rows), device=lse.device).unbind()
-    of_token = torch.empty((triton.cdiv(cols, MASS_GROUP), tile_stride(n)), device=lse.device)
+    of_token = torch.empty((ceil_div(cols, MASS_GROUP), tile_stride(n)), device=lse.device)
     _mass_kernel[(rows, len(of_token))](
         tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, leaves, of_token,
         tile_stride(n), n, rows, cols, v, logit_scale,

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
@@ -22,7 +21,7 @@ from hf_cce.kernels.forward import combine, tile_stats, tile_stride
 from hf_cce.kernels.layout import Expected, Filtered, Layout, Report, make_layout, relative
 from hf_cce.kernels.measure import hidden_error, rounding_errors, weight_error
 from hf_cce.kernels.order import Vocabulary, permute_rows, put_rows, sort_tokens, sort_vocabulary
-from hf_cce.kernels.plan import Plan, descriptor, empty_slab, filter_plan, make_plan, operand, specialised
+from hf_cce.kernels.plan import Plan, ceil_div, descriptor, empty_slab, filter_plan, make_plan, operand, specialised
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.rest import _rest_hidden_kernel, _rest_weight_kernel
 from hf_cce.kernels.scaled import hidden_gradient, label_factors
@@ -65,7 +64,7 @@ def forward(
     and need not be computed again.
     """
     (n, d), v = hidden.shape, weight.shape[0]
-    cols = triton.cdiv(v, plan.block_n)
+    cols = ceil_div(v, plan.block_n)
     if vocabulary is None:
         vocabulary = sort_vocabulary(hidden, weight, bias, plan.block_n)
     order = sort_tokens(labels, vocabulary, ignore_index)
@@ -175,7 +174,7 @@ def _choose(
         of_hidden, of_weight = rounding_errors(saved, weight, grad_lse, grad_label, logit_scale, softcap)
         errors |= {"rounding_error": of_hidden} if need_hidden else {}
         errors |= {"rounding_weight_error": of_weight} if need_weight else {}
-    tiles = triton.cdiv(n, plan.block_m) * triton.cdiv(v, plan.block_n)
+    tiles = ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n)
     return _Choice(kept, mass, tilt, lean, Report(kept.outlook, tiles, mass.dropped, n, tau, **errors))
 
 
@@ -286,7 +285,7 @@ def backward(
     """
     hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
     (n, d), v = hidden.shape, weight.shape[0]
-    rows, cols, passes = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n), layout.passes
+    rows, cols, passes = ceil_div(n, plan.block_m), ceil_div(v, plan.block_n), layout.passes
 
     gather = saved.weight is None
     # The rows in order, where the layout kept them, lie in the memory of the gradient that will overwrite them.
@@ -334,7 +333,7 @@ def backward(
     w_rows = source if gather else descriptor(source, bk, bd, plan)
     h_rows = descriptor(hidden, bk, wd, plan)
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
-    chunks = triton.cdiv(d, bd)
+    chunks = ceil_div(d, bd)
 
     if not need_weight:
         grad_weight = weight.new_empty(0)
@@ -354,7 +353,7 @@ def backward(
         )  # fmt: skip
 
     def multiply_weight(number: int, wait: bool) -> None:
-        _weight_gradient_kernel[(min(plan.programs, cols * triton.cdiv(d, wd)),)](
+        _weight_gradient_kernel[(min(plan.programs, cols * ceil_div(d, wd)),)](
             by_col, h_rows, order.order, kept.tile_rows, kept.start, kept.pass_block, kept.pass_start, kept.aside, spread,
             leans, *(lean or (None, None)), grad_weight, number, n, v, d, hidden.stride(0), WAIT=wait, LEANS=lean is not None,
             DIRECTIONS=DIRECTIONS.value, BLOCK_D=wd, **common, num_warps=plan.weight_warps, num_stages=plan.weight_stages,
@@ -369,14 +368,14 @@ def backward(
                 **common, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
             )  # fmt: skip
             if split:
-                _join_kernel[(split, triton.cdiv(d, 32))](
+                _join_kernel[(split, ceil_div(d, 32))](
                     kept.row_pass, kept.row_order, total, order.tokens, grad_hidden, number, n, rows, d,
                     PASSES=passes, BLOCK_M=plan.block_m, BLOCK_D=32, num_warps=4,
                 )  # fmt: skip
         if need_weight and (waits or not in_place):
             multiply_weight(number, waits)
     if launched < passes and need_hidden:
-        _rest_hidden_kernel[(rows * triton.cdiv(d, plan.rest["BLOCK_D"]),)](
+        _rest_hidden_kernel[(rows * ceil_div(d, plan.rest["BLOCK_D"]),)](
             hidden, source, saved.bias, order.order, *per_token, kept.row_tiles, kept.row_pass, total, order.tokens,
             grad_hidden, launched, n, cols, v, d, hidden.stride(0), source.stride(0), logit_scale, softcap or 1.0,
             PASSES=passes, GATHER=gather, **rest,
@@ -384,7 +383,7 @@ def backward(
     # From here on nobody needs the rows in order. What waits lies where those of its own columns were, and nothing may be
     # written to its place before it has moved.
     for back in (False, True) if waits else ():
-        _aside_kernel[(cols, triton.cdiv(d, 128))](
+        _aside_kernel[(cols, ceil_div(d, 128))](
             grad_weight, order.order, scratch, kept.pass_block, kept.pass_start, kept.aside, v, d,
             PASSES=passes, BACK=back, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_D=128,
         )  # fmt: skip
@@ -396,7 +395,7 @@ def backward(
         compute_tiles(number, h_tiles, weight, weight, GATHER=True, AGAIN=need_hidden)
         multiply_weight(number, False)
     if launched < passes and need_weight:
-        _rest_weight_kernel[(min(plan.programs, cols * triton.cdiv(d, plan.rest["BLOCK_D"])),)](
+        _rest_weight_kernel[(min(plan.programs, cols * ceil_div(d, plan.rest["BLOCK_D"])),)](
             hidden, weight, saved.bias, order.order, *per_token, kept.tile_rows, kept.start, kept.pass_block, spread, leans,
             *(lean or (None, None)), grad_weight, launched, n, cols, v, d, hidden.stride(0), weight.stride(0), logit_scale,
             softcap or 1.0, LEANS=lean is not None, DIRECTIONS=DIRECTIONS.value, **rest,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import Plan, make_plan, operand, specialised
+from hf_cce.kernels.plan import Plan, ceil_div, make_plan, operand, specialised
 from hf_cce.kernels.stored import label_logits
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
@@ -247,7 +247,7 @@ def survey_labels(
 
 def tile_stride(n: int) -> int:
     """From one column of tiles to the next in an array of their statistics: such that rows begin aligned."""
-    return triton.cdiv(n, 16) * 16
+    return ceil_div(n, 16) * 16
 
 
 _FLAGS = ("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1")
@@ -285,7 +285,7 @@ def tile_stats(
         )  # fmt: skip
         return
     wants = [x is not None for x in tiles[1:]]
-    _tile_stats_kernel[(triton.cdiv(n, plan.block_m) * triton.cdiv(v, plan.block_n),)](
+    _tile_stats_kernel[(ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
         *tiles, tile_ratio, tile_damping, label_logit, stored, 0 if stored is None else stored.stride(0),
         tile_stride(n), n, v, first_col, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index,
@@ -307,7 +307,7 @@ def combine(
 ) -> None:
     """Fold the statistics of tiles into those of tokens."""
     n = labels.numel()
-    _combine_kernel[(triton.cdiv(n, 32),)](
+    _combine_kernel[(ceil_div(n, 32),)](
         *tiles, label_logit, labels, lse, *outputs, tile_stride(n), n, v, num_tiles, ignore_index,
         **dict(zip(_FLAGS, [x is not None for x in outputs], strict=True)), BLOCK_R=32, BLOCK_T=256, num_warps=8,
     )  # fmt: skip
@@ -340,7 +340,7 @@ def logit_stats(
         for i, want in enumerate(wants)
     ]
     plan = make_plan(hidden, weight)
-    num_tiles = triton.cdiv(v, plan.block_n)
+    num_tiles = ceil_div(v, plan.block_n)
     per_token = 4 * num_tiles * (1 + sum(wants))
     group = max(plan.block_m, memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
     live = None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import Plan, empty_slab, padded
+from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, padded
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.scaled import (
     BLOCK_V,
@@ -63,7 +63,7 @@ def group_size(
     most = (budget - fixed) // per_token // block_m * block_m
     if slab == v or most < HIDDEN_TOKENS:
         return 0
-    size = triton.cdiv(triton.cdiv(n, triton.cdiv(n, most)), block_m) * block_m
+    size = ceil_div(ceil_div(n, ceil_div(n, most)), block_m) * block_m
     return 0 if need_weight and size * (SAVED - SAVED_BY_SLAB * slab / v) < GROUP_TOKENS else size
 
 
@@ -156,5 +156,5 @@ def formed_gradients(formed: Formed, grad: Tensor) -> list[Tensor | None]:
     """The gradients for the upstream gradient ``grad``, a scalar; in the memory of ``formed``."""
     for x in formed:
         if x is not None and x.numel():
-            _multiply_kernel[(min(1024, triton.cdiv(x.numel(), 4096)),)](x, grad, x.numel(), BLOCK=4096, num_warps=8)
+            _multiply_kernel[(min(1024, ceil_div(x.numel(), 4096)),)](x, grad, x.numel(), BLOCK=4096, num_warps=8)
     return [*formed, None]

@@ -14,7 +14,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import padded
+from hf_cce.kernels.plan import ceil_div, padded
 
 BLOCK_M = 128  # tokens of a tile, whose flags in ``live`` say whether there is anything to do
 BLOCK_N = 256
@@ -340,10 +339,10 @@ def _launch(
     stat_n: int = BLOCK_N,
 ) -> None:
     (n, d), v, shapes = hidden.shape, weight.shape[0], constants()
-    assert live.numel() >= triton.cdiv(n, BLOCK_M)
+    assert live.numel() >= ceil_div(n, BLOCK_M)
     device = None if hidden.is_meta else hidden.device
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    _specialised_tiles_kernel[(min(processors, triton.cdiv(n, BLOCK_M) * triton.cdiv(width, BLOCK_N)),)](
+    _specialised_tiles_kernel[(min(processors, ceil_div(n, BLOCK_M) * ceil_div(width, BLOCK_N)),)](
         blocks(hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(weight, BLOCK_N, shapes["BLOCK_K"]), live, labels, lse, grad_lse,
         label_logit, tile_lse, tile_ratio, None if out is None else blocks(out, BLOCK_M // 2, shapes["STORE_N"]),
         16 if out is None else padded(out.shape[1]), tile_stride, n, v, first_col, width, d, ignore_index, logit_scale,

@@ -7,12 +7,11 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from hf_cce.kernels.filter import mass_bytes
 from hf_cce.kernels.order import Order, Vocabulary
-from hf_cce.kernels.plan import Plan
+from hf_cce.kernels.plan import Plan, ceil_div
 from hf_cce.kernels.tilt import kept_bytes, making_bytes
 
 SAMPLED = 64  # tokens whose error is measured; fewer where the budget is small, but not fewer than
@@ -47,7 +46,7 @@ def make_layout(
 
     Of the first ``stored`` column blocks, or of as many as there is room for, the values are kept from the forward pass.
     """
-    rows, cols = triton.cdiv(n, plan.block_m), triton.cdiv(v, plan.block_n)
+    rows, cols = ceil_div(n, plan.block_m), ceil_div(v, plan.block_n)
     orders = 4 * (3 * v + 4 * n)
     means = (element + 4) * cols * d
     statistics = (4 + 2 + 2 * softcap) * cols * n
@@ -102,9 +101,9 @@ def make_layout(
         first = max(0, first // 2 * 2)  # whole tiles of hf_cce.kernels.hopper
         for number in dict.fromkeys((first, 0)):
             tiles = rows * (cols - number)
-            held = min(slots - triton.cdiv(number * later, tile), tiles)
+            held = min(slots - ceil_div(number * later, tile), tiles)
             room = held if held == tiles else held - rows
-            passes = triton.cdiv(tiles, room)
+            passes = ceil_div(tiles, room)
             # With many passes it costs less to gather rows than to keep them or to compute tiles twice.
             if passes > (MAX_PASSES // 8 if keep_rows else MAX_PASSES):
                 continue

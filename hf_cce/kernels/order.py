@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
+from hf_cce.kernels.plan import ceil_div
 from hf_cce.kernels.tilt import Leaning
 
 SAMPLE = 1024  # tokens whose mean gives the average logits
@@ -143,10 +144,10 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
     if bias is not None:
         average = average + bias
     by_logit = torch.sort(average, descending=True).indices
-    padded = triton.cdiv(v, block_n) * block_n
+    padded = ceil_div(v, block_n) * block_n
     order = torch.empty(padded, dtype=torch.int32, device=hidden.device)
     rank = torch.empty(v, dtype=torch.int32, device=hidden.device)
-    _order_kernel[(triton.cdiv(padded, 1024),)](by_logit, order, rank, v, padded, BLOCK=1024)
+    _order_kernel[(ceil_div(padded, 1024),)](by_logit, order, rank, v, padded, BLOCK=1024)
     return Vocabulary(order, rank)
 
 
@@ -160,12 +161,12 @@ def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Or
     n, v = labels.numel(), vocabulary.rank.numel()
     columns = torch.empty(n, dtype=torch.int32, device=labels.device)
     keys = torch.empty(n, dtype=torch.int16 if v < LARGEST else torch.int32, device=labels.device)
-    _key_kernel[(triton.cdiv(n, 1024),)](
+    _key_kernel[(ceil_div(n, 1024),)](
         labels, vocabulary.rank, columns, keys, n, v, ignore_index, FINE=FINE if v < LARGEST else v, BLOCK=1024
     )
     if n <= COUNTED and v < LARGEST:
         tokens, ordered = torch.empty(n, dtype=torch.int64, device=labels.device), torch.empty_like(columns)
-        _place_kernel[(triton.cdiv(n, 16),)](keys, columns, tokens, ordered, n, BLOCK_R=16, BLOCK=512, num_warps=4)
+        _place_kernel[(ceil_div(n, 16),)](keys, columns, tokens, ordered, n, BLOCK_R=16, BLOCK=512, num_warps=4)
         return Order(vocabulary.order, tokens, ordered)
     tokens = torch.sort(keys, stable=True).indices
     return Order(vocabulary.order, tokens, columns.index_select(0, tokens))
@@ -175,7 +176,7 @@ def permute_rows(weight: Tensor, order: Tensor, first: int, stop: int, means: Te
     """Rows ``first`` to ``stop`` of ``weight`` in that order; their blocks' means into ``means`` [T, D]."""
     v, d = weight.shape
     out = weight.new_empty((stop - first, d))
-    _permute_rows_kernel[(triton.cdiv(stop - first, block_n), triton.cdiv(d, 128))](
+    _permute_rows_kernel[(ceil_div(stop - first, block_n), ceil_div(d, 128))](
         weight, order, out, means, first // block_n, v, d, weight.stride(0),
         BLOCK_N=block_n, BLOCK_D=128, num_warps=4,
     )  # fmt: skip
@@ -185,6 +186,6 @@ def permute_rows(weight: Tensor, order: Tensor, first: int, stop: int, means: Te
 def put_rows(rows: Tensor, order: Tensor, out: Tensor) -> None:
     """``rows`` [columns, D] of the first columns to where their entries stand in ``out`` [V, D]."""
     columns, d = rows.shape
-    _put_rows_kernel[(triton.cdiv(columns, 32), triton.cdiv(d, 128))](
+    _put_rows_kernel[(ceil_div(columns, 32), ceil_div(d, 128))](
         rows, order, out, columns, d, BLOCK_N=32, BLOCK_D=128, num_warps=4
     )

@@ -199,18 +199,28 @@ def descriptor(x: Tensor, rows: int, cols: int, plan: Plan) -> Any:
     return TensorDescriptor.from_tensor(x, [rows, cols]) if plan.use_tma else x
 
 
+def ceil_div(a: int, b: int) -> int:
+    """⌈a / b⌉. Triton's own serves kernels' constants too, and takes the host 5 µs a call where a step has forty."""
+    return -(-a // b)
+
+
+def power_of_2(x: int) -> int:
+    """The next from ``x`` on."""
+    return 1 << (x - 1).bit_length()
+
+
 def slab_width(n: int, v: int, bytes_per_logit: int, block_n: int, budget: int) -> int:
     """Columns of the vocabulary whose logits' gradients fit the budget: a multiple of ``block_n``, slabs of even width."""
     widest = max(block_n, budget // max(1, n * bytes_per_logit) // block_n * block_n)
     if widest >= v:
         return v
-    slabs = triton.cdiv(v, widest)
-    return triton.cdiv(triton.cdiv(v, slabs), block_n) * block_n
+    slabs = ceil_div(v, widest)
+    return ceil_div(ceil_div(v, slabs), block_n) * block_n
 
 
 def padded(width: int) -> int:
     """From one row of a slab of ``width`` columns to the next: cuBLAS takes several times as long where rows are not aligned."""
-    return triton.cdiv(width, 16) * 16
+    return ceil_div(width, 16) * 16
 
 
 def empty_slab(like: Tensor, rows: int, width: int) -> Tensor:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
+from hf_cce.kernels.plan import ceil_div
 from hf_cce.kernels.tiles import softcapped
 
 
@@ -190,7 +191,7 @@ def residual(
     """What the dropped tiles leave out of the gradient of some rows' logits, [S, V]."""
     v = z.shape[1]
     out = torch.empty(z.shape, dtype=dtype, device=z.device)
-    _residual_kernel[(z.shape[0], triton.cdiv(v, 1024))](
+    _residual_kernel[(z.shape[0], ceil_div(v, 1024))](
         z, sampled, bias, lse, labels, place, mass, grad_lse, out, mass.stride(0), place.shape[1], v, logit_scale, softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK=1024,
     )  # fmt: skip
@@ -255,7 +256,7 @@ def token_energy(
 ) -> Tensor:
     """E = Σ_tiles Σ (p − S/width)² of each token, [N] float32; E (1 − √E) √(1 − E) if ``likely``; times ``grad_lse``²."""
     n, cols = lse.numel(), len(tile_lse)
-    rows = triton.cdiv(n, block_m)
+    rows = ceil_div(n, block_m)
     out = torch.empty(n, device=lse.device)
     _token_energy_kernel[(rows,)](
         tile_lse, tile_ratio, place, lse, labels, grad_lse, out, tile_lse.stride(0), n, rows, cols, v,
@@ -312,7 +313,7 @@ def sample(dropped: Tensor, count: int, size: int, block: int, even: float = 0.0
         return torch.arange(size, device=dropped.device), torch.ones(size, device=dropped.device)
     places = torch.empty(count, dtype=torch.int64, device=dropped.device)
     stands_for = torch.empty(count, device=dropped.device)
-    _sample_kernel[(triton.cdiv(count, 16),)](
+    _sample_kernel[(ceil_div(count, 16),)](
         dropped, places, stands_for, len(dropped), count, size, block, even, BLOCK=1024, BLOCK_S=16
     )
     return places, stands_for
@@ -336,7 +337,7 @@ def column_residual(
 ) -> Tensor:
     """As ``residual``, of some columns instead of some rows, [N, S]."""
     (n, count), out = z.shape, torch.empty(z.shape, dtype=dtype, device=z.device)
-    _column_residual_kernel[(triton.cdiv(n, block_m), triton.cdiv(count, 16))](
+    _column_residual_kernel[(ceil_div(n, block_m), ceil_div(count, 16))](
         z, sampled, bias, lse, labels, place, mass, grad_lse, out, mass.stride(0), n, place.shape[1], count, v, logit_scale,
         softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_S=16,
     )  # fmt: skip

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import padded
+from hf_cce.kernels.plan import ceil_div, padded
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.stored import LIMIT, Stored
 
@@ -178,12 +178,12 @@ def _finish_weight_kernel(
 
 def rows_at_a_time(d: int, most: int) -> int:
     """Rows of float32 products [rows, D] to form at a time, of ``most`` that there are."""
-    return min(triton.cdiv(BUFFER // (4 * d), BLOCK_V) * BLOCK_V, triton.cdiv(most, BLOCK_V) * BLOCK_V)
+    return min(ceil_div(BUFFER // (4 * d), BLOCK_V) * BLOCK_V, ceil_div(most, BLOCK_V) * BLOCK_V)
 
 
 def sort_bytes(n: int, v: int) -> int:
     """Bytes that sorting the labels takes, and vectors of a few numbers per token."""
-    return 64 * n + 8 * triton.cdiv(v, BLOCK_V)
+    return 64 * n + 8 * ceil_div(v, BLOCK_V)
 
 
 def buffer_rows(n: int, d: int, v: int, dtype: torch.dtype, width: int, need_bias: bool, budget: int) -> int:
@@ -214,8 +214,8 @@ def label_factors(
     The values may be of the first columns of the vocabulary alone; of labels beyond them c is zero.
     """
     values, (n, width) = stored.values, stored.values.shape
-    flags = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=lse.device)
-    _factors_kernel[(triton.cdiv(n, block_m),)](
+    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=lse.device)
+    _factors_kernel[(ceil_div(n, block_m),)](
         values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, scale, of_label, n, v, width, values.stride(0),
         ignore_index, logit_scale, softcap or 1.0, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m,
     )  # fmt: skip
@@ -236,7 +236,7 @@ def hidden_gradient(
     for start in range(0, n, at_a_time):
         stop = min(n, start + at_a_time)
         multiply_add(product[: stop - start], values[start:stop], weight, first=True)
-        _finish_hidden_kernel[(triton.cdiv(stop - start, 16), triton.cdiv(d, 256))](
+        _finish_hidden_kernel[(ceil_div(stop - start, 16), ceil_div(d, 256))](
             product, weight, labels, scale, of_label, out, start, stop - start, d, weight.stride(0), BLOCK_R=16, BLOCK_D=256
         )  # fmt: skip
 
@@ -244,7 +244,7 @@ def hidden_gradient(
 def scale_rows(hidden: Tensor, scale: Tensor, out: Tensor) -> None:
     """f · h, [N, D], into ``out``."""
     n, d = hidden.shape
-    _scale_rows_kernel[(triton.cdiv(n, 16), triton.cdiv(d, 256))](
+    _scale_rows_kernel[(ceil_div(n, 16), ceil_div(d, 256))](
         hidden, scale, out, n, d, hidden.stride(0), BLOCK_R=16, BLOCK_D=256
     )
 
@@ -267,7 +267,7 @@ def weight_gradient(
     """
     (v, d), at_a_time = out.shape, product.shape[0]
     by_label = torch.sort(labels.int())
-    blocks = torch.arange(triton.cdiv(v, BLOCK_V) + 1, dtype=torch.int32, device=hidden.device) * BLOCK_V
+    blocks = torch.arange(ceil_div(v, BLOCK_V) + 1, dtype=torch.int32, device=hidden.device) * BLOCK_V
     first_of = torch.searchsorted(by_label.values, blocks, out_int32=True)
     begin = 0
     parts: Sequence[Tensor | None] = earlier or (None,)
@@ -283,7 +283,7 @@ def weight_gradient(
                 multiply_add(block, values[:, start:stop].t(), scaled, first=False)
             else:
                 multiply_add(block, values[:, start:stop].t(), scaled, first=True)
-            _finish_weight_kernel[(triton.cdiv(stop - start, BLOCK_V), triton.cdiv(d, 128))](
+            _finish_weight_kernel[(ceil_div(stop - start, BLOCK_V), ceil_div(d, 128))](
                 product, before, hidden, by_label.values, by_label.indices, first_of, of_label, out, start,
                 start // BLOCK_V, stop - start, d, hidden.stride(0), HAS_EARLIER=before is not None,
                 UPCAST=hidden.is_cpu, BLOCK_V=BLOCK_V, BLOCK_T=16 if hidden.is_cpu else 64, BLOCK_D=128,

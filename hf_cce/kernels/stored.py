@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import Plan, padded
+from hf_cce.kernels.plan import Plan, ceil_div, padded
 from hf_cce.kernels.products import ALIGNED
 from hf_cce.kernels.tiles import softcapped
 
@@ -180,9 +180,9 @@ def label_logits(
     """
     (n, d), v = hidden.shape, weight.shape[0]
     out = torch.empty(n, device=hidden.device)
-    live = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
+    live = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
     shapes = plan.labels
-    _label_logit_kernel[(triton.cdiv(n, shapes["BLOCK_R"]),)](
+    _label_logit_kernel[(ceil_div(n, shapes["BLOCK_R"]),)](
         hidden, weight, bias, labels, order, out, live, tokens, moved, n, v, d, hidden.stride(0), weight.stride(0), ignore_index,
         logit_scale, softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, GATHER=order is not None,
         MOVE=moved is not None, BLOCK_M=block_m, **shapes,
@@ -202,8 +202,8 @@ def settle(
 ) -> Tensor:
     """Turn the stored slab into the gradient of the logits, in place. Returns the row blocks [⌈N / block_m⌉] to compute anew."""
     n, width = stored.values.shape
-    flags = torch.empty(triton.cdiv(n, block_m), dtype=torch.int32, device=lse.device)
-    _settle_kernel[(triton.cdiv(n, 4), triton.cdiv(width, 2048))](
+    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=lse.device)
+    _settle_kernel[(ceil_div(n, 4), ceil_div(width, 2048))](
         stored.values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, n, stored.values.stride(0), logit_scale,
         softcap or 1.0,
         HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8,

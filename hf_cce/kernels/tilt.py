@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
+from hf_cce.kernels.plan import ceil_div
 from hf_cce.kernels.products import multiply_add
 
 CHUNK = 16 << 20  # bytes of the weight's rows that are centred at a time
@@ -264,7 +265,7 @@ def covariance(
     for first in range(0, tiles, at_a_time):
         count = min(at_a_time, tiles - first)
         rows = weight.new_empty((count * block_n, d))
-        _centred_rows_kernel[(count, triton.cdiv(d, 128))](
+        _centred_rows_kernel[(count, ceil_div(d, 128))](
             weight, order, scale, rows, first, v, d, weight.stride(0), BLOCK_N=block_n, BLOCK_D=128
         )
         multiply_add(total, rows.t(), rows, first=first == 0)
@@ -282,7 +283,7 @@ def tilted_rows(
     written there, transposed; zeros up to its stride, beyond N. ``absolute``: by the mass without its sign.
     """
     (n, d), out = hidden.shape, torch.empty_like(hidden) if columns is None else columns
-    _tilted_rows_kernel[(triton.cdiv(n, 32), triton.cdiv(d, 512))](
+    _tilted_rows_kernel[(ceil_div(n, 32), ceil_div(d, 512))](
         hidden, mass, out, n, d, hidden.stride(0), mass.stride(0), out.stride(0), mass.shape[0], logit_scale,
         TRANSPOSED=columns is not None, ABSOLUTE=absolute, BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512,
     )  # fmt: skip
@@ -312,18 +313,18 @@ def leaning(
     else:
         torch.index_select(moment, 1, torch.arange(size, device=weight.device) * d // size, out=directions)
     # Products square how far the directions' lengths are apart: float64, which is nothing for so few.
-    parts, turned = triton.cdiv(d, 128), torch.empty_like(directions)
+    parts, turned = ceil_div(d, 128), torch.empty_like(directions)
     gram, factors = (torch.empty((n, size, size), dtype=torch.float64, device=weight.device) for n in (parts, 1))
     for power in range(POWERS):
         if power:
             multiply_add(directions, moment, turned, first=True)
         _gram_kernel[(parts,)](directions, gram, d, BLOCK_D=128, STEP=16, SIZE=size)
         _orthogonal_kernel[(1,)](gram, factors, parts, SIZE=size, SMALLEST=1e-13, num_warps=1)
-        _turn_kernel[(triton.cdiv(d, 16),)](directions, factors, turned, d, STEP=16, SIZE=size)
+        _turn_kernel[(ceil_div(d, 16),)](directions, factors, turned, d, STEP=16, SIZE=size)
     back = torch.empty((size, d), device=weight.device)
     multiply_add(back, turned.t(), moment, first=True)
     product = torch.empty((v, size), device=weight.device)
     multiply_add(product, weight, turned.to(weight.dtype), first=True)
     along = weight.new_empty((v, size))
-    _along_kernel[(triton.cdiv(v, block_n),)](product, order, along, v, BLOCK_N=block_n, SIZE=size)
+    _along_kernel[(ceil_div(v, block_n),)](product, order, along, v, BLOCK_N=block_n, SIZE=size)
     return Leaning(along, back.to(weight.dtype))
