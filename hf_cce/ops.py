@@ -242,6 +242,9 @@ def _cross_entropy_gradients(
     if tokens is not None:  # the order that lse is in
         lse = torch.empty_like(lse).scatter_(0, tokens, lse)
     plain = not traced(grad)
+    if ctx.gradients is not None:
+        # The sum over no tokens is a constant, also where it is divided by their number and infinity comes from upstream.
+        grad = torch.where((labels == ctx.options[0]).all(), 0.0, grad)
     if ctx.gradients is not None and not plain:
         gradients = [x * grad.to(x.dtype) for x in ctx.gradients]
     elif ctx.gradients is not None and not torch.is_grad_enabled():

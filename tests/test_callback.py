@@ -91,6 +91,22 @@ def test_a_run_is_the_run_without(tmp_path: Path, options: dict[str, Any]) -> No
     assert (stats.calls, stats.fused, stats.missed, stats.materialised) == (6, 6, 0, 0)
 
 
+def test_a_step_without_labels_changes_nothing(tmp_path: Path) -> None:
+    """Trainer divides its loss of nothing by nothing and goes on: full logits have no gradient then."""
+    found = []
+    for callbacks in ([], [CCECallback(on_unused="raise")]):
+        trainer = build(tmp_path, *callbacks, max_steps=6, gradient_accumulation_steps=1, per_device_train_batch_size=1)
+        for row in trainer.train_dataset[::2]:
+            row["labels"].fill_(-100)
+        assert run(trainer) == []
+        assert 0 < history(trainer).count(0.0) < 6  # what is no number is logged as zero
+        found.append(dict(trainer.model.named_parameters()))
+    start = tiny_llama().state_dict()
+    for name, actual in found[1].items():
+        assert not torch.equal(actual, start[name])
+        assert_as_good(actual, found[0][name], found[0][name], name)  # NaN fails
+
+
 def test_evaluation_has_logits(tmp_path: Path) -> None:
     seen = []
 

@@ -14,7 +14,7 @@ from numerics import assert_as_good, relative_error
 from torch import Tensor
 from ways import WAYS, applies, backward_of, config_of, force, takes, watch
 
-from hf_cce import CCEConfig, FilterState, linear_cross_entropy, ops
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs, ops
 from hf_cce import state as state_module
 
 pytest.importorskip("triton")
@@ -82,6 +82,48 @@ def test_without_a_label_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     loss.backward()
     assert loss == 0 and state.stats()["kept"] == 0
     assert all(not x.grad.any() for x in leaves)
+
+
+# The CPU's product of bfloat16 in rows that are apart reads what lies between them.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"), ids=str)
+@pytest.mark.parametrize("way", [*WAYS, "portable"])
+def test_no_tokens_have_no_gradient_whatever_they_are_divided_by(
+    way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer divides by the number of labels of a step, also where there are none: 0 · inf must not become NaN."""
+    if way != "portable" and not applies(way, PLAIN, dtype):
+        pytest.skip(f"{way} is not for {dtype}")
+    taken = {} if way == "portable" else force(monkeypatch, way)
+    config = CCEConfig("portable") if way == "portable" else config_of(way)
+    (hidden, weight, _), labels = make_inputs(70, 40, 131, dtype, DEVICE, ignored="all")
+    leaves, state = [x.requires_grad_() for x in (hidden, weight)], FilterState()
+    total = linear_cross_entropy(*leaves, labels, reduction="sum", config=config, filter_state=state)
+    (total / torch.zeros((), device=DEVICE)).backward()
+    assert way == "portable" or taken[takes(way)] == 1
+    assert all(x.grad.count_nonzero() == 0 for x in leaves)  # NaN is not zero
+
+
+@pytest.mark.parametrize("upstream", [float("nan"), float("inf")])
+@pytest.mark.parametrize("way", ["filtered", "exact", "portable"])
+def test_what_comes_from_upstream_for_ignored_tokens_is_ignored(
+    way: str, upstream: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CCEConfig("portable" if way == "portable" else "triton", gradient_filter=0.03)
+    if way == "filtered":
+        force(monkeypatch, way)
+    (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
+    found = []
+    for value in (0.0, upstream):
+        leaves, state = [x.detach().clone().requires_grad_() for x in (hidden, weight)], FilterState()
+        of_tokens = torch.where(labels < 0, value, torch.linspace(0.5, 1.5, 70, device=DEVICE))
+        result = linear_log_probs(
+            *leaves, labels, entropy=True, config=config, filter_state=state if way == "filtered" else None
+        )
+        torch.autograd.backward([result.log_probs], [of_tokens])
+        assert (way == "filtered") == bool(state.stats())
+        found.append([x.grad for x in leaves])
+    for quiet, loud in zip(*found, strict=True):
+        assert quiet.any() and torch.equal(quiet, loud)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="pretends to capture")

@@ -309,7 +309,7 @@ def logit_stats_backward(
             stop = min(v, start + width)
             flags = None
             if stored is not None and start == 0:
-                flags = settle(stored, *settled, logit_scale, softcap, plan.block_m)
+                flags = settle(stored, *settled, ignore_index, logit_scale, softcap, plan.block_m)
             write_gradient(scratch, rows, vectors, start, stop, flags)
             gradient = scratch[:, : stop - start]  # [tokens, slab]
             if for_weight:

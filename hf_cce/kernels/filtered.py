@@ -236,7 +236,7 @@ def _of_stored(
         compute_anew(label_factors(stored, *per_token, v, logit_scale, softcap, plan.block_m, v, scale, of_label))
         hidden_gradient(values, rows_of, order.labels, scale, of_label, total, total)
         return None
-    compute_anew(settle(stored, *per_token, logit_scale, softcap, plan.block_m))
+    compute_anew(settle(stored, *per_token, v, logit_scale, softcap, plan.block_m))
     if total.numel():
         multiply_add(total, values, rows_of, first=True)
     gradient = torch.empty_like(rows_of)

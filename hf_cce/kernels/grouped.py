@@ -142,14 +142,14 @@ class Groups:
 @Kernel
 @triton.jit
 def _multiply_kernel(x, by, size, BLOCK: tl.constexpr):
-    """x · by, in place, unless that is one."""
+    """x · by, in place, unless that is one. Zero stays zero: that of no tokens, whose number the loss was divided by."""
     factor = tl.load(by).to(tl.float32)
     if factor != 1.0:
         step = tl.num_programs(0).to(tl.int64) * BLOCK
         for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
             at = first + tl.arange(0, BLOCK)
-            product = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * factor
-            tl.store(x + at, product.to(x.dtype.element_ty), mask=at < size)
+            value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+            tl.store(x + at, tl.where(value == 0, 0.0, value * factor).to(x.dtype.element_ty), mask=at < size)
 
 
 def formed_gradients(formed: Formed, grad: Tensor) -> list[Tensor | None]:

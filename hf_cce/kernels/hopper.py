@@ -196,7 +196,8 @@ def _work(
         if HAS_SCALE:
             z *= logit_scale
         if GRADIENT:
-            value = gl.exp(z - gl.where(label != ignore_index, row_lse, float("inf"))[:, None]) * g[:, None]
+            valid = label != ignore_index
+            value = gl.exp(z - gl.where(valid, row_lse, float("inf"))[:, None]) * gl.where(valid, g, 0.0)[:, None]
             if HAS_SCALE:
                 value *= logit_scale
         else:

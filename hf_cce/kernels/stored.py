@@ -103,7 +103,7 @@ def _label_logit_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _settle_kernel(
     values,  # [N, width], in place; rows may be longer
     label_logit,  # [N]
@@ -114,6 +114,7 @@ def _settle_kernel(
     flags,  # [row blocks] int32, written: whether a token of the block is beyond the limit
     num_tokens,
     width,
+    ignore_index,
     logit_scale,
     softcap,
     HAS_SOFTCAP: tl.constexpr,
@@ -124,10 +125,11 @@ def _settle_kernel(
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_rows = rows < num_tokens
-    label = tl.load(labels + rows, mask=in_rows, other=-1)
+    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
     p_label = tl.exp(at_label - tl.load(lse + rows, mask=in_rows, other=0.0))
-    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
+    # Zero where the label is ignored, as the values are, whatever comes from upstream.
+    g = tl.load(grad_lse + rows, mask=label != ignore_index, other=0.0)
     of_label = g * p_label + tl.load(grad_label + rows, mask=in_rows, other=0.0)
     if HAS_SOFTCAP:
         of_label *= 1.0 - (at_label / softcap) * (at_label / softcap)
@@ -196,6 +198,7 @@ def settle(
     lse: Tensor,  # [N]
     grad_lse: Tensor,  # [N]
     grad_label: Tensor,  # [N]
+    ignore_index: int,
     logit_scale: float,
     softcap: float,
     block_m: int,
@@ -204,8 +207,8 @@ def settle(
     n, width = stored.values.shape
     flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=lse.device)
     _settle_kernel[(ceil_div(n, 4), ceil_div(width, 2048))](
-        stored.values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, n, stored.values.stride(0), logit_scale,
-        softcap or 1.0,
+        stored.values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, n, stored.values.stride(0), ignore_index,
+        logit_scale, softcap or 1.0,
         HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     return flags

@@ -109,8 +109,10 @@ def tile_gradient(
 ):
     """The gradient of one tile of logits before scale and softcap, [BLOCK_M, BLOCK_N] float32; zero in ignored rows."""
     p = tl.exp(z - row_lse[:, None])
+    # Zero in ignored rows whatever comes from upstream: a sum over no tokens, divided by their number, brings infinity.
+    g = tl.where(valid, g, 0.0)
     if HAS_ENTROPY:
-        g_entropy = tl.load(grad_entropy + rows, mask=in_rows, other=0.0)
+        g_entropy = tl.load(grad_entropy + rows, mask=valid, other=0.0)
         expectation = tl.where(valid, row_lse - tl.load(entropy + rows, mask=in_rows, other=0.0), 0.0)
         z_finite = tl.maximum(z, -1e30)  # -inf would make NaN of p * z = 0
         gradient = p * (g[:, None] - g_entropy[:, None] * (z_finite - expectation[:, None]))
