@@ -18,20 +18,30 @@ from hf_cce.bench.files import whole_file
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/performance.md", "docs/comparison.md", "docs/accuracy.md")
 RESULTS = Path(__file__).parent / "results"
-TRAINED = "2026-11-22-h200-bench-heads.json"
+TRAINED = "2026-11-23-h200-bench-heads.json"
 PLAIN = "2026-11-22-h200-bench-heads-plain.json"  # before the specialised tiles
 SHORT = tuple(f"2026-11-22-h200-bench-heads-short-{vocabulary}.json" for vocabulary in (49152, 128256))
 FLAT, QUACK = "2026-11-22-h200-bench-flat.json", "2026-11-22-h200-bench-quack.json"
 STEPS = "2026-11-22-h200-steps-qwen-trained.json"
 UNIFORM = "2026-11-21-h200-bench-heads-uniform.json"
-FEW, LONG, ODD = (f"2026-11-22-h200-bench-{name}.json" for name in ("few", "32768", "odd"))
+FEW, ODD = (f"2026-11-22-h200-bench-{name}.json" for name in ("few", "odd"))
+LONG = "2026-11-23-h200-bench-32768.json"
 CPU, DEMO = "2026-11-21-cpu-loss.json", "demo_cpu.json"
 CURVES, LIMITED = "2026-11-21-h200-curves.json", "2026-11-21-h200-steps-31gib.json"
 LOOPS = tuple(
-    f"2026-11-22-h200-steps-{name}.json"
-    for name in ("smol-plain", "qwen-plain", "llama-plain", "qwen-trainer", "smol-trainer", "qwen-sft", "smol-sft")
+    f"2026-11-{name}.json"
+    for name in (
+        *(f"22-h200-steps-{of}" for of in ("smol-plain", "qwen-plain", "llama-plain", "qwen-trainer")),
+        "23-h200-steps-smol-trainer",
+        "22-h200-steps-qwen-sft",
+        "23-h200-steps-smol-sft",
+        "23-h200-steps-smol-sft-ours-first",
+    )
 )
-TRAINED_LOOPS = tuple(f"2026-11-22-h200-steps-{name}-trained.json" for name in ("smol", "qwen", "qwen-sft", "llama"))
+TRAINED_LOOPS = tuple(
+    f"2026-11-{name}-trained.json"
+    for name in ("22-h200-steps-smol", "22-h200-steps-qwen", "23-h200-steps-qwen-sft", "22-h200-steps-llama")
+)
 FITS = tuple(f"2026-11-22-h200-fits-{name}.json" for name in ("smollm2", "qwen", "llama"))
 FIRST, POLICY = (f"2026-11-22-h200-{name}.json" for name in ("first", "log-probs"))
 # Those that tables below are made of; any other file is drawn by hf_cce.bench.newer.
