@@ -1,0 +1,260 @@
+"""Trainer's features with a patched model: resuming, saving, evaluating and other losses give what they gave without us."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import assert_fused, batch, stats, tiny_llama
+from numerics import assert_as_good
+from safetensors.torch import load_file
+from test_callback import build, history, own_loss, rows, run
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+from hf_cce import CCECallback, apply_cce
+from hf_cce.api import causal_lm
+from hf_cce.patches.causal_lm import patch_of
+
+WAYS = ("apply_cce", "callback", "late", "model_init")
+EACH_STEP = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+def made(how: str, folder: Path, *callbacks: Any, model: Any = None, **options: Any) -> Any:
+    """A Trainer whose model is patched that way; not at all if ``how`` is "plain"."""
+    model = tiny_llama() if model is None else model
+    if how == "model_init":
+        options["model_init"] = lambda: tiny_llama()
+    ours = [CCECallback(on_unused="raise")] if how in ("callback", "model_init") else []
+    if how == "apply_cce":
+        apply_cce(model)
+    trainer = build(folder, *ours, *callbacks, model=model, **options)
+    if how == "late":
+        trainer.add_callback(CCECallback(on_unused="raise"))
+    return trainer
+
+
+def trained(
+    how: str, folder: Path, *callbacks: Any, calls: int | None = None, resume: Any = None, **options: Any
+) -> Any:
+    """After its training, in which every loss was ours, without a word; or none, if ``how`` is "plain"."""
+    trainer = made(how, folder, *callbacks, **options)
+    trainer.train = functools.partial(trainer.train, resume_from_checkpoint=resume)
+    assert run(trainer) == []
+    if how == "plain":
+        assert patch_of(causal_lm(trainer.model)) is None
+    else:
+        assert_fused(trainer.model, calls=calls)
+        assert causal_lm(trainer.model).cce_stats()["fused"] == stats(trainer.model).calls
+    return trainer
+
+
+def evaluations(trainer: Any) -> Tensor:
+    return torch.tensor([entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry])
+
+
+def assert_same(found: Any, expected: Any, what: str) -> None:
+    """Equal but for rounding in float32; lists of numbers as vectors, dictionaries value by value."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_same(found[name], value, f"{what}: {name}")
+        return
+    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    assert found.dtype == expected.dtype
+    assert_as_good(found, expected, expected, what, torch.float32)
+
+
+def assert_same_run(patched: Any, plain: Any, steps: int) -> None:
+    """Losses of the last ``steps``, and the weights in the end, which moved."""
+    assert len(history(patched)) >= steps
+    assert_same(history(patched)[-steps:], history(plain)[-steps:], "losses")
+    start = tiny_llama().state_dict()
+    assert all(not torch.equal(value, start[name]) for name, value in plain.model.state_dict().items() if name in start)
+    assert_same(dict(patched.model.named_parameters()), dict(plain.model.named_parameters()), "weights")
+
+
+class Stop(TrainerCallback):
+    """Leaves a checkpoint and ends the training, as a machine that is taken away."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [*((way, way) for way in WAYS), ("plain", "callback"), ("callback", "plain")]
+)
+def test_a_resumed_run_is_the_uninterrupted_one(before: str, after: str, tmp_path: Path) -> None:
+    """Each part with two calls a step; who resumes need not have begun."""
+    # A model made within train() leaves another seed behind for the order of rows
+    init = {"model_init": lambda: tiny_llama()} if before == "model_init" else {}
+    plain = trained("plain", tmp_path / "plain", max_steps=5, **init)
+    first = trained(before, tmp_path, Stop(3), max_steps=5, calls=6)
+    assert_same(history(first), history(plain)[:3], "losses before")
+    resumed = trained(after, tmp_path, max_steps=5, calls=4, resume=str(tmp_path / "checkpoint-3"))
+    assert resumed.state.global_step == 5 and len(history(resumed)) == 2
+    assert_same_run(resumed, plain, 2)
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "lora"])
+def test_what_is_saved_is_what_was_saved(kind: str, tmp_path: Path) -> None:
+    """The same files, with the same text but for the model's own numbers, which may be rounded otherwise."""
+
+    def model() -> Any:
+        bare = tiny_llama(tie_word_embeddings=kind == "tied")
+        if kind != "lora":
+            return bare
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(3)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "lm_head"])
+        return peft.get_peft_model(bare, config)
+
+    for how in ("plain", "callback"):
+        trainer = trained(how, tmp_path / how, model=model(), save_strategy="steps", save_steps=3)
+        trainer.save_model(str(tmp_path / how / "saved"))
+    for folder in ("saved", "checkpoint-3"):
+        theirs, mine = (
+            {path.name: path for path in (tmp_path / how / folder).iterdir()} for how in ("plain", "callback")
+        )
+        assert mine.keys() == theirs.keys()
+        tensors = [name for name in theirs if name.endswith(".safetensors")]
+        assert len(tensors) == 1
+        assert_same(load_file(mine[tensors[0]]), load_file(theirs[tensors[0]]), folder)
+        texts = [name for name in theirs if name.endswith(("config.json", ".md"))]
+        assert any(name.endswith("config.json") for name in texts)
+        for name in texts:
+            assert mine[name].read_text("utf-8") == theirs[name].read_text("utf-8"), name
+    if kind != "lora":
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "callback" / "saved")
+        assert patch_of(loaded) is None
+        assert_same(loaded.state_dict(), trainer.model.state_dict(), "loaded again")
+
+
+@pytest.mark.parametrize("loss_only", [True, False])
+def test_evaluation_between_the_steps(loss_only: bool, tmp_path: Path) -> None:
+    """With logits for ``compute_metrics`` where they are asked for; no call of it counts, and training goes on without them."""
+    seen: dict[str, list[Any]] = {"plain": [], "callback": []}
+    trainers = {}
+    for how, predictions in seen.items():
+
+        def compute_metrics(prediction: Any, predictions: list[Any] = predictions) -> dict[str, float]:
+            predictions.append(prediction)
+            return {"top": float(prediction.predictions.argmax(-1).sum())}
+
+        options: dict[str, Any] = {"prediction_loss_only": True} if loss_only else {"compute_metrics": compute_metrics}
+        trainers[how] = trained(how, tmp_path / how, **EACH_STEP, **options)
+    plain, patched = trainers["plain"], trainers["callback"]
+    assert_same_run(patched, plain, 3)
+    assert_fused(patched.model, calls=6)
+    assert len(evaluations(plain)) == 3
+    assert_same(evaluations(patched), evaluations(plain), "evaluation")
+    assert len(seen["callback"]) == len(seen["plain"]) == (0 if loss_only else 3)
+    for mine, theirs in zip(seen["callback"], seen["plain"], strict=True):
+        assert theirs.predictions.shape == (4, 24, 99)
+        assert_same(mine.predictions, theirs.predictions, "logits")
+        assert (mine.label_ids == theirs.label_ids).all()
+    predictions = patched.predict(rows()[:4])
+    assert (predictions.predictions is None) == loss_only
+    assert_same(predictions.metrics["test_loss"], plain.predict(rows()[:4]).metrics["test_loss"], "prediction")
+    assert_fused(patched.model, calls=6)
+
+
+@pytest.mark.parametrize("seed", [42, 1])
+def test_weights_after_steps_in_bfloat16(seed: int, tmp_path: Path) -> None:
+    """By what the steps have changed: no further from float32 than without us. On a CPU ``fp16`` changes nothing."""
+    options = {"max_steps": 4, "seed": seed}
+    start = torch.cat([value.flatten() for value in tiny_llama().parameters()])
+    exact, twin, ours = (
+        trained("plain", tmp_path, **options),
+        trained("plain", tmp_path, bf16=True, **options),
+        trained("callback", tmp_path, calls=8, bf16=True, **options),
+    )
+    steps = [torch.cat([x.detach().flatten() for x in t.model.parameters()]) - start for t in (ours, twin, exact)]
+    assert_as_good(*steps, "weights", torch.bfloat16)
+    losses = [torch.tensor(history(trainer)) for trainer in (ours, twin, exact)]
+    assert not torch.equal(losses[1], losses[2])
+    assert_as_good(*losses, "losses", torch.bfloat16)
+
+
+def from_logits(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    logits = outputs["logits"][:, :-1].float().flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"label_smoothing_factor": 0.1}, {"compute_loss_func": from_logits}, {"compute_loss_func": own_loss}],
+    ids=["label smoothing", "cross entropy", "another loss"],
+)
+@pytest.mark.parametrize("how", ["apply_cce", "callback"])
+def test_losses_that_trainer_takes_from_logits(how: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """They are calls without labels, which stay what they were, bit by bit."""
+    plain = build(tmp_path, **options)
+    patched = build(tmp_path, *([CCECallback()] if how == "callback" else []), **options)
+    if how == "apply_cce":
+        apply_cce(patched.model)
+    assert run(plain) == []
+    assert len(run(patched)) == (how == "callback")  # which one: test_callback.py
+    assert history(patched) == history(plain) and len(history(plain)) == 3
+    for (name, mine), theirs in zip(patched.model.named_parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+    counted = stats(patched.model)
+    assert counted.calls == counted.fused == counted.materialised == 0
+
+
+class Penalised(Trainer):
+    """The model's own loss and something more."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = 2 * loss + 0.1 * model.lm_head.weight.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_that_builds_upon_the_models(tmp_path: Path) -> None:
+    plain, patched = (trained(how, tmp_path, trainer=Penalised) for how in ("plain", "callback"))
+    assert_same_run(patched, plain, 3)
+    assert_fused(patched.model, calls=6)
+
+
+@pytest.mark.parametrize("ignored", [(5,), (2, 5, 9)])
+def test_micro_batches_without_a_label_among_others(ignored: tuple[int, ...], tmp_path: Path) -> None:
+    """One row each, so that they are what they are in whichever order rows come."""
+    trainers = []
+    for how in ("plain", "callback"):
+        trainer = made(how, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+        for number in ignored:
+            trainer.train_dataset[number]["labels"][:] = -100
+        assert run(trainer) == []
+        trainers.append(trainer)
+    plain, patched = trainers
+    assert_same_run(patched, plain, 3)
+    assert_fused(patched.model, calls=12)
+
+
+def test_the_best_model_at_the_end(tmp_path: Path) -> None:
+    """By a measure that makes it the first; and the model that was loaded into trains on without logits."""
+    options = {
+        **EACH_STEP, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss", "greater_is_better": True,
+    }  # fmt: skip
+    plain, patched = (trained(how, tmp_path / how, **options) for how in ("plain", "callback"))
+    for trainer in (plain, patched):
+        assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-1"
+    assert_same(patched.state.best_metric, plain.state.best_metric, "the best")
+    saved = load_file(Path(plain.state.best_model_checkpoint) / "model.safetensors")
+    assert_same(plain.model.state_dict(), saved, "what is the best")
+    assert_same_run(patched, plain, 3)
+    losses = []
+    for trainer in (patched, plain):
+        loss = trainer.model.train()(**batch()).loss
+        losses.append(loss.detach())
+    assert_same(*losses, "one call more")
+    assert_fused(patched.model, calls=7)

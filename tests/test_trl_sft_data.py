@@ -1,0 +1,182 @@
+"""SFTTrainer with every kind of data that it takes: losses, metrics and weights through our operator are those of TRL alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import stats, tiny_llama
+from numerics import assert_as_good
+from test_callback import own_loss
+from test_trl import STEPS, common, datasets, run, text, tokenizer, trl
+
+from hf_cce import CCECallback
+
+ROWS = 9
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }} <eos>{% endgeneration %}"
+    "{% else %}<bos> {{ message['content'] }} {% endif %}{% endfor %}"
+)
+
+
+def texts() -> dict[str, list[Any]]:
+    return {"text": [text(i, 6 + i) for i in range(ROWS)]}
+
+
+def completions() -> dict[str, list[Any]]:
+    return {
+        "prompt": [text(i, 4 + i % 3) for i in range(ROWS)],
+        "completion": [" " + text(100 + i, 3 + i) for i in range(ROWS)],
+    }
+
+
+def talks() -> dict[str, list[Any]]:
+    """Two turns each."""
+    return {
+        "messages": [
+            [
+                {"role": role, "content": text(10 * i + turn, 3 + (i + turn) % 5)}
+                for turn, role in enumerate(("user", "assistant", "user", "assistant"))
+            ]
+            for i in range(ROWS)
+        ]
+    }
+
+
+def scored(trainer: Any) -> int:
+    return sum(sum(label != -100 for label in row.get("labels", row["input_ids"])) for row in trainer.train_dataset)
+
+
+def words(trainer: Any) -> int:
+    return sum(len(row["input_ids"]) for row in trainer.train_dataset)
+
+
+def flattened(trainer: Any) -> bool:
+    """Rows come as one, told apart by positions that begin anew."""
+    inputs = next(iter(trainer.get_train_dataloader()))
+    return "attention_mask" not in inputs and len(inputs["input_ids"]) == 1 and (inputs["position_ids"] == 0).sum() > 1
+
+
+@dataclass(frozen=True)
+class Mode:
+    rows: Callable[[], dict[str, list[Any]]]
+    took: Callable[[Any], bool]  # whether the trainer did what the mode is about
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+MODES: dict[str, Mode] = {
+    "completion only": Mode(completions, lambda t: 0 < scored(t) < words(t)),
+    "prompt and completion": Mode(completions, lambda t: scored(t) == words(t), {"completion_only_loss": False}),
+    "assistant only": Mode(talks, lambda t: 0 < scored(t) < words(t), {"assistant_only_loss": True}),
+    "packed": Mode(texts, lambda t: len(t.train_dataset) < ROWS and flattened(t), {"packing": True}),
+    "packed, split": Mode(  # what is too long goes on in another row
+        texts, lambda t: words(t) == sum(len(row.split()) + 1 for row in texts()["text"]) and flattened(t),
+        {"packing": True, "packing_strategy": "bfd_split", "max_length": 11},
+    ),
+    "packed, wrapped": Mode(
+        texts, lambda t: len(t.train_dataset) < ROWS and not flattened(t), {"packing": True, "packing_strategy": "wrapped"}
+    ),
+    "packed completions": Mode(
+        completions, lambda t: len(t.train_dataset) < ROWS and scored(t) < words(t), {"packing": True}
+    ),
+    "padding free": Mode(texts, flattened, {"padding_free": True, "max_length": None}),
+    "padding free, assistant only": Mode(
+        talks,
+        lambda t: flattened(t) and scored(t) < words(t),
+        {"padding_free": True, "max_length": None, "assistant_only_loss": True},
+    ),
+    "padded and cut": Mode(
+        texts, lambda t: words(t) < ROWS * 11, {"max_length": 10, "pad_to_multiple_of": 16},
+    ),
+}  # fmt: skip
+
+
+def sft(folder: Path, mode: Mode, callbacks: list[Any], **options: Any) -> Any:
+    rows = datasets.Dataset.from_dict(mode.rows())
+    # SGD, as Adam makes steps of full size out of rounding
+    chosen = {"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 0.1, "max_length": 40, **mode.options}
+    others = {name: options.pop(name) for name in ("peft_config", "compute_loss_func") if name in options}
+    reader = tokenizer()
+    reader.chat_template = TEMPLATE
+    torch.manual_seed(3)  # of adapters
+    return trl.SFTTrainer(
+        model=tiny_llama(), args=trl.SFTConfig(**common(folder, **chosen, **options)), train_dataset=rows,
+        eval_dataset=rows.select(range(4)), processing_class=reader, callbacks=callbacks, **others,
+    )  # fmt: skip
+
+
+def assert_as_trl(folder: Path, mode: Mode, **options: Any) -> tuple[Any, list[str]]:
+    """Every logged number, those of an evaluation, and all weights; the patched trainer, and what we had to say."""
+    logs, weights, evaluated = {}, {}, {}
+    for ours in (False, True):
+        trainer = sft(folder / str(ours), mode, [CCECallback()] if ours else [], **options)
+        assert mode.took(trainer)
+        logs[ours], told = run(trainer)
+        assert len(logs[ours]) == STEPS
+        assert ours or told == []
+        weights[ours] = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+        evaluated[ours] = trainer.evaluate()
+    assert {"loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm"} <= logs[False][0].keys()
+    for key in logs[False][0]:
+        mine, theirs = (torch.tensor([entry[key] for entry in logs[ours]]) for ours in (True, False))
+        assert theirs.any(), key
+        if key in ("num_tokens", "mean_token_accuracy"):
+            assert torch.equal(mine, theirs), key
+        assert_as_good(mine, theirs, theirs, key, torch.float32)
+    for key in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+        mine, theirs = (torch.tensor(evaluated[ours][key]) for ours in (True, False))
+        assert_as_good(mine, theirs, theirs, key, torch.float32)
+    for key, value in weights[False].items():
+        assert_as_good(weights[True][key], value, value, key)
+    return trainer, told
+
+
+def assert_all_fused(trainer: Any, told: list[str]) -> None:
+    counted = stats(trainer.model)
+    assert counted.fused == counted.calls > STEPS  # some steps have two micro-batches
+    assert told == [] and counted.missed == counted.bypassed == counted.materialised == 0
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("name", MODES)
+def test_kinds_of_data(name: str, loss_type: str, tmp_path: Path) -> None:
+    assert_all_fused(*assert_as_trl(tmp_path, MODES[name], loss_type=loss_type))
+
+
+ADAPTERS: dict[str, Callable[[Any], Any]] = {
+    "lora": lambda peft: peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"),
+    "saved head": lambda peft: peft.LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]
+    ),
+    "words": lambda peft: peft.LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], trainable_token_indices=[5, 6, 7, 8]
+    ),
+    "prompt": lambda peft: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "norms": lambda peft: peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm", "norm"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "completion only") for name in ADAPTERS), ("lora", "padding free"), ("words", "packed")]
+)
+def test_adapters(name: str, kind: str, tmp_path: Path) -> None:
+    """Given to TRL, which makes the PeftModel itself."""
+    config = ADAPTERS[name](pytest.importorskip("peft"))
+    assert_all_fused(*assert_as_trl(tmp_path, MODES[kind], peft_config=config))
+
+
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": own_loss}], ids=["label smoothing", "own loss"]
+)
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_losses_that_trl_takes_from_logits(options: dict[str, Any], tmp_path: Path) -> None:
+    """By a call without labels, which stays what it was; the metrics come of another one without gradients."""
+    trainer, told = assert_as_trl(tmp_path, MODES["completion only"], **options)
+    assert len(told) == 1 and "without our fused loss" in told[0]
+    counted = stats(trainer.model)
+    assert counted.calls == counted.fused == counted.materialised == 0
