@@ -17,6 +17,7 @@ from hf_cce.api import apply_cce, causal_lm
 from hf_cce.config import CCEConfig
 from hf_cce.patches import preference
 from hf_cce.patches.causal_lm import patch_of
+from hf_cce.patches.handler import stand_first
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,12 @@ class CCECallback(TrainerCallback):
         self._policy = False  # the trainer is one of those that patches.preference knows
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        stand_first(self)
         if (model := kwargs.get("model")) is not None:  # None with model_init
             apply_cce(model, self.config)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        stand_first(self)
         patch = patch_of(causal_lm(apply_cce(kwargs["model"], self.config)))
         assert patch is not None
         patch.stats.traced = False
