@@ -7,35 +7,79 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_cce.api import apply_cce, causal_lm
+from hf_cce.calls import Stats
 from hf_cce.config import CCEConfig
 from hf_cce.patches import preference
-from hf_cce.patches.causal_lm import patch_of
+from hf_cce.patches.causal_lm import Patch, patch_of
+from hf_cce.patches.handler import stand_first
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class _Run:
+    """A training run: what the counters of the model said when it began, and its step, and its micro-batch."""
+
+    stats: Stats  # they count on
+    start: Stats
+    step: Stats
+    losses: int = 0  # as meant, when the last micro-batch had ended
+    batches: int = 0
+    missed: int = 0  # micro-batches of which no loss was ours
+    hit: bool = False  # the step has a loss of ours
+    traced: bool = False  # a step had one in a compiled graph
+    told: bool = False  # which way the losses go
+    reported: bool = False  # that a step has none of ours
+
+    def begin_step(self, patch: Patch | None) -> None:
+        self._follow(patch)
+        self.step, self.losses, self.hit = replace(self.stats), self.stats.as_meant, False
+        self.stats.traced = False  # a compiled graph that holds our loss sets it whenever it runs
+
+    def end_batch(self, patch: Patch | None) -> None:
+        self._follow(patch)
+        hit = self.stats.traced or self.stats.as_meant > self.losses
+        self.traced |= self.stats.traced
+        self.losses, self.stats.traced = self.stats.as_meant, False
+        self.batches, self.missed, self.hit = self.batches + 1, self.missed + (not hit), self.hit or hit
+
+    def end_step(self, patch: Patch | None) -> None:
+        self.end_batch(patch)
+        self.stats.traced = self.traced  # for model.cce_stats()
+
+    def _follow(self, patch: Patch | None) -> None:
+        if patch is not None and patch.stats is not self.stats:  # removed and patched anew: it counts from zero
+            self.stats, self.start, self.step, self.losses = patch.stats, Stats(), Stats(), 0
+
+
 class CCECallback(TrainerCallback):
-    """``Trainer(..., callbacks=[CCECallback()])`` is ``apply_cce(model)`` plus a check that it took effect.
+    """``Trainer(..., callbacks=[CCECallback()])`` is ``apply_cce(model)`` plus a check, step by step, that it took effect.
 
     It patches when the Trainer has been built (before accelerate wraps the model) and again when training begins, for
-    callbacks added later and for ``model_init``, whose model is built only then.
+    callbacks added later and for ``model_init``, whose model is built only then. From then on it stands first among the Trainer's
+    callbacks, so that what it adds to the logs reaches W&B, TensorBoard and the others of ``report_to``.
 
-    After the first step a line of the log (level INFO) says which way the loss went. The Trainer's logs get ``cce_fused`` (losses
-    without logits so far), ``cce_materialised`` (times real logits were made nevertheless), on a GPU ``cce_peak_gib`` (PyTorch's
-    largest allocation on the model's device since the process began, in GiB), and, once the gradient filter has run, ``cce_kept``
-    and the others of ``model.cce_stats()``.
+    After the first step a line says which way the loss went; where micro-batches missed the fused loss, another at the end says
+    how many. Both are logged (level INFO) and, unless that level is switched on, printed by the main process where Trainer shows
+    its progress. For silence set ``disable_tqdm=True``, or ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
+
+    The Trainer's logs get ``cce_fused`` (losses without logits so far), ``cce_materialised`` (times real logits were made
+    nevertheless), on a GPU ``cce_peak_gib`` (PyTorch's largest allocation on the model's device since the process began, in GiB),
+    and, once the gradient filter has run, ``cce_kept`` and the others of ``model.cce_stats()``.
 
     Args:
         config: options of the loss; ``options`` replace single ones.
-        on_unused: what to do when the first step has ended, or training has, without one fused loss: ``"warn"`` or
-            ``"raise"`` (RuntimeError). One report per training run.
+        on_unused: what to do when a step, the first or a later one, has ended without one fused loss: ``"warn"`` or ``"raise"``
+            (RuntimeError). One report per training run.
 
     Raises:
         ValueError: ``on_unused`` is neither, or, in the Trainer, the model cannot be supported.
@@ -48,19 +92,20 @@ class CCECallback(TrainerCallback):
             raise ValueError(f'on_unused must be "warn" or "raise", got {on_unused!r}')
         self.config = CCEConfig.of(config, **options)
         self.on_unused = on_unused
-        self._before: Any = None  # the model's counts at the beginning; None: checked
-        self._steps = 0
+        self._run: _Run | None = None
         self._policy = False  # the trainer is one of those that patches.preference knows
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        stand_first(self)
         if (model := kwargs.get("model")) is not None:  # None with model_init
             apply_cce(model, self.config)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        stand_first(self)
         patch = patch_of(causal_lm(apply_cce(kwargs["model"], self.config)))
         assert patch is not None
-        patch.stats.traced = False
-        self._before, self._steps = replace(patch.stats), 0
+        self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
+        self._run.begin_step(patch)
         self._policy = preference.ready(args)
 
     @contextlib.contextmanager
@@ -76,9 +121,30 @@ class CCECallback(TrainerCallback):
         finally:
             patch.policy = False
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run is not None:
+            self._run.begin_step(patch_of(causal_lm(kwargs["model"])))
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run is not None:
+            self._run.end_batch(patch_of(causal_lm(kwargs["model"])))
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._steps += 1
-        self._check(args, kwargs["model"])
+        if (run := self._run) is None:
+            return
+        run.end_step(patch_of(causal_lm(kwargs["model"])))
+        if not run.hit and not run.reported:
+            run.reported = True
+            self._report(run, args, state, kwargs["model"])
+        elif run.hit and not run.told and not run.reported:
+            run.told = True
+            if run.traced:
+                way = "without logits, in a compiled graph"
+            elif run.stats.few_tokens > run.step.few_tokens:
+                way = "by the model's own loss, which is as fast for so few tokens"
+            else:
+                way = "without logits"
+            _say(args, state, f"hf_cce: the losses of this training run are computed {way}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         patch = patch_of(causal_lm(kwargs["model"])) if logs is not None and "loss" in logs else None
@@ -88,54 +154,82 @@ class CCECallback(TrainerCallback):
             if device.type == "cuda":
                 told["cce_peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
             told |= {f"cce_{key}": round(value, 6) for key, value in patch.filter_state.stats().items()}
-            logs.update(told)  # for the callbacks that come after this one
+            logs.update(told)  # for the callbacks that come after this one: all, as it stands first
             if state.log_history:
                 state.log_history[-1].update(told)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._check(args, kwargs["model"])
-        self._before = None
+        run, self._run = self._run, None
+        if run is None:
+            return
+        if run.missed:
+            made = run.stats.materialised - run.start.materialised
+            told = f"{run.missed} of the {run.batches} micro-batches of this training run had no loss of ours"
+            _say(args, state, f"hf_cce: {told}; times that full logits were made: {made}")
 
-    def _check(self, args: Any, model: Any) -> None:
-        """After a step: report, once, that no loss of this run was fused."""
-        if self._before is None or self._steps == 0:
-            return
-        base, before = causal_lm(model), self._before
-        patch = patch_of(base)
-        self._before = None  # reached, or reported: either way once per run
-        if patch is not None and (patch.stats.as_meant > before.as_meant or patch.stats.traced):
-            if patch.stats.traced:
-                way = "without logits, in a compiled graph"
-            elif patch.stats.few_tokens > before.few_tokens:
-                way = "by the model's own loss, which is as fast for so few tokens"
-            else:
-                way = "without logits"
-            logger.info("hf_cce: the losses of this training run are computed %s", way)
-            return
-        message = f"hf_cce: a training step ended without our fused loss: {_why(args, base, before)}"
+    def _report(self, run: _Run, args: Any, state: Any, model: Any) -> None:
+        """Say that no loss of the step that has just ended was ours."""
+        why = _why(args, model, run)
+        message = f"hf_cce: training step {state.global_step} ended without our fused loss: {why}"
         if self.on_unused == "raise":
             raise RuntimeError(message)
-        if patch is not None and patch.stats.bypassed and not before.bypassed:
+        if run.stats.bypassed and not run.step.bypassed:
             return  # the patch has just said so, for those who use no callback
         warnings.warn(message, stacklevel=2)
 
 
-def _why(args: Any, base: Any, before: Any) -> str:
+def _say(args: Any, state: Any, message: str) -> None:
+    """Log ``message``, and show it where somebody watches: by default the log leaves INFO out."""
+    logger.info(message)
+    by_default = (
+        logging.INFO < logger.getEffectiveLevel() <= logging.WARNING
+    )  # below it is in the log, above it is unwanted
+    if by_default and state.is_world_process_zero and not args.disable_tqdm:
+        tqdm.write(message)  # print would break the progress bar
+
+
+def _why(args: Any, model: Any, run: _Run) -> str:
+    base = causal_lm(model)
+    compiled = getattr(args, "torch_compile", False) or _is_compiled(model, base)
     if _is_trl(base.forward):
+        if compiled:
+            return (
+                "under torch.compile TRL's fused LM head (trl.trainer.utils.add_fused_lm_head) computes the loss by itself; "
+                "train without torch_compile, and it computes by our kernels"
+            )
         return (
             "TRL replaces the model's forward with its own fused LM head (trl.trainer.utils.add_fused_lm_head), so "
             "neither the model's forward nor its loss is called"
         )
-    patch = patch_of(base)
-    if patch is None:
+    if patch_of(base) is None:
         return "the patch was removed during training"
     if getattr(args, "label_smoothing_factor", 0):
         return "label_smoothing_factor makes Trainer take the labels away and compute the loss from logits itself"
-    if patch.stats.calls == before.calls:
+    if compiled and preference.knows(args):
+        return (
+            "this trainer takes its loss from the logits of calls without labels, and under torch.compile those cannot be "
+            "deferred; train without torch_compile"
+        )
+    if compiled:  # where nothing is counted
+        return (
+            "no graph that torch.compile made, and that ran in this step, holds our loss: the model was not called with "
+            "labels in training mode (compute_loss_func, or your own compute_loss?), or computes its loss another way; a "
+            "step without torch.compile says which"
+        )
+    if run.stats.calls == run.step.calls:
         return "the model was never called with labels in training mode (compute_loss_func, or your own compute_loss?)"
-    if patch.stats.materialised == before.materialised:
-        return "the model computed its loss another way; the warning of its first training call says why"
-    return "the model computed its loss from full logits; the warning of its first training call says why"
+    if run.stats.materialised == run.step.materialised:
+        return "the model computed its loss another way; an earlier warning says why"
+    return "the model computed its loss from full logits; an earlier warning says why"
+
+
+def _is_compiled(model: nn.Module, base: nn.Module) -> bool:
+    """Whether calls of ``base`` run in a graph: it or a module around it was compiled, and not just its layers."""
+    return any(
+        ("_orig_mod" in module._modules or module._compiled_call_impl is not None)
+        and any(inner is base for inner in module.modules())
+        for module in model.modules()
+    )
 
 
 def _is_trl(forward: Any) -> bool:

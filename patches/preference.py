@@ -64,14 +64,23 @@ class _Dispatch:
         return found.log_probs, found.entropy if asked["entropy_requires_grad"] else found.entropy.detach()
 
 
+def _known(args: Any) -> list[tuple[str, str, str]]:
+    return [
+        TRAINERS[name] for kind in type(args).__mro__ if (name := f"{kind.__module__}.{kind.__qualname__}") in TRAINERS
+    ]
+
+
+def knows(args: Any) -> bool:
+    """Whether ``args`` are those of a trainer that takes its loss from the logits of calls without labels."""
+    return bool(_known(args))
+
+
 def ready(args: Any) -> bool:
     """Whether the trainer with these arguments may get ``PolicyLogits``; its functions answer for them from now on.
 
     From now on its class also runs every training step within what the trainer's callbacks return from their method ``STEP``.
     """
-    known = [
-        TRAINERS[name] for kind in type(args).__mro__ if (name := f"{kind.__module__}.{kind.__qualname__}") in TRAINERS
-    ]
+    known = _known(args)
     if not known or args.world_size != 1 or args.n_gpu > 1 or getattr(args, "torch_compile", False):
         return False
     module, name = sys.modules.get(known[0][0]), known[0][2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from models import batch, logits_made, tiny_llama
 from numerics import assert_as_good
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_cce import CCECallback, apply_cce
+from hf_cce import CCECallback, apply_cce, remove_cce
 from hf_cce.api import causal_lm
 from hf_cce.patches.causal_lm import patch_of
 
@@ -172,11 +173,56 @@ def test_a_second_run_is_checked_anew(tmp_path: Path) -> None:
         trainer.train()
 
 
+# The line that says which way the losses go
+LINE = "hf_cce: the losses of this training run are computed without logits\n"
+
+
+class Second(TrainerCallback):
+    """As on a process that is not the main one."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.is_world_process_zero = False
+
+
+@pytest.mark.parametrize(
+    ("level", "options", "others", "times"),
+    [
+        (logging.NOTSET, {}, [], 1),  # as Python's logging is set by default
+        (logging.NOTSET, {"disable_tqdm": True}, [], 0),
+        (logging.NOTSET, {}, [Second()], 0),
+        (logging.INFO, {}, [], 0),  # it is in the log
+        (logging.ERROR, {}, [], 0),
+    ],
+    ids=["shown", "no progress", "not the main process", "logged", "silenced"],
+)
+def test_the_way_is_shown_once_a_run_where_somebody_watches(
+    level: int,
+    options: dict[str, Any],
+    others: list[Any],
+    times: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trainer = build(tmp_path, CCECallback(), *others, **{"disable_tqdm": False, **options})
+    logger = logging.getLogger("hf_cce")
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        for _ in range(2):
+            capsys.readouterr()
+            run(trainer)
+            assert capsys.readouterr().out.count(LINE) == times
+    finally:
+        logger.setLevel(before)
+
+
 def test_compile(tmp_path: Path) -> None:
     trainer = build(
         tmp_path, CCECallback(on_unused="raise"), torch_compile=True, torch_compile_backend="eager", max_steps=1
     )
     assert run(trainer) == []
+    assert patch_of(causal_lm(trainer.model)).stats.traced
+    assert run(trainer) == []  # by the graph that is there
     assert patch_of(causal_lm(trainer.model)).stats.traced
 
 
@@ -227,12 +273,129 @@ def test_a_trainer_that_reads_logits_is_told_so_once(tmp_path: Path) -> None:
 def test_a_patch_that_somebody_removed(tmp_path: Path) -> None:
     class Removing(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            from hf_cce import remove_cce
-
             remove_cce(kwargs["model"])
 
     told = run(build(tmp_path, CCECallback(), Removing()))
     assert len(told) == 1 and "removed during training" in told[0]
+
+
+class From(TrainerCallback):
+    """Does something to the model before a step, 0 the first."""
+
+    def __init__(self, step: int, change: Any) -> None:
+        self.step, self.change = step, change
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.change(kwargs["model"])
+
+
+def loss_from_logits(model: Any) -> None:
+    model.loss_function = lambda logits, labels, **_: logits.softmax(-1).square().mean()
+
+
+class OwnLoss(Trainer):
+    """From its micro-batch ``first`` to ``last`` it computes the loss itself."""
+
+    first, last, seen = 0, 0, 0
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        self.seen += 1
+        if not self.first <= self.seen <= self.last:
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        return model(**inputs).logits.float().square().mean()
+
+
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+
+
+@pytest.mark.parametrize("options", [{}, COMPILED], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (remove_cce, "the patch was removed during training"),
+        (loss_from_logits, "computed its loss from full logits"),
+        (None, "never called with labels"),
+    ],
+)
+def test_a_later_step_without_our_loss(change: Any, reason: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Two micro-batches a step; the second of three steps goes another way, and so may the third."""
+
+    def trainer(folder: str, on_unused: Any) -> Any:
+        others = [] if change is None else [From(1, change)]
+        made = build(tmp_path / folder, CCECallback(on_unused=on_unused), *others, trainer=OwnLoss, **options)
+        made.first, made.last = (3, 4) if change is None else (0, 0)
+        return made
+
+    if options and change is not remove_cce:
+        reason = "no graph that torch.compile made, and that ran in this step, holds our loss"
+    told = [message for message in run(trainer("warn", "warn")) if "full logits, so" not in message]
+    assert len(told) == 1 and told[0].startswith("hf_cce: training step 2 ended without our fused loss: ")
+    assert reason in told[0]
+    with pytest.raises(RuntimeError, match=f"training step 2 ended without our fused loss: .*{reason}"):
+        run(trainer("raise", "raise"))
+
+
+def test_a_model_that_is_patched_anew_within_a_run(tmp_path: Path) -> None:
+    """Its counters begin at zero: no step is taken for one without our loss."""
+    change = From(1, lambda model: apply_cce(remove_cce(model)))
+    trainer = build(tmp_path, CCECallback(on_unused="raise"), change)
+    assert run(trainer) == []
+    assert patch_of(trainer.model).stats.fused == 4
+
+
+def test_calls_between_steps_are_none_of_a_step(tmp_path: Path) -> None:
+    class Calling(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            kwargs["model"](**batch(rows=2))
+
+    trainer = build(tmp_path, CCECallback(on_unused="raise"), Calling(), trainer=OwnLoss)
+    trainer.first, trainer.last = 3, 4
+    with pytest.raises(RuntimeError, match="training step 2"):
+        run(trainer)
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"), [(2, None), (3, "hf_cce: 1 of the 6 micro-batches"), (5, "hf_cce: 3 of the 6 micro-batches")]
+)
+@pytest.mark.parametrize("options", [{}, COMPILED], ids=["eager", "compiled"])
+def test_micro_batches_that_miss_are_counted_at_the_end(
+    options: dict[str, Any], last: int, expected: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of which only some do is no reason to warn."""
+    trainer = build(tmp_path, CCECallback(), trainer=OwnLoss, disable_tqdm=False, **options)
+    trainer.first, trainer.last = 3, last
+    told = run(trainer)
+    assert len(told) == (last > 3)  # then both of the second step
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_cce: ")]
+    assert len(lines) == (1 if expected is None else 2)
+    assert lines[0] == LINE.strip() + (", in a compiled graph" if options else "")
+    assert expected is None or (lines[1].startswith(expected) and lines[1].endswith("full logits were made: 0"))
+
+
+@pytest.mark.parametrize("how", ["arguments", "model.compile"])
+def test_compilation_is_named_where_it_hides_the_cause(how: str, tmp_path: Path) -> None:
+    model = tiny_llama()
+    if how == "model.compile":
+        model.compile(backend="eager")
+    trainer = build(
+        tmp_path,
+        CCECallback(),
+        model=model,
+        compute_loss_func=own_loss,
+        max_steps=1,
+        **(COMPILED if how == "arguments" else {}),
+    )
+    told = run(trainer)
+    assert len(told) == 1 and "no graph that torch.compile made" in told[0] and "compute_loss_func" in told[0]
+
+
+def test_compiled_layers_hide_nothing(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.model.layers[0].compile(backend="eager")
+    told = run(build(tmp_path, CCECallback(), model=model, compute_loss_func=own_loss, max_steps=1))
+    assert len(told) == 1 and "torch.compile" not in told[0] and "never called with labels" in told[0]
 
 
 @pytest.mark.parametrize("callback", [None, "warn", "raise"])

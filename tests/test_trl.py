@@ -388,6 +388,17 @@ def test_a_preference_trainer_of_another_trl_is_left_alone(tmp_path: Path, monke
     assert module.selective_log_softmax is other
 
 
+@pytest.mark.parametrize("name", ["sft", *PREFERENCE])
+def test_torch_compile_is_named_as_the_cause(name: str, tmp_path: Path) -> None:
+    trainer = {"sft": sft, **PREFERENCE}[name](
+        tmp_path, tiny_llama(), [CCECallback()], torch_compile=True, torch_compile_backend="eager", max_steps=1
+    )
+    _, told = run(trainer)
+    reason = "TRL's fused LM head" if name == "sft" else "calls without labels"
+    assert len(told) == 1 and "training step 1 ended without our fused loss" in told[0]
+    assert "under torch.compile" in told[0] and reason in told[0] and "train without torch_compile" in told[0]
+
+
 @pytest.mark.parametrize("name", ["orpo", "cpo", "tpo"])
 def test_preference_trainers_in_bfloat16(name: str, tmp_path: Path) -> None:
     """Under autocast: what is logged before the first update is no further from float32 than without us."""
