@@ -66,7 +66,7 @@ test-newest: $(VENV)/.dev  ## TRL's trainers and the callback with the newest TR
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/newest accelerate peft
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/newest $(TRL)
 	PYTHONPATH=$(abspath $(VENV))/newest $(BIN)/python -c "import transformers, trl; print('transformers', transformers.__version__, 'trl', trl.__version__)"
-	PYTHONPATH=$(abspath $(VENV))/newest HF_CCE_NEWEST=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_trl.py tests/test_callback.py tests/test_patching.py $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath $(VENV))/newest HF_CCE_NEWEST=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_trl.py tests/test_trl_sft_data.py tests/test_callback.py tests/test_patching.py $(PYTEST_ARGS)
 
 test-hopper: $(VENV)/.dev  ## that the tiles for Hopper's GPUs compile as they should with the Triton that runs them; needs no GPU
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/hopper "triton==3.6.*"

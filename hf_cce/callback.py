@@ -191,20 +191,20 @@ def _say(args: Any, state: Any, message: str) -> None:
 def _why(args: Any, model: Any, run: _Run) -> str:
     base = causal_lm(model)
     compiled = getattr(args, "torch_compile", False) or _is_compiled(model, base)
-    if _is_trl(base.forward):
-        if compiled:
-            return (
-                "under torch.compile TRL's fused LM head (trl.trainer.utils.add_fused_lm_head) computes the loss by itself; "
-                "train without torch_compile, and it computes by our kernels"
-            )
-        return (
-            "TRL replaces the model's forward with its own fused LM head (trl.trainer.utils.add_fused_lm_head), so "
-            "neither the model's forward nor its loss is called"
-        )
     if patch_of(base) is None:
         return "the patch was removed during training"
     if getattr(args, "label_smoothing_factor", 0):
         return "label_smoothing_factor makes Trainer take the labels away and compute the loss from logits itself"
+    if compiled and _is_trl(base.forward):
+        return (
+            "under torch.compile TRL's fused LM head (trl.trainer.utils.add_fused_lm_head) computes the loss by itself; "
+            "train without torch_compile, and it computes by our kernels"
+        )
+    if run.stats.bypassed > run.step.bypassed:
+        return (
+            "TRL replaces the model's forward with its own fused LM head (trl.trainer.utils.add_fused_lm_head), so "
+            "neither the model's forward nor its loss is called"
+        )
     if compiled and preference.knows(args):
         return (
             "this trainer takes its loss from the logits of calls without labels, and under torch.compile those cannot be "
