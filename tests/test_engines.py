@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -318,6 +319,17 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
 FALL_BACK = ("oft",)
 
 
+def biases_by_block(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of the query, key and value as one vector: softmax leaves hardly a gradient to a key's, see tests/models.py.
+
+    Of its error, 4e-6 where the unpatched model has 9e-7, 2e-6 and 2e-6 in neighbouring steps, each by itself says nothing.
+    """
+    groups: dict[str, list[torch.Tensor]] = {}
+    for name, value in results.items():
+        groups.setdefault(re.sub(r"[qkv]_proj\.bias$", "biases", name), []).append(value.flatten())
+    return {name: torch.cat(values) for name, values in groups.items()}
+
+
 @pytest.mark.parametrize("family", ["llama", "phi"])
 @pytest.mark.parametrize("target", ADAPTERS)
 @pytest.mark.parametrize("first", ["peft", "cce"])
@@ -361,8 +373,10 @@ def test_peft(target: str, first: str, family: str) -> None:
                 actual = step(patched)
             twin, reference = step(plain), step(reference_model, double=True)
             assert actual.keys() == twin.keys() and len(actual) > 1
-            for name, value in actual.items():
-                assert_as_good(value, twin[name], reference[name], f"{name} in step {number}")
+            grouped = biases_by_block if target == "dora-bias" else dict
+            found, expected, truth = grouped(actual), grouped(twin), grouped(reference)
+            for name, value in found.items():
+                assert_as_good(value, expected[name], truth[name], f"{name} in step {number}")
             move([patched, plain, reference_model], reference)
     ours = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
     if target in FALL_BACK:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 OF_CHILDREN = {"hf_cce/bench/onestep.py", "hf_cce/bench/steps.py"}
 WRITERS = {"write_text", "write_bytes", "savefig", "save", "save_pretrained", "dump", "tofile", "write"}
 WHOLE = {"whole_file", "whole_folder"}
-NOT_FILES = {"sys.stdout.write"}
+NOT_FILES = {"sys.stdout.write", "tqdm.write"}
 
 
 def writes(tree: ast.AST, inside: bool = False) -> list[tuple[int, str, bool]]:
