@@ -121,7 +121,7 @@ PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "filter blocks": ("filter", _blocks),
     "kept tiles": (
         "filter",
-        lambda plan: {**plan.constants(), "FLATTEN": plan.flatten, "num_warps": plan.tile_warps},
+        lambda plan: {**plan.constants(), "FLATTEN": plan.specialised, "num_warps": plan.tile_warps},
     ),
     "hidden gradient": ("filter", lambda p: _sparse(p, p.block_d, p.sparse_warps, p.hidden_stages)),
     "labels": ("forward", lambda plan: plan.labels),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ from models import (
     FAMILIES,
     anatomy,
     assert_fused,
+    assert_results_as_good,
     assert_same_training,
     batch,
     exact,
@@ -319,18 +319,6 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
 FALL_BACK = ("oft",)
 
 
-def biases_by_block(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of the query, key and value as one vector: softmax leaves hardly a gradient to a key's, see tests/models.py.
-
-    By itself its error, 4e-6 here where the unpatched model's is 9e-7 on one kind of CPU, is a draw: over 40 seeds the medians
-    are 3.2e-6 and 3.4e-6, the largest 1.3e-5 and 9e-6.
-    """
-    groups: dict[str, list[torch.Tensor]] = {}
-    for name, value in results.items():
-        groups.setdefault(re.sub(r"[qkv]_proj\.bias$", "biases", name), []).append(value.flatten())
-    return {name: torch.cat(values) for name, values in groups.items()}
-
-
 @pytest.mark.parametrize("family", ["llama", "phi"])
 @pytest.mark.parametrize("target", ADAPTERS)
 @pytest.mark.parametrize("first", ["peft", "cce"])
@@ -374,10 +362,10 @@ def test_peft(target: str, first: str, family: str) -> None:
                 actual = step(patched)
             twin, reference = step(plain), step(reference_model, double=True)
             assert actual.keys() == twin.keys() and len(actual) > 1
-            grouped = biases_by_block if target == "dora-bias" else dict
-            found, expected, truth = grouped(actual), grouped(twin), grouped(reference)
-            for name, value in found.items():
-                assert_as_good(value, expected[name], truth[name], f"{name} in step {number}")
+            # A key's bias has a gradient of rounding alone: over 40 seeds it is off by 3.2e-6 in the median, unpatched by 3.4e-6.
+            assert_results_as_good(
+                actual, twin, reference, torch.float32, plain if target == "dora-bias" else None, step
+            )
             move([patched, plain, reference_model], reference)
     ours = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
     if target in FALL_BACK:

@@ -345,10 +345,11 @@ def backward(
     rest = {**flags, **plan.rest}
 
     def compute_tiles(number: int, h: Any, w: Any, rows_of: Tensor, **how: bool) -> None:
+        # A flat loop takes registers, of which Triton 3.9 has none left; it was measured with the version that specialises.
         _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
             h, w, saved.bias, order.order, *per_token, kept.tiles, kept.pass_start, kept.pass_block, kept.aside, scratch, number,
             n, rows, v, d, hidden.stride(0), rows_of.stride(0), logit_scale, softcap or 1.0, **flags, PASSES=passes, **how,
-            FLATTEN=plan.flatten, TMA=plan.use_tma, PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m,
+            FLATTEN=plan.specialised, TMA=plan.use_tma, PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m,
             BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages,
         )  # fmt: skip
 

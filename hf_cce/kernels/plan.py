@@ -48,7 +48,6 @@ class Plan:
     weight_warps: int = 4
     tile_warps: int = 4
     programs: int = 264  # that share the kept tiles
-    flatten: bool = False  # a program's loops over its kept tiles and over the hidden size are one
     in_parts: bool = False  # sums over all that is kept are taken tile by tile: what float32 and float16 can tell
     specialised: bool = False  # hf_cce.kernels.hopper can be used
 
@@ -158,10 +157,7 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
         return replace(
             plan, block_n=128, sparse_block_k=32, sparse_warps=8, weight_warps=8, tile_warps=8, programs=2 * processors
         )
-    # Flat loops take registers, of which Triton 3.9 has none left; the time was measured with the version that specialises.
-    plan = replace(
-        plan, block_n=128, num_warps=4, num_stages=3, hidden_stages=5, programs=2 * processors, flatten=plan.specialised
-    )
+    plan = replace(plan, block_n=128, num_warps=4, num_stages=3, hidden_stages=5, programs=2 * processors)
     if plan.in_parts:  # twice the accumulators
         return replace(plan, block_d=64, weight_block_d=64)
     return replace(plan, weight_block_d=256, weight_warps=8) if hidden.shape[1] % 256 == 0 else plan
