@@ -366,7 +366,14 @@ SPECS = (
     Spec(
         "scaled._factors_kernel",
         plan="backward blocks",
-        types={"values": "*T", "scale": "*fp32", "of_label": "*fp32", "width": "i32", "stride": "i32:16"},
+        types={
+            "values": "*T",
+            "scale": "*fp32",
+            "of_label": "*fp32",
+            "first_col": "i32",
+            "width": "i32",
+            "stride": "i32:16",
+        },
     ),
     Spec("scaled._scale_rows_kernel", types={"hidden": "*T", "scale": "*fp32", "out": "*T"}),
     Spec(

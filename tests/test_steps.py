@@ -90,6 +90,28 @@ def test_steps_in_processes_of_their_own(words: Path, tmp_path: Path, capsys: py
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_trained_weights_are_kept_for_a_later_run(
+    words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained: list[int] = []
+    real = onestep.pretrain
+    monkeypatch.setattr(onestep, "pretrain", lambda job: trained.append(job.steps) or real(job))
+    reports = []
+    for name in ("first", "second"):
+        path, state = tmp_path / f"{name}.json", ["--state", str(tmp_path / "state.pt"), "--pretrain-sequence", "32"]
+        more = ["--losses", "eager", *state, "--pretrain-steps", "3", "--json", str(path)]
+        assert steps.main(arguments(words, *more)) == 0
+        reports.append(json.loads(path.read_text("utf-8")))
+    first, second = reports
+    assert trained == [3] and "kept" not in first["pretraining"] and second["pretraining"]["kept"] is True
+    assert first["pretraining"]["losses"] == second["pretraining"]["losses"]
+    assert first["results"]["eager"]["losses"] == second["results"]["eager"]["losses"]
+    # Weights of another training are not taken for these.
+    assert steps.main(arguments(words, "--losses", "eager", *state, "--pretrain-steps", "2")) == 1
+    assert trained == [3] and "holds other weights" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("loop", ["trainer", "sft"])
 def test_steps_of_trainers(loop: str, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Trained on the same rows in the same order as the plain loop, they come to the same loss."""

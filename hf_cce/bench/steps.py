@@ -61,6 +61,25 @@ def in_own_process(job: Job, timeout: float) -> dict[str, Any]:
         return {**result, "output": said[-3000:]} if result["status"] == "failed" else result
 
 
+def pretrained(job: Job, timeout: float) -> dict[str, Any]:
+    """The training that leaves ``job.state_file`` behind, or what is known of the one that has; its "status" is not "ok" if
+    that was another one.
+    """
+    assert job.state_file
+    about = Path(f"{job.state_file}.json")
+    # Where the text lies differs from run to run.
+    same = {key: value for key, value in asdict(job).items() if not key.endswith("_file")}
+    if Path(job.state_file).exists() and about.exists():
+        earlier = json.loads(about.read_text("utf-8"))
+        if earlier["job"] != json.loads(json.dumps(same)):
+            return {"status": "failed", "message": f"{job.state_file} holds other weights: {earlier['job']}"}
+        return {**earlier["result"], "kept": True}
+    result = in_own_process(job, timeout)
+    if result["status"] == "ok":
+        write_json(about, {"job": same, "result": result})
+    return result
+
+
 def filed(report: dict[str, Any], job: Job, timeout: float) -> dict[str, Any]:
     """What ``in_own_process`` gives, which is also put where it belongs in ``report``."""
     result = in_own_process(job, timeout)
@@ -152,6 +171,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pretrain-batch", type=_positive, default=8)
     parser.add_argument("--pretrain-sequence", type=_positive, default=1024)
     parser.add_argument("--pretrain-learning-rate", type=float, default=6e-4)
+    parser.add_argument("--state", type=Path, help="file to keep the trained weights in, or to take them from if an earlier run "
+                        "with the same --pretrain options left them there")  # fmt: skip
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="of the measured steps")
     parser.add_argument("--ids", default="rank", choices=["rank", "spread"], help="place of the text's tokens in a vocabulary "
                         "larger than the tokenizer's: its first ids, or spaced out evenly")  # fmt: skip
@@ -211,15 +232,15 @@ def main(arguments: list[str] | None = None) -> int:
     }
     with tempfile.TemporaryDirectory() as folder:
         if args.pretrain_steps > 0:
-            job = replace(job, state_file=str(Path(folder) / "state.pt"))
+            job = replace(job, state_file=str(args.state or Path(folder) / "state.pt"))
             first = replace(
                 job, steps=args.pretrain_steps, warmup=0, batch=args.pretrain_batch, sequence=args.pretrain_sequence,
                 learning_rate=args.pretrain_learning_rate, seed=args.seed + 1, write_state=True, memory_limit=None,
                 gradient_checkpointing=False, attention="sdpa", loop="plain",
             )  # fmt: skip
-            report["pretraining"] = result = in_own_process(first, args.timeout)
+            report["pretraining"] = result = pretrained(first, args.timeout)
             if result["status"] != "ok":
-                say(f"error: the training before the measurement failed: {result}")
+                say(f"error: the training before the measurement failed: {result.get('message') or result}")
                 return 1
             say(f"trained {args.pretrain_steps} steps in {result['seconds']:.0f} s: loss {result['losses'][-1]:.3f}")
         for name in dict.fromkeys(args.losses):

@@ -73,7 +73,7 @@ def _gradient_tile(
     depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
     # Loaded before the products, which hide how long that takes.
     row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
-    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
+    g = tl.where(valid, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
     z = tile_logits(
         hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
         logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_cce.kernels import dense, filtered
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats, tile_stride
-from hf_cce.kernels.grouped import Formed, Groups, group_size
+from hf_cce.kernels.grouped import Formed, Groups, Part, group_sizes
 from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.layout import Expected, Filtered, Report, relative
 from hf_cce.kernels.order import Vocabulary
@@ -134,20 +134,23 @@ def _stored_stats(
     weight: Tensor,  # [V, D]
     bias: Tensor | None,
     labels: Tensor,  # [N]
-    stored: Stored,  # its values are written
+    stored: Stored,  # but for its values
+    parts: list[Part],  # whose values are written
     lse: Tensor,  # [N], written
     ignore_index: int,
     logit_scale: float,
     softcap: float,
     plan: Plan,
 ) -> None:
-    v, num_tiles = weight.shape[0], ceil_div(weight.shape[0], plan.block_n)
-    tile_lse = torch.empty(num_tiles * tile_stride(labels.numel()), device=hidden.device)
+    v, num_tiles, stride = weight.shape[0], ceil_div(weight.shape[0], plan.block_n), tile_stride(labels.numel())
+    tile_lse = torch.empty(num_tiles * stride, device=hidden.device)
+    for begin, end, values in parts:
+        tile_stats(
+            hidden, weight[begin:end], None if bias is None else bias[begin:end], labels,
+            [tile_lse[begin // plan.block_n * stride :], None, None, None, None], stored.label_logit, begin, ignore_index,
+            logit_scale, softcap, plan, stored=values, live=stored.live,
+        )  # fmt: skip
     tiles: list[Tensor | None] = [tile_lse, None, None, None, None]
-    tile_stats(
-        hidden, weight, bias, labels, tiles, stored.label_logit, 0, ignore_index, logit_scale, softcap, plan,
-        stored=stored.values, live=stored.live,
-    )  # fmt: skip
     combine(tiles, stored.label_logit, labels, lse, [None] * 4, v, num_tiles, ignore_index)
 
 
@@ -178,7 +181,8 @@ def stored_cross_entropy(
     label_logit, live = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, block_m)
     stored = Stored(empty_slab(hidden, n, width), label_logit, live)
     lse = torch.empty_like(label_logit)
-    _stored_stats(hidden, weight, bias, labels, stored, lse, ignore_index, logit_scale, softcap, plan)
+    whole = [Part(0, v, stored.values)]  # of which the first columns are stored
+    _stored_stats(hidden, weight, bias, labels, stored, whole, lse, ignore_index, logit_scale, softcap, plan)
     return _total_loss(lse, label_logit, None, factor, 0.0, z_loss), lse, stored
 
 
@@ -207,26 +211,28 @@ def grouped_cross_entropy(
     plan, later = make_plan(hidden, weight), make_plan(hidden, weight, backward=True)
     num_tiles, block_m = ceil_div(v, plan.block_n), max(plan.block_m, later.block_m)
     width = stored_width(n, d, v, hidden.dtype, num_tiles, max(plan.block_n, later.block_n), memory_budget)
-    size = group_size(n, d, v, hidden.dtype, num_tiles, need_weight, block_m, width, memory_budget)
-    if size == 0:
+    special = specialised(plan, bias, softcap)
+    block_n = max(plan.block_n, later.block_n) * (2 if special else 1)  # a multiple of every kernel's
+    sizes = group_sizes(n, d, v, hidden.dtype, num_tiles, need_weight, block_m, block_n, width, memory_budget)
+    if sizes is None:
         return None
-    rows_of_flags = plan.block_m if specialised(plan, bias, softcap) else 0
     label_logit, live = label_logits(
-        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, rows_of_flags
+        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, plan.block_m if special else 0
     )
     lse, one = torch.empty_like(label_logit), torch.ones((), device=hidden.device)
     groups = Groups(
-        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, size, need_hidden, need_weight, later
+        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, sizes, block_n, need_hidden, need_weight, later
     )  # fmt: skip
-    for start in range(0, n, size):
-        rows = slice(start, min(n, start + size))
-        flags = None if live is None else live[start // plan.block_m :]
-        stored = Stored(groups.values[: rows.stop - start], label_logit[rows], flags)
+    for group in groups.groups():
+        rows = slice(group.start, group.stop)
+        flags = None if live is None else live[group.start // plan.block_m :]
+        stored = Stored(group.parts[0].values, label_logit[rows], flags)
         _stored_stats(
-            hidden[rows], weight, bias, labels[rows], stored, lse[rows], ignore_index, logit_scale, softcap, plan
-        )
+            hidden[rows], weight, bias, labels[rows], stored, group.parts, lse[rows], ignore_index, logit_scale, softcap,
+            plan,
+        )  # fmt: skip
         grad_lse, grad_label, _ = token_gradients(one, factor, lse[rows], 0.0, z_loss)
-        groups.add(stored, start, rows.stop, lse[rows], grad_lse, grad_label)
+        groups.add(group, stored, lse[rows], grad_lse, grad_label)
     loss = _total_loss(lse, label_logit, None, factor, 0.0, z_loss)
     return loss, lse, Formed(groups.grad_hidden, groups.grad_weight)
 

@@ -51,7 +51,7 @@ def kept_tile(
     label = tl.load(labels + rows, mask=in_rows, other=vocab_size)
     # Loaded before the products, which hide how long that takes.
     row_lse = tl.where(label < vocab_size, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
-    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
+    g = tl.where(label < vocab_size, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
     z = tile_logits(
         hidden, weight, bias, order, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
         logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,

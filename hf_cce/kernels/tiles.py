@@ -93,7 +93,9 @@ def tile_gradient(
     label,  # [BLOCK_M]
     valid,  # [BLOCK_M] not ignored
     row_lse,  # [BLOCK_M], infinite where the label is ignored: p = 0 there this way, whatever the finite logits are
-    g,  # [BLOCK_M] the gradient of lse
+    # [BLOCK_M] the gradient of lse, zero in ignored rows whatever comes from upstream: a sum over no tokens, divided by their
+    # number, brings infinity
+    g,
     entropy,  # [N] and so on: pointers
     grad_label,
     grad_mean,
@@ -109,8 +111,6 @@ def tile_gradient(
 ):
     """The gradient of one tile of logits before scale and softcap, [BLOCK_M, BLOCK_N] float32; zero in ignored rows."""
     p = tl.exp(z - row_lse[:, None])
-    # Zero in ignored rows whatever comes from upstream: a sum over no tokens, divided by their number, brings infinity.
-    g = tl.where(valid, g, 0.0)
     if HAS_ENTROPY:
         g_entropy = tl.load(grad_entropy + rows, mask=valid, other=0.0)
         expectation = tl.where(valid, row_lse - tl.load(entropy + rows, mask=in_rows, other=0.0), 0.0)
