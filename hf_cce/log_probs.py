@@ -6,6 +6,7 @@ the error that they would make if all tokens counted alike; that it holds the er
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ class _Kept:
     tau: Tensor
     form: tuple[int, float, float]  # ignore_index, logit_scale, softcap
     how: tuple[int, str]  # scratch in bytes, implementation
+    loading: Any  # hf_cce.kernels.launch.Loading, of the first call, or None
 
 
 def filtered_stats(
@@ -63,9 +65,10 @@ def filtered_stats(
     if tau is None:
         return None
     kernels = kernels_module()
+    loading = None
     with torch.no_grad(), without_autocast(hidden), on_device_of(hidden):
         if hidden.is_cuda:
-            kernels.compile_ahead(
+            loading = kernels.compile_ahead(
                 True, None, (need_hidden, need_weight, False), hidden, weight, bias, labels, None, 1.0, *form, 0.0,
                 memory_budget, (want_entropy, want_top1),
             )  # fmt: skip
@@ -78,7 +81,7 @@ def filtered_stats(
         return None
     outputs, filtered = result
     state.keep_vocabulary(weight, filtered.vocabulary)
-    kept = _Kept(outputs, filtered, state, tau, form, (memory_budget, implementation))
+    kept = _Kept(outputs, filtered, state, tau, form, (memory_budget, implementation), loading)
     return _FilteredStats.apply(kept, hidden, weight, bias, labels)
 
 
@@ -97,6 +100,11 @@ class _FilteredStats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        with ctx.kept.loading or nullcontext():
+            return _FilteredStats._gradients(ctx, *grads)
+
+    @staticmethod
+    def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, lse, entropy = ctx.saved_tensors
         kept: _Kept = ctx.kept
         need_hidden, need_weight = ctx.needs_input_grad[1:3]

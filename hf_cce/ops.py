@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -298,7 +299,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient_filter: Any, state: FilterState | None, *inputs: Any) -> Tensor:
-        ctx.filtered = ctx.stored = ctx.dense = ctx.formed = ctx.tokens = None
+        ctx.filtered = ctx.stored = ctx.dense = ctx.formed = ctx.tokens = ctx.loading = None
         hidden, weight, bias, labels, num_items, divisor, ignore_index, scale, softcap, smoothing, z_loss = inputs[:11]
         need_hidden, need_weight, need_bias, budget, implementation = inputs[11:]
         if (
@@ -321,7 +322,9 @@ class _CrossEntropy(torch.autograd.Function):
             # First, so that the GPU has work while the host goes on: it needs no labels.
             logits = kernels.dense_logits(hidden, weight, bias, dense) if dense and tau is None else None
             if hidden.is_cuda:
-                kernels.compile_ahead(tau is not None, dense, tuple(inputs[11:14]), *inputs[:9], z_loss, budget)
+                ctx.loading = kernels.compile_ahead(
+                    tau is not None, dense, tuple(inputs[11:14]), *inputs[:9], z_loss, budget
+                )
             factor = survey(labels, ignore_index, v, num_items, divisor, kernels)
             common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             if tau is not None:
@@ -347,6 +350,11 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        with ctx.loading or nullcontext():
+            return _CrossEntropy._gradients(ctx, *grads)
+
+    @staticmethod
+    def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         needs, grad = ctx.needs_input_grad[2:5], grads[0]
         # Used once, since their memory is overwritten; a second backward recomputes.
         filtered, stored, dense, formed = ctx.filtered, ctx.stored, ctx.dense, ctx.formed

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from losses import Options
-from ways import WAYS, applies, config_of, force, peaked
+from ways import WAYS, applies, config_of, count_parts, force, peaked
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy
 
@@ -40,7 +42,9 @@ def test_what_is_listed_is_what_is_launched(
     if not applies(way, options, dtype):
         pytest.skip("the way does not apply")
     force(monkeypatch, way)
-    hidden, weight, labels = peaked(60, 32, 600, dtype)
+    parts = count_parts(monkeypatch)
+    n, d, v = (100, 16, 1700) if way == "lent" else (60, 32, 600)  # of fewer tokens nothing is lent
+    hidden, weight, labels = peaked(n, d, v, dtype)
     leaves = [x.requires_grad_(need) for x, need in zip((hidden, weight), needs, strict=True)]
     launched: Launched = set()
     real = launch.Kernel.__getitem__
@@ -64,19 +68,20 @@ def test_what_is_listed_is_what_is_launched(
             ).backward()  # fmt: skip
             state._trying = False
     assert len(launched) > 3
+    assert set(parts) == ({1, 3} if way == "lent" and all(needs) else {1} if way in ("grouped", "lent") else set())
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     dense = {"dense": torch.float32, "dense16": dtype}.get(way)
     problem = ahead.Problem(
-        way == "filtered", dense, (*needs, False), dtype, 600, 32, (32, 1), (32, 1), False, torch.int64, None, False,
-        -100, options.logit_scale, options.softcap or 0.0, options.z_loss, torch.device("cuda", 0), 60, 256 << 20,
+        way == "filtered", dense, (*needs, False), dtype, v, d, (d, 1), (d, 1), False, torch.int64, None, False,
+        -100, options.logit_scale, options.softcap or 0.0, options.z_loss, torch.device("cuda", 0), n, 256 << 20,
     )  # fmt: skip
     with launch.listing() as launches:
         ahead._step(problem)
-    listed = {described(jitted.fn.__name__, kwargs) for jitted, _, kwargs in launches}
+    listed = {described(kernel.jitted.fn.__name__, kwargs) for kernel, _, kwargs in launches}
     assert listed == launched
-    read = {args[0].dtype for jitted, args, _ in launches if jitted.fn.__name__ in ROWS}
+    read = {args[0].dtype for kernel, args, _ in launches if kernel.jitted.fn.__name__ in ROWS}
     assert read == ({dense} if dense else set())
 
 
@@ -85,13 +90,119 @@ def test_one_compilation_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPat
 
     problems = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(ahead, "_compile", problems.append)
+    monkeypatch.setattr(ahead, "_begun", problems.append)
     for n, scale, budget in ((7, 1.0, 1 << 20), (9, 1.0, 1 << 21), (7, 2.0, 1 << 20)):
         hidden, weight = torch.empty(n, 8), torch.empty(11, 8)
         labels = torch.zeros(n, dtype=torch.int64)
         needs = (True, True, False)
         ahead.compile_ahead(False, None, needs, hidden, weight, None, labels, None, 0.0, -100, scale, 0.0, 0.0, budget)
     assert len(problems) == 3 and len(set(problems)) == 2
+
+
+class Slow:
+    """In place of a jitted function: ``warmup`` waits until that kind may be there, or fails; launches are noted."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.params = [SimpleNamespace(do_not_specialize=False, do_not_specialize_on_alignment=False)]
+        self.fn = SimpleNamespace(__name__="_slow_kernel")
+        self.may = {True: threading.Event(), False: threading.Event()}
+        self.fails, self.launched, self.warmed = fails, [], []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda x, *, FLAG: self.launched.append((x, FLAG))
+
+    def warmup(self, x: int, *, grid: Any, FLAG: bool) -> None:
+        assert self.may[FLAG].wait(10)
+        if self.fails:
+            raise RuntimeError("no such instruction")
+        self.warmed.append((x, FLAG))
+
+
+@pytest.fixture
+def one_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return torch.device("cuda")
+
+
+def test_a_launch_waits_for_its_own_kind_alone(one_device: torch.device) -> None:
+    from hf_cce.kernels.launch import Kernel, listing
+
+    kernel, ready = Kernel(Slow()), threading.Event()
+    slow = kernel.jitted
+    with listing() as launches:
+        for x, flag in ((32, True), (48, True), (32, False)):  # the second is of the first one's kind
+            kernel[(1,)](x, FLAG=flag)
+    assert len(launches) == 3 and not slow.launched
+    loading = launches.load(one_device, ready.set)
+    assert loading.count == 2 and ready.wait(10) and not slow.warmed
+    slow.may[False].set()
+    kernel[(1,)](64, FLAG=False)  # while the other one is not there
+    assert slow.launched == [(64, False)] and slow.warmed == [(32, False)]
+    launcher = threading.Thread(target=kernel[(1,)], args=(16,), kwargs={"FLAG": True})
+    launcher.start()
+    launcher.join(0.2)
+    assert launcher.is_alive() and len(slow.launched) == 1
+    kernel[(1,)](7, FLAG=True)  # of a kind that nobody listed: Triton's own matter
+    assert slow.launched[-1] == (7, True)
+    slow.may[True].set()
+    launcher.join(10)
+    assert slow.launched[-1] == (16, True) and slow.warmed[-1] == (32, True)
+    with loading:
+        pass
+    assert not kernel.loading and not loading.under_way
+    kernel[(1,)](80, FLAG=True)
+    assert slow.launched[-1] == (80, True)
+
+
+def test_all_are_there_when_the_first_step_is_done(one_device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    """A thread that loads one must not do so beside the capture of a graph. What fails to compile is for its launch to tell."""
+    caplog.set_level("DEBUG", "hf_cce")
+    from hf_cce.kernels.launch import Kernel, listing
+
+    kernels = [Kernel(Slow()), Kernel(Slow(fails=True))]
+    with listing() as launches:
+        for kernel in kernels:
+            kernel[(1,)](32, FLAG=True)
+    loading = launches.load(one_device)
+    timer = threading.Timer(0.2, lambda: [kernel.jitted.may[True].set() for kernel in kernels])
+    timer.start()
+    with loading:
+        assert not kernels[0].jitted.warmed
+    assert kernels[0].jitted.warmed == [(32, True)] and not any(kernel.loading for kernel in kernels)
+    assert "_slow_kernel was not compiled ahead: no such instruction" in caplog.text
+    kernels[1][(1,)](32, FLAG=True)
+    assert kernels[1].jitted.launched == [(32, True)]
+
+
+def test_the_first_step_alone_gets_what_it_has_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_cce.kernels import ahead
+    from hf_cce.kernels.launch import Launches, Loading
+
+    loading = Loading()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(ahead, "_step", lambda problem: None)
+    monkeypatch.setattr(Launches, "load", lambda *_: loading)
+    ahead._begun.cache_clear()
+    hidden, labels = torch.empty(3, 8), torch.zeros(3, dtype=torch.int64)
+    given = (
+        False,
+        None,
+        (True, True, False),
+        hidden,
+        torch.empty(13, 8),
+        None,
+        labels,
+        None,
+        0.0,
+        -100,
+        1.0,
+        0.0,
+        0.0,
+        1,
+    )
+    assert [ahead.compile_ahead(*given) for _ in range(3)] == [loading, None, None]
+    ahead._begun.cache_clear()
 
 
 PROGRAM = """

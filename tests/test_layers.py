@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"config", "early"},
     "portable": {"config"},
     "state": set(),
-    "choice": {"kernels", "portable"},
+    "choice": {"kernels", "portable", "early"},
     "ops": {"choice", "portable", "state", "config"},
     "head": {"config"},
     "sharded": {"ops"},

@@ -163,7 +163,7 @@ def test_what_is_launched_was_listed(needs: tuple[bool, bool], monkeypatch: pyte
     with launch.listing() as launches:
         ahead._step(problem)
     assert len(launched) > 10
-    assert launched <= {described(jitted.fn.__name__, kwargs) for jitted, _, kwargs in launches}
+    assert launched <= {described(kernel.jitted.fn.__name__, kwargs) for kernel, _, kwargs in launches}
 
 
 def test_values_are_not_stored_beside_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

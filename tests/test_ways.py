@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +191,49 @@ def test_groups_are_formed_where_they_pay() -> None:
     assert sizes(8192, 768, 128256, 256, need_weight=False) == (896, 896, 0)
     assert sizes(8192, 768, 128256, 64, need_weight=False) is None
     assert sizes(8192, 768, 128256, 1280, dtype=torch.float16) is sizes(0, 768, 128256, 1280) is None
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "v", "dtype"),
+    [
+        (8192, 896, 151_936, torch.bfloat16),
+        (
+            32_768,
+            4096,
+            32_000,
+            torch.bfloat16,
+        ),  # scaled rows of a first group that is larger than those that need the room
+        (16_384, 4096, 65_536, torch.float32),
+        (8192, 896, 151_936, torch.float32),
+    ],
+)
+def test_groups_take_no_more_than_the_budget(
+    n: int, d: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted on tensors without memory, by the plan of a Hopper GPU."""
+    from hf_cce.kernels import launch, plan
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(plan, "specialises", lambda: True)
+    monkeypatch.setattr(launch.Kernel, "__getitem__", lambda *_: lambda *args, **options: None)
+    module = sys.modules["hf_cce.kernels.cross_entropy"]
+    sizes, real = [], module.group_sizes
+    monkeypatch.setattr(module, "group_sizes", lambda *args: sizes.append(real(*args)) or sizes[-1])
+    hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
+    labels, factor = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
+    given = (hidden, weight, labels, factor)
+    lent = 0
+    for mib in (512, 768, 1024, 1280, 1536):
+        with Alive({x.untyped_storage()._cdata for x in given}) as alive:
+            found = module.grouped_cross_entropy(
+                hidden, weight, None, labels, factor, -100, 1.0, 0.0, 0.0, True, True, mib << 20
+            )
+        assert (found is None) == (sizes[-1] is None)
+        lent += sizes[-1] is not None and sizes[-1].lent > 0
+        if found is not None:
+            assert alive.peak - dtype.itemsize * (n + v) * d <= (mib << 20) + 64 * n
+    assert lent
 
 
 @pytest.mark.parametrize("n", [24, 40])

@@ -114,23 +114,24 @@ def _lending(
     """Sizes with which there are fewer than ``groups``, as the weight's gradient lends the first one its memory."""
     element, half = dtype.itemsize, _rows_in_place(v, dtype, block_n)
     rest, product = 4 * d * (v - half), 4 * d * rows_at_a_time(d, max(n, v))
+    left = budget - sort_bytes(n, v) - 64 * n - 64
 
-    def needed(size: int, columns: int) -> int:
-        """Bytes of values, and of the tiles' statistics or then of the products beside them."""
-        beside = max(4 * num_tiles * tile_stride(size), product + element * size * d)
-        return element * size * columns + 64 + beside + sort_bytes(n, v) + 64 * n
+    def beside(size: int) -> int:
+        """Bytes of the tiles' statistics, or then of the products."""
+        return max(4 * num_tiles * tile_stride(size), product + element * size * d)
 
-    later = (budget - rest - product) // (element * padded(v)) // block_m * block_m
-    while later > 0 and rest + needed(later, padded(v)) > budget:
-        later -= block_m
-    if later < HIDDEN_TOKENS:
-        return None
+    most = max(left - rest - product, 0) // (element * padded(v)) // block_m * block_m
     for fewer in range(2, groups):
-        first = max(ceil_div(n - (fewer - 1) * later, block_m), 1) * block_m
-        lent = lent_columns(first, d, v, element, block_n)
-        if needed(first, padded(v) - lent) <= budget:
+        for later in range(most, HIDDEN_TOKENS - 1, -block_m):
+            first = max(ceil_div(n - (fewer - 1) * later, block_m), 1) * block_m
+            lent = lent_columns(first, d, v, element, block_n)
+            own = element * first * (padded(v) - lent)
+            if own + beside(first) > left:  # as for all smaller ones that would follow
+                break
             # What the sums of the other half take must have been freed by the columns before them.
-            return Sizes(first, later, lent) if lent and rest <= element * first * (half - lent) else None
+            fits = max(own, rest + element * later * padded(v)) + beside(max(first, later)) <= left
+            if fits and lent and rest <= element * first * (half - lent):
+                return Sizes(first, later, lent)
     return None
 
 

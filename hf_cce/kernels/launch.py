@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 # With more, loading what is cached takes longer, as they wait for each other: 0.75 s instead of 0.59 s for a filtered step.
 WORKERS = 8
 
@@ -20,46 +23,91 @@ _listed: ContextVar[Launches | None] = ContextVar("hf_cce_listed", default=None)
 
 
 class Kernel:
-    """A function that ``triton.jit`` made, launched as that is."""
+    """A function that ``triton.jit`` made, launched as that is, once it is loaded if that is under way."""
 
     def __init__(self, jitted: Any) -> None:
         self.jitted = jitted
+        self.loading: dict[Any, Future[None]] = {}  # by kind: see ``Launches.load``
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         listed = _listed.get()
-        return (
-            self.jitted[grid]
-            if listed is None
-            else lambda *args, **options: listed.append((self.jitted, args, options))
+        if listed is not None:
+            return lambda *args, **options: listed.append((self, args, options))
+        launch: Callable[..., Any] = self.jitted[grid]
+        if not self.loading:
+            return launch
+
+        def when_loaded(*args: Any, **options: Any) -> Any:
+            kind = self.kind(torch.cuda.current_device(), args, options)
+            if (future := self.loading.pop(kind, None)) is not None:
+                future.exception()  # of which the launch itself has to tell
+            return launch(*args, **options)
+
+        return when_loaded
+
+    def kind(self, device: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What Triton compiles apart on one device, or something finer."""
+        of_args = (
+            type(x) if p.do_not_specialize else _kind(x, not p.do_not_specialize_on_alignment)
+            for x, p in zip(args, self.jitted.params, strict=False)
         )
+        return device, (*of_args,), (*options.items(),)
 
 
-class Launches(list[tuple[Any, tuple[Any, ...], dict[str, Any]]]):
-    """What would have been launched: jitted functions, their arguments, and their constants and options."""
+class Loading:
+    """Kernels that are compiled, or loaded from Triton's cache, by threads, while the step that needs them begins.
 
-    def compile(self, device: torch.device) -> int:
-        """Each kind that Triton compiles apart, several at a time; returns how many.
+    At the end of that step, which is what it is a context manager for, all of them are there: a thread that loads one while a
+    CUDA graph is captured would break the capture.
+    """
 
-        Raises the first exception of a compilation.
+    def __init__(self) -> None:
+        self.under_way: list[tuple[Kernel, Any, Future[None]]] = []
+        self.count = 0
+
+    def add(self, kernel: Kernel, kind: Any, future: Future[None]) -> None:
+        kernel.loading[kind] = future
+        self.under_way.append((kernel, kind, future))
+        self.count += 1
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        while self.under_way:
+            kernel, kind, future = self.under_way.pop()
+            if error := future.exception():  # of Triton: where it matters, the launch says what is wrong
+                logger.debug("%s was not compiled ahead: %s", kernel.jitted.fn.__name__, error)
+            kernel.loading.pop(kind, None)
+
+
+class Launches(list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]):
+    """What would have been launched: kernels, their arguments, and their constants and options."""
+
+    def load(self, device: torch.device, ready: Callable[[], None] = lambda: None) -> Loading:
+        """Begin to compile each kind that Triton compiles apart, or to load it, in this order and several at a time.
+
+        ``ready`` is called before, by each thread.
         """
-        kinds: dict[Any, Callable[[], Any]] = {}
-        for jitted, args, options in self:
-            of_args = (
-                type(x) if p.do_not_specialize else _kind(x, not p.do_not_specialize_on_alignment)
-                for x, p in zip(args, jitted.params, strict=False)
-            )
-            kinds[jitted.fn, (*of_args,), (*options.items(),)] = partial(jitted.warmup, *args, grid=(1,), **options)
+        index = torch.cuda.current_device() if device.index is None else device.index
 
         def build(warm_up: Callable[[], Any]) -> None:
+            ready()
             with torch.cuda.device(device):
                 kernel = warm_up()
                 # Makes the launcher and loads the binary, which Triton else leaves to the first launch.
                 getattr(kernel, "_init_handles", lambda: None)()
 
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        with ThreadPoolExecutor(min(processors, WORKERS)) as pool:
-            list(pool.map(build, kinds.values()))
-        return len(kinds)
+        pool, loading = ThreadPoolExecutor(min(processors, WORKERS)), Loading()
+        for kernel, args, options in self:
+            kind = kernel.kind(index, args, options)
+            if kind not in kernel.loading:
+                loading.add(
+                    kernel, kind, pool.submit(build, partial(kernel.jitted.warmup, *args, grid=(1,), **options))
+                )
+        pool.shutdown(wait=False)
+        return loading
 
 
 def _kind(x: Any, alignment: bool = True) -> Any:
