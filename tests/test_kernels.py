@@ -257,7 +257,7 @@ def test_the_training_path_does_not_synchronise_the_host() -> None:
         (256 << 20, 128256, "auto"),
         (256 << 20, 50257, "stored"),
         (1280 << 20, 50257, "scaled"),
-        (1280 << 20, 128257, "grouped"),
+        (1280 << 20, 110001, "grouped"),
         (1280 << 20, 140001, "lent"),
     ],
 )

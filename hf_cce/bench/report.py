@@ -21,10 +21,10 @@ RESULTS = Path(__file__).parent / "results"
 TRAINED = "2026-11-23-h200-bench-heads.json"
 PLAIN = "2026-11-22-h200-bench-heads-plain.json"  # before the specialised tiles
 SHORT = tuple(f"2026-11-22-h200-bench-heads-short-{vocabulary}.json" for vocabulary in (49152, 128256))
-FLAT, QUACK = "2026-11-22-h200-bench-flat.json", "2026-11-22-h200-bench-quack.json"
+FLAT, QUACK = "2026-11-23-h200-bench-flat.json", "2026-11-22-h200-bench-quack.json"
 STEPS = "2026-11-22-h200-steps-qwen-trained.json"
 UNIFORM = "2026-11-21-h200-bench-heads-uniform.json"
-FEW, ODD = (f"2026-11-22-h200-bench-{name}.json" for name in ("few", "odd"))
+FEW, ODD = "2026-11-23-h200-bench-few.json", "2026-11-22-h200-bench-odd.json"
 LONG = "2026-11-23-h200-bench-32768.json"
 CPU, DEMO = "2026-11-21-cpu-loss.json", "demo_cpu.json"
 CURVES, LIMITED = "2026-11-21-h200-curves.json", "2026-11-21-h200-steps-31gib.json"
@@ -39,8 +39,12 @@ LOOPS = tuple(
     )
 )
 TRAINED_LOOPS = tuple(
-    f"2026-11-{name}-trained.json"
-    for name in ("22-h200-steps-smol", "22-h200-steps-qwen", "23-h200-steps-qwen-sft", "22-h200-steps-llama")
+    f"2026-11-{day}-h200-steps-{of}-trained.json"
+    for day, of in (
+        *((23, "smol"), (22, "qwen"), (23, "llama")),
+        *((23, "smol-trainer"), (23, "llama-trainer")),
+        *((23, "smol-sft"), (23, "qwen-sft"), (23, "llama-sft")),
+    )
 )
 FITS = tuple(f"2026-11-22-h200-fits-{name}.json" for name in ("smollm2", "qwen", "llama"))
 FIRST, POLICY = (f"2026-11-22-h200-{name}.json" for name in ("first", "log-probs"))
