@@ -14,7 +14,7 @@ import torch
 from numerics import budget
 
 from hf_cce import CCEConfig
-from hf_cce.bench import curves, installed, onestep, steps, text
+from hf_cce.bench import alternate, curves, installed, onestep, steps, text
 from hf_cce.bench.files import write_json
 from hf_cce.bench.shapes import SHAPES, config_of
 
@@ -87,6 +87,34 @@ def test_steps_in_processes_of_their_own(words: Path, tmp_path: Path, capsys: py
     assert 0 <= ours["first_relative_difference"] <= budget(0.0, torch.bfloat16)
     written = capsys.readouterr().out
     assert "| eager |" in written and "| hf_cce |" in written and "3 steps trained, gradient checkpointing" in written
+
+
+def test_losses_in_turn(
+    words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each round every loss, patched and unpatched; the warm-up is not counted."""
+    order: list[str] = []
+    for name in ("apply_cce", "remove_cce"):
+        real = getattr(alternate, name)
+        monkeypatch.setattr(alternate, name, lambda *args, name=name, real=real: order.append(name) or real(*args))
+    path = tmp_path / "alternate.json"
+    sizes = ["--model", "tiny", "--batch", "2", "--sequence", "32", "--device", "cpu", "--dataset", str(words)]
+    counts = ["--rounds", "2", "--warmup", "1", "--steps", "2", "--settle", "1"]
+    assert alternate.main([*sizes, *counts, "--losses", "eager", "hf_cce", "hf_cce-exact", "--json", str(path)]) == 0
+    assert order == ["apply_cce", "remove_cce"] * 2 * 3
+    report = json.loads(path.read_text("utf-8"))
+    assert list(report["results"]) == ["eager", "hf_cce", "hf_cce-exact"] and "tiny" in report["command"]
+    for name, row in report["results"].items():
+        assert len(row["step_ms"]) == len(row["issued_ms"]) == 2 and row["ms"] > 0
+        assert row["ms_spread"] == [min(row["step_ms"]), max(row["step_ms"])]
+        assert ("stats" in row) == ("apart_ms" in row) == (name != "eager")
+        if name != "eager":
+            assert row["stats"]["fused"] == row["stats"]["calls"] == 3
+            apart = [x - y for x, y in zip(row["step_ms"], report["results"]["eager"]["step_ms"], strict=True)]
+            assert row["apart_ms"]["most"] == max(apart)
+    assert "| hf_cce-exact |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        alternate.main([*sizes, "--rounds", "0"])
 
 
 @pytest.mark.usefixtures("in_this_process")

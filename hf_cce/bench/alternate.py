@@ -1,0 +1,161 @@
+"""Whole training steps of one model in one process, with one loss and the other in turn: for steps that wait for the host.
+
+Two processes, one after the other, differ by more than two losses do where Python decides how long a step takes: other programs
+of the machine, and where its memory lies. Here each round takes some steps with full logits and as many with apply_cce, of
+the same model with the same optimizer, so that what changes with time changes for both.
+
+usage: python -m hf_cce.bench.alternate --model smollm2-135m --batch 1 --sequence 1024 --json OUT.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_cce import CCEConfig, apply_cce, remove_cce
+from hf_cce.bench import machine, text
+from hf_cce.bench.files import write_json
+from hf_cce.bench.job import Job, token_ids
+from hf_cce.bench.onestep import build
+from hf_cce.bench.shapes import SHAPES
+from hf_cce.bench.steps import MAX_ENTRIES
+
+# What is done to the model before a loss's steps of a round, by name; all is undone after them.
+CONFIGS = {"eager": None, "hf_cce": CCEConfig(), "hf_cce-exact": CCEConfig(gradient_filter=None)}
+
+
+def measure(
+    job: Job, losses: list[str], rounds: int, settle: int, say: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """By loss: milliseconds a step of each round, until the device is done and until the host has launched all; their medians.
+
+    ``job.warmup`` rounds come before, untimed, and ``settle`` steps before the ``job.steps`` of each round. The host's clock
+    counts, from a device at rest to a device at rest, since that is what a step takes that waits for the host.
+    """
+    device = torch.device(job.device)
+    model = build(job, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), job.learning_rate, betas=(0.9, 0.95), fused=True)
+    batches = torch.from_numpy(token_ids(job)).to(device)
+    found: dict[str, Any] = {name: {"step_ms": [], "issued_ms": []} for name in losses}
+
+    def steps(count: int) -> tuple[float, float]:
+        """(ms a step until the device is done, until the host has launched everything)."""
+        machine.synchronize(device)
+        start = time.perf_counter()
+        for index in range(count):
+            rows = batches[index % len(batches)]
+            model(input_ids=rows, labels=rows).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        issued = time.perf_counter()
+        machine.synchronize(device)
+        return (time.perf_counter() - start) * 1e3 / count, (issued - start) * 1e3 / count
+
+    for turn in range(job.warmup + rounds):
+        # The other way round every second time: what comes first after a pause is slower.
+        for name in losses if turn % 2 == 0 else reversed(losses):
+            config = CONFIGS[name]
+            if config is not None:
+                apply_cce(model, config)
+            if settle:
+                steps(settle)
+            whole, issued = steps(job.steps)
+            if config is not None:
+                found[name]["stats"] = model.cce_stats()
+                remove_cce(model)
+            if turn >= job.warmup:
+                found[name]["step_ms"].append(whole)
+                found[name]["issued_ms"].append(issued)
+        say(f"round {turn + 1} of {job.warmup + rounds}")
+    for row in found.values():
+        row["ms"], row["ms_spread"] = statistics.median(row["step_ms"]), [min(row["step_ms"]), max(row["step_ms"])]
+    first = found[losses[0]]["step_ms"]
+    for name in losses[1:]:
+        apart = [x - y for x, y in zip(found[name]["step_ms"], first, strict=True)]
+        found[name]["apart_ms"] = {"median": statistics.median(apart), "least": min(apart), "most": max(apart)}
+    return found
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown."""
+    settings = report["settings"]
+    reference = next(iter(report["results"]))
+    lines = [
+        f"### {settings['model']}, {settings['batch']} × {settings['sequence']} tokens, {settings['rounds']} rounds of "
+        f"{settings['steps']} steps",
+        "",
+        f"| loss | ms a step, median of rounds (least–most) | more than {reference} in the same round, ms | tokens/s |",
+        "|---|---|---|---|",
+    ]
+    tokens = settings["batch"] * settings["sequence"]
+    for name, row in report["results"].items():
+        low, high = row["ms_spread"]
+        apart = row.get("apart_ms")
+        more = f"{apart['median']:+.2f} ({apart['least']:+.2f} to {apart['most']:+.2f})" if apart else "–"
+        lines.append(f"| {name} | {row['ms']:.2f} ({low:.2f}–{high:.2f}) | {more} | {tokens / row['ms'] * 1e3:,.0f} |")
+    return "\n".join(lines)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", choices=SHAPES)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--sequence", type=int, default=1024, help="tokens a row")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=2, help="rounds before, in which kernels are compiled")
+    parser.add_argument("--steps", type=int, default=10, help="that are timed of each loss in each round")
+    parser.add_argument("--settle", type=int, default=3, help="steps before those: after a change the first ones are slower, "
+                        "and a gradient filter needs some ten to find its threshold")  # fmt: skip
+    parser.add_argument("--losses", nargs="+", default=["eager", "hf_cce"], choices=CONFIGS, metavar="LOSS",
+                        help=f"the first is what the others are compared with; {', '.join(CONFIGS)}")  # fmt: skip
+    parser.add_argument("--dataset", help="text file or folder; default: Python's own sources")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(arguments)
+    if min(args.batch, args.rounds, args.steps) < 1 or args.sequence < 2 or min(args.warmup, args.settle) < 0:
+        parser.error("--batch, --rounds and --steps must be at least 1, --sequence 2, --warmup and --settle 0")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    try:
+        corpus = text.prepare(min(SHAPES[args.model].vocabulary, MAX_ENTRIES), dataset=args.dataset, say=say)
+    except ValueError as error:
+        say(f"error: {error}")
+        return 1
+    job = Job(
+        loss="", model=args.model, batch=args.batch, sequence=args.sequence, steps=args.steps, warmup=args.warmup,
+        tokens_file=str(corpus.tokens_file), entries=corpus.entries, seed=args.seed, device=args.device,
+    )  # fmt: skip
+    losses = list(dict.fromkeys(args.losses))
+    report: dict[str, Any] = {
+        "command": "python -m hf_cce.bench.alternate " + " ".join(arguments if arguments is not None else sys.argv[1:]),
+        "device": machine.device_name(torch.device(args.device)),
+        "versions": machine.versions("torch", "triton", "transformers"),
+        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries},
+        "notes": {
+            "weights": "bfloat16, random, trained on by all losses in turn; AdamW(fused=True)",
+            "time": "the host's clock from a device at rest to a device at rest, by the number of steps; issued_ms until the "
+            "host had launched them",
+        },
+        "results": measure(job, losses, args.rounds, args.settle, say),
+    }
+    if args.json:
+        write_json(args.json, report)
+    print(table(report), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
