@@ -131,11 +131,14 @@ class Report(NamedTuple):
 
 def relative(report: Report, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> Report:
     """``report`` with its errors, which are norms, relative to those of the gradients."""
-    errors = {}
+    errors, norms = {}, {}
     for name, error in report._asdict().items():
-        of = grad_weight if "weight" in name else grad_hidden
+        of_weight = "weight" in name
+        of = grad_weight if of_weight else grad_hidden
         if "error" in name and error is not None and of is not None:
-            errors[name] = error / torch.linalg.vector_norm(of, dtype=torch.float32)
+            if of_weight not in norms:
+                norms[of_weight] = torch.linalg.vector_norm(of, dtype=torch.float32)
+            errors[name] = error / norms[of_weight]
     return report._replace(**errors)
 
 
