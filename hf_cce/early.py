@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import suppress
 from functools import lru_cache
 from threading import Thread
 
@@ -22,7 +23,8 @@ def begin() -> None:
     if torch.cuda.is_initialized() and torch.cuda.get_device_capability() < (8, 0):
         return
     if torch.version.cuda and torch.cuda.device_count() and not interpreted and importlib.util.find_spec("triton"):
-        _reading()
+        with suppress(RuntimeError):  # no thread can be started: the first kernel has the files read
+            _reading()
 
 
 def finish() -> None:

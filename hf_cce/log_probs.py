@@ -6,7 +6,6 @@ the error that they would make if all tokens counted alike; that it holds the er
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ class _Kept:
     tau: Tensor
     form: tuple[int, float, float]  # ignore_index, logit_scale, softcap
     how: tuple[int, str]  # scratch in bytes, implementation
-    loading: Any  # hf_cce.kernels.launch.Loading, of the first call, or None
+    loading: Any  # hf_cce.kernels.launch.Loading, while there is something under way, or None
 
 
 def filtered_stats(
@@ -100,8 +99,10 @@ class _FilteredStats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        with ctx.kept.loading or nullcontext():
-            return _FilteredStats._gradients(ctx, *grads)
+        gradients = _FilteredStats._gradients(ctx, *grads)
+        if not torch.compiler.is_compiling() and ctx.kept.loading is not None:
+            ctx.kept.loading.finish()
+        return gradients
 
     @staticmethod
     def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -89,13 +88,17 @@ def _logit_stats_backward(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad of hidden [N, D], of weight [V, D], of bias [V]), each in its input's dtype, empty where not needed."""
+    module = module_for(hidden, implementation)
     with without_autocast(hidden), on_device_of(hidden):
-        return tuple(
-            module_for(hidden, implementation).logit_stats_backward(
+        gradients = tuple(
+            module.logit_stats_backward(
                 grad_lse, grad_label, grad_mean, grad_entropy, hidden, weight, bias, labels, lse, entropy,
                 ignore_index, logit_scale, softcap, need_hidden, need_weight, need_bias, memory_budget,
             )
         )  # fmt: skip
+    if module is not portable:  # also of a step that had no room for the filter, or whose backward pass is compiled
+        module.LOADING.finish()
+    return gradients
 
 
 def _fake_gradients(
@@ -350,8 +353,10 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        with ctx.loading or nullcontext():
-            return _CrossEntropy._gradients(ctx, *grads)
+        gradients = _CrossEntropy._gradients(ctx, *grads)
+        if not torch.compiler.is_compiling() and ctx.loading is not None:
+            ctx.loading.finish()
+        return gradients
 
     @staticmethod
     def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

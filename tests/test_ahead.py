@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,7 +91,7 @@ def test_one_compilation_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPat
 
     problems = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(ahead, "_begun", problems.append)
+    monkeypatch.setattr(ahead, "_begin", problems.append)
     for n, scale, budget in ((7, 1.0, 1 << 20), (9, 1.0, 1 << 21), (7, 2.0, 1 << 20)):
         hidden, weight = torch.empty(n, 8), torch.empty(11, 8)
         labels = torch.zeros(n, dtype=torch.int64)
@@ -126,7 +127,7 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 def test_a_launch_waits_for_its_own_kind_alone(one_device: torch.device) -> None:
-    from hf_cce.kernels.launch import Kernel, listing
+    from hf_cce.kernels.launch import LOADING, Kernel, listing
 
     kernel, ready = Kernel(Slow()), threading.Event()
     slow = kernel.jitted
@@ -134,8 +135,7 @@ def test_a_launch_waits_for_its_own_kind_alone(one_device: torch.device) -> None
         for x, flag in ((32, True), (48, True), (32, False)):  # the second is of the first one's kind
             kernel[(1,)](x, FLAG=flag)
     assert len(launches) == 3 and not slow.launched
-    loading = launches.load(one_device, ready.set)
-    assert loading.count == 2 and ready.wait(10) and not slow.warmed
+    assert launches.load(one_device, ready.set) == 2 and ready.wait(10) and not slow.warmed
     slow.may[False].set()
     kernel[(1,)](64, FLAG=False)  # while the other one is not there
     assert slow.launched == [(64, False)] and slow.warmed == [(32, False)]
@@ -148,9 +148,8 @@ def test_a_launch_waits_for_its_own_kind_alone(one_device: torch.device) -> None
     slow.may[True].set()
     launcher.join(10)
     assert slow.launched[-1] == (16, True) and slow.warmed[-1] == (32, True)
-    with loading:
-        pass
-    assert not kernel.loading and not loading.under_way
+    LOADING.finish()
+    assert not LOADING.under_way
     kernel[(1,)](80, FLAG=True)
     assert slow.launched[-1] == (80, True)
 
@@ -158,51 +157,120 @@ def test_a_launch_waits_for_its_own_kind_alone(one_device: torch.device) -> None
 def test_all_are_there_when_the_first_step_is_done(one_device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     """A thread that loads one must not do so beside the capture of a graph. What fails to compile is for its launch to tell."""
     caplog.set_level("DEBUG", "hf_cce")
-    from hf_cce.kernels.launch import Kernel, listing
+    from hf_cce.kernels.launch import LOADING, Kernel, listing
 
     kernels = [Kernel(Slow()), Kernel(Slow(fails=True))]
     with listing() as launches:
         for kernel in kernels:
             kernel[(1,)](32, FLAG=True)
-    loading = launches.load(one_device)
+    launches.load(one_device)
     timer = threading.Timer(0.2, lambda: [kernel.jitted.may[True].set() for kernel in kernels])
     timer.start()
-    with loading:
-        assert not kernels[0].jitted.warmed
-    assert kernels[0].jitted.warmed == [(32, True)] and not any(kernel.loading for kernel in kernels)
+    assert not kernels[0].jitted.warmed
+    LOADING.finish()
+    assert kernels[0].jitted.warmed == [(32, True)] and not LOADING.under_way
     assert "_slow_kernel was not compiled ahead: no such instruction" in caplog.text
     kernels[1][(1,)](32, FLAG=True)
     assert kernels[1].jitted.launched == [(32, True)]
 
 
-def test_the_first_step_alone_gets_what_it_has_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_cce.kernels import ahead
-    from hf_cce.kernels.launch import Launches, Loading
+def test_a_kind_is_begun_once_and_all_who_need_it_wait(one_device: torch.device) -> None:
+    """A second load of it would put a kernel that is not ready in the place of one that is being launched."""
+    from hf_cce.kernels.launch import LOADING, Kernel, listing
 
-    loading = Loading()
+    kernel = Kernel(Slow())
+    with listing() as launches:
+        kernel[(1,)](32, FLAG=True)
+    assert launches.load(one_device) == 1
+    launchers = [threading.Thread(target=kernel[(1,)], args=(32,), kwargs={"FLAG": True}) for _ in range(2)]
+    ender = threading.Thread(target=LOADING.finish)
+    for thread in (*launchers, ender):
+        thread.start()
+    ender.join(0.2)
+    assert launches.load(one_device) == 0
+    assert all(thread.is_alive() for thread in (*launchers, ender)) and not kernel.jitted.launched
+    kernel.jitted.may[True].set()
+    for thread in (*launchers, ender):
+        thread.join(10)
+    assert kernel.jitted.warmed == [(32, True)] and len(kernel.jitted.launched) == 2 and not LOADING.under_way
+
+
+def test_whichever_step_ends_finishes(one_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that began may have no backward pass, or may have failed."""
+    from hf_cce.kernels import ahead
+    from hf_cce.kernels.launch import LOADING, Kernel
+
+    kernel = Kernel(Slow())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(ahead, "_step", lambda problem: None)
-    monkeypatch.setattr(Launches, "load", lambda *_: loading)
-    ahead._begun.cache_clear()
-    hidden, labels = torch.empty(3, 8), torch.zeros(3, dtype=torch.int64)
-    given = (
-        False,
-        None,
-        (True, True, False),
-        hidden,
-        torch.empty(13, 8),
-        None,
-        labels,
-        None,
-        0.0,
-        -100,
-        1.0,
-        0.0,
-        0.0,
-        1,
+    monkeypatch.setattr(ahead, "_step", lambda problem: kernel[(1,)](32, FLAG=problem.logit_scale == 1.0))
+    hidden, weight, labels = torch.empty(3, 8), torch.empty(13, 8), torch.zeros(3, dtype=torch.int64)
+
+    def begun(scale: float) -> Any:
+        needs = (True, True, False)
+        return ahead.compile_ahead(
+            False, None, needs, hidden, weight, None, labels, None, 0.0, -100, scale, 0.0, 0.0, 1
+        )
+
+    ahead._begin.cache_clear()
+    try:
+        assert [begun(scale) for scale in (1.0, 1.0, 2.0)] == [LOADING] * 3 and len(LOADING.under_way) == 2
+        for event in kernel.jitted.may.values():
+            event.set()
+        begun(2.0).finish()
+        assert len(kernel.jitted.warmed) == 2 and [begun(scale) for scale in (1.0, 2.0)] == [None, None]
+    finally:
+        ahead._begin.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backward_pass_finishes(compiled: bool, one_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of the operator, which is what a compiled one has."""
+    from hf_cce import ops
+    from hf_cce.kernels.launch import LOADING, Kernel
+
+    real, future = ops._CrossEntropy.forward, Future[None]()
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        loss = real(ctx, *inputs)
+        LOADING.under_way[Kernel(Slow()), "kind"], ctx.loading = future, LOADING
+        return loss
+
+    monkeypatch.setattr(ops._CrossEntropy, "forward", staticmethod(forward))
+    monkeypatch.setattr(Kernel, "kind", lambda *_: "another")
+    hidden, weight, labels = torch.randn(6, 16), torch.randn(11, 16), torch.arange(6)
+    loss = linear_cross_entropy(
+        hidden.requires_grad_(), weight.requires_grad_(), labels, config=CCEConfig("triton", gradient_filter=None)
     )
-    assert [ahead.compile_ahead(*given) for _ in range(3)] == [loading, None, None]
-    ahead._begun.cache_clear()
+    future.set_result(None)
+    how = torch.compile(backend="eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(how) if compiled else nullcontext():
+        loss.backward()
+    assert hidden.grad is not None and not LOADING.under_way
+
+
+def test_a_process_that_fails_does_not_wait_for_what_is_queued() -> None:
+    program = """
+import time
+from types import SimpleNamespace
+import torch
+from hf_cce.kernels.launch import WORKERS, Launches
+def warmup(*, grid, N):
+    print("compiled", flush=True)
+    time.sleep(0.5)
+def kind(*given):
+    return given[2]["N"]
+kernel = SimpleNamespace(jitted=SimpleNamespace(warmup=warmup), kind=kind)
+class Named(SimpleNamespace):
+    __hash__ = object.__hash__
+kernel = Named(**vars(kernel))
+torch.cuda.device = torch.device
+Launches((kernel, (), {"N": n}) for n in range(3 * WORKERS)).load(torch.device("cuda", 0))
+raise RuntimeError("the step fails")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "the step fails" in done.stderr
+    assert done.stdout.count("compiled") <= 8
 
 
 PROGRAM = """

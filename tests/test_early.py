@@ -37,6 +37,16 @@ def test_once_a_process(begun: list[str]) -> None:
     assert begun[1:] == ["joined"]
 
 
+def test_without_room_for_a_thread(begun: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(early.Thread, "start", refuse)
+    early.begin()
+    early.finish()
+    assert not begun
+
+
 def test_for_a_class_too(begun: list[str]) -> None:
     try:
         apply_cce(LlamaForCausalLM)

@@ -353,7 +353,7 @@ def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows:
 
     monkeypatch.setattr(filtered, "plan_and_layout", plan_and_layout)
     # On a GPU it would ask for a layout too, to list the launches, unless an equal step was compiled before.
-    monkeypatch.setattr("hf_cce.kernels.ahead._begun", lambda problem: [])
+    monkeypatch.setattr("hf_cce.kernels.ahead._begin", lambda problem: None)
     return used
 
 

@@ -17,8 +17,10 @@ from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.dense import multiplied as dense_logits
 from hf_cce.kernels.forward import logit_stats, survey_labels
 from hf_cce.kernels.grouped import formed_gradients
+from hf_cce.kernels.launch import LOADING
 
 __all__ = [
+    "LOADING",
     "compile_ahead",
     "cross_entropy",
     "dense_cross_entropy",

@@ -26,7 +26,7 @@ from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.dense import multiplied as dense_logits
 from hf_cce.kernels.forward import logit_stats, survey_labels
 from hf_cce.kernels.grouped import formed_gradients
-from hf_cce.kernels.launch import Loading, listing
+from hf_cce.kernels.launch import LOADING, Loading, listing
 from hf_cce.kernels.stored import Stored
 
 logger = logging.getLogger(__name__)
@@ -78,35 +78,31 @@ def compile_ahead(
     """Compile, or load from Triton's cache, what a loss and its gradients will launch; once for all that need the same.
 
     The step is run on tensors without memory, and its launches are listed. Where that fails they are compiled as they come.
-    The first of those steps gets what it has to finish when it has launched its last kernel.
+    A step that gets what is under way finishes it when it has launched its last kernel.
     """
     (n, d), v = hidden.shape, weight.shape[0]
     if not n or torch.cuda.is_current_stream_capturing():
         return None
-    begun = _begun(
+    _begin(
         Problem(
             filtered, dense, needs, hidden.dtype, v, d, hidden.stride(), weight.stride(), bias is not None, labels.dtype,
             None if num_items is None else num_items.dtype, divisor > 0, ignore_index, logit_scale, softcap, z_loss,
             hidden.device, n, budget, wanted,
         )
     )  # fmt: skip
-    if begun:
-        return begun.pop()
-    return None
+    return LOADING if LOADING.under_way else None
 
 
 @lru_cache(maxsize=256)
-def _begun(problem: Problem) -> list[Loading]:
-    """What the first step of this kind takes, and finishes."""
+def _begin(problem: Problem) -> None:
     try:
         with listing() as launches:
             _step(problem)
-        loading = launches.load(problem.device, early.finish)
+        count = launches.load(problem.device, early.finish)
     except Exception as error:  # of PyTorch on such tensors
         logger.debug("kernels are compiled one after the other: %s", error)
-        return []
-    logger.debug("%d kernels are compiled ahead", loading.count)
-    return [loading]
+        return
+    logger.debug("%d kernels are compiled ahead", count)
 
 
 def _step(problem: Problem) -> None:

@@ -6,9 +6,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import thread as pools
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -27,19 +29,18 @@ class Kernel:
 
     def __init__(self, jitted: Any) -> None:
         self.jitted = jitted
-        self.loading: dict[Any, Future[None]] = {}  # by kind: see ``Launches.load``
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         listed = _listed.get()
         if listed is not None:
             return lambda *args, **options: listed.append((self, args, options))
         launch: Callable[..., Any] = self.jitted[grid]
-        if not self.loading:
+        if not LOADING.under_way:
             return launch
 
         def when_loaded(*args: Any, **options: Any) -> Any:
             kind = self.kind(torch.cuda.current_device(), args, options)
-            if (future := self.loading.pop(kind, None)) is not None:
+            if (future := LOADING.under_way.get((self, kind))) is not None:
                 future.exception()  # of which the launch itself has to tell
             return launch(*args, **options)
 
@@ -55,43 +56,40 @@ class Kernel:
 
 
 class Loading:
-    """Kernels that are compiled, or loaded from Triton's cache, by threads, while the step that needs them begins.
+    """Kernels that are compiled, or loaded from Triton's cache, by threads, while the steps that need them begin.
 
-    At the end of that step, which is what it is a context manager for, all of them are there: a thread that loads one while a
-    CUDA graph is captured would break the capture.
+    One for the process: whose step began it may never come to its end, and others need the same kernels.
     """
 
     def __init__(self) -> None:
-        self.under_way: list[tuple[Kernel, Any, Future[None]]] = []
-        self.count = 0
+        self.under_way: dict[tuple[Kernel, Any], Future[None]] = {}
+        self.adding = Lock()
 
-    def add(self, kernel: Kernel, kind: Any, future: Future[None]) -> None:
-        kernel.loading[kind] = future
-        self.under_way.append((kernel, kind, future))
-        self.count += 1
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        while self.under_way:
-            kernel, kind, future = self.under_way.pop()
+    def finish(self) -> None:
+        """Wait for all: a thread that loads one while a CUDA graph is captured would break the capture."""
+        for key, future in list(self.under_way.items()):
             if error := future.exception():  # of Triton: where it matters, the launch says what is wrong
-                logger.debug("%s was not compiled ahead: %s", kernel.jitted.fn.__name__, error)
-            kernel.loading.pop(kind, None)
+                logger.debug("%s was not compiled ahead: %s", key[0].jitted.fn.__name__, error)
+            if self.under_way.get(key) is future:  # only now: another thread that needs it waits too
+                self.under_way.pop(key, None)
+
+
+LOADING = Loading()
 
 
 class Launches(list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]):
     """What would have been launched: kernels, their arguments, and their constants and options."""
 
-    def load(self, device: torch.device, ready: Callable[[], None] = lambda: None) -> Loading:
+    def load(self, device: torch.device, ready: Callable[[], None] = lambda: None) -> int:
         """Begin to compile each kind that Triton compiles apart, or to load it, in this order and several at a time.
 
-        ``ready`` is called before, by each thread.
+        ``ready`` is called before, by each thread. Returns how many are begun; ``LOADING`` has them.
         """
         index = torch.cuda.current_device() if device.index is None else device.index
 
         def build(warm_up: Callable[[], Any]) -> None:
+            if getattr(pools, "_shutdown", False):  # the process ends, and would wait for all that is queued
+                return
             ready()
             with torch.cuda.device(device):
                 kernel = warm_up()
@@ -99,15 +97,16 @@ class Launches(list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]):
                 getattr(kernel, "_init_handles", lambda: None)()
 
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        pool, loading = ThreadPoolExecutor(min(processors, WORKERS)), Loading()
-        for kernel, args, options in self:
-            kind = kernel.kind(index, args, options)
-            if kind not in kernel.loading:
-                loading.add(
-                    kernel, kind, pool.submit(build, partial(kernel.jitted.warmup, *args, grid=(1,), **options))
-                )
+        pool, count = ThreadPoolExecutor(min(processors, WORKERS)), 0
+        with LOADING.adding:
+            for kernel, args, options in self:
+                key = kernel, kernel.kind(index, args, options)
+                if key not in LOADING.under_way:
+                    warm_up = partial(kernel.jitted.warmup, *args, grid=(1,), **options)
+                    LOADING.under_way[key] = pool.submit(build, warm_up)
+                    count += 1
         pool.shutdown(wait=False)
-        return loading
+        return count
 
 
 def _kind(x: Any, alignment: bool = True) -> Any:
