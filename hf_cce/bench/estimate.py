@@ -29,8 +29,8 @@ GIB = 1 << 30
 WAYS = ("eager", "compiled", "cce")
 # "backward": gradients, and what the backward pass of a layer takes on top, with checkpointing all of the layer once more.
 HELD = ("weights and optimizer", "activations", "logits and loss", "backward", "cuBLAS")
-# What PyTorch lends cuBLAS, for the forward pass's thread and the backward pass's: 32 MiB each on Hopper GPUs, 8 on others. Peaks
-# of 38 measured runs on H200s were 68 to 107 MB above the rest.
+# What PyTorch lends cuBLAS, for the forward pass's thread and the backward pass's: 32 MiB each on Hopper GPUs, 8 on others. In
+# 37 of 42 measured runs on H200s the peak was 68 to 107 MB above the rest.
 WORKSPACES = 64 << 20
 # Bytes that each logit takes while the loss is differentiated: log-probabilities, the gradient of the loss by them and by the
 # logits, each in float32. Measured on an H200, bfloat16: 12.00 in the loss alone, 12.02 in steps of a 0.5B model.
