@@ -44,8 +44,10 @@ FEW_WORK_ODD = 1.6e10
 REAL_LOGITS = 256 << 20
 FILTER_TOKENS, FILTER_WORK = 2048, 1.5e11
 # What PyTorch's allocator took from the GPU, as a multiple of the peak, in steps of three models: larger blocks fragment more,
-# and not alike; 1.06 to 1.13 with full logits, 1.01 to 1.12 compiled.
+# and not alike; 1.04 to 1.13 with full logits, 1.01 to 1.12 compiled.
 RESERVED = {"eager": 1.112, "compiled": 1.1, "cce": 1.01}
+# With full logits those are the largest blocks: 0.14 to 0.32 of what they take. Where they are small, so is the multiple.
+RESERVED_LEAST, RESERVED_OF_LOGITS = 1.08, 0.3
 CONTEXT = 536 << 20  # CUDA's context; a guess that suits most GPUs
 LITTLE = 0.1  # of the peak: a saving below is called little
 
@@ -413,9 +415,12 @@ def reserved(
     What CCE's scratch is cut into differs from one moment of a step to the next. Where activations are kept, other tensors find
     room in what it leaves but for some hundreds of MiB; with gradient checkpointing there are none that would.
     """
-    pieces = 0.0
-    if way == "cce":
-        scratch = min(CCEConfig(memory_budget=memory_budget).scratch(tokens), 4 * tokens * vocabulary)  # see loss_bytes
+    pieces, logits = 0.0, tokens * vocabulary
+    if way == "eager":
+        by_logits = peak + RESERVED_OF_LOGITS * EAGER_BYTES * logits
+        return max(RESERVED_LEAST * peak, min(RESERVED[way] * peak, by_logits))
+    if way == "cce" and 4 * logits > REAL_LOGITS:  # fewer are one tensor, which is cut into nothing
+        scratch = min(CCEConfig(memory_budget=memory_budget).scratch(tokens), 4 * logits)  # see loss_bytes
         pieces = 2.15 * scratch if checkpointing else 1.8 * min(scratch, 256 << 20)
     return RESERVED[way] * peak + pieces
 
