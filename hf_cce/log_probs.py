@@ -27,7 +27,6 @@ class _Kept:
     tau: Tensor
     form: tuple[int, float, float]  # ignore_index, logit_scale, softcap
     how: tuple[int, str]  # scratch in bytes, implementation
-    loading: Any  # hf_cce.kernels.launch.Loading, while there is something under way, or None
 
 
 def filtered_stats(
@@ -64,10 +63,9 @@ def filtered_stats(
     if tau is None:
         return None
     kernels = kernels_module()
-    loading = None
     with torch.no_grad(), without_autocast(hidden), on_device_of(hidden):
         if hidden.is_cuda:
-            loading = kernels.compile_ahead(
+            kernels.compile_ahead(
                 True, None, (need_hidden, need_weight, False), hidden, weight, bias, labels, None, 1.0, *form, 0.0,
                 memory_budget, (want_entropy, want_top1),
             )  # fmt: skip
@@ -80,7 +78,7 @@ def filtered_stats(
         return None
     outputs, filtered = result
     state.keep_vocabulary(weight, filtered.vocabulary)
-    kept = _Kept(outputs, filtered, state, tau, form, (memory_budget, implementation), loading)
+    kept = _Kept(outputs, filtered, state, tau, form, (memory_budget, implementation))
     return _FilteredStats.apply(kept, hidden, weight, bias, labels)
 
 
@@ -99,13 +97,6 @@ class _FilteredStats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradients = _FilteredStats._gradients(ctx, *grads)
-        if not torch.compiler.is_compiling() and ctx.kept.loading is not None:
-            ctx.kept.loading.finish()
-        return gradients
-
-    @staticmethod
-    def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, lse, entropy = ctx.saved_tensors
         kept: _Kept = ctx.kept
         need_hidden, need_weight = ctx.needs_input_grad[1:3]
@@ -134,4 +125,5 @@ class _FilteredStats(torch.autograd.Function):
                     state.moved,
                 )  # fmt: skip
             state.report(report)
+            kernels_module().LOADING.finish()
         return None, dh if need_hidden else None, dw if need_weight else None, None, None

@@ -302,7 +302,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient_filter: Any, state: FilterState | None, *inputs: Any) -> Tensor:
-        ctx.filtered = ctx.stored = ctx.dense = ctx.formed = ctx.tokens = ctx.loading = None
+        ctx.filtered = ctx.stored = ctx.dense = ctx.formed = ctx.tokens = None
         hidden, weight, bias, labels, num_items, divisor, ignore_index, scale, softcap, smoothing, z_loss = inputs[:11]
         need_hidden, need_weight, need_bias, budget, implementation = inputs[11:]
         if (
@@ -325,9 +325,7 @@ class _CrossEntropy(torch.autograd.Function):
             # First, so that the GPU has work while the host goes on: it needs no labels.
             logits = kernels.dense_logits(hidden, weight, bias, dense) if dense and tau is None else None
             if hidden.is_cuda:
-                ctx.loading = kernels.compile_ahead(
-                    tau is not None, dense, tuple(inputs[11:14]), *inputs[:9], z_loss, budget
-                )
+                kernels.compile_ahead(tau is not None, dense, tuple(inputs[11:14]), *inputs[:9], z_loss, budget)
             factor = survey(labels, ignore_index, v, num_items, divisor, kernels)
             common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             if tau is not None:
@@ -353,13 +351,6 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        gradients = _CrossEntropy._gradients(ctx, *grads)
-        if not torch.compiler.is_compiling() and ctx.loading is not None:
-            ctx.loading.finish()
-        return gradients
-
-    @staticmethod
-    def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         needs, grad = ctx.needs_input_grad[2:5], grads[0]
         # Used once, since their memory is overwritten; a second backward recomputes.
         filtered, stored, dense, formed = ctx.filtered, ctx.stored, ctx.dense, ctx.formed
@@ -390,6 +381,7 @@ class _CrossEntropy(torch.autograd.Function):
                 gradients = kernels.logit_stats_backward(
                     *vectors, None, hidden, weight, bias, labels, lse, None, *ctx.options, *needs, ctx.memory_budget, stored
                 )  # fmt: skip
+        kernels.LOADING.finish()
         return None, None, *(x if need else None for x, need in zip(gradients, needs, strict=True)), *[None] * 13
 
 

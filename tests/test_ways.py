@@ -197,12 +197,8 @@ def test_groups_are_formed_where_they_pay() -> None:
     ("n", "d", "v", "dtype"),
     [
         (8192, 896, 151_936, torch.bfloat16),
-        (
-            32_768,
-            4096,
-            32_000,
-            torch.bfloat16,
-        ),  # scaled rows of a first group that is larger than those that need the room
+        # The scaled rows of a first group that is larger than those that need the room:
+        (32_768, 4096, 32_000, torch.bfloat16),
         (16_384, 4096, 65_536, torch.float32),
         (8192, 896, 151_936, torch.float32),
     ],

@@ -26,7 +26,7 @@ from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.dense import multiplied as dense_logits
 from hf_cce.kernels.forward import logit_stats, survey_labels
 from hf_cce.kernels.grouped import formed_gradients
-from hf_cce.kernels.launch import LOADING, Loading, listing
+from hf_cce.kernels.launch import listing
 from hf_cce.kernels.stored import Stored
 
 logger = logging.getLogger(__name__)
@@ -74,15 +74,15 @@ def compile_ahead(
     z_loss: float,
     budget: int,
     wanted: tuple[bool, bool] | None = None,
-) -> Loading | None:
+) -> None:
     """Compile, or load from Triton's cache, what a loss and its gradients will launch; once for all that need the same.
 
     The step is run on tensors without memory, and its launches are listed. Where that fails they are compiled as they come.
-    A step that gets what is under way finishes it when it has launched its last kernel.
+    It may still be under way when this returns: whoever launches the last kernel of a step calls ``LOADING.finish``.
     """
     (n, d), v = hidden.shape, weight.shape[0]
     if not n or torch.cuda.is_current_stream_capturing():
-        return None
+        return
     _begin(
         Problem(
             filtered, dense, needs, hidden.dtype, v, d, hidden.stride(), weight.stride(), bias is not None, labels.dtype,
@@ -90,7 +90,6 @@ def compile_ahead(
             hidden.device, n, budget, wanted,
         )
     )  # fmt: skip
-    return LOADING if LOADING.under_way else None
 
 
 @lru_cache(maxsize=256)
