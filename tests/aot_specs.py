@@ -362,7 +362,9 @@ SPECS = (
             "everything": {"BLOCK_M": 128, "HAS_BIAS": True, "HAS_SOFTCAP": True},
         },
     ),
-    Spec("stored._settle_kernel", plan="backward blocks", types={"values": "*T", "width": "i32:16"}),
+    Spec(
+        "stored._settle_kernel", plan="backward blocks", types={"values": "*T", "first_col": "i32", "width": "i32:16"}
+    ),
     Spec(
         "scaled._factors_kernel",
         plan="backward blocks",

@@ -97,7 +97,7 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
             return grouped.Sizes(size, size)
         if dtype != torch.float32:
             size *= 10 if torch.cuda.is_available() else 4
-        lent = grouped.lent_columns(size, d, v, dtype.itemsize, block_n)
+        lent = grouped.lent_columns(size, d, v, dtype.itemsize, 4, block_n)
         half = grouped._rows_in_place(v, dtype, block_n)
         # What of the sums is not in the weight's gradient takes the place of the columns before it.
         fits = n > size and 4 * d * (v - half) <= dtype.itemsize * size * (half - lent)

@@ -149,7 +149,7 @@ def _step(problem: Problem) -> None:
         if grouped is not None:
             formed_gradients(grouped[2], grad)
             return
-    stored = stored_cross_entropy(*common, problem.budget)
+    stored = stored_cross_entropy(*common, problem.needs[1], problem.budget)
     if stored is not None:
         in_full(stored[1], stored[2])
     else:

@@ -257,14 +257,17 @@ def logit_stats_backward(
     Scratch, within the budget: one slab [N, width] and, with more than one slab, the float32 accumulator of the hidden states'
     gradient [N, D]. Where that accumulator would take more than half of the budget, the two gradients are formed in two
     passes, the second over groups of tokens: a fifth GEMM, but no accumulator for all tokens. ``stored`` brings the first slab,
-    and the memory for the others.
+    and the memory for the others, and may bring one before it in the memory of the weight's gradient.
     """
     (n, d), v = hidden.shape, weight.shape[0]
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
-    grad_weight = weight.new_empty((v, d) if need_weight else 0)
+    if stored is not None and stored.grad_weight is not None:
+        grad_weight = stored.grad_weight
+    else:
+        grad_weight = weight.new_empty((v, d) if need_weight else 0)
     grad_bias = weight.new_empty(v if need_bias else 0)
     if n == 0:
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
@@ -301,17 +304,22 @@ def logit_stats_backward(
                 width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget - 4 * size * d)
         else:
             width = stored.values.shape[1]
-        several = width < v or v % ALIGNED > 0  # products
+        several = width < v or v % ALIGNED > 0  # products, those of what was lent apart
         # In the result's own memory where its dtype is float32 or one product is all there is.
         total = torch.empty_like(h, dtype=torch.float32) if for_hidden and several and narrow else grad_hidden[rows]
         scratch = empty_slab(hidden, size, width) if stored is None else stored.values
-        for start in range(0, v, width):
-            stop = min(v, start + width)
+        lent = None if stored is None else stored.lent
+        first = 0 if lent is None else lent.shape[1]
+        slabs = [(start, min(v, start + width), scratch) for start in range(first, v, width)]
+        if lent is not None:  # whose memory the rows of all others are written to
+            slabs.insert(0, (0, first, lent))
+        for start, stop, slab in slabs:
             flags = None
-            if stored is not None and start == 0:
-                flags = settle(stored, *settled, ignore_index, logit_scale, softcap, plan.block_m)
-            write_gradient(scratch, rows, vectors, start, stop, flags)
-            gradient = scratch[:, : stop - start]  # [tokens, slab]
+            if stored is not None and start <= first:
+                of_slab = stored._replace(values=slab)
+                flags = settle(of_slab, *settled, ignore_index, logit_scale, softcap, plan.block_m, start)
+            write_gradient(slab, rows, vectors, start, stop, flags)
+            gradient = slab[:, : stop - start]  # [tokens, slab]
             if for_weight:
                 if need_weight:
                     multiply_add(grad_weight[start:stop], gradient.t(), h, first=True)

@@ -17,7 +17,7 @@ from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.layout import Expected, Filtered, Report, relative
 from hf_cce.kernels.order import Vocabulary
 from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, filter_plan, make_plan, specialised
-from hf_cce.kernels.stored import Stored, label_logits, stored_width
+from hf_cce.kernels.stored import Stored, label_logits, lent_columns, lent_values, stored_width
 
 
 @Kernel
@@ -154,6 +154,19 @@ def _stored_stats(
     combine(tiles, stored.label_logit, labels, lse, [None] * 4, v, num_tiles, ignore_index)
 
 
+def _stored_columns(
+    n: int, d: int, v: int, dtype: torch.dtype, tiles: int, block_n: int, special: bool, need_weight: bool, budget: int
+) -> tuple[int, int]:
+    """Columns to store where the weight's gradient will be, and those after them in a slab of the budget."""
+    width = stored_width(n, d, v, dtype, tiles, block_n, budget)
+    if not need_weight or width in (0, v):
+        return 0, width
+    whole_tiles = block_n * (2 if special else 1)  # of every kernel's
+    lent = lent_columns(n, d, v, dtype.itemsize, dtype.itemsize, whole_tiles)
+    after = stored_width(n, d, v - lent, dtype, tiles, block_n, budget, lent > 0)
+    return (lent, after) if after else (0, width)
+
+
 def stored_cross_entropy(
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]
@@ -164,25 +177,35 @@ def stored_cross_entropy(
     logit_scale: float,
     softcap: float,
     z_loss: float,
+    need_weight: bool,
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, Stored] | None:
-    """(loss, lse [N], the first slab for ``logit_stats_backward``), or None where the budget has no room for one."""
+    """(loss, lse [N], the first slab for ``logit_stats_backward``), or None where the budget has no room for one.
+
+    With ``need_weight`` the weight's gradient is allocated here, and lends its memory until it is written.
+    """
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     (n, d), v = hidden.shape, weight.shape[0]
     plan = make_plan(hidden, weight)
     num_tiles = ceil_div(v, plan.block_n)
-    block_n = make_plan(hidden, weight, backward=True).block_n
-    width = stored_width(n, d, v, hidden.dtype, num_tiles, max(block_n, plan.block_n), memory_budget)
+    special = specialised(plan, bias, softcap)
+    block_n = max(make_plan(hidden, weight, backward=True).block_n, plan.block_n)
+    lent, width = _stored_columns(n, d, v, hidden.dtype, num_tiles, block_n, special, need_weight, memory_budget)
     if width == 0:
         return None
-    block_m = plan.block_m if specialised(plan, bias, softcap) else 0
+    block_m = plan.block_m if special else 0
     label_logit, live = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, block_m)
     stored = Stored(empty_slab(hidden, n, width), label_logit, live)
+    parts = [Part(lent, v, stored.values)]  # of which the first columns are stored
+    if lent:
+        grad_weight = weight.new_empty((v, d))
+        values = lent_values(grad_weight, n, lent)
+        stored = stored._replace(lent=values, grad_weight=grad_weight)
+        parts.insert(0, Part(0, lent, values))
     lse = torch.empty_like(label_logit)
-    whole = [Part(0, v, stored.values)]  # of which the first columns are stored
-    _stored_stats(hidden, weight, bias, labels, stored, whole, lse, ignore_index, logit_scale, softcap, plan)
+    _stored_stats(hidden, weight, bias, labels, stored, parts, lse, ignore_index, logit_scale, softcap, plan)
     return _total_loss(lse, label_logit, None, factor, 0.0, z_loss), lse, stored
 
 
@@ -210,10 +233,14 @@ def grouped_cross_entropy(
     (n, d), v = hidden.shape, weight.shape[0]
     plan, later = make_plan(hidden, weight), make_plan(hidden, weight, backward=True)
     num_tiles, block_m = ceil_div(v, plan.block_n), max(plan.block_m, later.block_m)
-    width = stored_width(n, d, v, hidden.dtype, num_tiles, max(plan.block_n, later.block_n), memory_budget)
     special = specialised(plan, bias, softcap)
+    stored_instead = _stored_columns(
+        n, d, v, hidden.dtype, num_tiles, max(plan.block_n, later.block_n), special, need_weight, memory_budget
+    )
     block_n = max(plan.block_n, later.block_n) * (2 if special else 1)  # a multiple of every kernel's
-    sizes = group_sizes(n, d, v, hidden.dtype, num_tiles, need_weight, block_m, block_n, width, memory_budget)
+    sizes = group_sizes(
+        n, d, v, hidden.dtype, num_tiles, need_weight, block_m, block_n, sum(stored_instead), memory_budget
+    )
     if sizes is None:
         return None
     label_logit, live = label_logits(

@@ -30,7 +30,7 @@ from hf_cce.kernels.scaled import (
     sort_bytes,
     weight_gradient,
 )
-from hf_cce.kernels.stored import Stored
+from hf_cce.kernels.stored import Stored, lent_columns, lent_values
 
 # With a gradient of the weight a group costs as much as a product over so many tokens: adding to that gradient moves 8 bytes per
 # entry of it, whatever the group's size. What it saves is a product over its own tokens, but for what a stored slab would save
@@ -124,7 +124,7 @@ def _lending(
     for fewer in range(2, groups):
         for later in range(most, HIDDEN_TOKENS - 1, -block_m):
             first = max(ceil_div(n - (fewer - 1) * later, block_m), 1) * block_m
-            lent = lent_columns(first, d, v, element, block_n)
+            lent = lent_columns(first, d, v, element, 4, block_n)
             own = element * first * (padded(v) - lent)
             if own + beside(first) > left:  # as for all smaller ones that would follow
                 break
@@ -133,11 +133,6 @@ def _lending(
             if fits and lent and rest <= element * first * (half - lent):
                 return Sizes(first, later, lent)
     return None
-
-
-def lent_columns(size: int, d: int, v: int, element: int, block_n: int) -> int:
-    """Columns whose values of ``size`` tokens fit behind their sums in float32, in the memory of the weight's gradient."""
-    return max(element * (d * v - 16) // (4 * d + element * size), 0) // block_n * block_n
 
 
 def _rows_in_place(v: int, dtype: torch.dtype, block: int = BLOCK_V) -> int:
@@ -191,8 +186,7 @@ class Groups:
     def _first_parts(self, size: int) -> Iterator[Part]:
         assert self.grad_weight is not None
         lent, half, v = self.sizes.lent, self.half, self.inputs[1].shape[0]
-        of_result = self.grad_weight.view(-1)
-        yield Part(0, lent, _matrix(of_result, (of_result.numel() - size * lent) // 16 * 16, size, lent))
+        yield Part(0, lent, lent_values(self.grad_weight, size, lent))
         yield Part(lent, half, _matrix(self.room, 0, size, half - lent))
         if half < v:
             yield Part(half, v, _matrix(self.room, size * (half - lent), size, v - half))

@@ -1,5 +1,8 @@
 """The first slab of the logits' gradient, kept from the forward pass: what the budget holds need not be computed twice.
 
+Before it there may be columns that lie in the memory that the weight's gradient will have: at its end, where the rows of the same
+columns, at its beginning, do not reach. When these are written, so may be the others.
+
 What is stored is exp(z − z_label), which needs no logsumexp, times (1 − (z/softcap)²) with a softcap: all it lacks to the
 gradient is a factor per token, and the label's own entry. bfloat16 has the range for it as long as a token's loss is below
 LIMIT; row blocks with a token above are computed anew in the backward pass.
@@ -28,6 +31,8 @@ class Stored(NamedTuple):
     values: Tensor  # [N, width], aligned: exp(z − z_label) · (1 − (z/softcap)²), zero where the label is ignored
     label_logit: Tensor  # [N]
     live: Tensor | None = None  # see label_logits
+    lent: Tensor | None = None  # [N, ·]: likewise, of the columns before those of values
+    grad_weight: Tensor | None = None  # [V, D], to be written: whose memory that is
 
 
 @Kernel
@@ -103,7 +108,7 @@ def _label_logit_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
+@triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
 def _settle_kernel(
     values,  # [N, width], in place; rows may be longer
     label_logit,  # [N]
@@ -113,6 +118,7 @@ def _settle_kernel(
     grad_label,  # [N]
     flags,  # [row blocks] int32, written: whether a token of the block is beyond the limit
     num_tokens,
+    first_col,  # of the vocabulary, of values
     width,
     ignore_index,
     logit_scale,
@@ -136,7 +142,7 @@ def _settle_kernel(
     at = rows.to(tl.int64)[:, None] * width + cols[None, :]
     mask = in_rows[:, None] & (cols < width)[None, :]
     x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32) * (g * p_label * logit_scale)[:, None]
-    x = tl.where(cols[None, :] == label[:, None], (of_label * logit_scale)[:, None], x)
+    x = tl.where(cols[None, :] == (label - first_col)[:, None], (of_label * logit_scale)[:, None], x)
     tl.store(values + at, x.to(values.dtype.element_ty), mask=mask)
     if tl.program_id(1) == 0 and tl.program_id(0) * BLOCK_R % BLOCK_M == 0:
         block = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_M)
@@ -146,20 +152,39 @@ def _settle_kernel(
         tl.store(flags + tl.program_id(0) * BLOCK_R // BLOCK_M, tl.max(beyond.to(tl.int32), 0))
 
 
-def stored_width(n: int, d: int, v: int, dtype: torch.dtype, tile_rows: int, block_n: int, budget: int) -> int:
-    """Columns of the first slab that the budget can hold from the forward pass to the backward pass; 0 for none."""
+def stored_width(
+    n: int, d: int, v: int, dtype: torch.dtype, tile_rows: int, block_n: int, budget: int, after: bool = False
+) -> int:
+    """Columns of the first slab that the budget can hold from the forward pass to the backward pass; 0 for none.
+
+    ``after``: there are others before, so that even with all of these the hidden states' gradient is a sum of products.
+    """
     if dtype == torch.float16 or n == 0:  # float16 has no range for it
         return 0
     element = dtype.itemsize
     left = budget - 4 * n * tile_rows - 8 * n
     beside = 4 * n * d if element < 4 else 0
-    if element * n * padded(v) + (beside if v % ALIGNED else 0) <= left:
+    if element * n * padded(v) + (beside if v % ALIGNED or after else 0) <= left:
         return v
     if 2 * beside > budget:
         return 0
     # The slabs that follow are as wide as this one: where the statistics leave it narrow, none of them gains.
     width, later = (x // (element * n) // block_n * block_n for x in (min(left, budget - beside), budget - beside))
     return width if 4 * width >= 3 * later else 0
+
+
+def lent_columns(n: int, d: int, v: int, element: int, written: int, block_n: int) -> int:
+    """Columns whose values of ``n`` tokens fit into the memory of a gradient [V, D] behind its rows of the same columns.
+
+    ``element``: bytes of an entry of that gradient and of a value; ``written``: of an entry of the rows, which may be wider.
+    """
+    return max(element * (d * v - 16) // (written * d + element * n), 0) // block_n * block_n
+
+
+def lent_values(grad_weight: Tensor, n: int, columns: int) -> Tensor:
+    """[n, columns] at the end of the memory of ``grad_weight``."""
+    start = (grad_weight.numel() - n * columns) // 16 * 16
+    return grad_weight.view(-1)[start : start + n * columns].view(n, columns)
 
 
 def label_logits(
@@ -202,13 +227,17 @@ def settle(
     logit_scale: float,
     softcap: float,
     block_m: int,
+    first_col: int = 0,
 ) -> Tensor:
-    """Turn the stored slab into the gradient of the logits, in place. Returns the row blocks [⌈N / block_m⌉] to compute anew."""
+    """Turn the stored slab into the gradient of the logits, in place. Returns the row blocks [⌈N / block_m⌉] to compute anew.
+
+    ``first_col``: of the vocabulary, of the slab.
+    """
     n, width = stored.values.shape
     flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=lse.device)
     _settle_kernel[(ceil_div(n, 4), ceil_div(width, 2048))](
-        stored.values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, n, stored.values.stride(0), ignore_index,
-        logit_scale, softcap or 1.0,
+        stored.values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, n, first_col, stored.values.stride(0),
+        ignore_index, logit_scale, softcap or 1.0,
         HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     return flags
