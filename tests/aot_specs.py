@@ -404,6 +404,7 @@ SPECS = (
         constants={"BLOCK_V": 16, "BLOCK_T": 64, "BLOCK_D": 128, "UPCAST": False},
         variants={"plain": {}, "earlier": {"HAS_EARLIER": True}},
     ),
+    Spec("measure._square_sums_kernel", plan="own blocks", types={"x": "*T", "out": "*fp32", "size": "i32:16"}),
     Spec("grouped._multiply_kernel", plan="backward blocks", types={"x": "*T", "by": "*fp32", "size": "i32:16"}),
     # of logits in float32, and in the dtype of the inputs
     *(

@@ -14,7 +14,8 @@ from hf_cce.kernels import dense, filtered
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats, tile_stride
 from hf_cce.kernels.grouped import Formed, Groups, Part, group_sizes
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.layout import Expected, Filtered, Report, relative
+from hf_cce.kernels.layout import Expected, Filtered, Report
+from hf_cce.kernels.measure import relative
 from hf_cce.kernels.order import Vocabulary
 from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, filter_plan, make_plan, specialised
 from hf_cce.kernels.stored import Stored, label_logits, lent_columns, lent_values, stored_width

@@ -18,8 +18,8 @@ from torch import Tensor
 from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.filter import Kept, Mass, dropped_mass, select
 from hf_cce.kernels.forward import combine, tile_stats, tile_stride
-from hf_cce.kernels.layout import Expected, Filtered, Layout, Report, make_layout, relative
-from hf_cce.kernels.measure import hidden_error, rounding_errors, weight_error
+from hf_cce.kernels.layout import Expected, Filtered, Layout, Report, make_layout
+from hf_cce.kernels.measure import hidden_error, relative, rounding_errors, weight_error
 from hf_cce.kernels.order import Vocabulary, permute_rows, put_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.plan import Plan, ceil_div, descriptor, empty_slab, filter_plan, make_plan, operand, specialised
 from hf_cce.kernels.products import multiply_add

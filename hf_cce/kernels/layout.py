@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hf_cce.kernels.filter import mass_bytes
@@ -127,19 +126,6 @@ class Report(NamedTuple):
     weight_error: Tensor | None  # likewise of the weight's gradient
     rounding_error: Tensor | None = None  # the first of these as rounding the logits to the inputs' dtype would make it
     rounding_weight_error: Tensor | None = None  # and the second
-
-
-def relative(report: Report, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> Report:
-    """``report`` with its errors, which are norms, relative to those of the gradients."""
-    errors, norms = {}, {}
-    for name, error in report._asdict().items():
-        of_weight = "weight" in name
-        of = grad_weight if of_weight else grad_hidden
-        if "error" in name and error is not None and of is not None:
-            if of_weight not in norms:
-                norms[of_weight] = torch.linalg.vector_norm(of, dtype=torch.float32)
-            errors[name] = error / norms[of_weight]
-    return report._replace(**errors)
 
 
 class Expected(NamedTuple):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.filter import Kept, Mass
-from hf_cce.kernels.layout import FEWEST_SAMPLED, Filtered
+from hf_cce.kernels.launch import Kernel
+from hf_cce.kernels.layout import FEWEST_SAMPLED, Filtered, Report
+from hf_cce.kernels.plan import ceil_div
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.residual import column_residual, residual, rounding, sample, token_energy
 from hf_cce.kernels.tilt import Leaning, leans_of_rows, tilted_rows
@@ -15,6 +19,39 @@ ROUNDINGS = (
     4  # times so many as whose error is measured are those whose rounding errors are: some have many times as much
 )
 SAMPLED_COLUMNS = 256
+
+
+@Kernel
+@triton.jit
+def _square_sums_kernel(x, out, size, BLOCK: tl.constexpr):
+    """Of so many parts of ``x`` as there are programs."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+        at = first + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+        total += value * value
+    tl.store(out + tl.program_id(0), tl.sum(total))
+
+
+def _whole_norm(x: Tensor) -> Tensor:
+    """Of a contiguous tensor; a scalar. (PyTorch's own kernel takes a process's first step longer to load than all of this.)"""
+    parts = torch.empty(max(1, min(1024, ceil_div(x.numel(), 4096))), device=x.device)
+    _square_sums_kernel[(parts.numel(),)](x, parts, x.numel(), BLOCK=4096, num_warps=8)
+    return parts.sum().sqrt()
+
+
+def relative(report: Report, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> Report:
+    """``report`` with its errors, which are norms, relative to those of the gradients."""
+    errors, norms = {}, {}
+    for name, error in report._asdict().items():
+        of_weight = "weight" in name
+        of = grad_weight if of_weight else grad_hidden
+        if "error" in name and error is not None and of is not None:
+            if of_weight not in norms:
+                norms[of_weight] = _whole_norm(of.contiguous())
+            errors[name] = error / norms[of_weight]
+    return report._replace(**errors)
 
 
 def _logits_of(saved: Filtered, weight: Tensor, sampled: Tensor) -> Tensor:
