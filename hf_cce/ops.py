@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import portable
 from hf_cce.choice import choose_implementation, kernels_module, module_for, on_device_of, survey, without_autocast
-from hf_cce.state import FilterState
+from hf_cce.state import FilterState, trial
 
 
 @torch.library.custom_op("hf_cce::logit_stats", mutates_args=())
@@ -324,8 +324,10 @@ class _CrossEntropy(torch.autograd.Function):
             dense = dense_dtype(n, hidden.shape[1], v, hidden.dtype, budget, tau is not None)
             # First, so that the GPU has work while the host goes on: it needs no labels.
             logits = kernels.dense_logits(hidden, weight, bias, dense) if dense and tau is None else None
+            needs = (need_hidden, need_weight, need_bias)
             if hidden.is_cuda:
-                kernels.compile_ahead(tau is not None, dense, tuple(inputs[11:14]), *inputs[:9], z_loss, budget)
+                moves = partial(trial, gradient_filter) if tau is not None and ctx.state.keeps_all() else None
+                kernels.compile_ahead(tau is not None, dense, needs, *inputs[:9], z_loss, budget, moves=moves)
             factor = survey(labels, ignore_index, v, num_items, divisor, kernels)
             common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             if tau is not None:
@@ -344,7 +346,6 @@ class _CrossEntropy(torch.autograd.Function):
             elif (result := kernels.stored_cross_entropy(*common, need_weight, budget)) is not None:
                 loss, lse, ctx.stored = result
             else:
-                needs = (need_hidden, need_weight, need_bias)
                 loss, lse, *_ = kernels.cross_entropy(*common[:8], 0.0, z_loss, *needs, budget)
         _save_cross_entropy(ctx, inputs, (loss, lse, factor), formed=False)
         return loss

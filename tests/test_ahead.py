@@ -8,12 +8,14 @@ import sys
 import threading
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from alive import Alive
 from losses import Options
 from ways import WAYS, applies, config_of, count_parts, force, peaked
 
@@ -79,11 +81,79 @@ def test_what_is_listed_is_what_is_launched(
         -100, options.logit_scale, options.softcap or 0.0, options.z_loss, torch.device("cuda", 0), n, 256 << 20,
     )  # fmt: skip
     with launch.listing() as launches:
-        ahead._step(problem)
+        ahead._step(problem, *ahead._without_memory(problem))
     listed = {described(kernel.jitted.fn.__name__, kwargs) for kernel, _, kwargs in launches}
     assert listed == launched
     read = {args[0].dtype for kernel, args, _ in launches if kernel.jitted.fn.__name__ in ROWS}
     assert read == ({dense} if dense else set())
+
+
+def operators(of: Any) -> set[str]:
+    """PyTorch's, by name, that have a kernel to be loaded on a GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        of()
+    free = {"empty", "detach", "view", "slice", "select", "as_strided", "transpose", "unbind", "resize", "result_type"}
+    found = {event.key.removeprefix("aten::") for event in profile.key_averages() if event.key.startswith("aten::")}
+    return {name for name in found if not any(name.strip("_").startswith(each) for each in free)}
+
+
+def zeros(made: Any) -> Any:
+    return lambda *args, **options: made(*args, **options).zero_()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the interpreter's memory")
+@pytest.mark.parametrize("needs", [(True, True), (True, False)], ids=["both", "frozen"])
+@pytest.mark.parametrize("way", [way for way in WAYS if not way.startswith("dense")])
+def test_a_step_is_tried_without_its_kernels(
+    way: str, needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It calls what the step calls of PyTorch, takes no more memory, and leaves nothing behind."""
+    from triton.runtime.jit import JITFunction
+
+    from hf_cce import choice, ops
+    from hf_cce import state as states
+    from hf_cce.kernels import ahead, launch
+
+    caplog.set_level("DEBUG", "hf_cce")
+    force(monkeypatch, way)
+    n, d, v, dtype = (100, 16, 1700, torch.bfloat16) if way == "lent" else (60, 32, 600, torch.bfloat16)
+    hidden, weight, labels = peaked(n, d, v, dtype)
+    leaves = [x.requires_grad_(need) for x, need in zip((hidden, weight), needs, strict=True)]
+    config = CCEConfig("triton") if way == "filtered" else config_of(way)
+    problem = ahead.Problem(
+        way == "filtered", None, (*needs, False), dtype, v, d, (d, 1), (d, 1), False, torch.int64, None, True, -100, 1.0, 0.0,
+        0.0, hidden.device, n, 256 << 20,
+    )  # fmt: skip
+
+    def step() -> None:
+        linear_cross_entropy(*leaves, labels, config=config, filter_state=FilterState()).backward()
+
+    def tried() -> None:
+        with torch.no_grad():
+            moves = partial(states.trial, "auto") if way == "filtered" else None
+            ahead._try(problem, hidden, weight, None, labels, None, moves)
+
+    before, random = (hidden.detach().clone(), weight.detach().clone(), labels.clone()), torch.get_rng_state()
+    monkeypatch.setattr(JITFunction, "run", lambda *_, **__: pytest.fail("launched"))
+    called = operators(tried)
+    with Alive({x.untyped_storage()._cdata for x in (hidden, weight, labels)}) as of_tried:
+        tried()
+    assert torch.equal(torch.get_rng_state(), random) and hidden.grad is weight.grad is None
+    assert all(map(torch.equal, before, (hidden, weight, labels)))
+    # The interpreter calls operators itself: the step too runs without its kernels.
+    monkeypatch.setattr(launch.Kernel, "__getitem__", lambda *_: lambda *args, **options: None)
+    monkeypatch.setattr(choice, "_require", lambda ok, *_: torch._assert_async(torch.ones_like(ok)))
+    monkeypatch.setattr(ops, "is_in_torch_dispatch_mode", lambda: False)
+    for of in (torch, torch.Tensor):
+        for name in {"empty", "empty_like", "empty_strided", "new_empty"} & set(dir(of)):
+            monkeypatch.setattr(of, name, zeros(getattr(of, name)))
+    missed = operators(step) - called
+    hidden.grad = weight.grad = None
+    with Alive({x.untyped_storage()._cdata for x in (hidden, weight, labels)}) as of_step:
+        step()
+    assert missed <= {"ones_like", "reshape", "to"}  # of autograd, and of nothing
+    assert of_tried.peak <= of_step.peak + 8  # two scalars
+    assert "not tried" not in caplog.text
 
 
 def test_one_compilation_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +161,7 @@ def test_one_compilation_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPat
 
     problems = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(ahead, "_begin", problems.append)
+    monkeypatch.setattr(ahead, "_begin", lambda problem: problems.append(problem) or ahead.Begun(0))
     for n, scale, budget in ((7, 1.0, 1 << 20), (9, 1.0, 1 << 21), (7, 2.0, 1 << 20)):
         hidden, weight = torch.empty(n, 8), torch.empty(11, 8)
         labels = torch.zeros(n, dtype=torch.int64)
@@ -202,7 +272,7 @@ def test_whichever_step_ends_finishes(one_device: torch.device, monkeypatch: pyt
 
     kernel = Kernel(Slow())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(ahead, "_step", lambda problem: kernel[(1,)](32, FLAG=problem.logit_scale == 1.0))
+    monkeypatch.setattr(ahead, "_step", lambda problem, *_: kernel[(1,)](32, FLAG=problem.logit_scale == 1.0))
     hidden, weight, labels = torch.empty(3, 8), torch.empty(13, 8), torch.zeros(3, dtype=torch.int64)
 
     def begin(scale: float) -> None:
@@ -323,7 +393,7 @@ def test_where_listing_fails_kernels_are_compiled_as_they_come(
     caplog.set_level("DEBUG", "hf_cce")
     from hf_cce.kernels import ahead
 
-    def fails(problem: Any) -> None:
+    def fails(*_: Any) -> None:
         raise RuntimeError("no such meta kernel")
 
     monkeypatch.setattr(ahead, "_step", fails)

@@ -120,10 +120,17 @@ def _kind(x: Any, alignment: bool = True) -> Any:
     return type(x), x if x is None or isinstance(x, bool) else None
 
 
+class _Forgotten(Launches):
+    """Holds no argument, and with it no memory."""
+
+    def append(self, launch: Any) -> None:
+        pass
+
+
 @contextmanager
-def listing() -> Iterator[Launches]:
-    """Nothing is launched inside; what would have been is in the list."""
-    launches = Launches()
+def listing(keep: bool = True) -> Iterator[Launches]:
+    """Nothing is launched inside; what would have been is in the list, unless that is not to be kept."""
+    launches = Launches() if keep else _Forgotten()
     token = _listed.set(launches)
     try:
         yield launches
