@@ -7,6 +7,7 @@ apple         Apple's linear_cross_entropy on the last hidden states (their pack
 hf_cce        apply_cce(model)
 hf_cce-exact  apply_cce(model, gradient_filter=None)
 hf_cce-256mib apply_cce(model, memory_budget=256 << 20), however many tokens
+hf_cce-2gib   apply_cce(model, memory_budget=2 << 30)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from hf_cce import CCEConfig, apply_cce
 
-LOSSES = ("eager", "compiled", "liger", "apple", "hf_cce", "hf_cce-exact", "hf_cce-256mib")
+LOSSES = ("eager", "compiled", "liger", "apple", "hf_cce", "hf_cce-exact", "hf_cce-256mib", "hf_cce-2gib")
 FILTER = "gradient_filter"
 
 
@@ -105,3 +106,7 @@ def _hf_cce_exact(model: Any) -> str:
 
 def _hf_cce_256mib(model: Any) -> str:
     return _hf_cce(model, memory_budget=256 << 20)
+
+
+def _hf_cce_2gib(model: Any) -> str:
+    return _hf_cce(model, memory_budget=2 << 30)
