@@ -343,7 +343,7 @@ class _CrossEntropy(torch.autograd.Function):
                 loss, lse, ctx.dense = kernels.dense_cross_entropy(logits, *common[2:])
             elif not need_bias and (result := kernels.grouped_cross_entropy(*common, need_hidden, need_weight, budget)):
                 loss, lse, ctx.formed = result
-            elif (result := kernels.stored_cross_entropy(*common, need_weight, budget)) is not None:
+            elif (result := kernels.stored_cross_entropy(*common, need_weight and not need_bias, budget)) is not None:
                 loss, lse, ctx.stored = result
             else:
                 loss, lse, *_ = kernels.cross_entropy(*common[:8], 0.0, z_loss, *needs, budget)

@@ -156,18 +156,21 @@ def test_a_step_is_tried_without_its_kernels(
     assert "not tried" not in caplog.text
 
 
-def test_one_compilation_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_compilation_for_all_numbers_of_tokens_and_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_cce.kernels import ahead
 
     problems = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(ahead, "_begin", lambda problem: problems.append(problem) or ahead.Begun(0))
-    for n, scale, budget in ((7, 1.0, 1 << 20), (9, 1.0, 1 << 21), (7, 2.0, 1 << 20)):
+    steps = ((7, 1.0, 0.0, 1 << 20), (9, 1.0, 0.0, 1 << 21), (7, 2.0, 1e-4, 1 << 20), (7, 3.0, 2e-4, 1 << 20))
+    for n, scale, z_loss, budget in steps:
         hidden, weight = torch.empty(n, 8), torch.empty(11, 8)
         labels = torch.zeros(n, dtype=torch.int64)
         needs = (True, True, False)
-        ahead.compile_ahead(False, None, needs, hidden, weight, None, labels, None, 0.0, -100, scale, 0.0, 0.0, budget)
-    assert len(problems) == 3 and len(set(problems)) == 2
+        ahead.compile_ahead(
+            False, None, needs, hidden, weight, None, labels, None, 0.0, -100, scale, 0.0, z_loss, budget
+        )
+    assert len(problems) == 4 and len(set(problems)) == 2
 
 
 class Slow:

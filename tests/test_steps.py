@@ -14,7 +14,7 @@ import torch
 from numerics import budget
 
 from hf_cce import CCEConfig
-from hf_cce.bench import alternate, curves, installed, onestep, steps, text
+from hf_cce.bench import alternate, curves, installed, newer, onestep, steps, text
 from hf_cce.bench.files import write_json
 from hf_cce.bench.shapes import SHAPES, config_of
 
@@ -112,7 +112,8 @@ def test_losses_in_turn(
             assert row["stats"]["fused"] == row["stats"]["calls"] == 3
             apart = [x - y for x, y in zip(row["step_ms"], report["results"]["eager"]["step_ms"], strict=True)]
             assert row["apart_ms"]["most"] == max(apart)
-    assert "| hf_cce-exact |" in capsys.readouterr().out
+    assert (printed := capsys.readouterr().out).startswith("| tiny, 2 × 32; 2 rounds, 2 steps of each loss in turn |")
+    assert "| **hf_cce**, no filter |" in printed and newer.drawn(report) == printed.rstrip()
     with pytest.raises(SystemExit):
         alternate.main([*sizes, "--rounds", "0"])
 

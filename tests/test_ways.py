@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,35 @@ def test_strided_labels_and_bias(way: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     check_against_plain(loss, inputs, labels, options, dtype, f"strided, {way}")
     assert taken[takes(way)] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", [*WAYS, "portable"])
+def test_a_word_of_the_vocabulary_as_ignore_index(
+    way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where labels are padded with the tokenizer's pad token: bit for bit what -100 gives."""
+    if way != "portable" and not applies(way, PLAIN, dtype):
+        pytest.skip("the way does not apply")
+    taken = Counter() if way == "portable" else force(monkeypatch, way)
+    n, d, v = (100, 96, 1700) if way == "lent" else (60, 96, 608)
+    if DEVICE == "cuda":
+        n, d, v = 16 * n, 4 * d, 16 * v
+    (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
+    labels[labels == 3] = 4
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
+        config = CCEConfig("portable") if way == "portable" else config_of(way)
+        ignored = -100 if (labels == -100).any() else 3
+        return linear_cross_entropy(hidden, weight, labels, ignore_index=ignored, config=config)
+
+    usual, word = (
+        loss_and_gradients(loss, (hidden, weight, None), given, PLAIN, dtype)
+        for given in (labels, labels.where(labels >= 0, 3))
+    )
+    for name, value in usual.items():
+        assert torch.equal(value, word[name]), name
+    assert way == "portable" or taken[takes(way)] == 2
 
 
 @pytest.mark.parametrize("way", ["stored", "narrow", "scaled", "grouped", "lent"])

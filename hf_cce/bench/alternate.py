@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hf_cce import CCEConfig, apply_cce, remove_cce
-from hf_cce.bench import machine, text
+from hf_cce.bench import loops, machine, text
 from hf_cce.bench.files import write_json
 from hf_cce.bench.job import Job, token_ids
 from hf_cce.bench.onestep import build
@@ -83,26 +83,6 @@ def measure(
     return found
 
 
-def table(report: dict[str, Any]) -> str:
-    """Markdown."""
-    settings = report["settings"]
-    reference = next(iter(report["results"]))
-    lines = [
-        f"### {settings['model']}, {settings['batch']} × {settings['sequence']} tokens, {settings['rounds']} rounds of "
-        f"{settings['steps']} steps",
-        "",
-        f"| loss | ms a step, median of rounds (least–most) | more than {reference} in the same round, ms | tokens/s |",
-        "|---|---|---|---|",
-    ]
-    tokens = settings["batch"] * settings["sequence"]
-    for name, row in report["results"].items():
-        low, high = row["ms_spread"]
-        apart = row.get("apart_ms")
-        more = f"{apart['median']:+.2f} ({apart['least']:+.2f} to {apart['most']:+.2f})" if apart else "–"
-        lines.append(f"| {name} | {row['ms']:.2f} ({low:.2f}–{high:.2f}) | {more} | {tokens / row['ms'] * 1e3:,.0f} |")
-    return "\n".join(lines)
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", choices=SHAPES)
@@ -153,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     if args.json:
         write_json(args.json, report)
-    print(table(report), flush=True)
+    print("\n".join(loops.turn_rows(report)), flush=True)
     return 0
 
 

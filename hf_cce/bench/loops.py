@@ -162,6 +162,25 @@ def first_rows(results: dict[str, dict[str, Any]], of: str = "") -> list[str]:
     return lines
 
 
+def turn_rows(report: dict[str, Any]) -> list[str]:
+    """Of hf_cce.bench.alternate: each loss beside the first one of the same round."""
+    settings, results = report["settings"], report["results"]
+    reference = next(iter(results))
+    shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}"
+    lines = [
+        f"| {shape}; {settings['rounds']} rounds, {settings['steps']} steps of each loss in turn | a step, median of rounds "
+        f"(least–most) | more than {names.title(reference)} in the same round | tokens/s |",
+        "|---|---|---|---|",
+    ]
+    for name, row in results.items():
+        low, high = row["ms_spread"]
+        apart = row.get("apart_ms")
+        more = f"{apart['median']:+.2f} ms ({apart['least']:+.2f} to {apart['most']:+.2f})" if apart else "–"
+        tokens = settings["batch"] * settings["sequence"] / row["ms"] * 1e3
+        lines.append(f"| {names.title(name)} | {row['ms']:.1f} ms ({low:.1f}–{high:.1f}) | {more} | {tokens:,.0f} |")
+    return lines
+
+
 def first_calls(report: dict[str, Any], name: str, link: Link) -> str:
     """``first_rows`` with where they are from, and which losses the command asked for but the file lacks."""
     shape = " × ".join(f"{report['shape'][key]:,}" for key in ("tokens", "hidden_size", "vocab_size"))

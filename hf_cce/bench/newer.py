@@ -26,6 +26,8 @@ def drawn(report: dict[str, Any]) -> str | None:
         return "\n".join(loops.fit_rows(report))
     if rows and "settings" in report and all("status" in row for row in rows):
         return "\n".join(loops.step_rows([(loops.weights_of(report), report)]))
+    if rows and all("issued_ms" in row for row in rows):
+        return "\n".join(loops.turn_rows(report))
     if "shape" in report and rows and all({"first_s", "failed", "missing"} & set(row) for row in rows):
         return "\n".join(loops.first_rows(results, report.get("of", "")))
     return _recipe(report) if {"task", "loss", "tokens_per_second", "peak_bytes", "cce"} <= set(report) else None

@@ -31,7 +31,9 @@ CURVES, LIMITED = "2026-11-21-h200-curves.json", "2026-11-21-h200-steps-31gib.js
 LOOPS = tuple(
     f"2026-11-{name}.json"
     for name in (
-        *(f"22-h200-steps-{of}" for of in ("smol-plain", "qwen-plain", "llama-plain", "qwen-trainer")),
+        "22-h200-steps-smol-plain",
+        *(f"23-h200-steps-{of}" for of in ("qwen-plain", "llama-plain")),
+        "22-h200-steps-qwen-trainer",
         "23-h200-steps-smol-trainer",
         "22-h200-steps-qwen-sft",
         "23-h200-steps-smol-sft",

@@ -156,11 +156,11 @@ def _stored_stats(
 
 
 def _stored_columns(
-    n: int, d: int, v: int, dtype: torch.dtype, tiles: int, block_n: int, special: bool, need_weight: bool, budget: int
+    n: int, d: int, v: int, dtype: torch.dtype, tiles: int, block_n: int, special: bool, lend: bool, budget: int
 ) -> tuple[int, int]:
     """Columns to store where the weight's gradient will be, and those after them in a slab of the budget."""
     width = stored_width(n, d, v, dtype, tiles, block_n, budget)
-    if not need_weight or width in (0, v):
+    if not lend or width in (0, v):
         return 0, width
     whole_tiles = block_n * (2 if special else 1)  # of every kernel's
     lent = lent_columns(n, d, v, dtype.itemsize, dtype.itemsize, whole_tiles)
@@ -178,12 +178,12 @@ def stored_cross_entropy(
     logit_scale: float,
     softcap: float,
     z_loss: float,
-    need_weight: bool,
+    lend: bool,
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, Stored] | None:
     """(loss, lse [N], the first slab for ``logit_stats_backward``), or None where the budget has no room for one.
 
-    With ``need_weight`` the weight's gradient is allocated here, and lends its memory until it is written.
+    With ``lend`` the weight's gradient is allocated here, and lends its memory until it is written.
     """
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
@@ -193,7 +193,7 @@ def stored_cross_entropy(
     num_tiles = ceil_div(v, plan.block_n)
     special = specialised(plan, bias, softcap)
     block_n = max(make_plan(hidden, weight, backward=True).block_n, plan.block_n)
-    lent, width = _stored_columns(n, d, v, hidden.dtype, num_tiles, block_n, special, need_weight, memory_budget)
+    lent, width = _stored_columns(n, d, v, hidden.dtype, num_tiles, block_n, special, lend, memory_budget)
     if width == 0:
         return None
     block_m = plan.block_m if special else 0

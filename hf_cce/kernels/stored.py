@@ -136,7 +136,7 @@ def _settle_kernel(
     p_label = tl.exp(at_label - tl.load(lse + rows, mask=in_rows, other=0.0))
     # Zero where the label is ignored, as the values are, whatever comes from upstream.
     g = tl.load(grad_lse + rows, mask=label != ignore_index, other=0.0)
-    of_label = g * p_label + tl.load(grad_label + rows, mask=in_rows, other=0.0)
+    of_label = g * p_label + tl.load(grad_label + rows, mask=label != ignore_index, other=0.0)
     if HAS_SOFTCAP:
         of_label *= 1.0 - (at_label / softcap) * (at_label / softcap)
     at = rows.to(tl.int64)[:, None] * width + cols[None, :]
