@@ -165,14 +165,15 @@ def first_rows(results: dict[str, dict[str, Any]], of: str = "") -> list[str]:
 def turn_rows(report: dict[str, Any]) -> list[str]:
     """Of hf_cce.bench.alternate: each loss beside the first one of the same round."""
     settings, results = report["settings"], report["results"]
-    reference = next(iter(results))
+    reference = settings["losses"][0]
     shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}"
     lines = [
         f"| {shape}; {settings['rounds']} rounds, {settings['steps']} steps of each loss in turn | a step, median of rounds "
         f"(least–most) | more than {names.title(reference)} in the same round | tokens/s |",
         "|---|---|---|---|",
     ]
-    for name, row in results.items():
+    for name in names.ordered(results):
+        row = results[name]
         low, high = row["ms_spread"]
         apart = row.get("apart_ms")
         more = f"{apart['median']:+.2f} ms ({apart['least']:+.2f} to {apart['most']:+.2f})" if apart else "–"
