@@ -14,13 +14,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_cce import CCEConfig, apply_cce, remove_cce
-from hf_cce.bench import loops, machine, text
+from hf_cce.bench import loops, machine, text, trainers
 from hf_cce.bench.files import write_json
 from hf_cce.bench.job import Job, token_ids
 from hf_cce.bench.onestep import build
@@ -31,6 +32,57 @@ from hf_cce.bench.steps import MAX_ENTRIES
 CONFIGS = {"eager": None, "hf_cce": CCEConfig(), "hf_cce-exact": CCEConfig(gradient_filter=None)}
 
 
+class Turns:
+    """Who has a step: puts each loss into the model for its steps of a round, takes it out again, and reads the clock.
+
+    ``step_begins`` is called before each of the ``total`` steps, ``all_done`` after the last.
+    """
+
+    def __init__(self, job: Job, losses: list[str], rounds: int, settle: int, model: Any, say: Callable[[str], None]):
+        self.job, self.model, self.say, self.settle = job, model, say, settle
+        # The other way round every second time: what comes first after a pause is slower.
+        self.turns = [
+            (turn, name)
+            for turn in range(job.warmup + rounds)
+            for name in (losses if turn % 2 == 0 else reversed(losses))
+        ]
+        self.a_turn = settle + job.steps
+        self.total = len(self.turns) * self.a_turn
+        self.found: dict[str, Any] = {name: {"step_ms": [], "issued_ms": []} for name in losses}
+        self.index, self.start = 0, 0.0
+
+    def step_begins(self) -> None:
+        at = self.index % self.a_turn
+        if at == 0:
+            if self.index:
+                self._end()
+            config = CONFIGS[self.turns[self.index // self.a_turn][1]]
+            if config is not None:
+                apply_cce(self.model, config)
+        if at == self.settle:
+            machine.synchronize(torch.device(self.job.device))
+            self.start = time.perf_counter()
+        self.index += 1
+
+    def all_done(self) -> None:
+        self._end()
+        assert self.index == self.total
+
+    def _end(self) -> None:
+        issued = time.perf_counter()
+        machine.synchronize(torch.device(self.job.device))
+        done = time.perf_counter()
+        turn, name = self.turns[(self.index - 1) // self.a_turn]
+        if CONFIGS[name] is not None:
+            self.found[name]["stats"] = self.model.cce_stats()
+            remove_cce(self.model)
+        if turn >= self.job.warmup:
+            self.found[name]["step_ms"].append((done - self.start) * 1e3 / self.job.steps)
+            self.found[name]["issued_ms"].append((issued - self.start) * 1e3 / self.job.steps)
+        if self.index % (self.a_turn * len(self.found)) == 0:
+            self.say(f"round {turn + 1} of {len(self.turns) // len(self.found)}")
+
+
 def measure(
     job: Job, losses: list[str], rounds: int, settle: int, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
@@ -39,41 +91,13 @@ def measure(
     ``job.warmup`` rounds come before, untimed, and ``settle`` steps before the ``job.steps`` of each round. The host's clock
     counts, from a device at rest to a device at rest, since that is what a step takes that waits for the host.
     """
-    device = torch.device(job.device)
     model = build(job, torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), job.learning_rate, betas=(0.9, 0.95), fused=True)
-    batches = torch.from_numpy(token_ids(job)).to(device)
-    found: dict[str, Any] = {name: {"step_ms": [], "issued_ms": []} for name in losses}
-
-    def steps(count: int) -> tuple[float, float]:
-        """(ms a step until the device is done, until the host has launched everything)."""
-        machine.synchronize(device)
-        start = time.perf_counter()
-        for index in range(count):
-            rows = batches[index % len(batches)]
-            model(input_ids=rows, labels=rows).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        issued = time.perf_counter()
-        machine.synchronize(device)
-        return (time.perf_counter() - start) * 1e3 / count, (issued - start) * 1e3 / count
-
-    for turn in range(job.warmup + rounds):
-        # The other way round every second time: what comes first after a pause is slower.
-        for name in losses if turn % 2 == 0 else reversed(losses):
-            config = CONFIGS[name]
-            if config is not None:
-                apply_cce(model, config)
-            if settle:
-                steps(settle)
-            whole, issued = steps(job.steps)
-            if config is not None:
-                found[name]["stats"] = model.cce_stats()
-                remove_cce(model)
-            if turn >= job.warmup:
-                found[name]["step_ms"].append(whole)
-                found[name]["issued_ms"].append(issued)
-        say(f"round {turn + 1} of {job.warmup + rounds}")
+    turns = Turns(job, losses, rounds, settle, model, say)
+    if job.loop == "plain":
+        _plain(job, model, turns)
+    else:
+        trainers.run(replace(job, warmup=0, steps=turns.total), model, [_callback(turns)])
+    found = turns.found
     for row in found.values():
         row["ms"], row["ms_spread"] = statistics.median(row["step_ms"]), [min(row["step_ms"]), max(row["step_ms"])]
     first = found[losses[0]]["step_ms"]
@@ -81,6 +105,31 @@ def measure(
         apart = [x - y for x, y in zip(found[name]["step_ms"], first, strict=True)]
         found[name]["apart_ms"] = {"median": statistics.median(apart), "least": min(apart), "most": max(apart)}
     return found
+
+
+def _plain(job: Job, model: Any, turns: Turns) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), job.learning_rate, betas=(0.9, 0.95), fused=True)
+    batches = torch.from_numpy(token_ids(job)).to(job.device)
+    for index in range(turns.total):
+        turns.step_begins()
+        rows = batches[index % len(batches)]
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    turns.all_done()
+
+
+def _callback(turns: Turns) -> Any:
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            turns.step_begins()
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            turns.all_done()
+
+    return Clock()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -95,6 +144,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
                         "and a gradient filter needs some ten to find its threshold")  # fmt: skip
     parser.add_argument("--losses", nargs="+", default=["eager", "hf_cce"], choices=CONFIGS, metavar="LOSS",
                         help=f"the first is what the others are compared with; {', '.join(CONFIGS)}")  # fmt: skip
+    parser.add_argument("--loop", default="plain", choices=trainers.LOOPS,
+                        help="or Transformers' Trainer, or TRL's SFTTrainer; apply_cce between steps")  # fmt: skip
     parser.add_argument("--dataset", help="text file or folder; default: Python's own sources")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seed", type=int, default=0)
@@ -115,7 +166,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     job = Job(
         loss="", model=args.model, batch=args.batch, sequence=args.sequence, steps=args.steps, warmup=args.warmup,
-        tokens_file=str(corpus.tokens_file), entries=corpus.entries, seed=args.seed, device=args.device,
+        tokens_file=str(corpus.tokens_file), tokenizer_file=str(corpus.tokenizer_file), entries=corpus.entries, loop=args.loop,
+        seed=args.seed, device=args.device,
     )  # fmt: skip
     losses = list(dict.fromkeys(args.losses))
     report: dict[str, Any] = {

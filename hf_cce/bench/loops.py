@@ -167,6 +167,7 @@ def turn_rows(report: dict[str, Any]) -> list[str]:
     settings, results = report["settings"], report["results"]
     reference = settings["losses"][0]
     shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}"
+    shape += {"trainer": ", Trainer", "sft": ", SFTTrainer"}.get(settings.get("loop", "plain"), "")
     lines = [
         f"| {shape}; {settings['rounds']} rounds, {settings['steps']} steps of each loss in turn | a step, median of rounds "
         f"(least–most) | more than {names.title(reference)} in the same round | tokens/s |",

@@ -51,8 +51,6 @@ def train(job: Job, model: Any, before_timing: Any) -> tuple[list[float], list[f
     Raises:
         Missing: TRL is not installed, or the loss cannot be put into this trainer.
     """
-    from transformers import Trainer, TrainingArguments
-
     from hf_cce import CCECallback, CCEConfig
 
     device = torch.device(job.device)
@@ -64,6 +62,19 @@ def train(job: Job, model: Any, before_timing: Any) -> tuple[list[float], list[f
         done = f"CCECallback({ours[job.loss]})"
     else:
         done = install(model, job.loss) if job.loop == "trainer" or job.loss != "liger" else LIGER_IN_TRAINER
+    loss = run(job, model, callbacks)
+    return clock.marks.milliseconds(), [loss], done
+
+
+def run(job: Job, model: Any, callbacks: list[Any]) -> float:
+    """Train ``model`` for all steps of ``job`` in its loop, with ``callbacks``; the mean loss.
+
+    Raises:
+        Missing: TRL is not installed.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    device = torch.device(job.device)
     rows = torch.from_numpy(token_ids(job)).flatten(0, 1).long()
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {
@@ -84,8 +95,7 @@ def train(job: Job, model: Any, before_timing: Any) -> tuple[list[float], list[f
                 trainer = _sft(job, model, options, rows, callbacks)
         # In the order given, as the plain loop takes them.
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
-        result = trainer.train()
-    return clock.marks.milliseconds(), [result.training_loss], done
+        return float(trainer.train().training_loss)
 
 
 def _sft(job: Job, model: Any, options: dict[str, Any], rows: torch.Tensor, callbacks: list[Any]) -> Any:
