@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_cce.calls import Call
-from hf_cce.head import needs_grad
 from hf_cce.loss import linear_cross_entropy, linear_log_probs
 from hf_cce.sharded import gathered, is_dtensor, local, replicated
 from hf_cce.symbolic import (
@@ -29,12 +28,17 @@ from hf_cce.symbolic import (
     cast_targets,
     closed_form,
     forbidden_words,
+    function_applied_to,
     is_op,
     plain,
     split_index,
 )
 
 Number = float  # inside DeferredLogits ``float`` is the method
+_STALE_VIEW = (
+    "these deferred logits are a view of logits that were written to since; write before viewing, "
+    "or use the model without CCE (remove_cce)"
+)
 
 
 class DeferredLogits(Symbolic):
@@ -69,6 +73,8 @@ class DeferredLogits(Symbolic):
         self._made_version = 0
         self._rewritten = False
         self._used = False  # something was computed from the recipe: a hook on the logits would not see its gradient
+        self._writes = [0]  # how often this object or a view of it was written to; one list for all of them
+        self._seen = 0
         self._aliases: list[Any] = []  # weak references to views of this object, and to what it is a view of
         # A recipe is only as good as its ingredients: logits read after optimizer.step() would be other logits.
         self._versions = None if torch.compiler.is_compiling() else self._ingredient_versions()
@@ -79,6 +85,13 @@ class DeferredLogits(Symbolic):
         if self._rewritten or self._made is None:
             return self._rewritten
         return not torch.compiler.is_compiling() and self._made._version != self._made_version
+
+    @property
+    def data(self) -> Tensor:
+        """Writes into it leave no trace: from now on the real logits are the truth."""
+        made = self._real("data")
+        self._rewritten = True
+        return made.data
 
     # What a tensor says about itself
     @property
@@ -108,7 +121,7 @@ class DeferredLogits(Symbolic):
 
     @property
     def requires_grad(self) -> bool:
-        return needs_grad(self.hidden_states, self.weight, self.bias)
+        return any(x is not None and x.requires_grad for x in (self.hidden_states, self.weight, self.bias))
 
     def __repr__(self) -> str:
         state = "made" if self._made is not None else "not made"
@@ -195,6 +208,7 @@ class DeferredLogits(Symbolic):
         """Words set to the smallest number at every token (Chameleon's image tokens) have probability zero from now on."""
         plain_logits = not self._written and self._made is None and not torch.compiler.is_compiling()
         plain_logits = plain_logits and not self._sharded
+        plain_logits = plain_logits and torch.is_grad_enabled()  # else the write has no gradient, and the recipe would
         words = forbidden_words(key, value, self.shape, self.dtype) if plain_logits else None
         if words is None:
             self._write("__setitem__", key, value)
@@ -256,7 +270,8 @@ class DeferredLogits(Symbolic):
     def _apply_(self, name: str, value: Any) -> Any:
         if self._written or not is_op(name, value):
             return self._write(f"{name}_", *(() if name == "tanh" else (value,)))
-        if self._made is not None:  # somebody may hold the real logits, or a part of them
+        # Without gradients the write has none, and the recipe would; and somebody may hold the real logits, or a part of them
+        if self._made is not None or not torch.is_grad_enabled():
             return self._write(f"{name}_", *(() if name == "tanh" else (value,)))
         self._refuse_if_shared(f"{name}_")
         self.ops = (*self.ops, (name, value))
@@ -365,27 +380,41 @@ class DeferredLogits(Symbolic):
         self._check_fresh()
         self.call.note_materialised(why)
         made = self._multiplied()
+        if torch.compiler.is_compiling():  # who has them may write into them, and a graph does not know their version
+            self._rewritten = True
         self._made, self._made_version = made, 0 if self._versions is None else made._version
         return made
 
     def _multiplied(self) -> Tensor:
         """The real logits, newly made."""
-        with self._as_multiplied():
-            made = gathered(F.linear(replicated(self.hidden_states, self.weight), self.weight, self.bias))
-        for name, value in self.ops:
-            if name == "forbid":
-                made[..., value[0].to(made.device)] = value[1]
-            else:
-                made = made.tanh() if name == "tanh" else getattr(made, name)(value)
-        return made
+        # Wherever they are asked for, they are what the head would have made during the call: with a gradient.
+        as_in_call = contextlib.nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
+        with as_in_call, torch.enable_grad():
+            with self._as_multiplied():
+                made = gathered(F.linear(replicated(self.hidden_states, self.weight), self.weight, self.bias))
+            for name, value in self.ops:
+                if name == "forbid":
+                    made[..., value[0].to(made.device)] = value[1]
+                else:
+                    made = made.tanh() if name == "tanh" else getattr(made, name)(value)
+            return made
 
     def _ingredient_versions(self) -> tuple[int | None, ...]:
-        return tuple(None if x is None else x._version for x in (self.hidden_states, self.weight, self.bias))
+        parts = (self.hidden_states, self.weight, self.bias)
+        return tuple(None if x is None or x.is_inference() else x._version for x in parts)
 
     def _check_fresh(self) -> None:
         """Refuse to answer from a recipe whose ingredients have changed since it was written."""
+        if self._seen != self._writes[0] and not self._rewritten:
+            raise RuntimeError(_STALE_VIEW)
         if self._versions is None or self._written:
             return
+        mine = lambda each: isinstance(each, Symbolic) and getattr(each, "call", None) is self.call  # noqa: E731
+        if not torch.is_grad_enabled() and self.requires_grad and (name := function_applied_to(mine)):
+            raise RuntimeError(
+                f"{name}.apply: autograd does not see these logits, which are a stand-in for a tensor, and they would get "
+                "no gradient; pass outputs.logits.materialize()"
+            )
         weight = local(self.weight)
         freed = weight.numel() > 0 and weight.untyped_storage().nbytes() == 0  # by FSDP2, as after the backward pass
         if freed or self._versions != self._ingredient_versions():
@@ -394,10 +423,7 @@ class DeferredLogits(Symbolic):
                 "read outputs.logits before the step, or keep outputs.logits.materialize()"
             )
         if any((relative := reference()) is not None and relative._written for reference in self._aliases):
-            raise RuntimeError(
-                "these deferred logits are a view of logits that were written to since; write before viewing, "
-                "or use the model without CCE (remove_cce)"
-            )
+            raise RuntimeError(_STALE_VIEW)
 
     def _write(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """An in-place operation that has no recipe: make the logits, write into them, and be them from now on."""
@@ -408,6 +434,7 @@ class DeferredLogits(Symbolic):
         return self
 
     def _refuse_if_shared(self, name: str) -> None:
+        self._seen = self._writes[0] = self._writes[0] + 1
         if any(reference() is not None for reference in self._aliases):
             raise RuntimeError(
                 f"{name}: deferred logits cannot be written to while a view of them is alive; write before viewing, "
@@ -423,10 +450,11 @@ class DeferredLogits(Symbolic):
         return torch.autocast(kind, dtype=self.cast, enabled=self.cast is not None)
 
     def _copy(self, **changes: Any) -> DeferredLogits:
+        parts = [changes.get(name, getattr(self, name)) for name in ("hidden_states", "weight", "bias")]
+        if not torch.is_grad_enabled():  # what torch computes then has no gradient, whenever it is used
+            parts = [None if x is None else x.detach() for x in parts]
         new = type(self)(
-            changes.get("hidden_states", self.hidden_states),
-            changes.get("weight", self.weight),
-            changes.get("bias", self.bias),
+            *parts,
             call=self.call,
             cast=self.cast,
             ops=changes.get("ops", self.ops),
@@ -439,6 +467,7 @@ class DeferredLogits(Symbolic):
     def _view(self, hidden_states: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> DeferredLogits:
         """Other tokens, and with ``weight`` other words, of the same logits: what torch would share memory with."""
         new = self._copy(hidden_states=hidden_states, **({} if weight is None else {"weight": weight, "bias": bias}))
+        new._writes, new._seen = self._writes, self._seen
         if not torch.compiler.is_compiling():
             family = [*self._aliases, weakref.ref(self)]
             for reference in family:

@@ -18,6 +18,8 @@ from torch.nn.modules import module as _module
 # Modules of these packages pass their input to the Linear inside and add their own term in plain torch operations
 # (PEFT's LoRA layers and modules_to_save wrapper; containers and dropout of torch.nn): a symbolic input is safe there.
 _TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear")
+# Whose hooks are known to take a symbolic output for a tensor, or to be refused elsewhere
+_NOT_THE_USERS = ("accelerate.", "deepspeed.", "hf_cce.", "peft.", "torch.", "transformers.", "trl.")
 # DeepSpeed ZeRO-3 puts a function that takes tensors only in its place, for every module of the process and for good.
 LINEAR = torch._C._nn.linear
 _WANTS_GRADIENTS = "(register_full_backward_hook) asks for the gradient of the logits, which the fused loss never makes"
@@ -56,6 +58,10 @@ def why_not_defer(head: nn.Module) -> str | None:
         kind = type(module)
         if module._backward_hooks or module._backward_pre_hooks:
             return f"a backward hook on the head {_WANTS_GRADIENTS}"
+        if not torch.compiler.is_compiling() and any(map(_asks_for_a_tensor, module._forward_hooks.values())):
+            return (
+                "a forward hook on the head asks for the type of the logits (isinstance), which are no torch.Tensor yet"
+            )
         if kind.__name__ == "FullyShardedDataParallel":
             return "the head is an FSDP1 unit of its own, which frees its weight after its forward; leave it to the root unit"
         if kind.forward is not nn.Linear.forward and not kind.__module__.startswith(_TRANSPARENT):
@@ -64,6 +70,14 @@ def why_not_defer(head: nn.Module) -> str | None:
             # It also replaces F.linear by a function that takes tensors only.
             return PARTITIONED
     return RESHARDS if any(_reshards(module) for module in head.modules()) else None
+
+
+def _asks_for_a_tensor(hook: Any) -> bool:
+    """Whether a hook of the user's own may leave alone what is no ``torch.Tensor``."""
+    function = getattr(hook, "__func__", hook)
+    known = (getattr(function, "__module__", None) or "").startswith(_NOT_THE_USERS)
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    return not known and not {"isinstance", "is_tensor"}.isdisjoint(names)
 
 
 def is_plain(head: nn.Module) -> bool:

@@ -66,9 +66,15 @@ class TermSum(Symbolic):
     def requires_grad(self) -> bool:
         return self.deferred().requires_grad
 
+    @property
+    def _written(self) -> bool:
+        """Somebody has written into the real logits (PEFT's aLoRA, through a view): the terms are stale."""
+        return self._finished is not None and self._finished._written
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         targets = cast_targets(args, kwargs)
-        if targets is None or any(isinstance(each, torch.device) and each != self.device for each in targets):
+        elsewhere = targets is None or any(isinstance(each, torch.device) and each != self.device for each in targets)
+        if self._written or targets is None or elsewhere:
             return self.deferred().to(*args, **kwargs)
         dtypes = [each for each in targets if isinstance(each, torch.dtype)]
         return self._of(self.terms, self.bias, dtypes[-1] if dtypes else self.dtype)
@@ -78,7 +84,8 @@ class TermSum(Symbolic):
 
     def add(self, other: Any, **kwargs: Any) -> Any:
         """Another sum for the same tokens, or a bias per word."""
-        if isinstance(other, TermSum) and not kwargs and self.shape == other.shape and self.cast == other.cast:
+        alike = isinstance(other, TermSum) and self.shape == other.shape and self.cast == other.cast
+        if alike and not kwargs and not self._written and not other._written:
             terms = self.terms
             for term in other.terms:
                 terms = _with(terms, term)
@@ -98,7 +105,7 @@ class TermSum(Symbolic):
 
     def mul(self, other: Any) -> Any:
         """By a number, or by one number per word."""
-        number = isinstance(other, (int, Number)) and not isinstance(other, bool)
+        number = isinstance(other, (int, Number)) and not isinstance(other, bool) and not self._written
         factor = Number(other) if number else self._per_word(other)
         if factor is None:
             return self._real("mul").mul(plain(other))
@@ -148,6 +155,7 @@ class TermSum(Symbolic):
         """``value`` as [V] where it is a floating tensor that has one number per word, the same for all tokens; or None."""
         words = self.shape[-1]
         fits = isinstance(value, Tensor) and value.dim() in range(1, self.ndim + 1) and value.shape[-1] == words
+        fits = fits and not self._written
         if not fits or value.numel() != words or not value.is_floating_point() or value.device != self.device:
             return None
         return value.reshape(-1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -24,6 +25,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from hf_cce.calls import Call, Stats
@@ -116,7 +118,9 @@ def unpatch(model: nn.Module) -> None:
         handle.remove()
     for module in state.kept_whole:
         module.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
-    if state.set_loss_function:
+    if (
+        state.set_loss_function and model.__dict__.get("_loss_function") is _default_loss()
+    ):  # nobody has set another since
         model.__dict__.pop("_loss_function", None)
     delattr(model, STATE)
     model.__dict__.pop("cce_stats", None)
@@ -138,10 +142,14 @@ def _name_the_loss(model: nn.Module) -> bool:
     """
     if getattr(model, "loss_type", None) is not None or "_loss_function" in model.__dict__:
         return False
+    model._loss_function = _default_loss()
+    return True
+
+
+def _default_loss() -> Any:
     from transformers.loss.loss_utils import LOSS_MAPPING
 
-    model._loss_function = LOSS_MAPPING["ForCausalLM"]  # type: ignore[assignment]
-    return True
+    return LOSS_MAPPING["ForCausalLM"]
 
 
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -227,6 +235,8 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     if call is None or output is None:  # no training call, or one that raised
         return None
     _close(state, call, head)
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1 and _in_reentrant_checkpoint():
+        return _with_logits(output)
     if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
         return _without_deferred(output)  # a graph and DataParallel's gather hand on tensors only
     return None
@@ -275,6 +285,22 @@ def _without_deferred(output: Any) -> Any:
         return output
     fields = {name: None if isinstance(value, DeferredLogits) else value for name, value in output.items()}
     return type(output)(**fields)
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint calls the model anew, and will look for tensors in what it returns."""
+    code, frame = CheckpointFunction.backward.__code__, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame.f_code is code
+
+
+def _with_logits(output: Any) -> Any:
+    """The same return value with real logits, which the first call, without gradients, made as well."""
+    real = lambda value: value.materialize() if isinstance(value, DeferredLogits) else value  # noqa: E731
+    if isinstance(output, tuple):
+        return tuple(map(real, output))
+    return type(output)(**{name: real(value) for name, value in output.items()}) if isinstance(output, dict) else output
 
 
 def _note_bypass(state: Patch) -> None:
