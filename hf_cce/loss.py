@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -97,11 +97,13 @@ def linear_cross_entropy(
     if num_items_in_batch is not None and reduction != "mean":
         raise ValueError(f"num_items_in_batch needs reduction='mean', got reduction={reduction!r}")
     _refuse_learnable(label_smoothing=label_smoothing, z_loss=z_loss)
+    label_smoothing, z_loss = _on_host(label_smoothing), _on_host(z_loss)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
     if z_loss < 0.0:
         raise ValueError(f"z_loss must not be negative, got {z_loss}")
     hidden, weight, bias, cap = _prepare(hidden_states, weight, bias, labels, logit_scale, softcap)
+    logit_scale, ignore_index = _on_host(logit_scale), _on_host(ignore_index, int)
     if shift:
         if labels.dim() == 0:
             raise ValueError("labels must have a sequence dimension to be shifted, got a scalar")
@@ -169,6 +171,7 @@ def linear_log_probs(
     config = _checked(config)
     _check_index(ignore_index)
     hidden, weight, bias, cap = _prepare(hidden_states, weight, bias, labels, logit_scale, softcap)
+    logit_scale, ignore_index = _on_host(logit_scale), _on_host(ignore_index, int)
     shared = _shared(hidden, weight, bias)
     if shared and is_top1:
         raise ValueError("is_top1 is not known where the vocabulary is spread over processes; leave it out")
@@ -276,7 +279,7 @@ def _divisor(
 def _refuse_learnable(**options: object) -> None:
     """An option must be a finite number, and has no gradient here: a learnable one would silently never learn.
 
-    A tensor that is no parameter passes unread, as reading it would make the host wait for a GPU.
+    A tensor that is no parameter passes unread; see ``_on_host``.
     """
     for name, value in options.items():
         if isinstance(value, Tensor):
@@ -289,6 +292,11 @@ def _refuse_learnable(**options: object) -> None:
             raise TypeError(f"{name} must be a number{_or_none(name)}, got {_kind(value)}")
         elif not -math.inf < value < math.inf:  # type: ignore[operator]
             raise ValueError(f"{name} must be a finite number{_or_none(name)}, got {value}")
+
+
+def _on_host(value: Any, kind: type = float) -> Any:
+    """A number that kernels take: of numpy's and of tensors they do not. PyTorch's symbols stay what they are."""
+    return value if type(value) in (float, int) or isinstance(value, (torch.SymFloat, torch.SymInt)) else kind(value)
 
 
 def _check_index(ignore_index: object) -> None:

@@ -122,9 +122,11 @@ def _(
 
 
 def _save_stats(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, labels, ignore_index, logit_scale, softcap, _, want_entropy = inputs[:9]
+    hidden, weight, bias, labels, ignore_index, logit_scale, softcap, want_mean, want_entropy = inputs[:9]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[4], output[5])
+    # Nor is what was not wanted: the gradient of an empty tensor would be read as one of N numbers.
+    unwanted = [x for x, wanted in zip(output[2:4], (want_mean, want_entropy), strict=True) if not wanted]
+    ctx.mark_non_differentiable(*unwanted, output[4], output[5])
     ctx.save_for_backward(hidden, weight, bias, labels, output[0], output[3] if want_entropy else None)
     ctx.options = (ignore_index, logit_scale, softcap)
     ctx.memory_budget, ctx.implementation = inputs[-2], inputs[-1]

@@ -146,7 +146,7 @@ def logit_stats(
         scatter(z_sum / v, want_mean),
         scatter(log_total - weighted / total, want_entropy),
         scatter(squares.log() - 2 * log_total, want_log_sum_sq),
-        scatter(label_logit >= top, want_top1),
+        scatter(label_logit >= top) if want_top1 else top.new_empty(0),
     )
 
 
@@ -184,7 +184,9 @@ def logit_stats_backward(
     n = labels.numel()
     grad_hidden = torch.zeros(hidden.shape if need_hidden else 0, dtype=wide, device=hidden.device)
     grad_weight = (
-        torch.zeros_like(weight) if need_weight and not n else weight.new_empty(weight.shape if need_weight else 0)
+        weight.new_zeros(weight.shape)
+        if need_weight and not n
+        else weight.new_empty(weight.shape if need_weight else 0)
     )
     grad_bias = weight.new_zeros(v if need_bias else 0)
     narrow = hidden.dtype != wide

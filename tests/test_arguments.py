@@ -13,7 +13,7 @@ from numerics import assert_as_good
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from hf_cce import linear_cross_entropy, linear_log_probs
+from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs
 
 H, W, Y = torch.randn(4, 8), torch.randn(11, 8), torch.arange(4)
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -63,11 +63,23 @@ def test_a_wrong_type_is_named(function: Any, wrong: dict[str, Any], error: type
         function(**arguments)
 
 
-def test_numbers_of_numpy_and_tensors_without_gradient_are_numbers() -> None:
-    expected = linear_cross_entropy(H, W, Y, logit_scale=0.5, softcap=3.0, ignore_index=2, z_loss=0.25)
-    for number in (np.float32, np.float64, torch.tensor):
-        options = dict(logit_scale=number(0.5), softcap=number(3.0), z_loss=number(0.25), ignore_index=np.int64(2))
-        assert_as_good(linear_cross_entropy(H, W, Y, **options), expected, expected, str(number))
+@pytest.mark.parametrize("implementation", ["portable", "triton"])
+def test_numbers_of_numpy_and_tensors_without_gradient_are_numbers(implementation: str) -> None:
+    if implementation == "triton":
+        pytest.importorskip("triton")
+    config = CCEConfig(implementation)
+    leaves = [x.clone().requires_grad_() for x in (H, W)]
+    given = dict(logit_scale=0.5, softcap=3.0, z_loss=0.25, label_smoothing=0.125)
+    for smoothing in (True, False):
+        given = given if smoothing else {name: given[name] for name in ("logit_scale", "softcap", "z_loss")}
+        expected = linear_cross_entropy(*leaves, Y, ignore_index=2, config=config, **given)
+        wanted = torch.autograd.grad(expected, leaves)
+        for number in (np.float32, np.float64, torch.tensor):
+            options = {name: number(value) for name, value in given.items()}
+            found = linear_cross_entropy(*leaves, Y, ignore_index=np.int64(2), config=config, **options)
+            assert_as_good(found, expected, expected, str(number))
+            for each, value in zip(torch.autograd.grad(found, leaves), wanted, strict=True):
+                assert_as_good(each, value, value, str(number))
 
 
 def test_the_checks_read_no_tensor() -> None:

@@ -103,8 +103,11 @@ def test_what_the_filter_does_not_know_goes_another_way(options: Options, monkey
     assert taken["filtered"] == taken["filtered gradients"] == 0
 
 
-def test_inputs_that_are_not_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stored", [0, 2])
+def test_inputs_that_are_not_contiguous(stored: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``stored``: where columns are, a kernel reads the hidden states as they come."""
     taken = force(monkeypatch, "filtered")
+    monkeypatch.setattr(FilterState, "expected", lambda self: (1.0, stored))
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:

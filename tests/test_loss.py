@@ -26,6 +26,7 @@ from losses import (
     plain_loss,
 )
 from numerics import assert_as_good
+from torch._subclasses import FakeTensorMode
 
 from hf_cce import CCEConfig, choice, linear_cross_entropy, linear_log_probs
 
@@ -315,10 +316,45 @@ def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
             torch.ops.hf_cce.cross_entropy.default,
             (*leaves, labels, num_items, divisor, -100, 0.5, 3.0, 0.1, 0.1, True, True, True, 1 << 20, config),
         )
-    torch.library.opcheck(
-        torch.ops.hf_cce.logit_stats.default,
-        (*leaves, labels, -100, 0.5, 3.0, True, True, True, True, 1 << 20, config),
-    )
+    for wanted in ((True,) * 4, (False,) * 4, (True, False, False, False), (False, True, False, False)):
+        torch.library.opcheck(
+            torch.ops.hf_cce.logit_stats.default,
+            (*leaves, labels, -100, 0.5, 3.0, *wanted, 1 << 20, config),
+        )
+
+
+@pytest.mark.parametrize("implementation", ["portable", "triton"])
+@pytest.mark.parametrize("ignored", ["some", "all"])
+def test_gradients_lie_as_those_without_data_say(ignored: str, implementation: str) -> None:
+    """Inductor relies on it: rows in one piece, whatever those of the inputs are."""
+    if implementation == "triton":
+        pytest.importorskip("triton")
+    (hidden, weight, _), labels = make_inputs(20, 24, 50, torch.float32, ignored=ignored)
+    turned = [x.t().contiguous().t() for x in (hidden, weight)]
+    overlapping = [torch.randn(100).unfold(0, 24, 1)[:n] for n in (20, 50)]
+    for hidden, weight in (turned, overlapping):
+        vectors = (torch.rand(20), torch.rand(20), None, None)
+        given = (
+            *vectors,
+            hidden,
+            weight,
+            None,
+            labels,
+            torch.ones(20),
+            None,
+            -100,
+            1.0,
+            0.0,
+            True,
+            True,
+            False,
+            1 << 20,
+        )
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
+            fake = torch.ops.hf_cce.logit_stats_backward(*fakes, implementation)
+        real = torch.ops.hf_cce.logit_stats_backward(*given, implementation)
+        assert [x.stride() for x in real] == [x.stride() for x in fake]
 
 
 @pytest.mark.parametrize("options", [PLAIN, Options(0.7, 5.0, True)], ids=str)

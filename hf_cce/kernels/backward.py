@@ -263,7 +263,7 @@ def logit_stats_backward(
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
+    grad_hidden = hidden.new_empty((n, d) if need_hidden else 0)  # rows in one piece, whatever those of hidden overlap
     if stored is not None and stored.grad_weight is not None:
         grad_weight = stored.grad_weight
     else:

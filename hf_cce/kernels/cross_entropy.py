@@ -365,6 +365,7 @@ def _filtered(
     if chosen is None:
         return None
     plan, layout = chosen
+    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     return filtered.forward(
