@@ -161,7 +161,7 @@ def test_what_is_launched_was_listed(needs: tuple[bool, bool], monkeypatch: pyte
         -100, 1.0, 0.0, 0.0, torch.device("cuda", 0), 60, 256 << 20, (True, True),
     )  # fmt: skip
     with launch.listing() as launches:
-        ahead._step(problem)
+        ahead._step(problem, *ahead._without_memory(problem))
     assert len(launched) > 10
     assert launched <= {described(kernel.jitted.fn.__name__, kwargs) for kernel, _, kwargs in launches}
 
