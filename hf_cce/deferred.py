@@ -409,8 +409,8 @@ class DeferredLogits(Symbolic):
             raise RuntimeError(_STALE_VIEW)
         if self._versions is None or self._written:
             return
-        mine = lambda each: isinstance(each, Symbolic) and getattr(each, "call", None) is self.call  # noqa: E731
-        if not torch.is_grad_enabled() and self.requires_grad and (name := function_applied_to(mine)):
+        unseen = not torch.is_grad_enabled() and self.requires_grad
+        if unseen and (name := function_applied_to(lambda each: getattr(each, "call", None) is self.call)):
             raise RuntimeError(
                 f"{name}.apply: autograd does not see these logits, which are a stand-in for a tensor, and they would get "
                 "no gradient; pass outputs.logits.materialize()"

@@ -132,8 +132,3 @@ def _reshards(module: nn.Module) -> bool:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return any(group._reshard_after_forward for group in groups)
-
-
-def needs_grad(*tensors: Tensor | None) -> bool:
-    """True when autograd is on and one of ``tensors`` asks for a gradient."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
