@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hf_cce import CCEConfig, apply_cce, remove_cce
+from hf_cce import apply_cce, remove_cce
 from hf_cce.bench import loops, machine, text, trainers
 from hf_cce.bench.files import write_json
 from hf_cce.bench.job import Job, token_ids
@@ -29,7 +29,7 @@ from hf_cce.bench.shapes import SHAPES
 from hf_cce.bench.steps import MAX_ENTRIES
 
 # What is done to the model before a loss's steps of a round, by name; all is undone after them.
-CONFIGS = {"eager": None, "hf_cce": CCEConfig(), "hf_cce-exact": CCEConfig(gradient_filter=None)}
+CONFIGS = {"eager": None, **trainers.OURS}
 
 
 class Turns:

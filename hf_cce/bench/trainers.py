@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from hf_cce import CCECallback, CCEConfig
 from hf_cce.bench.installed import Missing, install
 from hf_cce.bench.job import Job, Marks, token_ids
 
 LOOPS = ("plain", "trainer", "sft")
+OURS = {"hf_cce": CCEConfig(), "hf_cce-exact": CCEConfig(gradient_filter=None)}
 LIGER_IN_TRAINER = "SFTConfig(use_liger_kernel=True)"
 
 
@@ -51,15 +53,12 @@ def train(job: Job, model: Any, before_timing: Any) -> tuple[list[float], list[f
     Raises:
         Missing: TRL is not installed, or the loss cannot be put into this trainer.
     """
-    from hf_cce import CCECallback, CCEConfig
-
     device = torch.device(job.device)
     clock = _callback(job, device, before_timing)
-    ours = {"hf_cce": CCEConfig(), "hf_cce-exact": CCEConfig(gradient_filter=None)}
     callbacks: list[Any] = [clock]
-    if job.loss in ours:
-        callbacks.append(CCECallback(ours[job.loss], on_unused="raise"))
-        done = f"CCECallback({ours[job.loss]})"
+    if job.loss in OURS:
+        callbacks.append(CCECallback(OURS[job.loss], on_unused="raise"))
+        done = f"CCECallback({OURS[job.loss]})"
     else:
         done = install(model, job.loss) if job.loop == "trainer" or job.loss != "liger" else LIGER_IN_TRAINER
     loss = run(job, model, callbacks)
