@@ -8,6 +8,7 @@ traces the former and stops at the latter.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# None where torch has it in C++
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 # Done to logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device), ("forbid", (words, number))
 Op = tuple[str, Any]
@@ -270,7 +272,15 @@ def function_applied_to(mine: Callable[[Any], bool]) -> str | None:
     """The ``torch.autograd.Function`` that is being applied to an object that is ``mine``: it takes that for no tensor."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _APPLY and any(map(mine, frame.f_locals.get("args", ()))):
-            return getattr(frame.f_locals.get("cls"), "__name__", "torch.autograd.Function")
+        code, names = frame.f_code, frame.f_locals
+        if code is _APPLY and any(map(mine, names.get("args", ()))):
+            return getattr(names.get("cls"), "__name__", "torch.autograd.Function")
+        # Its forward(ctx, …), by what it was called with
+        count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+        given = [names.get(name) for name in code.co_varnames[:count]]
+        if given and isinstance(given[0], torch._C._FunctionBase):
+            flat = [each for value in given for each in (value if type(value) is tuple else (value,))]
+            if any(map(mine, flat)):
+                return type(given[0]).__name__.removesuffix("Backward")
         frame = frame.f_back
     return None
