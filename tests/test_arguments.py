@@ -68,15 +68,16 @@ def test_numbers_of_numpy_and_tensors_without_gradient_are_numbers(implementatio
     if implementation == "triton":
         pytest.importorskip("triton")
     config = CCEConfig(implementation)
-    leaves = [x.clone().requires_grad_() for x in (H, W)]
+    device = "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
+    leaves, labels = [x.to(device, copy=True).requires_grad_() for x in (H, W)], Y.to(device)
     given = dict(logit_scale=0.5, softcap=3.0, z_loss=0.25, label_smoothing=0.125)
     for smoothing in (True, False):
         given = given if smoothing else {name: given[name] for name in ("logit_scale", "softcap", "z_loss")}
-        expected = linear_cross_entropy(*leaves, Y, ignore_index=2, config=config, **given)
+        expected = linear_cross_entropy(*leaves, labels, ignore_index=2, config=config, **given)
         wanted = torch.autograd.grad(expected, leaves)
         for number in (np.float32, np.float64, torch.tensor):
             options = {name: number(value) for name, value in given.items()}
-            found = linear_cross_entropy(*leaves, Y, ignore_index=np.int64(2), config=config, **options)
+            found = linear_cross_entropy(*leaves, labels, ignore_index=np.int64(2), config=config, **options)
             assert_as_good(found, expected, expected, str(number))
             for each, value in zip(torch.autograd.grad(found, leaves), wanted, strict=True):
                 assert_as_good(each, value, value, str(number))

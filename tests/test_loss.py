@@ -323,33 +323,26 @@ def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
         )
 
 
+def _on(device: str, x: torch.Tensor) -> torch.Tensor:
+    """``x`` on ``device``, each element as far from the next as before: ``Tensor.to`` makes one piece of those that overlap."""
+    memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).to(device)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 @pytest.mark.parametrize("implementation", ["portable", "triton"])
 @pytest.mark.parametrize("ignored", ["some", "all"])
 def test_gradients_lie_as_those_without_data_say(ignored: str, implementation: str) -> None:
     """Inductor relies on it: rows in one piece, whatever those of the inputs are."""
     if implementation == "triton":
         pytest.importorskip("triton")
+    device = "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
     (hidden, weight, _), labels = make_inputs(20, 24, 50, torch.float32, ignored=ignored)
     turned = [x.t().contiguous().t() for x in (hidden, weight)]
     overlapping = [torch.randn(100).unfold(0, 24, 1)[:n] for n in (20, 50)]
-    for hidden, weight in (turned, overlapping):
-        vectors = (torch.rand(20), torch.rand(20), None, None)
-        given = (
-            *vectors,
-            hidden,
-            weight,
-            None,
-            labels,
-            torch.ones(20),
-            None,
-            -100,
-            1.0,
-            0.0,
-            True,
-            True,
-            False,
-            1 << 20,
-        )
+    for pair in (turned, overlapping):
+        tensors = (torch.rand(20), torch.rand(20), None, None, *pair, None, labels, torch.ones(20), None)
+        moved = [None if x is None else _on(device, x) for x in tensors]
+        given = (*moved, -100, 1.0, 0.0, True, True, False, 1 << 20)
         with FakeTensorMode() as mode:
             fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
             fake = torch.ops.hf_cce.logit_stats_backward(*fakes, implementation)
