@@ -121,6 +121,7 @@ def test_losses_in_turn(
     named = {"plain": "", "trainer": ", Trainer", "sft": ", SFTTrainer"}[loop]
     assert drawn.startswith(f"| tiny, 2 × 32{named}; 2 rounds, 2 steps of each loss in turn |")
     assert "| **hf_cce**, no filter |" in drawn
+    assert ("more than SFTTrainer as released in" in drawn) == (loop == "sft")  # which makes no full logits
     with pytest.raises(SystemExit):
         alternate.main([*sizes, "--rounds", "0"])
 

@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     report: dict[str, Any] = {
         "command": "python -m hf_cce.bench.alternate " + " ".join(arguments if arguments is not None else sys.argv[1:]),
         "device": machine.device_name(torch.device(args.device)),
-        "versions": machine.versions("torch", "triton", "transformers"),
+        "versions": machine.versions("torch", "triton", "transformers", "trl"),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
         "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries},
         "notes": {

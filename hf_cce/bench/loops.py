@@ -165,12 +165,17 @@ def first_rows(results: dict[str, dict[str, Any]], of: str = "") -> list[str]:
 def turn_rows(report: dict[str, Any]) -> list[str]:
     """Of hf_cce.bench.alternate: each loss beside the first one of the same round."""
     settings, results = report["settings"], report["results"]
-    reference = settings["losses"][0]
+    reference, loop = settings["losses"][0], settings.get("loop", "plain")
+
+    def called(name: str) -> str:
+        """Ours is put in by apply_cce here, whatever the loop."""
+        return names.title(name) if names.is_ours(name) else IN_LOOP.get((loop, name), names.title(name))
+
     shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}"
-    shape += {"trainer": ", Trainer", "sft": ", SFTTrainer"}.get(settings.get("loop", "plain"), "")
+    shape += {"trainer": ", Trainer", "sft": ", SFTTrainer"}.get(loop, "")
     lines = [
         f"| {shape}; {settings['rounds']} rounds, {settings['steps']} steps of each loss in turn | a step, median of rounds "
-        f"(least–most) | more than {names.title(reference)} in the same round | tokens/s |",
+        f"(least–most) | more than {called(reference)} in the same round | tokens/s |",
         "|---|---|---|---|",
     ]
     for name in names.ordered(results):
@@ -179,7 +184,7 @@ def turn_rows(report: dict[str, Any]) -> list[str]:
         apart = row.get("apart_ms")
         more = f"{apart['median']:+.2f} ms ({apart['least']:+.2f} to {apart['most']:+.2f})" if apart else "–"
         tokens = settings["batch"] * settings["sequence"] / row["ms"] * 1e3
-        lines.append(f"| {names.title(name)} | {row['ms']:.1f} ms ({low:.1f}–{high:.1f}) | {more} | {tokens:,.0f} |")
+        lines.append(f"| {called(name)} | {row['ms']:.1f} ms ({low:.1f}–{high:.1f}) | {more} | {tokens:,.0f} |")
     return lines
 
 
