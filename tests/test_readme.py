@@ -163,12 +163,13 @@ def test_who_has_no_gpu_is_told_of_the_cpu_build_where_torch_is_first_installed(
 
 def test_limits_that_a_user_meets_are_named() -> None:
     (section,) = re.findall(r"What does not work yet(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    assert "](docs/limits.md)" in section
     for words in (
         "TRL",
         "label_smoothing_factor",
         "compute_loss_func",
         "evaluate()",
-        "on the LM head itself",
+        "adapters on the LM head itself",
         "retain_grad",
     ):
         assert words in section, words
