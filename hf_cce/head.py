@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
 
 # Modules of these packages pass their input to the Linear inside and add their own term in plain torch operations
@@ -50,6 +51,8 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 def why_not_defer(head: nn.Module) -> str | None:
     """Why the multiplication of ``head`` cannot be put off, judged by its structure; None where it can."""
+    if transformed():
+        return "torch.func (grad, vmap, jvp) or forward-mode AD is at work, for which the fused loss has no rule"
     if _module._global_backward_hooks or _module._global_backward_pre_hooks:
         return f"a backward hook on all modules {_WANTS_GRADIENTS}"
     if F.linear is not LINEAR and not is_plain(head):
@@ -70,6 +73,13 @@ def why_not_defer(head: nn.Module) -> str | None:
             # It also replaces F.linear by a function that takes tensors only.
             return PARTITIONED
     return RESHARDS if any(_reshards(module) for module in head.modules()) else None
+
+
+def transformed() -> bool:
+    """Whether a transform of ``torch.func``, or forward-mode AD, is at work; in a graph that is compiled nobody can tell."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _asks_for_a_tensor(hook: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_cce import ops, sharded
 from hf_cce.choice import module_for, survey
 from hf_cce.config import CCEConfig
+from hf_cce.head import transformed
 from hf_cce.log_probs import filtered_stats
 from hf_cce.state import FilterState
 
@@ -87,8 +88,8 @@ def linear_cross_entropy(
         TypeError: an argument is not of the type that it has here.
         ValueError: shapes, dtypes, devices or options do not fit, or, on the CPU, a label is out of range. On a GPU an
             out-of-range label fails a device-side assertion that names ``labels``, without synchronising the host.
-        RuntimeError: in a double backward, or where ``config`` asks for kernels that cannot run here; also under
-            ``torch.func`` transforms, which are not supported.
+        RuntimeError: in a double backward, under ``torch.func`` transforms and forward-mode AD, or where ``config`` asks for
+            kernels that cannot run here.
     """
     config = _checked(config)
     _check_index(ignore_index)
@@ -346,6 +347,11 @@ def _prepare(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, float]:
     """Check everything that can be checked without reading data; cast for autocast; flatten to [N, D]."""
+    if transformed():
+        raise RuntimeError(
+            "the fused loss has no rule for torch.func (grad, vmap, jvp) and forward-mode AD; compute it with full logits there, "
+            "or take its gradients by torch.autograd.grad"
+        )
     _check_tensor("hidden_states", "[..., D]", hidden_states)
     _check_tensor("weight", "[V, D]", weight)
     _check_tensor("labels", "[...]", labels)

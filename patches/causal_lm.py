@@ -154,9 +154,9 @@ def _default_loss() -> Any:
 
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     state, head = patch_of(model), find_head(model)
-    if state is None or head is None:
+    if state is None or head is None or _in_another(state, head):
         return
-    _put_back(head)  # left by a call that a KeyboardInterrupt ended, or by the one around this one
+    _put_back(head)  # left by a call that a KeyboardInterrupt ended
     training = model.training and torch.is_grad_enabled()
     policy = training and state.policy and not torch.compiler.is_compiling() and not _has_labels(state, args, kwargs)
     training = policy or (training and _has_labels(state, args, kwargs))
@@ -224,7 +224,7 @@ def _deferring_forward(head: nn.Module, previous: Any, hidden_states: Any, *args
 
 def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     state, head = patch_of(model), find_head(model)
-    if state is None or head is None:
+    if state is None or head is None or _in_another(state, head):
         return None
     if kwargs.get("fused_lm_head"):
         call = None if torch.compiler.is_compiling() else trl.leave()
@@ -240,6 +240,22 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
         return _without_deferred(output)  # a graph and DataParallel's gather hand on tensors only
     return None
+
+
+def _in_another(state: Patch, head: nn.Module) -> bool:
+    """Whether a patched model around this one (BLIP-2 around its language model) has a call under way: the loss is its."""
+    call = head.__dict__.get(STATE)
+    if call is None or call.stats is state.stats or torch.compiler.is_compiling():
+        return False
+    calls, frame = (nn.Module._call_impl.__code__, Patch.around.__code__), sys._getframe(1).f_back
+    while frame is not None:  # it is not if a KeyboardInterrupt ended that call, and nobody has put the head back
+        if frame.f_code in calls:
+            caller = frame.f_locals["self"]
+            around = caller if isinstance(caller, Patch) else patch_of(caller)
+            if around is not None and around.stats is call.stats:
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _is_ours(forward: Any) -> TypeGuard[functools.partial[Any]]:

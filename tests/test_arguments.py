@@ -12,6 +12,7 @@ import torch
 from numerics import assert_as_good
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs
 
@@ -81,6 +82,31 @@ def test_numbers_of_numpy_and_tensors_without_gradient_are_numbers(implementatio
             assert_as_good(found, expected, expected, str(number))
             for each, value in zip(torch.autograd.grad(found, leaves), wanted, strict=True):
                 assert_as_good(each, value, value, str(number))
+
+
+def _dual(loss: Any) -> None:
+    with forward_ad.dual_level():
+        loss(forward_ad.make_dual(H, H))
+
+
+TRANSFORMS = {
+    "grad": lambda loss: torch.func.grad(loss)(H),
+    "vmap": lambda loss: torch.func.vmap(loss)(torch.stack([H, H])),
+    "jvp": lambda loss: torch.func.jvp(loss, (H,), (H,)),
+    "dual": _dual,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_there_are_no_transforms_and_one_is_told_so(transform: str) -> None:
+    """PyTorch's own complaint names what the author of an operator should do."""
+    for loss in (
+        lambda h: linear_cross_entropy(h, W, Y),
+        lambda h: linear_log_probs(h, W, Y).log_probs.sum(),
+    ):
+        with pytest.raises(RuntimeError, match=r"no rule for torch\.func .* full logits there"):
+            TRANSFORMS[transform](loss)
+        assert loss(H).isfinite()
 
 
 def test_the_checks_read_no_tensor() -> None:

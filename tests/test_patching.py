@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import transformers
 from models import (
@@ -204,6 +205,50 @@ def test_a_call_inside_a_call() -> None:
 
     assert_as_good(distil(patched), distil(plain), distil(plain), "loss")
     assert "forward" not in vars(patched.lm_head)
+
+
+@pytest.mark.parametrize("first", ["around", "inside"])
+def test_a_patched_model_inside_a_patched_model(first: str) -> None:
+    """BLIP-2 calls its language model, another causal LM with the same head, without labels: the loss is BLIP-2's."""
+    name = "Blip2ForConditionalGeneration"
+    plain, inputs = tiny.build_or_skip(name), tiny.text(name)
+    patched = copy.deepcopy(plain)
+    for model in (patched, patched.language_model)[:: 1 if first == "around" else -1]:
+        apply_cce(model)
+    assert_same_training(patched, plain, inputs)
+    with logits_made(model=patched) as made:
+        patched(**inputs).loss.backward()
+    assert not made
+    assert_fused(patched, calls=2)
+    assert stats(patched.language_model).calls == 0
+    untouched = anatomy(patched)
+    usual = type(patched).loss_function.fget(patched)
+    patched.loss_function = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt)  # torch runs no hook after that one
+    with pytest.raises(KeyboardInterrupt):
+        patched(**inputs)
+    patched.loss_function = usual
+    inner = patched.language_model(input_ids=inputs["input_ids"])  # no labels: as if it were not patched
+    assert isinstance(inner.logits, torch.Tensor)
+    del patched._loss_function
+    assert anatomy(patched) == untouched
+
+
+def test_transforms_of_torch_func_get_full_logits(recwarn: pytest.WarningsRecorder) -> None:
+    plain = tiny_llama()
+    patched = apply_cce(copy.deepcopy(plain))
+
+    def gradients(model: Any) -> dict[str, torch.Tensor]:
+        def loss(parameters: Any) -> torch.Tensor:
+            return torch.func.functional_call(model, parameters, kwargs=batch()).loss
+
+        return torch.func.grad(loss)(dict(model.named_parameters()))
+
+    expected, found = gradients(plain), gradients(patched)
+    for name, value in expected.items():
+        assert_as_good(found[name], value, value, name)
+    assert stats(patched).missed == 1 and any("torch.func" in str(warning.message) for warning in recwarn)
+    assert_same_training(patched, plain, batch())  # and without one nothing is lost
+    assert stats(patched).fused
 
 
 def test_a_resized_vocabulary() -> None:
