@@ -30,10 +30,12 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
         config: options of the loss; ``options`` replace single ones. A second call changes them.
 
     Returns:
-        ``model``, the same object. It has a method more, ``model.cce_stats()``, which tells for logs what happened.
+        ``model``, the same object. It gains a method, ``model.cce_stats()``, which says for your logs what happened.
 
     Raises:
-        ValueError: the model cannot be supported; the message says why. Nothing is patched then.
+        TypeError: an option does not exist, or ``config`` is no ``CCEConfig``.
+        ValueError: an option has a value that is not allowed, or the model cannot be supported; the message says which and why.
+            Nothing is patched then.
         RuntimeError: Transformers is older than 5.0.
     """
     config = CCEConfig.of(config, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from transformers import TrainerCallback
 from hf_cce.api import apply_cce, causal_lm
 from hf_cce.calls import Stats
 from hf_cce.config import CCEConfig
-from hf_cce.patches import preference
+from hf_cce.patches import evaluation, preference
 from hf_cce.patches.causal_lm import Patch, patch_of
 from hf_cce.patches.handler import stand_first
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Run:
-    """A training run: what the counters of the model said when it began, and its step, and its micro-batch."""
+    """A training run: the model's counters, and what they were when the run, its current step and its last micro-batch began."""
 
     stats: Stats  # they count on
     start: Stats
@@ -76,6 +77,8 @@ class CCECallback(TrainerCallback):
     nevertheless), on a GPU ``cce_peak_gib`` (PyTorch's largest allocation on the model's device since the process began, in GiB),
     and, once the gradient filter has run, ``cce_kept`` and the others of ``model.cce_stats()``.
 
+    Evaluation makes no logits where Trainer keeps the loss alone (no ``compute_metrics``, or ``prediction_loss_only``).
+
     Args:
         config: options of the loss; ``options`` replace single ones.
         on_unused: what to do when a step, the first or a later one, has ended without one fused loss: ``"warn"`` or ``"raise"``
@@ -99,6 +102,7 @@ class CCECallback(TrainerCallback):
         stand_first(self)
         if (model := kwargs.get("model")) is not None:  # None with model_init
             apply_cce(model, self.config)
+        evaluation.enter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         stand_first(self)
@@ -107,6 +111,7 @@ class CCECallback(TrainerCallback):
         self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
         self._run.begin_step(patch)
         self._policy = preference.ready(args)
+        evaluation.enter()
 
     @contextlib.contextmanager
     def _policy_step(self, model: Any) -> Iterator[None]:
@@ -120,6 +125,19 @@ class CCECallback(TrainerCallback):
             yield
         finally:
             patch.policy = False
+
+    @contextlib.contextmanager
+    def _loss_only_step(self, model: Any) -> Iterator[None]:
+        """What patches.evaluation runs a prediction step in whose logits nobody will see."""
+        patch = patch_of(causal_lm(model))
+        if patch is None:
+            yield
+            return
+        patch.loss_only = True
+        try:
+            yield
+        finally:
+            patch.loss_only = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._run is not None:
@@ -153,7 +171,8 @@ class CCECallback(TrainerCallback):
             device = next(causal_lm(kwargs["model"]).parameters()).device
             if device.type == "cuda":
                 told["cce_peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
-            told |= {f"cce_{key}": round(value, 6) for key, value in patch.filter_state.stats().items()}
+            found = patch.filter_state.stats().items()
+            told |= {f"cce_{key}": round(value, 6) for key, value in found if math.isfinite(value)}  # JSON has no NaN
             logs.update(told)  # for the callbacks that come after this one: all, as it stands first
             if state.log_history:
                 state.log_history[-1].update(told)
@@ -209,6 +228,11 @@ def _why(args: Any, model: Any, run: _Run) -> str:
         return (
             "this trainer takes its loss from the logits of calls without labels, and under torch.compile those cannot be "
             "deferred; train without torch_compile"
+        )
+    if preference.knows(args) and (args.world_size != 1 or args.n_gpu > 1):
+        return (
+            "this trainer takes its loss from the logits of calls without labels, and in several processes those cannot be "
+            "deferred; train in one process"
         )
     if compiled:  # where nothing is counted
         return (

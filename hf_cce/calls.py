@@ -52,7 +52,9 @@ class Call:
     full_logits: bool = False  # they were made, and counted, at least once
     traced: bool = False  # a graph that holds a fused cross entropy ran in it
     closed: bool = False  # it has returned
+    evaluation: bool = False  # without gradients, for the loss alone; nobody counts it
     handles: list[Any] = field(default_factory=list)  # of hooks on the head, for the time of the call
+    kept_whole: list[Any] = field(default_factory=list)  # FSDP2 groups that keep their weights when the head has run
 
     def note_fused(self) -> None:
         if torch.compiler.is_compiling():
@@ -67,7 +69,7 @@ class Call:
             self.stats.few_tokens += 1
 
     def note_materialised(self, why: str) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.evaluation:
             return
         self.full_logits = True
         self.stats.materialised += 1

@@ -61,7 +61,7 @@ def kernels_module() -> ModuleType:
 
 
 def module_for(hidden: Tensor, implementation: str) -> Any:
-    """The module whose functions compute a loss of ``hidden``: ``hf_cce.kernels``, or ``hf_cce.portable``, which has the same."""
+    """The module whose functions compute a loss of ``hidden``: ``hf_cce.kernels``, or ``hf_cce.portable``, its specification."""
     return (
         portable
         if choose_implementation(hidden.device, hidden.dtype, implementation) == "portable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 Implementation = Literal["auto", "triton", "portable"]
@@ -11,7 +12,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class CCEConfig:
-    """How the fused loss runs. Equal for every call that shares the object; immutable and hashable.
+    """How the fused loss runs. Immutable and hashable, so that one object can serve many models and calls.
 
     Args:
         implementation: ``"auto"`` picks the Triton kernels on an NVIDIA GPU of compute capability 8.0 or newer and
@@ -42,6 +43,11 @@ class CCEConfig:
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):
             raise ValueError(f"implementation must be one of {get_args(Implementation)}, got {self.implementation!r}")
+        given: Any = self.memory_budget, self.gradient_filter
+        if isinstance(given[0], Integral) and not isinstance(given[0], (bool, int)):  # numpy's numbers
+            object.__setattr__(self, "memory_budget", int(given[0]))
+        if isinstance(given[1], Real) and not isinstance(given[1], (bool, int, float)):
+            object.__setattr__(self, "gradient_filter", float(given[1]))
         if isinstance(self.memory_budget, bool) or not isinstance(self.memory_budget, (int, type(None))):
             raise ValueError(f"memory_budget must be a number of bytes (int) or None, got {self.memory_budget!r}")
         if self.memory_budget is not None and self.memory_budget < MIB:

@@ -28,7 +28,7 @@ def begin() -> None:
 
 
 def finish() -> None:
-    """Wait for what ``begin`` began: who does not would read the same files beside it."""
+    """Wait for what ``begin`` began; without that a caller would read the same files a second time."""
     if _reading.cache_info().currsize:
         _reading().join()
 

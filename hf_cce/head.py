@@ -59,6 +59,8 @@ def why_not_defer(head: nn.Module) -> str | None:
         return "torch.nn.functional.linear was replaced, as DeepSpeed ZeRO-3 does, and the head is no plain torch.nn.Linear"
     for module in head.modules():
         kind = type(module)
+        if hasattr(module, "_get_fsdp_state"):  # FSDP2 makes a class of its own, derived from the module's
+            kind = kind.__bases__[-1]
         if module._backward_hooks or module._backward_pre_hooks:
             return f"a backward hook on the head {_WANTS_GRADIENTS}"
         if not torch.compiler.is_compiling() and any(map(_asks_for_a_tensor, module._forward_hooks.values())):
@@ -96,7 +98,7 @@ def is_plain(head: nn.Module) -> bool:
 
 
 def keep_whole(head: nn.Module) -> list[nn.Module]:
-    """Tell FSDP2 groups of their own inside ``head`` to keep their weights from forward to backward; those it was told.
+    """Tell FSDP2 groups of their own inside ``head`` to keep their weights from this forward to its backward; those it was told.
 
     They would free them right after the head's forward, before the loss reads them. accelerate groups a head with the final
     norm, and sets the same.

@@ -65,6 +65,10 @@ class HeadInput(Symbolic):
         hidden_states, device = self.hidden_states, self.hidden_states.device.type
         if self.call.words is not None and weight.shape[0] != self.call.words:
             return HeadInput(F.linear(hidden_states, weight, bias), self.call)
+        if hidden_states.is_meta:  # nor does anybody know of autocast there
+            self.call.note_refused("the model is on the meta device, where tensors have no data")
+            self.call.note_full_logits()
+            return F.linear(hidden_states, weight, bias)
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if hidden_states.dtype == torch.float64:
             cast = None  # autocast leaves float64 alone
@@ -84,6 +88,8 @@ class HeadInput(Symbolic):
             self.call.note_few_tokens()
             return F.linear(hidden_states, weight, bias)
         self.call.words = weight.shape[0]
+        if not torch.is_grad_enabled():  # what these logits become has no gradient, whenever it is computed
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
         if shared:
             return ShardedLogits(hidden_states, weight, bias, self.call, cast)
         if self.call.adapted:

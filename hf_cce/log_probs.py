@@ -1,7 +1,8 @@
 """``hf_cce::logit_stats`` without the operator, and with the gradient filter: for a trainer that keeps a ``FilterState``.
 
-The loss is computed from the statistics elsewhere, and what comes back is a gradient for each token. The filter compares tiles by
-the error that they would make if all tokens counted alike; that it holds the error is measured with the gradients there are.
+The loss is computed from the statistics elsewhere, and what comes back is a gradient for each token. Which tiles are
+dropped is decided as if all tokens counted alike; whether the error stays below what was asked is then measured with the gradient
+that each token really has.
 """
 
 from __future__ import annotations

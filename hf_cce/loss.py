@@ -93,6 +93,9 @@ def linear_cross_entropy(
     """
     config = _checked(config)
     _check_index(ignore_index)
+    if not isinstance(shift, bool):
+        raise TypeError(f"shift must be True or False, got {_kind(shift)}")
+    _check_state(filter_state)
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
     if num_items_in_batch is not None and reduction != "mean":
@@ -131,7 +134,7 @@ def linear_cross_entropy(
     if reduction == "none":
         return loss.view(labels.shape)
     num_items, divisor = _divisor(reduction, num_items_in_batch, hidden.device)
-    factor = survey(flat, ignore_index, weight.shape[0], num_items, divisor, module_for(loss, "auto"))
+    factor = survey(flat, ignore_index, weight.shape[0], num_items, divisor, module_for(loss, config.implementation))
     return loss.sum() * factor.to(loss.dtype)
 
 
@@ -173,6 +176,7 @@ def linear_log_probs(
     _check_index(ignore_index)
     hidden, weight, bias, cap = _prepare(hidden_states, weight, bias, labels, logit_scale, softcap)
     logit_scale, ignore_index = _on_host(logit_scale), _on_host(ignore_index, int)
+    _check_state(filter_state)
     shared = _shared(hidden, weight, bias)
     if shared and is_top1:
         raise ValueError("is_top1 is not known where the vocabulary is spread over processes; leave it out")
@@ -265,10 +269,16 @@ def _divisor(
         return None, 1.0
     if num_items_in_batch is None:
         return None, 0.0
+    if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.numel() == 1:
+        on_host = num_items_in_batch.device.type == "cpu" != device.type and not torch.compiler.is_compiling()
+        if on_host:  # it is free to read, and to bring it to the device would wait for what is queued there
+            num_items_in_batch = num_items_in_batch.item()
     if not isinstance(num_items_in_batch, Tensor):
+        if not isinstance(num_items_in_batch, _NUMBERS) or isinstance(num_items_in_batch, bool):
+            raise TypeError(f"num_items_in_batch must be a number or a tensor, got {_kind(num_items_in_batch)}")
         if not torch.compiler.is_compiling():
-            if not num_items_in_batch >= 0:
-                raise ValueError(f"num_items_in_batch must not be negative, got {num_items_in_batch}")
+            if not 0 <= num_items_in_batch < math.inf:
+                raise ValueError(f"num_items_in_batch must be a finite number, not negative, got {num_items_in_batch}")
             return (None, float(num_items_in_batch)) if num_items_in_batch else (torch.zeros((), device=device), 0.0)
         # A number would be a constant of the graph, and its next value a new graph.
         return torch.full((), num_items_in_batch, dtype=torch.float32, device=device), 0.0
@@ -298,6 +308,11 @@ def _refuse_learnable(**options: object) -> None:
 def _on_host(value: Any, kind: type = float) -> Any:
     """A number that kernels take: of numpy's and of tensors they do not. PyTorch's symbols stay what they are."""
     return value if type(value) in (float, int) or isinstance(value, (torch.SymFloat, torch.SymInt)) else kind(value)
+
+
+def _check_state(filter_state: object) -> None:
+    if not isinstance(filter_state, (FilterState, type(None))):
+        raise TypeError(f"filter_state must be a FilterState or None, got {_kind(filter_state)}")
 
 
 def _check_index(ignore_index: object) -> None:
@@ -367,7 +382,7 @@ def _prepare(
         if hidden_states.dim() > 0 and hidden_states.shape[-1] == weight.shape[0]:
             raise ValueError(
                 f"weight must be [V, D] with D = {hidden_states.shape[-1]} as in hidden_states, got shape "
-                f"{tuple(weight.shape)}, which looks transposed; pass weight.t()"
+                f"{tuple(weight.shape)}, which looks transposed; pass weight.t(), contiguous if you can: else each call copies it"
             )
         raise ValueError(
             f"hidden_states must be [..., D] with D = {weight.shape[1]} as in weight, got shape {tuple(hidden_states.shape)}"

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MIB = 1 << 20
+from hf_cce.config import MIB
+
 # Below this, saving memory helps nobody, and smaller slabs starve the GEMMs.
 SCRATCH_FLOOR = 16 * MIB
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,15 @@ def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+class _Underway(NamedTuple):
+    """What the filter kept in a step, on its way to the host."""
+
+    outlook: Tensor  # [4], on the host once the event is over: see hf_cce.kernels.filter.Kept
+    event: Any  # of the copy; None where there is none
+    tiles: int  # that there were
+    due: int  # the step that looks at it
+
+
 class FilterState:
     """Steers the gradient filter of one head from step to step; the device never waits for the host.
 
@@ -57,8 +66,7 @@ class FilterState:
         self._weight_error: Tensor | None = None
         self._dense = 0  # steps without the filter that are left
         self._trying = True  # nothing is left out until the share of tiles that would be kept is known
-        # what the filter kept, on the way to the host; its event, of how many tiles, the step that looks
-        self._share: tuple[Tensor, Any, int, int] | None = None
+        self._share: _Underway | None = None
         # what steps to come can be expected to do, by the share that was looked at last
         self._seen: tuple[float, int] | None = None
         self._pinned: list[Tensor] = []  # read by captured graphs, whose replays need them where they are
@@ -157,7 +165,7 @@ class FilterState:
                 outlook = host.copy_(outlook, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-            self._share = (outlook, event, report.tiles, self._calls + READ_AFTER)
+            self._share = _Underway(outlook, event, report.tiles, self._calls + READ_AFTER)
         self._calls += 1
 
     def _steer(self, report: Any) -> None:
@@ -193,16 +201,15 @@ class FilterState:
         share = self._share
         if share is None or _capturing():
             return
-        host, event, tiles, due = share
-        if self._calls < due:
+        if self._calls < share.due:
             return
-        if event is not None:
-            event.synchronize()
+        if share.event is not None:
+            share.event.synchronize()
         self._share = None
-        _, stored, beyond, wanted = host.tolist()
-        self._seen = (beyond / tiles, stored)
+        _, stored, beyond, wanted = share.outlook.tolist()
+        self._seen = (beyond / share.tiles, stored)
         # Not what was computed: where values are stored that is more, and steps that store would judge otherwise than others.
-        self._trying = wanted / tiles > POINTLESS
+        self._trying = wanted / share.tiles > POINTLESS
         if self._trying:
             self._dense = DENSE_STEPS
 

@@ -54,15 +54,15 @@ class Patch:
     warned: bool = False
     # A trainer that reads log-probabilities from logits without labels is in a step; see patches.preference
     policy: bool = False
+    loss_only: bool = False  # an evaluation that keeps the loss alone is in a step; see patches.evaluation
     set_loss_function: bool = False
-    kept_whole: list[nn.Module] = field(default_factory=list)  # FSDP2 groups that were told to keep their weights
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         peft_tuner.enter(STATE)  # where a model is unpickled nobody may have called ``patch``
         vars(self).update(state)
 
     def around(self, model: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``call`` returns, which calls forward of ``model`` past the hooks: what they do, around it."""
+        """Run ``call``, which reaches the forward of ``model`` past its hooks, and do before and after it what they would do."""
         output = changed = None
         _before(model, args, kwargs)
         try:
@@ -88,22 +88,21 @@ def patch(model: nn.Module, config: CCEConfig) -> None:
     ]
     state.set_loss_function = _name_the_loss(model)
     setattr(model, STATE, state)
-    model.cce_stats = functools.partial(cce_stats, model)  # type: ignore[assignment]
+    model.cce_stats = functools.partial(cce_stats, state)  # type: ignore[assignment]
 
 
-def cce_stats(model: nn.Module) -> dict[str, float]:
+def cce_stats(state: Patch) -> dict[str, float]:
     """What happened in the training calls of a patched model; ``model.cce_stats()``. Waits for the device.
 
     Returns:
-        ``calls`` with labels; ``fused``, those whose loss made no logits; ``few_tokens``, those of so few tokens that the model's
-        own loss was left to do it, which is then faster; ``missed``, those that ended without a fused loss; ``materialised``, how
-        often full logits were made nevertheless, by a head that cannot put them off or afterwards, and ``read``, how often of
-        these for somebody who used ``outputs.logits``; ``bypassed``, calls that TRL answered with a fused head of its own;
-        ``traced``, 1 where a compiled graph, in which nothing is counted, holds the fused loss; and, once the gradient filter has
-        run, what ``FilterState.stats`` says of its last step.
+        ``calls`` with labels; ``fused``, losses that made no logits (a call may have several); ``few_tokens``, calls of so few
+        tokens that the model's own loss was left to do it, which is then faster; ``missed``, calls that ended without a fused
+        loss; ``materialised``, how often full logits were made nevertheless, by a head that cannot put them off or afterwards,
+        and ``read``, how often of these for somebody who used ``outputs.logits``; ``bypassed``, calls that TRL answered with a
+        fused head of its own; ``traced``, 1 where a compiled graph, in which nothing is counted, holds the fused loss; and, once
+        the gradient filter has run, what ``FilterState.stats`` says of its last step.
     """
-    state = patch_of(model)
-    if state is None:
+    if not state.handles:
         raise RuntimeError("the model is not patched any more")
     stats = state.stats
     return {**{key: float(value) for key, value in vars(stats).items()}, **state.filter_state.stats()}
@@ -116,8 +115,7 @@ def unpatch(model: nn.Module) -> None:
         return
     for handle in state.handles:
         handle.remove()
-    for module in state.kept_whole:
-        module.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
+    state.handles.clear()
     if (
         state.set_loss_function and model.__dict__.get("_loss_function") is _default_loss()
     ):  # nobody has set another since
@@ -167,13 +165,15 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _note_bypass(state)
         return
     if not training:
+        if state.loss_only and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            _before_evaluation(model, state, head, _has_labels(state, args, kwargs))
         return
     call = Call(state.config, state.stats, state.filter_state, kind=PolicyLogits if policy else None)
     reason = tensor_parallel.why_not(head, compiling=torch.compiler.is_compiling()) or why_not_defer(head)
     if policy and hasattr(model, "_get_fsdp_state"):
         reason = "FSDP looks for tensors in the output of a model, and a call without labels has only logits"
     if reason == RESHARDS and not torch.compiler.is_compiling():  # a graph cannot change that, and gets real logits
-        state.kept_whole += keep_whole(head)
+        call.kept_whole = keep_whole(head)
         reason = None
     if reason == PARTITIONED and not policy:
         reason = zero3.why_not(head, compiling=torch.compiler.is_compiling())
@@ -186,6 +186,19 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         call.note_full_logits()  # as the head is about to
         _close(state, call, head)
         return
+    _swap(model, state, head, call)
+
+
+def _before_evaluation(model: nn.Module, state: Patch, head: nn.Module, labels: bool) -> None:
+    """Let a call without gradients put its logits off, where nothing more is needed than to swap the head's forward."""
+    if not labels or getattr(model, "_is_replica", False):
+        return
+    if tensor_parallel.why_not(head, compiling=False) is None and why_not_defer(head) is None:
+        _swap(model, state, head, Call(state.config, evaluation=True))
+
+
+def _swap(model: nn.Module, state: Patch, head: nn.Module, call: Call) -> None:
+    """Put ``_deferring_forward`` in the place of the head's, for the time of ``call``."""
     previous = head.__dict__.get("forward")
     if _is_ours(previous):  # left by a compiled call
         previous = previous.args[1]
@@ -198,10 +211,14 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     head.forward = forward
 
 
-def _deferring_forward(head: nn.Module, previous: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+def _deferring_forward(head: Any, previous: Any, *args: Any, **kwargs: Any) -> Any:
     """The head's own forward, or the one that accelerate had put there, on an input that does not multiply."""
+    if not args and "input" in kwargs:  # as torch.nn.Linear calls it
+        args = (kwargs.pop("input"),)
+    hidden_states, *others = args or (None,)
     call = head.__dict__.get(STATE)
-    if not (isinstance(hidden_states, torch.Tensor) and torch.is_grad_enabled()):
+    deferring = call is not None and (call.evaluation or torch.is_grad_enabled())
+    if not (deferring and isinstance(hidden_states, torch.Tensor)):
         call = None
     output = None
     if call is not None:
@@ -216,7 +233,7 @@ def _deferring_forward(head: nn.Module, previous: Any, hidden_states: Any, *args
                 output = hidden_states.linear(head.weight, head.bias)
     if output is None:
         forward = functools.partial(type(head).forward, head) if previous is None else previous
-        output = forward(hidden_states, *args, **kwargs)
+        output = forward(hidden_states, *others, **kwargs)
     if call is not None and isinstance(output, torch.Tensor) and not call.few_tokens:
         call.note_full_logits()  # by a head, or an adapter on it, that does more than is known to be put off
     return output.deferred() if isinstance(output, TermSum) else output
@@ -233,6 +250,9 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         return None
     call = _put_back(head)
     if call is None or output is None:  # no training call, or one that raised
+        return None
+    if call.evaluation:
+        call.closed = True
         return None
     _close(state, call, head)
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1 and _in_reentrant_checkpoint():
@@ -275,6 +295,10 @@ def _put_back(head: nn.Module) -> Call | None:
         return call
     for handle in () if call is None else call.handles:
         handle.remove()
+    for group in (
+        () if call is None else call.kept_whole
+    ):  # its backward pass reshards it; other calls do so by themselves
+        group.set_reshard_after_forward(True, recurse=False)
     head.__dict__.pop(STATE, None)
     forward = head.__dict__.get("forward")
     if _is_ours(forward):

@@ -27,17 +27,25 @@ def unpatch_class(cls: type) -> None:
     """Instances of ``cls`` made from now on are left alone."""
     if CONFIG not in vars(cls):
         return
-    init: Any = vars(cls)["__init__"].__wrapped__
+    delattr(cls, CONFIG)
+    ours: Any = vars(cls)["__init__"]
+    if ours.__code__ is not _CODE:  # somebody has wrapped it since; ours does nothing more below
+        return
+    init = ours.__wrapped__
     del cls.__init__  # type: ignore[misc]
     if cls.__init__ is not init:  # type: ignore[misc]  # it was the class's own, not an inherited one
         cls.__init__ = init  # type: ignore[misc]
-    delattr(cls, CONFIG)
 
 
 def _patching(init: Any) -> Any:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        patch(self, getattr(type(self), CONFIG))  # of the nearest patched class
+        config = getattr(type(self), CONFIG, None)  # of the nearest patched class
+        if config is not None:  # else taken back, under what somebody else has wrapped around this
+            patch(self, config)
 
     return __init__
+
+
+_CODE = _patching(object.__init__).__code__

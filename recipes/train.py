@@ -180,6 +180,8 @@ def check(args: argparse.Namespace) -> None:
     for package in ("trl", "peft"):
         if args.task == "lora" and versions[package] is None:
             raise ValueError(f"--task lora needs the package {package}: pip install 'hf-cce[trl]'")
+    if args.json is not None and args.json.is_dir():
+        raise ValueError(f"--json {args.json}: that is a folder; name a file in it")
     if args.model == TINY and args.hidden % 64:
         raise ValueError(f"--hidden must be a multiple of 64 (the width of an attention head), got {args.hidden}")
 
@@ -280,6 +282,12 @@ def build_trainer(
 ) -> tuple[Trainer, str]:
     """The Trainer for the task with the loss wanted, and how the loss is computed, in words."""
     model = build_model(args)
+    words = model.get_input_embeddings().num_embeddings
+    if isinstance(data, Windows) and (most := int(data.tokens.max())) >= words:
+        raise ValueError(
+            f"--model {args.model}: its tokenizer makes tokens up to {most:,}, and the model has embeddings for {words:,}; "
+            "they do not belong together"
+        )
     callbacks: list[TrainerCallback] = [meter]
     how = LOSSES[args.loss]
     if args.loss == "cce":

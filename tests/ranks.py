@@ -92,6 +92,15 @@ def fsdp2_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
     return patch(fully_shard(model))
 
 
+def fsdp2_adapted_head(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """LoRA on it, in a group of its own: FSDP2 derives classes of its own from those of PEFT."""
+    base = model.get_base_model()
+    _layers(base)
+    fully_shard(base.lm_head)
+    fully_shard(base)
+    return patch(model)
+
+
 def fsdp1(model: Any, patch: Callable[[Any], Any], **options: Any) -> Any:
     """The wrapper that FSDP2 replaces: layers in units of their own, the head in the root's."""
     options = {"auto_wrap_policy": ModuleWrapPolicy({type(model.model.layers[0])}), "use_orig_params": True, **options}
@@ -233,6 +242,7 @@ ENGINES = {
         fsdp2_root,
         fsdp2_mixed,
         fsdp2_head_alone,
+        fsdp2_adapted_head,
         fsdp1,
         fsdp1_flat,
         fsdp1_patched_first,
@@ -257,6 +267,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "tensor_parallel_bias": FAMILIES["phi"].build,
     "tensor_parallel_softcap": lambda: FAMILIES["gemma2"].build(tie_word_embeddings=False),
     "tensor_parallel_logsumexp": lambda: FAMILIES["bamba"].build(tie_word_embeddings=False),
+    "fsdp2_adapted_head": lora_on_the_head,
     "tensor_parallel_lora": lora_on_the_head,
     # transformers 5.17 takes even sizes only
     "tensor_parallel_plan": lambda: tiny_llama(vocab_size=100),
@@ -287,7 +298,8 @@ def step(model: Any, inputs: dict[str, Tensor], items: int, world: int) -> dict[
         return found
     for name, parameter in model.named_parameters():
         grad = parameter.grad
-        found[name.removeprefix("module.")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        if grad is not None:
+            found[name.removeprefix("module.")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return found
 
 
@@ -314,6 +326,7 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
         whole = {"input_ids": whole["input_ids"], "labels": whole["labels"], "shift_labels": shifted}
         inputs = {key: value.chunk(world, dim=1)[rank].contiguous() for key, value in whole.items()}
     logits: dict[str, Tensor] = {}
+    after: dict[str, dict[str, str]] = {}  # what parameters are once the model has been evaluated
     outcome: dict[str, Any] = {"told": [], "errors": {}, "twin": {}}
     for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **OPTIONS))):
         model = engine(build().to(DEVICE), patch)
@@ -326,6 +339,9 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
                 loss.backward()  # a first one, to leave nothing behind that a second would trip over
                 model.zero_grad(set_to_none=True)
                 found = step(model, inputs, items, world)
+                with torch.no_grad():
+                    model.eval()(**inputs)
+                after[name] = {key: type(value).__name__ for key, value in model.named_parameters()}
         assert found.keys() == reference.keys()
         outcome[name] = {key: relative_error(value, reference[key]) for key, value in found.items()}
         whole_of = [torch.cat([x[key].double().flatten() for key in reference]) for x in (found, reference)]
@@ -334,6 +350,7 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
             outcome["told"] = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
             counted = stats(model)
             outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialised")}
+    outcome["same parameters"] = after.get("twin") == after.get("errors")
     if tensor:
         outcome["same logits"] = torch.equal(*logits.values())
     ranks: list[Any] = [None] * world

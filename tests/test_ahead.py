@@ -348,6 +348,44 @@ raise RuntimeError("the step fails")
     assert done.stdout.count("compiled") <= 8
 
 
+KINDS = """
+from types import SimpleNamespace
+import torch
+from hf_cce.kernels import ahead
+from hf_cce.kernels.launch import listing
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, total_memory=140 << 30)
+def kinds(n, v, way):
+    filtered, dense = way in ("filtered", "frozen", "statistics"), torch.float32 if way == "dense" else None
+    budget = (1280 if way == "grouped" else 256) << 20
+    wanted = (True, True) if way == "statistics" else None
+    problem = ahead.Problem(
+        filtered, dense, (True, way != "frozen", False), torch.bfloat16, v, 1024, (1024, 1), (1024, 1), False, torch.int64, None,
+        False, -100, 1.0, 0.0, 0.0, torch.device("meta"), n, budget, wanted,
+    )
+    with listing() as launches:
+        ahead._step(problem, *ahead._without_memory(problem))
+    # The next power of 2 of the blocks of tokens, which two small kernels sort.
+    few = lambda options: {name: x for name, x in options.items() if name != "ROWS"}
+    return {(kernel.jitted.fn.__name__, kernel.kind(0, args, few(options))) for kernel, args, options in launches}
+for way in ("filtered", "frozen", "statistics", "stored", "grouped", "dense"):
+    for v in (49152, 50257):
+        n = 600 if way == "dense" else 8192
+        usual = kinds(n, v, way)
+        assert len(usual) > 3, way
+        for other in (n + 1, n + 2, n - 1, n - 5):
+            new = {name for name, kind in kinds(other, v, way) - usual}
+            assert not new, (way, v, other, new)
+"""
+
+
+def test_other_numbers_of_tokens_need_no_other_kernels() -> None:
+    """Batches that are padded to their longest row: Triton compiles apart what begins aligned and what does not."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", KINDS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 PROGRAM = """
 import sys, threading
 import torch

@@ -45,6 +45,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(ignore_index=None), TypeError, "ignore_index must be an int, got None; where no label is to be ignored"),
     (dict(ignore_index=-100.0), TypeError, "ignore_index must be an int, got a float"),
     (dict(ignore_index=torch.tensor(3)), TypeError, "ignore_index must be an int, got a Tensor"),
+    (dict(filter_state=3), TypeError, "filter_state must be a FilterState or None, got a int"),
 ]
 ONLY_OF_THE_LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(label_smoothing="0.1"), TypeError, "label_smoothing must be a number, got a str"),
@@ -52,6 +53,23 @@ ONLY_OF_THE_LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(z_loss=None), TypeError, "z_loss must be a number, got None"),
     (dict(z_loss=math.nan), ValueError, "z_loss must be a finite number, got nan"),
     (dict(z_loss=math.inf), ValueError, "z_loss must be a finite number, got inf"),
+]
+ONLY_OF_THE_LOSS += [
+    (dict(num_items_in_batch="8"), TypeError, "num_items_in_batch must be a number or a tensor, got a str"),
+    (dict(num_items_in_batch=[4]), TypeError, "num_items_in_batch must be a number or a tensor, got a list"),
+    (dict(num_items_in_batch=True), TypeError, "num_items_in_batch must be a number or a tensor, got a bool"),
+    (
+        dict(num_items_in_batch=math.inf),
+        ValueError,
+        "num_items_in_batch must be a finite number, not negative, got inf",
+    ),
+    (
+        dict(num_items_in_batch=math.nan),
+        ValueError,
+        "num_items_in_batch must be a finite number, not negative, got nan",
+    ),
+    (dict(num_items_in_batch=-1), ValueError, "num_items_in_batch must be a finite number, not negative, got -1"),
+    (dict(shift="no"), TypeError, "shift must be True or False, got a str"),
 ]
 CASES = [(function, *case) for function in (linear_cross_entropy, linear_log_probs) for case in WRONG]
 CASES += [(linear_cross_entropy, *case) for case in ONLY_OF_THE_LOSS]
@@ -82,6 +100,12 @@ def test_numbers_of_numpy_and_tensors_without_gradient_are_numbers(implementatio
             assert_as_good(found, expected, expected, str(number))
             for each, value in zip(torch.autograd.grad(found, leaves), wanted, strict=True):
                 assert_as_good(each, value, value, str(number))
+
+
+def test_options_as_numbers_of_numpy() -> None:
+    config = CCEConfig(memory_budget=np.int64(1 << 28), gradient_filter=np.float32(2**-10))
+    assert config == CCEConfig(memory_budget=1 << 28, gradient_filter=2**-10) and hash(config)
+    assert type(config.memory_budget) is int and type(config.gradient_filter) is float
 
 
 def _dual(loss: Any) -> None:

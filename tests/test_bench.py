@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_whole_bench_and_then_the_head_from_the_cache(words: Path, cache: Path, 
     assert done.exit_code == 0, done.output
     report = json.loads(numbers.read_text("utf-8"))
     assert report["device"].startswith(machine.cpu_name()) and report["dtype"] == "float32"
-    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["torch"] == version("torch")
     titles = ["flat N=64 D=64 V=512", "flat N=128 D=64 V=512", "flat N=128 D=64 V=4096", "trained V512 N=256"]
     assert list(report["results"]) == titles
     wanted = {"hf_cce", "eager"} | ({"hf_cce exact", sweep_name(1e-3)} if HAS_FILTER else set())

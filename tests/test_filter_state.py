@@ -244,7 +244,7 @@ class Event:
 
 def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
     state, hidden, event = FilterState(), torch.zeros(1), Event()
-    state._share = (torch.tensor([50, 3, 40, 90]), event, 100, state_module.READ_AFTER)
+    state._share = state_module._Underway(torch.tensor([50, 3, 40, 90]), event, 100, state_module.READ_AFTER)
     for state._calls in range(
         state_module.READ_AFTER
     ):  # however soon it is there, the step that looks is always the same
@@ -254,7 +254,7 @@ def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
     while state.threshold(0.01, hidden) is None:
         rested += 1
     assert rested == state_module.DENSE_STEPS and state._share is None and event.waits == 1
-    state._share = (torch.tensor([90, 3, 40, 50]), event, 100, 0)
+    state._share = state_module._Underway(torch.tensor([90, 3, 40, 50]), event, 100, 0)
     assert state.threshold(0.01, hidden) is not None and state._share is None
     assert state.expected() == (0.4, 3)
 
@@ -264,7 +264,7 @@ def test_a_step_while_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = force(monkeypatch, "filtered")
     state = FilterState()
     filtered = step(state)
-    state._share = (torch.tensor([99, 0, 99, 99]), Event(), 100, 0)
+    state._share = state_module._Underway(torch.tensor([99, 0, 99, 99]), Event(), 100, 0)
     exact = step(state)
     assert taken["filtered"] == taken["filtered gradients"] == 1 and sum(taken.values()) == 4
     assert state.stats()["dense"] == 1.0

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import inspect
 import pickle
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -251,6 +255,56 @@ def test_transforms_of_torch_func_get_full_logits(recwarn: pytest.WarningsRecord
     assert stats(patched).fused
 
 
+def test_a_patched_model_is_freed_when_nobody_holds_it() -> None:
+    """Without a cycle that Python's collector would have to find, which no want of GPU memory makes it look for."""
+    model = apply_cce(tiny_llama())
+    model(**batch()).loss.backward()
+    kept = [weakref.ref(model), weakref.ref(model.lm_head.weight)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [reference() for reference in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_counters_of_a_copy_are_its_own() -> None:
+    model = apply_cce(tiny_llama())
+    told = model.cce_stats
+    other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    other(**batch())
+    assert (model.cce_stats()["calls"], other.cce_stats()["calls"]) == (0, 1)
+    remove_cce(model)
+    with pytest.raises(RuntimeError, match="not patched any more"):
+        told()
+    assert other.cce_stats()["fused"] == 1
+
+
+def test_a_head_that_is_called_by_keyword() -> None:
+    plain = tiny_llama()
+    patched = apply_cce(copy.deepcopy(plain))
+
+    def training(model: Any, **inputs: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = model.lm_head(input=model.model(**inputs).last_hidden_state)
+        return SimpleNamespace(loss=model.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY))
+
+    for model in (plain, patched):
+        model.forward = functools.partial(training, model)
+    assert_same_training(patched, plain, batch())
+    assert_fused(patched)
+
+
+def test_without_data_a_patched_model_does_what_it_did() -> None:
+    model = apply_cce(tiny_llama().to("meta"))
+    inputs = {name: value.to("meta") for name, value in batch().items() if name != "attention_mask"}
+    with pytest.warns(UserWarning, match="on the meta device"):
+        output = model(**inputs)
+    output.loss.backward()
+    assert isinstance(output.logits, torch.Tensor) and output.loss.is_meta
+
+
 def test_a_resized_vocabulary() -> None:
     plain = tiny_llama()
     patched = apply_cce(copy.deepcopy(plain))
@@ -473,6 +527,25 @@ def test_a_class_that_inherits_its_init_gets_it_back() -> None:
     assert patch_of(Mine(tiny_llama().config)) is not None and patch_of(tiny_llama()) is None
     remove_cce(Mine)
     assert "__init__" not in vars(Mine) and Mine.__init__ is transformers.LlamaForCausalLM.__init__
+
+
+def test_a_class_that_somebody_else_has_wrapped_since() -> None:
+    class Other(transformers.LlamaForCausalLM):
+        pass
+
+    apply_cce(Other)
+    ours, made = Other.__init__, []
+
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(1)
+        ours(self, *args, **kwargs)
+
+    Other.__init__ = theirs
+    remove_cce(Other)
+    model = Other(tiny_llama().config)
+    assert made and patch_of(model) is None and Other.__init__ is theirs
+    apply_cce(Other)
+    assert patch_of(Other(tiny_llama().config)) is not None
 
 
 def test_wrappers_are_seen_through() -> None:

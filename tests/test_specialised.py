@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from hf_cce import linear_log_probs
 from hf_cce.kernels import plan
 from hf_cce.kernels.backward import OfLabels, write_logit_gradient
-from hf_cce.kernels.forward import tile_stats, tile_stride
+from hf_cce.kernels.forward import tile_stats
 from hf_cce.kernels.stored import label_logits
 
 IGNORE = -100
@@ -68,8 +68,8 @@ def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dty
     tiles = -(-v // shapes.block_n)
     found: list[list[Tensor]] = []
     for flags in (None, live):
-        tile_lse = torch.zeros(tiles, tile_stride(n), device="cuda")
-        ratio = torch.zeros(tiles, tile_stride(n), device="cuda", dtype=torch.bfloat16) if kind == "ratio" else None
+        tile_lse = torch.zeros(tiles, plan.padded(n), device="cuda")
+        ratio = torch.zeros(tiles, plan.padded(n), device="cuda", dtype=torch.bfloat16) if kind == "ratio" else None
         buffer = plan.empty_slab(hidden, n + 1, min(v, 512)).zero_() if kind == "stored" else None
         stored = None if buffer is None else buffer[:n]
         at_label = logit.clone() if kind == "stored" else torch.full_like(logit, 7.0)

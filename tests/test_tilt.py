@@ -178,13 +178,13 @@ def test_what_is_not_finite_in_an_ignored_token_stays_there() -> None:
 @pytest.mark.parametrize(("n", "d"), [(1, 5), (33, 640), (70, 136)])
 def test_tilted_rows_transposed(n: int, d: int, dtype: torch.dtype) -> None:
     """The same numbers, zeros beyond the tokens, and nothing beyond the stride, whatever lies there."""
-    from hf_cce.kernels.forward import tile_stride
+    from hf_cce.kernels.plan import padded
     from hf_cce.kernels.tilt import tilted_rows
 
     hidden = torch.randn(n, d, device=DEVICE).to(dtype)
     # whole numbers, whose sums are exact in whatever order
-    mass = torch.randint(-9, 10, (3, tile_stride(n)), device=DEVICE).float()[:, :n]
-    around = torch.full((d + 2, tile_stride(n)), float("nan"), dtype=dtype, device=DEVICE)
+    mass = torch.randint(-9, 10, (3, padded(n)), device=DEVICE).float()[:, :n]
+    around = torch.full((d + 2, padded(n)), float("nan"), dtype=dtype, device=DEVICE)
     out = tilted_rows(hidden, mass, 0.5, around[1:-1, :n])
     assert torch.equal(out, tilted_rows(hidden, mass, 0.5).t()) and out.any()
     assert not around[1:-1, n:].any() and around[[0, -1]].isnan().all()
@@ -197,15 +197,15 @@ def test_means_and_covariance_in_one_product(n: int, d: int, tiles: int, stored:
     """As good as a product with the means and one with the covariance, added to what is there where values were stored."""
     from hf_cce.kernels.filter import Mass
     from hf_cce.kernels.filtered import _of_dropped
-    from hf_cce.kernels.forward import tile_stride
+    from hf_cce.kernels.plan import padded
     from hf_cce.kernels.products import multiply_add
     from hf_cce.kernels.tilt import tilted_rows
 
     hidden, means, tilt = (torch.randn(count, d, device=DEVICE).to(dtype) for count in (n, tiles, d))
     of_token = torch.randint(-9, 10, (3, n), device=DEVICE).float()
     total = torch.randn(n, d, device=DEVICE) if stored else torch.full((n, d), float("nan"), device=DEVICE)
-    every = torch.full((tiles + d, tile_stride(n)), float("nan"), dtype=dtype, device=DEVICE)
-    every[:tiles] = torch.randn(tiles, tile_stride(n), device=DEVICE)
+    every = torch.full((tiles + d, padded(n)), float("nan"), dtype=dtype, device=DEVICE)
+    every[:tiles] = torch.randn(tiles, padded(n), device=DEVICE)
     every[:tiles, n:] = float("nan")
     unused = torch.empty(0, device=DEVICE)
     saved: Any = SimpleNamespace(hidden=hidden, means=means, layout=SimpleNamespace(stored=stored))

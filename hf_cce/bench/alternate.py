@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     losses = list(dict.fromkeys(args.losses))
     report: dict[str, Any] = {
-        "command": "python -m hf_cce.bench.alternate " + " ".join(arguments if arguments is not None else sys.argv[1:]),
+        "command": machine.command("hf_cce.bench.alternate", arguments),
         "device": machine.device_name(torch.device(args.device)),
         "versions": machine.versions("torch", "triton", "transformers", "trl"),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},

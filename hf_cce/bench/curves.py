@@ -245,8 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
             require_matplotlib()
         corpus = text.prepare(setup.vocab, dataset=args.dataset, say=say)
         about: dict[str, Any] = {
-            "command": "python -m hf_cce.bench.curves "
-            + " ".join(arguments if arguments is not None else sys.argv[1:]),
+            "command": machine.command("hf_cce.bench.curves", arguments),
             "device": machine.device_name(torch.device(setup.device)),
             "versions": machine.versions("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy"),
             "setup": asdict(setup),

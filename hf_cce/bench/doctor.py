@@ -212,10 +212,11 @@ def _devices() -> tuple[list[torch.device], list[Check]]:
         device = torch.device("cuda", i)
         devices.append(device)
         checks.append(_gpu(device))
-    if len(devices) == 1:
-        checks.append(_no_cuda(driver_gpus(), torch.version.cuda))
     if torch.backends.mps.is_available():
         devices.append(torch.device("mps"))
+        checks.append(Check("mps", OK, "an Apple GPU: portable PyTorch runs on it"))
+    elif len(devices) == 1:
+        checks.append(_no_cuda(driver_gpus(), torch.version.cuda))
     return devices, checks
 
 

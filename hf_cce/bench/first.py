@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -164,9 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     results: dict[str, dict[str, Any]] = {}
     report = {
-        "command": shlex.join(
-            ["python", "-m", "hf_cce.bench.first", *(sys.argv[1:] if arguments is None else arguments)]
-        ),
+        "command": machine.command("hf_cce.bench.first", arguments),
         "device": machine.device_name(torch.device(args.device)),
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "versions": machine.versions("torch", "triton", "transformers", *PACKAGES),

@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         gradient_checkpointing=args.gradient_checkpointing,
     )  # fmt: skip
     report: dict[str, Any] = {
-        "command": "python -m hf_cce.bench.fits " + " ".join(arguments if arguments is not None else sys.argv[1:]),
+        "command": machine.command("hf_cce.bench.fits", arguments),
         "device": None,
         "versions": machine.versions("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy"),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},

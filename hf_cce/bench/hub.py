@@ -40,6 +40,8 @@ def reachable(name: str) -> str:
     Raises:
         OSError: it is in none of them.
     """
+    if _is_path(name) and not Path(name).exists():
+        raise OSError(f"{name}: no such folder")
     if Path(name).exists() or answers(name):
         return name
     from huggingface_hub import snapshot_download
@@ -48,7 +50,12 @@ def reachable(name: str) -> str:
     try:
         return snapshot_download(name, local_files_only=True)
     except LocalEntryNotFoundError:
-        raise OSError("the hub does not answer, and its cache has nothing of this name") from None
+        raise OSError(f"{name}: the hub does not answer, and its cache has nothing of this name") from None
+
+
+def _is_path(name: str) -> bool:
+    """Whether this can only be meant for a file or folder: names on the hub have no more than one slash."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def config_named(name: str, otherwise: str) -> Any:
@@ -60,7 +67,7 @@ def config_named(name: str, otherwise: str) -> Any:
     from transformers import AutoConfig
 
     path = Path(name)
-    if not path.exists() and (path.suffix == ".json" or name.startswith((".", "/", "~")) or name.count("/") > 1):
+    if not path.exists() and (path.suffix == ".json" or _is_path(name)):
         raise ValueError(f"{name}: no such file or folder")
     try:
         return AutoConfig.from_pretrained(reachable(name))

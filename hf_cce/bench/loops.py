@@ -65,11 +65,16 @@ def step_rows(reports: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
                 times = f"{row['ms']:.0f} ms ({low:.0f}–{high:.0f}) | {row['tokens_per_second']:,.0f}"
                 figures = f"{times} | {row['peak_gib']:.2f} GiB"
             elif row["status"] == "oom":
-                figures = f"out of memory, asked for {row.get('asked', 'more')} | – | –"
+                figures = out_of_memory(row)
             else:  # it failed; the file says why
                 continue
             lines.append(f"| {shape} | {LOOPS.get(loop, loop)} | {title} | {figures} |")
     return lines
+
+
+def out_of_memory(row: dict[str, Any]) -> str:
+    """Time, tokens/s and peak memory of a step that found no room; not every library says what it asked for."""
+    return f"out of memory, asked for {row.get('asked', 'more')} | – | –"
 
 
 def _with_its_budget(name: str, row: dict[str, Any]) -> str:

@@ -6,12 +6,19 @@ torch is loaded by the functions that need it: the demo's parent process asks fo
 from __future__ import annotations
 
 import platform
+import shlex
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+def command(module: str, arguments: list[str] | None) -> str:
+    """What a shell repeats this run of ``python -m module`` by; ``arguments``: None for those of the process."""
+    return shlex.join(["python", "-m", module, *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def versions(*packages: str) -> dict[str, str | None]:

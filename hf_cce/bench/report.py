@@ -208,7 +208,7 @@ def _steps(report: dict[str, Any], title: str) -> list[str]:
         if row["status"] == "ok":
             figures = f"{row['ms']:.0f} ms | {row['tokens_per_second']:,.0f} | {row['peak_gib']:.1f} GiB"
         elif row["status"] == "oom":
-            figures = f"out of memory, asked for {row['asked']} | – | –"
+            figures = loops.out_of_memory(row)
         else:  # it failed; the file says why
             continue
         lines.append(f"| {names.title(name)} | {figures} |")

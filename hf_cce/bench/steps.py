@@ -62,8 +62,9 @@ def in_own_process(job: Job, timeout: float) -> dict[str, Any]:
 
 
 def pretrained(job: Job, timeout: float) -> dict[str, Any]:
-    """The training that leaves ``job.state_file`` behind, or what is known of the one that has; its "status" is not "ok" if
-    that was another one.
+    """Train the weights to begin with into ``job.state_file``, or return what an earlier run of the same job left beside it.
+
+    Its "status" is not "ok" where that file holds another job's weights.
     """
     assert job.state_file
     about = Path(f"{job.state_file}.json")
@@ -142,7 +143,10 @@ def table(report: dict[str, Any]) -> str:
             )
         elif row["status"] == "oom":
             asked = f" (asked for {row['asked']})" if "asked" in row else ""
-            lines.append(f"| {name} | out of memory in the {row['phase']} of step {row['step']}{asked} |||||||")
+            when = (
+                f"the {row['phase']} of step {row['step']}" if row["step"] else row["phase"]
+            )  # nobody counts a trainer's
+            lines.append(f"| {name} | out of memory in {when}{asked} |||||||")
         else:
             lines.append(f"| {name} | failed: {' '.join(row['message'].split())[:120].replace('|', '/')} |||||||")
     lines += [f"\n{name} is missing: {reason}" for name, reason in report["missing"].items()]
@@ -209,7 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
         **{name: getattr(args, name) for name in same},
     )
     report: dict[str, Any] = {
-        "command": "python -m hf_cce.bench.steps " + " ".join(arguments if arguments is not None else sys.argv[1:]),
+        "command": machine.command("hf_cce.bench.steps", arguments),
         "device": None,  # as the processes name it: this one leaves the GPU alone
         "versions": machine.versions(
             "torch", "triton", "transformers", "accelerate", "trl", "liger-kernel", "cut-cross-entropy"

@@ -71,17 +71,19 @@ def prepare(
     """
     say("reading text")
     source, documents = _documents(dataset, vocabulary, characters)
-    digest = hashlib.sha256(repr((source, vocabulary, model, tokenizers.__version__)).encode())
+    # Its own content and not its name: a folder may hold another model by the next run.
+    given = None if model is None else _tokenizer_of(model)
+    known_by = vocabulary if given is None else given.to_str()
+    digest = hashlib.sha256(repr((source, known_by, tokenizers.__version__)).encode())
     for document in documents:
         digest.update(document.encode("utf-8", "replace"))
     folder = (cache or cache_folder()) / f"corpus-{digest.hexdigest()[:16]}"
     if not folder.is_dir():
         with whole_folder(folder) as fresh:
-            if model is None:
+            tokenizer = given
+            if tokenizer is None:
                 say(f"training a byte-level BPE tokenizer on {sum(map(len, documents)) / 1e6:.0f} MB of text")
                 tokenizer = train_tokenizer(documents, vocabulary)
-            else:
-                tokenizer = _tokenizer_of(model)
             tokenizer.save(str(fresh / "tokenizer.json"))
             say("turning the text into tokens")
             np.save(fresh / "tokens.npy", encode(tokenizer, documents))

@@ -1,4 +1,8 @@
-"""Triton kernels of the loss. Same functions, same arguments, same results as ``hf_cce.portable``."""
+"""Triton kernels of the loss, for ``hf_cce.ops``.
+
+The functions that ``hf_cce.portable`` has too take the same arguments and give the same results, but for rounding; the others are
+faster ways that only a GPU has.
+"""
 
 from hf_cce.kernels.ahead import compile_ahead
 from hf_cce.kernels.backward import logit_stats_backward

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, make_plan, operand, slab_width, specialised
+from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, make_plan, operand, row_major, slab_width, specialised
 from hf_cce.kernels.products import ALIGNED, multiply_add
 from hf_cce.kernels.scaled import buffer_rows, scaled_gradients
 from hf_cce.kernels.stored import Stored, label_logits, settle
@@ -260,8 +260,7 @@ def logit_stats_backward(
     and the memory for the others, and may bring one before it in the memory of the weight's gradient.
     """
     (n, d), v = hidden.shape, weight.shape[0]
-    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
-    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    hidden, weight = row_major(hidden), row_major(weight)
     bias = None if bias is None else bias.contiguous()
     grad_hidden = hidden.new_empty((n, d) if need_hidden else 0)  # rows in one piece, whatever those of hidden overlap
     if stored is not None and stored.grad_weight is not None:
@@ -272,9 +271,10 @@ def logit_stats_backward(
     if n == 0:
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
     plan = make_plan(hidden, weight, backward=True)
+    labels, lse, grad_lse, grad_label = (x.contiguous() for x in (labels, lse, grad_lse, grad_label))
     vectors = (labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy)
     per_token = [None if x is None else x.contiguous() for x in vectors]
-    settled = (labels.contiguous(), lse.contiguous(), grad_lse.contiguous(), grad_label.contiguous())
+    settled = (labels, lse, grad_lse, grad_label)
 
     of_labels = None
     if specialised(plan, bias, softcap, grad_mean, grad_entropy):

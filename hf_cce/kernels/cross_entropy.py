@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels import dense, filtered
-from hf_cce.kernels.forward import combine, logit_stats, tile_stats, tile_stride
+from hf_cce.kernels.forward import combine, logit_stats, tile_stats
 from hf_cce.kernels.grouped import Formed, Groups, Part, group_sizes
 from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.layout import Expected, Filtered, Report
 from hf_cce.kernels.measure import relative
 from hf_cce.kernels.order import Vocabulary
-from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, filter_plan, make_plan, specialised
+from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, filter_plan, make_plan, padded, row_major, specialised
 from hf_cce.kernels.stored import Stored, label_logits, lent_columns, lent_values, stored_width
 
 
@@ -84,7 +84,7 @@ def token_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As ``hf_cce.portable.token_gradients``, in one launch."""
     n, smooth = lse.numel(), label_smoothing > 0
-    vectors = torch.empty((3 if smooth else 2, n), dtype=torch.float32, device=lse.device)
+    vectors = empty_slab(lse, 3 if smooth else 2, n)
     grad_lse, grad_label, grad_mean = vectors[0], vectors[1], vectors[2] if smooth else None
     if n:
         _token_gradients_kernel[(ceil_div(n, 1024),)](
@@ -143,7 +143,7 @@ def _stored_stats(
     softcap: float,
     plan: Plan,
 ) -> None:
-    v, num_tiles, stride = weight.shape[0], ceil_div(weight.shape[0], plan.block_n), tile_stride(labels.numel())
+    v, num_tiles, stride = weight.shape[0], ceil_div(weight.shape[0], plan.block_n), padded(labels.numel())
     tile_lse = torch.empty(num_tiles * stride, device=hidden.device)
     for begin, end, values in parts:
         tile_stats(
@@ -185,8 +185,7 @@ def stored_cross_entropy(
 
     With ``lend`` the weight's gradient is allocated here, and lends its memory until it is written.
     """
-    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
-    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    hidden, weight = row_major(hidden), row_major(weight)
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     (n, d), v = hidden.shape, weight.shape[0]
     plan = make_plan(hidden, weight)
@@ -228,8 +227,7 @@ def grouped_cross_entropy(
 
     All tokens' values are kept for the backward pass, if there is room: see ``stored_cross_entropy``.
     """
-    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
-    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    hidden, weight = row_major(hidden), row_major(weight)
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     (n, d), v = hidden.shape, weight.shape[0]
     plan, later = make_plan(hidden, weight), make_plan(hidden, weight, backward=True)
@@ -326,7 +324,7 @@ def filtered_stats(
     n, v = labels.numel(), weight.shape[0]
     entropy = torch.empty(n if want_entropy else 0, device=hidden.device)
     is_top1 = torch.empty(n if want_top1 else 0, dtype=torch.bool, device=hidden.device)
-    scratch = 4 * (want_entropy + want_top1) * ceil_div(v, filter_plan(hidden, weight).block_n) * tile_stride(n)
+    scratch = 4 * (want_entropy + want_top1) * ceil_div(v, filter_plan(hidden, weight).block_n) * padded(n)
     saved = _filtered(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, need_weight, memory_budget - scratch, vocabulary,
         expected, entropy if want_entropy else None, is_top1 if want_top1 else None,
@@ -365,8 +363,7 @@ def _filtered(
     if chosen is None:
         return None
     plan, layout = chosen
-    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
-    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    hidden, weight = row_major(hidden), row_major(weight)
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     return filtered.forward(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary, known, entropy,
@@ -408,7 +405,7 @@ def token_filtered_gradients(
 
     With ``otherwise``, which gives them in full, the report alone is the filter's: see ``filtered.rehearse``.
     """
-    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    weight = row_major(weight)
     given = (saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure)
     if otherwise is None:
         return filtered.backward(*given)

@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.forward import tile_stride
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import ceil_div, power_of_2
+from hf_cce.kernels.plan import ceil_div, padded, power_of_2
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
 BINS = tl.constexpr(512)
@@ -115,7 +114,7 @@ def _columns_kernel(
     part,  # [programs of _score_kernel]
     sums,  # [BINS]: tiles by energy
     tau,  # scalar
-    place,  # [T, row blocks] int32, written: the how-manieth kept tile of its column block; -1 where dropped
+    place,  # [T, row blocks] int32, written: which of the kept tiles of its column block it is, from 0; -1 where dropped
     count,  # [T] int32, written: tiles that are kept, or, where all are stored, would be
     num_row_blocks,
     num_programs,
@@ -360,7 +359,7 @@ def select(
     energy, part = torch.empty((cols, rows), device=device), torch.empty(programs, device=device)
     counts, sums = ints(counting, BINS.value), ints(BINS.value)
     _score_kernel[grid](
-        tile_lse, tile_ratio, lse, label_logit, labels, energy, part, tile_stride(n), n, rows, cols, span, v,
+        tile_lse, tile_ratio, lse, label_logit, labels, energy, part, padded(n), n, rows, cols, span, v,
         softcap or 1.0, HAS_SOFTCAP=softcap > 0,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
@@ -373,9 +372,9 @@ def select(
         row_order=ints(passes, rows), aside=ints(), outlook=ints(4),
     )  # fmt: skip
     pass_of = ints(cols)
-    padded = max(16, power_of_2(rows))
+    rows_2 = max(16, power_of_2(rows))
     _columns_kernel[(cols,)](
-        energy, part, sums, tau, kept.place, kept.counts, rows, programs, stored, ROWS=padded, BLOCK=1024
+        energy, part, sums, tau, kept.place, kept.counts, rows, programs, stored, ROWS=rows_2, BLOCK=1024
     )
     _scan_kernel[(1,)](
         kept.counts, kept.start, pass_of, kept.pass_block, kept.pass_start, kept.aside, kept.outlook, stored,
@@ -386,7 +385,7 @@ def select(
         kept.place, kept.start, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,
         rows, cols, stored, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128,
     )  # fmt: skip
-    _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=padded, num_warps=1)
+    _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=rows_2, num_warps=1)
     return kept
 
 
@@ -403,7 +402,7 @@ class Mass(NamedTuple):
 def mass_bytes(n: int, cols: int, element: int, block_m: int, beyond: int) -> int:
     """The memory of a ``Mass``."""
     of_tokens = element * (cols + beyond) + 4 * ceil_div(cols, MASS_GROUP)
-    return of_tokens * tile_stride(n) + 8 * cols * ceil_div(n, block_m)
+    return of_tokens * padded(n) + 8 * cols * ceil_div(n, block_m)
 
 
 def dropped_mass(
@@ -421,12 +420,12 @@ def dropped_mass(
 ) -> Mass:
     """``beyond``: rows to allocate below those of the mass matrix."""
     n, (cols, rows) = lse.numel(), kept.place.shape
-    mass = torch.empty((cols + beyond, tile_stride(n)), dtype=dtype, device=lse.device)
+    mass = torch.empty((cols + beyond, padded(n)), dtype=dtype, device=lse.device)
     dropped, leaves = torch.empty((2, cols, rows), device=lse.device).unbind()
-    of_token = torch.empty((ceil_div(cols, MASS_GROUP), tile_stride(n)), device=lse.device)
+    of_token = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=lse.device)
     _mass_kernel[(rows, len(of_token))](
         tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, leaves, of_token,
-        tile_stride(n), n, rows, cols, v, logit_scale,
+        padded(n), n, rows, cols, v, logit_scale,
         HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, GROUP=MASS_GROUP, num_warps=2,
     )  # fmt: skip
     return Mass(mass[:cols, :n], mass[:, :n], dropped, leaves, of_token[:, :n])

@@ -17,11 +17,21 @@ from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.filter import Kept, Mass, dropped_mass, select
-from hf_cce.kernels.forward import combine, tile_stats, tile_stride
+from hf_cce.kernels.forward import combine, tile_stats
 from hf_cce.kernels.layout import Expected, Filtered, Layout, Report, make_layout
 from hf_cce.kernels.measure import hidden_error, relative, rounding_errors, weight_error
 from hf_cce.kernels.order import Vocabulary, permute_rows, put_rows, sort_tokens, sort_vocabulary
-from hf_cce.kernels.plan import Plan, ceil_div, descriptor, empty_slab, filter_plan, make_plan, operand, specialised
+from hf_cce.kernels.plan import (
+    Plan,
+    ceil_div,
+    descriptor,
+    empty_slab,
+    filter_plan,
+    make_plan,
+    operand,
+    padded,
+    specialised,
+)
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.rest import _rest_hidden_kernel, _rest_weight_kernel
 from hf_cce.kernels.scaled import hidden_gradient, label_factors
@@ -73,9 +83,9 @@ def forward(
         bias = bias.index_select(0, order.order[:v])
     means = weight.new_empty((cols, d))
     # Each begins aligned whatever the number of tokens, or Triton would compile for both, the second kind in a step to come.
-    lse, label_logit = torch.empty((2, tile_stride(n)), device=hidden.device)[:, :n].unbind()
-    tile_lse = torch.empty((cols, tile_stride(n)), device=hidden.device)
-    tile_ratio = torch.empty((cols, tile_stride(n)), dtype=torch.bfloat16, device=hidden.device)
+    lse, label_logit = torch.empty((2, padded(n)), device=hidden.device)[:, :n].unbind()
+    tile_lse = torch.empty((cols, padded(n)), device=hidden.device)
+    tile_ratio = torch.empty((cols, padded(n)), dtype=torch.bfloat16, device=hidden.device)
     tile_damping = torch.empty_like(tile_ratio) if softcap > 0 else None
     expectation, largest = (None if x is None else torch.empty_like(tile_lse) for x in (entropy, is_top1))
     live, stored = None, layout.stored * plan.block_n
@@ -232,7 +242,7 @@ def _of_stored(
         )  # fmt: skip
 
     if not need_weight:  # a pass over [N, D] costs less than one over the values
-        scale, of_label = torch.empty((2, tile_stride(n)), device=grad_lse.device)[:, :n].unbind()
+        scale, of_label = torch.empty((2, padded(n)), device=grad_lse.device)[:, :n].unbind()
         compute_anew(label_factors(stored, *per_token, v, logit_scale, softcap, plan.block_m, v, scale, of_label))
         hidden_gradient([values], rows_of, order.labels, scale, of_label, total, total)
         return None
@@ -342,7 +352,7 @@ def backward(
 
     flags = {"HAS_BIAS": saved.bias is not None, "HAS_SCALE": logit_scale != 1.0, "HAS_SOFTCAP": softcap > 0}
     per_token = (order.labels, saved.lse, grad_lse, grad_label)
-    rest = {**flags, **plan.rest}
+    rest = {**flags, **plan.rest_constants()}
 
     def compute_tiles(number: int, h: Any, w: Any, rows_of: Tensor, **how: bool) -> None:
         # A flat loop takes registers, of which Triton 3.9 has none left; it was measured with the version that specialises.
@@ -376,7 +386,7 @@ def backward(
         if need_weight and (waits or not in_place):
             multiply_weight(number, waits)
     if launched < passes and need_hidden:
-        _rest_hidden_kernel[(rows * ceil_div(d, plan.rest["BLOCK_D"]),)](
+        _rest_hidden_kernel[(rows * ceil_div(d, rest["BLOCK_D"]),)](
             hidden, source, saved.bias, order.order, *per_token, kept.row_tiles, kept.row_pass, total, order.tokens,
             grad_hidden, launched, n, cols, v, d, hidden.stride(0), source.stride(0), logit_scale, softcap or 1.0,
             PASSES=passes, GATHER=gather, **rest,
@@ -396,7 +406,7 @@ def backward(
         compute_tiles(number, h_tiles, weight, weight, GATHER=True, AGAIN=need_hidden)
         multiply_weight(number, False)
     if launched < passes and need_weight:
-        _rest_weight_kernel[(min(plan.programs, cols * ceil_div(d, plan.rest["BLOCK_D"])),)](
+        _rest_weight_kernel[(min(plan.programs, cols * ceil_div(d, rest["BLOCK_D"])),)](
             hidden, weight, saved.bias, order.order, *per_token, kept.tile_rows, kept.start, kept.pass_block, spread, leans,
             *(lean or (None, None)), grad_weight, launched, n, cols, v, d, hidden.stride(0), weight.stride(0), logit_scale,
             softcap or 1.0, LEANS=lean is not None, DIRECTIONS=DIRECTIONS.value, **rest,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import Plan, ceil_div, make_plan, operand, specialised
+from hf_cce.kernels.plan import Plan, ceil_div, make_plan, operand, padded, row_major, specialised
 from hf_cce.kernels.stored import label_logits
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
@@ -245,11 +245,6 @@ def survey_labels(
     return ok, factor
 
 
-def tile_stride(n: int) -> int:
-    """From one column of tiles to the next in an array of their statistics: such that rows begin aligned."""
-    return ceil_div(n, 16) * 16
-
-
 _FLAGS = ("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1")
 
 
@@ -258,7 +253,7 @@ def tile_stats(
     weight: Tensor,  # [V, D]
     bias: Tensor | None,
     labels: Tensor,  # [N]
-    tiles: list[Tensor | None],  # T · tile_stride(N) each: lse, and sum, expectation, lse of 2 z, maximum where wanted
+    tiles: list[Tensor | None],  # T · padded(N) each: lse, and sum, expectation, lse of 2 z, maximum where wanted
     label_logit: Tensor,  # [N]
     first_col: int,
     ignore_index: int,
@@ -280,7 +275,7 @@ def tile_stats(
 
         assert tiles[0] is not None
         hopper.tile_stats(
-            hidden, weight, labels, live, tiles[0], tile_ratio, label_logit, stored, tile_stride(n), plan.block_n,
+            hidden, weight, labels, live, tiles[0], tile_ratio, label_logit, stored, padded(n), plan.block_n,
             ignore_index, logit_scale,
         )  # fmt: skip
         return
@@ -288,7 +283,7 @@ def tile_stats(
     _tile_stats_kernel[(ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
         *tiles, tile_ratio, tile_damping, label_logit, stored, 0 if stored is None else stored.stride(0),
-        tile_stride(n), n, v, first_col, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index,
+        padded(n), n, v, first_col, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index,
         logit_scale, softcap or 1.0,
         **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tile_ratio is not None, STORE=stored is not None,
         HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
@@ -308,7 +303,7 @@ def combine(
     """Fold the statistics of tiles into those of tokens."""
     n = labels.numel()
     _combine_kernel[(ceil_div(n, 32),)](
-        *tiles, label_logit, labels, lse, *outputs, tile_stride(n), n, v, num_tiles, ignore_index,
+        *tiles, label_logit, labels, lse, *outputs, padded(n), n, v, num_tiles, ignore_index,
         **dict(zip(_FLAGS, [x is not None for x in outputs], strict=True)), BLOCK_R=32, BLOCK_T=256, num_warps=8,
     )  # fmt: skip
 
@@ -329,8 +324,7 @@ def logit_stats(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The statistics of ``hf_cce.portable.Stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
     n, v = labels.numel(), weight.shape[0]
-    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
-    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    hidden, weight = row_major(hidden), row_major(weight)
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     wants = (want_mean, want_entropy, want_log_sum_sq, want_top1)
     lse = torch.empty(n, dtype=torch.float32, device=hidden.device)
@@ -353,8 +347,7 @@ def logit_stats(
         h, y = hidden[rows], labels[rows]
         size = y.numel()
         tiles = [
-            torch.empty(num_tiles * tile_stride(size), device=hidden.device) if want else None
-            for want in (True, *wants)
+            torch.empty(num_tiles * padded(size), device=hidden.device) if want else None for want in (True, *wants)
         ]
         tile_stats(
             h, weight, bias, y, tiles, label_logit[rows], 0, ignore_index, logit_scale, softcap, plan,

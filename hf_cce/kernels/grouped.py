@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
-from hf_cce.kernels.forward import tile_stride
 from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import Plan, ceil_div, padded
 from hf_cce.kernels.products import multiply_add
@@ -118,7 +117,7 @@ def _lending(
 
     def beside(size: int) -> int:
         """Bytes of the tiles' statistics, or then of the products."""
-        return max(4 * num_tiles * tile_stride(size), product + element * size * d)
+        return max(4 * num_tiles * padded(size), product + element * size * d)
 
     most = max(left - rest - product, 0) // (element * padded(v)) // block_m * block_m
     for fewer in range(2, groups):

@@ -29,6 +29,7 @@ class Kernel:
 
     def __init__(self, jitted: Any) -> None:
         self.jitted = jitted
+        self.any_number = {p.name for p in getattr(jitted, "params", ()) if p.do_not_specialize}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         listed = _listed.get()
@@ -52,13 +53,14 @@ class Kernel:
             type(x) if p.do_not_specialize else _kind(x, not p.do_not_specialize_on_alignment)
             for x, p in zip(args, self.jitted.params, strict=False)
         )
-        return device, (*of_args,), (*options.items(),)
+        of_options = ((name, type(x) if name in self.any_number else x) for name, x in options.items())
+        return device, (*of_args,), (*of_options,)
 
 
 class Loading:
     """Kernels that are compiled, or loaded from Triton's cache, by threads, while the steps that need them begin.
 
-    One for the process: whose step began it may never come to its end, and others need the same kernels.
+    One for the whole process: the step that began a load may never finish, and other steps need the same kernels.
     """
 
     def __init__(self) -> None:

@@ -15,9 +15,8 @@ from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.residual import column_residual, residual, rounding, sample, token_energy
 from hf_cce.kernels.tilt import Leaning, leans_of_rows, tilted_rows
 
-ROUNDINGS = (
-    4  # times so many as whose error is measured are those whose rounding errors are: some have many times as much
-)
+# Rounding errors are measured on 4 times as many tokens as the filter's error, since a few tokens have far larger ones.
+ROUNDINGS = 4
 SAMPLED_COLUMNS = 256
 
 
@@ -54,7 +53,7 @@ def relative(report: Report, grad_hidden: Tensor | None, grad_weight: Tensor | N
     return report._replace(**errors)
 
 
-def _logits_of(saved: Filtered, weight: Tensor, sampled: Tensor) -> Tensor:
+def _products_of(saved: Filtered, weight: Tensor, sampled: Tensor) -> Tensor:
     """h Wᵀ of some rows, [S, V] float32 in the order of columns."""
     hidden = saved.hidden.index_select(0, sampled)
     z = torch.empty((len(sampled), weight.shape[0]), device=hidden.device)
@@ -96,7 +95,7 @@ def hidden_error(
     )  # fmt: skip
     sampled, stands_for = sample(of_token, saved.layout.sampled, n, 1)
     left_out = residual(
-        _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass.rows, grad_lse,
+        _products_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass.rows, grad_lse,
         saved.hidden.dtype, logit_scale, softcap, plan.block_m, plan.block_n,
     )  # fmt: skip
     wrong = _times_weight(saved, weight, left_out)
@@ -159,7 +158,7 @@ def rounding_errors(
     for start in range(0, len(places), size):
         sampled, stand = places[start : start + size], stands_for[start : start + size]
         moved, squares = rounding(
-            _logits_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, grad_lse, grad_label,
+            _products_of(saved, weight, sampled), sampled, saved.bias, saved.lse, saved.order.labels, grad_lse, grad_label,
             weight.dtype, logit_scale, softcap,
         )  # fmt: skip
         hidden = saved.hidden.index_select(0, sampled).float()

@@ -48,11 +48,11 @@ class Plan:
     weight_warps: int = 4
     tile_warps: int = 4
     programs: int = 264  # that share the kept tiles
-    in_parts: bool = False  # sums over all that is kept are taken tile by tile: what float32 and float16 can tell
+    # Add up tile by tile instead of in one long sum, whose error float32 and float16 would show: see sparse._add_in_parts.
+    in_parts: bool = False
     specialised: bool = False  # hf_cce.kernels.hopper can be used
 
-    @property
-    def rest(self) -> dict[str, Any]:
+    def rest_constants(self) -> dict[str, Any]:
         """Constants of hf_cce.kernels.rest, whose kernels hardly ever have work: what compiles everywhere without spilling."""
         cpu = self.num_warps == 1
         return {
@@ -66,8 +66,7 @@ class Plan:
             "num_stages": 1 if cpu else 2,
         }
 
-    @property
-    def labels(self) -> dict[str, Any]:
+    def label_constants(self) -> dict[str, Any]:
         """Constants of the kernel of labels' logits. Fewer than 64 rows are no product for Hopper's tensor cores."""
         return {
             "BLOCK_R": 16 if self.num_warps == 1 else 64,
@@ -214,8 +213,16 @@ def slab_width(n: int, v: int, bytes_per_logit: int, block_n: int, budget: int) 
     return ceil_div(ceil_div(v, slabs), block_n) * block_n
 
 
+def row_major(x: Tensor) -> Tensor:
+    """``x`` [·, D], or a copy where the entries of a row do not lie side by side, as the kernels read them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def padded(width: int) -> int:
-    """From one row of a slab of ``width`` columns to the next: cuBLAS takes several times as long where rows are not aligned."""
+    """From one row of ``width`` numbers to the next, such that each begins aligned whatever the width is.
+
+    cuBLAS takes several times as long where rows are not aligned; Triton would compile what reads them a second time.
+    """
     return ceil_div(width, 16) * 16
 
 

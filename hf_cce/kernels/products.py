@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# What cuBLAS wants rows of 16-bit numbers to be a multiple of: a product with 50,257 columns takes an H200 three to six times as
-# long as one with 50,256 (hf_cce/bench/results/2026-11-22-h200-alignment.txt).
+# cuBLAS wants the length of a row of 16-bit numbers to be a multiple of this: a product with 50,257 columns takes an H200 three
+# to six times as long as one with 50,256 (hf_cce/bench/results/2026-11-22-h200-alignment.txt).
 ALIGNED = 8
 
 
 def _beyond(length: int, stride: int, x: Tensor) -> int:
-    """How many entries are beyond the last multiple of what is ALIGNED, of a row of ``x`` that lies in one piece."""
+    """How many entries of a row of ``x`` lie beyond the last multiple of ``ALIGNED``; 0 where that does not matter."""
     return length % ALIGNED if stride == 1 and length > ALIGNED and x.is_cuda and x.element_size() == 2 else 0
 
 
@@ -28,6 +28,8 @@ def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         multiply_add(total, a[:, :-inner], b[:-inner], first)
         a, b, first = a[:, -inner:], b[-inner:], False
     if total.dtype == a.dtype:
+        if not a.is_cuda:  # see multiply
+            a, b = a.contiguous(), b.contiguous()
         if first:
             torch.mm(a, b, out=total)
         else:
@@ -43,6 +45,10 @@ def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a · b, rounded once."""
+    if (
+        not a.is_cuda
+    ):  # PyTorch 2.13 on a CPU with AMX reads beyond the ends of rows that lie apart; what is no number stays
+        return a.contiguous() @ b.contiguous()
     if not _beyond(a.shape[1], a.stride(1), a):
         return a @ b
     total = torch.empty((a.shape[0], b.shape[1]), device=a.device)

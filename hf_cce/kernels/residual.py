@@ -307,7 +307,7 @@ def _sample_kernel(
 def sample(dropped: Tensor, count: int, size: int, block: int, even: float = 0.0) -> tuple[Tensor, Tensor]:
     """(places [S] int64 in ``size``, what each stands for [S] float32), for a sum of squares over all places without bias.
 
-    More come from blocks with more ``dropped`` energy [blocks], to each of which the ``even``-th part of their mean is added.
+    More come from blocks with more ``dropped`` energy [blocks], to each of which ``even`` times their mean is added.
     """
     if count >= size:
         return torch.arange(size, device=dropped.device), torch.ones(size, device=dropped.device)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import ceil_div, padded
+from hf_cce.kernels.plan import ceil_div, empty_slab, padded
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.stored import LIMIT, Stored
 
@@ -319,7 +319,7 @@ def scaled_gradients(
 ) -> None:
     """Write the gradients. ``recompute`` replaces the stored values of flagged row blocks by the gradient of their logits."""
     (n, d), v = hidden.shape, weight.shape[0]
-    scale, of_label = torch.empty((2, n), device=lse.device).unbind()
+    scale, of_label = empty_slab(lse, 2, n).unbind()
     flags = label_factors(
         stored, labels, lse, grad_lse, grad_label, ignore_index, logit_scale, softcap, block_m, v, scale, of_label
     )

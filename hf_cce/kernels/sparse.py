@@ -117,7 +117,7 @@ def _kept_tiles_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PASSES,
-    AGAIN: tl.constexpr,
+    AGAIN: tl.constexpr,  # the second time: not the tiles that are still in the scratch, nor those nobody needs any more
     FLATTEN: tl.constexpr,  # one loop over tiles and the hidden size, whose loads run on from tile to tile
     TMA: tl.constexpr,
     GATHER: tl.constexpr,

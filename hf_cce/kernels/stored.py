@@ -208,7 +208,7 @@ def label_logits(
     (n, d), v = hidden.shape, weight.shape[0]
     out = torch.empty(n, device=hidden.device)
     live = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
-    shapes = plan.labels
+    shapes = plan.label_constants()
     _label_logit_kernel[(ceil_div(n, shapes["BLOCK_R"]),)](
         hidden, weight, bias, labels, order, out, live, tokens, moved, n, v, d, hidden.stride(0), weight.stride(0), ignore_index,
         logit_scale, softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, GATHER=order is not None,

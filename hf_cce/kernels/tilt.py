@@ -29,7 +29,9 @@ from hf_cce.kernels.products import multiply_add
 
 CHUNK = 16 << 20  # bytes of the weight's rows that are centred at a time
 DIRECTIONS = tl.constexpr(16)  # the fewest that a tensor core multiplies
-POWERS = 3  # of the second moment, that turn its columns to its first directions
+POWERS = (
+    3  # rounds of subspace iteration (multiply by the second moment, orthonormalise), which find its first directions
+)
 
 
 class Leaning(NamedTuple):

@@ -1,0 +1,46 @@
+"""Transformers: an evaluation whose logits nobody asks for makes none.
+
+Cause: ``Trainer.evaluate`` without ``compute_metrics``, and every evaluation with ``prediction_loss_only``, keep the loss alone,
+but the model makes all logits for it: where training fits into memory only without them, evaluation does not. Versions: read and
+tested with transformers 5.0 and 5.23, whose own Liger option leaves them out likewise. It can go when Trainer tells its callbacks
+that a prediction step begins, and what it is for.
+
+How: ``Trainer.prediction_step`` is wrapped, once for the process, because no event comes before it. Where it is called for the
+loss alone, the trainer's callbacks that have a method ``STEP`` are asked for a context; nobody else's evaluation is touched. A
+subclass whose ``prediction_step`` does not call Trainer's (TRL's) is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from contextlib import ExitStack
+from typing import Any
+
+# A callback's method of this name takes the model and returns a context manager: a step of an evaluation for the loss alone
+STEP = "_loss_only_step"
+
+
+def enter() -> None:
+    """From now on Trainer asks its callbacks; nothing to do where it does, or where its method is another one than is known."""
+    from transformers import Trainer
+
+    original = Trainer.prediction_step
+    known = list(inspect.signature(original).parameters)[:4] == ["self", "model", "inputs", "prediction_loss_only"]
+    if known and not hasattr(original, STEP):
+        Trainer.prediction_step = _asking(original)  # type: ignore[method-assign]
+
+
+def _asking(original: Any) -> Any:
+    @functools.wraps(original)
+    def prediction_step(
+        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        with ExitStack() as stack:
+            for callback in self.callback_handler.callbacks if prediction_loss_only else ():
+                if hasattr(callback, STEP):
+                    stack.enter_context(getattr(callback, STEP)(model))
+            return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+
+    setattr(prediction_step, STEP, True)
+    return prediction_step

@@ -1,0 +1,122 @@
+"""CCECallback while Trainer evaluates: no logits where the loss alone is kept, all of them where somebody asks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES, logits_made, stats
+from numerics import assert_as_good
+from test_callback import build
+
+from hf_cce import CCECallback
+from hf_cce.patches.causal_lm import patch_of
+
+TOKENS = 40  # of an evaluation's batch, or more
+
+
+def evaluated(
+    tmp_path: Path, *callbacks: Any, model: Any = None, **options: Any
+) -> tuple[torch.Tensor, list[str], Any]:
+    """The loss of an evaluation, the logits that it made, the trainer."""
+    trainer = build(tmp_path, *callbacks, model=model, per_device_eval_batch_size=2, **options)
+    with logits_made(tokens=TOKENS) as made:
+        loss = trainer.evaluate()["eval_loss"]
+    return torch.tensor(loss, dtype=torch.float64), made, trainer
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi", "mixtral"])
+def test_the_loss_alone_needs_no_logits(tmp_path: Path, family: str) -> None:
+    """As evaluate() has it where there are no metrics; before training, and with a softcap, a scale or a bias."""
+    expected, made, _ = evaluated(tmp_path, model=FAMILIES[family].build())
+    assert made
+    found, made, trainer = evaluated(tmp_path, CCECallback(), model=FAMILIES[family].build())
+    assert not made
+    assert_as_good(found, expected, expected, "loss", torch.float32)
+    assert stats(trainer.model).calls == 0  # those are training calls
+    assert "forward" not in vars(trainer.model.get_output_embeddings())
+
+
+def test_evaluation_between_steps_counts_for_no_step(tmp_path: Path) -> None:
+    expected, _, plain = evaluated(tmp_path, eval_strategy="steps", eval_steps=1)
+    found, _, trainer = evaluated(tmp_path, CCECallback(on_unused="raise"), eval_strategy="steps", eval_steps=1)
+    assert_as_good(found, expected, expected, "loss", torch.float32)
+    for each in (plain, trainer):
+        each.train()
+    losses = [[row["eval_loss"] for row in each.state.log_history if "eval_loss" in row] for each in (plain, trainer)]
+    assert len(losses[0]) == len(losses[1]) == 3
+    theirs, ours = (torch.tensor(each, dtype=torch.float64) for each in losses)
+    assert_as_good(ours, theirs, theirs, "losses", torch.float32)
+    assert stats(trainer.model).fused == stats(trainer.model).calls == 6
+
+
+def test_metrics_get_logits(tmp_path: Path) -> None:
+    shapes: list[Any] = []
+
+    def compute_metrics(given: Any) -> dict[str, float]:
+        shapes.append(given.predictions.shape)
+        return {"mean": float(given.predictions.mean())}
+
+    _, made, trainer = evaluated(tmp_path, CCECallback(), compute_metrics=compute_metrics)
+    assert made and shapes and shapes[0][-1] == trainer.model.config.vocab_size
+
+
+@pytest.mark.parametrize("other", ["smoothing", "no callback", "removed"])
+def test_others_are_left_alone(tmp_path: Path, other: str) -> None:
+    """Where the loss is Trainer's own, and where nobody has asked for ours, after a trainer that had asked."""
+    evaluated(tmp_path, CCECallback())
+    options = {"label_smoothing_factor": 0.1} if other == "smoothing" else {}
+    callbacks = [] if other == "no callback" else [CCECallback()]
+    trainer = build(tmp_path, *callbacks, per_device_eval_batch_size=2, **options)
+    if other == "removed":
+        from hf_cce import remove_cce
+
+        remove_cce(trainer.model)
+    with logits_made(tokens=TOKENS) as made:
+        assert trainer.evaluate()["eval_loss"] > 0
+    assert made
+
+
+def test_a_step_that_raises_ends_it(tmp_path: Path) -> None:
+    trainer = build(tmp_path, CCECallback())
+    trainer.model.loss_function = lambda **_: (_ for _ in ()).throw(ValueError("no loss"))
+    with pytest.raises(ValueError, match="no loss"):
+        trainer.evaluate()
+    assert not patch_of(trainer.model).loss_only and "forward" not in vars(trainer.model.lm_head)
+
+
+def test_logits_that_a_loss_of_ones_own_uses_are_there(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """A compute_loss that calls the model with labels and looks at its logits, in evaluation too."""
+    from transformers import Trainer
+
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            outputs = model(**inputs)
+            loss = outputs.loss + 0.01 * outputs.logits.square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    expected, _, _ = evaluated(tmp_path, trainer=Own)
+    found, made, _ = evaluated(tmp_path, CCECallback(), trainer=Own)
+    assert made
+    assert_as_good(found, expected, expected, "loss", torch.float32)
+    assert not [warning for warning in recwarn if "hf_cce" in str(warning.message)]
+
+
+def test_what_is_no_number_stays_out_of_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filter's error of a frozen head's weight is none; JSON has no word for that, and Trainer writes its logs as JSON."""
+    from hf_cce import FilterState
+
+    found = {"kept": 0.25, "error": 1e-3, "weight_error": float("nan")}
+    monkeypatch.setattr(FilterState, "stats", lambda self: found)
+    trainer = build(tmp_path, CCECallback(), save_strategy="steps", save_steps=1)
+    trainer.train()
+
+    def refuse(word: str) -> Any:
+        raise ValueError(word)
+
+    written = (tmp_path / "checkpoint-3" / "trainer_state.json").read_text("utf-8")
+    logged = json.loads(written, parse_constant=refuse)["log_history"]
+    assert [row["cce_kept"] for row in logged if "loss" in row] == [0.25] * 3 and "cce_weight_error" not in written
