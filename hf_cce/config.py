@@ -44,9 +44,9 @@ class CCEConfig:
         if self.implementation not in get_args(Implementation):
             raise ValueError(f"implementation must be one of {get_args(Implementation)}, got {self.implementation!r}")
         given: Any = self.memory_budget, self.gradient_filter
-        if isinstance(given[0], Integral) and not isinstance(given[0], (bool, int)):  # numpy's numbers
+        if isinstance(given[0], Integral) and type(given[0]) not in (bool, int):  # numpy's numbers
             object.__setattr__(self, "memory_budget", int(given[0]))
-        if isinstance(given[1], Real) and not isinstance(given[1], (bool, int, float)):
+        if isinstance(given[1], Real) and type(given[1]) not in (bool, int, float):
             object.__setattr__(self, "gradient_filter", float(given[1]))
         if isinstance(self.memory_budget, bool) or not isinstance(self.memory_budget, (int, type(None))):
             raise ValueError(f"memory_budget must be a number of bytes (int) or None, got {self.memory_budget!r}")

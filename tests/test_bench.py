@@ -187,7 +187,11 @@ def test_whole_bench_and_then_the_head_from_the_cache(words: Path, cache: Path, 
         (["--head", "V512:99999"], "a trained head keeps 32768 held-out tokens at most"),
         (["--modes", "both,sideways"], "unknown mode 'sideways'; known: forward"),
         (["--sweep", "1e-3,much"], "--sweep '1e-3,much': expected numbers"),
-        (["--sweep", "2"], "each gradient filter lies between 0 and 1"),
+        (["--modes", ""], "no mode is left to measure; known: forward"),
+        (["--plot", "bench.xyz"], "--plot bench.xyz: the name must end in one of ."),
+        (["--json", "SHORT/bench.json"], "short.txt is no folder"),
+        (["--sweep", "0.5"], "each gradient filter lies above 0, and 0.1 is the most"),
+        (["--sweep", "2"], "each gradient filter lies above 0, and 0.1 is the most"),
         (["--device", "nonsense"], "--device 'nonsense': expected cpu, cuda"),
         (["--device", "cuda"], "sees no NVIDIA GPU here; try --device cpu"),
         (["--head", "V512:8", "--dataset", "SHORT"], "to hold a fifth out, it needs at least 640"),
@@ -198,7 +202,7 @@ def test_errors_are_one_sentence(arguments: list[str], message: str, cache: Path
         pytest.skip("there is one")
     (tmp_path / "short.txt").write_text("one two three " * 20)
     device = [] if "--device" in arguments else ["--device", "cpu"]
-    done = hf_cce(cache, *(str(tmp_path / "short.txt") if a == "SHORT" else a for a in arguments), *device)
+    done = hf_cce(cache, *(a.replace("SHORT", str(tmp_path / "short.txt")) for a in arguments), *device)
     assert done.exit_code == 1
     assert message in done.stderr
     assert isinstance(done.exception, SystemExit)

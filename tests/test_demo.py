@@ -289,6 +289,23 @@ def test_a_local_model_and_its_tokenizer(words: Path, corpus: text.Corpus, cache
     assert plain["common"]["settings"]["model"] == str(tmp_path / "model")
 
 
+def test_another_tokenizer_in_the_same_folder_is_another_corpus(
+    words: Path, corpus: text.Corpus, cache: Path, tmp_path: Path
+) -> None:
+    """A folder that a later pretraining writes its model to, too: by its name the old tokens would be found."""
+    from transformers import PreTrainedTokenizerFast
+
+    other = text.train_tokenizer([words.read_text("utf-8")], 300)
+    taken = []
+    for tokenizer in (corpus.tokenizer(), other):
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+        taken.append(text.prepare(600, dataset=str(words), model=str(tmp_path), cache=cache))
+        assert taken[-1].entries == tokenizer.get_vocab_size()
+        expected = text.encode(tokenizer, [words.read_text("utf-8")])
+        assert np.array_equal(np.load(taken[-1].tokens_file), expected)
+    assert taken[0].tokens_file != taken[1].tokens_file
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(corpus: text.Corpus) -> None:
     settings = Settings(
         str(corpus.tokens_file), str(corpus.tokenizer_file), vocabulary=257, hidden=64, layers=1, device="cpu"

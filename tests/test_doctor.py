@@ -162,6 +162,15 @@ def test_what_it_means_that_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) ->
         assert old.status == doctor.WRONG and "built for CUDA 13.0" in old.found and old.fix
 
 
+def test_an_apple_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for there in (False, True):
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=there: there)
+        devices, (check,) = doctor._devices()
+        assert [device.type for device in devices] == ["cpu", "mps"][: 1 + there]
+        assert ("an Apple GPU" in check.found) == there and (check.name == "mps") == there
+
+
 def test_versions_are_compared_as_numbers() -> None:
     assert doctor.release("2.10.1+cu128") > doctor.release("2.8") == doctor.release("2.8.0.dev3")
     assert doctor.release("5") == doctor.release("5.0.0")

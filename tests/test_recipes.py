@@ -246,6 +246,8 @@ def test_commands_of_the_readme_parse() -> None:
         (["--cpu"], {"ACCELERATE_USE_FSDP": "true"}, "FSDP needs GPUs"),
         (["--hidden", "100"], {}, "--hidden must be a multiple of 64"),
         (["--cpu", "--dataset", "./no/such.txt"], {}, "no such file or folder"),
+        (["--cpu", "--json", "."], {}, "--json .: that is a folder"),
+        (["--cpu", "--task", "finetune", "--model", "./no/such"], {}, "./no/such: no such folder"),
     ],
 )
 def test_errors_are_one_line(

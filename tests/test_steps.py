@@ -16,6 +16,7 @@ from numerics import budget
 
 from hf_cce import CCEConfig
 from hf_cce.bench import alternate, curves, installed, newer, onestep, steps, text
+from hf_cce.bench import report as bench_report
 from hf_cce.bench.files import write_json
 from hf_cce.bench.shapes import SHAPES, config_of
 
@@ -203,10 +204,16 @@ def test_out_of_memory_is_a_result_and_a_failure_is_not(
     monkeypatch.setattr(onestep, "install", install)
     path = tmp_path / "steps.json"
     assert steps.main(arguments(words, "--json", str(path), "--losses", "eager")) == 0
-    row = json.loads(path.read_text("utf-8"))["results"]["eager"]
+    report = json.loads(path.read_text("utf-8"))
+    row = report["results"]["eager"]
     assert (row["status"], row["phase"], row["step"], row["asked"]) == ("oom", "forward", 1, "18.55 GiB")
     assert row["losses"] == [] and row["peak_gib"] > 0
     assert "out of memory in the forward of step 1 (asked for 18.55 GiB)" in capsys.readouterr().out
+    # A trainer's steps nobody counts, and not every library says what it asked for.
+    row |= {"step": 0, "phase": "training"}
+    del row["asked"]
+    assert "| eager | out of memory in training |" in steps.table(report)
+    assert "| out of memory, asked for more | – | – |" in "".join(bench_report._steps(report, "a step"))
     assert steps.main(arguments(words, "--losses", "compiled")) == 1
     assert "failed: RuntimeError: a bug" in capsys.readouterr().out
 

@@ -388,6 +388,16 @@ def test_a_preference_trainer_of_another_trl_is_left_alone(tmp_path: Path, monke
     assert module.selective_log_softmax is other
 
 
+def test_several_processes_are_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_cce.callback import _Run, _why
+    from hf_cce.calls import Stats
+
+    trainer = PREFERENCE["orpo"](tmp_path, apply_cce(tiny_llama()), [])
+    for size, reason in ((2, "in several processes"), (1, "the model was never called with labels")):
+        monkeypatch.setattr(type(trainer.args), "world_size", size)
+        assert reason in _why(trainer.args, trainer.model, _Run(Stats(), Stats(), Stats()))
+
+
 @pytest.mark.parametrize("name", ["sft", *PREFERENCE])
 def test_torch_compile_is_named_as_the_cause(name: str, tmp_path: Path) -> None:
     trainer = {"sft": sft, **PREFERENCE}[name](

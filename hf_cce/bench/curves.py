@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.perf_counter()
     try:
         if args.plot:
-            require_matplotlib()
+            require_matplotlib(args.plot)
         corpus = text.prepare(setup.vocab, dataset=args.dataset, say=say)
         about: dict[str, Any] = {
             "command": machine.command("hf_cce.bench.curves", arguments),

@@ -78,6 +78,8 @@ class Settings:
             head_seconds=self.head_seconds or (60.0 if gpu else 3.0),
             dtype=self.dtype or ("bfloat16" if gpu else "float32"),
         )
+        if not filled.modes:
+            raise ValueError(f"no mode is left to measure; known: {', '.join(GEMMS)}")
         if wrong := sorted(set(filled.modes) - set(GEMMS)):
             raise ValueError(f"unknown mode {', '.join(map(repr, wrong))}; known: {', '.join(GEMMS)}")
         if filled.dtype not in DTYPES:
@@ -167,7 +169,8 @@ def run(settings: Settings, report: Report = lambda event: None, cache: Path | N
     swept, missing_sweep = make_sweep(settings.sweep)
     losses.update(swept)
     if not losses:
-        raise ValueError(f"none of these peers can run here: {missing | missing_sweep}")
+        why = "; ".join(f"{name}: {reason}" for name, reason in (missing | missing_sweep).items())
+        raise ValueError(f"none of these peers can run here: {why}")
     reference = reference_dtype(device, dtype)
     result: dict[str, Any] = {
         "device": machine.device_name(device),

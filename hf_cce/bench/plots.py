@@ -11,12 +11,15 @@ PLAIN, CCE, INK, FAINT = "#b4552d", "#1f6f8b", "#22272e", "#c9ced6"
 STATE = "#8a93a0"
 
 
-def require_matplotlib() -> None:
-    """Say what to install, before an hour of training and not after it."""
+def require_matplotlib(path: Path | None = None) -> None:
+    """Say what to install, and that a picture of that name cannot be drawn, before an hour of training and not after it."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install 'hf-cce[bench]'") from None
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path is not None and path.suffix.lower().removeprefix(".") not in known:
+        raise ValueError(f"--plot {path}: the name must end in one of .{', .'.join(known)}")
 
 
 def draw_demo(report: dict[str, Any], path: Path) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hf_cce.bench.files import put_json, whole_file
-from hf_cce.cli.common import consoles, ending, where
+from hf_cce.cli.common import can_write, consoles, ending, where
 
 
 class Dtype(str, Enum):
@@ -85,10 +85,11 @@ def bench(
     numbers, tables, picture = where(json_path), where(markdown_path), where(plot_path)
     with ending(errors, 1, interrupted="--json holds the heads that were done, if any."):
         # Before torch is loaded: who mistyped an option should not wait.
+        can_write(json_path, markdown_path, plot_path)
         if plot_path:
             from hf_cce.bench.plots import require_matplotlib
 
-            require_matplotlib()
+            require_matplotlib(plot_path)
         thresholds = _numbers(sweep)
         from hf_cce.bench.grid import Settings, head_of, shape_of
 

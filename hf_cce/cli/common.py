@@ -28,6 +28,20 @@ def where(path: Path | None) -> str:
     return f"[bold]{escape(str(path))}[/]" + (f" (made the folder {escape(str(made[-1]))})" if made else "")
 
 
+def can_write(*paths: Path | None) -> None:
+    """Say that a file cannot be written before what it is for is measured.
+
+    Raises:
+        ValueError: one of ``paths`` cannot; None and - are left out.
+    """
+    for path in paths:
+        if path is None or str(path) == "-":
+            continue
+        folder = next(each for each in path.absolute().parents if each.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"{path} cannot be written: {folder} is {'not yours' if folder.is_dir() else 'no folder'}")
+
+
 @contextmanager
 def ending(
     errors: Console,

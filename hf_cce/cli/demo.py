@@ -76,7 +76,7 @@ def demo(
         if plot_path:
             from hf_cce.bench.plots import draw_demo, require_matplotlib
 
-            require_matplotlib()
+            require_matplotlib(plot_path)
         if model:
             from hf_cce.bench.hub import config_named
 
