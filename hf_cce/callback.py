@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_cce.api import apply_cce, causal_lm
-from hf_cce.calls import Stats
+from hf_cce.calls import Stats, outside
 from hf_cce.config import CCEConfig
 from hf_cce.patches import evaluation, preference
 from hf_cce.patches.causal_lm import Patch, patch_of
@@ -194,7 +194,7 @@ class CCECallback(TrainerCallback):
             raise RuntimeError(message)
         if run.stats.bypassed and not run.step.bypassed:
             return  # the patch has just said so, for those who use no callback
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(message, stacklevel=outside())
 
 
 def _say(args: Any, state: Any, message: str) -> None:

@@ -12,6 +12,8 @@ import torch
 from hf_cce.config import CCEConfig
 from hf_cce.state import FilterState
 
+_LIBRARIES = {"accelerate", "deepspeed", "hf_cce", "peft", "torch", "transformers", "trl"}
+
 
 @dataclass
 class Stats:
@@ -83,7 +85,7 @@ class Call:
                     "all. They are right; made at every step they cost the memory that CCE saves. Use logits in evaluation "
                     "mode, or outputs.logits.materialize() where you mean it; for per-token log-probabilities or entropy "
                     "there is linear_log_probs.",
-                    stacklevel=_outside(),
+                    stacklevel=outside(),
                 )
 
     def note_full_logits(self) -> None:
@@ -97,9 +99,14 @@ class Call:
             self.reasons.append(why)
 
 
-def _outside() -> int:
-    """The ``stacklevel`` with which the caller's warning shows the line that made torch or us do it."""
+def outside() -> int:
+    """The ``stacklevel`` with which the caller's warning shows the user's line, and none of the libraries that it went through.
+
+    Python shows a text once for each line: so each model that a notebook trains is told of, and a loop not at every step.
+    """
+    if torch.compiler.is_compiling():
+        return 2
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("hf_cce", "torch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
     return level

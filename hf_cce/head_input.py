@@ -65,7 +65,7 @@ class HeadInput(Symbolic):
         hidden_states, device = self.hidden_states, self.hidden_states.device.type
         if self.call.words is not None and weight.shape[0] != self.call.words:
             return HeadInput(F.linear(hidden_states, weight, bias), self.call)
-        if hidden_states.is_meta:  # nor does anybody know of autocast there
+        if device == "meta":  # nor does anybody know of autocast there
             self.call.note_refused("the model is on the meta device, where tensors have no data")
             self.call.note_full_logits()
             return F.linear(hidden_states, weight, bias)

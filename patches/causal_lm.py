@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from hf_cce.calls import Call, Stats
+from hf_cce.calls import Call, Stats, outside
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits
 from hf_cce.head import LINEAR, PARTITIONED, RESHARDS, adapter_in, find_head, keep_whole, why_not_defer
@@ -211,11 +211,10 @@ def _swap(model: nn.Module, state: Patch, head: nn.Module, call: Call) -> None:
     head.forward = forward
 
 
-def _deferring_forward(head: Any, previous: Any, *args: Any, **kwargs: Any) -> Any:
+def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
     """The head's own forward, or the one that accelerate had put there, on an input that does not multiply."""
-    if not args and "input" in kwargs:  # as torch.nn.Linear calls it
-        args = (kwargs.pop("input"),)
-    hidden_states, *others = args or (None,)
+    if hidden_states is None and "input" in kwargs:  # as torch.nn.Linear calls it
+        hidden_states = kwargs.pop("input")
     call = head.__dict__.get(STATE)
     deferring = call is not None and (call.evaluation or torch.is_grad_enabled())
     if not (deferring and isinstance(hidden_states, torch.Tensor)):
@@ -233,7 +232,7 @@ def _deferring_forward(head: Any, previous: Any, *args: Any, **kwargs: Any) -> A
                 output = hidden_states.linear(head.weight, head.bias)
     if output is None:
         forward = functools.partial(type(head).forward, head) if previous is None else previous
-        output = forward(hidden_states, *others, **kwargs)
+        output = forward(hidden_states, *args, **kwargs)
     if call is not None and isinstance(output, torch.Tensor) and not call.few_tokens:
         call.note_full_logits()  # by a head, or an adapter on it, that does more than is known to be put off
     return output.deferred() if isinstance(output, TermSum) else output
@@ -353,7 +352,7 @@ def _note_bypass(state: Patch) -> None:
             "hf_cce: apply_cce has no effect on this training: TRL replaces the model's forward with its own fused LM head "
             "(trl.trainer.utils.add_fused_lm_head), so neither the model's forward nor its loss is called. The training is "
             "right, and what it saves is TRL's doing.",
-            stacklevel=2,
+            stacklevel=outside(),
         )
 
 
@@ -379,20 +378,20 @@ def _close(state: Patch, call: Call, head: nn.Module) -> None:
                 'modules_to_save=["lm_head"]'
             )
         if call.full_logits:
-            _tell(why, 3)
+            _tell(why)
         else:  # TRL's own fused head did it, or a loss of the model's own that takes no logits
             warnings.warn(
                 f"hf_cce: a training call of this model ended without our fused loss: {why}. The loss is right; "
                 "it only costs what it cost before.",
-                stacklevel=2,
+                stacklevel=outside(),
             )
 
 
-def _tell(why: str, stacklevel: int = 2) -> bool:
+def _tell(why: str) -> bool:
     """Warn that logits are made. While a graph is traced this runs once, there and then: Dynamo takes it for a constant."""
     warnings.warn(
         f"hf_cce: a training call of this model made full logits, so it saves no memory: {why}. The loss is right; "
         "it only costs what it cost before.",
-        stacklevel=stacklevel,
+        stacklevel=outside(),
     )
     return True
