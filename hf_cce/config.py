@@ -19,11 +19,11 @@ class CCEConfig:
             portable PyTorch everywhere else; on a CUDA device, for up to 42 million logits that fit the budget (fewer
             where the vocabulary is odd), PyTorch's own loss on full logits, which is then the fastest (a patched model keeps
             its own). ``"triton"`` and ``"portable"`` run that one or raise.
-        memory_budget: upper bound, in bytes, of the scratch memory that one call holds besides its inputs and
-            gradients; at least 1 MiB. None: 256 MiB for each 8,192 tokens, or part of them. Smaller budgets mean more, smaller
-            slabs of the vocabulary, hence less speed; some have no room for the gradient filter. Where nothing is left out,
-            the gradient of the weight may be allocated in the forward pass already; where several losses are added up before
-            one backward pass, each has one.
+        memory_budget: how many bytes of scratch memory one call may hold besides its inputs and gradients; at least 1 MiB. A few
+            numbers for each token come on top (below 1 MiB for 8,192 tokens). None: 256 MiB for each 8,192 tokens, or part of
+            them. Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed; some have no room for the gradient
+            filter. Where nothing is left out, the gradient of the weight may be allocated in the forward pass already; where
+            several losses are added up before one backward pass, each has one.
             Two floors: portable PyTorch works on at least 16 tokens with the whole vocabulary, or 16 entries of it with all
             tokens, and in float16 and bfloat16 it accumulates the gradient of the hidden states in float32.
         gradient_filter: the Triton kernels of the scalar loss may leave out tiles of the logits' gradient that hardly matter and

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import statistics
 import sys
 import time
@@ -30,6 +31,7 @@ from hf_cce.bench.shapes import Shape, config_of
 
 YARDSTICKS = ("compiled", "reversed")  # as correct as eager: their distance from it is what rounding does
 OURS = ("hf_cce", "hf_cce-exact")
+FILTER_EVERY = 10  # steps after which the filter is asked what it kept
 RANDOM, TRAINED = "from random initialisation", "from a trained checkpoint"
 Say = Callable[[str], None]
 
@@ -100,7 +102,7 @@ def train(
     model, optimizer = build(setup, start)
     reversed_rows = name == "reversed"
     installed = "eager, the rows of each batch in reverse" if reversed_rows else install(model, name)
-    first, snapshot, losses = start.step if start else 0, None, []
+    first, snapshot, losses, filtered = start.step if start else 0, None, [], []
     began = time.perf_counter()
     for step, rows in enumerate(batches):
         if step == snapshot_at:
@@ -113,11 +115,17 @@ def train(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach().float())  # read at the end: nothing makes the host wait
+        losses.append(loss.detach().float())  # read at the end, so that the host waits for none
+        if step % FILTER_EVERY == 0 and hasattr(model, "cce_stats"):
+            told: dict[str, float] = model.cce_stats()
+            of_filter = {key: told[key] for key in ("kept", "dense", "error") if math.isfinite(told.get(key, math.nan))}
+            filtered.append({"step": step, **of_filter})
     values = torch.stack(losses)
     if not torch.isfinite(values).all():
         raise RuntimeError(f"{name}: the loss became infinite or NaN; try a smaller --learning-rate")
-    run = {"losses": values.tolist(), "installed": installed, "seconds": time.perf_counter() - began}
+    run: dict[str, Any] = {"losses": values.tolist(), "installed": installed, "seconds": time.perf_counter() - began}
+    if any("kept" in each for each in filtered):  # or the filter never ran
+        run["filter"] = filtered
     if snapshot_at is not None and snapshot is None:
         snapshot = taken(model, optimizer, first + len(batches))
     return run, snapshot
