@@ -114,6 +114,8 @@ def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
         warnings.filterwarnings("error", message="hf_cce:")  # what is recommended does not fall back to full logits
         for code in code_of(page):
             exec(compile(code, str(page), "exec"), stand_ins)
+            if ".backward(" in code and page.stem == "guides":  # a frozen model would train nothing, and say nothing
+                assert any(parameter.requires_grad for parameter in stand_ins["model"].parameters())
 
 
 def removed_of(page: Path) -> list[list[str]]:
