@@ -137,7 +137,7 @@ class CCECallback(TrainerCallback):
         try:
             yield
         finally:
-            patch.loss_only = False
+            patch.end_evaluation(causal_lm(model))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._run is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_cce.config import CCEConfig
 from hf_cce.state import FilterState
@@ -54,9 +55,15 @@ class Call:
     full_logits: bool = False  # they were made, and counted, at least once
     traced: bool = False  # a graph that holds a fused cross entropy ran in it
     closed: bool = False  # it has returned
+    owner: Any = None  # the Patch of the model that was called
     evaluation: bool = False  # without gradients, for the loss alone; nobody counts it
     handles: list[Any] = field(default_factory=list)  # of hooks on the head, for the time of the call
     kept_whole: list[Any] = field(default_factory=list)  # FSDP2 groups that keep their weights when the head has run
+
+    def unshard_before(self, result: Tensor) -> None:
+        """Have FSDP2 gather the head's weight for the gradient of ``result``: another forward may have freed it by then."""
+        if self.kept_whole and result.requires_grad:
+            result.register_hook(lambda _: [group.unshard() for group in self.kept_whole] and None)
 
     def note_fused(self) -> None:
         if torch.compiler.is_compiling():

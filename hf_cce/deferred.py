@@ -319,6 +319,9 @@ class DeferredLogits(Symbolic):
                 filter_state=self.call.filter_state,
             )
         self.call.note_fused()
+        self.call.unshard_before(loss)
+        if self.call.evaluation and reduction == "mean":  # Trainer leaves out batches of which this is NaN
+            loss = torch.where((target != ignore_index).any().to(loss.device), loss, math.nan)
         return loss.to(self.device, torch.promote_types(loss.dtype, self.dtype))
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
@@ -343,6 +346,7 @@ class DeferredLogits(Symbolic):
                 config=self.call.config,
             ).logsumexp
         assert result is not None
+        self.call.unshard_before(result)
         result = result.to(self.device)
         return result.unsqueeze(-1) if keepdim else result
 

@@ -77,11 +77,18 @@ def why_not_defer(head: nn.Module) -> str | None:
     return RESHARDS if any(_reshards(module) for module in head.modules()) else None
 
 
-def transformed() -> bool:
-    """Whether a transform of ``torch.func``, or forward-mode AD, is at work; in a graph that is compiled nobody can tell."""
+def transformed(*tensors: Tensor | None) -> bool:
+    """Whether a transform of ``torch.func`` is at work, or forward-mode AD (on these ``tensors``, where any are given).
+
+    In a graph that is compiled nobody can tell.
+    """
     if torch.compiler.is_compiling():
         return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return not tensors or any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _asks_for_a_tensor(hook: Any) -> bool:

@@ -362,16 +362,16 @@ def _prepare(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, float]:
     """Check everything that can be checked without reading data; cast for autocast; flatten to [N, D]."""
-    if transformed():
-        raise RuntimeError(
-            "the fused loss has no rule for torch.func (grad, vmap, jvp) and forward-mode AD; compute it with full logits there, "
-            "or take its gradients by torch.autograd.grad"
-        )
     _check_tensor("hidden_states", "[..., D]", hidden_states)
     _check_tensor("weight", "[V, D]", weight)
     _check_tensor("labels", "[...]", labels)
     if bias is not None:
         _check_tensor("bias", "[V]", bias)
+    if transformed(hidden_states, weight, bias):
+        raise RuntimeError(
+            "the fused loss has no rule for torch.func (grad, vmap, jvp) and forward-mode AD; compute it with full logits there, "
+            "or take its gradients by torch.autograd.grad"
+        )
     if not hidden_states.is_floating_point():
         raise ValueError(f"hidden_states must be floating point, got {hidden_states.dtype}")
     if weight.dim() != 2:

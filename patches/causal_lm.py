@@ -61,6 +61,12 @@ class Patch:
         peft_tuner.enter(STATE)  # where a model is unpickled nobody may have called ``patch``
         vars(self).update(state)
 
+    def end_evaluation(self, model: nn.Module) -> None:
+        """Of a step for the loss alone, also where a KeyboardInterrupt has ended it, after which torch runs no hook."""
+        self.loss_only = False
+        if (head := find_head(model)) is not None:
+            _put_back(head)
+
     def around(self, model: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``call``, which reaches the forward of ``model`` past its hooks, and do before and after it what they would do."""
         output = changed = None
@@ -168,7 +174,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if state.loss_only and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             _before_evaluation(model, state, head, _has_labels(state, args, kwargs))
         return
-    call = Call(state.config, state.stats, state.filter_state, kind=PolicyLogits if policy else None)
+    call = Call(state.config, state.stats, state.filter_state, kind=PolicyLogits if policy else None, owner=state)
     reason = tensor_parallel.why_not(head, compiling=torch.compiler.is_compiling()) or why_not_defer(head)
     if policy and hasattr(model, "_get_fsdp_state"):
         reason = "FSDP looks for tensors in the output of a model, and a call without labels has only logits"
@@ -194,7 +200,7 @@ def _before_evaluation(model: nn.Module, state: Patch, head: nn.Module, labels: 
     if not labels or getattr(model, "_is_replica", False):
         return
     if tensor_parallel.why_not(head, compiling=False) is None and why_not_defer(head) is None:
-        _swap(model, state, head, Call(state.config, evaluation=True))
+        _swap(model, state, head, Call(state.config, evaluation=True, owner=state))
 
 
 def _swap(model: nn.Module, state: Patch, head: nn.Module, call: Call) -> None:
@@ -264,14 +270,14 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
 def _in_another(state: Patch, head: nn.Module) -> bool:
     """Whether a patched model around this one (BLIP-2 around its language model) has a call under way: the loss is its."""
     call = head.__dict__.get(STATE)
-    if call is None or call.stats is state.stats or torch.compiler.is_compiling():
+    if call is None or call.owner is state or torch.compiler.is_compiling():
         return False
     calls, frame = (nn.Module._call_impl.__code__, Patch.around.__code__), sys._getframe(1).f_back
     while frame is not None:  # it is not if a KeyboardInterrupt ended that call, and nobody has put the head back
         if frame.f_code in calls:
             caller = frame.f_locals["self"]
             around = caller if isinstance(caller, Patch) else patch_of(caller)
-            if around is not None and around.stats is call.stats:
+            if around is not None and around is call.owner:
                 return True
         frame = frame.f_back
     return False

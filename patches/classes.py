@@ -29,7 +29,7 @@ def unpatch_class(cls: type) -> None:
         return
     delattr(cls, CONFIG)
     ours: Any = vars(cls)["__init__"]
-    if ours.__code__ is not _CODE:  # somebody has wrapped it since; ours does nothing more below
+    if getattr(ours, "__code__", None) is not _CODE:  # somebody has wrapped it since; ours does nothing more below
         return
     init = ours.__wrapped__
     del cls.__init__  # type: ignore[misc]

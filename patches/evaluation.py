@@ -7,7 +7,7 @@ that a prediction step begins, and what it is for.
 
 How: ``Trainer.prediction_step`` is wrapped, once for the process, because no event comes before it. Where it is called for the
 loss alone, the trainer's callbacks that have a method ``STEP`` are asked for a context; nobody else's evaluation is touched. A
-subclass whose ``prediction_step`` does not call Trainer's (TRL's) is left alone.
+subclass with a ``compute_loss`` of its own, or whose ``prediction_step`` does not call Trainer's (TRL's), is left alone.
 """
 
 from __future__ import annotations
@@ -32,12 +32,18 @@ def enter() -> None:
 
 
 def _asking(original: Any) -> Any:
+    from transformers import Trainer
+
+    trainers_own = Trainer.compute_loss
+
     @functools.wraps(original)
     def prediction_step(
         self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
+        # A compute_loss of the user's own may look at the logits, on one rank of several, or ask whether they are a tensor.
+        nobody_looks = prediction_loss_only and getattr(self.compute_loss, "__func__", None) is trainers_own
         with ExitStack() as stack:
-            for callback in self.callback_handler.callbacks if prediction_loss_only else ():
+            for callback in self.callback_handler.callbacks if nobody_looks else ():
                 if hasattr(callback, STEP):
                     stack.enter_context(getattr(callback, STEP)(model))
             return original(self, model, inputs, prediction_loss_only, *args, **kwargs)

@@ -89,7 +89,7 @@ def test_a_step_that_raises_ends_it(tmp_path: Path) -> None:
 
 
 def test_logits_that_a_loss_of_ones_own_uses_are_there(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    """A compute_loss that calls the model with labels and looks at its logits, in evaluation too."""
+    """A compute_loss that looks at the logits of a call with labels, or asks whether they are a tensor, in evaluation too."""
     from transformers import Trainer
 
     class Own(Trainer):
@@ -103,6 +103,29 @@ def test_logits_that_a_loss_of_ones_own_uses_are_there(tmp_path: Path, recwarn: 
     assert made
     assert_as_good(found, expected, expected, "loss", torch.float32)
     assert not [warning for warning in recwarn if "hf_cce" in str(warning.message)]
+
+
+def test_a_batch_without_labels_counts_as_without_us(tmp_path: Path) -> None:
+    """Full logits give NaN there, which Trainer leaves out of the mean; a 0 would be averaged in."""
+    losses = []
+    for callbacks in ([], [CCECallback()]):
+        trainer = build(tmp_path, *callbacks, per_device_eval_batch_size=2)
+        trainer.model_accepts_loss_kwargs = False
+        for row in trainer.eval_dataset[2:]:
+            row["labels"].fill_(-100)
+        losses.append(torch.tensor(trainer.evaluate()["eval_loss"], dtype=torch.float64))
+    assert losses[0] > 0
+    assert_as_good(losses[1], losses[0], losses[0], "loss", torch.float32)
+
+
+def test_an_interrupted_evaluation_leaves_the_head_as_it_was(tmp_path: Path) -> None:
+    trainer = build(tmp_path, CCECallback())
+    trainer.model.loss_function = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.evaluate()
+    assert "forward" not in vars(trainer.model.lm_head)
+    with torch.no_grad():
+        assert isinstance(trainer.model.lm_head(torch.randn(1, 32)), torch.Tensor)
 
 
 def test_what_is_no_number_stays_out_of_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -450,7 +450,7 @@ BAD_INPUTS = {
     "z_loss must be a number": dict(z_loss=torch.tensor(0.1, requires_grad=True)),
     "reduction must be one of": dict(reduction="batchmean"),
     "num_items_in_batch needs reduction='mean'": dict(reduction="sum", num_items_in_batch=3),
-    "num_items_in_batch must not be negative": dict(num_items_in_batch=-3),
+    "num_items_in_batch must be a finite number, not negative": dict(num_items_in_batch=-3),
     "num_items_in_batch must be one number": dict(num_items_in_batch=torch.ones(2)),
     "label_smoothing must lie in": dict(label_smoothing=1.5),
     "z_loss must not be negative": dict(z_loss=-1.0),

@@ -211,6 +211,10 @@ def test_a_call_inside_a_call() -> None:
     assert "forward" not in vars(patched.lm_head)
 
 
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("first", ["around", "inside"])
 def test_a_patched_model_inside_a_patched_model(first: str) -> None:
     """BLIP-2 calls its language model, another causal LM with the same head, without labels: the loss is BLIP-2's."""
@@ -226,14 +230,12 @@ def test_a_patched_model_inside_a_patched_model(first: str) -> None:
     assert_fused(patched, calls=2)
     assert stats(patched.language_model).calls == 0
     untouched = anatomy(patched)
-    usual = type(patched).loss_function.fget(patched)
-    patched.loss_function = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt)  # torch runs no hook after that one
-    with pytest.raises(KeyboardInterrupt):
+    interrupting = patched.get_output_embeddings().register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):  # torch runs no hook after that one
         patched(**inputs)
-    patched.loss_function = usual
+    interrupting.remove()
     inner = patched.language_model(input_ids=inputs["input_ids"])  # no labels: as if it were not patched
     assert isinstance(inner.logits, torch.Tensor)
-    del patched._loss_function
     assert anatomy(patched) == untouched
 
 
@@ -297,8 +299,13 @@ def test_a_head_that_is_called_by_keyword() -> None:
 
 
 def test_without_data_a_patched_model_does_what_it_did() -> None:
-    model = apply_cce(tiny_llama().to("meta"))
+    model = tiny_llama().to("meta")
     inputs = {name: value.to("meta") for name, value in batch().items() if name != "attention_mask"}
+    try:
+        model(**inputs)
+    except RuntimeError as error:
+        pytest.skip(f"transformers {transformers.__version__} cannot do it: {error}")
+    apply_cce(model)
     with pytest.warns(UserWarning, match="on the meta device"):
         output = model(**inputs)
     output.loss.backward()

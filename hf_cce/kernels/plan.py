@@ -228,4 +228,9 @@ def padded(width: int) -> int:
 
 def empty_slab(like: Tensor, rows: int, width: int) -> Tensor:
     """[rows, width], rows ``padded(width)`` apart."""
-    return like.new_empty((rows, padded(width)))[:, :width]
+    slab = like.new_empty((rows, padded(width)))
+    if (
+        not like.is_cuda
+    ):  # 16-bit products of PyTorch 2.13 on CPUs with AMX read the ends of rows, too, and 0 · NaN is NaN
+        slab.zero_()
+    return slab[:, :width]

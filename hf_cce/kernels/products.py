@@ -28,8 +28,6 @@ def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         multiply_add(total, a[:, :-inner], b[:-inner], first)
         a, b, first = a[:, -inner:], b[-inner:], False
     if total.dtype == a.dtype:
-        if not a.is_cuda:  # see multiply
-            a, b = a.contiguous(), b.contiguous()
         if first:
             torch.mm(a, b, out=total)
         else:
@@ -45,10 +43,6 @@ def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a · b, rounded once."""
-    if (
-        not a.is_cuda
-    ):  # PyTorch 2.13 on a CPU with AMX reads beyond the ends of rows that lie apart; what is no number stays
-        return a.contiguous() @ b.contiguous()
     if not _beyond(a.shape[1], a.stride(1), a):
         return a @ b
     total = torch.empty((a.shape[0], b.shape[1]), device=a.device)
