@@ -25,6 +25,13 @@ from hf_cce.config import MIB
 SCRATCH_FLOOR = 16 * MIB
 
 
+# Where the first call of a process runs in several threads, MKL computes a part of it to 12 bits or so, once in some hundred
+# processes on a busy machine (PyTorch's issue 188792, oneMKL 2024.2). One number takes one thread, and then all is settled.
+for _dtype in (torch.float32, torch.float64):
+    _one = torch.ones(1, dtype=_dtype, device="cpu")
+    _one.exp(), _one.log(), _one.tanh()  # what is called below
+
+
 class Stats(NamedTuple):
     """Per-token statistics of the logits, each [N] in float32 (float64 for float64 inputs); zero where a label is ignored."""
 

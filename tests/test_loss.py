@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -388,6 +390,25 @@ def test_log_probs_and_statistics(options: Options, dtype: torch.dtype) -> None:
     assert fused_top1.dtype == torch.bool
     # bfloat16 rounds logits to ties; who wins one is nobody's error
     assert (fused_top1 != top1).sum() <= (0 if dtype != torch.bfloat16 else 2)
+
+
+def test_the_first_call_of_a_process_is_one_of_one_number() -> None:
+    """Else MKL may compute a part of it to few bits: the first exponential of a process, in several threads at once."""
+    program = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+class Spy(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        print(func, args[0].numel(), args[0].dtype) if func.overloadpacket.__name__ in ("exp", "log", "tanh") else None
+        return func(*args, **(kwargs or {}))
+with Spy():
+    import hf_cce.loss
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    kinds = [
+        f"aten.{name}.default 1 {dtype}" for dtype in (torch.float32, torch.float64) for name in ("exp", "log", "tanh")
+    ]
+    assert done.stdout.splitlines() == kinds
 
 
 def test_what_was_not_asked_for_is_none() -> None:
