@@ -300,9 +300,8 @@ def _put_back(head: nn.Module) -> Call | None:
         return call
     for handle in () if call is None else call.handles:
         handle.remove()
-    for group in (
-        () if call is None else call.kept_whole
-    ):  # its backward pass reshards it; other calls do so by themselves
+    # Its backward pass reshards it; other calls do so by themselves.
+    for group in () if call is None else call.kept_whole:
         group.set_reshard_after_forward(True, recurse=False)
     head.__dict__.pop(STATE, None)
     forward = head.__dict__.get("forward")

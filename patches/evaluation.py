@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
+
+from hf_cce.patches.handler import contexts
 
 # A callback's method of this name takes the model and returns a context manager: a step of an evaluation for the loss alone
 STEP = "_loss_only_step"
@@ -42,10 +44,7 @@ def _asking(original: Any) -> Any:
     ) -> Any:
         # A compute_loss of the user's own may look at the logits, on one rank of several, or ask whether they are a tensor.
         nobody_looks = prediction_loss_only and getattr(self.compute_loss, "__func__", None) is trainers_own
-        with ExitStack() as stack:
-            for callback in self.callback_handler.callbacks if nobody_looks else ():
-                if hasattr(callback, STEP):
-                    stack.enter_context(getattr(callback, STEP)(model))
+        with contexts(self, STEP, model) if nobody_looks else nullcontext():
             return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
 
     setattr(prediction_step, STEP, True)

@@ -12,6 +12,8 @@ up by one; and who comes next stays at i + 1.
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
+from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
@@ -28,3 +30,12 @@ def stand_first(callback: TrainerCallback) -> None:
                 handler.callbacks.insert(0, handler.callbacks.pop(places[0]))
                 return
         frame = frame.f_back
+
+
+def contexts(trainer: Any, method: str, model: Any) -> ExitStack:
+    """What those callbacks of ``trainer`` that have a method of this name return for ``model``: entered, in their order."""
+    with ExitStack() as stack:
+        for callback in trainer.callback_handler.callbacks:
+            if hasattr(callback, method):
+                stack.enter_context(getattr(callback, method)(model))
+        return stack.pop_all()

@@ -17,9 +17,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from contextlib import ExitStack
 from typing import Any
 
+from hf_cce.patches.handler import contexts
 from hf_cce.policy import PolicyLogits
 
 ONE = "selective_log_softmax"
@@ -101,10 +101,7 @@ def _within(original: Any) -> Any:
 
     @functools.wraps(original)
     def training_step(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for callback in self.callback_handler.callbacks:
-                if hasattr(callback, STEP):
-                    stack.enter_context(getattr(callback, STEP)(model))
+        with contexts(self, STEP, model):
             return original(self, model, *args, **kwargs)
 
     setattr(training_step, STEP, True)

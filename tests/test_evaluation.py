@@ -11,6 +11,7 @@ import torch
 from models import FAMILIES, logits_made, stats
 from numerics import assert_as_good
 from test_callback import build
+from tiny import OLDER
 
 from hf_cce import CCECallback
 from hf_cce.patches.causal_lm import patch_of
@@ -114,6 +115,9 @@ def test_a_batch_without_labels_counts_as_without_us(tmp_path: Path) -> None:
         for row in trainer.eval_dataset[2:]:
             row["labels"].fill_(-100)
         losses.append(torch.tensor(trainer.evaluate()["eval_loss"], dtype=torch.float64))
+    if OLDER and losses[0].isnan():  # Transformers 5.17 leaves nothing out
+        assert losses[1].isnan()
+        return
     assert losses[0] > 0
     assert_as_good(losses[1], losses[0], losses[0], "loss", torch.float32)
 

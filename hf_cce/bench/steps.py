@@ -143,9 +143,8 @@ def table(report: dict[str, Any]) -> str:
             )
         elif row["status"] == "oom":
             asked = f" (asked for {row['asked']})" if "asked" in row else ""
-            when = (
-                f"the {row['phase']} of step {row['step']}" if row["step"] else row["phase"]
-            )  # nobody counts a trainer's
+            # A trainer's steps nobody counts.
+            when = f"the {row['phase']} of step {row['step']}" if row["step"] else row["phase"]
             lines.append(f"| {name} | out of memory in {when}{asked} |||||||")
         else:
             lines.append(f"| {name} | failed: {' '.join(row['message'].split())[:120].replace('|', '/')} |||||||")
