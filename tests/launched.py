@@ -4,6 +4,7 @@ Under compute-sanitizer, which looks at launches and knows nothing of what was l
 
     compute-sanitizer --tool memcheck python -m pytest -p launched -m "not slow" tests/test_ways.py tests/test_filter.py …
 
+Tests that weigh memory fail there: the sanitizer holds Python's frames, and their tensors, after functions have returned.
 In one process: those of pytest-xdist would each say what theirs were.
 """
 

@@ -329,6 +329,26 @@ def test_curves(
     assert f"### {curves.TRAINED}" in capsys.readouterr().out
 
 
+def test_curves_of_several_seeds(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, picture = tmp_path / "curves.json", tmp_path / "curves.png"
+    given = ["--preset", "tiny", "--dataset", str(words), "--losses", "reversed", "--seed", "5", "--seeds", "3"]
+    assert curves.main([*given, "--json", str(path), "--plot", str(picture)]) == 0
+    report = json.loads(path.read_text("utf-8"))
+    assert report["setup"]["seed"] == 5 and report["setup"]["seeds"] == 3
+    every = [report["settings"], *(each["settings"] for each in report["other_seeds"])]
+    assert len(every) == 3
+    starts = [settings[curves.RANDOM]["eager"]["losses"][0] for settings in every]
+    assert len(set(starts)) == 3  # other weights, other text
+    for title in (curves.RANDOM, curves.TRAINED):
+        late = [settings[title]["reversed"]["late_mean_difference"] for settings in every]
+        found = report["over_seeds"][title]
+        assert set(found) == {"reversed"} and found["reversed"]["seeds"] == 3
+        assert found["reversed"]["late_mean_difference"] == pytest.approx(sum(late) / 3)
+        assert found["reversed"]["standard_error"] == pytest.approx(float(torch.tensor(late).std()) / 3**0.5)
+    assert capsys.readouterr().out.count("mean of 3 seeds, reversed: ") == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_curves_refuse_what_makes_no_sense(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for given, message in (
         (["--dim", "100"], "--dim must be a multiple of 64"),

@@ -2,6 +2,7 @@
 
 Two settings: from random initialisation, and from a checkpoint that Transformers' loss has trained. How far two correct
 bfloat16 runs drift apart anyway is measured too: by eager with its loss compiled, or with the rows of each batch reversed.
+Of two such runs from random weights one may end 0.02 nats above the other by chance: --seeds repeats it all.
 
 usage: python -m hf_cce.bench.curves --json OUT.json --plot OUT.png
 """
@@ -51,6 +52,7 @@ class Setup:
     learning_rate: float = 1e-3  # after a rise over ``rising`` steps; constant then
     rising: int = 20
     seed: int = 0
+    seeds: int = 1  # how often it is all repeated, with the seeds that follow
 
 
 PRESETS = {
@@ -199,6 +201,28 @@ def measure(
     return {"settings": settings, "missing": missing}
 
 
+def over_seeds(repeats: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Of every seed's "settings": how far each loss ends from eager in the mean, and the standard error of that mean.
+
+    Returns:
+        {title: {name: {"late_mean_difference", "standard_error", "seeds"}}}; nats per token, signed, of the last quarter.
+    """
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for title, runs in repeats[0]["settings"].items():
+        for name in runs:
+            every = [each["settings"].get(title, {}).get(name) for each in repeats]
+            late = [run["late_mean_difference"] for run in every if run and "late_mean_difference" in run]
+            if name != "eager" and len(late) > 1:
+                error = statistics.stdev(late) / math.sqrt(len(late))
+                mean = statistics.fmean(late)
+                found.setdefault(title, {})[name] = {
+                    "late_mean_difference": mean,
+                    "standard_error": error,
+                    "seeds": len(late),
+                }
+    return found
+
+
 def table(report: dict[str, Any]) -> str:
     """Markdown."""
     lines = []
@@ -215,6 +239,11 @@ def table(report: dict[str, Any]) -> str:
             lines.append(
                 f"| {name}{' (yardstick)' * (name in YARDSTICKS)} | {run['late_mean_loss']:.4f} | {run['max_difference']:.1e} | "
                 f"{run['mean_difference']:.1e} | {multiples} | {run['late_mean_difference']:+.1e} |"
+            )
+        for name, mean in report.get("over_seeds", {}).get(title, {}).items():
+            lines.append(
+                f"{'' if lines[-1].startswith('mean') else chr(10)}mean of {mean['seeds']} seeds, {name}: "
+                f"{mean['late_mean_difference']:+.4f} ± {mean['standard_error']:.4f}"
             )
         lines.append("")
     lines += [f"{name} is missing: {reason}\n" for name, reason in report["missing"].items()]
@@ -236,7 +265,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Setup]:
     args = parser.parse_args(arguments)
     preset = PRESETS[args.preset]
     given = {name: getattr(args, name) for name in asdict(preset) if getattr(args, name) is not None}
-    for name in ("vocab", "dim", "layers", "batch", "sequence", "steps", "checkpoint_steps", "rising"):
+    for name in ("vocab", "dim", "layers", "batch", "sequence", "steps", "checkpoint_steps", "rising", "seeds"):
         if given.get(name, 1) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {given[name]}")
     if given.get("dim", 64) % 64:
@@ -262,16 +291,28 @@ def main(arguments: list[str] | None = None) -> int:
             "order for every loss; difference: to eager, in nats per token; yardsticks: " + ", ".join(YARDSTICKS),
         }
 
+        repeats: list[dict[str, Any]] = []  # of the seeds before
+
+        def whole(measured: dict[str, Any]) -> dict[str, Any]:
+            first, *others = every = [*repeats, measured]
+            report = about | first | ({"other_seeds": others, "over_seeds": over_seeds(every)} if others else {})
+            return report | {"seconds": time.perf_counter() - began}
+
         def keep(measured: dict[str, Any]) -> None:
             if args.json:
-                write_json(args.json, about | measured | {"seconds": time.perf_counter() - began})
+                write_json(args.json, whole(measured))
 
-        measured = measure(setup, args.losses, corpus, say, keep)
+        for seed in range(setup.seed, setup.seed + setup.seeds):
+            if setup.seeds > 1:
+                say(f"seed {seed}:")
+            measured = measure(replace(setup, seed=seed), args.losses, corpus, say, keep)
+            report = whole(measured)
+            repeats.append(measured)
     except (ValueError, RuntimeError) as error:
         say(f"error: {error}")
         return 1
-    keep(measured)
-    report = about | measured | {"seconds": time.perf_counter() - began}
+    if args.json:
+        write_json(args.json, report)
     if args.plot:
         draw(report, args.plot)
     print(table(report), flush=True)

@@ -210,6 +210,8 @@ def first_calls(report: dict[str, Any], name: str, link: Link) -> str:
 
 def curve_rows(report: dict[str, Any]) -> list[str]:
     """The same training with one loss after the other: means of the last quarter, and the distance to full logits."""
+    if "over_seeds" in report:
+        return _curve_rows_of_seeds(report)
     lines = [
         "| start | loss | mean loss, last quarter | mean difference to full logits | in yardsticks |",
         "|---|---|---|---|---|",
@@ -222,4 +224,22 @@ def curve_rows(report: dict[str, Any]) -> list[str]:
             ratio = run["mean_difference_in_yardsticks"]
             ratio = "–" if name == "eager" or ratio is None else f"{ratio:.2f}"
             lines.append(f"| {start} | {title} | {run['late_mean_loss']:.4f} | {apart} | {ratio} |")
+    return lines
+
+
+def _curve_rows_of_seeds(report: dict[str, Any]) -> list[str]:
+    every = [report["settings"], *(each["settings"] for each in report["other_seeds"])]
+    lines = [
+        "| start | loss | mean loss, last quarter | difference to full logits | of each seed |",
+        "|---|---|---|---|---|",
+    ]
+    for start, runs in report["settings"].items():
+        for name in names.ordered(runs):
+            title = "full logits, the rows of each batch reversed" if name == "reversed" else names.title(name)
+            of_seeds = [each[start][name] for each in every if name in each.get(start, {})]
+            mean = report["over_seeds"][start].get(name)
+            apart = "–" if mean is None else f"{mean['late_mean_difference']:+.4f} ± {mean['standard_error']:.4f}"
+            each = ", ".join(f"{run['late_mean_difference']:+.4f}" for run in of_seeds) if mean else "–"
+            late = sum(run["late_mean_loss"] for run in of_seeds) / len(of_seeds)
+            lines.append(f"| {start} | {title} | {late:.4f} | {apart.replace('-', '−')} | {each.replace('-', '−')} |")
     return lines

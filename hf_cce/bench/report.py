@@ -24,10 +24,10 @@ SHORT = tuple(f"2026-11-22-h200-bench-heads-short-{vocabulary}.json" for vocabul
 FLAT, QUACK = "2026-11-23-h200-bench-flat.json", "2026-11-22-h200-bench-quack.json"
 STEPS = "2026-11-22-h200-steps-qwen-trained.json"
 UNIFORM = "2026-11-21-h200-bench-heads-uniform.json"
-FEW, ODD = "2026-11-23-h200-bench-few.json", "2026-11-22-h200-bench-odd.json"
+FEW, ODD = "2026-11-23-h200-bench-few.json", "2026-11-23-h200-bench-odd.json"
 LONG = "2026-11-23-h200-bench-32768.json"
 CPU, DEMO = "2026-11-21-cpu-loss.json", "demo_cpu.json"
-CURVES, LIMITED = "2026-11-21-h200-curves.json", "2026-11-21-h200-steps-31gib.json"
+CURVES, LIMITED = "2026-11-23-h200-curves.json", "2026-11-21-h200-steps-31gib.json"
 LOOPS = tuple(
     f"2026-11-{name}.json"
     for name in (
@@ -49,7 +49,7 @@ TRAINED_LOOPS = tuple(
     )
 )
 FITS = tuple(f"2026-11-22-h200-fits-{name}.json" for name in ("smollm2", "qwen", "llama"))
-FIRST, POLICY = (f"2026-11-22-h200-{name}.json" for name in ("first", "log-probs"))
+FIRST, POLICY = (f"2026-11-{name}.json" for name in ("23-h200-first-16-processors", "22-h200-log-probs"))
 # Those that tables below are made of; any other file is drawn by hf_cce.bench.newer.
 NAMED = {TRAINED, FLAT, QUACK, STEPS, UNIFORM, FEW, LONG, ODD, CPU, DEMO, CURVES, LIMITED}
 NAMED |= {*LOOPS, *TRAINED_LOOPS, *FITS, FIRST, POLICY, *older.FILES}
@@ -342,12 +342,14 @@ def curves_table(page: str) -> str:
     """The same training with one loss after the other."""
     report = read(CURVES)
     setup, versions = report["setup"], loops.versions(report, "torch", "triton", "transformers")
+    seeds = setup.get("seeds", 1)
     lines = [
         *loops.curve_rows(report),
         "",
         f"{report['device']}; a Llama of {setup['layers']} layers, width {setup['dim']}, vocabulary {setup['vocab']:,}, "
         f"{setup['batch']} × {setup['sequence']:,} tokens a step,",
-        f"{setup['steps']} steps, the checkpoint after {setup['checkpoint_steps']}; float32 weights, bfloat16 autocast; "
+        f"{setup['steps']} steps, the checkpoint after {setup['checkpoint_steps']}{f'; {seeds} seeds' * (seeds > 1)}; float32 "
+        f"weights, bfloat16 autocast; "
         f"{versions}; {_link(CURVES, page)}.",
     ]
     return "\n".join(lines)
