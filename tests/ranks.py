@@ -92,6 +92,11 @@ def fsdp2_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
     return patch(fully_shard(model))
 
 
+def fsdp2_forward_between(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Likewise; before the backward pass another forward runs, which frees the weight that the gradients are made of."""
+    return fsdp2_head_alone(model, patch)
+
+
 def fsdp2_adapted_head(model: Any, patch: Callable[[Any], Any]) -> Any:
     """LoRA on it, in a group of its own: FSDP2 derives classes of its own from those of PEFT."""
     base = model.get_base_model()
@@ -242,6 +247,7 @@ ENGINES = {
         fsdp2_root,
         fsdp2_mixed,
         fsdp2_head_alone,
+        fsdp2_forward_between,
         fsdp2_adapted_head,
         fsdp1,
         fsdp1_flat,
@@ -280,9 +286,12 @@ BUILD: Callable[[], Any] = tiny_llama
 OPTIONS: dict[str, Any] = {}  # of apply_cce
 
 
-def step(model: Any, inputs: dict[str, Tensor], items: int, world: int) -> dict[str, Tensor]:
+def step(
+    model: Any, inputs: dict[str, Tensor], items: int, world: int, between: Callable[[], Any] = lambda: None
+) -> dict[str, Tensor]:
     """Loss of this rank's rows and the whole gradients, as Trainer forms them: a sum over ``items``, times the ranks."""
     loss = model(**inputs, num_items_in_batch=torch.tensor(items)).loss * world
+    between()
     loss.backward()
     total = loss.detach() / world
     if world > 1:
@@ -328,8 +337,17 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
     logits: dict[str, Tensor] = {}
     after: dict[str, dict[str, str]] = {}  # what parameters are once the model has been evaluated
     outcome: dict[str, Any] = {"told": [], "errors": {}, "twin": {}}
-    for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **OPTIONS))):
+    options = OPTIONS
+    if engine is fsdp2_forward_between and os.environ.get("TRITON_INTERPRET") == "1":
+        options = {**OPTIONS, "implementation": "triton"}  # the portable one has its gradients when it returns
+    for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **options))):
         model = engine(build().to(DEVICE), patch)
+
+        def between(model: Any = model) -> None:
+            if engine is fsdp2_forward_between:
+                with torch.no_grad():
+                    model(input_ids=inputs["input_ids"])
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if tensor:
@@ -338,7 +356,7 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
                 loss = model(**inputs, num_items_in_batch=torch.tensor(items)).loss
                 loss.backward()  # a first one, to leave nothing behind that a second would trip over
                 model.zero_grad(set_to_none=True)
-                found = step(model, inputs, items, world)
+                found = step(model, inputs, items, world, between)
                 with torch.no_grad():
                     model.eval()(**inputs)
                 after[name] = {key: type(value).__name__ for key, value in model.named_parameters()}
