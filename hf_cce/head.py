@@ -104,16 +104,31 @@ def is_plain(head: nn.Module) -> bool:
     return type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
 
 
-def keep_whole(head: nn.Module) -> list[nn.Module]:
-    """Tell FSDP2 groups of their own inside ``head`` to keep their weights from this forward to its backward; those it was told.
+class KeptWhole:
+    """An FSDP2 group of its own inside a head, told to keep its weight from this forward to its backward.
 
-    They would free them right after the head's forward, before the loss reads them. accelerate groups a head with the final
-    norm, and sets the same.
+    It would free it right after the head's forward, before the loss reads it. accelerate groups a head with the final norm, and
+    sets the same.
     """
-    told = [module for module in head.modules() if _reshards(module)]
-    for module in told:
-        module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
-    return told
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        # Of all ranks, or of some where ``reshard_after_forward`` is an integer, which FSDP2 takes when it is made and no more
+        self.meshes = [(group, group.post_forward_mesh_info) for group in _groups(module)]
+        module.set_reshard_after_forward(False, recurse=False)
+
+    def unshard(self) -> None:
+        self.module.unshard()
+
+    def restore(self) -> None:
+        self.module.set_reshard_after_forward(True, recurse=False)
+        for group, mesh in self.meshes:
+            group.post_forward_mesh_info = mesh
+
+
+def keep_whole(head: nn.Module) -> list[KeptWhole]:
+    """Of all such groups inside ``head``."""
+    return [KeptWhole(module) for module in head.modules() if _reshards(module)]
 
 
 def adapter_in(head: nn.Module) -> str | None:
@@ -144,10 +159,13 @@ def why_not_read(weight: object, bias: object = None) -> str | None:
 
 def _reshards(module: nn.Module) -> bool:
     """True when ``module`` belongs to an FSDP2 group that frees its weight after its forward."""
-    if not hasattr(module, "_get_fsdp_state"):
-        return False
-    state = module._get_fsdp_state()  # type: ignore[operator]
+    return hasattr(module, "_get_fsdp_state") and any(group._reshard_after_forward for group in _groups(module))
+
+
+def _groups(module: Any) -> list[Any]:
+    """Of the parameters that FSDP2 shards together, from ``module`` on."""
+    state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.10; one group before
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return any(group._reshard_after_forward for group in groups)
+    return list(groups)

@@ -302,7 +302,7 @@ def _put_back(head: nn.Module) -> Call | None:
         handle.remove()
     # Its backward pass reshards it; other calls do so by themselves.
     for group in () if call is None else call.kept_whole:
-        group.set_reshard_after_forward(True, recurse=False)
+        group.restore()
     head.__dict__.pop(STATE, None)
     forward = head.__dict__.get("forward")
     if _is_ours(forward):
