@@ -115,6 +115,8 @@ class KeptWhole:
         self.module = module
         # Of all ranks, or of some where ``reshard_after_forward`` is an integer, which FSDP2 takes when it is made and no more
         self.meshes = [(group, group.post_forward_mesh_info) for group in _groups(module)]
+        if any(group.is_sharded_post_forward for group, _ in self.meshes):  # over some, by an evaluation: back to all
+            module.reshard()
         module.set_reshard_after_forward(False, recurse=False)
 
     def unshard(self) -> None:

@@ -103,6 +103,13 @@ def fsdp2_forward_between(model: Any, patch: Callable[[Any], Any]) -> Any:
     return fsdp2_head_alone(model, patch)
 
 
+def fsdp2_head_over_some(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Likewise; after its forward it is split over two of four ranks, where an evaluation leaves it. For four ranks alone."""
+    _layers(model)
+    fully_shard(model.lm_head, reshard_after_forward=2)
+    return patch(fully_shard(model))
+
+
 def fsdp2_adapted_head(model: Any, patch: Callable[[Any], Any]) -> Any:
     """LoRA on it, in a group of its own: FSDP2 derives classes of its own from those of PEFT."""
     base = model.get_base_model()
@@ -274,6 +281,7 @@ ENGINES = {
         tensor_parallel_plan_compiled,
     )
 }
+OF_FOUR = {"fsdp2_head_over_some": fsdp2_head_over_some}
 MODELS: dict[str, Callable[[], Any]] = {
     "context_parallel": lambda: tiny_llama(num_hidden_layers=0),
     "tensor_parallel_bias": FAMILIES["phi"].build,
@@ -363,7 +371,9 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
             if tensor:
                 found, logits[name] = shared_step(model, inputs, items, engine is tensor_parallel_mixed)
             else:
-                loss = model(**inputs, num_items_in_batch=torch.tensor(items)).loss
+                with torch.no_grad():
+                    model.eval()(**inputs)
+                loss = model.train()(**inputs, num_items_in_batch=torch.tensor(items)).loss
                 loss.backward()  # a first one, to leave nothing behind that a second would trip over
                 model.zero_grad(set_to_none=True)
                 found = step(model, inputs, items, world, between)
@@ -396,7 +406,9 @@ def all_of(engines: list[str], whole: dict[str, Tensor]) -> dict[str, Any]:
     for name in engines:
         try:
             build = MODELS.get(name, BUILD)
-            results[name] = run(ENGINES[name], whole, loss_and_grads(exact(build().to(DEVICE)), inputs, double=True))
+            results[name] = run(
+                (ENGINES | OF_FOUR)[name], whole, loss_and_grads(exact(build().to(DEVICE)), inputs, double=True)
+            )
         except Exception as error:  # the other engines are of interest too
             results[name] = {"failed": f"{type(error).__name__}: {error}"}
         dist.barrier()

@@ -31,19 +31,31 @@ REASON = {
 }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One start of two processes for all engines."""
-    path = tmp_path_factory.mktemp("ranks") / "ranks.json"
-    here = Path(__file__).parent
+def ran(ranks: int, folder: Path, *of: str) -> dict[str, Any]:
+    path, here = folder / "ranks.json", Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = subprocess.run(
-        [*command, str(here / "ranks.py"), str(path)], capture_output=True, text=True, timeout=600,
+        [*command, str(here / "ranks.py"), str(path), *of], capture_output=True, text=True, timeout=600,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(path.read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One start of two processes for all engines."""
+    return ran(2, tmp_path_factory.mktemp("ranks"))
+
+
+def test_a_head_that_an_evaluation_leaves_on_some_of_four_ranks(tmp_path: Path) -> None:
+    found = ran(4, tmp_path, "cpu", "float32", "fsdp2_head_over_some")["fsdp2_head_over_some"]
+    assert "failed" not in found, found["failed"]
+    for name, error in found["errors"].items():
+        assert error <= budget(found["twin"][name], torch.float32), name
+    assert found["same parameters"] and found["same meshes"] and found["told"] == []
+    assert found["stats"] == {"calls": 2, "fused": 2, "missed": 0, "materialised": 0}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
