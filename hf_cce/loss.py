@@ -279,7 +279,11 @@ def _divisor(
         if not torch.compiler.is_compiling():
             if not 0 <= num_items_in_batch < math.inf:
                 raise ValueError(f"num_items_in_batch must be a finite number, not negative, got {num_items_in_batch}")
-            return (None, float(num_items_in_batch)) if num_items_in_batch else (torch.zeros((), device=device), 0.0)
+            return (
+                (None, float(num_items_in_batch))
+                if num_items_in_batch
+                else (torch.zeros((), dtype=torch.float32, device=device), 0.0)
+            )
         # A number would be a constant of the graph, and its next value a new graph.
         return torch.full((), num_items_in_batch, dtype=torch.float32, device=device), 0.0
     if num_items_in_batch.numel() != 1:

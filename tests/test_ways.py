@@ -105,6 +105,29 @@ def test_the_newer_switch_for_tf32(switch: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("way", [*WAYS, "portable"])
+def test_the_default_dtype_changes_nothing(way: str, default: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many set it while a model is made, and some leave it: what the kernels put down is float32 all the same."""
+    if way != "portable":
+        force(monkeypatch, way)
+    config, found = CCEConfig("portable") if way == "portable" else config_of(way), []
+    for dtype in (torch.float32, default):
+        (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
+        leaves, state = [x.requires_grad_() for x in (hidden, weight)], FilterState()
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=state)
+            loss.backward()
+            told = linear_log_probs(hidden.detach(), weight.detach(), labels, entropy=True, config=config)
+        finally:
+            torch.set_default_dtype(before)
+        found.append([loss.detach(), *(x.grad for x in leaves), told.log_probs, told.entropy])
+    for ours, usual in zip(*reversed(found), strict=True):
+        assert ours.dtype == usual.dtype and torch.equal(ours, usual)
+
+
 def test_without_a_label_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, "filtered")
     (hidden, weight, _), labels = make_inputs(37, 40, 131, torch.float32, DEVICE, ignored="all")

@@ -144,7 +144,7 @@ def _stored_stats(
     plan: Plan,
 ) -> None:
     v, num_tiles, stride = weight.shape[0], ceil_div(weight.shape[0], plan.block_n), padded(labels.numel())
-    tile_lse = torch.empty(num_tiles * stride, device=hidden.device)
+    tile_lse = torch.empty(num_tiles * stride, device=hidden.device, dtype=torch.float32)
     for begin, end, values in parts:
         tile_stats(
             hidden, weight[begin:end], None if bias is None else bias[begin:end], labels,
@@ -245,7 +245,7 @@ def grouped_cross_entropy(
     label_logit, live = label_logits(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, plan.block_m if special else 0
     )
-    lse, one = torch.empty_like(label_logit), torch.ones((), device=hidden.device)
+    lse, one = torch.empty_like(label_logit), torch.ones((), device=hidden.device, dtype=torch.float32)
     groups = Groups(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, sizes, block_n, need_hidden, need_weight, later
     )  # fmt: skip
@@ -322,7 +322,7 @@ def filtered_stats(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Filtered] | None:
     """((lse, label_logit, entropy, is_top1) as of ``logit_stats``, what ``token_filtered_gradients`` needs), or None likewise."""
     n, v = labels.numel(), weight.shape[0]
-    entropy = torch.empty(n if want_entropy else 0, device=hidden.device)
+    entropy = torch.empty(n if want_entropy else 0, device=hidden.device, dtype=torch.float32)
     is_top1 = torch.empty(n if want_top1 else 0, dtype=torch.bool, device=hidden.device)
     scratch = 4 * (want_entropy + want_top1) * ceil_div(v, filter_plan(hidden, weight).block_n) * padded(n)
     saved = _filtered(

@@ -151,7 +151,7 @@ def forward(
     """(what the backward pass needs, the logit of each label [N])."""
     n, v = logits.shape
     bias = None if _rounded(logits) else bias
-    lse, label_logit = torch.empty((2, padded(n)), device=logits.device)[:, :n].unbind()
+    lse, label_logit = torch.empty((2, padded(n)), device=logits.device, dtype=torch.float32)[:, :n].unbind()
     _row_stats_kernel[(n,)](
         logits, bias, labels, lse, label_logit, v, logits.stride(0), ignore_index, logit_scale, softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,

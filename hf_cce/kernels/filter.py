@@ -356,7 +356,10 @@ def select(
     span = ceil_div(max(32, ceil_div(rows * cols, 2048)), 16) * 16  # some hundreds of programs
     grid = (rows, ceil_div(cols, span))
     programs, counting = grid[0] * grid[1], ceil_div(rows * (cols - stored), 2048)
-    energy, part = torch.empty((cols, rows), device=device), torch.empty(programs, device=device)
+    energy, part = (
+        torch.empty((cols, rows), device=device, dtype=torch.float32),
+        torch.empty(programs, device=device, dtype=torch.float32),
+    )
     counts, sums = ints(counting, BINS.value), ints(BINS.value)
     _score_kernel[grid](
         tile_lse, tile_ratio, lse, label_logit, labels, energy, part, padded(n), n, rows, cols, span, v,
@@ -421,8 +424,8 @@ def dropped_mass(
     """``beyond``: rows to allocate below those of the mass matrix."""
     n, (cols, rows) = lse.numel(), kept.place.shape
     mass = torch.empty((cols + beyond, padded(n)), dtype=dtype, device=lse.device)
-    dropped, leaves = torch.empty((2, cols, rows), device=lse.device).unbind()
-    of_token = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=lse.device)
+    dropped, leaves = torch.empty((2, cols, rows), device=lse.device, dtype=torch.float32).unbind()
+    of_token = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=lse.device, dtype=torch.float32)
     _mass_kernel[(rows, len(of_token))](
         tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, leaves, of_token,
         padded(n), n, rows, cols, v, logit_scale,

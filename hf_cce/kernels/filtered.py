@@ -83,8 +83,8 @@ def forward(
         bias = bias.index_select(0, order.order[:v])
     means = weight.new_empty((cols, d))
     # Each begins aligned whatever the number of tokens, or Triton would compile for both, the second kind in a step to come.
-    lse, label_logit = torch.empty((2, padded(n)), device=hidden.device)[:, :n].unbind()
-    tile_lse = torch.empty((cols, padded(n)), device=hidden.device)
+    lse, label_logit = torch.empty((2, padded(n)), device=hidden.device, dtype=torch.float32)[:, :n].unbind()
+    tile_lse = torch.empty((cols, padded(n)), device=hidden.device, dtype=torch.float32)
     tile_ratio = torch.empty((cols, padded(n)), dtype=torch.bfloat16, device=hidden.device)
     tile_damping = torch.empty_like(tile_ratio) if softcap > 0 else None
     expectation, largest = (None if x is None else torch.empty_like(tile_lse) for x in (entropy, is_top1))
@@ -242,7 +242,7 @@ def _of_stored(
         )  # fmt: skip
 
     if not need_weight:  # a pass over [N, D] costs less than one over the values
-        scale, of_label = torch.empty((2, padded(n)), device=grad_lse.device)[:, :n].unbind()
+        scale, of_label = torch.empty((2, padded(n)), device=grad_lse.device, dtype=torch.float32)[:, :n].unbind()
         compute_anew(label_factors(stored, *per_token, v, logit_scale, softcap, plan.block_m, v, scale, of_label))
         hidden_gradient([values], rows_of, order.labels, scale, of_label, total, total)
         return None
@@ -308,7 +308,9 @@ def backward(
     split = layout.split
     total, of_first = None, None
     if layout.stored:
-        total = torch.empty((n + split * plan.block_m, d) if need_hidden else 0, device=hidden.device)
+        total = torch.empty(
+            (n + split * plan.block_m, d) if need_hidden else 0, device=hidden.device, dtype=torch.float32
+        )
         of_first = _of_stored(saved, grad_lse, grad_label, logit_scale, softcap, total[:n], need_weight)
     del saved.values, saved.first_rows
 
@@ -319,10 +321,12 @@ def backward(
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     if total is None:
-        total = torch.empty((n + split * plan.block_m, d) if need_hidden else 0, device=hidden.device)
+        total = torch.empty(
+            (n + split * plan.block_m, d) if need_hidden else 0, device=hidden.device, dtype=torch.float32
+        )
     if need_hidden:
         _of_dropped(total[:n], saved, mass, tilt, logit_scale)
-    spread = torch.empty((cols, d) if need_weight else 0, device=hidden.device)
+    spread = torch.empty((cols, d) if need_weight else 0, device=hidden.device, dtype=torch.float32)
     if need_weight:
         multiply_add(spread, mass.rows, hidden, first=True)
     leans = None if lean is None else mass.leaves.sum(1) * logit_scale

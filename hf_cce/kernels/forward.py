@@ -347,7 +347,8 @@ def logit_stats(
         h, y = hidden[rows], labels[rows]
         size = y.numel()
         tiles = [
-            torch.empty(num_tiles * padded(size), device=hidden.device) if want else None for want in (True, *wants)
+            torch.empty(num_tiles * padded(size), device=hidden.device, dtype=torch.float32) if want else None
+            for want in (True, *wants)
         ]
         tile_stats(
             h, weight, bias, y, tiles, label_logit[rows], 0, ignore_index, logit_scale, softcap, plan,

@@ -162,7 +162,7 @@ class Groups:
         self.options = (ignore_index, logit_scale, softcap)
         self.grad_hidden = torch.empty((n, d), dtype=hidden.dtype, device=hidden.device) if need_hidden else None
         self.grad_weight = torch.empty((v, d), dtype=weight.dtype, device=hidden.device) if need_weight else None
-        self.of_label = torch.empty(n, device=hidden.device)
+        self.of_label = torch.empty(n, device=hidden.device, dtype=torch.float32)
         self.half = _rows_in_place(v, weight.dtype, block_n if sizes.lent else BLOCK_V)
         self.sums: tuple[Tensor, ...] = ()
         rest = 4 * d * (v - self.half) // hidden.element_size() if sizes.lent else 0
@@ -202,7 +202,7 @@ class Groups:
         if self.sizes.lent:  # where the values of the columns before them were
             rest = self.room[: self.start_of_later].view(torch.float32)[: (v - half) * d].view(v - half, d)
         else:
-            rest = torch.empty((v - half, d), device=self.grad_weight.device)
+            rest = torch.empty((v - half, d), device=self.grad_weight.device, dtype=torch.float32)
         return (in_place, rest) if half else (rest,)
 
     def add(self, group: Group, stored: Stored, lse: Tensor, grad_lse: Tensor, grad_label: Tensor) -> None:
@@ -212,7 +212,7 @@ class Groups:
         (n, d), v = hidden.shape, weight.shape[0]
         h, y, of_label = hidden[start:stop], labels[start:stop], self.of_label[start:stop]
         scale = torch.empty_like(of_label)
-        product = torch.empty((rows_at_a_time(d, max(n, v)), d), device=hidden.device)
+        product = torch.empty((rows_at_a_time(d, max(n, v)), d), device=hidden.device, dtype=torch.float32)
         vectors = (y, lse, None, grad_lse, grad_label, None, None)
         for begin, end, values in parts:
             flags = label_factors(

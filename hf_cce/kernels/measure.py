@@ -35,7 +35,7 @@ def _square_sums_kernel(x, out, size, BLOCK: tl.constexpr):
 
 def _whole_norm(x: Tensor) -> Tensor:
     """Of a contiguous tensor; a scalar. (PyTorch's own kernel takes a process's first step longer to load than all of this.)"""
-    parts = torch.empty(max(1, min(1024, ceil_div(x.numel(), 4096))), device=x.device)
+    parts = torch.empty(max(1, min(1024, ceil_div(x.numel(), 4096))), device=x.device, dtype=torch.float32)
     _square_sums_kernel[(parts.numel(),)](x, parts, x.numel(), BLOCK=4096, num_warps=8)
     return parts.sum().sqrt()
 
@@ -56,7 +56,7 @@ def relative(report: Report, grad_hidden: Tensor | None, grad_weight: Tensor | N
 def _products_of(saved: Filtered, weight: Tensor, sampled: Tensor) -> Tensor:
     """h Wᵀ of some rows, [S, V] float32 in the order of columns."""
     hidden = saved.hidden.index_select(0, sampled)
-    z = torch.empty((len(sampled), weight.shape[0]), device=hidden.device)
+    z = torch.empty((len(sampled), weight.shape[0]), device=hidden.device, dtype=torch.float32)
     if saved.weight is not None:
         multiply_add(z, hidden, saved.weight.t(), first=True)
         return z
@@ -66,7 +66,7 @@ def _products_of(saved: Filtered, weight: Tensor, sampled: Tensor) -> Tensor:
 
 def _times_weight(saved: Filtered, weight: Tensor, rows: Tensor) -> Tensor:
     """``rows`` [S, V] in the order of columns, times the weight: [S, D] float32."""
-    product = torch.empty((len(rows), weight.shape[1]), device=rows.device)
+    product = torch.empty((len(rows), weight.shape[1]), device=rows.device, dtype=torch.float32)
     if saved.weight is None:
         rows = rows.index_select(1, saved.vocabulary.rank)
     multiply_add(product, rows, weight if saved.weight is None else saved.weight, first=True)
@@ -125,13 +125,13 @@ def weight_error(
         some = weight.index_select(0, saved.order.order[sampled])
     else:
         some = saved.weight.index_select(0, sampled)
-    z = torch.empty((n, count), device=some.device)
+    z = torch.empty((n, count), device=some.device, dtype=torch.float32)
     multiply_add(z, saved.hidden, some.t(), first=True)
     left_out = column_residual(
         z, sampled, saved.bias, saved.lse, saved.order.labels, kept.place, mass.rows, grad_lse, some.dtype,
         logit_scale, softcap, plan.block_m, plan.block_n, v,
     )  # fmt: skip
-    wrong = torch.empty((count, d), device=some.device)
+    wrong = torch.empty((count, d), device=some.device, dtype=torch.float32)
     multiply_add(wrong, left_out.t(), saved.hidden, first=True)
     if lean is not None:
         some = leans_of_rows(lean, sampled, mass.leaves, v, -logit_scale, plan.block_n)
@@ -154,7 +154,7 @@ def rounding_errors(
         saved.tile_lse, saved.tile_ratio, None, saved.lse, saved.order.labels, grad_lse, v, saved.plan.block_m, likely=True
     )  # fmt: skip
     places, stands_for = sample(likely, min(n, ROUNDINGS * size), n, 1, even=0.1)
-    of_hidden, of_weight = torch.zeros((2,), device=weight.device).unbind()
+    of_hidden, of_weight = torch.zeros((2,), device=weight.device, dtype=torch.float32).unbind()
     for start in range(0, len(places), size):
         sampled, stand = places[start : start + size], stands_for[start : start + size]
         moved, squares = rounding(

@@ -45,6 +45,6 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a · b, rounded once."""
     if not _beyond(a.shape[1], a.stride(1), a):
         return a @ b
-    total = torch.empty((a.shape[0], b.shape[1]), device=a.device)
+    total = torch.empty((a.shape[0], b.shape[1]), device=a.device, dtype=torch.float32)
     multiply_add(total, a, b, first=True)
     return total.to(a.dtype)

@@ -257,7 +257,7 @@ def token_energy(
     """E = Σ_tiles Σ (p − S/width)² of each token, [N] float32; E (1 − √E) √(1 − E) if ``likely``; times ``grad_lse``²."""
     n, cols = lse.numel(), len(tile_lse)
     rows = ceil_div(n, block_m)
-    out = torch.empty(n, device=lse.device)
+    out = torch.empty(n, device=lse.device, dtype=torch.float32)
     _token_energy_kernel[(rows,)](
         tile_lse, tile_ratio, place, lse, labels, grad_lse, out, tile_lse.stride(0), n, rows, cols, v,
         DROPPED=place is not None, LIKELY=likely, BLOCK_M=block_m, BLOCK_T=16,
@@ -310,9 +310,9 @@ def sample(dropped: Tensor, count: int, size: int, block: int, even: float = 0.0
     More come from blocks with more ``dropped`` energy [blocks], to each of which ``even`` times their mean is added.
     """
     if count >= size:
-        return torch.arange(size, device=dropped.device), torch.ones(size, device=dropped.device)
+        return torch.arange(size, device=dropped.device), torch.ones(size, device=dropped.device, dtype=torch.float32)
     places = torch.empty(count, dtype=torch.int64, device=dropped.device)
-    stands_for = torch.empty(count, device=dropped.device)
+    stands_for = torch.empty(count, device=dropped.device, dtype=torch.float32)
     _sample_kernel[(ceil_div(count, 16),)](
         dropped, places, stands_for, len(dropped), count, size, block, even, BLOCK=1024, BLOCK_S=16
     )
@@ -358,7 +358,10 @@ def rounding(
 ) -> tuple[Tensor, Tensor]:
     """(what rounding to ``dtype`` does to some rows of the logits' gradient [S, V], the sums of their squares [S])."""
     count, v = z.shape
-    out, squares = torch.empty(z.shape, dtype=dtype, device=z.device), torch.empty(count, device=z.device)
+    out, squares = (
+        torch.empty(z.shape, dtype=dtype, device=z.device),
+        torch.empty(count, device=z.device, dtype=torch.float32),
+    )
     _rounding_kernel[(count,)](
         z, sampled, bias, lse, labels, grad_lse, grad_label, out, squares, v, logit_scale, softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=4096, num_warps=8,

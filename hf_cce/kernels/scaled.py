@@ -324,7 +324,7 @@ def scaled_gradients(
         stored, labels, lse, grad_lse, grad_label, ignore_index, logit_scale, softcap, block_m, v, scale, of_label
     )
     recompute(flags)
-    product = torch.empty((min(at_a_time, max(n, v)), d), device=hidden.device)
+    product = torch.empty((min(at_a_time, max(n, v)), d), device=hidden.device, dtype=torch.float32)
     if grad_hidden is not None:
         hidden_gradient([stored.values], weight, labels, scale, of_label, product, grad_hidden)
     if grad_weight is not None:

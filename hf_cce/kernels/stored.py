@@ -206,7 +206,7 @@ def label_logits(
     With ``block_m`` also, for each of as many tokens, whether a label of them is not ignored: [⌈N / block_m⌉] int32, 0 or 1.
     """
     (n, d), v = hidden.shape, weight.shape[0]
-    out = torch.empty(n, device=hidden.device)
+    out = torch.empty(n, device=hidden.device, dtype=torch.float32)
     live = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
     shapes = plan.label_constants()
     _label_logit_kernel[(ceil_div(n, shapes["BLOCK_R"]),)](

@@ -262,7 +262,7 @@ def covariance(
     whole = mass.sum()
     # Of nothing dropped, as where all labels are ignored, the matrix would be zero, and stay for later steps.
     scale = torch.where(whole > 0, mass * tiles / whole, 1.0).sqrt()
-    total = torch.empty((d, d), device=weight.device)
+    total = torch.empty((d, d), device=weight.device, dtype=torch.float32)
     at_a_time = max(1, CHUNK // (weight.element_size() * block_n * d))
     for first in range(0, tiles, at_a_time):
         count = min(at_a_time, tiles - first)
@@ -302,14 +302,14 @@ def leaning(
     """What ``leans_of_rows`` and the kernel of the weight's gradient multiply; zeros where nothing is dropped."""
     (v, d), size = weight.shape, DIRECTIONS.value
     weighted = tilted_rows(hidden, mass, 1.0, absolute=True)
-    moment = torch.empty((d, d), device=weight.device)
+    moment = torch.empty((d, d), device=weight.device, dtype=torch.float32)
     multiply_add(moment, weighted.t(), hidden, first=True)
     del weighted
     # Divided by all that is dropped it is a mean. Signs would make that nearly nothing where tokens' gradients have both.
     total = torch.linalg.vector_norm(mass, 1, dtype=torch.float32)
     # What is not finite, as where nothing is dropped, must not stay for those that use this again.
     moment.div_(total).nan_to_num_(0.0, 0.0, 0.0)
-    directions = torch.empty((d, size), device=weight.device)
+    directions = torch.empty((d, size), device=weight.device, dtype=torch.float32)
     if d >= size:
         directions.copy_(moment[:, :: d // size][:, :size])
     else:
@@ -323,9 +323,9 @@ def leaning(
         _gram_kernel[(parts,)](directions, gram, d, BLOCK_D=128, STEP=16, SIZE=size)
         _orthogonal_kernel[(1,)](gram, factors, parts, SIZE=size, SMALLEST=1e-13, num_warps=1)
         _turn_kernel[(ceil_div(d, 16),)](directions, factors, turned, d, STEP=16, SIZE=size)
-    back = torch.empty((size, d), device=weight.device)
+    back = torch.empty((size, d), device=weight.device, dtype=torch.float32)
     multiply_add(back, turned.t(), moment, first=True)
-    product = torch.empty((v, size), device=weight.device)
+    product = torch.empty((v, size), device=weight.device, dtype=torch.float32)
     multiply_add(product, weight, turned.to(weight.dtype), first=True)
     along = weight.new_empty((v, size))
     _along_kernel[(ceil_div(v, block_n),)](product, order, along, v, BLOCK_N=block_n, SIZE=size)
