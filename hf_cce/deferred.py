@@ -239,11 +239,14 @@ class DeferredLogits(Symbolic):
         """A bias per word, [V] or [1, V] of the same dtype, joins the head's own; anything else needs real logits."""
         words = self.shape[-1]
         fits = isinstance(other, Tensor) and other.dim() in range(1, self.ndim + 1) and other.shape[-1] == words
-        fits = fits and other.numel() == words and (other.dtype, other.device) == (self.dtype, self.device)
+        fits = fits and other.numel() == words and other.device == self.device and other.is_floating_point()
+        # Under autocast Bart's is wider than the logits, which then become as wide
+        of = self.dtype if self.cast is None or not fits else torch.promote_types(self.dtype, other.dtype)
+        fits = fits and other.dtype == of
         if self._written or self.ops or kwargs or not fits or self._sharded:
             return self._real("add").add(plain(other), **kwargs)
         bias = other.reshape(-1)
-        return self._copy(bias=bias if self.bias is None else self.bias + bias)
+        return self._copy(bias=bias if self.bias is None else self.bias + bias)._cast(of)
 
     __mul__ = __rmul__ = multiply = mul
     __truediv__ = divide = true_divide = div

@@ -7,7 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from models import BATCH, FAMILIES, LENGTH, anatomy, assert_same_training, batch, logits_made, loss_and_grads
+import transformers
+from models import (
+    BATCH,
+    FAMILIES,
+    LENGTH,
+    anatomy,
+    assert_fused,
+    assert_same_training,
+    batch,
+    exact,
+    logits_made,
+    loss_and_grads,
+)
+from numerics import assert_as_good
 
 from hf_cce import apply_cce, remove_cce
 
@@ -99,3 +112,35 @@ def test_the_bias_matters(family: str) -> None:
     with torch.no_grad():
         model.get_output_embeddings().bias.zero_()
     assert abs(loss_and_grads(model, batch())["loss"] - before) > 0.001 * before
+
+
+@pytest.mark.parametrize("name", ["Bart", "Marian"])
+def test_a_float32_bias_on_logits_of_autocast(name: str) -> None:
+    """Encoder-decoders keep ``final_logits_bias`` in float32: added to bfloat16 logits it makes them float32, and the loss."""
+    kind = {"Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}[name]
+    sizes = {
+        f"{part}_{of}": 1 if "layers" in of else 2
+        for part in ("encoder", "decoder")
+        for of in ("layers", "attention_heads")
+    }
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=99, d_model=32, encoder_ffn_dim=40, decoder_ffn_dim=40, dropout=0.0, max_position_embeddings=64,
+        decoder_start_token_id=2, pad_token_id=1, **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = getattr(transformers, kind)(config).train()
+    plain.final_logits_bias.normal_()
+    patched = apply_cce(copy.deepcopy(plain))
+    inputs = {"input_ids": torch.randint(3, 99, (2, 10)), "labels": torch.randint(3, 99, (2, 7))}
+    inputs["labels"][0, -3:] = -100
+    reference, found = loss_and_grads(exact(plain), inputs, double=True), []
+    for model in (plain, patched):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(**inputs)
+        assert output.loss.dtype is output.logits.dtype is torch.float32
+        output.loss.backward()
+        found.append({"loss": output.loss.detach()} | {key: x.grad for key, x in model.named_parameters()})
+    assert_fused(patched, 1)
+    everything = [torch.cat([x[key].flatten() for key in reference if key != "loss"]) for x in (*found, reference)]
+    assert_as_good(everything[1], everything[0], everything[2], "gradient", torch.bfloat16)
+    assert_as_good(found[1]["loss"], found[0]["loss"], reference["loss"], "loss", torch.bfloat16)
