@@ -20,6 +20,7 @@ import inspect
 import sys
 import warnings
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, TypeGuard
 
 import torch
@@ -39,6 +40,7 @@ from hf_cce.state import FilterState
 from hf_cce.terms import TermSum
 
 STATE = "_hf_cce"
+AROUND = "_hf_cce_around"  # on a head, during calls: for each of them what it has interrupted, a call of the same model or None
 
 
 @dataclass
@@ -150,6 +152,14 @@ def _name_the_loss(model: nn.Module) -> bool:
     return True
 
 
+def _note_loss_type(model: nn.Module, state: Patch) -> None:
+    """Take that back where the model has been given a ``loss_type`` since: what is set by name would win over it."""
+    if state.set_loss_function and getattr(model, "loss_type", None) is not None:
+        state.set_loss_function = False
+        if model.__dict__.get("_loss_function") is _default_loss():
+            model.__dict__.pop("_loss_function", None)
+
+
 def _default_loss() -> Any:
     from transformers.loss.loss_utils import LOSS_MAPPING
 
@@ -160,7 +170,10 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     state, head = patch_of(model), find_head(model)
     if state is None or head is None or _in_another(state, head):
         return
-    _put_back(head)  # left by a call that a KeyboardInterrupt ended
+    if not torch.compiler.is_compiling():
+        _note_loss_type(model, state)
+        _interrupt(state, head)
+    _put_back(head)  # that, or what was left by a call that a KeyboardInterrupt ended
     training = model.training and torch.is_grad_enabled()
     policy = training and state.policy and not torch.compiler.is_compiling() and not _has_labels(state, args, kwargs)
     training = policy or (training and _has_labels(state, args, kwargs))
@@ -248,12 +261,14 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     state, head = patch_of(model), find_head(model)
     if state is None or head is None or _in_another(state, head):
         return None
+    call = _put_back(head)
+    if not torch.compiler.is_compiling():
+        _resume(model, state, head)
     if kwargs.get("fused_lm_head"):
         call = None if torch.compiler.is_compiling() else trl.leave()
         if call is not None and call.stats is state.stats and output is not None:
             _close(state, call, head)
         return None
-    call = _put_back(head)
     if call is None or output is None:  # no training call, or one that raised
         return None
     if call.evaluation:
@@ -272,15 +287,45 @@ def _in_another(state: Patch, head: nn.Module) -> bool:
     call = head.__dict__.get(STATE)
     if call is None or call.owner is state or torch.compiler.is_compiling():
         return False
-    calls, frame = (nn.Module._call_impl.__code__, Patch.around.__code__), sys._getframe(1).f_back
-    while frame is not None:  # it is not if a KeyboardInterrupt ended that call, and nobody has put the head back
+    # it has not if a KeyboardInterrupt ended that call, and nobody has put the head back
+    return call.owner is not None and _calls_under_way(call.owner) > 0
+
+
+def _calls_under_way(state: Patch) -> int:
+    """How many calls of the model of ``state`` are on this thread's stack, one inside the other."""
+    calls, found = (nn.Module._call_impl.__code__, Patch.around.__code__), 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         if frame.f_code in calls:
             caller = frame.f_locals["self"]
-            around = caller if isinstance(caller, Patch) else patch_of(caller)
-            if around is not None and around is call.owner:
-                return True
+            found += (caller if isinstance(caller, Patch) else patch_of(caller)) is state
         frame = frame.f_back
-    return False
+    return found
+
+
+def _interrupt(state: Patch, head: nn.Module) -> None:
+    """Note the call that goes on after this one: a model may call itself, to distil or to generate, and read its own loss."""
+    outer, around = head.__dict__.get(STATE), head.__dict__.setdefault(AROUND, [])
+    if (outer is not None or around) and _calls_under_way(state) < 2:  # all of it left by a KeyboardInterrupt
+        around.clear()
+        outer = None
+    around.append(outer if outer is not None and outer.owner is state else None)
+
+
+def _resume(model: nn.Module, state: Patch, head: nn.Module) -> None:
+    """Let the call go on that this one has interrupted."""
+    around = head.__dict__.get(AROUND)
+    outer = around.pop() if around else None
+    if not around:
+        head.__dict__.pop(AROUND, None)
+    if outer is None:
+        return
+    if outer.kept_whole:
+        outer.kept_whole = keep_whole(head)
+    if outer.handles:
+        outer.handles.clear()
+        zero3.enter(head, outer)
+    _swap(model, state, head, outer)
 
 
 def _is_ours(forward: Any) -> TypeGuard[functools.partial[Any]]:
