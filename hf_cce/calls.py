@@ -57,6 +57,7 @@ class Call:
     closed: bool = False  # it has returned
     owner: Any = None  # the Patch of the model that was called
     evaluation: bool = False  # without gradients, for the loss alone; nobody counts it
+    checkpoint: int | None = None  # in which the model is called
     handles: list[Any] = field(default_factory=list)  # of hooks on the head, for the time of the call
     kept_whole: list[Any] = field(default_factory=list)  # FSDP2 groups that keep their weights when the head has run
 

@@ -8,6 +8,9 @@ the module, and the tensor that the head's forward used stays as long as somebod
 
 from __future__ import annotations
 
+import functools
+from contextlib import suppress
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,6 +26,11 @@ _TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout
 _NOT_THE_USERS = ("accelerate.", "deepspeed.", "hf_cce.", "peft.", "torch.", "transformers.", "trl.")
 # DeepSpeed ZeRO-3 puts a function that takes tensors only in its place, for every module of the process and for good.
 LINEAR = torch._C._nn.linear
+# All of its hooks do, by way of methods of their own
+_ASKING = ("transformers.debug_utils",)
+_QUESTIONS = {"isinstance", "is_tensor", "tree_map_only", "checkpoint"}
+_FUNCTIONS = (FunctionType, MethodType, functools.partial)
+ASKS = "asks for the type of the logits (isinstance), which are no torch.Tensor yet"
 _WANTS_GRADIENTS = "(register_full_backward_hook) asks for the gradient of the logits, which the fused loss never makes"
 
 
@@ -63,10 +71,8 @@ def why_not_defer(head: nn.Module) -> str | None:
             kind = kind.__bases__[-1]
         if module._backward_hooks or module._backward_pre_hooks:
             return f"a backward hook on the head {_WANTS_GRADIENTS}"
-        if not torch.compiler.is_compiling() and any(map(_asks_for_a_tensor, module._forward_hooks.values())):
-            return (
-                "a forward hook on the head asks for the type of the logits (isinstance), which are no torch.Tensor yet"
-            )
+        if not torch.compiler.is_compiling() and any(map(asks_for_a_tensor, _on_its_way(module))):
+            return f"a forward hook on the head, or a function in the place of its forward, {ASKS}"
         if kind.__name__ == "FullyShardedDataParallel":
             return "the head is an FSDP1 unit of its own, which frees its weight after its forward; leave it to the root unit"
         if kind.forward is not nn.Linear.forward and not kind.__module__.startswith(_TRANSPARENT):
@@ -91,12 +97,62 @@ def transformed(*tensors: Tensor | None) -> bool:
     return not tensors or any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def _asks_for_a_tensor(hook: Any) -> bool:
-    """Whether a hook of the user's own may leave alone what is no ``torch.Tensor``."""
+def _on_its_way(module: nn.Module) -> list[Any]:
+    """What takes the output of ``module`` before its caller does; or in its place, with its input."""
+    replaced = module.__dict__.get("forward")
+    return [*module._forward_hooks.values(), *([] if replaced is None else [replaced])]
+
+
+def why_others_not(model: nn.Module, head: nn.Module, path: str) -> str | None:
+    """As ``why_not_defer``, judged by what stands around the head: at the modules of ``path`` that lead to it, and at all."""
+    if any(map(asks_for_a_tensor, _module._global_forward_hooks.values())):
+        return f"a forward hook on all modules {ASKS}"
+    names = path.split(".")[:-1]
+    for last in range(1, len(names) + 1):
+        name = ".".join(names[:last])
+        module = model.get_submodule(name)
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"a backward hook on {name} {_WANTS_GRADIENTS}"
+        if any(map(asks_for_a_tensor, _on_its_way(module))):
+            return f"a forward hook on {name}, or a function in the place of its forward, {ASKS}"
+    return None
+
+
+def path_to(model: nn.Module, head: nn.Module, known: str | None = None) -> str:
+    """The name of ``head`` in ``model``; ``known``, if that is still it; empty where it lies elsewhere."""
+    if known == "":
+        return known  # not looked for at each call
+    with suppress(AttributeError):
+        if known is not None and model.get_submodule(known) is head:
+            return known
+    return next((name for name, module in model.named_modules() if module is head), "")
+
+
+def asks_for_a_tensor(hook: Any, depth: int = 2) -> bool:
+    """Whether a hook of the user's own may leave alone what is no ``torch.Tensor``, itself or by functions that it names.
+
+    A checkpoint takes no other for an input, either.
+    """
+    while isinstance(hook, functools.partial):
+        hook = hook.func
     function = getattr(hook, "__func__", hook)
-    known = (getattr(function, "__module__", None) or "").startswith(_NOT_THE_USERS)
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    return not known and not {"isinstance", "is_tensor"}.isdisjoint(names)
+    if not hasattr(function, "__code__"):
+        function = getattr(type(hook), "__call__", None)  # noqa: B004 - the function, not whether there is one
+    known = getattr(function, "__module__", None) or ""
+    if known.startswith(_NOT_THE_USERS) and known not in _ASKING:
+        return False
+    codes, found = [getattr(function, "__code__", None)], set()
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            found |= set(code.co_names)
+            codes += code.co_consts  # functions that it defines
+    if known in _ASKING or not found.isdisjoint(_QUESTIONS):
+        return True
+    cells = getattr(function, "__closure__", None) or ()
+    named = [getattr(function, "__globals__", {}).get(name) for name in found]
+    named += [cell.cell_contents for cell in cells if cell != CellType()]
+    return depth > 0 and any(asks_for_a_tensor(x, depth - 1) for x in named if isinstance(x, _FUNCTIONS))
 
 
 def is_plain(head: nn.Module) -> bool:

@@ -32,7 +32,18 @@ from torch.utils.hooks import RemovableHandle
 from hf_cce.calls import Call, Stats, outside
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits
-from hf_cce.head import LINEAR, PARTITIONED, RESHARDS, adapter_in, find_head, keep_whole, why_not_defer
+from hf_cce.head import (
+    LINEAR,
+    PARTITIONED,
+    RESHARDS,
+    adapter_in,
+    asks_for_a_tensor,
+    find_head,
+    keep_whole,
+    path_to,
+    why_not_defer,
+    why_others_not,
+)
 from hf_cce.head_input import HeadInput
 from hf_cce.patches import peft_tuner, tensor_parallel, trl, zero3
 from hf_cce.policy import PolicyLogits
@@ -58,6 +69,7 @@ class Patch:
     policy: bool = False
     loss_only: bool = False  # an evaluation that keeps the loss alone is in a step; see patches.evaluation
     set_loss_function: bool = False
+    path: str | None = None  # of the head, by names
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         peft_tuner.enter(STATE)  # where a model is unpickled nobody may have called ``patch``
@@ -189,6 +201,9 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     call = Call(state.config, state.stats, state.filter_state, kind=PolicyLogits if policy else None, owner=state)
     reason = tensor_parallel.why_not(head, compiling=torch.compiler.is_compiling()) or why_not_defer(head)
+    if not torch.compiler.is_compiling():
+        state.path = path_to(model, head, state.path)
+        reason = reason or why_others_not(model, head, state.path)
     if policy and hasattr(model, "_get_fsdp_state"):
         reason = "FSDP looks for tensors in the output of a model, and a call without labels has only logits"
     if reason == RESHARDS and not torch.compiler.is_compiling():  # a graph cannot change that, and gets real logits
@@ -205,6 +220,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         call.note_full_logits()  # as the head is about to
         _close(state, call, head)
         return
+    call.checkpoint = _checkpoint()
     _swap(model, state, head, call)
 
 
@@ -212,7 +228,9 @@ def _before_evaluation(model: nn.Module, state: Patch, head: nn.Module, labels: 
     """Let a call without gradients put its logits off, where nothing more is needed than to swap the head's forward."""
     if not labels or getattr(model, "_is_replica", False):
         return
-    if tensor_parallel.why_not(head, compiling=False) is None and why_not_defer(head) is None:
+    state.path = path_to(model, head, state.path)
+    others = why_others_not(model, head, state.path) or any(map(asks_for_a_tensor, model._forward_hooks.values()))
+    if not others and tensor_parallel.why_not(head, compiling=False) is None and why_not_defer(head) is None:
         _swap(model, state, head, Call(state.config, evaluation=True, owner=state))
 
 
@@ -237,6 +255,12 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
     call = head.__dict__.get(STATE)
     deferring = call is not None and (call.evaluation or torch.is_grad_enabled())
     if not (deferring and isinstance(hidden_states, torch.Tensor)):
+        call = None
+    if call is not None and not call.evaluation and _checkpoint() != call.checkpoint:
+        call.note_refused(
+            "the model's forward puts its head into a checkpoint, which calls it anew in the backward pass"
+        )
+        call.note_full_logits()
         call = None
     output = None
     if call is not None:
@@ -374,6 +398,15 @@ def _without_deferred(output: Any) -> Any:
         return output
     fields = {name: None if isinstance(value, DeferredLogits) else value for name, value in output.items()}
     return type(output)(**fields)
+
+
+def _checkpoint() -> int | None:
+    """Which checkpoint (not reentrant) this runs in, the innermost, by what that does to tensors that are saved; None in none."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None or torch.compiler.is_compiling():
+        return None
+    hooks = top(True)
+    return id(hooks[0]) if hooks and "checkpoint" in getattr(hooks[0], "__qualname__", "") else None
 
 
 def _in_reentrant_checkpoint() -> bool:

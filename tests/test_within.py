@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from models import (
     FAMILIES,
+    VOCABULARY,
     assert_fused,
     assert_results_as_good,
     assert_same_training,
     batch,
     exact,
+    head_of,
     loss_and_grads,
     stats,
     tiny_llama,
 )
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_cce import apply_cce
 
@@ -129,3 +136,175 @@ def test_a_loss_type_that_is_set_later() -> None:
     for model in (plain, patched):
         model.loss_type = "ForMaskedLM"
     assert_same_training(patched, plain, batch())
+
+
+class Clamps:
+    """A hook as an object; and a method of it."""
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        return output.clamp(-1, 1) if isinstance(output, torch.Tensor) else None
+
+    def method(self, module: Any, args: Any, output: Any) -> Any:
+        return self(module, args, output) if torch.is_tensor(output) else None
+
+
+def _clamped(output: Any) -> Any:
+    return output.clamp(-1, 1) if isinstance(output, torch.Tensor) else output
+
+
+def by_a_helper(module: Any, args: Any, output: Any) -> Any:
+    return _clamped(output)
+
+
+def by_a_function_within(module: Any, args: Any, output: Any) -> Any:
+    def clamped(x: Any) -> Any:
+        return x.clamp(-1, 1) if isinstance(x, torch.Tensor) else x
+
+    return clamped(output)
+
+
+def by_tree_map(module: Any, args: Any, output: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda x: x.clamp(-1, 1), output)
+
+
+def by_partial(least: float, module: Any, args: Any, output: Any) -> Any:
+    return output.clamp(least, 1) if isinstance(output, torch.Tensor) else None
+
+
+def on_the_head(hook: Any) -> Any:
+    return lambda model: head_of(model).register_forward_hook(hook)
+
+
+def in_place_of_forward(model: Any) -> Any:
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda hidden_states: _clamped(forward(hidden_states))
+
+
+def in_place_of_forward_for_its_input(model: Any) -> Any:
+    forward = model.lm_head.forward
+
+    def halved(hidden_states: Any) -> Any:
+        return forward(hidden_states / 2 if isinstance(hidden_states, torch.Tensor) else hidden_states)
+
+    model.lm_head.forward = halved
+
+
+def in_a_checkpoint(model: Any) -> Any:
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda hidden_states: checkpoint(forward, hidden_states, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        on_the_head(Clamps()),
+        on_the_head(Clamps().method),
+        on_the_head(by_a_helper),
+        on_the_head(by_a_function_within),
+        on_the_head(by_tree_map),
+        on_the_head(functools.partial(by_partial, -1)),
+        in_place_of_forward,
+        in_place_of_forward_for_its_input,
+        in_a_checkpoint,
+    ],
+    ids=["object", "method", "helper", "within", "tree map", "partial", "forward", "input", "checkpoint"],
+)
+def test_who_asks_what_the_logits_are_gets_tensors(put: Any) -> None:
+    plain = tiny_llama()
+    usual = float(loss_and_grads(plain, batch())["loss"])
+    patched = copy.deepcopy(plain)
+    reference = exact(plain)
+    for model in (plain, patched, reference):
+        put(model)
+    twin, reference = loss_and_grads(plain, batch()), loss_and_grads(reference, batch(), double=True)
+    assert put is in_a_checkpoint or abs(float(twin["loss"]) - usual) > usual / 10
+    apply_cce(patched)
+    with pytest.warns(UserWarning, match="asks for the type of the logits"):
+        found = loss_and_grads(patched, batch())
+    assert_results_as_good(found, twin, reference)
+    assert stats(patched).missed == 1
+
+
+def test_a_hook_on_all_modules() -> None:
+    plain = tiny_llama()
+    patched = apply_cce(copy.deepcopy(plain))
+
+    def clamps(module: Any, args: Any, output: Any) -> Any:
+        return (
+            output.clamp(-1, 1) if isinstance(module, torch.nn.Linear) and module.out_features == VOCABULARY else None
+        )
+
+    handle = register_module_forward_hook(clamps)
+    try:
+        with pytest.warns(UserWarning, match="a forward hook on all modules asks for the type"):
+            assert_same_training(patched, plain, batch())
+    finally:
+        handle.remove()
+    loss_and_grads(patched, batch())
+    assert stats(patched).missed == stats(patched).fused == 1
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward", "backward_pre"])
+def test_hooks_on_what_holds_the_head(kind: str) -> None:
+    """BERT's head is in ``cls.predictions``, whose output is the logits, too."""
+    plain = FAMILIES["bert"].build()
+    patched = apply_cce(copy.deepcopy(plain))
+
+    def clamps(module: Any, args: Any, output: Any) -> Any:
+        return output.clamp(-1, 1) if isinstance(output, torch.Tensor) else None
+
+    for model in (plain, patched):
+        module = model.cls.predictions
+        if kind == "forward":
+            module.register_forward_hook(clamps)
+        elif kind == "backward":
+            module.register_full_backward_hook(
+                lambda module, before, after: tuple(None if x is None else x / 2 for x in before)
+            )
+        else:
+            module.register_full_backward_pre_hook(
+                lambda module, after: tuple(None if x is None else x / 2 for x in after)
+            )
+    with pytest.warns(UserWarning, match=r"hook on cls\.predictions"):
+        assert_same_training(patched, plain, batch())
+    assert stats(patched).missed == 1
+
+
+class SavesLogits(LlamaForCausalLM):
+    """As many do by hand: head and loss in a checkpoint, a part of the tokens at a time."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        hidden_states = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        labels = labels[:, 1:].flatten()
+
+        def loss(hidden_states: Any, labels: Any) -> Any:
+            logits = self.lm_head(hidden_states)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+        parts = zip(hidden_states[:, :-1].flatten(0, 1).split(10), labels.split(10), strict=True)
+        total = sum(checkpoint(loss, *part, use_reentrant=False) for part in parts)
+        return CausalLMOutputWithPast(loss=total / (labels != -100).sum())
+
+
+def test_a_head_in_a_checkpoint_of_the_models_forward() -> None:
+    plain = of(SavesLogits)
+    patched = apply_cce(copy.deepcopy(plain))
+    with pytest.warns(UserWarning, match="puts its head into a checkpoint"):
+        assert_same_training(patched, plain, batch())
+    assert stats(patched).missed == 1
+
+
+def test_a_model_in_a_checkpoint_of_the_caller() -> None:
+    plain = tiny_llama()
+    patched = apply_cce(copy.deepcopy(plain))
+    found = []
+    for model in (plain, patched):
+        model.zero_grad()
+        embedded = model.get_input_embeddings()(batch()["input_ids"])
+        run = lambda x, model=model: model(inputs_embeds=x, labels=batch()["labels"]).loss  # noqa: E731
+        loss = checkpoint(run, embedded, use_reentrant=False)
+        loss.backward()
+        found.append({"loss": loss.detach()} | {name: x.grad.clone() for name, x in model.named_parameters()})
+    assert_fused(patched)
+    torch.testing.assert_close(found[1], found[0])
