@@ -303,6 +303,10 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         return _with_logits(output)
     if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
         return _without_deferred(output)  # a graph and DataParallel's gather hand on tensors only
+    for value in output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ():
+        # Deferred in a graph (of the head, or of the model's forward alone), which knows no versions: from here on they count.
+        if isinstance(value, DeferredLogits) and value._versions is None and value._made is None:
+            value._versions = value._ingredient_versions()
     return None
 
 

@@ -308,3 +308,22 @@ def test_a_model_in_a_checkpoint_of_the_caller() -> None:
         found.append({"loss": loss.detach()} | {name: x.grad.clone() for name, x in model.named_parameters()})
     assert_fused(patched)
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("of", ["forward", "head"])
+def test_logits_that_a_graph_has_deferred_are_not_read_after_a_step(of: str) -> None:
+    model = apply_cce(tiny_llama())
+    if of == "forward":
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+    else:
+        model.lm_head.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        output = model(**batch())
+        output.loss.backward()
+        before = output.logits.detach().sum()
+        output = model(**batch())
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="hidden states or LM head have changed since"):
+            output.logits.detach()
+    assert torch.isfinite(before)
