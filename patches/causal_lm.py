@@ -96,9 +96,10 @@ def patch(model: nn.Module, config: CCEConfig) -> None:
     """Patch one instance; on a patched one only the options change."""
     peft_tuner.enter(STATE)
     state = patch_of(model)
-    if state is not None:
+    if state is not None and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in state.handles):
         state.config = config
         return
+    unpatch(model)  # somebody has cleared its hooks
     torch.compiler.assume_constant_result(_tell)  # not at import: it loads Dynamo, as Transformers' models have by now
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     state = Patch(config, names.index("labels") if "labels" in names else None)

@@ -327,3 +327,19 @@ def test_logits_that_a_graph_has_deferred_are_not_read_after_a_step(of: str) -> 
         with pytest.raises(RuntimeError, match="hidden states or LM head have changed since"):
             output.logits.detach()
     assert torch.isfinite(before)
+
+
+@pytest.mark.parametrize(
+    "cleared", [("_forward_hooks", "_forward_pre_hooks"), ("_forward_hooks",)], ids=["all", "some"]
+)
+def test_a_model_whose_hooks_were_cleared_is_patched_anew(cleared: tuple[str, ...]) -> None:
+    plain = tiny_llama()
+    patched = apply_cce(copy.deepcopy(plain))
+    for module in patched.modules():
+        for name in cleared:
+            getattr(module, name).clear()
+    patched(**batch())
+    apply_cce(patched)
+    assert_same_training(patched, plain, batch())
+    assert_fused(patched, 1)
+    assert len(patched._forward_hooks) == len(patched._forward_pre_hooks) == 1
