@@ -80,7 +80,7 @@ class CCECallback(TrainerCallback):
     Evaluation makes no logits where Trainer keeps the loss alone (no ``compute_metrics``, or ``prediction_loss_only``).
 
     Args:
-        config: options of the loss; ``options`` replace single ones.
+        config: options of the loss; ``options`` replace single ones. Given neither, a model that is patched keeps its options.
         on_unused: what to do when a step, the first or a later one, has ended without one fused loss: ``"warn"`` or ``"raise"``
             (RuntimeError). One report per training run.
 
@@ -94,6 +94,7 @@ class CCECallback(TrainerCallback):
         if on_unused not in ("warn", "raise"):
             raise ValueError(f'on_unused must be "warn" or "raise", got {on_unused!r}')
         self.config = CCEConfig.of(config, **options)
+        self._given = config is not None or bool(options)
         self.on_unused = on_unused
         self._run: _Run | None = None
         self._policy = False  # the trainer is one of those that patches.preference knows
@@ -101,17 +102,23 @@ class CCECallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         stand_first(self)
         if (model := kwargs.get("model")) is not None:  # None with model_init
-            apply_cce(model, self.config)
+            self._apply(model)
         evaluation.enter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         stand_first(self)
-        patch = patch_of(causal_lm(apply_cce(kwargs["model"], self.config)))
-        assert patch is not None
+        patch = self._apply(kwargs["model"])
         self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
         self._run.begin_step(patch)
         self._policy = preference.ready(args)
         evaluation.enter()
+
+    def _apply(self, model: Any) -> Patch:
+        """Patch the model; one that is patched keeps the options it has where we were given none."""
+        known = None if self._given else patch_of(causal_lm(model))
+        patch = patch_of(causal_lm(apply_cce(model, self.config if known is None else known.config)))
+        assert patch is not None
+        return patch
 
     @contextlib.contextmanager
     def _policy_step(self, model: Any) -> Iterator[None]:

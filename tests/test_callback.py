@@ -14,7 +14,7 @@ from models import batch, logits_made, tiny_llama
 from numerics import assert_as_good
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_cce import CCECallback, apply_cce, remove_cce
+from hf_cce import CCECallback, CCEConfig, apply_cce, remove_cce
 from hf_cce.api import causal_lm
 from hf_cce.patches.causal_lm import patch_of
 
@@ -462,3 +462,14 @@ def test_an_already_patched_model_stays_patched_once(tmp_path: Path) -> None:
     trainer = build(tmp_path, CCECallback(on_unused="raise"), model=model)
     assert run(trainer) == []
     assert len(model._forward_hooks) == hooks
+
+
+def test_options_of_a_patched_model_are_kept_unless_the_callback_has_its_own(tmp_path: Path) -> None:
+    options = {"gradient_filter": None, "memory_budget": 1 << 20}
+    trainer = build(tmp_path, CCECallback(on_unused="raise"), model=apply_cce(tiny_llama(), **options))
+    assert patch_of(trainer.model).config == CCEConfig(**options)
+    assert run(trainer) == []
+    assert patch_of(trainer.model).config == CCEConfig(**options)
+    for callback in (CCECallback(CCEConfig()), CCECallback(gradient_filter="auto")):
+        trainer = build(tmp_path, callback, model=apply_cce(tiny_llama(), **options))
+        assert patch_of(trainer.model).config == CCEConfig()
