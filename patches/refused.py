@@ -40,9 +40,21 @@ def why_refuse_class(cls: type) -> str | None:
     forward: Any = getattr(cls, "forward", None)
     if forward is None or not hasattr(cls, "get_output_embeddings"):
         return "it is no Transformers model"
-    if "labels" not in inspect.signature(forward).parameters:
+    if not _takes_labels(cls):
         return _NO_LOSS
     return None
+
+
+def _takes_labels(cls: type) -> bool:
+    """Whether the forward has a parameter for labels, or hands all keywords on to the next class's, which has one."""
+    for base in cls.__mro__:
+        if "forward" in vars(base):
+            parameters = inspect.signature(getattr(base, "forward")).parameters  # noqa: B009  # mypy: not every class has it
+            if "labels" in parameters:
+                return True
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                return False
+    return False
 
 
 def why_refuse(model: nn.Module) -> str | None:

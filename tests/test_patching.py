@@ -586,6 +586,28 @@ def test_no_table_is_needed_for_models_without_labels_or_head() -> None:
         apply_cce(classifier)
 
 
+def test_a_forward_that_hands_its_keywords_on_takes_the_labels_that_the_next_one_takes() -> None:
+    class Mine(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    class Unlabelled(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any) -> Any:
+            return super().forward(input_ids)
+
+    class Deeper(Unlabelled):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model = apply_cce(Mine(tiny_llama().config))
+    with logits_made(tokens=40) as seen:
+        model(**batch()).loss.backward()
+    assert seen == [] and patch_of(model).stats.fused == 1
+    for cls in (Unlabelled, Deeper):
+        with pytest.raises(ValueError, match="takes no labels"):
+            apply_cce(cls)
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [
