@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_cce import portable
+from hf_cce import flops, portable
 from hf_cce.choice import choose_implementation, kernels_module, module_for, on_device_of, survey, without_autocast
 from hf_cce.state import FilterState, trial
 
@@ -273,6 +273,7 @@ def _cross_entropy_gradients(
 
 
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_cross_entropy)
+flops.enter()
 
 
 def traced(x: Tensor) -> bool:

@@ -538,3 +538,33 @@ def test_memory_stays_below_a_tenth_of_the_logits(dtype: torch.dtype, reduction:
     gradients = sum(x.grad.numel() * x.grad.element_size() for x in (hidden, weight))
     vectors = 16 * 8 * n  # losses, labels and the like, [N] each
     assert gradients < peak < gradients + vectors + n * v * 4 / 10
+
+
+@pytest.mark.parametrize("first", ["import hf_cce.ops", "import torch.utils.flop_counter"])
+def test_the_flop_counter_counts_what_full_logits_cost(first: str) -> None:
+    """Whichever is imported first; nothing of ours imports the counter, which would load Triton."""
+    code = f"""
+import sys, torch
+{first}
+assert ("torch.utils.flop_counter" in sys.modules) == ("flop_counter" in {first!r})
+from hf_cce import linear_cross_entropy, linear_log_probs
+import hf_cce.ops
+from torch.utils.flop_counter import FlopCounterMode
+for dtype in (torch.float32, torch.bfloat16):  # gradients formed in the forward pass, and not
+    for head in (True, False):
+        hidden = torch.randn(6, 8, dtype=dtype, requires_grad=True)
+        weight, labels = torch.randn(11, 8, dtype=dtype, requires_grad=head), torch.arange(6)
+        for loss in (
+            lambda: torch.nn.functional.cross_entropy(hidden @ weight.T, labels),
+            lambda: linear_cross_entropy(hidden, weight, labels),
+            lambda: linear_log_probs(hidden, weight, labels).log_probs.sum(),
+        ):
+            with FlopCounterMode(display=False) as counter:
+                loss().backward()
+            print(counter.get_total_flops(), (2 + head) * 2 * 6 * 8 * 11)
+assert not any(type(finder).__module__ == "hf_cce.flops" for finder in sys.meta_path)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counted = [line.split() for line in done.stdout.splitlines()]
+    assert len(counted) == 12 and all(actual == expected for actual, expected in counted)
