@@ -22,10 +22,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from numerics import budget
 from rich.console import Console
 
-from hf_cce.bench import machine, text, training
+from hf_cce.bench import machine, plots, text, training
 from hf_cce.bench.files import whole_file, whole_folder
 from hf_cce.bench.training import Settings
 from hf_cce.cli.demo import _show
@@ -412,3 +414,19 @@ print(before, memory.peak(cpu), memory.in_use(cpu))
     before, peak, after = map(int, done.stdout.split())
     assert 180e6 < peak - max(before, after) < 260e6
     assert before < 900e6
+
+
+def test_what_stands_under_a_picture_s_title_ends_where_the_picture_does(tmp_path: Path) -> None:
+    figure = Figure(figsize=(11, 4.6), dpi=150)
+    FigureCanvasAgg(figure)
+    long = "A processor with a long name (x86_64, Linux, 16 threads) · " * 4
+    for said, lines in (("CPU · float32", 1), (long.strip(), 2)):
+        written = figure.text(0.02, 0.915, said, fontsize=8.5)
+        assert plots.wrap(written) == lines == written.get_text().count("\n") + 1
+        assert written.get_text().replace("\n", " ") == said
+        assert written.get_window_extent().x1 <= figure.bbox.width
+
+    report = json.loads((ROOT / "hf_cce/bench/results/demo_cpu.json").read_text("utf-8"))
+    plots.draw_demo(report | {"device": long.strip()}, tmp_path / "demo.svg")
+    drawn = (tmp_path / "demo.svg").read_text("utf-8")
+    assert "A processor" in drawn and f"{long}4 × 512 tokens" not in drawn and "same training" in drawn

@@ -31,23 +31,37 @@ def draw_demo(report: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(11, 4.6), dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1, wspace=0.06)  # type: ignore[union-attr, call-arg]
-    figure.suptitle(
-        f"{model['name']}, {model['layers']} layer{'s' * (model['layers'] > 1)}, vocabulary {model['vocabulary']:,}: "
-        f"the same training with and without CCE\n",
-        fontsize=13, fontweight="bold", color=INK, x=0.02, ha="left",
-    )  # fmt: skip
-    figure.text(
-        0.02, 0.895,
+    about = figure.text(
+        0.02, 0.915,
         f"{report['device']} · {settings['batch']} × {settings['sequence']} tokens a step, {settings['dtype']} · "
         f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']} · "
         f"text: {report['data']['source']}",
-        fontsize=8.5, color="#5b6470", ha="left",
+        fontsize=8.5, color="#5b6470", ha="left", va="top",
+    )  # fmt: skip
+    figure.suptitle(
+        f"{model['name']}, {model['layers']} layer{'s' * (model['layers'] > 1)}, vocabulary {model['vocabulary']:,}: "
+        f"the same training with and without CCE" + "\n" * wrap(about),
+        fontsize=13, fontweight="bold", color=INK, x=0.02, ha="left",
     )  # fmt: skip
     curves, bars = figure.subplots(1, 2, width_ratios=[1.15, 1])
     _losses(curves, report)
     _memory(bars, report)
     with whole_file(path) as temporary:
         figure.savefig(temporary)
+
+
+def wrap(text: Any) -> int:
+    """Break the text of a figure into lines that end where its picture does, at a margin of 2 per cent; their number."""
+    figure, lines = text.get_figure(), [""]
+    room = figure.bbox.width * (0.98 - text.get_position()[0])
+    for word in text.get_text().split(" "):
+        text.set_text(f"{lines[-1]} {word}".lstrip())
+        if lines[-1] and text.get_window_extent().width > room:
+            lines.append(word)
+        else:
+            lines[-1] = text.get_text()
+    text.set_text("\n".join(lines))
+    return len(lines)
 
 
 def _losses(axes: Any, report: dict[str, Any]) -> None:
