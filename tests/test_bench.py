@@ -21,6 +21,7 @@ from hf_cce.bench.heads import HEADS, flat_head, train_head
 from hf_cce.bench.measure import Bench, Problem, exact_gradients
 from hf_cce.bench.peers import BUILDERS, eager, make_peers, make_sweep, sweep_name
 from hf_cce.cli.app import app
+from hf_cce.cli.bench import _busy
 
 HAS_FILTER = "gradient_filter" in {field.name for field in fields(CCEConfig)}
 
@@ -286,6 +287,29 @@ def report(*, modes: str = "both") -> dict[str, Any]:
     return {"device": "a GPU", "dtype": "bfloat16", "versions": {"torch": "2"}, "sweep": sweep, "results": results}
 
 
+@pytest.mark.parametrize(
+    ("used", "average", "said"),
+    [(0.1, 9.0, None), (0.5, 0.0, "load 2.0, 4"), (None, 1.9, None), (None, 2.1, "load 2.1, 4")],
+)
+def test_a_machine_is_busy_by_what_runs_and_not_by_what_has_ended(
+    used: float | None, average: float, said: str | None
+) -> None:
+    message = _busy({"cpu_used_by_others_before": used, "load_average_before": average}, 4)
+    assert message is None if said is None else said in (message or "")
+
+
+def test_what_others_use_before_is_unknown_where_no_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0.0 <= (machine.used_before(0.3) or 0.0) <= 1.0
+    monkeypatch.setattr(machine.Others, "_seconds", staticmethod(lambda: (0.0, 0.0, 0.0)))
+    assert machine.used_before(0.0) is None and machine.Others().share() == 0.0
+
+    def unreadable() -> tuple[float, float, float]:
+        raise PermissionError("/proc/stat")
+
+    monkeypatch.setattr(machine.Others, "_seconds", staticmethod(unreadable))
+    assert machine.used_before(0.0) is None
+
+
 def test_panels_show_what_was_measured(tmp_path: Path) -> None:
     whole = report()
     results = whole["results"].values()
@@ -320,6 +344,12 @@ def test_the_name_of_the_processor() -> None:
     if os.path.exists("/proc/cpuinfo") and "model name" in (text := Path("/proc/cpuinfo").read_text()):
         assert f"\t: {name}\n" in text
     assert machine.device_name(torch.device("cpu")).startswith(name)
+
+
+def test_one_thread_is_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, said in ((1, ", 1 thread)"), (2, ", 2 threads)")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        assert machine.device_name(torch.device("cpu")).endswith(said)
 
 
 @pytest.mark.gpu

@@ -179,7 +179,8 @@ def run(settings: Settings, report: Report = lambda event: None, cache: Path | N
             "hf_cce": hf_cce.__version__,
             **machine.versions("torch", "triton", "transformers", *PACKAGES),
         },
-        "load_average_before": psutil.getloadavg()[0],  # of other processes: well above 0, and CPU times say little
+        "load_average_before": psutil.getloadavg()[0],
+        "cpu_used_by_others_before": machine.used_before(),  # well above 0, and CPU times say little
         "dtype": settings.dtype,
         "reference": str(reference).removeprefix("torch."),
         "settings": asdict(settings),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import shlex
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +52,8 @@ def device_name(device: torch.device) -> str:
 
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    count = torch.get_num_threads()
+    threads = f", {count} thread{'s' * (count != 1)}" if device.type == "cpu" else ""
     name = cpu_name() if device.type == "cpu" else device.type.upper()
     return f"{name} ({platform.machine()}, {platform.system()}{threads})"
 
@@ -74,8 +76,25 @@ class Others:
 
     def share(self) -> float:
         """Between 0 and 1; by the ticks of the system's clock, so of less than a second it says little."""
+        return self.known_share() or 0.0
+
+    def known_share(self) -> float | None:
+        """The same; None where the system counts no time, as some containers do not."""
         whole, busy, own = (now - then for now, then in zip(self._seconds(), self._since, strict=True))
-        return min(1.0, max(0.0, busy - own) / whole) if whole > 0 else 0.0
+        return min(1.0, max(0.0, busy - own) / whole) if whole > 0 else None
+
+
+def used_before(seconds: float = 0.3) -> float | None:
+    """The share of all cores that other programs use now; None where the system does not say.
+
+    The load average would not do: for minutes it carries what has ended, such as the command before this one.
+    """
+    try:
+        others = Others()
+        time.sleep(seconds)
+        return others.known_share()
+    except OSError:  # no /proc/stat, or none that may be read
+        return None
 
 
 def synchronize(device: torch.device) -> None:

@@ -110,9 +110,8 @@ def bench(
 
         text = markdown(report)
         console.print(text, markup=False)
-        load, cores = report["load_average_before"], os.cpu_count() or 1
-        if load > cores / 4 and report["settings"]["device"] == "cpu":
-            console.print(f"The machine was busy when it began (load {load:.1f}, {cores} cores): times say little.")
+        if report["settings"]["device"] == "cpu" and (busy := _busy(report, os.cpu_count() or 1)):
+            console.print(busy)
         if json_path:
             put_json(json_path, report)
             console.print(f"Numbers: {numbers}")
@@ -125,6 +124,16 @@ def bench(
 
             draw_bench(report, plot_path)
             console.print(f"Picture: {picture}")
+
+
+def _busy(report: dict[str, Any], cores: int) -> str | None:
+    """What is said where other programs used so much of the processor that times say little."""
+    used = report["cpu_used_by_others_before"]
+    # Where only the load average is known, what has ended counts too: it has to be more.
+    load, limit = (report["load_average_before"], cores / 2) if used is None else (used * cores, cores / 4)
+    if load <= limit:
+        return None
+    return f"The machine was busy when it began (load {load:.1f}, {cores} cores): times say little."
 
 
 def _words(given: list[str] | None, separator: str | None) -> list[str]:
