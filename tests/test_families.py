@@ -144,3 +144,10 @@ def test_a_float32_bias_on_logits_of_autocast(name: str) -> None:
     everything = [torch.cat([x[key].flatten() for key in reference if key != "loss"]) for x in (*found, reference)]
     assert_as_good(everything[1], everything[0], everything[2], "gradient", torch.bfloat16)
     assert_as_good(found[1]["loss"], found[0]["loss"], reference["loss"], "loss", torch.bfloat16)
+
+
+def test_the_loss_is_float32_whatever_the_weights_are() -> None:
+    """As docs/limits.md has it: BART's own loss is of logits that it leaves in bfloat16."""
+    plain = FAMILIES["bart"].build().bfloat16()
+    patched = apply_cce(copy.deepcopy(plain))
+    assert plain(**batch()).loss.dtype == torch.bfloat16 and patched(**batch()).loss.dtype == torch.float32

@@ -211,3 +211,21 @@ def test_a_loss_that_the_user_sets_later_stays() -> None:
     model.loss_function = mine  # type: ignore[assignment]
     remove_cce(model)
     assert model.loss_function is mine
+
+
+def test_torchscript_says_what_it_was_given_and_takes_what_was_materialised() -> None:
+    """As docs/troubleshooting.md has it."""
+
+    def mean(logits: Tensor) -> Tensor:
+        return logits.float().square().mean()
+
+    scripted = torch.jit.script(mean)
+    with pytest.raises(RuntimeError, match="but instead found type 'DeferredLogits'"):
+        scripted(apply_cce(untied())(**batch()).logits)
+    plain = untied()
+    ours = apply_cce(copy.deepcopy(plain))
+    expected = loss_and_gradients(plain, lambda model: model, lambda outputs: scripted(outputs.logits))
+    found = loss_and_gradients(ours, lambda model: model, lambda outputs: scripted(outputs.logits.materialize()))
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert_as_good(value, expected[name], expected[name], name)
