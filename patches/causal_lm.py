@@ -16,7 +16,6 @@ untouched. State lives in ``model._hf_cce`` and, during a call, in the head's ow
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -46,6 +45,7 @@ from hf_cce.head import (
 )
 from hf_cce.head_input import HeadInput
 from hf_cce.patches import peft_tuner, tensor_parallel, trl, zero3
+from hf_cce.patches.refused import labels_position
 from hf_cce.policy import PolicyLogits
 from hf_cce.state import FilterState
 from hf_cce.terms import TermSum
@@ -101,8 +101,7 @@ def patch(model: nn.Module, config: CCEConfig) -> None:
         return
     unpatch(model)  # somebody has cleared its hooks
     torch.compiler.assume_constant_result(_tell)  # not at import: it loads Dynamo, as Transformers' models have by now
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    state = Patch(config, names.index("labels") if "labels" in names else None)
+    state = Patch(config, labels_position(type(model)))
     state.handles = [
         model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
         model.register_forward_hook(_after, with_kwargs=True, always_call=True),

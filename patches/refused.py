@@ -47,14 +47,29 @@ def why_refuse_class(cls: type) -> str | None:
 
 def _takes_labels(cls: type) -> bool:
     """Whether the forward has a parameter for labels, or hands all keywords on to the next class's, which has one."""
+    return _parameters_with_labels(cls) is not None
+
+
+def labels_position(cls: type) -> int | None:
+    """Where the forward takes labels that come without a name; None where it takes no such."""
+    parameters = _parameters_with_labels(cls)
+    own = inspect.signature(getattr(cls, "forward", lambda: None)).parameters.values()
+    others = [parameter.name for parameter in own if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    handed_on = len(others) == 1 and any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own)
+    if parameters is None or not ("labels" in others or handed_on):  # self, and *args for the next class's forward
+        return None
+    return parameters.index("labels") - 1
+
+
+def _parameters_with_labels(cls: type) -> list[str] | None:
     for base in cls.__mro__:
         if "forward" in vars(base):
             parameters = inspect.signature(getattr(base, "forward")).parameters  # noqa: B009  # mypy: not every class has it
             if "labels" in parameters:
-                return True
+                return list(parameters)
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-                return False
-    return False
+                return None
+    return None
 
 
 def why_refuse(model: nn.Module) -> str | None:

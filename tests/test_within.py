@@ -343,3 +343,17 @@ def test_a_model_whose_hooks_were_cleared_is_patched_anew(cleared: tuple[str, ..
     assert_same_training(patched, plain, batch())
     assert_fused(patched, 1)
     assert len(patched._forward_hooks) == len(patched._forward_pre_hooks) == 1
+
+
+class HandsOn(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_labels_without_a_name_through_a_forward_that_hands_all_on() -> None:
+    plain = of(HandsOn)
+    patched = apply_cce(copy.deepcopy(plain))
+    for model in (plain, patched):
+        model(batch()["input_ids"], None, None, None, None, batch()["labels"]).loss.backward()
+    assert_fused(patched, 1)
+    assert_same_training(patched, plain, batch())

@@ -26,7 +26,7 @@ STEPS = "2026-11-22-h200-steps-qwen-trained.json"
 UNIFORM = "2026-11-21-h200-bench-heads-uniform.json"
 FEW, ODD = "2026-11-23-h200-bench-few.json", "2026-11-23-h200-bench-odd.json"
 LONG = "2026-11-23-h200-bench-32768.json"
-CPU, DEMO = "2026-11-21-cpu-loss.json", "demo_cpu.json"
+CPU, DEMO = "2026-11-23-cpu-loss.json", "demo_cpu.json"
 CURVES, LIMITED = "2026-11-23-h200-curves.json", "2026-11-21-h200-steps-31gib.json"
 LOOPS = tuple(
     f"2026-11-{name}.json"
@@ -120,8 +120,8 @@ def loss_table(page: str) -> str:
     )
     lines += [
         "",
-        f"{report['device']}, {report['dtype']}; in brackets: as a multiple of a dense loss's three matrix products, and least "
-        f"to most where rounds differ by more than a fifth. Held-out "
+        f"{report['device']}, {report['dtype']}; in brackets: time divided by that of the three matrix products that any loss "
+        f"with full logits needs; a range where rounds differ by more than a fifth. Held-out "
         f"text, loss {about['held_out_loss']:.1f}; errors (hidden",
         f"states, weight) against float64. `hf-cce bench --head V49152:8192 --head-seconds 110`; {_packages(report)}: "
         f"{_link(TRAINED, page)}.",
@@ -271,19 +271,17 @@ def few_table(page: str) -> str:
 def cpu_table(page: str) -> str:
     """The loss on a CPU."""
     report = read(CPU)
-    lines = ["| tokens × width × vocabulary | hf_cce | full logits |", "|---|---|---|"]
+    lines = [
+        "| tokens × width × vocabulary | hf_cce | full logits | memory, hf_cce | memory, full logits |",
+        "|---|---|---|---|---|",
+    ]
     for problem, result in report["results"].items():
         shape = " × ".join(f"{int(word.split('=')[1]):,}" for word in problem.split()[1:])
-        ours, full = (result["rows"][name]["ms"] for name in ("hf_cce", "eager"))
-        lines.append(f"| {shape} | {ours:,.0f} ms | {full:,.0f} ms |")
-    versions = f"torch {report['versions']['torch']}"
-    lines += [
-        "",
-        f"A CPU (the file does not say which), {report['dtype']}, {versions}; {_link(CPU, page)}. "
-        "The command in it is gone; today it is",
-        "`hf-cce bench --device cpu --shape …`.",
-    ]
-    return "\n".join(lines)
+        rows = [result["rows"][name] for name in ("hf_cce", "eager")]
+        cells = [f"{row['ms']:,.0f} ms" for row in rows] + [f"{row['extra_mib']:,.0f} MiB" for row in rows]
+        lines.append(f"| {shape} | {' | '.join(cells)} |")
+    about = f"{report['device']}, {report['dtype']}, torch {report['versions']['torch']}; {_link(CPU, page)}."
+    return "\n".join([*lines, "", about])
 
 
 def demo_table(page: str) -> str:
