@@ -71,6 +71,9 @@ class Patch:
     set_loss_function: bool = False
     path: str | None = None  # of the head, by names
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "forward": None}  # it holds a head, which may have been replaced since
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         peft_tuner.enter(STATE)  # where a model is unpickled nobody may have called ``patch``
         vars(self).update(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_cce import apply_cce
+from hf_cce import apply_cce, remove_cce
 
 
 class Distils(LlamaForCausalLM):
@@ -357,3 +358,20 @@ def test_labels_without_a_name_through_a_forward_that_hands_all_on() -> None:
         model(batch()["input_ids"], None, None, None, None, batch()["labels"]).loss.backward()
     assert_fused(patched, 1)
     assert_same_training(patched, plain, batch())
+
+
+def test_a_head_that_was_replaced_is_not_saved() -> None:
+    model = apply_cce(tiny_llama())
+    model(**batch()).loss.backward()
+    model.zero_grad(set_to_none=True)
+    model.resize_token_embeddings(VOCABULARY + 8)
+    saved, anew = io.BytesIO(), io.BytesIO()
+    torch.save(model, saved)
+    model(**batch()).loss.backward()  # which lets go of the old head
+    model.zero_grad(set_to_none=True)
+    torch.save(model, anew)
+    assert saved.tell() < anew.tell() + model.lm_head.weight.nbytes / 2
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    assert_same_training(loaded, remove_cce(copy.deepcopy(loaded)), batch())
+    assert_fused(loaded)
