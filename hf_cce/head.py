@@ -103,8 +103,8 @@ def _on_its_way(module: nn.Module) -> list[Any]:
     return [*module._forward_hooks.values(), *([] if replaced is None else [replaced])]
 
 
-def why_others_not(model: nn.Module, head: nn.Module, path: str) -> str | None:
-    """As ``why_not_defer``, judged by what stands around the head: at the modules of ``path`` that lead to it, and at all."""
+def why_others_not(model: nn.Module, path: str) -> str | None:
+    """As ``why_not_defer``, judged by what stands around the head: at all modules, and at those of ``path`` that lead to it."""
     if any(map(asks_for_a_tensor, _module._global_forward_hooks.values())):
         return f"a forward hook on all modules {ASKS}"
     names = path.split(".")[:-1]

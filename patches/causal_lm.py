@@ -139,10 +139,7 @@ def unpatch(model: nn.Module) -> None:
     for handle in state.handles:
         handle.remove()
     state.handles.clear()
-    if (
-        state.set_loss_function and model.__dict__.get("_loss_function") is _default_loss()
-    ):  # nobody has set another since
-        model.__dict__.pop("_loss_function", None)
+    _leave_the_loss(model, state)
     delattr(model, STATE)
     model.__dict__.pop("cce_stats", None)
     head = find_head(model)
@@ -170,9 +167,15 @@ def _name_the_loss(model: nn.Module) -> bool:
 def _note_loss_type(model: nn.Module, state: Patch) -> None:
     """Take that back where the model has been given a ``loss_type`` since: what is set by name would win over it."""
     if state.set_loss_function and getattr(model, "loss_type", None) is not None:
-        state.set_loss_function = False
-        if model.__dict__.get("_loss_function") is _default_loss():
-            model.__dict__.pop("_loss_function", None)
+        _leave_the_loss(model, state)
+
+
+def _leave_the_loss(model: nn.Module, state: Patch) -> None:
+    if (
+        state.set_loss_function and model.__dict__.get("_loss_function") is _default_loss()
+    ):  # nobody has set another since
+        model.__dict__.pop("_loss_function", None)
+    state.set_loss_function = False
 
 
 def _default_loss() -> Any:
@@ -203,10 +206,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _before_evaluation(model, state, head, _has_labels(state, args, kwargs))
         return
     call = Call(state.config, state.stats, state.filter_state, kind=PolicyLogits if policy else None, owner=state)
-    reason = tensor_parallel.why_not(head, compiling=torch.compiler.is_compiling()) or why_not_defer(head)
-    if not torch.compiler.is_compiling():
-        state.path = path_to(model, head, state.path)
-        reason = reason or why_others_not(model, head, state.path)
+    reason = _why_not(model, state, head)
     if policy and hasattr(model, "_get_fsdp_state"):
         reason = "FSDP looks for tensors in the output of a model, and a call without labels has only logits"
     if reason == RESHARDS and not torch.compiler.is_compiling():  # a graph cannot change that, and gets real logits
@@ -227,13 +227,19 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _swap(model, state, head, call)
 
 
+def _why_not(model: nn.Module, state: Patch, head: nn.Module) -> str | None:
+    """Why the head cannot put its multiplication off. What there is a way around, of FSDP2 and ZeRO-3, comes last."""
+    if torch.compiler.is_compiling():
+        return tensor_parallel.why_not(head, compiling=True) or why_not_defer(head)
+    state.path = path_to(model, head, state.path)
+    return tensor_parallel.why_not(head, compiling=False) or why_others_not(model, state.path) or why_not_defer(head)
+
+
 def _before_evaluation(model: nn.Module, state: Patch, head: nn.Module, labels: bool) -> None:
     """Let a call without gradients put its logits off, where nothing more is needed than to swap the head's forward."""
     if not labels or getattr(model, "_is_replica", False):
         return
-    state.path = path_to(model, head, state.path)
-    others = why_others_not(model, head, state.path) or any(map(asks_for_a_tensor, model._forward_hooks.values()))
-    if not others and tensor_parallel.why_not(head, compiling=False) is None and why_not_defer(head) is None:
+    if _why_not(model, state, head) is None and not any(map(asks_for_a_tensor, model._forward_hooks.values())):
         _swap(model, state, head, Call(state.config, evaluation=True, owner=state))
 
 

@@ -29,6 +29,8 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_cce import apply_cce, remove_cce
+from hf_cce.head import PARTITIONED, RESHARDS
+from hf_cce.patches.causal_lm import _why_not, patch_of
 
 
 class Distils(LlamaForCausalLM):
@@ -224,6 +226,20 @@ def test_who_asks_what_the_logits_are_gets_tensors(put: Any) -> None:
         found = loss_and_grads(patched, batch())
     assert_results_as_good(found, twin, reference)
     assert stats(patched).missed == 1
+
+
+@pytest.mark.parametrize("reason", [RESHARDS, PARTITIONED])
+def test_what_there_is_a_way_around_hides_no_hook(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = apply_cce(tiny_llama())
+    monkeypatch.setattr("hf_cce.patches.causal_lm.why_not_defer", lambda head: reason)
+    handle = register_module_forward_hook(by_a_helper)
+    try:
+        state = patch_of(model)
+        assert state is not None
+        assert "a forward hook on all modules" in str(_why_not(model, state, model.lm_head))
+    finally:
+        handle.remove()
+    assert _why_not(model, state, model.lm_head) == reason
 
 
 def test_a_hook_on_all_modules() -> None:
