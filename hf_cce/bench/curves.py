@@ -242,7 +242,7 @@ def table(report: dict[str, Any]) -> str:
             )
         for name, mean in report.get("over_seeds", {}).get(title, {}).items():
             lines.append(
-                f"{'' if lines[-1].startswith('mean') else chr(10)}mean of {mean['seeds']} seeds, {name}: "
+                f"\nmean of {mean['seeds']} seeds, {name}: "
                 f"{mean['late_mean_difference']:+.4f} ± {mean['standard_error']:.4f}"
             )
         lines.append("")

@@ -219,12 +219,15 @@ def curve_rows(report: dict[str, Any]) -> list[str]:
     for start, runs in report["settings"].items():
         for name in names.ordered(runs):
             run = runs[name]
-            title = "full logits, the rows of each batch reversed" if name == "reversed" else names.title(name)
             apart = "–" if name == "eager" else f"{run['mean_difference']:.4f}"
             ratio = run["mean_difference_in_yardsticks"]
             ratio = "–" if name == "eager" or ratio is None else f"{ratio:.2f}"
-            lines.append(f"| {start} | {title} | {run['late_mean_loss']:.4f} | {apart} | {ratio} |")
+            lines.append(f"| {start} | {_curve(name)} | {run['late_mean_loss']:.4f} | {apart} | {ratio} |")
     return lines
+
+
+def _curve(name: str) -> str:
+    return "full logits, the rows of each batch reversed" if name == "reversed" else names.title(name)
 
 
 def _curve_rows_of_seeds(report: dict[str, Any]) -> list[str]:
@@ -235,11 +238,11 @@ def _curve_rows_of_seeds(report: dict[str, Any]) -> list[str]:
     ]
     for start, runs in report["settings"].items():
         for name in names.ordered(runs):
-            title = "full logits, the rows of each batch reversed" if name == "reversed" else names.title(name)
             of_seeds = [each[start][name] for each in every if name in each.get(start, {})]
             mean = report["over_seeds"][start].get(name)
             apart = "–" if mean is None else f"{mean['late_mean_difference']:+.4f} ± {mean['standard_error']:.4f}"
-            each = ", ".join(f"{run['late_mean_difference']:+.4f}" for run in of_seeds) if mean else "–"
+            one_by_one = ", ".join(f"{run['late_mean_difference']:+.4f}" for run in of_seeds) if mean else "–"
             late = sum(run["late_mean_loss"] for run in of_seeds) / len(of_seeds)
-            lines.append(f"| {start} | {title} | {late:.4f} | {apart.replace('-', '−')} | {each.replace('-', '−')} |")
+            cells = apart.replace("-", "−"), one_by_one.replace("-", "−")
+            lines.append(f"| {start} | {_curve(name)} | {late:.4f} | {cells[0]} | {cells[1]} |")
     return lines
