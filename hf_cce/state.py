@@ -19,7 +19,7 @@ ERROR_PER_TAU = 6.0  # to begin with where an error is asked for
 SMALLEST_TAU, LARGEST_TAU = 1e-6, 1e-1
 
 MEASURE_EVERY = 32  # steps between two measurements of the error
-MEASURE_FIRST = 4  # and the first steps are all measured
+MEASURE_FIRST = 4  # and the first steps are all measured, as are those after a rest, over which a threshold goes stale
 READ_EVERY = 4  # steps between two looks at the share of tiles kept
 # Steps after which one is looked at: always as many, or a run would depend on how far ahead of the device the host is. By then
 # it is there, unless the host is that many steps ahead; it then waits, and the device has the steps between to work on.
@@ -61,6 +61,7 @@ class FilterState:
         self._tau: Tensor | None = None
         self._wanted: str | float | None = None
         self._calls = 0
+        self._began = 0  # the call that was the first, or the first after the last rest
         self._last: Any = None
         self._error: Tensor | None = None
         self._weight_error: Tensor | None = None
@@ -151,7 +152,8 @@ class FilterState:
 
     def measure(self) -> bool:
         """Whether this step's error is to be measured."""
-        return (self._calls < MEASURE_FIRST or self._calls % MEASURE_EVERY == 0) and not _capturing()
+        fresh = self._calls - self._began < MEASURE_FIRST
+        return (fresh or self._calls % MEASURE_EVERY == 0) and not _capturing()
 
     def report(self, report: Any) -> None:
         """Take what the filter did in a backward pass: hf_cce.kernels.layout.Report, whose tensors are on the device."""
@@ -191,7 +193,7 @@ class FilterState:
         ratios = [target / x.clamp_min(1e-12) for x, target in measured]
         step = (ratios[0] if len(ratios) == 1 else torch.minimum(*ratios)).clamp(0.25, 4.0)
         # A measurement of some tokens and rows scatters; after the first, half the way, in octaves, to where it points.
-        if self._calls:
+        if self._calls != self._began:
             step = step.sqrt()
         step = step.nan_to_num(1.0)
         return (self._tau * step).clamp(SMALLEST_TAU, LARGEST_TAU)
@@ -211,7 +213,7 @@ class FilterState:
         # Not what was computed: where values are stored that is more, and steps that store would judge otherwise than others.
         self._trying = wanted / share.tiles > POINTLESS
         if self._trying:
-            self._dense = DENSE_STEPS
+            self._dense, self._began = DENSE_STEPS, self._calls
 
     def stats(self) -> dict[str, float]:
         """Of the last step that was filtered; empty before one was. Waits for the device.

@@ -259,6 +259,30 @@ def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
     assert state.expected() == (0.4, 3)
 
 
+@pytest.mark.parametrize("wanted", ["auto", 0.02])
+def test_after_a_rest_it_is_measured_as_at_first(wanted: Any) -> None:
+    """A head goes on learning while the filter rests: the threshold from before says little about it."""
+    target, _ = targets_of(wanted, frozen=True)
+    state = FilterState()
+    for _ in range(10):
+        tau_of(state, wanted)
+        state.report(told(target))
+    assert not state.measure()
+    state._share = state_module._Underway(torch.tensor([90, 3, 40, 90]), Event(), 100, 0)
+    for _ in range(state_module.DENSE_STEPS):
+        assert state.threshold(wanted, torch.zeros(1, dtype=torch.bfloat16)) is None
+    before, measured = tau_of(state, wanted), 0
+    state.report(told(target / 3))
+    assert_near(tau_of(state, wanted) / before, 3.0, "all the way")
+    before = tau_of(state, wanted)
+    for _ in range(9):
+        measured += state.measure()
+        state.report(told(target))
+    assert measured == state_module.MEASURE_FIRST - 1
+    state.report(told(target / 4))
+    assert_near(tau_of(state, wanted) / before, 2.0, "half the way")
+
+
 @cpu_only
 def test_a_step_while_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = force(monkeypatch, "filtered")
