@@ -45,6 +45,16 @@ def test_loss_and_gradients(
         assert taken == {takes(way): 1, backward: 1, **({"scaled gradients": 1} if way == "scaled" else {})}
 
 
+@pytest.mark.parametrize("way", ["dense", "stored", "filtered", "exact"])
+@pytest.mark.parametrize("softcap", [30.0, 1e4])
+def test_a_softcap_far_above_the_logits(softcap: float, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes next to nothing there: tanh of small numbers, of which nothing must cancel."""
+    force(monkeypatch, way)
+    options = Options(softcap=softcap)
+    inputs, labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
+    check_against_plain(fused_loss(config_of(way)), inputs, labels, options, torch.float32, f"softcap {softcap}, {way}")
+
+
 def test_full_logits_of_a_handful_of_tokens() -> None:
     """What a GPU does with so few tokens that the budget holds everything; here on whatever there is."""
 

@@ -222,8 +222,16 @@ def curve_rows(report: dict[str, Any]) -> list[str]:
             apart = "–" if name == "eager" else f"{run['mean_difference']:.4f}"
             ratio = run["mean_difference_in_yardsticks"]
             ratio = "–" if name == "eager" or ratio is None else f"{ratio:.2f}"
-            lines.append(f"| {start} | {_curve(name)} | {run['late_mean_loss']:.4f} | {apart} | {ratio} |")
+            lines.append(
+                f"| {_start(start, report)} | {_curve(name)} | {run['late_mean_loss']:.4f} | {apart} | {ratio} |"
+            )
     return lines
+
+
+def _start(title: str, report: dict[str, Any]) -> str:
+    """A checkpoint of a step or two is next to random weights, so how many it had is said."""
+    steps = report["setup"]["checkpoint_steps"]
+    return f"{title} ({steps:,} step{'s' * (steps != 1)})" if "checkpoint" in title else title
 
 
 def _curve(name: str) -> str:
@@ -244,5 +252,5 @@ def _curve_rows_of_seeds(report: dict[str, Any]) -> list[str]:
             one_by_one = ", ".join(f"{run['late_mean_difference']:+.4f}" for run in of_seeds) if mean else "–"
             late = sum(run["late_mean_loss"] for run in of_seeds) / len(of_seeds)
             cells = apart.replace("-", "−"), one_by_one.replace("-", "−")
-            lines.append(f"| {start} | {_curve(name)} | {late:.4f} | {cells[0]} | {cells[1]} |")
+            lines.append(f"| {_start(start, report)} | {_curve(name)} | {late:.4f} | {cells[0]} | {cells[1]} |")
     return lines

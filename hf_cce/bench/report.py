@@ -22,7 +22,7 @@ TRAINED = "2026-11-23-h200-bench-heads.json"
 PLAIN = "2026-11-22-h200-bench-heads-plain.json"  # before the specialised tiles
 SHORT = tuple(f"2026-11-22-h200-bench-heads-short-{vocabulary}.json" for vocabulary in (49152, 128256))
 FLAT, QUACK = "2026-11-23-h200-bench-flat.json", "2026-11-22-h200-bench-quack.json"
-STEPS = "2026-11-22-h200-steps-qwen-trained.json"
+STEPS = "2026-11-23-h200-steps-qwen-trained.json"
 UNIFORM = "2026-11-21-h200-bench-heads-uniform.json"
 FEW, ODD = "2026-11-23-h200-bench-few.json", "2026-11-23-h200-bench-odd.json"
 LONG = "2026-11-23-h200-bench-32768.json"
@@ -43,7 +43,7 @@ LOOPS = tuple(
 TRAINED_LOOPS = tuple(
     f"2026-11-{day}-h200-steps-{of}-trained.json"
     for day, of in (
-        *((23, "smol"), (22, "qwen"), (23, "llama")),
+        *((23, "smol"), (23, "qwen"), (23, "llama")),
         *((23, "smol-trainer"), (23, "llama-trainer")),
         *((23, "smol-sft"), (23, "qwen-sft"), (23, "llama-sft")),
     )
