@@ -49,11 +49,12 @@ class _Underway(NamedTuple):
 class FilterState:
     """Steers the gradient filter of one head from step to step; the device never waits for the host.
 
-    It measures, every 32 steps, the error that the filter makes in the gradients of some tokens' hidden states and of some
-    rows of the weight, and moves the threshold; goes to dense products for 32 steps where the filter kept too much; says of
-    how many columns the values are worth keeping in the forward pass; and keeps the order of the vocabulary for 8 steps and
-    the covariance of its rows for 32. It holds 8 · V bytes for that order, D · D + 16 · (V + D) elements of the weight's
-    dtype (hf_cce.kernels.tilt), 8 bytes for each tile of the last step, and a few numbers. ``apply_cce`` makes one per model;
+    It measures, in its first steps, in those after a rest and every 32 steps, the error that the filter makes in the
+    gradients of some tokens' hidden states and of some rows of the weight, and moves the threshold; goes to dense products
+    for 32 steps where the filter kept too much; says of how many columns the values are worth keeping in the forward pass;
+    and keeps the order of the vocabulary for 8 steps and the covariance of its rows for 32. It holds 8 · V bytes for that
+    order, D · D + 16 · (V + D) elements of the weight's dtype (hf_cce.kernels.tilt), 8 bytes for each tile of the last
+    step, and a few numbers. ``apply_cce`` makes one per model;
     give one to ``linear_cross_entropy`` where you train a head of your own. Copies and pickles of it begin anew.
     """
 
