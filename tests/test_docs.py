@@ -6,6 +6,7 @@ import importlib.util
 import re
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,9 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     AcceleratorState._reset_state(reset_partial_state=True)  # it lives as long as the process, and so in other tests
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     input_ids = torch.randint(99, (2, 16))
-    names = ("AutoModelForCausalLM", "Trainer", "TrainingArguments")
     yield {
-        **{name: getattr(transformers, name) for name in names},
+        **{name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "Trainer")},
+        "TrainingArguments": partial(transformers.TrainingArguments, max_steps=1, report_to=[], save_strategy="no"),
         "model": model(),
         "tokenizer": tokenizer(),
         "input_ids": input_ids,

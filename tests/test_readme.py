@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ PYTHON = blocks(README, "python") + [
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)), ids=lambda n: PYTHON[n].strip().splitlines()[-1][:40])
-def test_python_runs(number: int, namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs(number: int, namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A block takes for granted those before it, which another process may have tested: run what has not run in this one."""
     import transformers
 
@@ -58,6 +59,9 @@ def test_python_runs(number: int, namespace: dict[str, Any], monkeypatch: pytest
         return transformers.LlamaForCausalLM(namespace["model"].config)
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", stand_in)
+    monkeypatch.chdir(tmp_path)
+    quiet = partial(transformers.TrainingArguments, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
+    monkeypatch.setattr(transformers, "TrainingArguments", quiet)
     ran = namespace.setdefault("_ran", set())
     for earlier in sorted({*range(number + 1)} - ran):
         exec(compile(PYTHON[earlier], "README.md", "exec"), namespace)
