@@ -8,7 +8,9 @@ the module, and the tensor that the head's forward used stays as long as somebod
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 from contextlib import suppress
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -23,7 +25,10 @@ from torch.nn.modules import module as _module
 # (PEFT's LoRA layers and modules_to_save wrapper; containers and dropout of torch.nn): a symbolic input is safe there.
 _TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear")
 # Whose hooks are known to take a symbolic output for a tensor, or to be refused elsewhere
-_NOT_THE_USERS = ("accelerate.", "deepspeed.", "hf_cce.", "peft.", "torch.", "transformers.", "trl.")
+_NOT_THE_USERS = (
+    "accelerate.", "deepspeed.", "hf_cce.", "lightning.", "lightning_fabric.", "peft.", "pytorch_lightning.", "torch.",
+    "transformers.", "trl.",
+)  # fmt: skip
 # DeepSpeed ZeRO-3 puts a function that takes tensors only in its place, for every module of the process and for good.
 LINEAR = torch._C._nn.linear
 # All of its hooks do, by way of methods of their own
@@ -128,31 +133,80 @@ def path_to(model: nn.Module, head: nn.Module, known: str | None = None) -> str:
     return next((name for name, module in model.named_modules() if module is head), "")
 
 
-def asks_for_a_tensor(hook: Any, depth: int = 2) -> bool:
-    """Whether a hook of the user's own may leave alone what is no ``torch.Tensor``, itself or by functions that it names.
+def asks_for_a_tensor(hook: Any, depth: int = 3) -> bool:
+    """Whether a hook of the user's own may leave alone what is no ``torch.Tensor``, itself or by what it calls.
 
-    A checkpoint takes no other for an input, either.
+    That is functions that it names and methods that it takes from its ``self``. A checkpoint takes no other for an input, either.
     """
     while isinstance(hook, functools.partial):
         hook = hook.func
-    function = getattr(hook, "__func__", hook)
+    function, owner = getattr(hook, "__func__", hook), getattr(hook, "__self__", None)
     if not hasattr(function, "__code__"):
-        function = getattr(type(hook), "__call__", None)  # noqa: B004 - the function, not whether there is one
+        function, owner = getattr(type(hook), "__call__", None), hook  # noqa: B004 - the function, not whether there is one
     known = getattr(function, "__module__", None) or ""
     if known.startswith(_NOT_THE_USERS) and known not in _ASKING:
         return False
-    codes, found = [getattr(function, "__code__", None)], set()
-    while codes:
-        code = codes.pop()
-        if isinstance(code, CodeType):
-            found |= set(code.co_names)
-            codes += code.co_consts  # functions that it defines
+    code = getattr(function, "__code__", None)
+    found = {name for each in _codes(code) for name in each.co_names}
     if known in _ASKING or not found.isdisjoint(_QUESTIONS):
         return True
-    cells = getattr(function, "__closure__", None) or ()
-    named = [getattr(function, "__globals__", {}).get(name) for name in found]
-    named += [cell.cell_contents for cell in cells if cell != CellType()]
-    return depth > 0 and any(asks_for_a_tensor(x, depth - 1) for x in named if isinstance(x, _FUNCTIONS))
+    if code is None or depth == 0:
+        return False
+    cells = zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False)
+    captured = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+    called = [getattr(function, "__globals__", {}).get(name) for name in found]
+    # What a decorator was put around (torch.no_grad) has the same ``self``
+    inner = None if owner is None else getattr(function, "__wrapped__", None)
+    called += [MethodType(x, owner) if inner is x and isinstance(x, FunctionType) else x for x in captured.values()]
+    if owner is None:  # a function that a method made
+        called += _methods(captured.get("self"), code, "self")
+    elif code.co_argcount:
+        called += _methods(owner, code, code.co_varnames[0])
+    return any(asks_for_a_tensor(x, depth - 1) for x in called if isinstance(x, _FUNCTIONS))
+
+
+def _codes(code: Any) -> list[CodeType]:
+    """``code`` and that of the functions that it defines."""
+    return [code, *(x for const in code.co_consts for x in _codes(const))] if isinstance(code, CodeType) else []
+
+
+def _methods(owner: Any, code: CodeType, name: str) -> list[Any]:
+    """The functions that ``code`` takes from ``owner``, which it calls ``name``; no property is asked for its value.
+
+    No others that ``owner`` has: what takes ``output.float`` means the tensor's, and LightningModule has one, too.
+    """
+    if owner is None:
+        return []
+    own, inherited = _taken(code, name)
+    found: list[Any] = [inspect.getattr_static(owner, each, None) for each in own]
+    line = (owner if isinstance(owner, type) else type(owner)).__mro__
+    # Which of them super() means depends on where the code stands
+    found += [vars(kind)[each] for each in inherited for kind in line if each in vars(kind)]
+    bare = [x.__func__ if isinstance(x, (classmethod, staticmethod)) else x for x in found]
+    return [
+        MethodType(x, owner) if isinstance(x, FunctionType) and not isinstance(as_found, staticmethod) else x
+        for x, as_found in zip(bare, found, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=256)  # it is asked anew in each training call
+def _taken(code: CodeType, name: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The attributes that ``code`` reads from the variable ``name``, and those from ``super()``."""
+    found: dict[str, set[str]] = {name: set(), "super": set()}
+    for each in _codes(code):
+        of = None
+        for step in dis.get_instructions(each):
+            if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER")):
+                if of is not None:
+                    found[of].add(step.argval)
+                of = None
+            elif step.opname.startswith("LOAD_") and step.argval == "super":
+                of = "super"
+            elif of != "super" and step.opname != "EXTENDED_ARG":
+                # Python 3.13 loads two variables in one step
+                last = step.argval[-1] if isinstance(step.argval, tuple) and step.argval else step.argval
+                of = name if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and last == name else None
+    return frozenset(found[name]), frozenset(found["super"])
 
 
 def is_plain(head: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from models import (
     FAMILIES,
     VOCABULARY,
@@ -22,6 +23,8 @@ from models import (
     stats,
     tiny_llama,
 )
+from peft.tuners.lora.model import LoraModel
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +32,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_cce import apply_cce, remove_cce
-from hf_cce.head import PARTITIONED, RESHARDS
+from hf_cce.head import PARTITIONED, RESHARDS, asks_for_a_tensor
 from hf_cce.patches.causal_lm import _why_not, patch_of
 
 
@@ -151,6 +154,82 @@ class Clamps:
         return self(module, args, output) if torch.is_tensor(output) else None
 
 
+def decorated(function: Any) -> Any:
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return inner
+
+
+class ByMethods:
+    """Hooks that ask by way of methods of their own."""
+
+    helped: Any = None
+
+    @property
+    def broken(self) -> Any:
+        raise AssertionError("a property was asked for its value")
+
+    def clamped(self, output: Any) -> Any:
+        return output.clamp(-1, 1) if isinstance(output, torch.Tensor) else output
+
+    @staticmethod
+    def clamped_by_none(output: Any) -> Any:
+        return output.clamp(-1, 1) if isinstance(output, torch.Tensor) else output
+
+    @classmethod
+    def clamped_by_class(cls, output: Any) -> Any:
+        return cls.clamped_by_none(output)
+
+    def method(self, module: Any, args: Any, output: Any) -> Any:
+        if module is None:
+            return self.broken
+        return self.clamped(output)
+
+    def static(self, module: Any, args: Any, output: Any) -> Any:
+        return self.clamped_by_none(output)
+
+    def of_class(self, module: Any, args: Any, output: Any) -> Any:
+        return self.clamped_by_class(output)
+
+    def within(self, module: Any, args: Any, output: Any) -> Any:
+        return next(self.clamped(each) for each in (output,))
+
+    def turn(self, module: Any, args: Any, output: Any) -> Any:
+        """Which calls itself, and then asks."""
+        return self.turn(None, args, output) if module is not None else self.clamped(output)
+
+    @property
+    def closure(self) -> Any:
+        return lambda module, args, output: self.clamped(output)
+
+    @property
+    def kept(self) -> Any:
+        self.helped = _clamped
+        return self.by_kept
+
+    def by_kept(self, module: Any, args: Any, output: Any) -> Any:
+        return self.helped(output)
+
+    @decorated
+    def under(self, module: Any, args: Any, output: Any) -> Any:
+        return self.clamped(output)
+
+
+class ByParents(ByMethods):
+    def method(self, module: Any, args: Any, output: Any) -> Any:
+        return super().method(module, args, output)
+
+    def clamped(self, output: Any) -> Any:
+        return super().clamped(output)
+
+
+class ByCall(ByMethods):
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        return self.clamped(output)
+
+
 def _clamped(output: Any) -> Any:
     return output.clamp(-1, 1) if isinstance(output, torch.Tensor) else output
 
@@ -202,6 +281,16 @@ def in_a_checkpoint(model: Any) -> Any:
     [
         on_the_head(Clamps()),
         on_the_head(Clamps().method),
+        on_the_head(ByMethods().method),
+        on_the_head(ByMethods().static),
+        on_the_head(ByMethods().of_class),
+        on_the_head(ByMethods().within),
+        on_the_head(ByMethods().turn),
+        on_the_head(ByMethods().closure),
+        on_the_head(ByMethods().kept),
+        on_the_head(ByMethods().under),
+        on_the_head(ByParents().method),
+        on_the_head(ByCall()),
         on_the_head(by_a_helper),
         on_the_head(by_a_function_within),
         on_the_head(by_tree_map),
@@ -210,7 +299,27 @@ def in_a_checkpoint(model: Any) -> Any:
         in_place_of_forward_for_its_input,
         in_a_checkpoint,
     ],
-    ids=["object", "method", "helper", "within", "tree map", "partial", "forward", "input", "checkpoint"],
+    ids=[
+        "object",
+        "method",
+        "own method",
+        "static",
+        "of class",
+        "in a generator",
+        "itself",
+        "closure",
+        "kept",
+        "decorated",
+        "super",
+        "call",
+        "helper",
+        "within",
+        "tree map",
+        "partial",
+        "forward",
+        "input",
+        "checkpoint",
+    ],
 )
 def test_who_asks_what_the_logits_are_gets_tensors(put: Any) -> None:
     plain = tiny_llama()
@@ -226,6 +335,57 @@ def test_who_asks_what_the_logits_are_gets_tensors(put: Any) -> None:
         found = loss_and_grads(patched, batch())
     assert_results_as_good(found, twin, reference)
     assert stats(patched).missed == 1
+
+
+class Watches:
+    """A hook that only looks, of a class with methods that ask, as LightningModule is one."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    @property
+    def asking(self) -> bool:
+        raise AssertionError("a property was asked for its value")
+
+    def float(self, x: Any = None) -> Any:
+        return x if isinstance(x, torch.Tensor) else self
+
+    def shape(self, x: Any) -> Any:
+        return self.float(x)
+
+    def keep(self, shape: Any) -> None:
+        self.seen.append(shape) if len(self.seen) < 3 else self.keep(self.seen.pop())
+
+    def hook(self, module: Any, args: Any, output: Any) -> None:
+        if module is None:
+            self.asking  # noqa: B018
+        self.keep(output.float().shape)
+
+    def of_tensors(self, module: Any, args: Any, output: Any) -> None:
+        self.keep(args[0].float().shape)
+
+
+def test_a_hook_whose_class_has_methods_that_ask(recwarn: Any) -> None:
+    plain = tiny_llama()
+    patched = apply_cce(copy.deepcopy(plain))
+    watches = Watches()
+    for hook in (watches.hook, watches.of_tensors, lambda *args: watches.hook(*args)):
+        patched.lm_head.register_forward_hook(hook)
+    assert_same_training(patched, plain, batch())
+    assert_fused(patched, 1)
+    assert len(watches.seen) == 3 and not [w for w in recwarn if "hf_cce" in str(w.message)]
+
+
+def test_hooks_of_engines_do_not_ask() -> None:
+    """Theirs are known; what a user derives from them is looked at."""
+    model = add_hook_to_module(tiny_llama().lm_head, AlignDevicesHook(io_same_device=True))
+    assert not asks_for_a_tensor(model.forward)
+    for hook in (AlignDevicesHook().post_forward, FSDPState._post_forward, LoraModel._enable_peft_forward_hooks):
+        assert not asks_for_a_tensor(hook)
+    lightning: dict[str, Any] = {"__name__": "lightning.pytorch.core.module"}
+    exec("class Module:\n    def log(self, x): return isinstance(x, float)", lightning)
+    owner = type("Mine", (lightning["Module"],), {"hook": lambda self, module, args, output: self.log(output)})
+    assert not asks_for_a_tensor(owner().hook)
 
 
 @pytest.mark.parametrize("reason", [RESHARDS, PARTITIONED])
