@@ -23,32 +23,23 @@ from torch.overrides import TorchFunctionMode
 
 from hf_cce import CCEConfig
 from hf_cce.bench import hub
+from hf_cce.bench.room import CONTEXT, EAGER_BYTES, GIB, REAL_LOGITS, largest, reserved
 from hf_cce.bench.shapes import SHAPES, config_of
 
-GIB = 1 << 30
 WAYS = ("eager", "compiled", "cce")
 # "backward": gradients, and what the backward pass of a layer takes on top, with checkpointing all of the layer once more.
 HELD = ("weights and optimizer", "activations", "logits and loss", "backward", "cuBLAS")
 # What PyTorch lends cuBLAS, for the forward pass's thread and the backward pass's: 32 MiB each on Hopper GPUs, 8 on others. In
 # 37 of 42 measured runs on H200s the peak was 68 to 107 MB above the rest.
 WORKSPACES = 64 << 20
-# Bytes that each logit takes while the loss is differentiated: log-probabilities, the gradient of the loss by them and by the
-# logits, each in float32. Measured on an H200, bfloat16: 12.00 in the loss alone, 12.02 in steps of a 0.5B model.
-EAGER_BYTES = 12
 # Up to as many logits a patched model keeps its own loss (see CCEConfig):
 FEW_LOGITS = 42_000_000
 # and with an odd vocabulary of up to so many tokens times hidden size times vocabulary:
 FEW_WORK_ODD = 1.6e10
-# Bytes of logits up to which CCE makes them, in float32 or, where these would be more, in the 16 bits of activations; the latter
+# CCE makes up to REAL_LOGITS bytes of logits, in float32 or, where these would be more, in the 16 bits of activations; the latter
 # not where the gradient filter works, from so many tokens and tokens times hidden size times vocabulary on:
-REAL_LOGITS = 256 << 20
 FILTER_TOKENS, FILTER_WORK = 2048, 1.5e11
-# What PyTorch's allocator took from the GPU, as a multiple of the peak, in steps of three models: larger blocks fragment more,
-# and not alike; 1.04 to 1.13 with full logits, 1.01 to 1.12 compiled.
-RESERVED = {"eager": 1.112, "compiled": 1.1, "cce": 1.01}
-# With full logits those are the largest blocks: 0.14 to 0.32 of what they take. Where they are small, so is the multiple.
-RESERVED_LEAST, RESERVED_OF_LOGITS = 1.08, 0.3
-CONTEXT = 536 << 20  # CUDA's context; a guess that suits most GPUs
+SMALL_BUDGET = 256 << 20  # the default's, of up to 8,192 tokens
 LITTLE = 0.1  # of the peak: a saving below is called little
 
 
@@ -124,6 +115,7 @@ class Estimate:
     checkpointing: dict[str, Step] = field(default_factory=dict)
     unknown: str | None = None  # why there are no activations
     notes: list[str] = field(default_factory=list)
+    small: str | None = None  # why the largest batches of a small model are not what one expects
 
     def to_json(self) -> dict[str, Any]:
         """All sizes in bytes."""
@@ -382,47 +374,57 @@ def estimate(
         if checkpointing and activations.checkpointed is None:
             continue
         for way in WAYS:
-
-            def bytes_at(
-                rows: int, way: str = way, checkpointing: bool = checkpointing
-            ) -> tuple[int, int, int, dict[str, int]]:
-                return _peak(way, rows, sequence, model, activations, dtype, memory_budget, checkpointing)
-
-            def fits(rows: int, way: str = way, bytes_at: Any = bytes_at, checkpointing: bool = checkpointing) -> bool:
-                taken = reserved(
-                    way, bytes_at(rows)[2], rows * sequence, memory_budget, checkpointing, model.vocabulary
-                )
-                if way == "cce" and not checkpointing and activations.checkpointed is not None:
-                    # Without it no less is taken than with it: so few activations do not fill what the scratch leaves.
-                    peak = bytes_at(rows, checkpointing=True)[2]
-                    taken = max(taken, reserved(way, peak, rows * sequence, memory_budget, True, model.vocabulary))
-                return taken <= found.gpu_memory - CONTEXT
-
-            steps[way] = Step(*bytes_at(batch), largest(fits))
+            bytes_now = _peak(way, batch, sequence, model, activations, dtype, memory_budget, checkpointing)
+            most = _most(way, sequence, model, activations, dtype, memory_budget, checkpointing, found.gpu_memory)
+            steps[way] = Step(*bytes_now, most)
+    if memory_budget is None and found.checkpointing:
+        plain, checkpointed = (
+            _most("cce", sequence, model, activations, dtype, SMALL_BUDGET, each, found.gpu_memory)
+            for each in (False, True)
+        )
+        found.small = _scratch_outweighs(found, plain, checkpointed)
     return found
 
 
-def reserved(
+def _most(
     way: str,
-    peak: float,
-    tokens: int,
+    sequence: int,
+    model: Model,
+    activations: Activations,
+    dtype: str,
     memory_budget: int | None,
-    checkpointing: bool = False,
-    vocabulary: int = 1 << 20,
-) -> float:
-    """Bytes that PyTorch's allocator takes from the GPU for a step of that ``peak``.
+    checkpointing: bool,
+    gpu_memory: int,
+) -> int:
+    """The largest batch of which a step fits."""
 
-    What CCE's scratch is cut into differs from one moment of a step to the next. Where activations are kept, other tensors find
-    room in what it leaves but for some hundreds of MiB; with gradient checkpointing there are none that would.
-    """
-    pieces, logits = 0.0, tokens * vocabulary
-    if way == "eager":
-        by_logits = peak + RESERVED_OF_LOGITS * EAGER_BYTES * logits
-        return max(RESERVED_LEAST * peak, min(RESERVED[way] * peak, by_logits))
-    if way == "cce" and 4 * logits > REAL_LOGITS:  # fewer are one tensor, which is cut into nothing
-        scratch = min(CCEConfig(memory_budget=memory_budget).scratch(tokens), 4 * logits)  # see loss_bytes
-        pieces = 2.15 * scratch if checkpointing else 1.8 * min(scratch, 256 << 20)
-    return RESERVED[way] * peak + pieces
+    def taken(rows: int, checkpointing: bool) -> float:
+        peak = _peak(way, rows, sequence, model, activations, dtype, memory_budget, checkpointing)[2]
+        return reserved(way, peak, rows * sequence, memory_budget, checkpointing, model.vocabulary)
+
+    def fits(rows: int) -> bool:
+        most = taken(rows, checkpointing)
+        if way == "cce" and not checkpointing and activations.checkpointed is not None:
+            # Without it no less is taken than with it: so few activations do not fill what the scratch leaves.
+            most = max(most, taken(rows, True))
+        return most <= gpu_memory - CONTEXT
+
+    return largest(fits)
+
+
+def _scratch_outweighs(found: Estimate, plain: int, checkpointed: int) -> str | None:
+    """Why checkpointing brings a small model no batch, or CCE a smaller one than torch.compile; what a small budget lets fit."""
+    now, saved = found.plain["cce"].largest_batch, found.checkpointing["cce"].largest_batch
+    behind = any(
+        steps["cce"].largest_batch < steps["compiled"].largest_batch for steps in (found.plain, found.checkpointing)
+    )
+    if not (saved <= now or behind) or plain < now or checkpointed <= saved:
+        return None
+    return (
+        "CCE's scratch grows with the batch (memory_budget, 256 MiB for each 8,192 tokens) and outweighs the activations of so "
+        f"small a model{'' if saved > now else ', so that checkpointing lets no larger batch fit'}; with --memory-budget "
+        f"{SMALL_BUDGET >> 20} it stays as it is, and {plain:,} rows fit, with gradient checkpointing {checkpointed:,}"
+    )
 
 
 def _peak(
@@ -451,21 +453,6 @@ def _peak(
     moments = ((kept, loss - made, made), (kept, 0, left + again), (0, 0, weights))
     held = (at_rest, *max(moments, key=sum), WORKSPACES)
     return loss, kept, sum(held), dict(zip(HELD, held, strict=True))
-
-
-def largest(fits: Callable[[int], bool], most: int = 1 << 20) -> int:
-    """The largest number of rows that ``fits``, which no larger one does; 0 if not even one, ``most`` if more do."""
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        if high >= most:
-            return most
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def verdict(found: Estimate) -> str:

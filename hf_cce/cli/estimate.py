@@ -62,6 +62,7 @@ def estimate(
     """Estimate the memory of a training step without and with CCE, and the largest batch that fits, from the configuration alone.
 
     No weights are loaded or made. Counted is one process with AdamW that trains all weights, without gradient accumulation.
+    The largest batch leaves room for what PyTorch's allocator takes beyond the peak, as measured, and for CUDA's own memory.
     """
     console, errors = consoles(quiet, json_path)
     numbers = where(json_path)
@@ -115,11 +116,15 @@ def _show(console: Console, found: Estimate) -> None:
         rows = (f"{steps[way].largest_batch:,}" if steps[way].largest_batch else "none" for way in WAYS)
         table.add_row(f"largest batch in {gpu}", *rows)
     console.print(table)
+    if found.plain:
+        from hf_cce.bench import room
+
+        console.print(room.said())
     if any(not all(step.at_peak.values()) for step in (*found.plain.values(), *found.checkpointing.values())):
         console.print("–: nothing of it is held at that moment, which with CCE is often after the loss.")
     if found.unknown:
         console.print(f"Activations, peak and largest batch are not known: {escape(found.unknown)}.")
-    for note in found.notes:
+    for note in (*found.notes, *([found.small] if found.small else [])):
         console.print(f"Note: {escape(note)}.")
 
 
