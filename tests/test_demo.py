@@ -30,7 +30,7 @@ from rich.console import Console
 from hf_cce.bench import machine, plots, text, training
 from hf_cce.bench.files import whole_file, whole_folder
 from hf_cce.bench.training import Settings
-from hf_cce.cli.demo import _show
+from hf_cce.cli.demo import _show, _too_little_text
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -172,6 +172,18 @@ def test_what_is_printed_says_what_it_is() -> None:
     assert "cannot make sense" not in shown(
         report, 16, settings=report["settings"] | {"model": "HuggingFaceTB/SmolLM2-135M"}
     )
+
+
+def test_it_says_why_the_tokenizer_has_fewer_entries_than_the_vocabulary(words: Path, cache: Path) -> None:
+    """The text ends before 128,256 are reached, and says so; not of a vocabulary that the text fills, nor of a model's own."""
+    done = hf_cce(cache, *TINY, "--vocab", "128256", "--steps", "1", "--dataset", str(words))
+    assert done.returncode == 0, done.stderr
+    entries = int(re.search(r"tokenizer with ([\d,]+) entries", done.stdout)[1].replace(",", ""))  # type: ignore[index]
+    assert entries < 20_000
+    said = f"The text has too little in it for more entries: the other {128256 - entries:,} of the vocabulary of 128,256 never"
+    assert said in done.stdout
+    assert _too_little_text(512, {"model": None, "vocabulary": 512}) == ""
+    assert _too_little_text(512, {"model": "HuggingFaceTB/SmolLM2-135M", "vocabulary": 49_152}) == ""
 
 
 def with_runs(report: dict[str, Any], plain: dict[str, Any], cce: dict[str, Any], **changes: Any) -> str:

@@ -111,6 +111,7 @@ def _run(console: Console, options: dict[str, Any], dataset: str | None) -> dict
     console.print(
         f"Text: {escape(corpus.source)}, {corpus.tokens:,} tokens; "
         f"byte-level BPE tokenizer with {corpus.entries:,} entries"
+        f"{_too_little_text(corpus.entries, options)}"
     )
     settings = Settings(str(corpus.tokens_file), str(corpus.tokenizer_file), **options)
     columns = (
@@ -134,6 +135,17 @@ def _run(console: Console, options: dict[str, Any], dataset: str | None) -> dict
                 progress.update(task, advance=1, loss=f"loss {event['loss']:.4f}")
 
         return twin(settings, corpus, follow)
+
+
+def _too_little_text(entries: int, options: dict[str, Any]) -> str:
+    """Why the tokenizer has fewer entries than the vocabulary that was asked for; nothing where it has not."""
+    vocabulary = options["vocabulary"]
+    if options["model"] or entries >= vocabulary:  # a model brings its own tokenizer
+        return ""
+    return (
+        f".\nThe text has too little in it for more entries: the other {vocabulary - entries:,} of the vocabulary of "
+        f"{vocabulary:,} never occur in it,\nbut the model has logits for all of them"
+    )
 
 
 def _headline(common: dict[str, Any]) -> str:
