@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from numerics import budget
 from rich.console import Console
 
-from hf_cce.bench import machine, plots, text, training
+from hf_cce.bench import bench_plots, curves_plot, machine, plots, text, training
 from hf_cce.bench.files import whole_file, whole_folder
 from hf_cce.bench.training import Settings
 from hf_cce.cli.demo import _show, _too_little_text
@@ -442,3 +442,30 @@ def test_what_stands_under_a_picture_s_title_ends_where_the_picture_does(tmp_pat
     plots.draw_demo(report | {"device": long.strip()}, tmp_path / "demo.svg")
     drawn = (tmp_path / "demo.svg").read_text("utf-8")
     assert "A processor" in drawn and f"{long}4 × 512 tokens" not in drawn and "same training" in drawn
+
+
+@pytest.mark.parametrize("kind", ["bench", "curves"])
+def test_what_stands_under_the_other_titles_does_so_too(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its lines end above what is drawn."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    results = ROOT / "hf_cce/bench/results"
+    name, drawn = {
+        "bench": ("2026-11-23-h200-bench-heads.json", bench_plots.draw_bench),
+        "curves": ("2026-11-23-h200-curves.json", curves_plot.draw),
+    }[kind]
+    report = json.loads((results / name).read_text("utf-8"))
+    long = "A processor with a long name (x86_64, Linux, 16 threads) · " * 4
+    for device, most in ((report["device"], 2), (long.strip(" ·"), 3)):
+        drawn(report | {"device": device}, tmp_path / f"{kind}.png")
+        figure = figures.pop()
+        figure.draw_without_rendering()
+        (about,) = (text for text in figure.texts if text.get_text().startswith(device[:11]))
+        lines = about.get_text().count("\n") + 1
+        assert lines <= most and (device == report["device"] or lines > 1)
+        box = about.get_window_extent()
+        assert box.x1 <= figure.bbox.width
+        titles = [axes._left_title.get_window_extent().y1 for axes in figure.axes]
+        assert box.y0 > max(titles) and box.y1 < figure.bbox.height

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_cce.bench.files import whole_file
-from hf_cce.bench.plots import INK, quiet
+from hf_cce.bench.plots import INK, quiet, wrap
 
 # One colour a family, one dash a variant, the same in every picture.
 STYLES: dict[str, tuple[str, str, str]] = {
@@ -55,13 +55,15 @@ def draw_bench(report: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.05)  # type: ignore[union-attr, call-arg]
     versions = report["versions"]
-    figure.suptitle(
-        "Cross-entropy of a linear head\n", fontsize=13, fontweight="bold", color=INK, x=0.015, ha="left"
-    )  # fmt: skip
     named = ", ".join(f"{name} {versions[name]}" for name in ("hf_cce", "torch", "triton") if versions.get(name))
-    figure.text(
-        0.015, 1 - 0.476 / height, f"{report['device']} · {report['dtype']} · {named}", fontsize=8.5, color="#5b6470"
-    )
+    about = figure.text(
+        0.015, 1 - 0.39 / height, f"{report['device']} · {report['dtype']} · {named}", fontsize=8.5, color="#5b6470",
+        va="top",
+    )  # fmt: skip
+    figure.suptitle(
+        "Cross-entropy of a linear head" + "\n" * wrap(about),
+        fontsize=13, fontweight="bold", color=INK, x=0.015, ha="left",
+    )  # fmt: skip
     every = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (draw, data) in zip(every, panels, strict=True):
         draw(axes, data)

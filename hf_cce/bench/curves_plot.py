@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from hf_cce.bench.files import whole_file
-from hf_cce.bench.plots import CCE, FAINT, INK, PLAIN, STATE, quiet
+from hf_cce.bench.plots import CCE, FAINT, INK, PLAIN, STATE, quiet, wrap
 
 EXACT = "#7a4f9a"
 STYLE: dict[str, dict[str, Any]] = {  # drawn in this order: the wide and pale ones lie below
@@ -29,19 +29,20 @@ def draw(report: dict[str, Any], path: Path, metadata: dict[str, str | None] | N
     figure = Figure(figsize=(11, 6.6), dpi=dpi, facecolor="white")
     FigureCanvasAgg(figure)
     seeds = 1 + len(report.get("other_seeds", ()))
-    figure.subplots_adjust(
-        left=0.075, right=0.985, top=0.83, bottom=0.13, wspace=0.2, hspace=0.16 if seeds == 1 else 0.25
-    )
     figure.text(
         0.02, 0.955, "The same training with one loss after the other", fontsize=13, fontweight="bold", color=INK
     )
-    figure.text(
+    about = figure.text(
         0.02, 0.936,
         f"{report['device']} · Llama, width {setup['dim']}, {setup['layers']} layer{'s' * (setup['layers'] > 1)}, vocabulary "
-        f"{setup['vocab']:,} · {setup['batch']} × {setup['sequence']} tokens a step\nbfloat16 autocast · torch "
+        f"{setup['vocab']:,} · {setup['batch']} × {setup['sequence']} tokens a step · bfloat16 autocast · torch "
         f"{report['versions']['torch']} · text: {report['data']['source']}",
         fontsize=8.5, color="#5b6470", verticalalignment="top",
     )  # fmt: skip
+    top = 0.83 - 0.025 * max(0, wrap(about) - 2)  # two lines have their place above the columns
+    figure.subplots_adjust(
+        left=0.075, right=0.985, top=top, bottom=0.13, wspace=0.2, hspace=0.16 if seeds == 1 else 0.25
+    )
     axes = figure.subplots(2, len(report["settings"]), sharex="col", height_ratios=[1, 1], squeeze=False)
     for column, (title, runs) in enumerate(report["settings"].items()):
         first = setup["checkpoint_steps"] if column else 0
