@@ -115,6 +115,22 @@ class Symbolic:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._real("iteration"))
 
+    # By these torch.as_tensor, asarray and tensor read what is no tensor; without them they ask for one element after the other.
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self._values().clone().__dlpack__(**kwargs)  # a copy: a write there would not be noticed here
+
+    def __dlpack_device__(self) -> Any:
+        return self._values().__dlpack_device__()
+
+    def _values(self) -> Tensor:
+        """Without a gradient; an error where the caller would lose one."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise RuntimeError(
+                "torch.as_tensor, asarray, tensor and DLPack take no gradient from these logits, which are a stand-in for a "
+                "tensor; pass outputs.logits.materialize(), or outputs.logits.detach() for the values alone"
+            )
+        return self._real("as_tensor").detach()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._real("pickling").detach().__reduce_ex__(protocol)
 

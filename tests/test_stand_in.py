@@ -167,6 +167,33 @@ def test_what_autograd_does_not_see_is_refused(use: Callable[[Tensor], Tensor], 
     check_equal(as_it_is, lambda outputs: outputs.loss + use(real(outputs.logits)))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [torch.as_tensor, torch.asarray, torch.tensor, torch.from_dlpack],
+    ids=lambda function: function.__name__,
+)
+def test_a_copy_that_would_lose_the_gradient_is_refused(function: Callable[[Any], Tensor]) -> None:
+    outputs = apply_cce(untied())(**batch())
+    for logits in (outputs.logits, outputs.logits.float(), outputs.logits[:, 1:]):
+        with pytest.raises(
+            RuntimeError, match=r"no gradient from these logits.*materialize\(\), or outputs.logits.detach\(\)"
+        ):
+            function(logits)
+    assert outputs.logits.call.stats.materialised == 0
+    expected = outputs.logits.materialize()
+    assert torch.equal(function(outputs.logits.detach()), expected)
+    with torch.no_grad():
+        copied = function(outputs.logits)
+    assert torch.equal(copied, expected) and not copied.requires_grad
+    copied.zero_()  # is a copy
+    assert torch.equal(outputs.logits.detach(), expected) and bool(expected.any())
+    check_equal(as_it_is, lambda outputs: outputs.loss + torch.as_tensor(_real(outputs.logits)).square().mean())
+
+
+def _real(logits: Any) -> Tensor:
+    return logits.materialize() if hasattr(logits, "materialize") else logits
+
+
 def test_the_whole_model_in_a_reentrant_checkpoint() -> None:
     """Its backward pass calls the model anew, and looks for tensors in what that returns."""
 
