@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -256,3 +257,15 @@ def test_torchscript_says_what_it_was_given_and_takes_what_was_materialised() ->
     assert found.keys() == expected.keys()
     for name, value in found.items():
         assert_as_good(value, expected[name], expected[name], name)
+
+
+@pytest.mark.parametrize("name", ["pad_across_processes", "find_batch_size"])
+def test_accelerate_says_what_it_was_given_and_takes_what_was_materialised(name: str) -> None:
+    """As docs/troubleshooting.md has it; ``gather`` asks likewise in several processes."""
+    function = getattr(pytest.importorskip("accelerate.utils"), name)
+    model = apply_cce(tiny_llama())
+    logits = model(**batch()).logits
+    with pytest.raises(TypeError, match=re.escape("<class 'hf_cce.deferred.DeferredLogits'>")):
+        function(logits)
+    for tensor in (logits.materialize(), logits.argmax(-1)):
+        function(tensor)
