@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import flops, portable
@@ -277,8 +278,10 @@ flops.enter()
 
 
 def traced(x: Tensor) -> bool:
-    """Whether somebody looks on who wants to see one operator: the compiler, a tensor subclass, a dispatch mode."""
-    return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode()
+    """Whether somebody looks on who wants to see one operator: the compiler, a tensor subclass, a dispatch mode, vmap."""
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode():
+        return True
+    return bool(is_legacy_batchedtensor(x))  # is_grads_batched=True: neither its number nor its memory can be read
 
 
 # Which way a loss takes, by measurement on an H200 (hf_cce/bench/results). Tokens times hidden size times vocabulary from which

@@ -471,6 +471,22 @@ def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch)
 
 @cpu_only
 @pytest.mark.parametrize("way", ["filtered", "dense", "stored", "grouped", "exact"])
+def test_several_upstream_gradients_at_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``is_grads_batched=True`` recomputes, as nobody can tell one number by which to scale what is there."""
+    force(monkeypatch, way)
+    (hidden, weight, _), labels = make_inputs(37, 16, 70, torch.float32)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
+    loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=FilterState())
+    upstream = torch.tensor([1.0, -2.0])
+    batched = torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True, retain_graph=True)
+    single = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for a, b, name in zip(batched, single, ("hidden", "weight"), strict=True):
+        assert_as_good(a, torch.stack([b, -2 * b]), torch.stack([b, -2 * b]), name)
+
+
+@cpu_only
+@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "grouped", "exact"])
 def test_micro_batches_add_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways round: one after the other, and both losses before any gradient; the state is one."""
     taken = force(monkeypatch, way)
