@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import flops, portable
@@ -277,11 +276,15 @@ cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save
 flops.enter()
 
 
+# PyTorch's own and private (2.13 and 2.15 have it): a release without it loses is_grads_batched=True, and nothing else.
+_is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
+
+
 def traced(x: Tensor) -> bool:
     """Whether somebody looks on who wants to see one operator: the compiler, a tensor subclass, a dispatch mode, vmap."""
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode():
         return True
-    return bool(is_legacy_batchedtensor(x))  # is_grads_batched=True: neither its number nor its memory can be read
+    return bool(_is_batched(x))  # is_grads_batched=True: neither its number nor its memory can be read
 
 
 # Which way a loss takes, by measurement on an H200 (hf_cce/bench/results). Tokens times hidden size times vocabulary from which
