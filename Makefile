@@ -58,19 +58,19 @@ test-fast: $(VENV)/.dev  ## the tests without the slow ones
 test-oldest: $(VENV)/.dev  ## every class with the oldest Transformers that is supported, adapters with the oldest PEFT
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/oldest "transformers==5.0.*"
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest "peft==0.18.*"
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) tests/test_all_classes.py tests/test_families.py tests/test_patching.py $(PYTEST_ARGS)
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) -k "peft or adapter or lora" tests/test_peft_late.py tests/test_peft_tuners.py tests/test_engines.py $(PYTEST_ARGS)
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) tests/modeling/test_all_classes.py tests/modeling/test_families.py tests/modeling/test_patching.py $(PYTEST_ARGS)
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) -k "peft or adapter or lora" tests/modeling/test_peft_late.py tests/modeling/test_peft_tuners.py tests/distributed/test_engines.py $(PYTEST_ARGS)
 
 test-newest: $(VENV)/.dev  ## TRL's trainers and the callback with the newest TRL and Transformers; TRL="--pre trl" or git+https://…
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest transformers
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/newest accelerate peft
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/newest $(TRL)
 	PYTHONPATH=$(abspath $(VENV))/newest $(BIN)/python -c "import transformers, trl; print('transformers', transformers.__version__, 'trl', trl.__version__)"
-	PYTHONPATH=$(abspath $(VENV))/newest HF_CCE_NEWEST=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_trl.py tests/test_trl_sft_data.py tests/test_callback.py tests/test_patching.py $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath $(VENV))/newest HF_CCE_NEWEST=1 $(BIN)/python -m pytest -n $(JOBS) tests/trainers/test_trl.py tests/trainers/test_trl_sft_data.py tests/trainers/test_callback.py tests/modeling/test_patching.py $(PYTEST_ARGS)
 
 test-hopper: $(VENV)/.dev  ## that the tiles for Hopper's GPUs compile as they should with the Triton that runs them; needs no GPU
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/hopper "triton==3.6.*"
-	PYTHONPATH=$(abspath $(VENV))/hopper $(BIN)/python -m pytest tests/test_aot.py -k loops_carry $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath $(VENV))/hopper $(BIN)/python -m pytest tests/triton_kernels/test_aot.py -k loops_carry $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.dev  ## only the tests that need a GPU, one after the other
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
@@ -87,7 +87,7 @@ types: $(VENV)/.dev  ## what CI asks of types
 	$(BIN)/mypy
 
 examples: $(VENV)/.dev  ## run the Python of README and docs/, and the demo on a tiny model
-	$(BIN)/python -m pytest tests/test_readme.py tests/test_docs.py tests/test_demo.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/docs/test_readme.py tests/docs/test_docs.py tests/cli/test_demo.py $(PYTEST_ARGS)
 
 notebooks: $(VENV)/.dev  ## run the notebooks and store their outputs
 	$(BIN)/python notebooks/execute.py

@@ -24,8 +24,8 @@ from hf_cce.patches.causal_lm import cce_stats  # noqa: E402
 HEAD = """\
 # The public names
 
-Made from the docstrings by `python docs/make_api.py`; `tests/test_docs.py` fails when this page is stale. All names are imported
-from `hf_cce`. What is not on this page is not public. A change of it that breaks a caller is found by `tests/test_public_api.py`.
+Made from the docstrings by `python docs/make_api.py`; a test fails when this page is stale. All names are imported from `hf_cce`.
+What is not on this page is not public; a test fails on a change that breaks a caller.
 """
 ORDER = (
     "apply_cce", "remove_cce", "supported_models", "CCECallback", "CCEConfig", "linear_cross_entropy", "linear_log_probs",

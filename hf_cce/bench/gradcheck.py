@@ -1,7 +1,7 @@
 """Compares loss, log-probabilities and gradients with float64, ours and those of full logits side by side, on one device.
 
-The rule is that of ``tests/numerics.py``: a result may be as far from the exact one as the same result of plain PyTorch in
-the same dtype, plus rounding. The exact one is plain PyTorch with full logits in float64, from the same rounded inputs.
+The rule is that of ``tests/support/numerics.py``: a result may be as far from the exact one as the same result of plain PyTorch
+in the same dtype, plus rounding. The exact one is plain PyTorch with full logits in float64, from the same rounded inputs.
 
 Gradients of the logits cannot be had from a loss that has none. They are the gradient of the weight when the hidden states
 are the identity: logits = I · Wᵀ, so row i of the logits is column i of the weight, and ∂W = (∂logits)ᵀ without rounding.
@@ -79,7 +79,7 @@ CASES = (
 
 
 def allowed(twin_error: float, dtype: torch.dtype) -> float:
-    """The relative error a result of ``dtype`` may have where plain PyTorch has ``twin_error``; as in ``tests/numerics.py``."""
+    """The relative error a result of ``dtype`` may have where plain PyTorch has ``twin_error``, as in the tests."""
     unit = torch.finfo(dtype).eps
     return twin_error + unit / 16 if dtype in (torch.float16, torch.bfloat16) else 2 * twin_error + 16 * unit
 

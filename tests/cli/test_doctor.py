@@ -1,0 +1,245 @@
+"""``hf-cce doctor``: that it passes what is well, sees what is not, and names a command for it, torch or no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from hf_cce.bench import doctor, gradcheck, machine
+from hf_cce.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def command(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200"})
+
+
+def process(before: str = "", *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a Python of its own, which runs ``before`` first."""
+    code = f"import sys\n{before}\nfrom hf_cce.cli.app import main\nsys.argv = ['hf-cce', 'doctor', *{arguments!r}]\nmain()"
+    paths = filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    given = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", **environment, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=given, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def without_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL takes seconds to load, and is asked once below."""
+    monkeypatch.setattr(doctor, "OPTIONAL", {})
+
+
+@pytest.mark.usefixtures("without_optional")
+def test_a_good_machine_passes_and_says_what_runs() -> None:
+    found = command("--json", "-")
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.stdout)
+    assert report["ok"] and {check["status"] for check in report["checks"]} <= {"ok", "note"}
+    names = [check["name"] for check in report["checks"]]
+    assert {"python", *doctor.REQUIRED, "triton", "self-test cpu", "transformers model"} <= set(names)
+    on_cpu = [choice for choice in report["implementations"] if choice["device"] == "cpu"]
+    assert [choice["dtype"] for choice in on_cpu] == list(doctor.DTYPES)
+    assert all(choice["implementation"] == "portable" and "NVIDIA" in choice["why"] for choice in on_cpu)
+
+
+@pytest.mark.usefixtures("without_optional")
+def test_quiet_says_nothing_where_all_is_well_and_the_file_is_written(tmp_path: Path) -> None:
+    found = command("--quiet", "--json", str(tmp_path / "found.json"))
+    assert found.exit_code == 0 and not found.output
+    assert json.loads((tmp_path / "found.json").read_text("utf-8"))["ok"]
+
+
+@pytest.mark.usefixtures("without_optional")
+def test_a_loss_that_is_wrong_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gradcheck.linear_cross_entropy
+
+    def wrong(*args: Any, **options: Any) -> torch.Tensor:
+        loss = right(*args, **options)
+        return loss.detach() + 1.01 * (loss - loss.detach())  # the value is right, the gradients are 1 % too large
+
+    monkeypatch.setattr(gradcheck, "linear_cross_entropy", wrong)
+    found = command()
+    assert found.exit_code == 1
+    assert "self-test cpu" in found.stdout and "less exact than allowed" in found.stdout and "∂" in found.stdout
+    assert "hf-cce gradcheck --device cpu" in found.stdout and "1 thing wrong" in found.stdout
+    quiet = command("--quiet")
+    assert quiet.exit_code == 1 and not quiet.stdout and "hf-cce gradcheck --device cpu" in quiet.stderr
+
+
+def test_a_kernel_that_cannot_be_compiled_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **options: Any) -> torch.Tensor:
+        raise SyntaxError("the compiler gave up\nat line 3")
+
+    monkeypatch.setattr(gradcheck, "linear_cross_entropy", broken)
+    choices, check = doctor.self_test(CPU)
+    assert not choices and check.status == doctor.WRONG and check.found == "SyntaxError: the compiler gave up"
+
+
+def test_a_model_whose_loss_is_not_fused_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hf_cce
+
+    assert doctor._model().status == doctor.OK
+    monkeypatch.setattr(hf_cce, "apply_cce", lambda model: setattr(model, "cce_stats", lambda: {"fused": 0.0}))
+    check = doctor._model()
+    assert check.status == doctor.WRONG and "(0 fused)" in check.found and check.fix
+
+
+def test_the_readme_shows_what_its_first_install_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What neither hf-cce nor its extra "bench" requires is shown as missing, in doctor's own words."""
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    brought = " ".join(re.findall(r"^(?:dependencies|bench) = (\[.*?\]\n|\[.*?\]$)", project, re.MULTILINE | re.DOTALL))
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert 'After `pip install ".[bench]"` with a CPU build of torch' in readme
+    (shown,) = re.findall(r"^\$ hf-cce doctor\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    rows = {
+        name: (status, found) for name, status, found in re.findall(r"^ (.+?)  +(ok|note) +(.+)$", shown, re.MULTILINE)
+    }
+    assert list(rows) == [
+        "python", *doctor.REQUIRED, "gpu", "triton", "self-test cpu", "transformers model", *doctor.OPTIONAL
+    ]  # fmt: skip
+    monkeypatch.setattr(machine, "versions", lambda *names: dict.fromkeys(names))
+    assert rows["triton"] == ("ok", doctor.triton(False).found)
+    for name in doctor.OPTIONAL:
+        missing = doctor._optional(name, set())
+        assert (rows[name][0] == "ok") == (f'"{name}>=' in brought), name
+        if rows[name][0] == "note":
+            assert rows[name][1] == missing.found and f"  {name} (note): {missing.fix}\n" in shown
+
+
+def test_without_torch_and_transformers_it_says_how_to_get_them() -> None:
+    done = process("sys.modules.update(torch=None, transformers=None)")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert 'pip install "torch>=2.8"' in done.stdout and 'pip install "transformers>=5.0"' in done.stdout
+    assert re.search(r"torch +wrong +not installed", done.stdout) and "2 things wrong" in done.stdout
+    assert "\x1b" not in done.stdout  # no colour, as this is no terminal
+
+
+def test_a_torch_that_cannot_be_loaded_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    done = process("", "--json", "-", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    (check,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "torch"]
+    assert "cannot be loaded: OSError: libcudart.so.12" in check["found"] and "--force-reinstall" in check["fix"]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for nvidia-smi is a shell script")
+def test_a_gpu_that_torch_cannot_see_is_wrong(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Tesla T4, 550.54'\n")
+    program.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = process("sys.modules.update(trl=None)", "--quiet", PATH=path)
+    assert done.returncode == 1 and not done.stdout
+    assert "Tesla T4, 550.54" in done.stderr and "built without CUDA" in done.stderr
+    assert f"pip install --force-reinstall torch --index-url {doctor.CUDA_WHEELS}" in done.stderr
+
+
+def test_what_it_means_that_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert doctor._no_cuda(None, None).status == doctor.NOTE
+    assert "names no GPU" in doctor._no_cuda([], "12.8").found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    hidden = doctor._no_cuda(["NVIDIA A100, 550.54"], "12.8")
+    assert hidden.status == doctor.NOTE and hidden.fix == "unset CUDA_VISIBLE_DEVICES"
+    if torch.version.cuda is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        old = doctor._no_cuda(["NVIDIA A100, 450.80"], "13.0")
+        assert old.status == doctor.WRONG and "built for CUDA 13.0" in old.found and old.fix
+
+
+def test_an_apple_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for there in (False, True):
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=there: there)
+        devices, (check,) = doctor._devices()
+        assert [device.type for device in devices] == ["cpu", "mps"][: 1 + there]
+        assert ("an Apple GPU" in check.found) == there and (check.name == "mps") == there
+
+
+def test_versions_are_compared_as_numbers() -> None:
+    assert doctor.release("2.10.1+cu128") > doctor.release("2.8") == doctor.release("2.8.0.dev3")
+    assert doctor.release("5") == doctor.release("5.0.0")
+    old = doctor.package("numpy", "99")
+    assert old.status == doctor.WRONG and old.fix == 'pip install "numpy>=99" --upgrade'
+    assert doctor.package("no-such-package-here", "1").found == "not installed"
+
+
+def test_triton_is_wanted_only_where_a_gpu_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.machine, "versions", lambda *names: dict.fromkeys(names))
+    assert doctor.triton(False).status == doctor.OK
+    assert doctor.triton(True).status == doctor.WRONG and "triton" in (doctor.triton(True).fix or "")
+    monkeypatch.setattr(doctor.machine, "versions", lambda *names: dict.fromkeys(names, "3.1.0"))
+    assert doctor.triton(True).status == doctor.WRONG and "3.1.0" in doctor.triton(True).found
+
+
+def test_the_minimum_versions_are_those_of_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    for name, least in {**doctor.REQUIRED, **doctor.OPTIONAL, "triton": doctor.TRITON}.items():
+        assert re.search(rf'"{name}>={re.escape(least)}[";]', text), name
+    assert re.search(r'requires-python = ">=3.10"', text) and doctor.PYTHON == (3, 10)
+
+
+def test_trl_is_asked_whether_its_fused_head_reaches_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = pytest.importorskip("trl.trainer.utils")
+    if not hasattr(utils, "add_fused_lm_head"):
+        pytest.skip("this TRL has no fused LM head")
+    check = doctor._optional("trl", {"torch", "transformers"})
+    assert check.status == doctor.OK and "computes by hf_cce" in check.found
+
+    class Other:
+        """The function of a TRL whose arguments are not those known."""
+
+        @staticmethod
+        def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, targets: Any, more: Any) -> None: ...
+
+        @staticmethod
+        def apply(hidden: Any, weight: Any, bias: Any, targets: Any, *rest: Any) -> Any:
+            log_probs = torch.log_softmax(hidden @ weight.t(), -1).gather(-1, targets[:, None]).squeeze(-1)
+            return log_probs, None, None, None, None
+
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Other)
+    check = doctor._optional("trl", {"torch", "transformers"})
+    assert check.status == doctor.NOTE and "not by hf_cce (hf_cce: apply_cce has no effect" in check.found and check.fix
+
+
+def test_wrong_usage_is_2_and_every_command_is_quiet_and_gives_json() -> None:
+    assert command("--no-such-option").exit_code == 2
+    group: Any = get_command(app)
+    for name, each in group.commands.items():
+        options = {option for parameter in each.params for option in parameter.opts}
+        assert {"--quiet", "-q", "--json"} <= options, name
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernels_run_and_are_tested() -> None:
+    choices, check = doctor.self_test(torch.device("cuda", 0))
+    assert check.status == doctor.OK, check
+    assert {(choice.dtype, choice.implementation) for choice in choices} == {(d, "triton") for d in doctor.DTYPES}
+
+
+@pytest.mark.parametrize(
+    ("version", "end"), [("3.6.0", "of Hopper's own"), ("3.9.1", "3.6.x alone"), ("3.6.0+git1", "3.6.x alone")]
+)
+def test_which_tiles_a_hopper_gpu_gets(version: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.hopper_tiles("9.0", "bfloat16", version).endswith(end)
+    assert not doctor.hopper_tiles("8.9", "bfloat16", version) and not doctor.hopper_tiles("9.0", "float32", version)
+    triton = pytest.importorskip("triton")
+    from hf_cce.kernels import plan
+
+    monkeypatch.setattr(triton, "__version__", version)
+    assert plan.specialises() is end.startswith("of")

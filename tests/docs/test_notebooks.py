@@ -1,0 +1,70 @@
+"""Every notebook runs from top to bottom, offline, and what is stored in it is what such a run gives."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MAX_BYTES = 150_000
+NEEDS = {"sft_lora": ("datasets", "peft", "trl")}
+BADGE = "https://colab.research.google.com/github/"
+
+nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed (pip install 'hf-cce[dev]')")
+pytest.importorskip("nbclient", reason="nbclient is not installed (pip install 'hf-cce[dev]')")
+pytest.importorskip("ipykernel", reason="ipykernel is not installed (pip install 'hf-cce[dev]')")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install 'hf-cce[bench]')")
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def kinds(cell: Any) -> list[str]:
+    """What a cell puts out: "stdout", "stderr", or the richest form of a picture or value."""
+    found = []
+    for output in cell.outputs:
+        kind = output.name if output.output_type == "stream" else sorted(output.get("data", {"error": ""}))[0]
+        if not (found and found[-1] == kind == "stdout"):  # one print or two may come in one piece
+            found.append(kind)
+    return found
+
+
+def test_there_are_notebooks() -> None:
+    assert {"quickstart", "sft_lora", "pretraining", "log_probs", "kernel"} <= {path.stem for path in NOTEBOOKS}
+    index = (ROOT / "notebooks" / "README.md").read_text("utf-8")
+    assert all(f"]({path.name})" in index for path in NOTEBOOKS)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_outputs_are_whole_and_small(path: Path) -> None:
+    assert path.stat().st_size < MAX_BYTES
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "run: make notebooks"
+    assert any(cell.outputs for cell in cells)
+    for cell in cells:
+        assert not {"stderr", "error"} & set(kinds(cell)), cell.source
+        assert str(ROOT) not in str(cell.outputs) and "/root/" not in str(cell.outputs)
+    assert f"{BADGE}OWNER/hf_cce/blob/main/notebooks/{path.name}" in notebook.cells[0].source
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs_offline_and_gives_what_is_stored(path: Path) -> None:
+    for package in NEEDS.get(path.stem, ()):
+        pytest.importorskip(package)
+    spec = importlib.util.spec_from_file_location("execute_notebooks", ROOT / "notebooks" / "execute.py")
+    assert spec and spec.loader
+    runner = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(runner)
+    fresh = runner.execute(path)  # raises where a cell does; the notebooks hold assertions of their own
+    stored = nbformat.read(path, as_version=4)
+    for ran, kept in zip(code_cells(fresh), code_cells(stored), strict=True):
+        assert ran.source == kept.source
+        assert kinds(ran) == kinds(kept), ran.source

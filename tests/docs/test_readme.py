@@ -1,0 +1,246 @@
+"""The README keeps its word: its Python runs, its commands exist, its map and its links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+FIRST_SCREEN = 45
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def namespace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the README takes for granted: a model, a batch, arguments and data for Trainer. The blocks share it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    folder = str(tmp_path_factory.mktemp("trainer"))
+    input_ids = torch.randint(99, (2, 16))
+    return {
+        "model": LlamaForCausalLM(config),
+        "input_ids": input_ids,
+        "dataset": [{"input_ids": row, "labels": row} for row in input_ids],
+        "args": TrainingArguments(
+            folder, max_steps=2, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True
+        ),
+    }
+
+
+PYTHON = blocks(README, "python") + [
+    "".join(line[2:] or "\n" for line in block.splitlines(keepends=True)) for block in blocks(README, "diff")
+]
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)), ids=lambda n: PYTHON[n].strip().splitlines()[-1][:40])
+def test_python_runs(number: int, namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A block takes for granted those before it, which another process may have tested: run what has not run in this one."""
+    import transformers
+
+    # The hub is out of reach here: a tiny model of the same class stands in for the pretrained one.
+    def stand_in(name: str, **options: Any) -> Any:
+        return transformers.LlamaForCausalLM(namespace["model"].config)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", stand_in)
+    monkeypatch.chdir(tmp_path)
+    quiet = partial(transformers.TrainingArguments, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
+    monkeypatch.setattr(transformers, "TrainingArguments", quiet)
+    ran = namespace.setdefault("_ran", set())
+    for earlier in sorted({*range(number + 1)} - ran):
+        exec(compile(PYTHON[earlier], "README.md", "exec"), namespace)
+        ran.add(earlier)
+
+
+def test_there_is_python_to_run() -> None:
+    assert len(PYTHON) >= 6
+
+
+@pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
+def test_make_targets_exist(text: str) -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    commands = re.findall(r"^make ((?:[a-z-]+ ?)+)", "\n".join(blocks(text, "bash")), re.MULTILINE)
+    commands += re.findall(r"`make ([a-z-]+)", text)
+    assert {target for command in commands for target in command.split()} <= targets
+    assert commands
+
+
+def check_commands(text: str) -> int:
+    """That every ``hf-cce …`` in a block of shell parses; how many there are."""
+    from typer.main import get_command
+
+    from hf_cce.cli.app import app
+
+    commands = re.findall(r"^hf-cce (\w+) ?([^#\n]*)", "\n".join(blocks(text, "bash")), re.MULTILINE)
+    group: Any = get_command(app)
+    for name, arguments in commands:
+        command = group.commands[name]
+        words = [word for word in shlex.split(arguments) if word != "--help"]
+        command.make_context(name, words)  # raises on an unknown option
+    return len(commands)
+
+
+def test_commands_of_hf_cce_parse() -> None:
+    assert check_commands(README)
+
+
+def test_the_map_names_what_exists() -> None:
+    (section,) = re.findall(r"^## Map\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    paths = [line.split()[0] for line in blocks(section, "")[0].splitlines()]
+    assert len(paths) >= 8
+    for path in paths:
+        assert (ROOT / path).exists(), path
+    flow = (ROOT / "docs/how-it-works.md").read_text("utf-8")
+    paths = [path.rstrip(".") for path in re.findall(r"(?<![\w/])(?:hf_cce|patches)/[\w/.]+", flow)]
+    assert len(paths) >= 6
+    for path in paths:
+        assert (ROOT / path).exists(), path
+
+
+def check_links(name: str) -> None:
+    """That every relative link of the page leads to a file, and to a heading of it."""
+    text = (ROOT / name).read_text("utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text("utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
+
+
+LINKING = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "recipes/README.md",
+    "notebooks/README.md",
+    "hf_cce/patches/MODELS.md",
+]
+
+
+@pytest.mark.parametrize("name", [*LINKING, "hf_cce/bench/KERNELS.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    check_links(name)
+
+
+def test_the_first_screen_says_what_matters() -> None:
+    screen = "\n".join(README.splitlines()[:FIRST_SCREEN])
+    for words in (
+        "make demo",
+        "make test",
+        "pip install",
+        "+ apply_cce(model)",
+        "remove_cce",
+        "does not work yet",
+        "torch ≥",
+    ):
+        assert words in screen, words
+
+
+def test_who_has_no_gpu_is_told_of_the_cpu_build_where_torch_is_first_installed() -> None:
+    lines = README.splitlines()
+    (first, *_) = (i for i, line in enumerate(lines) if "pip install" in line)
+    near = "\n".join(lines[first : first + 6])
+    wheels = "torch --index-url https://download.pytorch.org/whl/cpu"
+    assert f"`pip install {wheels}`" in near and f'`make demo TORCH="{wheels}"`' in near and "NVIDIA GPU" in near
+
+
+def test_limits_that_a_user_meets_are_named() -> None:
+    (section,) = re.findall(r"What does not work yet(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    assert "](docs/limits.md)" in section
+    for words in (
+        "TRL",
+        "label_smoothing_factor",
+        "compute_loss_func",
+        "evaluate()",
+        "adapters on the LM head itself",
+        "retain_grad",
+    ):
+        assert words in section, words
+    assert "Where all labels are ignored the loss is 0" in README and "git clone" in README
+
+
+def test_empty_folders_are_called_planned() -> None:
+    for folder in ("recipes", "notebooks"):
+        if [path.name for path in (ROOT / folder).iterdir()] == ["README.md"]:
+            assert re.search(rf"^{folder}/ +planned: ", README, re.MULTILINE), folder
+
+
+def test_the_counters_are_shown_as_they_are(namespace: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    from hf_cce import remove_cce
+
+    (block,) = [code for code in PYTHON if "cce_stats()" in code]
+    remove_cce(namespace["model"])
+    exec(compile(block, "README.md", "exec"), namespace)
+    (shown,) = re.findall(r"\)  # (.*[01]\.0)$", block, re.MULTILINE)
+    assert shown in capsys.readouterr().out.splitlines()
+    assert "_hf_cce" not in README  # only what is public
+
+
+def demo_figures() -> tuple[str, str]:
+    """Where the demo ran and its table, as the README must show them."""
+    report = json.loads((ROOT / "hf_cce/bench/results/demo_cpu.json").read_text("utf-8"))
+    plain, cce = report["plain"], report["cce"]
+    peaks = [run["peak_bytes"] / 1e6 for run in (plain, cce)]
+    extras = [(run["peak_bytes"] - run["rest_bytes"]) / 1e6 for run in (plain, cce)]
+    settings, last = report["settings"], len(plain["losses"])
+    where = (
+        f"{report['device']}, {settings['dtype']}, {settings['batch']} × {settings['sequence']} tokens a step, "
+        f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']}"
+    )
+    table = f"""\
+| | without CCE | with CCE |
+|---|---|---|
+| peak memory of the process | {peaks[0]:,.0f} MB | {peaks[1]:,.0f} MB |
+| of which in a step | {extras[0]:,.0f} MB | {extras[1]:,.0f} MB |
+| loss, step {last} | {plain["losses"][-1]:.6f} | {cce["losses"][-1]:.6f} |
+"""
+    return where, table
+
+
+def test_the_demo_s_figures_are_those_of_its_json() -> None:
+    where, table = demo_figures()
+    assert where in README.replace("\n", " "), f"write: {where}"
+    assert table in README, f"write:\n{table}"
+
+
+def test_the_loss_table_is_that_of_its_json() -> None:
+    from hf_cce.bench.report import filled
+
+    assert filled(README) == README, "run: python -m hf_cce.bench.report README.md"
+    assert "13,970 MiB" in README  # the markers are there, and something between them
+
+
+def test_figures_come_from_saved_results() -> None:
+    """A table of measurements is followed by the name of the JSON it was taken from, and that file is there."""
+    for name in re.findall(r"hf_cce/bench/results/[\w./-]+\.json", README + CONTRIBUTING):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_table_of_options_is_complete() -> None:
+    from dataclasses import fields
+
+    from hf_cce import CCEConfig
+
+    (section,) = re.findall(r"^## Options\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == [field.name for field in fields(CCEConfig)]

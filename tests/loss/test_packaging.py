@@ -1,0 +1,235 @@
+"""What is shipped: one copy of patches, inside hf_cce, in wheel and sdist; and that it imports from there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATCHES = {f"hf_cce/patches/{path.name}" for path in (ROOT / "hf_cce" / "patches").glob("*.py")}
+pytestmark = pytest.mark.slow
+
+
+def build(what: str, source: Path, target: Path) -> Path:
+    """The wheel or the sdist of ``source``, built by the installed setuptools, so that no network is needed."""
+    code = f"import sys; from setuptools import build_meta; print(build_meta.build_{what}(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(target)], cwd=source, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "BuildBackendWarning" not in done.stderr, done.stderr  # pip shows these to the user
+    return target / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the tree, links kept as links, so that nothing is left in this one."""
+    folder = tmp_path_factory.mktemp("packaging")
+    tree = folder / "tree"
+    skip = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".carry")
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=skip)
+    assert (tree / "patches").is_symlink() and not (tree / "hf_cce" / "patches").is_symlink()
+    return build("sdist", tree, folder)
+
+
+@pytest.fixture(scope="module")
+def wheels(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel built from the tree and the one built from the sdist."""
+    folder = tmp_path_factory.mktemp("wheels")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    unpacked = folder / sdist.name.removesuffix(".tar.gz")
+    for name in ("tree", "sdist"):
+        (folder / name).mkdir()
+    return {
+        "tree": build("wheel", sdist.parent / "tree", folder / "tree"),
+        "sdist": build("wheel", unpacked, folder / "sdist"),
+    }
+
+
+def tracked() -> list[str]:
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return done.stdout.splitlines()
+
+
+def test_sdist_holds_all_that_git_does(sdist: Path) -> None:
+    """Documentation, notebooks, recipes and tests with it; patches once, and nothing that git does not know."""
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert all(member.isfile() or member.isdir() for member in members)
+    found = {member.name.partition("/")[2] for member in members if member.isfile()}
+    made = {name for name in found if name in ("PKG-INFO", "setup.cfg") or name.startswith("hf_cce.egg-info/")}
+    wanted = {name for name in tracked() if not name.startswith(".") and name != "patches"}  # the link
+    assert wanted - found == set()
+    assert found - wanted - made == set()
+    assert {"docs/guides.md", "notebooks/quickstart.ipynb", "recipes/train.py", "tests/support/numerics.py"} <= found
+    assert sdist.stat().st_size < 3 << 20
+
+
+@pytest.mark.parametrize("origin", ["tree", "sdist"])
+def test_wheel_holds_the_patches_once_and_nothing_beside_hf_cce(wheels: dict[str, Path], origin: str) -> None:
+    with zipfile.ZipFile(wheels[origin]) as archive:
+        names = archive.namelist()
+    assert len(names) == len(set(names))
+    top = {name.split("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"hf_cce"}
+    assert {name for name in names if name.endswith(".py") and "patches" in name} == PATCHES
+    assert "hf_cce/py.typed" in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    results = {f"hf_cce/bench/results/{path.name}" for path in (ROOT / "hf_cce/bench/results").glob("*.json")}
+    assert results <= set(names)
+    known = {"hf_cce/py.typed", *results, *PATCHES} | {
+        str(path.relative_to(ROOT)) for path in (ROOT / "hf_cce").rglob("*.py") if "patches" not in path.parts
+    }
+    assert {name for name in names if name.startswith("hf_cce/")} == known
+
+
+def test_both_wheels_hold_the_same(wheels: dict[str, Path]) -> None:
+    tree, sdist = (sorted(zipfile.ZipFile(wheels[origin]).namelist()) for origin in ("tree", "sdist"))
+    assert tree == sdist
+
+
+def test_installed_wheel_imports(wheels: dict[str, Path], tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site")]
+    done = subprocess.run([*pip, str(wheels["tree"])], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "site" / "patches").exists()
+    code = """
+import hf_cce, hf_cce.patches, sys
+assert hf_cce.__file__.startswith(sys.argv[1]) and hf_cce.patches.__file__.startswith(sys.argv[1]), hf_cce.__file__
+print(hf_cce.apply_cce.__name__)
+"""
+    site = str(tmp_path / "site")
+    # PYTHONPATH comes before an editable install of this very checkout
+    done = subprocess.run(
+        [sys.executable, "-c", code, site], cwd=tmp_path, env={"PYTHONPATH": site, "PATH": ""},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "apply_cce"
+
+
+SMOKE = """
+import sys
+import torch, hf_cce
+from hf_cce import linear_cross_entropy
+assert hf_cce.__file__.startswith(sys.prefix), hf_cce.__file__
+torch.manual_seed(0)
+hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+labels = torch.arange(6)
+loss = linear_cross_entropy(hidden, weight, labels)
+loss.backward()
+ours = loss.item(), hidden.grad.norm().item(), weight.grad.norm().item()
+hidden.grad = weight.grad = None
+loss = torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+loss.backward()
+theirs = loss.item(), hidden.grad.norm().item(), weight.grad.norm().item()
+print(*(f"{x:.5f}" for x in ours))
+print(*(f"{x:.5f}" for x in theirs))
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The executables of a fresh environment with the wheel that was built from the sdist.
+
+    There is no network to fetch torch and the rest, so their folder is named in a .pth file. Such a folder's own .pth files are
+    not read: an editable install of this checkout stays out of sight.
+    """
+    folder = tmp_path_factory.mktemp("fresh") / "venv"
+    venv.EnvBuilder(symlinks=sys.platform != "win32").create(folder)
+    variables = {"base": str(folder), "platbase": str(folder)}
+    where = Path(sysconfig.get_path("purelib", "venv", variables))
+    others = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()])
+    (where / "others.pth").write_text("\n".join(others) + "\n", "utf-8")
+    scripts = Path(sysconfig.get_path("scripts", "venv", variables))
+    pip = [sys.executable, "-m", "pip", "--python", str(scripts / "python"), "install"]
+    # a version that the outer environment may have does not count
+    command = [*pip, "--no-deps", "--no-index", "--ignore-installed", str(wheels["sdist"])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (where / "hf_cce" / "patches" / "causal_lm.py").is_file()
+    assert not (where / "patches").exists() and not (where / "tests").exists()
+    return scripts
+
+
+def in_environment(scripts: Path, command: list[str], folder: Path) -> str:
+    keep = {"HF_HUB_OFFLINE": "1", "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "PATH": str(scripts)}
+    done = subprocess.run(command, cwd=folder, env=keep, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_installed_loss_is_that_of_full_logits(environment: Path, tmp_path: Path) -> None:
+    ours, theirs = in_environment(environment, [str(environment / "python"), "-c", SMOKE], tmp_path).splitlines()
+    assert ours == theirs and float(ours.split()[2]) > 0
+
+
+def test_the_installed_command_says_its_version(environment: Path, tmp_path: Path) -> None:
+    import hf_cce
+
+    assert in_environment(environment, [str(environment / "hf-cce"), "--version"], tmp_path).split() == [
+        "hf-cce",
+        hf_cce.__version__,
+    ]
+
+
+def test_the_installed_doctor_finds_all_well(environment: Path, tmp_path: Path) -> None:
+    found = json.loads(in_environment(environment, [str(environment / "hf-cce"), "doctor", "--json", "-"], tmp_path))
+    checks = {check["name"]: check["status"] for check in found["checks"]}
+    assert "wrong" not in checks.values(), found
+    assert checks["self-test cpu"] == checks["transformers model"] == "ok"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_the_demo_is_installed_without_the_warning_of_editable_installs(tmp_path: Path) -> None:
+    """But for a development install, which it leaves as it is."""
+
+    def commands() -> list[str]:
+        make = ["make", "--dry-run", "demo", f"VENV={tmp_path}"]
+        done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    (install,) = [line for line in commands() if "hf_cce" not in line and "bench" in line and "pip install" in line]
+    assert install.endswith(' ".[bench]"') and " -e " not in install
+    (tmp_path / ".torch").touch()
+    (tmp_path / ".dev").touch()
+    assert not [line for line in commands() if "pip install" in line]
+
+
+def test_the_version_stands_in_one_place() -> None:
+    import hf_cce
+
+    files = [*(ROOT / "hf_cce").rglob("*.py"), ROOT / "pyproject.toml"]
+    holders = [str(path.relative_to(ROOT)) for path in files if f'"{hf_cce.__version__}"' in path.read_text("utf-8")]
+    assert holders == ["hf_cce/__init__.py"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.?(dev|rc)\d+)?", hf_cce.__version__)
+
+
+def test_the_changelog_knows_the_version() -> None:
+    import hf_cce
+
+    assert f"## {hf_cce.__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_the_top_level_is_tidy() -> None:
+    top = {name.split("/")[0] for name in tracked()}
+    allowed = {
+        "pyproject.toml", "hf_cce", "patches", "recipes", "tests", "notebooks", "README.md", "LICENSE", "CHANGELOG.md",
+        "CONTRIBUTING.md", "Makefile", "MANIFEST.in", "docs",
+    }  # fmt: skip
+    assert {name for name in top if not name.startswith(".")} <= allowed

@@ -1,0 +1,203 @@
+"""Every causal LM and image-text-to-text class of the installed Transformers, tiny: patched it trains as the unpatched one.
+
+``tests/support/tiny.py`` builds them. Each is supported, or refused with a reason, or in a table of exceptions whose reason is
+itself tested here: an entry that has become untrue fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any
+
+import classes
+import pytest
+import tiny
+import torch
+import transformers
+from models import BATCH, anatomy, assert_same_training, exact, head_of, logits_made, loss_and_grads, stats
+from transformers import PreTrainedConfig
+
+from hf_cce import apply_cce, remove_cce
+from hf_cce.bench.tiny import KNOBS
+from hf_cce.bench.tiny_options import OPTIONS
+from hf_cce.patches import refused
+from hf_cce.patches.refused import SPECIAL, why_refuse_class
+
+CLASSES = [*tiny.CAUSAL, *tiny.MULTIMODAL]
+REFUSED = [name for name in CLASSES if why_refuse_class(getattr(transformers, name)) is not None]
+UNFUSED = {"IdeficsForVisionText2Text"}  # of the special ones, those whose loss is made from logits
+TESTED = [name for name in CLASSES if name not in REFUSED and name not in tiny.UNBUILT]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_trains_like_the_unpatched_model(name: str) -> None:
+    plain = tiny.build_or_skip(name)
+    patched, reference = apply_cce(copy.deepcopy(plain)), exact(plain)
+    for inputs in (
+        tiny.text(name),
+        tiny.text(name, ignored=False),
+        {**tiny.text(name), "num_items_in_batch": torch.tensor(17.0)},
+    ):
+        assert_same_training(patched, plain, inputs, reference=reference, redraw=True)
+    counters = stats(patched)
+    assert (counters.calls, counters.few_tokens) == (3, 0)
+    assert (counters.fused, counters.missed, counters.materialised) == ((0, 3, 3) if name in UNFUSED else (3, 0, 0))
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "PhiForCausalLM", "RoCBertForCausalLM"])
+def test_the_comparison_can_fail(name: str) -> None:
+    """A head that is off by 1e-5 shows, in well and in ill-conditioned models."""
+    plain = tiny.build_or_skip(name)
+    patched = apply_cce(copy.deepcopy(plain))
+    with torch.no_grad():
+        head_of(patched).weight.mul_(1 + 1e-5)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_same_training(patched, plain, tiny.text(name), redraw=True)
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_training_makes_no_logits(name: str) -> None:
+    model = tiny.build_or_skip(name)
+    with logits_made(model=model) as seen:
+        loss_and_grads(model, tiny.text(name))
+    if not seen and tiny.OLDER:
+        pytest.skip(f"the spy sees no logits of {name} in transformers {transformers.__version__}")
+    assert seen, "the spy must see the logits of an unpatched model"
+    apply_cce(model)
+    with logits_made(model=model) as seen:
+        loss_and_grads(model, tiny.text(name))
+    assert bool(seen) is (name in SPECIAL), seen
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.PICTURES if name in CLASSES])
+def test_trains_like_the_unpatched_model_on_images(name: str) -> None:
+    plain = tiny.build_or_skip(name, pictured=True)
+    patched, inputs = apply_cce(copy.deepcopy(plain)), tiny.pictures(name)
+    assert_same_training(patched, plain, inputs, redraw=True)
+    assert (stats(patched).fused, stats(patched).materialised) == (1, 0)
+    other = {**inputs, "pixel_values": -inputs["pixel_values"]}
+    assert loss_and_grads(patched, inputs)["loss"] != loss_and_grads(patched, other)["loss"], "the image must matter"
+    with logits_made(model=patched) as seen:
+        loss_and_grads(patched, inputs)
+    assert seen == []
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_is_the_unpatched_model_elsewhere_and_afterwards(name: str) -> None:
+    plain = tiny.build_or_skip(name)
+    patched = apply_cce(copy.deepcopy(plain))
+    generates = not tiny.OLDER or tiny.generates(name)
+    results = []
+    for model in (plain, patched):
+        loss_and_grads(model, tiny.text(name))
+        model.eval()
+        inputs = tiny.text(name)
+        with torch.no_grad():
+            evaluated = model(**inputs)
+        assert len(evaluated.logits) == BATCH
+        generated = tiny.generate(model, name) if generates else torch.zeros(())
+        results.append((evaluated.logits, evaluated.loss, generated))
+        model.train()
+    for before, after in zip(*results, strict=True):
+        assert torch.equal(before, after)
+    assert anatomy(patched) != anatomy(plain)
+    remove_cce(patched)
+    assert anatomy(patched) == anatomy(plain)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_by_name_and_instance(name: str) -> None:
+    cls = getattr(transformers, name)
+    with pytest.raises(ValueError, match=f"{name} cannot be patched: .*Nothing was changed"):
+        apply_cce(cls)
+    reason = why_refuse_class(cls) or ""
+    if "no labels" in reason or "without a forward" in reason:
+        assert "labels" not in inspect.signature(cls.forward).parameters
+    elif "codebook" in reason:
+        assert isinstance(cls(tiny.config(name)).get_output_embeddings(), torch.nn.ModuleList)
+    else:
+        assert name == "ProphetNetForCausalLM"
+
+
+def test_the_tables_name_classes_that_exist_and_all_that_are_refused() -> None:
+    """``supported_models`` and ``hf-cce models`` go by these names, and load no class."""
+    assert set(REFUSED) == set(CLASSES) & set(refused.REFUSED)
+    for table in (OPTIONS, tiny.FORWARD, tiny.IMAGE_TOKENS, tiny.PICTURES, tiny.UNBUILT, refused.SPECIAL):
+        unknown = set(table) - set(CLASSES)
+        assert not unknown or tiny.OLDER
+
+
+@pytest.mark.skipif(tiny.OLDER, reason="the page is of a newer Transformers")
+def test_the_page_of_models_is_not_stale() -> None:
+    """A class that a newer Transformers brings is tested above by itself, and named here until the table has it."""
+    assert classes.stale() == [], "python -m tests.support.classes --write"
+
+
+def test_a_new_class_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = [
+        line for line in classes.PAGE.read_text("utf-8").splitlines(keepends=True) if "| LlamaForCausalLM |" not in line
+    ]
+    monkeypatch.setattr(classes, "PAGE", tmp_path / "MODELS.md")
+    changed = "".join(without).replace("| refused | it has one LM head", "| supported | it has one LM head")
+    classes.PAGE.write_text(changed, "utf-8")
+    wrong = "\n".join(classes.stale())
+    assert "LlamaForCausalLM is in transformers" in wrong and "MusicgenForCausalLM: " in wrong
+
+
+def _knobs() -> list[tuple[str, str]]:
+    """Every number between LM head and loss that the configuration of a class has, the configurations inside included."""
+    pairs = []
+    for name in () if tiny.OLDER else TESTED:
+        settings = tiny.config(name)
+        inside = [
+            vars(settings),
+            *(vars(each) for each in vars(settings).values() if isinstance(each, PreTrainedConfig)),
+        ]
+        pairs += [
+            (name, knob) for knob, value in KNOBS.items() if type(value) is float and any(knob in x for x in inside)
+        ]
+    return pairs
+
+
+# Configured, and used by no line of the class.
+_IDLE = {
+    ("AyaVisionForConditionalGeneration", "logit_scale"),
+    ("Cohere2VisionForConditionalGeneration", "logit_scale"),
+    ("Gemma3ForConditionalGeneration", "final_logit_softcapping"),
+    ("GraniteSpeechForConditionalGeneration", "logits_scaling"),
+    ("GraniteSpeechPlusForConditionalGeneration", "logits_scaling"),
+    ("Llama4ForCausalLM", "router_aux_loss_coef"),
+    ("Llama4ForConditionalGeneration", "router_aux_loss_coef"),
+    ("MptForCausalLM", "logit_scale"),
+}
+
+
+@pytest.mark.parametrize(("name", "knob"), _knobs())
+def test_the_knobs_matter(name: str, knob: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softcap, scale, z-loss, router loss: parity above says something only where another value is another loss."""
+    losses = []
+    for factor in (1.0, 1.7):
+        monkeypatch.setitem(KNOBS, knob, KNOBS[knob] * factor)
+        losses.append(loss_and_grads(apply_cce(tiny.build(name)), tiny.text(name))["loss"])
+    same = bool(abs(losses[0] - losses[1]) < 1e-4 * abs(losses[0]))
+    assert same is ((name, knob) in _IDLE), losses
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.UNBUILT if name in CLASSES])
+def test_what_is_not_tested_cannot_be_built(name: str) -> None:
+    """The day that it can, the entry has to go."""
+    if importlib.util.find_spec(tiny.UNBUILT[name]) is not None:
+        pytest.skip(f"{tiny.UNBUILT[name]} is installed here, and is not where the tests run")
+    with pytest.raises(ImportError, match=tiny.UNBUILT[name]):
+        tiny.build(name)

@@ -1,0 +1,442 @@
+"""One step of a patched and an unpatched model on several ranks, under every engine; for test_ranks.py and test_ranks_gpu.py.
+
+usage: torchrun --nproc-per-node 2 tests/support/ranks.py OUT.json [DEVICE DTYPE ENGINE …]
+
+With more than OUT: on "cpu" or "cuda", a larger Llama, in "float32" or "bfloat16", the engines that are named.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from models import FAMILIES, batch, exact, loss_and_grads, stats, tiny_llama
+from numerics import relative_error
+from peft import LoraConfig, get_peft_model
+from spread import everything
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_cce import apply_cce
+from hf_cce.deferred import DeferredLogits
+from hf_cce.head import _groups
+
+DEVICE = "cpu"  # or "cuda:<rank>"; main sets it
+ROWS = 4
+
+
+def mesh_of(shape: tuple[int, ...], **names: Any) -> Any:
+    return init_device_mesh(DEVICE.partition(":")[0], shape, **names)
+
+
+def ddp(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return DistributedDataParallel(patch(model))
+
+
+def ddp_patched_late(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return patch(DistributedDataParallel(model))
+
+
+def context_parallel(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Each rank has a part of every sequence, and labels that were shifted before they were cut; no layer mixes tokens."""
+    return DistributedDataParallel(patch(model))
+
+
+def _layers(model: Any, **options: Any) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+
+
+def fsdp2(model: Any, patch: Callable[[Any], Any], **options: Any) -> Any:
+    """As accelerate groups: the head with the final norm, whole until the backward pass."""
+    _layers(model, **options)
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
+    return patch(fully_shard(model, **options))
+
+
+def fsdp2_patched_first(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return fsdp2(patch(model), lambda model: model)
+
+
+def fsdp2_root(model: Any, patch: Callable[[Any], Any]) -> Any:
+    _layers(model)
+    return patch(fully_shard(model))
+
+
+def fsdp2_mixed(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return fsdp2(model, patch, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+
+
+def fsdp2_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """In a group of its own, which would free its weight right after its forward."""
+    _layers(model)
+    fully_shard(model.lm_head)
+    for group in _groups(
+        model.lm_head
+    ):  # another one than all ranks', as an integer reshard_after_forward makes of four
+        group.post_forward_mesh_info = copy.copy(group.post_forward_mesh_info)
+    return patch(fully_shard(model))
+
+
+def fsdp2_forward_between(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Likewise; before the backward pass another forward runs, which frees the weight that the gradients are made of."""
+    return fsdp2_head_alone(model, patch)
+
+
+def fsdp2_head_over_some(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Likewise; after its forward it is split over two of four ranks, where an evaluation leaves it. For four ranks alone."""
+    _layers(model)
+    fully_shard(model.lm_head, reshard_after_forward=2)
+    return patch(fully_shard(model))
+
+
+def fsdp2_adapted_head(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """LoRA on it, in a group of its own: FSDP2 derives classes of its own from those of PEFT."""
+    base = model.get_base_model()
+    _layers(base)
+    fully_shard(base.lm_head)
+    fully_shard(base)
+    return patch(model)
+
+
+def fsdp1(model: Any, patch: Callable[[Any], Any], **options: Any) -> Any:
+    """The wrapper that FSDP2 replaces: layers in units of their own, the head in the root's."""
+    options = {"auto_wrap_policy": ModuleWrapPolicy({type(model.model.layers[0])}), "use_orig_params": True, **options}
+    return patch(FullyShardedDataParallel(model, device_id=torch.device(DEVICE), **options))
+
+
+def fsdp1_flat(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return fsdp1(model, patch, use_orig_params=False)
+
+
+def fsdp1_patched_first(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return fsdp1(patch(model), lambda model: model)
+
+
+def fsdp1_mixed(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return fsdp1(model, patch, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+
+def fsdp1_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """In a unit of its own, which frees its weight right after its forward: real logits, and a warning."""
+    head = model.lm_head
+    return fsdp1(model, patch, auto_wrap_policy=CustomPolicy(lambda module: module is head))
+
+
+def tensor_parallel(model: Any, patch: Callable[[Any], Any], head: str = "lm_head") -> Any:
+    """By torch: the vocabulary of the head in shards, the logits gathered in a hook."""
+    mesh = mesh_of((dist.get_world_size(),))
+    parallelize_module(model, mesh, {head: ColwiseParallel(output_layouts=Replicate())})
+    return patch(model)
+
+
+def tensor_parallel_bias(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return tensor_parallel(model, patch)
+
+
+def tensor_parallel_softcap(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return tensor_parallel(model, patch)
+
+
+def tensor_parallel_logsumexp(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Bamba's z-loss asks its logits for it."""
+    return tensor_parallel(model, patch)
+
+
+def tensor_parallel_sequence(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """The head's input in shards of the sequence, which torch's hook gathers."""
+    mesh = mesh_of((dist.get_world_size(),))
+    styles = {
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(
+        model, mesh, {"model.norm": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))}
+    )
+    parallelize_module(model, mesh, styles)
+    return patch(model)
+
+
+def tensor_parallel_mixed(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """Under autocast."""
+    return tensor_parallel(model, patch)
+
+
+def tensor_parallel_fsdp2(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """A mesh of two dimensions, the head alone in its group of FSDP2; by hand also with two times two ranks."""
+    mesh = mesh_of((1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    _layers(model, mesh=mesh["data"])
+    fully_shard(model.lm_head, mesh=mesh["data"])
+    return patch(fully_shard(model, mesh=mesh["data"]))
+
+
+def tensor_parallel_logits_split(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """The head leaves its logits in shards, and the model's loss gathers them: real logits, and a warning."""
+    mesh = mesh_of((dist.get_world_size(),))
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(use_local_output=False)})
+    inner = model.loss_function
+    model.loss_function = lambda logits, **kwargs: inner(logits=logits.full_tensor(), **kwargs)
+    return patch(model)
+
+
+def tensor_parallel_lora(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """The layer in shards is one inside the head: real logits, and a warning."""
+    return tensor_parallel(model, patch, "base_model.model.lm_head.base_layer")
+
+
+def tensor_parallel_plan(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """By Transformers' own plan, for the whole model: loading it is what applies it."""
+    folder = Path(sys.argv[1]).parent / f"saved-{type(model).__name__}-{model.config.tie_word_embeddings}"
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    options: dict[str, Any] = {"tp_plan": "auto"}
+    if hasattr(transformers, "DistributedConfig"):
+        options = {"distributed_config": transformers.DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())}
+    model = type(model).from_pretrained(folder, **options)
+    head = model.lm_head.weight
+    assert isinstance(head, DTensor) and not head.placements[0].is_replicate(), "the plan was not applied"
+    return patch(model.train())
+
+
+def tensor_parallel_plan_tied(model: Any, patch: Callable[[Any], Any]) -> Any:
+    return tensor_parallel_plan(model, patch)
+
+
+def tensor_parallel_plan_compiled(model: Any, patch: Callable[[Any], Any]) -> Any:
+    """A graph gets real logits, says so when it is traced, and counts nothing."""
+    model = tensor_parallel_plan(model, patch)
+    torch._dynamo.reset()
+    model.compile(backend="eager")
+    return model
+
+
+def large(dtype: torch.dtype, more_words: int = 0) -> Any:
+    """Of sizes that fit no tile of the kernels on a GPU: 32,003 words, 640 wide; smaller ones on a CPU."""
+    words, width = (32003, 640) if DEVICE != "cpu" else (1003, 192)
+    heads = {"num_attention_heads": width // 32, "num_key_value_heads": width // 32}
+    with torch.device(DEVICE):
+        model = tiny_llama(vocab_size=words + more_words, hidden_size=width, intermediate_size=2 * width, **heads)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4 / width**0.5)  # logits of a standard deviation near 2
+    return model.to(dtype)
+
+
+def lora_on_the_head() -> Any:
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
+    torch.manual_seed(3)
+    return get_peft_model(tiny_llama(), config)
+
+
+ENGINES = {
+    f.__name__: f
+    for f in (
+        ddp,
+        ddp_patched_late,
+        context_parallel,
+        fsdp2,
+        fsdp2_patched_first,
+        fsdp2_root,
+        fsdp2_mixed,
+        fsdp2_head_alone,
+        fsdp2_forward_between,
+        fsdp2_adapted_head,
+        fsdp1,
+        fsdp1_flat,
+        fsdp1_patched_first,
+        fsdp1_mixed,
+        fsdp1_head_alone,
+        tensor_parallel,
+        tensor_parallel_bias,
+        tensor_parallel_softcap,
+        tensor_parallel_logsumexp,
+        tensor_parallel_sequence,
+        tensor_parallel_mixed,
+        tensor_parallel_fsdp2,
+        tensor_parallel_logits_split,
+        tensor_parallel_lora,
+        tensor_parallel_plan,
+        tensor_parallel_plan_tied,
+        tensor_parallel_plan_compiled,
+    )
+}
+OF_FOUR = {"fsdp2_head_over_some": fsdp2_head_over_some}
+MODELS: dict[str, Callable[[], Any]] = {
+    "context_parallel": lambda: tiny_llama(num_hidden_layers=0),
+    "tensor_parallel_bias": FAMILIES["phi"].build,
+    "tensor_parallel_softcap": lambda: FAMILIES["gemma2"].build(tie_word_embeddings=False),
+    "tensor_parallel_logsumexp": lambda: FAMILIES["bamba"].build(tie_word_embeddings=False),
+    "fsdp2_adapted_head": lora_on_the_head,
+    "tensor_parallel_lora": lora_on_the_head,
+    # transformers 5.17 takes even sizes only
+    "tensor_parallel_plan": lambda: tiny_llama(vocab_size=100),
+    "tensor_parallel_plan_compiled": lambda: tiny_llama(vocab_size=100),
+    "tensor_parallel_plan_tied": lambda: FAMILIES["llama_tied"].build(vocab_size=100),
+}
+
+
+BUILD: Callable[[], Any] = tiny_llama
+OPTIONS: dict[str, Any] = {}  # of apply_cce
+
+
+def step(
+    model: Any, inputs: dict[str, Tensor], items: int, world: int, between: Callable[[], Any] = lambda: None
+) -> dict[str, Tensor]:
+    """Loss of this rank's rows and the whole gradients, as Trainer forms them: a sum over ``items``, times the ranks."""
+    loss = model(**inputs, num_items_in_batch=torch.tensor(items)).loss * world
+    between()
+    loss.backward()
+    total = loss.detach() / world
+    if world > 1:
+        dist.all_reduce(total)
+    found = {"loss": total if world > 1 else loss.detach()}
+    if isinstance(model, FullyShardedDataParallel):  # it gathers parameters, but not the gradients of flat ones
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(0 if parameter.grad is None else parameter.grad)
+        with FullyShardedDataParallel.summon_full_params(model):
+            for name, parameter in model.named_parameters():
+                found[name.replace("_fsdp_wrapped_module.", "")] = parameter.detach().clone()
+        return found
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is not None:
+            found[name.removeprefix("module.")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found
+
+
+def shared_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """As ``step`` where every rank has all rows, and no gradient is averaged; and the logits."""
+    with torch.autocast(DEVICE.partition(":")[0], torch.bfloat16, enabled=mixed):
+        output = model(**inputs, num_items_in_batch=torch.tensor(items))
+    logits = output.logits.materialize() if isinstance(output.logits, DeferredLogits) else output.logits
+    output.loss.backward()
+    found = {"loss": output.loss.detach()}
+    for name, parameter in model.named_parameters():
+        if (grad := parameter.grad) is not None:
+            found[name.replace("base_layer.", "")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found, logits.full_tensor() if isinstance(logits, DTensor) else logits.detach()
+
+
+def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tensor, build = engine.__name__.startswith("tensor_parallel"), MODELS.get(engine.__name__, BUILD)
+    rows = slice(None) if tensor else slice(rank * ROWS // world, (rank + 1) * ROWS // world)
+    inputs, items = {key: value[rows] for key, value in whole.items()}, int((whole["labels"][:, 1:] != -100).sum())
+    if engine is context_parallel:
+        shifted = torch.nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
+        whole = {"input_ids": whole["input_ids"], "labels": whole["labels"], "shift_labels": shifted}
+        inputs = {key: value.chunk(world, dim=1)[rank].contiguous() for key, value in whole.items()}
+    logits: dict[str, Tensor] = {}
+    after: dict[str, dict[str, str]] = {}  # what parameters are once the model has been evaluated
+    outcome: dict[str, Any] = {"told": [], "errors": {}, "twin": {}}
+    options = OPTIONS
+    if engine is fsdp2_forward_between and os.environ.get("TRITON_INTERPRET") == "1":
+        options = {**OPTIONS, "implementation": "triton"}  # the portable one has its gradients when it returns
+    for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **options))):
+        model = engine(build().to(DEVICE), patch)
+
+        heads = [x for key, x in model.named_modules() if "lm_head" in key and hasattr(x, "_get_fsdp_state")]
+        groups = [group for head in heads for group in _groups(head)]
+        meshes = [group.post_forward_mesh_info for group in groups]
+
+        def between(model: Any = model) -> None:
+            if engine is fsdp2_forward_between:
+                with torch.no_grad():
+                    model(input_ids=inputs["input_ids"])
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if tensor:
+                found, logits[name] = shared_step(model, inputs, items, engine is tensor_parallel_mixed)
+            else:
+                with torch.no_grad():
+                    model.eval()(**inputs)
+                loss = model.train()(**inputs, num_items_in_batch=torch.tensor(items)).loss
+                loss.backward()  # a first one, to leave nothing behind that a second would trip over
+                model.zero_grad(set_to_none=True)
+                found = step(model, inputs, items, world, between)
+                with torch.no_grad():
+                    model.eval()(**inputs)
+                after[name] = {key: type(value).__name__ for key, value in model.named_parameters()}
+        assert found.keys() == reference.keys()
+        same = all(group.post_forward_mesh_info is mesh for group, mesh in zip(groups, meshes, strict=True))
+        outcome["same meshes"] = outcome.get("same meshes", True) and same
+        outcome[name] = {key: relative_error(value, reference[key]) for key, value in found.items()}
+        whole_of = [torch.cat([x[key].double().flatten() for key in reference]) for x in (found, reference)]
+        outcome[name]["everything"] = relative_error(*whole_of)
+        if name == "errors":
+            outcome["told"] = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
+            counted = stats(model)
+            outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialised")}
+    outcome["same parameters"] = after.get("twin") == after.get("errors")
+    if tensor:
+        outcome["same logits"] = torch.equal(*logits.values())
+    ranks: list[Any] = [None] * world
+    dist.all_gather_object(ranks, outcome)
+    for key in outcome["errors"]:  # the worst of the ranks
+        outcome["errors"][key] = max(each["errors"][key] for each in ranks)
+    return outcome
+
+
+def all_of(engines: list[str], whole: dict[str, Tensor]) -> dict[str, Any]:
+    items = int((whole["labels"][:, 1:] != -100).sum())
+    inputs, results = {**whole, "num_items_in_batch": torch.tensor(items)}, {}
+    for name in engines:
+        try:
+            build = MODELS.get(name, BUILD)
+            results[name] = run(
+                (ENGINES | OF_FOUR)[name], whole, loss_and_grads(exact(build().to(DEVICE)), inputs, double=True)
+            )
+        except Exception as error:  # the other engines are of interest too
+            results[name] = {"failed": f"{type(error).__name__}: {error}"}
+        dist.barrier()
+    return results
+
+
+def main(path: Path, device: str = "", dtype: str = "", *engines: str) -> None:
+    global DEVICE, ROWS, BUILD
+    torch.set_num_threads(4 if device == "cuda" else 1)
+    if device == "cuda":
+        DEVICE = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if engines:
+        ROWS = 32
+        BUILD = partial(large, getattr(torch, dtype))
+        MODELS["tensor_parallel_plan"] = partial(BUILD, more_words=1)
+        # Few tokens would be left to PyTorch; and the filter's error is another matter
+        OPTIONS.update(implementation="triton" if device == "cuda" else "auto", gradient_filter=None)
+    words = BUILD().config.vocab_size
+    whole = {key: value.to(DEVICE) for key, value in batch(rows=ROWS, words=words).items()}
+    results = all_of(list(engines or ENGINES), whole)
+    if not engines:
+        results["spread"] = everything()
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(results), "utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

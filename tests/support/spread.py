@@ -1,0 +1,197 @@
+"""The losses of a head whose vocabulary is spread over the ranks, against full logits in float64; for tests/support/ranks.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from losses import OPTIONS, Options, fused_loss, loss_and_gradients, make_inputs, plain_loss
+from numerics import relative_error
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs
+
+SMALL = CCEConfig(memory_budget=1 << 20)
+Case = tuple[int, Options, str, torch.dtype]  # V, options, which labels are ignored, dtype
+
+CASES: dict[str, Case] = {
+    **{f"options {i}": (3001, options, "some", torch.float32) for i, options in enumerate(OPTIONS)},
+    **{f"all ignored {i}": (99, options, "all", torch.float32) for i, options in enumerate(OPTIONS)},
+    **{f"bfloat16 {i}": (3001, options, "none", torch.bfloat16) for i, options in enumerate(OPTIONS)},
+    "float64": (999, OPTIONS[1], "some", torch.float64),
+    "even": (64, OPTIONS[1], "some", torch.float32),
+    "few words": (3, OPTIONS[1], "none", torch.float32),
+    "nothing on the last rank": (1, Options(bias=True, z_loss=0.1), "some", torch.float32),
+    "kernels": (203, OPTIONS[1], "some", torch.float32),
+}
+IGNORED_WORDS = (0, 50, 98, -1)  # of 99: with two ranks 50 is the first of the second slice
+
+
+def spread(mesh: Any, hidden: Tensor, *heads: Tensor | None) -> list[Any]:
+    """Hidden states replicated; weight and bias in torch's chunks, of which each rank takes its own."""
+    made: list[Any] = [DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)]
+    for x in heads:
+        if x is None:
+            made.append(None)
+            continue
+        chunk = -(-len(x) // mesh.size())
+        start = min(len(x), chunk * mesh.get_local_rank())
+        part = x[start : start + chunk]
+        made.append(DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride()))
+    return made
+
+
+def whole(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of the whole head from those of its parts; every rank has the same loss and hidden states' gradient."""
+    for name, value in found.items():
+        if name in ("weight", "bias"):
+            dist.all_reduce(value)
+        else:
+            first = value.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(first, value), f"{name} differs between the ranks"
+    return found
+
+
+def distances(found: dict[str, Tensor], twin: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
+    assert found.keys() == exact.keys() == twin.keys()
+    return {
+        "errors": {name: relative_error(value, exact[name]) for name, value in found.items()},
+        "twin": {name: relative_error(value, exact[name]) for name, value in twin.items()},
+    }
+
+
+def losses(mesh: Any) -> dict[str, Any]:
+    """Every option; through the public function, with slabs so small that the slice of a rank takes several."""
+    results = {}
+    for name, (v, options, ignored, dtype) in CASES.items():
+        kernels = name == "kernels"
+        if kernels and os.environ.get("TRITON_INTERPRET") != "1":
+            continue
+        n, d = (40, 32) if kernels else (300, 96)  # the interpreter is slow
+        config = CCEConfig(implementation="triton") if kernels else SMALL
+        inputs, labels = make_inputs(n, d, v, dtype, bias=options.bias, ignored=ignored)
+
+        def shared(
+            hidden: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, options: Options, config: CCEConfig = config
+        ) -> Tensor:
+            hidden, weight, bias = spread(mesh, hidden, weight, bias)
+            return fused_loss(config)(hidden, weight, bias, y, options)
+
+        exact, twin = (loss_and_gradients(plain_loss, inputs, labels, options, t) for t in (torch.float64, dtype))
+        found = whole(loss_and_gradients(shared, inputs, labels, options, dtype))
+        results[name] = {"dtype": str(dtype).removeprefix("torch."), **distances(found, twin, exact)}
+    return results
+
+
+def ignored_words(mesh: Any) -> dict[str, Any]:
+    """An ``ignore_index`` that is a word, also the first of a slice, and a divisor that is a tensor."""
+    results = {}
+    (hidden, weight, _), labels = make_inputs(300, 32, 99, torch.float32, ignored="none")
+    for index in IGNORED_WORDS:
+        labels = torch.where(torch.arange(300) % 5 == 0, index, labels)
+
+        def plain(hidden: Tensor, weight: Tensor, bias: None, y: Tensor, _: Any, index: int = index) -> Tensor:
+            return F.cross_entropy(hidden @ weight.t(), y, ignore_index=index, reduction="sum") / 123
+
+        def shared(hidden: Tensor, weight: Tensor, bias: None, y: Tensor, _: Any, index: int = index) -> Tensor:
+            made = spread(mesh, hidden, weight)
+            return linear_cross_entropy(*made, y, ignore_index=index, num_items_in_batch=torch.tensor(123))
+
+        exact, twin, found = (
+            loss_and_gradients(loss, (hidden, weight, None), labels, OPTIONS[0], dtype)
+            for loss, dtype in ((plain, torch.float64), (plain, torch.float32), (shared, torch.float32))
+        )
+        results[f"ignore_index {index}"] = {"dtype": "float32", **distances(whole(found), twin, exact)}
+        labels = labels.clamp(min=0)
+    return results
+
+
+def log_probs(mesh: Any) -> dict[str, Any]:
+    """Every statistic that ``linear_log_probs`` gives here, and the gradients of those that have one."""
+    inputs, labels = make_inputs(200, 64, 1001, torch.float32, bias=True)
+    fields = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logit", "logsumexp")
+
+    def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+        z = 4 * torch.tanh(F.linear(hidden, weight, bias) * 0.8 / 4)
+        log_p, valid = z.log_softmax(-1), labels != -100
+        at_label = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        entropy, squares = -(log_p.exp() * log_p).sum(-1), (2 * log_p).logsumexp(-1)
+        return [x * valid for x in (at_label, entropy, squares.detach(), z.mean(-1), z.logsumexp(-1))]
+
+    def shared(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+        h, w, b = spread(mesh, hidden, weight, bias)
+        asked = dict.fromkeys(fields[1:], True)
+        found = linear_log_probs(h, w, labels, bias=b, logit_scale=0.8, softcap=4.0, config=SMALL, **asked)
+        assert found.is_top1 is None
+        return [getattr(found, name) for name in fields]
+
+    def run(function: Callable[..., list[Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs if x is not None]
+        values = function(*leaves)
+        assert not values[2].requires_grad
+        weights = torch.linspace(0.5, 1.0, 200, dtype=dtype)
+        sum((i + 1) * (x * weights).sum() for i, x in enumerate(values) if i != 2).backward()
+        found = {name: x.detach() for name, x in zip(fields, values, strict=True)}
+        return found | {name: x.grad for name, x in zip(("hidden", "weight", "bias"), leaves, strict=True)}
+
+    exact, twin, found = run(plain, torch.float64), run(plain, torch.float32), run(shared, torch.float32)
+    return {"log_probs": {"dtype": "float32", **distances(whole(found), twin, exact)}}
+
+
+def wrong_use(mesh: Any) -> dict[str, str]:
+    """What is said of mistakes; every rank raises before it waits for the others."""
+    (hidden, weight, _), labels = make_inputs(20, 16, 99, torch.float32, ignored="none")
+    h, w = spread(mesh, hidden, weight)
+    beyond, split = labels.clone(), DTensor.from_local(hidden[:10], mesh, [Shard(0)], run_check=False)
+    beyond[3] = 99
+    calls: dict[str, Callable[[], Any]] = {
+        "label beyond": lambda: linear_cross_entropy(h, w, beyond),
+        "label beyond, whole": lambda: linear_cross_entropy(hidden, weight, beyond),
+        "label below": lambda: linear_cross_entropy(h, w, -2 - labels, reduction="none"),
+        "label below, log_probs": lambda: linear_log_probs(h, w, -2 - labels),
+        "plain hidden states": lambda: linear_cross_entropy(hidden, w, labels),
+        "split hidden states": lambda: linear_cross_entropy(split, w, labels),
+        "plain weight": lambda: linear_cross_entropy(h, weight, labels),
+        "bias": lambda: linear_cross_entropy(h, w, labels, bias=torch.zeros(99)),
+        "is_top1": lambda: linear_log_probs(h, w, labels, is_top1=True),
+        "second derivative": lambda: second_derivative(mesh, hidden, weight, labels),
+    }
+    told = {}
+    for name, call in calls.items():
+        try:
+            call()
+            told[name] = "nothing"
+        except (ValueError, RuntimeError) as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told
+
+
+def second_derivative(mesh: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    leaf = hidden.clone().requires_grad_()
+    loss = linear_cross_entropy(*spread(mesh, leaf, weight), labels)
+    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    grad.square().sum().backward()
+
+
+def traffic(mesh: Any) -> dict[str, int]:
+    """The collectives of one step, by name: nothing may be gathered."""
+    (hidden, weight, _), labels = make_inputs(300, 32, 99, torch.float32)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    made = spread(mesh, *leaves)
+    with CommDebugMode() as mode:
+        linear_cross_entropy(*made, labels).backward()
+    return {str(name).split(".")[-1]: count for name, count in mode.get_comm_counts().items()}
+
+
+def everything() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    compared = {**losses(mesh), **ignored_words(mesh), **log_probs(mesh)}
+    return {"compared": compared, "told": wrong_use(mesh), "traffic": traffic(mesh)}

@@ -1,0 +1,215 @@
+"""Steps of a patched and an unpatched model under DeepSpeed's ZeRO on several ranks; for test_zero.py.
+
+usage: torchrun --nproc-per-node 2 tests/support/zero.py OUT.json [cuda]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from models import FAMILIES, batch, exact, head_of, loss_and_grads, stats
+from numerics import relative_error
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_cce import apply_cce
+
+DEVICE = "cpu"  # or "cuda:<rank>"; main sets it
+ROWS, STEPS, RATE = 4, 3, 0.05
+# A small model would else stay whole from its first forward to the end of the step.
+FREE_AT_ONCE = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+
+
+OPTIONS: dict[str, Any] = {}  # of apply_cce
+
+
+class Traffic(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func.__name__] = self.counts.get(func.__name__, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def frozen_head(model: Any) -> Any:
+    model.lm_head.requires_grad_(False)
+    return model
+
+
+def only_the_head(model: Any) -> Any:
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    return model
+
+
+def checkpointed(model: Any) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def watched(model: Any) -> Any:
+    """Somebody else's hook on the head, who must see logits: they are made, and a warning says why."""
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits.mean() and None)
+    return model
+
+
+CASES: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
+    "llama": ("llama", lambda model: model, {}),
+    "tied": ("llama_tied", lambda model: model, {}),
+    "bias": ("phi", lambda model: model, {}),
+    "frozen head": ("llama", frozen_head, {}),
+    "only the head": ("llama", only_the_head, {}),
+    "checkpointed": ("llama", checkpointed, {}),
+    "two micro-batches": ("llama", lambda model: model, {"gradient_accumulation_steps": 2}),
+    "bfloat16": ("llama", lambda model: model, {"bf16": {"enabled": True}}),
+    "watched": ("llama", watched, {}),
+    "stage 1": ("llama", lambda model: model, {}),
+    "stage 2": ("llama", lambda model: model, {}),
+}
+
+
+def micro_batches(count: int, rank: int | None, world: int) -> list[dict[str, Tensor]]:
+    """``count`` batches; the rows of ``rank``, or all."""
+    rows = slice(None) if rank is None else slice(rank * ROWS // world, (rank + 1) * ROWS // world)
+    return [{key: value[rows].to(DEVICE) for key, value in batch(rows=ROWS, seed=i).items()} for i in range(count)]
+
+
+def items_in(batches: list[dict[str, Tensor]]) -> Tensor:
+    return torch.tensor(sum(int((each["labels"][:, 1:] != -100).sum()) for each in batches))
+
+
+def reference(case: str, world: int) -> list[dict[str, Tensor]]:
+    """Losses and gradients of each step of one process in float64."""
+    family, prepare, options = CASES[case]
+    model, found = exact(prepare(FAMILIES[family].build())).to(DEVICE), []
+    model.gradient_checkpointing_disable()
+    count = options.get("gradient_accumulation_steps", 1)
+    for step in range(STEPS):
+        chosen = micro_batches(STEPS * count, None, world)[step * count : (step + 1) * count]
+        sums: dict[str, Tensor] = {}
+        for inputs in chosen:
+            made = loss_and_grads(model, {**inputs, "num_items_in_batch": items_in(chosen)}, double=True)
+            sums = {key: value + sums.get(key, 0) for key, value in made.items()}
+        found.append(sums)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in sums:
+                    parameter -= RATE * sums[name]
+    return found
+
+
+def run(case: str, patch: Callable[[Any], Any]) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    family, prepare, options = CASES[case]
+    model = prepare(FAMILIES[family].build())
+    head, count = head_of(model), options.get("gradient_accumulation_steps", 1)
+    config = {"train_micro_batch_size_per_gpu": ROWS // world, "zero_allow_untested_optimizer": True, **options}
+    config |= {
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": int(case[-1]) if "stage" in case else 3, **FREE_AT_ONCE},
+    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    patch(model)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=RATE), config=config)
+    everything, mine = micro_batches(STEPS * count, None, world), micro_batches(STEPS * count, rank, world)
+    found: list[dict[str, Tensor]] = []
+    for step in range(STEPS):
+        at, total = slice(step * count, (step + 1) * count), torch.zeros((), device=DEVICE)
+        with Traffic() as traffic:
+            for inputs in mine[at]:
+                # DeepSpeed divides by ranks and by micro-batches
+                output = engine(**inputs, num_items_in_batch=items_in(everything[at]))
+                loss = output.loss
+                engine.backward(loss * world * count)
+                total += loss.detach().float()
+                if inputs is not mine[at][-1]:
+                    engine.step()
+        dist.all_reduce(total)
+        if step == 0:  # for who asks, also when the weight has been freed
+            made = output.logits.materialize() if hasattr(output.logits, "materialize") else output.logits
+        grads = {name: safe_get_full_grad(p) for name, p in model.named_parameters() if p.requires_grad}
+        found.append({"loss": total, **grads} | ({"logits": made.detach()} if step == 0 else {}))
+        engine.step()
+    told = {
+        "freed": head.weight.numel() == 0,
+        "gathers": traffic.counts.get("_allgather_base_.default", 0),
+        "hooks": len(head._forward_hooks),
+        "nodes left": getattr(head, "applied_pre_backward_ref_cnt", 0),
+        "evaluated": type(model.eval()(**mine[0]).logits).__name__,
+    }
+    return found, told
+
+
+def compare(case: str) -> dict[str, Any]:
+    world = dist.get_world_size()
+    exactly, logits = reference(case, world), []
+    outcome: dict[str, Any] = {}
+    for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **OPTIONS))):
+        patched: list[Any] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found, told = run(case, lambda model, patch=patch, patched=patched: patched.append(patch(model)))
+        errors = {}
+        for step, (actual, expected) in enumerate(zip(found, exactly, strict=True)):
+            actual = {key: value for key, value in actual.items() if key != "logits"}
+            assert actual.keys() == expected.keys(), (actual.keys(), expected.keys())
+            errors |= {f"{key} at {step}": relative_error(value, expected[key]) for key, value in actual.items()}
+            flat = [torch.cat([x[key].double().flatten() for key in expected]) for x in (actual, expected)]
+            errors[f"everything at {step}"] = relative_error(*flat)
+        outcome[name] = errors
+        logits.append(found[0]["logits"])
+        outcome[f"told of {name}"] = told
+        if name == "errors":
+            outcome["warnings"] = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
+            counted = stats(patched[0])
+            outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialised")}
+    outcome["same logits"] = torch.equal(*logits)
+    return outcome
+
+
+def main(path: Path, device: str = "cpu") -> None:
+    global DEVICE
+    torch.set_num_threads(1)
+    if device == "cuda":
+        DEVICE = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(DEVICE)
+        OPTIONS.update(implementation="triton", gradient_filter=None)  # few tokens would be left to PyTorch
+    deepspeed.init_distributed("nccl" if device == "cuda" else "gloo")
+    results: dict[str, Any] = {}
+    for case in CASES:
+        try:
+            results[case] = compare(case)
+        except Exception as error:  # the other cases are of interest too
+            traceback.print_exc()
+            results[case] = {"failed": f"{type(error).__name__}: {error}"}
+        dist.barrier()
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(results), "utf-8")
+    dist.barrier()
+    os._exit(0)  # DeepSpeed's threads would abort the process
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
