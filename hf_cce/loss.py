@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_cce import ops, sharded
-from hf_cce.choice import module_for, survey
+from hf_cce import dispatch, ops, sharded
 from hf_cce.config import CCEConfig
 from hf_cce.head import transformed
-from hf_cce.log_probs import filtered_stats
+from hf_cce.reference import token_losses
+from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, Wanted
 from hf_cce.state import FilterState
 
 Reduction = Literal["mean", "sum", "none"]
@@ -114,28 +114,16 @@ def linear_cross_entropy(
         labels = F.pad(labels.long(), (0, 1), value=ignore_index)[..., 1:]
     flat = labels.reshape(-1).long().contiguous()
 
+    x = Inputs(hidden, weight, bias, flat)
+    spec = _spec(x, config, (ignore_index, logit_scale, cap), label_smoothing, z_loss)
     shared = _shared(hidden, weight, bias)
     if reduction != "none" and not shared:
-        num_items, divisor = _divisor(reduction, num_items_in_batch, hidden.device)
-        needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
-        return ops.cross_entropy(
-            hidden, weight, bias, flat, num_items, divisor, ignore_index, logit_scale, cap, label_smoothing, z_loss, *needs,
-            config.scratch(hidden.shape[0]), config.implementation, gradient_filter=config.gradient_filter, state=filter_state,
-        )  # fmt: skip
-    form = (ignore_index, logit_scale, cap)
-    lse, label_logit, mean_logit, *_ = _statistics(
-        shared, hidden, weight, bias, flat, form, (label_smoothing > 0, False, False), False, config
-    )
-    loss = lse - label_logit
-    if label_smoothing:
-        loss = loss + label_smoothing * (label_logit - mean_logit)
-    if z_loss:
-        loss = loss + z_loss * lse.square()
+        return ops.cross_entropy(x, spec, _divisor(reduction, num_items_in_batch, hidden.device), filter_state)
+    loss = token_losses(_statistics(shared, x, spec, Wanted(mean=label_smoothing > 0), None), spec)
     if reduction == "none":
         return loss.view(labels.shape)
-    num_items, divisor = _divisor(reduction, num_items_in_batch, hidden.device)
-    factor = survey(flat, ignore_index, weight.shape[0], num_items, divisor, module_for(loss, config.implementation))
-    return loss.sum() * factor.to(loss.dtype)
+    divisor = _divisor(reduction, num_items_in_batch, hidden.device)
+    return loss.sum() * dispatch.loss_factor(x, spec, divisor).to(loss.dtype)
 
 
 def linear_log_probs(
@@ -180,30 +168,20 @@ def linear_log_probs(
     shared = _shared(hidden, weight, bias)
     if shared and is_top1:
         raise ValueError("is_top1 is not known where the vocabulary is spread over processes; leave it out")
-    given = (hidden, weight, bias, labels.reshape(-1).long(), (ignore_index, logit_scale, cap))
-    found = None
-    if filter_state is not None and not (shared or mean_logit or log_sum_sq_probs):
-        found = filtered_stats(
-            *given, entropy, is_top1, config.gradient_filter, filter_state, config.scratch(hidden.shape[0]),
-            config.implementation,
-        )  # fmt: skip
-    if found is None:
-        lse, label_logit, mean, ent, sum_sq, *top1 = _statistics(
-            shared, *given, (mean_logit, entropy, log_sum_sq_probs), is_top1, config
-        )
-    else:
-        (lse, label_logit, ent, *top1), mean, sum_sq = found, found[0], found[0]
+    x = Inputs(hidden, weight, bias, labels.reshape(-1).long())
+    spec = _spec(x, config, (ignore_index, logit_scale, cap))
+    stats = _statistics(shared, x, spec, Wanted(mean_logit, entropy, log_sum_sq_probs, is_top1), filter_state)
 
-    def shaped(x: Tensor, wanted: bool = True) -> Tensor | None:
-        return x.view(labels.shape) if wanted else None
+    def shaped(values: Tensor, wanted: bool) -> Tensor | None:
+        return values.view(labels.shape) if wanted else None
 
     return LogProbs(
-        (label_logit - lse).view(labels.shape),
-        shaped(ent, entropy),
-        shaped(sum_sq, log_sum_sq_probs),
-        shaped(mean, mean_logit),
-        shaped(top1[0]) if is_top1 else None,
-        shaped(lse, logsumexp),
+        (stats.label_logit - stats.lse).view(labels.shape),
+        shaped(stats.entropy, entropy),
+        shaped(stats.log_sum_sq, log_sum_sq_probs),
+        shaped(stats.mean_logit, mean_logit),
+        shaped(stats.is_top1, is_top1),
+        shaped(stats.lse, logsumexp),
     )
 
 
@@ -224,24 +202,26 @@ def _shared(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return True
 
 
-def _statistics(
-    shared: bool,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    form: tuple[int, float, float],  # ignore_index, logit_scale, softcap
-    wanted: tuple[bool, bool, bool],  # mean_logit, entropy, log_sum_sq
-    want_top1: bool,
+def _spec(
+    x: Inputs,
     config: CCEConfig,
-) -> tuple[Tensor, ...]:
-    """What ``hf_cce::logit_stats`` gives; without ``is_top1`` where the vocabulary is shared."""
-    how = (config.scratch(hidden.shape[0]), config.implementation)
+    form: tuple[int, float, float],  # ignore_index, logit_scale, softcap
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> LossSpec:
+    needs = [value is not None and value.requires_grad and torch.is_grad_enabled() for value in x[:3]]
+    return LossSpec(
+        *form, label_smoothing, z_loss, (needs[0], needs[1], needs[2]), config.scratch(x.hidden.shape[0]),
+        config.implementation, config.gradient_filter,
+    )  # fmt: skip
+
+
+def _statistics(shared: bool, x: Inputs, spec: LossSpec, wanted: Wanted, filter_state: FilterState | None) -> Stats:
+    """Statistics of the tokens; without ``is_top1`` where the vocabulary is shared."""
     if not shared:
-        return torch.ops.hf_cce.logit_stats(hidden, weight, bias, labels, *form, *wanted, want_top1, *how)
-    module = module_for(sharded.local(weight), config.implementation)
-    survey(labels, form[0], weight.shape[0], None, 1.0, module)
-    return sharded.logit_stats(hidden, weight, bias, labels, *form, *wanted, *how)
+        return ops.statistics(x, spec, wanted, filter_state)
+    dispatch.loss_factor(x, spec, Divisor(number=1.0))  # checks the labels
+    return sharded.logit_stats(x, spec, wanted)
 
 
 _DEFAULT = CCEConfig()
@@ -258,17 +238,12 @@ def _checked(config: CCEConfig | None) -> CCEConfig:
     return config
 
 
-def _divisor(
-    reduction: str, num_items_in_batch: Tensor | int | float | None, device: torch.device
-) -> tuple[Tensor | None, float]:
-    """(a divisor on the device or None, a divisor on the host or 0): what the sum of the losses is divided by; (None, 0) counts.
-
-    A number of items that is a tensor stays one, so that it need not be read on the host.
-    """
+def _divisor(reduction: str, num_items_in_batch: Tensor | int | float | None, device: torch.device) -> Divisor:
+    """What the sum of the losses is divided by. A number of items that is a tensor stays one: the host need not read it."""
     if reduction == "sum":
-        return None, 1.0
+        return Divisor(number=1.0)
     if num_items_in_batch is None:
-        return None, 0.0
+        return Divisor()
     if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.numel() == 1:
         on_host = num_items_in_batch.device.type == "cpu" != device.type and not torch.compiler.is_compiling()
         if on_host:  # it is free to read, and to bring it to the device would wait for what is queued there
@@ -279,16 +254,13 @@ def _divisor(
         if not torch.compiler.is_compiling():
             if not 0 <= num_items_in_batch < math.inf:
                 raise ValueError(f"num_items_in_batch must be a finite number, not negative, got {num_items_in_batch}")
-            return (
-                (None, float(num_items_in_batch))
-                if num_items_in_batch
-                else (torch.zeros((), dtype=torch.float32, device=device), 0.0)
-            )
-        # A number would be a constant of the graph, and its next value a new graph.
-        return torch.full((), num_items_in_batch, dtype=torch.float32, device=device), 0.0
+            if num_items_in_batch:
+                return Divisor(number=float(num_items_in_batch))
+        # Zero; or compiled, where a number would be a constant of the graph, and its next value a new graph.
+        return Divisor(torch.full((), num_items_in_batch, dtype=torch.float32, device=device))
     if num_items_in_batch.numel() != 1:
         raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(num_items_in_batch.shape)}")
-    return num_items_in_batch.detach().reshape(()).to(device), 0.0
+    return Divisor(num_items_in_batch.detach().reshape(()).to(device))
 
 
 def _refuse_learnable(**options: object) -> None:
@@ -353,8 +325,10 @@ def few_tokens(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None =
     if torch.compiler.is_compiling():
         return False
     config = _checked(config)
-    n = hidden_states.numel() // max(1, hidden_states.shape[-1])
-    return ops.few_tokens(n, hidden_states, weight, config.scratch(n), config.implementation)
+    (v, d), n = weight.shape, hidden_states.numel() // max(1, hidden_states.shape[-1])
+    needs = (False, weight.requires_grad and torch.is_grad_enabled(), False)
+    spec = LossSpec(-100, 1.0, 0.0, needs=needs, memory_budget=config.scratch(n), implementation=config.implementation)
+    return dispatch.few_tokens(dispatch.Problem(n, d, v, hidden_states.dtype, hidden_states.device), spec)
 
 
 def _prepare(

@@ -9,6 +9,7 @@ vocabulary, and the gradient of the hidden states [N, D] is summed.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_cce import ops
+from hf_cce.spec import Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 
 _IGNORED = -100  # never the number of a word within a slice, as the user's ignore_index may be
 
@@ -26,7 +28,7 @@ class Slice(NamedTuple):
     group: Any  # the processes that share it
     first: int  # number of the first word that is here
     rows: int  # V_r; may be 0
-    words: int  # V
+    vocab_size: int  # V
 
 
 def is_dtensor(value: object) -> bool:
@@ -56,10 +58,10 @@ def why_not_share(hidden: Any, weight: Any, bias: Any = None) -> str | None:
 
 def slice_of(weight: Any) -> Slice:
     """The slice of the vocabulary that belongs to this process, of a DTensor [V, …]: equal chunks, the last ones shorter."""
-    mesh, words = weight.device_mesh, weight.shape[0]
-    chunk = -(-words // mesh.size())
-    first = min(words, chunk * mesh.get_local_rank())
-    return Slice(mesh.get_group(), first, min(words, first + chunk) - first, words)
+    mesh, vocab_size = weight.device_mesh, weight.shape[0]
+    chunk = -(-vocab_size // mesh.size())
+    first = min(vocab_size, chunk * mesh.get_local_rank())
+    return Slice(mesh.get_group(), first, min(vocab_size, first + chunk) - first, vocab_size)
 
 
 def local(value: Any) -> Tensor:
@@ -88,55 +90,40 @@ def gathered(logits: Any) -> Tensor:
     return logits.redistribute(placements=[Replicate()]).to_local()
 
 
-def logit_stats(
-    hidden: Any,  # DTensor [N, D], replicated
-    weight: Any,  # DTensor [V, D], split over V
-    bias: Any,  # DTensor [V], split likewise, or None
-    labels: Tensor,  # [N], in [0, V) or ignored
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    want_mean: bool,
-    want_entropy: bool,
-    want_log_sum_sq: bool,
-    memory_budget: int,
-    implementation: str,
-) -> tuple[Tensor, ...]:
-    """(lse, label_logit, mean_logit, entropy, log_sum_sq) of the whole vocabulary, as of ``hf_cce::logit_stats``.
+def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
+    """Statistics of the whole vocabulary, but for ``is_top1``, which is not known.
 
-    The same on every process, and all but the last differentiable: each process must go backward from the same loss.
+    ``x``: hidden a replicated DTensor, weight and bias DTensors split over V, labels in [0, V) or ignored.
+    The same on every process, and all but ``log_sum_sq`` differentiable: each process must go backward from the same loss.
     """
-    return _Statistics.apply(
-        hidden.to_local(), weight.to_local(), None if bias is None else bias.to_local(), labels, ignore_index,
-        (logit_scale, softcap), (want_mean, want_entropy, want_log_sum_sq), slice_of(weight), memory_budget, implementation,
-    )  # fmt: skip
+    hidden, weight, bias, labels = x
+    own = (hidden.to_local(), weight.to_local(), None if bias is None else bias.to_local(), labels)  # type: ignore[attr-defined]
+    lse, at_label, mean, entropy, log_sum_sq = _Statistics.apply(spec, wanted, slice_of(weight), *own)
+    return Stats(lse, at_label, mean, entropy, log_sum_sq, labels.new_empty(0))
 
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        spec: LossSpec,
+        wanted: Wanted,
+        part: Slice,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        ignore_index: int,
-        form: tuple[float, float],
-        wanted: tuple[bool, bool, bool],
-        part: Slice,
-        *how: Any,
     ) -> tuple[Tensor, ...]:
-        want_mean, want_entropy, want_log_sum_sq = wanted
-        valid = labels != ignore_index
+        valid = labels != spec.ignore_index
         here = valid & (labels >= part.first) & (labels < part.first + part.rows)
-        # A label that lives elsewhere gets any word of this slice; ``here`` takes out what that would add.
-        words = torch.where(here, labels - part.first, 0).masked_fill_(~valid, _IGNORED)
+        # A label that lives elsewhere gets any entry of this slice; ``here`` takes out what that would add.
+        token_ids = torch.where(here, labels - part.first, 0).masked_fill_(~valid, _IGNORED)
+        spec = replace(spec, ignore_index=_IGNORED)
         if part.rows:
-            lse, at_label, mean, entropy, log_sum_sq, _ = ops.logit_stats(
-                hidden, weight, bias, words, _IGNORED, *form, *wanted, False, *how
-            )
+            of_slice = ops.statistics(Inputs(hidden, weight, bias, token_ids), spec, wanted)
+            lse, at_label, mean, entropy, log_sum_sq, _ = of_slice
         else:
-            wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+            wide = accumulation_dtype(hidden.dtype)
             lse = torch.full(labels.shape, -math.inf, dtype=wide, device=labels.device)
             at_label = mean = entropy = log_sum_sq = torch.zeros_like(lse)
 
@@ -145,11 +132,11 @@ class _Statistics(torch.autograd.Function):
         top.masked_fill_(top == -math.inf, 0.0)
         mass = (lse - top).exp_()
         sums = [mass, torch.where(here, at_label, 0)]
-        if want_mean:
-            sums.append(mean * (part.rows / part.words))
-        if want_entropy:  # the mass times the mean of z − top under it
+        if wanted.mean:
+            sums.append(mean * (part.rows / part.vocab_size))
+        if wanted.entropy:  # the mass times the mean of z − top under it
             sums.append(torch.where(mass > 0, mass * (lse - top - entropy), 0))
-        if want_log_sum_sq:
+        if wanted.log_sum_sq:
             sums.append(torch.where(mass > 0, mass.square() * log_sum_sq.exp(), 0))
         total = torch.stack(sums)
         dist.all_reduce(total, dist.ReduceOp.SUM, part.group)
@@ -160,34 +147,37 @@ class _Statistics(torch.autograd.Function):
             return torch.where(valid, x, 0)
 
         lse = of_valid(top + log_mass)
-        mean = of_valid(rest.pop(0)) if want_mean else nothing
-        entropy = of_valid(log_mass - rest.pop(0) / mass) if want_entropy else nothing
-        log_sum_sq = of_valid(rest.pop(0).log() - 2 * log_mass) if want_log_sum_sq else nothing
+        mean = of_valid(rest.pop(0)) if wanted.mean else nothing
+        entropy = of_valid(log_mass - rest.pop(0) / mass) if wanted.entropy else nothing
+        log_sum_sq = of_valid(rest.pop(0).log() - 2 * log_mass) if wanted.log_sum_sq else nothing
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(log_sum_sq)
-        ctx.save_for_backward(hidden, weight, bias, words, here, lse, entropy if want_entropy else None)
-        ctx.form, ctx.part, ctx.how = form, part, how
+        ctx.save_for_backward(hidden, weight, bias, token_ids, here, lse, entropy if wanted.entropy else None)
+        ctx.spec, ctx.part = spec, part
         return lse, of_valid(at_label), mean, entropy, log_sum_sq
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, bias, words, here, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, token_ids, here, lse, entropy = ctx.saved_tensors
         grad_lse, grad_label, grad_mean, grad_entropy = (None if g is None else g.contiguous() for g in grads[:4])
-        needs, part = ctx.needs_input_grad[:3], ctx.part
+        needs, part, spec = ctx.needs_input_grad[3:6], ctx.part, ctx.spec
+        gradients: tuple[Any, ...]
         if part.rows:
-            gradients = ops.logit_stats_backward(
+            of_stats = TokenGrads(
                 torch.zeros_like(lse) if grad_lse is None else grad_lse,
                 torch.zeros_like(lse) if grad_label is None else torch.where(here, grad_label, 0),
-                # The operator takes it for the mean over this slice, and divides by its words.
-                None if grad_mean is None else grad_mean * (part.rows / part.words),
-                grad_entropy, hidden, weight, bias, words, lse, entropy, _IGNORED, *ctx.form, *needs, *ctx.how,
-            )  # fmt: skip
+                # Taken for the mean over this slice, and divided by its size.
+                None if grad_mean is None else grad_mean * (part.rows / part.vocab_size),
+                grad_entropy,
+            )
+            x = Inputs(hidden, weight, bias, token_ids)
+            gradients = ops.recompute_by_operator(x, replace(spec, needs=needs), lse, entropy, of_stats)
         else:
             gradients = (torch.zeros_like(hidden), torch.zeros_like(weight), None if bias is None else bias * 0)
         if needs[0]:
             # Detached for create_graph=True, with which the operator has recorded that it refuses a second derivative.
             dist.all_reduce(gradients[0].detach(), dist.ReduceOp.SUM, part.group)
-        return (*(x if need else None for x, need in zip(gradients, needs, strict=True)), *[None] * 7)
+        return (None, None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True)), None)
 
 
 def _split_first(value: Any) -> bool:

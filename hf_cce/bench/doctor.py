@@ -30,7 +30,6 @@ REQUIRED = {"torch": "2.8", "transformers": "5.0", "accelerate": "1.1", "numpy":
 OPTIONAL = {"peft": "0.18", "trl": "1.10", "datasets": "3", "matplotlib": "3.8"}
 WHAT_FOR = {"peft": "adapters", "trl": "its trainers", "datasets": "the demo's --dataset", "matplotlib": "--plot"}
 TRITON = "3.4"
-CAPABILITY = (8, 0)
 HOPPER_TILES = r"3\.6\.\d+"  # versions of Triton, as in hf_cce.kernels.plan
 DTYPES = ("float32", "bfloat16")
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu126"
@@ -196,6 +195,8 @@ def _gpus_without_torch() -> list[Check]:
 def _capable(device: torch.device) -> bool:
     import torch
 
+    from hf_cce.dispatch import CAPABILITY
+
     return (
         device.type == "cuda"
         and torch.version.cuda is not None
@@ -222,6 +223,8 @@ def _devices() -> tuple[list[torch.device], list[Check]]:
 
 def _gpu(device: torch.device) -> Check:
     import torch
+
+    from hf_cce.dispatch import CAPABILITY
 
     properties = torch.cuda.get_device_properties(device)
     memory = f"{properties.total_memory / 2**30:.1f} GiB"
@@ -281,6 +284,7 @@ def _compared(device: torch.device) -> tuple[list[Choice], int, list[Any]]:
 
     from hf_cce import CCEConfig
     from hf_cce.bench import gradcheck
+    from hf_cce.dispatch import explain_dispatch
 
     # Of odd sizes, so that tiles are cut; on a GPU large enough that several of them are there.
     problem = gradcheck.Problem(300, 256, 4003) if device.type == "cuda" else gradcheck.Problem(96, 48, 1003)
@@ -297,7 +301,7 @@ def _compared(device: torch.device) -> tuple[list[Choice], int, list[Any]]:
         names = [implementation for implementation, _, _ in configs]
         if not names:
             raise RuntimeError(why)
-        chosen = "triton" if "triton" in names else "portable"
+        chosen = explain_dispatch(8192, 1024, 49152, getattr(torch, dtype), device).implementation
         if chosen == "triton":
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
             why = f"an NVIDIA GPU of compute capability {capability} with triton {machine.versions('triton')['triton']}"

@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from hf_cce import CCEConfig
 from hf_cce.bench import hub
-from hf_cce.bench.room import CONTEXT, EAGER_BYTES, GIB, REAL_LOGITS, largest, reserved
+from hf_cce.bench.room import CONTEXT, GIB, largest, reserved
 from hf_cce.bench.shapes import SHAPES, config_of
+from hf_cce.dispatch import EAGER_BYTES, Problem, explain_dispatch, materialized_bytes
 
 WAYS = ("eager", "compiled", "cce")
 # "backward": gradients, and what the backward pass of a layer takes on top, with checkpointing all of the layer once more.
@@ -32,13 +33,6 @@ HELD = ("weights and optimizer", "activations", "logits and loss", "backward", "
 # What PyTorch lends cuBLAS, for the forward pass's thread and the backward pass's: 32 MiB each on Hopper GPUs, 8 on others. In
 # 37 of 42 measured runs on H200s the peak was 68 to 107 MB above the rest.
 WORKSPACES = 64 << 20
-# Up to as many logits a patched model keeps its own loss (see CCEConfig):
-FEW_LOGITS = 42_000_000
-# and with an odd vocabulary of up to so many tokens times hidden size times vocabulary:
-FEW_WORK_ODD = 1.6e10
-# CCE makes up to REAL_LOGITS bytes of logits, in float32 or, where these would be more, in the 16 bits of activations; the latter
-# not where the gradient filter works, from so many tokens and tokens times hidden size times vocabulary on:
-FILTER_TOKENS, FILTER_WORK = 2048, 1.5e11
 SMALL_BUDGET = 256 << 20  # the default's, of up to 8,192 tokens
 LITTLE = 0.1  # of the peak: a saving below is called little
 
@@ -303,27 +297,19 @@ def loss_bytes(
     item, logits = PRECISIONS[dtype].activation, tokens * model.vocabulary
     weight = model.vocabulary * model.hidden
     left = weight * PRECISIONS[dtype].weight + tokens * model.hidden * item
-    budget = CCEConfig(memory_budget=memory_budget).scratch(tokens)
-    slow = model.vocabulary % 2 and tokens * weight > FEW_WORK_ODD
-    few = logits <= FEW_LOGITS and not slow and EAGER_BYTES * logits - 2 * weight <= budget
+    config, kind = CCEConfig(memory_budget=memory_budget), getattr(torch, "bfloat16" if dtype == "mixed" else dtype)
+    found = explain_dispatch(tokens, model.hidden, model.vocabulary, kind, config=config)
+    few = found.strategy == "full_logits"
     if way == "eager" or (way == "cce" and few):
         # The gradients of hidden states and weight are made when two of the three are gone.
         return max(EAGER_BYTES * logits, item * logits + left), left, few
     if way == "compiled":  # of model.loss_function: the logits, which the head wrote before, and their gradient
         return max(2 * item * logits, item * logits + left), left, few
-    real = narrow_logits(tokens, model, item, budget)
+    problem = Problem(tokens, model.hidden, model.vocabulary, kind, torch.device("cuda"))
+    narrow = found.logits_dtype if found.logits_dtype is not torch.float32 else None
     # float32 logits of all tokens are the most it has use for
-    return (real or min(budget, 4 * logits)) + left, left, few
-
-
-def narrow_logits(tokens: int, model: Model, item: int, budget: int) -> int:
-    """Bytes of the logits in 16 bits that CCE makes where float32 ones do not fit; 0 where it makes none."""
-    filtered = tokens >= FILTER_TOKENS and tokens * model.hidden * model.vocabulary >= FILTER_WORK
-    # Rows are aligned, and where the vocabulary is not the gradient of the hidden states is added up in float32.
-    wide, narrow = (
-        tokens * (size * (model.vocabulary + 15) + 4 * model.hidden * (model.vocabulary % 8 > 0)) for size in (4, item)
-    )
-    return narrow if item == 2 and not filtered and narrow <= min(budget, REAL_LOGITS) < wide else 0
+    most = materialized_bytes(problem, narrow) if narrow else min(config.scratch(tokens), 4 * logits)
+    return most + left, left, few
 
 
 def estimate(

@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hf_cce import CCEConfig
+from hf_cce.dispatch import DENSE_BYTES, EAGER_BYTES
 
 GIB = 1 << 30
-# Bytes of logits up to which CCE makes them
-REAL_LOGITS = 256 << 20
-# Bytes that each logit takes while the loss is differentiated: log-probabilities, the gradient of the loss by them and by the
-# logits, each in float32. Measured on an H200, bfloat16: 12.00 in the loss alone, 12.02 in steps of a 0.5B model.
-EAGER_BYTES = 12
 # What PyTorch's allocator took from the GPU, as a multiple of the peak, in steps of three models: larger blocks fragment more,
 # and not alike; 1.04 to 1.13 with full logits, 1.01 to 1.12 compiled.
 RESERVED = {"eager": 1.112, "compiled": 1.1, "cce": 1.01}
@@ -43,7 +39,7 @@ def reserved(
     if way == "eager":
         by_logits = peak + RESERVED_OF_LOGITS * EAGER_BYTES * logits
         return max(RESERVED_LEAST * peak, min(RESERVED[way] * peak, by_logits))
-    if way == "cce" and 4 * logits > REAL_LOGITS:  # fewer are one tensor, which is cut into nothing
+    if way == "cce" and 4 * logits > DENSE_BYTES:  # fewer are one tensor, which is cut into nothing
         scratch = min(CCEConfig(memory_budget=memory_budget).scratch(tokens), 4 * logits)  # see loss_bytes
         pieces = PIECES_CHECKPOINTED * scratch if checkpointing else PIECES * min(scratch, PIECES_OF)
     return RESERVED[way] * peak + pieces

@@ -10,7 +10,6 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from alive import Alive
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig
 from typer.testing import CliRunner
 
-from hf_cce import ops
+from hf_cce import dispatch
 from hf_cce.bench import estimate as bench
 from hf_cce.bench.shapes import SHAPES, config_of
 from hf_cce.cli.app import app
@@ -118,30 +117,23 @@ def test_the_loss_alone_takes_what_was_measured(way: str, sizes: tuple[int, int,
         assert abs(off(whole, measured)) < 0.05
 
 
-def test_the_rule_of_few_tokens_is_that_of_the_operator() -> None:
-    assert (bench.FEW_LOGITS, bench.FEW_WORK_ODD) == (ops.EAGER_LOGITS, ops.EAGER_WORK_ODD)
-    hidden: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    for d, v in ((64, 512), (576, 49_152), (896, 151_936), (2048, 128_256), (768, 50_257), (4096, 32_001)):
-        weight = torch.empty(v, d, device="meta", requires_grad=True)
-        model = bench.Model("", "", 0, v, d, 0, False, "sdpa", None)
-        for n in (1, 64, 120, 124, 270, 280, 410, 512, 860, 2048, 80_000, 90_000):
-            budget = 256 * MIB * -(-n // 8192)
-            theirs = ops.few_tokens(n, hidden, weight, budget, "auto")
-            assert bench.loss_bytes("cce", n, model, "bfloat16")[2] == theirs, (n, d, v)
+def test_what_is_estimated_is_what_dispatch_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, model = 400, bench.Model("", "", 0, 49_152, 576, 0, False, "sdpa", None)
+
+    def bytes_of_loss() -> tuple[int, bool]:
+        whole, left, few = bench.loss_bytes("cce", n, model, "bfloat16")
+        return whole - left, few
+
+    logits = n * model.vocabulary
+    assert bytes_of_loss() == (bench.loss_bytes("eager", n, model, "bfloat16")[0] - left_of(n, model), True)
+    monkeypatch.setattr(dispatch, "EAGER_LOGITS", logits - 1)
+    assert bytes_of_loss() == (4 * logits, False)
+    monkeypatch.setattr(dispatch, "DENSE_BYTES", 3 * logits)
+    assert bytes_of_loss() == (2 * n * (model.vocabulary + 15), False)
 
 
-def test_the_rule_of_narrow_logits_is_that_of_the_operator() -> None:
-    assert (bench.FILTER_TOKENS, bench.FILTER_WORK) == (ops.FILTER_TOKENS, ops.FILTER_FROM)
-    assert bench.REAL_LOGITS == ops.NARROW_BYTES == ops.DENSE_BYTES
-    for d, v in ((64, 512), (576, 49_152), (896, 151_936), (2048, 128_256), (768, 50_257), (4096, 32_001)):
-        model = bench.Model("", "", 0, v, d, 0, False, "sdpa", None)
-        for n in (1, 280, 440, 512, 860, 1024, 1400, 1800, 2047, 2048, 2700, 4096, 80_000, 200_000):
-            for budget in (64 * MIB, 256 * MIB * -(-n // 8192)):
-                filtered = n >= ops.FILTER_TOKENS and n * d * v >= ops.FILTER_FROM
-                for dtype in (torch.bfloat16, torch.float32):
-                    narrow = ops.dense_dtype(n, d, v, dtype, budget, filtered) is torch.bfloat16
-                    size = bench.narrow_logits(n, model, dtype.itemsize, budget)
-                    assert bool(size) == narrow and (not size or 2 * n * v < size <= budget), (n, d, v, budget)
+def left_of(n: int, model: bench.Model) -> int:
+    return 2 * (n + model.vocabulary) * model.hidden
 
 
 @pytest.mark.parametrize("vocabulary", [64, 8192])

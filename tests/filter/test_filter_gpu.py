@@ -12,7 +12,7 @@ from numerics import assert_as_good, relative_error
 from torch import Tensor
 from ways import force, peaked, watch
 
-from hf_cce import CCEConfig, FilterState, linear_cross_entropy, ops
+from hf_cce import CCEConfig, FilterState, dispatch, linear_cross_entropy
 from hf_cce import state as state_module
 from hf_cce.kernels import filtered
 
@@ -329,7 +329,7 @@ def test_where_full_logits_end(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = leaves_of(hidden, weight)
     gradients(leaves, labels, CCEConfig())
     assert not taken
-    monkeypatch.setattr(ops, "EAGER_LOGITS", n * v - 1)
+    monkeypatch.setattr(dispatch, "EAGER_LOGITS", n * v - 1)
     gradients(leaves, labels, CCEConfig())
     gradients(leaves, labels, CCEConfig("triton"))
     assert taken["dense"] == taken["dense gradients"] == 2

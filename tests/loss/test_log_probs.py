@@ -14,7 +14,7 @@ from test_ahead import described
 from torch import Tensor
 from ways import KEEPS_ALL, force, peaked
 
-from hf_cce import CCEConfig, FilterState, linear_log_probs, ops
+from hf_cce import CCEConfig, FilterState, dispatch, linear_log_probs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WANTED = {"entropy": True, "is_top1": True}
@@ -116,7 +116,7 @@ def test_a_second_backward_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("why", ["no state", "no gradient", "no filter", "mean logit", "softcap", "few tokens"])
 def test_where_it_is_not_for(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, "filtered")
-    monkeypatch.setattr(ops, "FILTER_TOKENS", 71 if why == "few tokens" else 0)
+    monkeypatch.setattr(dispatch, "FILTER_TOKENS", 71 if why == "few tokens" else 0)
     calls = counted(monkeypatch)
     (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
     linear_log_probs(
@@ -289,7 +289,7 @@ def test_forwards_and_backwards_in_any_order(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_in_a_graph_it_is_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for any number of tokens, whatever the filter would ask about it."""
-    monkeypatch.setattr(ops, "FILTER_TOKENS", 40)
+    monkeypatch.setattr(dispatch, "FILTER_TOKENS", 40)
     graphs: list[int] = []
 
     def counting(graph: Any, inputs: Any) -> Any:

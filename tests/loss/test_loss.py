@@ -30,7 +30,7 @@ from losses import (
 from numerics import assert_as_good
 from torch._subclasses import FakeTensorMode
 
-from hf_cce import CCEConfig, choice, linear_cross_entropy, linear_log_probs
+from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs
 
 # Every N, D and V that the project promises, not every product of them.
 SHAPES = [(1, 64, 151936), (7, 1000, 128256), (128, 576, 50257), (1000, 64, 49152), (7, 2304, 32000), (1000, 1000, 99)]
@@ -519,19 +519,19 @@ def test_explicit_kernels_never_fall_back(monkeypatch: pytest.MonkeyPatch) -> No
         linear_cross_entropy(H, W, Y, config=CCEConfig(implementation="triton"))
     with pytest.raises(RuntimeError, match=r"tensors are torch\.float64"):
         linear_cross_entropy(H.double(), W.double(), Y, config=CCEConfig(implementation="triton"))
-    assert choice.choose_implementation(torch.device("cpu"), torch.float32) == "portable"
+    assert dispatch.choose_implementation(torch.device("cpu"), torch.float32) == "portable"
 
 
 def test_a_missing_triton_is_named_only_where_installing_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for device, why in (("cpu", "NVIDIA GPUs and the tensors are on the CPU"), ("meta", "NVIDIA GPUs and .* on meta")):
         with pytest.raises(RuntimeError, match=why) as raised:
-            choice.choose_implementation(torch.device(device), torch.float32, "triton")
+            dispatch.choose_implementation(torch.device(device), torch.float32, "triton")
         assert "install" not in str(raised.value) and "use implementation='auto'" in str(raised.value)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="pip install triton"):
-        choice.choose_implementation(torch.device("cpu"), torch.float32, "triton")
+        dispatch.choose_implementation(torch.device("cpu"), torch.float32, "triton")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ import torch
 from models import batch, stats, tiny_llama
 from torch import Tensor, nn
 
-from hf_cce import apply_cce, head_input, ops, remove_cce, supported_models
+from hf_cce import CCEConfig, apply_cce, head_input, remove_cce, supported_models
 from hf_cce.api import class_names
 from hf_cce.deferred import DeferredLogits
+from hf_cce.dispatch import explain_dispatch
 
 
 @contextmanager
@@ -160,22 +160,17 @@ def test_a_call_of_few_tokens_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_counts_as_few_tokens() -> None:
     """42 million logits on a GPU, if the budget holds 12 bytes of each but for what the weight's gradient takes over."""
-    weight = torch.nn.Parameter(torch.empty(151936, 896, device="meta"))
-    hidden = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
 
-    def few(n: int, hidden: Any = hidden, budget: int = 256 << 20, implementation: str = "auto") -> bool:
-        return ops.few_tokens(n, hidden, weight, budget, implementation)
+    def few(n: int, d: int = 896, v: int = 151_936, device: str = "cuda", frozen: bool = False, **options: Any) -> bool:
+        config = CCEConfig(**{"memory_budget": 256 << 20, **options})
+        return explain_dispatch(n, d, v, torch.bfloat16, device, config, frozen).strategy == "full_logits"
 
     assert few(1) and few(276) and not few(277) and not few(0)
-    assert not few(276, budget=64 << 20) and few(100, budget=64 << 20)
-    assert not few(276, implementation="triton")
-    assert not few(276, SimpleNamespace(is_cuda=False, dtype=torch.bfloat16))
-    weight.requires_grad_(False)
-    assert not few(276) and few(147) and not few(148)
-    weight = torch.nn.Parameter(torch.empty(50257, 768, device="meta"))  # multiplied slowly, as it is odd
-    assert few(414) and not few(415)
-    weight = torch.nn.Parameter(torch.empty(50258, 768, device="meta"))
-    assert few(573) and not few(574)  # what the budget holds
+    assert not few(276, memory_budget=64 << 20) and few(100, memory_budget=64 << 20)
+    assert not few(276, implementation="triton") and not few(276, device="cpu")
+    assert not few(276, frozen=True) and few(147, frozen=True) and not few(148, frozen=True)
+    assert few(414, 768, 50_257) and not few(415, 768, 50_257)  # multiplied slowly, as it is odd
+    assert few(573, 768, 50_258) and not few(574, 768, 50_258)  # what the budget holds
 
 
 # Adapters on the head

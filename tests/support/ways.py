@@ -12,7 +12,7 @@ import torch
 from losses import Options
 from torch import Tensor
 
-from hf_cce import CCEConfig, kernels, ops
+from hf_cce import CCEConfig, dispatch, kernels
 
 # "dense": real logits in float32; "dense16": in the dtype of the inputs.
 # "narrow": a first slab of one tile's width is stored, and the others are computed twice.
@@ -73,10 +73,10 @@ def backward_of(way: str) -> str:
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     """Send every scalar loss that way from now on, if it applies; returns how often each was taken."""
     filter_from, dense_bytes, narrow_bytes = _THRESHOLDS.get(way, (math.inf, 0.0, 0.0))
-    monkeypatch.setattr(ops, "FILTER_FROM", filter_from)
-    monkeypatch.setattr(ops, "FILTER_TOKENS", 0)
-    monkeypatch.setattr(ops, "DENSE_BYTES", dense_bytes)
-    monkeypatch.setattr(ops, "NARROW_BYTES", narrow_bytes)
+    monkeypatch.setattr(dispatch, "FILTER_FROM", filter_from)
+    monkeypatch.setattr(dispatch, "FILTER_TOKENS", 0)
+    monkeypatch.setattr(dispatch, "DENSE_BYTES", dense_bytes)
+    monkeypatch.setattr(dispatch, "NARROW_BYTES", narrow_bytes)
     module = sys.modules["hf_cce.kernels.cross_entropy"]  # the package has a function of that name
     scaled, grouped = (sys.modules[f"hf_cce.kernels.{name}"] for name in ("scaled", "grouped"))
     monkeypatch.setattr(scaled, "TOKENS_PER_WIDTH", 0 if way == "scaled" else math.inf)

@@ -10,7 +10,7 @@ from losses import EVERYTHING, OPTIONS, PLAIN, Options, check_against_plain, fus
 from numerics import assert_as_good
 from ways import WAYS, applies, backward_of, config_of, count_parts, force, takes, watch
 
-from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs, ops
+from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs
 
 pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()
@@ -55,28 +55,21 @@ def test_a_softcap_far_above_the_logits(softcap: float, way: str, monkeypatch: p
     check_against_plain(fused_loss(config_of(way)), inputs, labels, options, torch.float32, f"softcap {softcap}, {way}")
 
 
-def test_full_logits_of_a_handful_of_tokens() -> None:
+def test_full_logits_of_a_handful_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does with so few tokens that the budget holds everything; here on whatever there is."""
-
-    def loss(hidden, weight, bias, labels, options):  # type: ignore[no-untyped-def]
-        divisor = 1.0 if options.reduction == "sum" else 0.0
-        cap = options.softcap or 0.0
-        return ops._full_logits(
-            hidden, weight, bias, labels, None, divisor, -100, options.logit_scale, cap, options.label_smoothing, options.z_loss
-        )  # fmt: skip
-
+    monkeypatch.setattr(dispatch, "few_tokens", lambda *_: True)
     for options in (*OPTIONS, SCALAR):
         for ignored in ("some", "all") if options.reduction != "none" else ():
             inputs, labels = make_inputs(40, 72, 131, torch.float32, DEVICE, bias=options.bias, ignored=ignored)
-            check_against_plain(loss, inputs, labels, options, torch.float32, f"{options}, {ignored}")
+            check_against_plain(fused_loss(), inputs, labels, options, torch.float32, f"{options}, {ignored}")
     (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32)
-    for items, divisor, by in ((torch.tensor(7), 0.0, 7), (torch.tensor(0.5), 0.0, 0.5), (None, 3.0, 3)):
-        found = ops._full_logits(hidden, weight, None, labels, items, divisor, -100, 1.0, 0.0, 0.0, 0.0)
-        expected = linear_cross_entropy(hidden, weight, labels, reduction="sum") / by
-        assert_as_good(found, expected, expected, f"items {items}, divisor {divisor}")
+    total = linear_cross_entropy(hidden, weight, labels, reduction="sum")
+    for items, by in ((torch.tensor(7), 7), (torch.tensor(0.5), 0.5), (3, 3)):
+        found = linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items)
+        assert_as_good(found, total / by, total / by, f"items {items}")
     labels[3] = 131
     with pytest.raises(ValueError, match="labels must lie in"):
-        ops._full_logits(hidden, weight, None, labels, None, 0.0, -100, 1.0, 0.0, 0.0, 0.0)
+        linear_cross_entropy(hidden, weight, labels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

@@ -16,7 +16,7 @@ from numerics import assert_as_good, relative_error
 from torch import Tensor
 from ways import WAYS, applies, backward_of, config_of, count_parts, force, takes, watch
 
-from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs, ops
+from hf_cce import CCEConfig, FilterState, dispatch, linear_cross_entropy, linear_log_probs, strategies
 from hf_cce import state as state_module
 
 pytest.importorskip("triton")
@@ -401,7 +401,8 @@ def test_logits_are_real_where_they_fit() -> None:
     wide, narrow, budget = torch.float32, torch.bfloat16, 256 << 20
 
     def dtype(n: int, d: int, v: int, of: torch.dtype = narrow, budget: int = budget, filtered: bool = False) -> Any:
-        return ops.dense_dtype(n, d, v, of, budget, filtered)
+        problem = dispatch.Problem(n, d, v, of, torch.device("cuda"))
+        return dispatch.materialized_dtype(problem, budget, filtered)
 
     rows = budget // 4 // (49_152 + 15)
     assert dtype(rows, 576, 49_152) is wide and dtype(rows + 1, 576, 49_152) is narrow
@@ -516,19 +517,19 @@ def test_the_product_comes_first_and_labels_are_looked_at_before_they_are_used(
         monkeypatch.setattr(place, name, wrapper)
 
     force(monkeypatch, way)
-    for place, name in ((dense, "multiply_add"), (ops, "survey"), (dense, "forward")):
+    for place, name in ((dense, "multiply_add"), (strategies, "validate_labels"), (dense, "forward")):
         noting(place, name)
     for name in ("linear", "cross_entropy"):
         noting(torch.nn.functional, name)
     (hidden, weight, _), labels = make_inputs(37, 40, 131, torch.float16, DEVICE)
     if way == "full":
-        monkeypatch.setattr(ops, "few_tokens", lambda *_: True)
+        monkeypatch.setattr(dispatch, "few_tokens", lambda *_: True)
     product, use = ("linear", "cross_entropy") if way == "full" else ("multiply_add", "forward")
     leaves = [x.requires_grad_() for x in (hidden, weight)]
     linear_cross_entropy(*leaves, labels, config=config_of(way)).backward()
-    assert order == [product, "survey", use]
+    assert order == [product, "validate_labels", use]
     order.clear()
     labels[5] = 131
     with pytest.raises(ValueError, match="labels must lie in"):
         linear_cross_entropy(*leaves, labels, config=config_of(way))
-    assert order == [product, "survey"]
+    assert order == [product, "validate_labels"]

@@ -1,0 +1,82 @@
+"""What one loss is: checked options, inputs, and the small tuples that strategies, operators and autograd hand to each other.
+
+Legend: N tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """The checked options of one loss, on the host. ``hf_cce.loss`` makes it once from the user's arguments."""
+
+    ignore_index: int
+    logit_scale: float
+    softcap: float  # 0: none
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    needs: tuple[bool, bool, bool] = (False, False, False)  # gradients of hidden, weight, bias
+    memory_budget: int = 256 << 20  # bytes
+    implementation: str = "auto"
+    gradient_filter: Literal["auto"] | float | None = None
+
+    @property
+    def form(self) -> tuple[int, float, float]:
+        """(ignore_index, logit_scale, softcap): what the logits and their statistics depend on."""
+        return self.ignore_index, self.logit_scale, self.softcap
+
+
+class Inputs(NamedTuple):
+    """The tensors of one loss, checked and flattened."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    labels: Tensor  # [N] int64
+
+
+class Divisor(NamedTuple):
+    """What a sum of losses is divided by: ``number`` if positive, else ``items``, else the number of valid labels."""
+
+    items: Tensor | None = None  # scalar on the device
+    number: float = 0.0
+
+
+class Wanted(NamedTuple):
+    """Statistics of the logits that are asked for besides logsumexp and the label's logit."""
+
+    mean: bool = False
+    entropy: bool = False
+    log_sum_sq: bool = False
+    top1: bool = False
+
+
+class Stats(NamedTuple):
+    """Statistics of the logits [N] in the accumulation dtype; zero where a label is ignored, empty where not wanted."""
+
+    lse: Tensor
+    label_logit: Tensor
+    mean_logit: Tensor
+    entropy: Tensor
+    log_sum_sq: Tensor
+    is_top1: Tensor  # bool
+
+
+class TokenGrads(NamedTuple):
+    """Upstream gradients of the statistics, [N] each."""
+
+    lse: Tensor
+    label: Tensor
+    mean: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
