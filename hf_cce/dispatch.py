@@ -151,9 +151,10 @@ def may_filter(p: Problem, spec: LossSpec, wanted: Wanted | None = None) -> bool
 
 def materialized_dtype(p: Problem, memory_budget: int, filtered: bool) -> torch.dtype | None:
     """That of full logits, if these fit: float32, or, of 16-bit inputs that no filter is for, their own; else None."""
-    for dtype, most in ((torch.float32, DENSE_BYTES), (p.dtype, NARROW_BYTES)):
-        if dtype is p.dtype and (filtered or dtype.itemsize > 2):
-            continue
+    candidates = [(torch.float32, DENSE_BYTES)]
+    if p.dtype.itemsize < 4 and not filtered:
+        candidates.append((p.dtype, NARROW_BYTES))
+    for dtype, most in candidates:
         if 0 < materialized_bytes(p, dtype) <= min(memory_budget, most):
             return dtype
     return None
