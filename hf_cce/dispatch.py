@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_cce.config import CCEConfig
+from hf_cce.fallback import FULL_PRECISION, fits_one_block
 from hf_cce.spec import Divisor, Inputs, LossSpec, Wanted
 from hf_cce.state import FilterState
 from hf_cce.strategies import (
@@ -100,6 +101,8 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, implementati
     """
     if implementation == "portable" or (implementation == "auto" and device.type == "cpu"):
         return "portable"
+    if implementation == "auto" and dtype == torch.float32:
+        return "portable"  # cuBLAS multiplies; Triton's products in full precision are slower
     why = why_no_triton(device, dtype)
     if implementation == "triton" and why:
         raise RuntimeError(f"implementation='triton' cannot run here: {why}; use implementation='auto'")
@@ -130,7 +133,7 @@ def few_tokens(p: Problem, spec: LossSpec) -> bool:
     """Whether a step waits for the host alone: then nothing is faster than what PyTorch does in C++, if it fits the budget."""
     logits = p.tokens * p.vocab_size
     odd = p.vocab_size % 2 and p.work > EAGER_WORK_ODD
-    if odd or not (0 < logits <= EAGER_LOGITS and p.device.type == "cuda" and spec.implementation == "auto"):
+    if odd or not (0 < logits <= EAGER_LOGITS and p.device.type == "cuda" and spec.implementation != "triton"):
         return False
     # The weight's gradient, made last, takes over memory of the logits.
     taken_over = 2 * p.vocab_size * p.hidden_size if spec.needs[1] else 0
@@ -168,7 +171,17 @@ def materialized_bytes(p: Problem, dtype: torch.dtype) -> int:
 
 def forms_gradients(dtype: torch.dtype, implementation: str) -> bool:
     """Whether the operator ``hf_cce::cross_entropy`` returns gradients: whatever the sizes, as one graph serves any."""
-    return implementation == "portable" and dtype in (torch.float32, torch.float64)
+    return implementation == "portable" and dtype in FULL_PRECISION
+
+
+def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
+    """Whether PyTorch forms the gradients in the forward pass, rather than from slabs of the vocabulary."""
+    if p.dtype in FULL_PRECISION:
+        return True
+    on_cpu = p.device.type == "cpu"
+    # A CPU has no products of narrow numbers into float32, to add those of several blocks of tokens up with.
+    one_block = fits_one_block(p.tokens, p.vocab_size, p.dtype, on_cpu, spec.memory_budget)
+    return any(spec.needs) and (not on_cpu or one_block or not spec.needs[1])
 
 
 def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> Decision:
@@ -176,7 +189,7 @@ def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> D
     if few_tokens(p, spec):
         return Decision("full_logits", implementation)
     if implementation == "portable":
-        return Decision("one_pass" if forms_gradients(p.dtype, implementation) else "recompute", implementation)
+        return Decision("one_pass" if one_pass_pays(p, spec) else "recompute", implementation)
     return Decision("filtered", implementation) if filtered else unfiltered(p, spec, False)
 
 
@@ -263,7 +276,7 @@ def explain_dispatch(
     implementation: str = config.implementation
     why_not = None
     if absent and implementation == "auto":
-        implementation = "portable" if dtype == torch.float64 else "triton"
+        implementation = "portable" if dtype in FULL_PRECISION else "triton"
     elif not absent:
         implementation = choose_implementation(device, dtype, implementation)
         why_not = why_no_triton(device, dtype) if config.implementation == "auto" else None

@@ -1,33 +1,252 @@
 """The scalar loss in PyTorch, loss and gradients in one pass: three GEMMs, as many as full logits need.
 
-Blocks of tokens, each with the whole vocabulary: the gradient of the loss is one scalar for all tokens, so a block's gradients
-are formed while its logits are there, and only their sums are kept.
+The gradient of the loss is one scalar for all tokens, so the gradients of a block of tokens are formed while its logits are
+there, up to a factor that the backward pass brings. Three loops, by what is scarce:
+
+- ``one_block``: all logits fit the budget in the inputs' dtype; they become their gradient in place.
+- ``token_blocks``: blocks of tokens with the whole vocabulary; sums in float32. Never waits for a GPU.
+- ``column_blocks``: likewise for float32 on a CPU, in the orientation that its GEMMs like.
+
+Products of narrow dtypes stay in them and accumulate in float32: no copy of the head in float32 is ever made.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.reference import scratch_bytes
-from hf_cce.spec import Inputs, LossSpec, accumulation_dtype
+from hf_cce import reference
+from hf_cce.config import MIB
+from hf_cce.reference import add_product, has_wide_products, scratch_bytes
+from hf_cce.spec import Inputs, LossSpec, TokenGrads, accumulation_dtype
 
 # Fewer tokens at a time and adding each block's product to the weight's gradient costs more than the product.
 LEAST_TOKENS = 128
+# Bytes of float32 logits at a time between two GEMMs: they stay in a GPU's L2 cache, or a CPU's, from one pass to the next.
+CHUNK, CHUNK_CPU = 32 * MIB, 4 * MIB
+# float16 has few small numbers: probabilities are kept times this, where products accumulate in float32 or are scaled before.
+HALF_SCALE = 1024.0
+ALIGNED = 8  # entries: cuBLAS wants rows of 16-bit numbers to begin there
+FULL_PRECISION = (torch.float32, torch.float64)
 
 
-class PrecomputedGrads(NamedTuple):
-    """Gradients of hidden, weight and bias formed in the forward pass, for an upstream gradient of one."""
+def fits_one_block(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> bool:
+    """Whether ``one_block`` has room: logits in the inputs' dtype and two chunks of float32."""
+    room = memory_budget - 2 * _chunk_bytes(on_cpu, memory_budget)
+    if on_cpu:
+        wanted = scratch_bytes(tokens, vocab_size, 4, memory_budget)
+        room = min(room, max(wanted, LEAST_TOKENS * vocab_size * dtype.itemsize))
+    return tokens * vocab_size * dtype.itemsize <= room
+
+
+def _chunk_bytes(on_cpu: bool, memory_budget: int) -> int:
+    return min(CHUNK_CPU if on_cpu else CHUNK, memory_budget // 8)
+
+
+def _chunks(n: int, v: int, on_cpu: bool, memory_budget: int) -> Iterator[slice]:
+    size = max(1, _chunk_bytes(on_cpu, memory_budget) // (4 * v))
+    return (slice(start, min(n, start + size)) for start in range(0, n, size))
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a · b in the accumulation dtype, rounded to the inputs' before where PyTorch has no such product."""
+    if a.dtype in FULL_PRECISION:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if has_wide_products(a) else (a @ b).float()
+
+
+def _logits_to_gradients(
+    z: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec, scale: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """(loss [n], lse [n]), zero where ignored; the products ``z`` [n, V] become scale · ∂loss/∂z, a chunk at a time."""
+    (n, v), wide, smoothing = z.shape, accumulation_dtype(z.dtype), spec.label_smoothing
+    valid = (labels != spec.ignore_index)[:, None]
+    y = torch.where(valid[:, 0], labels, 0)[:, None]
+    by = torch.where(valid, scale, torch.zeros((), dtype=wide, device=z.device)).to(wide) * spec.logit_scale
+    losses, lses = torch.empty((n, 1), dtype=wide, device=z.device), torch.empty((n, 1), dtype=wide, device=z.device)
+    for rows in _chunks(n, v, not z.is_cuda, spec.memory_budget):
+        f = z[rows]
+        if bias is not None:
+            f = f.to(wide) + bias
+        if spec.logit_scale != 1.0:
+            f = f.to(wide) * spec.logit_scale
+        if spec.softcap:
+            f = (f.to(wide) / spec.softcap).tanh_().mul_(spec.softcap)
+        log_p = F.log_softmax(f, 1, dtype=wide)
+        of_label, label_logit = log_p.gather(1, y[rows]), f.gather(1, y[rows]).to(wide)
+        # Of a label that a bias of −inf masks, the difference would not be a number.
+        lse = label_logit - of_label if bias is None else f.logsumexp(1, keepdim=True)
+        loss = -of_label
+        if smoothing:
+            loss = loss + smoothing * (label_logit - f.mean(1, keepdim=True, dtype=wide))
+        if spec.z_loss:
+            loss = loss + spec.z_loss * lse.square()
+        losses[rows], lses[rows] = loss, lse
+        if not any(spec.needs):
+            continue
+        of_lse = 1 + 2 * spec.z_loss * lse if spec.z_loss else 1.0
+        at_label = by[rows] * (of_label.expm1() + (of_lse - 1.0) * of_label.exp() + smoothing - smoothing / v)
+        g, row = log_p.exp_(), by[rows] * of_lse
+        if smoothing or spec.softcap:
+            g = g.mul_(row).sub_(by[rows] * (smoothing / v)).scatter_(1, y[rows], at_label)
+            z[rows] = g.mul_(1 - (f / spec.softcap).square()) if spec.softcap else g
+        else:
+            torch.mul(g, row, out=z[rows])
+            z[rows].scatter_(1, y[rows], at_label.to(z.dtype))
+    return losses.masked_fill_(~valid, 0.0)[:, 0], lses.masked_fill_(~valid, 0.0)[:, 0]
+
+
+def _without_ignored(x: Inputs, spec: LossSpec) -> Tensor:
+    """Hidden states, zero where the label is ignored: what is not a number there must not reach the weight's gradient."""
+    return torch.where((x.labels != spec.ignore_index)[:, None], x.hidden, 0)
+
+
+@dataclass
+class PrecomputedGrads:
+    """Gradients of hidden, weight and bias for an upstream gradient of one; None where not needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
 
+    def scaled(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
+        """Times ``grad``, in place: a copy would hold the weight's gradient twice."""
+        found = [self.hidden, self.weight, self.bias]
+        if x.hidden.device.type == "cpu" and float(grad) == 1.0:
+            return found
+        return [None if g is None else g.mul_(grad.to(g.dtype)) for g in found]
 
-def one_pass(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, PrecomputedGrads]:
+
+@dataclass
+class LogitGradients:
+    """Of one block: the gradient of the logits times ``scale`` [N, V], and the hidden states, zero where ignored."""
+
+    logits: Tensor
+    hidden: Tensor
+    scale: Tensor
+
+    def scaled(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
+        g, (need_hidden, need_weight, need_bias) = self.logits, spec.needs
+        by = (factor * grad).to(torch.float32) / self.scale
+        for rows in _chunks(g.shape[0], g.shape[1], not g.is_cuda, spec.memory_budget):
+            torch.mul(g[rows].to(torch.float32), by, out=g[rows])
+        return [
+            g @ x.weight if need_hidden else None,
+            g.t() @ self.hidden if need_weight else None,
+            g.sum(0, dtype=torch.float32).to(g.dtype) if need_bias else None,
+        ]
+
+
+def one_block(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, LogitGradients]:
+    """(``factor`` · Σ loss, lse [N], what the gradients are made of), narrow dtypes."""
+    hidden = _without_ignored(x, spec)
+    # With the mantissa of the factor, what is left to multiply by is usually a power of two: no second rounding.
+    scale = torch.frexp(factor).mantissa if x.hidden.device.type in ("cpu", "cuda") else torch.ones_like(factor)
+    scale = torch.where(scale == 0, 1.0, scale) * (HALF_SCALE if hidden.dtype == torch.float16 else 1.0)
+    z = torch.mm(hidden, x.weight.t())
+    loss, lse = _logits_to_gradients(z, x.bias, x.labels, spec, scale)
+    return loss.sum() * factor, lse, LogitGradients(z, hidden, scale)
+
+
+@dataclass
+class Sums:
+    """Of token blocks: ``scale`` times the gradients of Σ loss, accumulated in float32 (float64).
+
+    Of a narrow dtype's weight the first rows alone are there, in the memory that the gradient itself will take: as many as fit
+    in float32. The backward pass forms the others in slabs of the vocabulary.
+    """
+
+    hidden: Tensor | None  # [N, D]
+    weight: Tensor | None  # [V or fewer, D]
+    bias: Tensor | None  # [V]
+    grad_weight: Tensor | None  # [V, D] in the weight's dtype
+    scale: float
+
+    def scaled(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
+        by = (factor * grad).to(lse.dtype) / self.scale
+
+        def rounded(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
+            if sums is None or like is None or sums.dtype == like.dtype:
+                return None if sums is None else sums.mul_(by)
+            return torch.mul(sums, by, out=torch.empty_like(sums, dtype=like.dtype))
+
+        of_hidden, self.hidden = rounded(self.hidden, x.hidden), None
+        of_bias = rounded(self.bias, x.bias)
+        if self.weight is None or self.grad_weight is None or self.weight.dtype == x.weight.dtype:
+            return [of_hidden, rounded(self.weight, x.weight), of_bias]
+        rows = self.weight.shape[0]
+        step = max(1, CHUNK // (4 * x.weight.shape[1]))
+        for start in range(0, rows, step):  # ascending: a row is read before its memory is written
+            part = slice(start, min(rows, start + step))
+            self.grad_weight[part] = self.weight[part] * by
+        grads = reference.token_gradients(grad, factor, lse, spec.label_smoothing, spec.z_loss)
+        _later_rows(x, spec, lse, grads, self.grad_weight, rows)
+        return [of_hidden, self.grad_weight, of_bias]
+
+
+def _later_rows(x: Inputs, spec: LossSpec, lse: Tensor, grads: TokenGrads, grad_weight: Tensor, first: int) -> None:
+    """Write the rows of the weight's gradient from ``first`` on."""
+    v, never = x.weight.shape[0], -1 - x.weight.shape[0]  # no label less ``first`` is that small
+    labels = torch.where(x.labels == spec.ignore_index, never, x.labels - first)
+    if grads.mean is not None:  # taken for the mean over these rows
+        grads = grads._replace(mean=grads.mean * ((v - first) / v))
+    rest = Inputs(x.hidden, x.weight[first:], None if x.bias is None else x.bias[first:], labels)
+    spec = replace(spec, ignore_index=never, needs=(False, True, False))
+    reference.logit_stats_backward(rest, spec, lse, None, grads, grad_weight[first:])
+
+
+def token_blocks(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, Sums]:
+    """(``factor`` · Σ loss, lse [N], sums), from blocks of tokens with the whole vocabulary."""
+    hidden, (n, d), v = _without_ignored(x, spec), x.hidden.shape, x.weight.shape[0]
+    (need_hidden, need_weight, need_bias), wide, on_cpu = (
+        spec.needs,
+        accumulation_dtype(x.hidden.dtype),
+        not x.hidden.is_cuda,
+    )
+    dtype, device = hidden.dtype, hidden.device
+    half = dtype == torch.float16 and has_wide_products(hidden)
+    sums = Sums(
+        torch.zeros((n, d), dtype=wide, device=device) if need_hidden else None,
+        None,
+        torch.zeros(v, dtype=wide, device=device) if need_bias else None,
+        torch.empty_like(x.weight, memory_format=torch.contiguous_format) if need_weight else None,
+        HALF_SCALE if half else 1.0,
+    )
+    if sums.grad_weight is not None:
+        fit = v if dtype == wide else v * dtype.itemsize // wide.itemsize // ALIGNED * ALIGNED
+        sums.weight = sums.grad_weight.view(-1).view(wide)[: fit * d].view(fit, d).zero_()
+    block = _token_block(n, v, dtype, on_cpu, spec.memory_budget)
+    stride = v if on_cpu else -(-v // ALIGNED) * ALIGNED
+    slab = torch.empty((min(block, n), stride), dtype=dtype, device=device)[:, :v]
+    losses, lse = (torch.empty(n, dtype=wide, device=device) for _ in range(2))
+    for start in range(0, n, block):
+        rows = slice(start, min(n, start + block))
+        h = hidden[rows]
+        z = torch.mm(h, x.weight.t(), out=slab[: h.shape[0]])
+        losses[rows], lse[rows] = _logits_to_gradients(z, x.bias, x.labels[rows], spec, sums.scale)
+        if sums.hidden is not None:
+            sums.hidden[rows] = _wide_product(z, x.weight)
+        if sums.weight is not None:
+            add_product(sums.weight, z[:, : sums.weight.shape[0]].t(), h)
+        if sums.bias is not None:
+            sums.bias.add_(z.sum(0, dtype=wide))
+    return losses.sum() * factor, lse, sums
+
+
+def _token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:
+    """Tokens of a block of ``token_blocks``."""
+    room = scratch_bytes(n, v, dtype.itemsize, memory_budget) if on_cpu else memory_budget
+    room -= 2 * _chunk_bytes(on_cpu, memory_budget)
+    least = min(memory_budget // 2, LEAST_TOKENS * v * dtype.itemsize)
+    block = max(16, max(room, least) // (v * dtype.itemsize))
+    return block if block < 128 else block - block % 128
+
+
+def column_blocks(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, PrecomputedGrads]:
     """``factor`` · Σ over tokens of the loss, the tokens' lse [N], and the gradients of that sum; float32 and float64."""
     (hidden, weight, _, labels), (need_hidden, need_weight, need_bias) = x, spec.needs
     n_all, v, wide = labels.numel(), weight.shape[0], accumulation_dtype(hidden.dtype)
@@ -40,7 +259,7 @@ def one_pass(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor,
         (weight.new_empty if n else weight.new_zeros)(weight.shape) if need_weight else None,
         weight.new_zeros(v) if need_bias else None,
     )
-    block = _token_block(
+    block = _column_block(
         n, v, hidden.dtype.itemsize * (2 if spec.softcap and any(spec.needs) else 1), spec.memory_budget
     )
     # [V, tokens], not [tokens, V]: measured on two cores at 96 tokens, the three GEMMs take 25 % less in this orientation.
@@ -53,7 +272,7 @@ def one_pass(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor,
         if size < 16:  # measured: with fewer columns MKL sums over V naively, ten times the rounding error
             h, y, size = F.pad(h, (0, 0, 0, 16 - size)), F.pad(y, (0, 16 - size)), 16
         z = torch.mm(weight, h.t(), out=scratch[: v * size].view(v, size))
-        loss, lse, norm = _scaled_logit_gradients(z, x.bias, y, spec)
+        loss, lse, norm = _column_gradients(z, x.bias, y, spec)
         lse_all[rows] = lse[: stop - start]
         total += loss[: stop - start].sum()
         # The division by norm costs nothing on the small factors h and grad_hidden.
@@ -69,16 +288,14 @@ def one_pass(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor,
     return total * factor, lse_all, grads
 
 
-def _token_block(n: int, v: int, bytes_per_logit: int, memory_budget: int) -> int:
+def _column_block(n: int, v: int, bytes_per_logit: int, memory_budget: int) -> int:
     """Tokens of a block; multiples of 32, which GEMM and softmax over the first dimension like."""
     wanted = max(scratch_bytes(n, v, bytes_per_logit, memory_budget), LEAST_TOKENS * v * bytes_per_logit)
     block = min(wanted, memory_budget) // (v * bytes_per_logit)
     return max(16, block if block < 32 else block - block % 32)  # of fewer than 16, rounding suffers
 
 
-def _scaled_logit_gradients(
-    z: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec
-) -> tuple[Tensor, Tensor, Tensor]:
+def _column_gradients(z: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor, Tensor]:
     """(loss [n], lse [n], norm [n]) of the products ``z`` [V, n], which become norm · ∂loss/∂z if a gradient is needed."""
     v, need_any, smoothing = z.shape[0], any(spec.needs), spec.label_smoothing
     if bias is not None:

@@ -19,6 +19,8 @@ from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, ac
 
 # Below this, saving memory helps nobody, and smaller slabs starve the GEMMs.
 SCRATCH_FLOOR = 16 * MIB
+# On a GPU a slab of float32 logits then stays in the L2 cache from one pass over it to the next.
+SCRATCH_GPU = 48 * MIB
 
 # Where the first call of a process runs in several threads, MKL computes a part of it to 12 bits or so, once in some hundred
 # processes on a busy machine (PyTorch's issue 188792, oneMKL 2024.2). A call on one number runs in one thread and avoids that.
@@ -32,11 +34,16 @@ def scratch_bytes(n: int, v: int, itemsize: int, memory_budget: int) -> int:
     return min(memory_budget, max(SCRATCH_FLOOR, n * v * itemsize // 10))
 
 
+def has_wide_products(x: Tensor) -> bool:
+    """Whether PyTorch multiplies narrow tensors like ``x`` into float32."""
+    return x.is_cuda and torch.version.cuda is not None
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a · b, accumulated in the dtype of ``total``, without converting CUDA operands."""
     if a.dtype == total.dtype == b.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda and torch.version.cuda and a.dtype == b.dtype:
+    elif has_wide_products(a):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
@@ -72,9 +79,9 @@ def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, label_smoothing: 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
     """One pass over slabs of the vocabulary with a running maximum, as in online softmax (Milakov & Gimelshein, 2018)."""
     n_all, v = x.labels.numel(), x.weight.shape[0]
-    rows = (x.labels != spec.ignore_index).nonzero().squeeze(1)
-    everything = rows.numel() == n_all
-    hidden, labels = (x.hidden, x.labels) if everything else (x.hidden[rows], x.labels[rows])
+    valid = x.labels != spec.ignore_index
+    rows = _rows(valid)
+    hidden, labels = (x.hidden, x.labels) if rows is None else (x.hidden[rows], x.labels[rows])
     n, wide = labels.numel(), accumulation_dtype(hidden.dtype)
 
     def vector(value: float) -> Tensor:
@@ -107,7 +114,9 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
     def scatter(values: Tensor, wanted: bool = True) -> Tensor:
         if not wanted:
             return values.new_empty(0)
-        return values if everything else values.new_zeros(n_all).index_copy_(0, rows, values)
+        if rows is None:
+            return torch.where(valid, values, values.new_zeros(()))
+        return values.new_zeros(n_all).index_copy_(0, rows, values)
 
     return Stats(
         scatter(top + log_total),
@@ -120,24 +129,36 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
 
 
 def logit_stats_backward(
-    x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
+    x: Inputs,
+    spec: LossSpec,
+    lse: Tensor,
+    entropy: Tensor | None,
+    grads: TokenGrads,
+    grad_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the statistics in hidden [N, D], weight [V, D] and bias [V]; empty where not needed.
 
+    ``grad_weight``: where to write that of the weight, if not into memory of its own.
     With H the entropy, needed with ``grads.entropy``: ∂lse/∂z = p, ∂z_label/∂z = one-hot, ∂(mean z)/∂z = 1/V,
     ∂H/∂z = −p · (z − (lse − H)).
     """
     (hidden, weight, _, labels), (need_hidden, need_weight, need_bias) = x, spec.needs
-    (n_all, _), v, wide = hidden.shape, weight.shape[0], accumulation_dtype(hidden.dtype)
-    rows = (labels != spec.ignore_index).nonzero().squeeze(1)
-    n = rows.numel()
-    if n != n_all:
+    v, wide = weight.shape[0], accumulation_dtype(hidden.dtype)
+    valid = labels != spec.ignore_index
+    rows = _rows(valid)
+    if rows is not None:
         hidden, labels, lse = (tensor[rows] for tensor in (hidden, labels, lse))
         entropy = None if entropy is None else entropy[rows]
         grads = TokenGrads(*(None if g is None else g[rows] for g in grads))  # type: ignore[arg-type]
+    elif hidden.device.type != "cpu":  # masked instead of left out: p is exp(−inf) there
+        hidden, lse = torch.where(valid[:, None], hidden, 0), torch.where(valid, lse, math.inf)
+        grads = TokenGrads(*(None if g is None else torch.where(valid, g, 0) for g in grads))  # type: ignore[arg-type]
+    n = labels.numel()
     grad_hidden = torch.zeros(hidden.shape if need_hidden else 0, dtype=wide, device=hidden.device)
-    make = weight.new_empty if n else weight.new_zeros
-    grad_weight = make(weight.shape if need_weight else 0)
+    if grad_weight is None:
+        grad_weight = weight.new_empty(weight.shape if need_weight else 0)
+    if not n:
+        grad_weight.zero_()
     grad_bias = weight.new_zeros(v if need_bias else 0)
     narrow = hidden.dtype != wide
     # Rows of the weight in float32; and what oneDNN takes in several threads for a product of narrow numbers, as much again
@@ -159,9 +180,17 @@ def logit_stats_backward(
             torch.mm(rounded.t(), hidden, out=grad_weight[start:stop])
         del z, g, rounded  # or they would still be there while the next slab is made
     grad_hidden = grad_hidden.to(hidden.dtype)
-    if need_hidden and n != n_all:
+    if need_hidden and rows is not None:
         grad_hidden = x.hidden.new_zeros(x.hidden.shape).index_copy_(0, rows, grad_hidden)
     return grad_hidden, grad_weight, grad_bias
+
+
+def _rows(valid: Tensor) -> Tensor | None:
+    """The tokens with a label where some have none; None for all, and where asking would wait for a GPU."""
+    if valid.device.type != "cpu":
+        return None
+    rows = valid.nonzero().squeeze(1)
+    return None if rows.numel() == valid.numel() else rows
 
 
 def _slab_width(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_cce import fallback, reference
-from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted
+from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 from hf_cce.state import FilterState
 
 Gradients = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty where not needed
@@ -141,25 +141,27 @@ class FullLogits(Strategy):
 
 
 class OnePass(Strategy):
-    """PyTorch; gradients form in the forward pass, block after block of tokens."""
+    """PyTorch; gradients form in the forward pass, up to a factor."""
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        factor = self.factor(x).to(x.hidden.dtype)
-        loss, lse, self.left = fallback.one_pass(x, self.spec, factor)
+        spec, (n, _), on_cpu = self.spec, x.hidden.shape, x.hidden.device.type == "cpu"
+        dtype = x.hidden.dtype
+        factor = self.factor(x).to(accumulation_dtype(dtype))
+        if dtype in fallback.FULL_PRECISION:
+            loop: Any = fallback.column_blocks if on_cpu else fallback.token_blocks
+        else:
+            one = any(spec.needs) and fallback.fits_one_block(n, x.weight.shape[0], dtype, on_cpu, spec.memory_budget)
+            loop = fallback.one_block if one else fallback.token_blocks
+        loss, lse, self.left = loop(x, spec, factor)
         return (loss,), Saved(lse, factor=factor)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
         left, self.left = self.left, None
-        return None if left is None else self.scaled(left, x, upstream[0])
-
-    def scaled(self, grads: Gradients, x: Inputs, grad: Tensor | None) -> Gradients:
-        """``grads`` · ``grad``, in place: a copy would hold the weight's gradient twice."""
-        assert grad is not None
-        if x.hidden.device.type == "cpu" and float(grad) == 1.0:
-            return grads
+        if left is None or upstream[0] is None or saved.factor is None:
+            return None
         # The sum over no tokens is a constant, also where it is divided by their number and infinity comes from upstream.
-        grad = torch.where((x.labels == self.spec.ignore_index).all(), 0.0, grad)
-        return [None if g is None else g.mul_(grad.to(g.dtype)) for g in grads]
+        grad = torch.where((x.labels == self.spec.ignore_index).all(), 0.0, upstream[0])
+        return left.scaled(x, replace(self.spec, needs=needs), saved.lse, saved.factor, grad)
 
 
 class Recompute(Strategy):
