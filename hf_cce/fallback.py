@@ -26,29 +26,27 @@ from hf_cce.spec import Inputs, LossSpec, TokenGrads, accumulation_dtype
 
 # Fewer tokens at a time and adding each block's product to the weight's gradient costs more than the product.
 LEAST_TOKENS = 128
-# Bytes of float32 logits at a time between two GEMMs: they stay in a GPU's L2 cache, or a CPU's, from one pass to the next.
-CHUNK, CHUNK_CPU = 32 * MIB, 4 * MIB
+# Bytes of float32 logits at a time between two GEMMs: as many rows as keep a GPU busy; on a CPU they stay in its cache.
+CHUNK, CHUNK_CPU = 64 * MIB, 4 * MIB
 # float16 has few small numbers: probabilities are kept times this, where products accumulate in float32 or are scaled before.
 HALF_SCALE = 1024.0
+SLAB = 128 * MIB  # bytes of a slab of the vocabulary that is computed again
 ALIGNED = 8  # entries: cuBLAS wants rows of 16-bit numbers to begin there
 FULL_PRECISION = (torch.float32, torch.float64)
 
 
 def fits_one_block(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> bool:
-    """Whether ``one_block`` has room: logits in the inputs' dtype and two chunks of float32."""
-    room = memory_budget - 2 * _chunk_bytes(on_cpu, memory_budget)
+    """Whether ``one_block`` has room: logits in the inputs' dtype, and as much again for float32 chunks of them."""
+    room = memory_budget // 2
     if on_cpu:
         wanted = scratch_bytes(tokens, vocab_size, 4, memory_budget)
         room = min(room, max(wanted, LEAST_TOKENS * vocab_size * dtype.itemsize))
     return tokens * vocab_size * dtype.itemsize <= room
 
 
-def _chunk_bytes(on_cpu: bool, memory_budget: int) -> int:
-    return min(CHUNK_CPU if on_cpu else CHUNK, memory_budget // 8)
-
-
-def _chunks(n: int, v: int, on_cpu: bool, memory_budget: int) -> Iterator[slice]:
-    size = max(1, _chunk_bytes(on_cpu, memory_budget) // (4 * v))
+def _chunks(n: int, row_bytes: int, on_cpu: bool, memory_budget: int, arrays: int) -> Iterator[slice]:
+    """Rows of ``row_bytes`` at a time, of which ``arrays`` tensors are there at once: at most half of the budget."""
+    size = max(1, min(CHUNK_CPU if on_cpu else CHUNK, memory_budget // (2 * arrays)) // row_bytes)
     return (slice(start, min(n, start + size)) for start in range(0, n, size))
 
 
@@ -62,42 +60,74 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 def _logits_to_gradients(
     z: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec, scale: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """(loss [n], lse [n]), zero where ignored; the products ``z`` [n, V] become scale · ∂loss/∂z, a chunk at a time."""
+    """(loss [n], lse [n]), zero where ignored; the products ``z`` [n, V] become scale · ∂loss/∂z.
+
+    Rows that are ignored hold anything finite, if the hidden states there are zero.
+    """
+    valid = labels != spec.ignore_index
+    y = torch.where(valid, labels, 0)[:, None]
+    convert = _plain_chunks if bias is None and _is_plain(spec) else _general_chunks
+    loss, lse = (per_token[:, 0].masked_fill_(~valid, 0.0) for per_token in convert(z, bias, y, valid, spec, scale))
+    return loss, lse
+
+
+def _is_plain(spec: LossSpec) -> bool:
+    return spec.logit_scale == 1.0 and not (spec.softcap or spec.label_smoothing or spec.z_loss)
+
+
+def _plain_chunks(
+    z: Tensor, bias: Tensor | None, y: Tensor, valid: Tensor, spec: LossSpec, scale: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """Without options: as few kernels for each chunk as possible, as a host may be slower than its GPU."""
+    (n, v), wide = z.shape, accumulation_dtype(z.dtype)
+    label_logit, at_label = z.gather(1, y).to(wide), torch.empty((n, 1), dtype=wide, device=z.device)
+    in_place = z.dtype == wide
+    for rows in [slice(0, n)] if in_place else _chunks(n, 4 * v, not z.is_cuda, spec.memory_budget, 1):
+        part = z[rows]
+        log_p = torch.log_softmax(part, 1, out=part) if in_place else F.log_softmax(part, 1, dtype=wide)
+        torch.gather(log_p, 1, y[rows], out=at_label[rows])
+        if isinstance(scale, Tensor) or scale != 1.0:
+            torch.mul(log_p.exp_(), scale, out=part)
+        elif any(spec.needs):
+            torch.exp(log_p, out=part)
+        del log_p  # or it would still be there while the next is made
+    z.scatter_(1, y, (at_label.expm1() * scale).to(z.dtype))
+    return -at_label, label_logit - at_label
+
+
+def _general_chunks(
+    z: Tensor, bias: Tensor | None, y: Tensor, valid: Tensor, spec: LossSpec, scale: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """With any option; what is ignored becomes zero."""
     (n, v), wide, smoothing = z.shape, accumulation_dtype(z.dtype), spec.label_smoothing
-    valid = (labels != spec.ignore_index)[:, None]
-    y = torch.where(valid[:, 0], labels, 0)[:, None]
-    by = torch.where(valid, scale, torch.zeros((), dtype=wide, device=z.device)).to(wide) * spec.logit_scale
-    losses, lses = torch.empty((n, 1), dtype=wide, device=z.device), torch.empty((n, 1), dtype=wide, device=z.device)
-    for rows in _chunks(n, v, not z.is_cuda, spec.memory_budget):
-        f = z[rows]
+    by = torch.where(valid, scale, torch.zeros((), dtype=wide, device=z.device)).to(wide)[:, None] * spec.logit_scale
+    losses, lses = (torch.empty((n, 1), dtype=wide, device=z.device) for _ in range(2))
+    for rows in _chunks(n, wide.itemsize * v, not z.is_cuda, spec.memory_budget, 5):
+        f = z[rows].to(wide, copy=True)
         if bias is not None:
-            f = f.to(wide) + bias
+            f.add_(bias)
         if spec.logit_scale != 1.0:
-            f = f.to(wide) * spec.logit_scale
+            f.mul_(spec.logit_scale)
         if spec.softcap:
-            f = (f.to(wide) / spec.softcap).tanh_().mul_(spec.softcap)
-        log_p = F.log_softmax(f, 1, dtype=wide)
-        of_label, label_logit = log_p.gather(1, y[rows]), f.gather(1, y[rows]).to(wide)
+            f.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        log_p, label_logit = f.log_softmax(1), f.gather(1, y[rows])
+        of_label = log_p.gather(1, y[rows])
         # Of a label that a bias of −inf masks, the difference would not be a number.
         lse = label_logit - of_label if bias is None else f.logsumexp(1, keepdim=True)
         loss = -of_label
         if smoothing:
-            loss = loss + smoothing * (label_logit - f.mean(1, keepdim=True, dtype=wide))
+            loss += smoothing * (label_logit - f.mean(1, keepdim=True))
         if spec.z_loss:
-            loss = loss + spec.z_loss * lse.square()
+            loss += spec.z_loss * lse.square()
         losses[rows], lses[rows] = loss, lse
-        if not any(spec.needs):
-            continue
-        of_lse = 1 + 2 * spec.z_loss * lse if spec.z_loss else 1.0
-        at_label = by[rows] * (of_label.expm1() + (of_lse - 1.0) * of_label.exp() + smoothing - smoothing / v)
-        g, row = log_p.exp_(), by[rows] * of_lse
-        if smoothing or spec.softcap:
-            g = g.mul_(row).sub_(by[rows] * (smoothing / v)).scatter_(1, y[rows], at_label)
-            z[rows] = g.mul_(1 - (f / spec.softcap).square()) if spec.softcap else g
-        else:
-            torch.mul(g, row, out=z[rows])
-            z[rows].scatter_(1, y[rows], at_label.to(z.dtype))
-    return losses.masked_fill_(~valid, 0.0)[:, 0], lses.masked_fill_(~valid, 0.0)[:, 0]
+        if any(spec.needs):
+            of_lse = 1 + 2 * spec.z_loss * lse
+            at_label = of_label.expm1() + (of_lse - 1) * of_label.exp() + smoothing - smoothing / v
+            g = log_p.exp_().mul_(by[rows] * of_lse).sub_(by[rows] * (smoothing / v))
+            g.scatter_(1, y[rows], by[rows] * at_label)
+            z[rows] = g.mul_(f.div_(spec.softcap).square_().neg_().add_(1)) if spec.softcap else g
+        del f, log_p
+    return losses, lses
 
 
 def _without_ignored(x: Inputs, spec: LossSpec) -> Tensor:
@@ -127,26 +157,38 @@ class LogitGradients:
 
     logits: Tensor
     hidden: Tensor
-    scale: Tensor
+    scale: Tensor | float
 
     def scaled(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
-        g, (need_hidden, need_weight, need_bias) = self.logits, spec.needs
+        """Times ``factor`` · ``grad``."""
+        g, h, (need_hidden, need_weight, need_bias) = self.logits, self.hidden, spec.needs
+        (n, v), d, on_cpu = g.shape, h.shape[1], not g.is_cuda
         by = (factor * grad).to(torch.float32) / self.scale
-        for rows in _chunks(g.shape[0], g.shape[1], not g.is_cuda, spec.memory_budget):
-            torch.mul(g[rows].to(torch.float32), by, out=g[rows])
-        return [
-            g @ x.weight if need_hidden else None,
-            g.t() @ self.hidden if need_weight else None,
-            g.sum(0, dtype=torch.float32).to(g.dtype) if need_bias else None,
-        ]
+        if g.dtype == torch.float16 and not has_wide_products(g):  # the products, in float16, would be out of range
+            for rows in _chunks(n, 4 * v, on_cpu, spec.memory_budget, 1):
+                torch.mul(g[rows].float(), by, out=g[rows])
+            by = torch.ones_like(by)
+        of_hidden = of_weight = of_bias = None
+        if need_hidden:
+            valid = torch.where(x.labels != spec.ignore_index, by, 0)[:, None]
+            of_hidden = torch.mul(_wide_product(g, x.weight), valid, out=torch.empty_like(h))
+        if need_weight:
+            of_weight = x.weight.new_empty((v, d))
+            for rows in _chunks(v, 4 * d, on_cpu, spec.memory_budget, 1):
+                torch.mul(_wide_product(g[:, rows].t(), h), by, out=of_weight[rows])
+        if need_bias:
+            of_bias = torch.mul(g.sum(0, dtype=torch.float32), by).to(g.dtype)
+        return [of_hidden, of_weight, of_bias]
 
 
 def one_block(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, LogitGradients]:
     """(``factor`` · Σ loss, lse [N], what the gradients are made of), narrow dtypes."""
     hidden = _without_ignored(x, spec)
-    # With the mantissa of the factor, what is left to multiply by is usually a power of two: no second rounding.
-    scale = torch.frexp(factor).mantissa if x.hidden.device.type in ("cpu", "cuda") else torch.ones_like(factor)
-    scale = torch.where(scale == 0, 1.0, scale) * (HALF_SCALE if hidden.dtype == torch.float16 else 1.0)
+    scale: Tensor | float = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
+    if hidden.device.type == "cpu":
+        # Products are rounded: with the mantissa of the factor, what is left to multiply by is usually a power of two.
+        mantissa = torch.frexp(factor).mantissa
+        scale = torch.where(mantissa == 0, 1.0, mantissa) * scale
     z = torch.mm(hidden, x.weight.t())
     loss, lse = _logits_to_gradients(z, x.bias, x.labels, spec, scale)
     return loss.sum() * factor, lse, LogitGradients(z, hidden, scale)
@@ -179,9 +221,8 @@ class Sums:
         if self.weight is None or self.grad_weight is None or self.weight.dtype == x.weight.dtype:
             return [of_hidden, rounded(self.weight, x.weight), of_bias]
         rows = self.weight.shape[0]
-        step = max(1, CHUNK // (4 * x.weight.shape[1]))
-        for start in range(0, rows, step):  # ascending: a row is read before its memory is written
-            part = slice(start, min(rows, start + step))
+        # Ascending: a row is read before its memory is written.
+        for part in _chunks(rows, 4 * x.weight.shape[1], not by.is_cuda, spec.memory_budget, 1):
             self.grad_weight[part] = self.weight[part] * by
         grads = reference.token_gradients(grad, factor, lse, spec.label_smoothing, spec.z_loss)
         _later_rows(x, spec, lse, grads, self.grad_weight, rows)
@@ -189,25 +230,38 @@ class Sums:
 
 
 def _later_rows(x: Inputs, spec: LossSpec, lse: Tensor, grads: TokenGrads, grad_weight: Tensor, first: int) -> None:
-    """Write the rows of the weight's gradient from ``first`` on."""
-    v, never = x.weight.shape[0], -1 - x.weight.shape[0]  # no label less ``first`` is that small
-    labels = torch.where(x.labels == spec.ignore_index, never, x.labels - first)
-    if grads.mean is not None:  # taken for the mean over these rows
-        grads = grads._replace(mean=grads.mean * ((v - first) / v))
-    rest = Inputs(x.hidden, x.weight[first:], None if x.bias is None else x.bias[first:], labels)
-    spec = replace(spec, ignore_index=never, needs=(False, True, False))
-    reference.logit_stats_backward(rest, spec, lse, None, grads, grad_weight[first:])
+    """Write the rows of the weight's gradient from ``first`` on, from slabs of recomputed logits."""
+    n, v = x.labels.numel(), x.weight.shape[0]
+    never = -1 - v  # no label less ``first`` is that small
+    valid = x.labels != spec.ignore_index
+    if x.bias is not None or not _is_plain(spec):
+        if grads.mean is not None:  # taken for the mean over these rows
+            grads = grads._replace(mean=grads.mean * ((v - first) / v))
+        labels = torch.where(valid, x.labels - first, never)
+        rest = Inputs(x.hidden, x.weight[first:], None if x.bias is None else x.bias[first:], labels)
+        spec = replace(spec, ignore_index=never, needs=(False, True, False))
+        reference.logit_stats_backward(rest, spec, lse, None, grads, grad_weight[first:])
+        return
+    hidden, of_all = _without_ignored(x, spec), torch.where(valid, grads.lse, 0)[:, None]
+    width = max(16, min(SLAB, spec.memory_budget // 2) // (6 * max(n, 1)) // ALIGNED * ALIGNED)
+    for start in range(first, v, width):
+        stop = min(v, start + width)
+        z = torch.mm(hidden, x.weight[start:stop].t())
+        p = torch.sub(z, lse[:, None]).exp_()  # in float32
+        inside = valid & (x.labels >= start) & (x.labels < stop)
+        local = (x.labels - start).clamp_(0, stop - start - 1)[:, None]
+        at_label = p.gather(1, local) * of_all + torch.where(inside, grads.label, 0)[:, None]
+        torch.mul(p, of_all, out=z).scatter_(1, local, at_label.to(z.dtype))
+        torch.mm(z.t(), hidden, out=grad_weight[start:stop])
+        del z, p
 
 
 def token_blocks(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, Sums]:
     """(``factor`` · Σ loss, lse [N], sums), from blocks of tokens with the whole vocabulary."""
     hidden, (n, d), v = _without_ignored(x, spec), x.hidden.shape, x.weight.shape[0]
-    (need_hidden, need_weight, need_bias), wide, on_cpu = (
-        spec.needs,
-        accumulation_dtype(x.hidden.dtype),
-        not x.hidden.is_cuda,
-    )
-    dtype, device = hidden.dtype, hidden.device
+    need_hidden, need_weight, need_bias = spec.needs
+    dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
+    wide = accumulation_dtype(dtype)
     half = dtype == torch.float16 and has_wide_products(hidden)
     sums = Sums(
         torch.zeros((n, d), dtype=wide, device=device) if need_hidden else None,
@@ -220,16 +274,17 @@ def token_blocks(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Ten
         fit = v if dtype == wide else v * dtype.itemsize // wide.itemsize // ALIGNED * ALIGNED
         sums.weight = sums.grad_weight.view(-1).view(wide)[: fit * d].view(fit, d).zero_()
     block = _token_block(n, v, dtype, on_cpu, spec.memory_budget)
-    stride = v if on_cpu else -(-v // ALIGNED) * ALIGNED
+    stride = v if on_cpu or dtype == wide else -(-v // ALIGNED) * ALIGNED
     slab = torch.empty((min(block, n), stride), dtype=dtype, device=device)[:, :v]
     losses, lse = (torch.empty(n, dtype=wide, device=device) for _ in range(2))
+    valid = (x.labels != spec.ignore_index)[:, None]
     for start in range(0, n, block):
         rows = slice(start, min(n, start + block))
         h = hidden[rows]
         z = torch.mm(h, x.weight.t(), out=slab[: h.shape[0]])
         losses[rows], lse[rows] = _logits_to_gradients(z, x.bias, x.labels[rows], spec, sums.scale)
         if sums.hidden is not None:
-            sums.hidden[rows] = _wide_product(z, x.weight)
+            torch.mul(_wide_product(z, x.weight), valid[rows], out=sums.hidden[rows])
         if sums.weight is not None:
             add_product(sums.weight, z[:, : sums.weight.shape[0]].t(), h)
         if sums.bias is not None:
@@ -240,7 +295,7 @@ def token_blocks(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Ten
 def _token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:
     """Tokens of a block of ``token_blocks``."""
     room = scratch_bytes(n, v, dtype.itemsize, memory_budget) if on_cpu else memory_budget
-    room -= 2 * _chunk_bytes(on_cpu, memory_budget)
+    room -= 0 if dtype in FULL_PRECISION else min(CHUNK_CPU if on_cpu else CHUNK, room // 2)
     least = min(memory_budget // 2, LEAST_TOKENS * v * dtype.itemsize)
     block = max(16, max(room, least) // (v * dtype.itemsize))
     return block if block < 128 else block - block % 128

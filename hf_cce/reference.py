@@ -19,8 +19,6 @@ from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, ac
 
 # Below this, saving memory helps nobody, and smaller slabs starve the GEMMs.
 SCRATCH_FLOOR = 16 * MIB
-# On a GPU a slab of float32 logits then stays in the L2 cache from one pass over it to the next.
-SCRATCH_GPU = 48 * MIB
 
 # Where the first call of a process runs in several threads, MKL computes a part of it to 12 bits or so, once in some hundred
 # processes on a busy machine (PyTorch's issue 188792, oneMKL 2024.2). A call on one number runs in one thread and avoids that.
@@ -52,11 +50,13 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor) -> tuple[Tensor, Tensor]:
     """(whether every label is in [0, V) or ignored, what a sum of losses is multiplied by), scalars on the labels' device."""
     valid = labels != ignore_index
-    ok = ~(valid & ((labels < 0) | (labels >= v))).any()
+    ok = (~valid | (labels.clamp(0, v - 1) == labels)).all()
     if divisor.number > 0:
         return ok, torch.full((), 1 / divisor.number, dtype=torch.float64, device=labels.device)
-    items = valid.sum() if divisor.items is None else divisor.items
-    items = items.to(labels.device, torch.float32 if labels.device.type == "mps" else torch.float64)
+    wide = torch.float32 if labels.device.type == "mps" else torch.float64
+    if divisor.items is None:  # of no label the sum is zero, whatever it is divided by
+        return ok, valid.sum().clamp_(min=1).to(wide).reciprocal_()
+    items = divisor.items.to(labels.device, wide)
     return ok, torch.where(items == 0, 0.0, 1 / torch.where(items == 0, 1.0, items))
 
 
