@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_cce import early, portable
+from hf_cce import portable
 
 
 def choose_implementation(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
@@ -53,8 +52,6 @@ def _interpreted() -> bool:
 
 
 def kernels_module() -> ModuleType:
-    if "hf_cce.kernels" not in sys.modules:
-        early.begin()  # beside what follows, of which the imports are the first
     from hf_cce import kernels  # late: importing hf_cce must not import Triton
 
     return kernels

@@ -65,11 +65,6 @@ def filtered_stats(
         return None
     kernels = kernels_module()
     with torch.no_grad(), without_autocast(hidden), on_device_of(hidden):
-        if hidden.is_cuda:
-            kernels.compile_ahead(
-                True, None, (need_hidden, need_weight, False), hidden, weight, bias, labels, None, 1.0, *form, 0.0,
-                memory_budget, (want_entropy, want_top1),
-            )  # fmt: skip
         survey(labels, form[0], weight.shape[0], None, 1.0, kernels)
         result = kernels.filtered_stats(
             hidden, weight, bias, labels, *form, want_entropy, want_top1, need_weight, memory_budget,
@@ -126,5 +121,4 @@ class _FilteredStats(torch.autograd.Function):
                     state.moved,
                 )  # fmt: skip
             state.report(report)
-            kernels_module().LOADING.finish()
         return None, dh if need_hidden else None, dw if need_weight else None, None, None

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import flops, portable
 from hf_cce.choice import choose_implementation, kernels_module, module_for, on_device_of, survey, without_autocast
-from hf_cce.state import FilterState, trial
+from hf_cce.state import FilterState
 
 
 @torch.library.custom_op("hf_cce::logit_stats", mutates_args=())
@@ -90,15 +90,12 @@ def _logit_stats_backward(
     """(grad of hidden [N, D], of weight [V, D], of bias [V]), each in its input's dtype, empty where not needed."""
     module = module_for(hidden, implementation)
     with without_autocast(hidden), on_device_of(hidden):
-        gradients = tuple(
+        return tuple(
             module.logit_stats_backward(
                 grad_lse, grad_label, grad_mean, grad_entropy, hidden, weight, bias, labels, lse, entropy,
                 ignore_index, logit_scale, softcap, need_hidden, need_weight, need_bias, memory_budget,
             )
         )  # fmt: skip
-    if module is not portable:  # also of a step that had no room for the filter, or whose backward pass is compiled
-        module.LOADING.finish()
-    return gradients
 
 
 def _fake_gradients(
@@ -334,9 +331,6 @@ class _CrossEntropy(torch.autograd.Function):
             # First, so that the GPU has work while the host goes on: it needs no labels.
             logits = kernels.dense_logits(hidden, weight, bias, dense) if dense and tau is None else None
             needs = (need_hidden, need_weight, need_bias)
-            if hidden.is_cuda:
-                moves = partial(trial, gradient_filter) if tau is not None and ctx.state.keeps_all() else None
-                kernels.compile_ahead(tau is not None, dense, needs, *inputs[:9], z_loss, budget, moves=moves)
             factor = survey(labels, ignore_index, v, num_items, divisor, kernels)
             common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             if tau is not None:
@@ -391,7 +385,6 @@ class _CrossEntropy(torch.autograd.Function):
                 gradients = kernels.logit_stats_backward(
                     *vectors, None, hidden, weight, bias, labels, lse, None, *ctx.options, *needs, ctx.memory_budget, stored
                 )  # fmt: skip
-        kernels.LOADING.finish()
         return None, None, *(x if need else None for x, need in zip(gradients, needs, strict=True)), *[None] * 13
 
 

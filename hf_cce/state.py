@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -236,11 +235,3 @@ class FilterState:
             "weight_error": float("nan") if self._weight_error is None else float(self._weight_error),
             "dense": float(self._dense > 0),
         }
-
-
-def trial(gradient_filter: str | float, hidden: Tensor) -> Callable[[Any], Tensor | None]:
-    """``moved`` of a state of its own, for a step that is only tried."""
-    state = FilterState()
-    state.threshold(gradient_filter, hidden)
-    state._calls = 1  # as of later steps, which compute most
-    return state.moved

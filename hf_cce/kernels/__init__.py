@@ -4,7 +4,6 @@ The functions that ``hf_cce.portable`` has too take the same arguments and give 
 faster ways that only a GPU has.
 """
 
-from hf_cce.kernels.ahead import compile_ahead
 from hf_cce.kernels.backward import logit_stats_backward
 from hf_cce.kernels.cross_entropy import (
     cross_entropy,
@@ -21,11 +20,8 @@ from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.dense import multiplied as dense_logits
 from hf_cce.kernels.forward import logit_stats, survey_labels
 from hf_cce.kernels.grouped import formed_gradients
-from hf_cce.kernels.launch import LOADING
 
 __all__ = [
-    "LOADING",
-    "compile_ahead",
     "cross_entropy",
     "dense_cross_entropy",
     "dense_gradients",

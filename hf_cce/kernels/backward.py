@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, make_plan, operand, row_major, slab_width, specialised
 from hf_cce.kernels.products import ALIGNED, multiply_add
 from hf_cce.kernels.scaled import buffer_rows, scaled_gradients
@@ -87,7 +86,6 @@ def _gradient_tile(
     tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (place < slab_width)[None, :])
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "slab_start", "ignore_index"])
 def _logit_gradient_kernel(
     hidden,  # [N, D]
@@ -151,7 +149,6 @@ def _logit_gradient_kernel(
         )  # fmt: skip
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "slab_start", "ignore_index"])
 def _label_entries_kernel(
     labels,  # [N]

@@ -13,7 +13,6 @@ from torch import Tensor
 from hf_cce.kernels import dense, filtered
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
 from hf_cce.kernels.grouped import Formed, Groups, Part, group_sizes
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.layout import Expected, Filtered, Report
 from hf_cce.kernels.measure import relative
 from hf_cce.kernels.order import Vocabulary
@@ -21,7 +20,6 @@ from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, filter_plan, make_pl
 from hf_cce.kernels.stored import Stored, label_logits, lent_columns, lent_values, stored_width
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _total_loss_kernel(
     lse,  # [N], zero where the label is ignored, like all that follow
@@ -51,7 +49,6 @@ def _total_loss_kernel(
     tl.store(loss, tl.sum(total) * tl.load(factor))
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _token_gradients_kernel(
     grad,  # scalar

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import empty_slab, padded
 from hf_cce.kernels.products import multiply, multiply_add
 from hf_cce.kernels.tiles import softcapped
@@ -38,7 +37,6 @@ def _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl.con
     return x
 
 
-@Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_stats_kernel(
     logits,  # [N, V], in float32 or as hidden and weight; rows `stride` apart
@@ -81,7 +79,6 @@ def _row_stats_kernel(
     tl.store(label_logit + row, tl.sum(at_label, 0))
 
 
-@Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_gradient_kernel(
     logits,  # [N, V], in float32 or as `out`

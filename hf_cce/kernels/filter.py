@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import ceil_div, padded, power_of_2
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
@@ -36,7 +35,6 @@ def _bin(energy):
     return tl.where(known, place, tl.where(energy == 0.0, 0, 511))
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "span"])
 def _score_kernel(
     tile_lse,  # [T, N]
@@ -85,7 +83,6 @@ def _score_kernel(
     tl.store(part + program, total)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["first", "num_tiles"])
 def _count_kernel(energy, counts, first, num_tiles, BLOCK: tl.constexpr):
     """Tiles from the ``first`` on by energy, [programs, BINS]."""
@@ -94,7 +91,6 @@ def _count_kernel(energy, counts, first, num_tiles, BLOCK: tl.constexpr):
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(_bin(e), BINS))
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_programs"])
 def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     bins = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
@@ -107,7 +103,6 @@ def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: t
     tl.store(sums + bins, total)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks", "num_programs", "stored"])
 def _columns_kernel(
     energy,  # [T, row blocks]
@@ -145,7 +140,6 @@ def _columns_kernel(
     tl.store(count + block, tl.sum(kept.to(tl.int32)))
 
 
-@Kernel
 @triton.jit(do_not_specialize=["stored", "pays", "num_row_blocks", "room", "capacity", "PASSES"])
 def _scan_kernel(
     count,  # [T]
@@ -195,7 +189,6 @@ def _scan_kernel(
     tl.store(aside, tl.where(tiles * BLOCK_M + waiting * hidden_size <= capacity, columns, 0))
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks", "stored", "PASSES"])
 def _rows_kernel(
     place,  # [T, row blocks]
@@ -234,7 +227,6 @@ def _rows_kernel(
     tl.store(row_pass + row_block * (PASSES + 1) + passes, before, mask=passes <= PASSES)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
 def _longest_first_kernel(
     row_pass,  # [row blocks, P + 1]
@@ -253,7 +245,6 @@ def _longest_first_kernel(
     tl.store(row_order + number * num_row_blocks + tl.sum(ahead.to(tl.int32)), row)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"], do_not_specialize_on_alignment=["leaves"])
 def _mass_kernel(
     tile_lse,  # [T, N]

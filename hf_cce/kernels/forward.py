@@ -11,14 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import Plan, ceil_div, make_plan, operand, padded, row_major, specialised
 from hf_cce.kernels.stored import label_logits
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
 
 # Numbers that change from step to step must not make Triton compile again.
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
 def _tile_stats_kernel(
     hidden,  # [N, D]
@@ -123,7 +121,6 @@ def _tile_stats_kernel(
         tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _combine_kernel(
     tile_lse,  # [T, N], and so on: see _tile_stats_kernel
@@ -200,7 +197,6 @@ def _combine_kernel(
         tl.store(is_top1 + rows, valid & (target >= z_max), mask=in_rows)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _survey_kernel(
     labels,  # [N]

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import Plan, ceil_div, padded
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.scaled import (
@@ -247,7 +246,6 @@ def _matrix(room: Tensor, start: int, rows: int, width: int) -> Tensor:
     return room[start : start + rows * padded(width)].view(rows, padded(width))[:, :width]
 
 
-@Kernel
 @triton.jit
 def _multiply_kernel(x, by, size, BLOCK: tl.constexpr):
     """x · by, in place, unless that is one. Zero stays zero: that of no tokens, whose number the loss was divided by."""

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import ceil_div, padded
 
 BLOCK_M = 128  # tokens of a tile, whose flags in ``live`` say whether there is anything to do
@@ -222,7 +221,6 @@ def _work(
 
 
 # Numbers that change from step to step must not make Triton compile again, nor flags from the middle of an array.
-@Kernel
 @gluon.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"], do_not_specialize_on_alignment=["live"])
 def _specialised_tiles_kernel(
     hidden,  # [N, D] descriptor of blocks [BLOCK_M, BLOCK_K]
@@ -341,8 +339,7 @@ def _launch(
 ) -> None:
     (n, d), v, shapes = hidden.shape, weight.shape[0], constants()
     assert live.numel() >= ceil_div(n, BLOCK_M)
-    device = None if hidden.is_meta else hidden.device
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     _specialised_tiles_kernel[(min(processors, ceil_div(n, BLOCK_M) * ceil_div(width, BLOCK_N)),)](
         blocks(hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(weight, BLOCK_N, shapes["BLOCK_K"]), live, labels, lse, grad_lse,
         label_logit, tile_lse, tile_ratio, None if out is None else blocks(out, BLOCK_M // 2, shapes["STORE_N"]),

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.filter import Kept, Mass
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.layout import FEWEST_SAMPLED, Filtered, Report
 from hf_cce.kernels.plan import ceil_div
 from hf_cce.kernels.products import multiply_add
@@ -20,7 +19,6 @@ ROUNDINGS = 4
 SAMPLED_COLUMNS = 256
 
 
-@Kernel
 @triton.jit
 def _square_sums_kernel(x, out, size, BLOCK: tl.constexpr):
     """Of so many parts of ``x`` as there are programs."""

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import ceil_div
 from hf_cce.kernels.tilt import Leaning
 
@@ -23,7 +22,6 @@ LARGEST = 128 * (1 << 14)  # vocabulary for which 16 bits do
 COUNTED = 1 << 13  # tokens up to which counting those before each of them is faster than sorting
 
 
-@Kernel
 @triton.jit
 def _order_kernel(by_logit, order, rank, v, padded, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -32,7 +30,6 @@ def _order_kernel(by_logit, order, rank, v, padded, BLOCK: tl.constexpr):
     tl.store(rank + entry, at, mask=at < v)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["ignore_index", "num_tokens"])
 def _key_kernel(labels, rank, columns, keys, num_tokens, v, ignore_index, FINE: tl.constexpr, BLOCK: tl.constexpr):
     """The column of each label, V where it is ignored, and what tokens are sorted by: see ``sort_tokens``."""
@@ -45,7 +42,6 @@ def _key_kernel(labels, rank, columns, keys, num_tokens, v, ignore_index, FINE: 
     tl.store(keys + at, tl.where(good, key, key + 1), mask=at < num_tokens)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _place_kernel(
     keys,  # [N] int16
@@ -72,7 +68,6 @@ def _place_kernel(
     tl.store(labels + before, tl.load(columns + rows, mask=inside, other=0), mask=inside)
 
 
-@Kernel
 @triton.jit
 def _permute_rows_kernel(
     weight,  # [V, D]
@@ -96,7 +91,6 @@ def _permute_rows_kernel(
     tl.store(means + block.to(tl.int64) * d + ds, tl.sum(x.to(tl.float32), 0) / width, mask=ds < d)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_columns"])
 def _put_rows_kernel(
     rows,  # [columns, D]

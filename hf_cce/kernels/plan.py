@@ -103,7 +103,7 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
         return Plan(16, 32, 32, 1, 1, False, "ieee", upcast=True)
     if hidden.dtype == torch.float32:
         return Plan(64, 64, 32, 4, 3, False, precision)
-    major = torch.cuda.get_device_capability(_gpu(hidden))[0]
+    major = torch.cuda.get_device_capability(hidden.device)[0]
     if major < 8:
         # ptxas has no registers for more: tiles of 128 by 128 spill thousands of bytes, and these with 4 warps hundreds
         return Plan(64, 64, 32, 8, 3, False, precision)
@@ -144,9 +144,9 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
             tile_warps=1,
             programs=3,
         )
-    processors = torch.cuda.get_device_properties(_gpu(hidden)).multi_processor_count
+    processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     # Triton 3.9 does not compile it where accumulators are in tensor memory.
-    if hidden.dtype == torch.float16 and torch.cuda.get_device_capability(_gpu(hidden))[0] != 10:
+    if hidden.dtype == torch.float16 and torch.cuda.get_device_capability(hidden.device)[0] != 10:
         plan = replace(plan, in_parts=True)
     if plan.block_m != 128:  # float32, and GPUs before Ampere
         # 4 warps of the product with gathered rows of the weight spill
@@ -160,11 +160,6 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
     if plan.in_parts:  # twice the accumulators
         return replace(plan, block_d=64, weight_block_d=64)
     return replace(plan, weight_block_d=256, weight_warps=8) if hidden.shape[1] % 256 == 0 else plan
-
-
-def _gpu(x: Tensor) -> torch.device | None:
-    """That of ``x``, or the current one where launches are only listed."""
-    return None if x.is_meta else x.device
 
 
 def _allows_tf32() -> bool:

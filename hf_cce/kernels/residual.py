@@ -12,12 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import ceil_div
 from hf_cce.kernels.tiles import softcapped
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks"])
 def _residual_kernel(
     z,  # [S, V]: h Wᵀ of some rows, in the order of columns
@@ -61,7 +59,6 @@ def _residual_kernel(
     tl.store(out + at, tl.where(gone, gradient - spread, 0.0), mask=inside)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"])
 def _column_residual_kernel(
     z,  # [N, S]: h Wᵀ of some columns
@@ -112,7 +109,6 @@ def _column_residual_kernel(
     tl.store(out + at, left, mask=inside)
 
 
-@Kernel
 @triton.jit
 def _rounding_kernel(
     z,  # [S, V]: h Wᵀ of some rows
@@ -198,7 +194,6 @@ def residual(
     return out
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "num_col_blocks"])
 def _token_energy_kernel(
     tile_lse,  # [T, N]
@@ -265,7 +260,6 @@ def token_energy(
     return out
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_blocks", "count", "size"])
 def _sample_kernel(
     dropped,  # [blocks]

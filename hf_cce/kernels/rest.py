@@ -11,11 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.sparse import dropped_part, kept_tile, put_back
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "first_pass", "PASSES"])
 def _rest_hidden_kernel(
     hidden,  # [N, D] in the order of rows
@@ -80,7 +78,6 @@ def _rest_hidden_kernel(
         put_back(acc, tokens, out, rows, ds, mask, num_tokens, hidden_size)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "first_pass"])
 def _rest_weight_kernel(
     hidden,  # [N, D] in the order of rows

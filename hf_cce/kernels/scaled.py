@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import ceil_div, empty_slab, padded
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.stored import LIMIT, Stored
@@ -33,7 +32,6 @@ TOKENS_PER_WIDTH = 2
 BLOCK_V = 16  # rows of the weight that a program finishes
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "first_col", "width", "ignore_index"])
 def _factors_kernel(
     values,  # [N, width] S, rows `stride` apart: zeros are written where the labels are
@@ -80,7 +78,6 @@ def _factors_kernel(
     tl.store(of_label + rows, c, mask=in_rows & (mine | (column == label)))
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _scale_rows_kernel(hidden, scale, out, num_tokens, d, hidden_stride, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
     """f · h, [N, D]."""
@@ -92,7 +89,6 @@ def _scale_rows_kernel(hidden, scale, out, num_tokens, d, hidden_stride, BLOCK_R
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], (h * f[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _finish_hidden_kernel(
     product,  # [rows, D] float32
@@ -123,7 +119,6 @@ def _finish_hidden_kernel(
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["first_row", "num_rows", "first_block"])
 def _finish_weight_kernel(
     product,  # [rows, D] float32

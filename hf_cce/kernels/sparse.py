@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.tiles import tile_gradient, tile_logits
 
 
@@ -88,7 +87,6 @@ def dropped_part(
     return acc
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _kept_tiles_kernel(
     hidden,  # [N, D] in the order of rows
@@ -161,7 +159,6 @@ def put_back(acc, tokens, out, rows, ds, mask, num_tokens, hidden_size):
     tl.store(out + to[:, None] * hidden_size + ds[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "split", "PASSES"])
 def _hidden_gradient_kernel(
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_M, BLOCK_K]
@@ -245,7 +242,6 @@ def _hidden_gradient_kernel(
             tl.store(total + to.to(tl.int64) * hidden_size + d + here, acc, mask=mask)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _join_kernel(
     row_pass,  # [row blocks, P + 1], and so on: as for _hidden_gradient_kernel
@@ -282,7 +278,6 @@ def _join_kernel(
             tl.store(mine, acc, mask=mask)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "pass_number"])
 def _weight_gradient_kernel(
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_K, BLOCK_N]
@@ -359,7 +354,6 @@ def _weight_gradient_kernel(
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["PASSES"])
 def _aside_kernel(
     gradient,  # [V, D]: that of the weight, read in the order of columns, or with BACK written where the entries stand

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import Plan, ceil_div, padded
 from hf_cce.kernels.products import ALIGNED
 from hf_cce.kernels.tiles import softcapped
@@ -35,7 +34,6 @@ class Stored(NamedTuple):
     grad_weight: Tensor | None = None  # [V, D], to be written: whose memory that is
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _label_logit_kernel(
     hidden,  # [N, D]
@@ -107,7 +105,6 @@ def _label_logit_kernel(
             tl.store(live + tl.program_id(0) * BLOCK_R // BLOCK_M, tl.max((of_block != ignore_index).to(tl.int32), 0))
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
 def _settle_kernel(
     values,  # [N, width], in place; rows may be longer

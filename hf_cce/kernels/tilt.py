@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import ceil_div
 from hf_cce.kernels.products import multiply_add
 
@@ -41,7 +40,6 @@ class Leaning(NamedTuple):
     back: Tensor  # [16, D] Qᵀ G
 
 
-@Kernel
 @triton.jit
 def _centred_rows_kernel(
     weight,  # [V, D]
@@ -66,7 +64,6 @@ def _centred_rows_kernel(
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], y.to(out.dtype.element_ty), mask=(ds < d)[None, :])
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tilted_rows_kernel(
     hidden,  # [N, D]
@@ -111,7 +108,6 @@ def _tilted_rows_kernel(
             tl.store(out + rows.to(tl.int64)[:, None] * out_stride + ds[None, :], y, mask=mask)
 
 
-@Kernel
 @triton.jit
 def _gram_kernel(
     vectors,  # [D, 16]
@@ -130,7 +126,6 @@ def _gram_kernel(
     tl.store(out + tl.program_id(0) * (SIZE * SIZE) + i * SIZE + j, total)
 
 
-@Kernel
 @triton.jit
 def _turn_kernel(
     vectors,  # [D, 16]
@@ -149,7 +144,6 @@ def _turn_kernel(
     tl.store(out + ds[:, None] * SIZE + j, y.to(tl.float32), mask=mask)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_parts"])
 def _orthogonal_kernel(
     gram,  # [parts, 16, 16] float64: parts of the products of 16 vectors with each other
@@ -183,7 +177,6 @@ def _orthogonal_kernel(
     tl.store(out + i * SIZE + j, vectors)
 
 
-@Kernel
 @triton.jit
 def _along_kernel(
     product,  # [V, 16] float32: the rows of the weight along each direction
@@ -203,7 +196,6 @@ def _along_kernel(
     )
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks"], do_not_specialize_on_alignment=["leaves"])
 def _leans_of_rows_kernel(
     along,  # [V, 16]: see Leaning

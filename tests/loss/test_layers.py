@@ -27,11 +27,10 @@ PUBLIC = {
 # The table stands in words in CONTRIBUTING.md.
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
-    "early": set(),
-    "kernels": {"config", "early"},
+    "kernels": {"config"},
     "portable": {"config"},
     "state": set(),
-    "choice": {"kernels", "portable", "early"},
+    "choice": {"kernels", "portable"},
     "flops": set(),
     "ops": {"choice", "portable", "state", "config", "flops"},
     "head": {"config"},
@@ -46,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "head_input": {"terms", "deferred", "loss", "head", "sharded", "symbolic", "calls"},
     "patches": {"head_input", "policy", "terms", "deferred", "calls", "loss", "head", "sharded", "state", "config"},
     "families": {"patches"},
-    "api": {"families", "patches", "deferred", "config", "early"},
+    "api": {"families", "patches", "deferred", "config"},
     "callback": {"api", "patches", "calls", "config"},
     "__init__": {"api", "callback", "patches", "loss", "state", "config"},
     "bench": {"__init__"},

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from losses import make_inputs
 from numerics import budget, relative_error
-from test_ahead import described
 from torch import Tensor
 from ways import KEEPS_ALL, force, peaked
 
@@ -126,44 +124,6 @@ def test_where_it_is_not_for(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
         filter_state=None if why == "no state" else FilterState(),
     )  # fmt: skip
     assert not calls
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts launches in the interpreter")
-@pytest.mark.parametrize("needs", [(True, True), (True, False)], ids=["both", "frozen"])
-def test_what_is_launched_was_listed(needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rehearsal, of filtered steps, and of one that rests."""
-    from hf_cce.kernels import ahead, launch
-
-    force(monkeypatch, "filtered")
-    hidden, weight, labels = peaked(60, 32, 600, torch.bfloat16)
-    leaves = [x.requires_grad_(need) for x, need in zip((hidden, weight), needs, strict=True)]
-    launched, real = set(), launch.Kernel.__getitem__
-
-    def spy(self: Any, grid: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> None:
-            launched.add(described(self.jitted.fn.__name__, kwargs))
-            real(self, grid)(*args, **kwargs)
-
-        return run
-
-    state = FilterState()
-    with monkeypatch.context() as patch:
-        patch.setattr(launch.Kernel, "__getitem__", spy)
-        for known, resting in ((None, 0), (None, 0), ((1.0, 2), 0), (None, 1)):
-            state._seen, state._share, state._dense = known, None, resting
-            found = linear_log_probs(*leaves, labels, **WANTED, config=CCEConfig("triton"), filter_state=state)
-            found.log_probs.sum().backward()
-            state._trying = False
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
-    problem = ahead.Problem(
-        True, None, (*needs, False), torch.bfloat16, 600, 32, (32, 1), (32, 1), False, torch.int64, None, True,
-        -100, 1.0, 0.0, 0.0, torch.device("cuda", 0), 60, 256 << 20, (True, True),
-    )  # fmt: skip
-    with launch.listing() as launches:
-        ahead._step(problem, *ahead._without_memory(problem))
-    assert len(launched) > 10
-    assert launched <= {described(kernel.jitted.fn.__name__, kwargs) for kernel, _, kwargs in launches}
 
 
 def test_values_are_not_stored_beside_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

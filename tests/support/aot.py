@@ -90,7 +90,7 @@ def _plan(kind: str, arch: int, dtype: Any, hidden_size: int) -> Any:
 
     tensor = SimpleNamespace(
         device=SimpleNamespace(type="cuda"), dtype=dtype, shape=(8192, hidden_size), stride=lambda _: hidden_size,
-        element_size=lambda: dtype.itemsize, data_ptr=lambda: 0, is_meta=False,
+        element_size=lambda: dtype.itemsize, data_ptr=lambda: 0,
     )  # fmt: skip
     properties = SimpleNamespace(multi_processor_count=132)  # enters no kernel, only how many programs are launched
     with (
@@ -183,7 +183,7 @@ def builds(arch: int) -> Iterator[Build]:
 
 def _function(spec: Spec) -> Any:
     module, _, name = spec.kernel.rpartition(".")
-    return getattr(import_module(f"hf_cce.kernels.{module}"), name).jitted
+    return getattr(import_module(f"hf_cce.kernels.{module}"), name)
 
 
 def _describe(dtype: Any, c: dict[str, Any]) -> str:
