@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_cce.kernels import dense, filtered
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
-from hf_cce.kernels.grouped import Formed, Groups, Part, group_sizes
+from hf_cce.kernels.grouped import Formed, Groups, group_size
 from hf_cce.kernels.layout import Expected, Filtered, Report
 from hf_cce.kernels.measure import relative
 from hf_cce.kernels.order import Vocabulary
@@ -127,6 +127,14 @@ def cross_entropy(
     return loss, lse, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
 
 
+class Part(NamedTuple):
+    """Stored values of the columns from ``begin`` to ``end``."""
+
+    begin: int
+    end: int
+    values: Tensor  # [tokens, end − begin], or of the first of these columns
+
+
 def _stored_stats(
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]
@@ -233,26 +241,23 @@ def grouped_cross_entropy(
     stored_instead = _stored_columns(
         n, d, v, hidden.dtype, num_tiles, max(plan.block_n, later.block_n), special, need_weight, memory_budget
     )
-    block_n = max(plan.block_n, later.block_n) * (2 if special else 1)  # a multiple of every kernel's
-    sizes = group_sizes(
-        n, d, v, hidden.dtype, num_tiles, need_weight, block_m, block_n, sum(stored_instead), memory_budget
-    )
-    if sizes is None:
+    size = group_size(n, d, v, hidden.dtype, num_tiles, need_weight, block_m, sum(stored_instead), memory_budget)
+    if size == 0:
         return None
     label_logit, live = label_logits(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, plan.block_m if special else 0
     )
     lse, one = torch.empty_like(label_logit), torch.ones((), device=hidden.device, dtype=torch.float32)
     groups = Groups(
-        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, sizes, block_n, need_hidden, need_weight, later
+        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, size, need_hidden, need_weight, later
     )  # fmt: skip
     for group in groups.groups():
         rows = slice(group.start, group.stop)
         flags = None if live is None else live[group.start // plan.block_m :]
-        stored = Stored(group.parts[0].values, label_logit[rows], flags)
+        stored = Stored(group.values, label_logit[rows], flags)
+        parts = [Part(0, v, group.values)]
         _stored_stats(
-            hidden[rows], weight, bias, labels[rows], stored, group.parts, lse[rows], ignore_index, logit_scale, softcap,
-            plan,
+            hidden[rows], weight, bias, labels[rows], stored, parts, lse[rows], ignore_index, logit_scale, softcap, plan
         )  # fmt: skip
         grad_lse, grad_label, _ = token_gradients(one, factor, lse[rows], 0.0, z_loss)
         groups.add(group, stored, lse[rows], grad_lse, grad_label)

@@ -244,7 +244,7 @@ def _of_stored(
     if not need_weight:  # a pass over [N, D] costs less than one over the values
         scale, of_label = torch.empty((2, padded(n)), device=grad_lse.device, dtype=torch.float32)[:, :n].unbind()
         compute_anew(label_factors(stored, *per_token, v, logit_scale, softcap, plan.block_m, v, scale, of_label))
-        hidden_gradient([values], rows_of, order.labels, scale, of_label, total, total)
+        hidden_gradient(values, rows_of, order.labels, scale, of_label, total, total)
         return None
     compute_anew(settle(stored, *per_token, v, logit_scale, softcap, plan.block_m))
     if total.numel():

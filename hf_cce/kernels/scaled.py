@@ -32,7 +32,7 @@ TOKENS_PER_WIDTH = 2
 BLOCK_V = 16  # rows of the weight that a program finishes
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_col", "width", "ignore_index"])
+@triton.jit(do_not_specialize=["num_tokens", "width", "ignore_index"])
 def _factors_kernel(
     values,  # [N, width] S, rows `stride` apart: zeros are written where the labels are
     label_logit,  # [N]
@@ -42,11 +42,10 @@ def _factors_kernel(
     grad_label,  # [N]
     flags,  # [row blocks] int32, written: whether a token of the block is beyond the limit
     scale,  # [N], written: f
-    of_label,  # [N], written: c; of other columns than the first ones, where they are a label's
+    of_label,  # [N], written: c
     num_tokens,
     vocab_size,
-    first_col,
-    width,  # of the vocabulary, from first_col on; labels elsewhere are somebody else's
+    width,  # of the vocabulary
     stride,
     ignore_index,
     logit_scale,
@@ -68,14 +67,13 @@ def _factors_kernel(
         c *= 1.0 - (z / softcap) * (z / softcap)
     # What is computed anew is the gradient itself, its labels' entries included.
     f = tl.where(beyond != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
-    column = label - first_col
-    mine = valid & (column >= 0) & (column < width)
+    mine = valid & (label < width)
     c = tl.where((beyond == 0) & mine, c * logit_scale, 0.0)
     zero = tl.zeros((BLOCK_M,), values.dtype.element_ty)
-    tl.store(values + rows.to(tl.int64) * stride + column, zero, mask=in_rows & mine)
+    tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=in_rows & mine)
     tl.store(flags + tl.program_id(0), beyond)
     tl.store(scale + rows, f, mask=in_rows)
-    tl.store(of_label + rows, c, mask=in_rows & (mine | (column == label)))
+    tl.store(of_label + rows, c, mask=in_rows)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -205,25 +203,23 @@ def label_factors(
     v: int,
     scale: Tensor,  # [N] float32, written: f
     of_label: Tensor,  # [N] float32, written: c
-    first_col: int = 0,
 ) -> Tensor:
     """Write zeros where the labels are; returns the row blocks [⌈N / block_m⌉] whose values are to be computed anew.
 
-    The values may be of some columns of the vocabulary alone, from ``first_col`` on. Of labels beyond the first ones c is zero;
-    of others, which are to follow, it is written where the label is.
+    The values may be of the first columns of the vocabulary alone; of labels beyond these c is zero.
     """
     values, (n, width) = stored.values, stored.values.shape
     flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=lse.device)
     _factors_kernel[(ceil_div(n, block_m),)](
-        values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, scale, of_label, n, v, first_col, width,
+        values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, scale, of_label, n, v, width,
         values.stride(0), ignore_index, logit_scale, softcap or 1.0, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m,
     )  # fmt: skip
     return flags
 
 
 def hidden_gradient(
-    values: Sequence[Tensor],  # [N, ·] each: of consecutive parts of the vocabulary
-    weight: Tensor,  # [V, D]
+    values: Tensor,  # [N, ·]: of the first columns of the vocabulary
+    weight: Tensor,  # [·, D]
     labels: Tensor,  # [N]
     scale: Tensor,  # [N]
     of_label: Tensor,  # [N]
@@ -234,11 +230,7 @@ def hidden_gradient(
     (n, d), at_a_time = out.shape, product.shape[0]
     for start in range(0, n, at_a_time):
         stop = min(n, start + at_a_time)
-        begin = 0
-        for part in values:
-            end = begin + part.shape[1]
-            multiply_add(product[: stop - start], part[start:stop], weight[begin:end], first=begin == 0)
-            begin = end
+        multiply_add(product[: stop - start], values[start:stop], weight, first=True)
         _finish_hidden_kernel[(ceil_div(stop - start, 16), ceil_div(d, 256))](
             product, weight, labels, scale, of_label, out, start, stop - start, d, weight.stride(0), BLOCK_R=16, BLOCK_D=256
         )  # fmt: skip
@@ -321,7 +313,7 @@ def scaled_gradients(
     recompute(flags)
     product = torch.empty((min(at_a_time, max(n, v)), d), device=hidden.device, dtype=torch.float32)
     if grad_hidden is not None:
-        hidden_gradient([stored.values], weight, labels, scale, of_label, product, grad_hidden)
+        hidden_gradient(stored.values, weight, labels, scale, of_label, product, grad_hidden)
     if grad_weight is not None:
         scaled = torch.empty((n, d), dtype=hidden.dtype, device=hidden.device)
         scale_rows(hidden, scale, scaled)

@@ -372,7 +372,6 @@ SPECS = (
             "values": "*T",
             "scale": "*fp32",
             "of_label": "*fp32",
-            "first_col": "i32",
             "width": "i32",
             "stride": "i32:16",
         },

@@ -18,8 +18,7 @@ from hf_cce import CCEConfig, kernels, ops
 # "narrow": a first slab of one tile's width is stored, and the others are computed twice.
 # "scaled": all of them are stored, and the gradients are formed without another pass over what is.
 # "grouped": of some tokens all of them are, and the gradients are formed in the forward pass, group after group.
-# "lent": likewise, and some of the first group's are where the weight's gradient will be.
-WAYS = ("dense", "dense16", "stored", "narrow", "scaled", "grouped", "lent", "filtered", "exact")
+WAYS = ("dense", "dense16", "stored", "narrow", "scaled", "grouped", "filtered", "exact")
 KEEPS_ALL = 1e-9  # a gradient_filter that drops nothing but what is zero
 # FILTER_FROM, DENSE_BYTES, NARROW_BYTES
 _THRESHOLDS = {
@@ -48,14 +47,14 @@ def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
         return dtype != torch.float32
     if way in ("stored", "narrow"):
         return dtype != torch.float16  # has no range for it
-    if way in ("scaled", "grouped", "lent"):
+    if way in ("scaled", "grouped"):
         return dtype != torch.float16 and not options.bias
     return way != "filtered" or not options.bias
 
 
 def takes(way: str) -> str:
     """The name under which ``watch`` counts the forward pass of a way."""
-    return {"narrow": "stored", "scaled": "stored", "dense16": "dense", "lent": "grouped"}.get(way, way)
+    return {"narrow": "stored", "scaled": "stored", "dense16": "dense"}.get(way, way)
 
 
 def backward_of(way: str) -> str:
@@ -65,7 +64,6 @@ def backward_of(way: str) -> str:
         "dense16": "dense gradients",
         "filtered": "filtered gradients",
         "grouped": "formed gradients",
-        "lent": "formed gradients",
     }
     return own.get(way, "recomputed gradients")
 
@@ -78,32 +76,23 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     monkeypatch.setattr(ops, "DENSE_BYTES", dense_bytes)
     monkeypatch.setattr(ops, "NARROW_BYTES", narrow_bytes)
     module = sys.modules["hf_cce.kernels.cross_entropy"]  # the package has a function of that name
-    scaled, grouped = (sys.modules[f"hf_cce.kernels.{name}"] for name in ("scaled", "grouped"))
+    scaled = sys.modules["hf_cce.kernels.scaled"]
     monkeypatch.setattr(scaled, "TOKENS_PER_WIDTH", 0 if way == "scaled" else math.inf)
-    if way in ("scaled", "grouped", "lent"):  # several slabs of the product
+    if way in ("scaled", "grouped"):  # several slabs of the product
         monkeypatch.setattr(scaled, "BUFFER", 4 << 20 if torch.cuda.is_available() else 1 << 12)
-    if way in ("narrow", "exact", "grouped", "lent"):
+    if way in ("narrow", "exact", "grouped"):
         # a whole tile of every plan, on a GPU and in the interpreter
         width = (256 if torch.cuda.is_available() else 32) if way == "narrow" else 0
         monkeypatch.setattr(
             module, "stored_width", lambda n, d, v, dtype, *_: 0 if dtype == torch.float16 else min(v, width)
         )
 
-    def group_sizes(n: int, d: int, v: int, dtype: torch.dtype, tiles: int, need_weight: bool, *rest: int) -> Any:
-        if way not in ("grouped", "lent") or dtype == torch.float16 or n == 0:
-            return None
-        size, block_n = 256 if torch.cuda.is_available() else 16, rest[1]  # whole row blocks of every plan
-        if way == "grouped" or not need_weight:
-            return grouped.Sizes(size, size)
-        if dtype != torch.float32:
-            size *= 10 if torch.cuda.is_available() else 4
-        lent = grouped.lent_columns(size, d, v, dtype.itemsize, 4, block_n)
-        half = grouped._rows_in_place(v, dtype, block_n)
-        # What of the sums is not in the weight's gradient takes the place of the columns before it.
-        fits = n > size and 4 * d * (v - half) <= dtype.itemsize * size * (half - lent)
-        return grouped.Sizes(size, size, lent if fits else 0)
+    def group_size(n: int, d: int, v: int, dtype: torch.dtype, *_: Any) -> int:
+        if way != "grouped" or dtype == torch.float16:
+            return 0
+        return 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
 
-    monkeypatch.setattr(module, "group_sizes", group_sizes)
+    monkeypatch.setattr(module, "group_size", group_size)
     return watch(monkeypatch)
 
 
@@ -125,20 +114,6 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     backward = sys.modules["hf_cce.kernels.backward"]
     monkeypatch.setattr(backward, "scaled_gradients", counting(backward.scaled_gradients, "scaled gradients"))
     return taken
-
-
-def count_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of the groups that are added from now on: in how many parts their values lie."""
-    from hf_cce.kernels.grouped import Groups
-
-    counts, real = [], Groups.add
-
-    def add(self: Groups, group: Any, *others: Any) -> None:
-        counts.append(len(group.parts))
-        real(self, group, *others)
-
-    monkeypatch.setattr(Groups, "add", add)
-    return counts
 
 
 def config_of(way: str, **options: Any) -> CCEConfig:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from losses import EVERYTHING, OPTIONS, PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs
 from numerics import assert_as_good
-from ways import WAYS, applies, backward_of, config_of, count_parts, force, takes, watch
+from ways import WAYS, applies, backward_of, config_of, force, takes, watch
 
 from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs, ops
 
@@ -268,7 +268,6 @@ def test_the_training_path_does_not_synchronise_the_host() -> None:
         (256 << 20, 50257, "stored"),
         (1280 << 20, 50257, "scaled"),
         (1280 << 20, 110001, "grouped"),
-        (1280 << 20, 140001, "lent"),
     ],
 )
 def test_memory_budget_holds(budget: int, v: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +275,7 @@ def test_memory_budget_holds(budget: int, v: int, way: str, monkeypatch: pytest.
     hidden.requires_grad_()
     weight.requires_grad_()
     config = CCEConfig(memory_budget=budget, gradient_filter="auto" if way == "auto" else None)
-    taken, parts = watch(monkeypatch), count_parts(monkeypatch)
+    taken = watch(monkeypatch)
     linear_cross_entropy(hidden, weight, labels, config=config).backward()
     hidden.grad = weight.grad = None
     before = torch.cuda.memory_allocated()
@@ -285,7 +284,6 @@ def test_memory_budget_holds(budget: int, v: int, way: str, monkeypatch: pytest.
     gradients = 2 * (hidden.numel() + weight.numel())
     if way != "auto":
         assert taken[takes(way)] == 2 and taken["scaled gradients"] == 2 * (way == "scaled")
-    assert set(parts) == {"grouped": {1}, "lent": {1, 3}}.get(way, set())
     # A few vectors [N] besides: losses, labels, upstream gradients.
     assert torch.cuda.max_memory_allocated() - before - gradients <= budget + 64 * hidden.shape[0]
 

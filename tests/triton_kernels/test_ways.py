@@ -14,7 +14,7 @@ from alive import Alive
 from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
 from numerics import assert_as_good, relative_error
 from torch import Tensor
-from ways import WAYS, applies, backward_of, config_of, count_parts, force, takes, watch
+from ways import WAYS, applies, backward_of, config_of, force, takes, watch
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs, ops
 from hf_cce import state as state_module
@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("way", WAYS)
 def test_strided_labels_and_bias(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Options(bias=way not in ("filtered", "scaled", "grouped", "lent"))
+    options = Options(bias=way not in ("filtered", "scaled", "grouped"))
     dtype = torch.float16 if way == "dense16" else torch.float32
     assert applies(way, options, dtype)
     taken = force(monkeypatch, way)
@@ -54,7 +54,7 @@ def test_a_word_of_the_vocabulary_as_ignore_index(
     if way != "portable" and not applies(way, PLAIN, dtype):
         pytest.skip("the way does not apply")
     taken = Counter() if way == "portable" else force(monkeypatch, way)
-    n, d, v = (100, 96, 1700) if way == "lent" else (60, 96, 608)
+    n, d, v = 60, 96, 608
     if DEVICE == "cuda":
         n, d, v = 16 * n, 4 * d, 16 * v
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
@@ -74,7 +74,7 @@ def test_a_word_of_the_vocabulary_as_ignore_index(
     assert way == "portable" or taken[takes(way)] == 2
 
 
-@pytest.mark.parametrize("way", ["stored", "narrow", "scaled", "grouped", "lent"])
+@pytest.mark.parametrize("way", ["stored", "narrow", "scaled", "grouped"])
 def test_what_has_no_range_to_be_stored_is_computed_anew(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """exp(z − z_label) of a token whose label is 100 nats away; the blocks of its neighbours are kept."""
     taken = force(monkeypatch, way)
@@ -205,45 +205,37 @@ def test_plain_is_what_the_ways_are_compared_with() -> None:
 @pytest.mark.parametrize(("d", "v"), [(72, 31), (17, 301), (16, 456)])
 def test_groups_add_up_where_their_result_will_lie(d: int, v: int) -> None:
     """In bfloat16 half of the float32 sums of the weight's gradient are in its own memory; as good as all tokens at once."""
-    lent = v > 31
     n, d, v = (4096, 520, 10 * v) if DEVICE == "cuda" else (90, d, v)
     inputs, labels = make_inputs(n, d, v, torch.bfloat16, DEVICE)
     exact = loss_and_gradients(plain_loss, inputs, labels, PLAIN, torch.float64)
     errors = {}
-    for way in ("scaled", "grouped", "lent"):
+    for way in ("scaled", "grouped"):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            taken, parts = force(monkeypatch, way), count_parts(monkeypatch)
+            taken = force(monkeypatch, way)
             found = loss_and_gradients(fused_loss(config_of(way)), inputs, labels, PLAIN, torch.bfloat16)
             assert taken[takes(way)] == taken[backward_of(way)] == 1
-            # At the end of the result's memory, before the half that is there, and of the other half.
-            assert set(parts) == ({1, 3} if lent and way == "lent" else {1} if way != "scaled" else set())
         errors[way] = [relative_error(found[name], exact[name]) for name in ("hidden", "weight")]
-    for way in ("grouped", "lent"):
-        assert all(found < 1.02 * scaled for found, scaled in zip(errors[way], errors["scaled"], strict=True))
+    assert all(found < 1.02 * scaled for found, scaled in zip(errors["grouped"], errors["scaled"], strict=True))
 
 
 def test_groups_are_formed_where_they_pay() -> None:
     """Sizes that were measured on an H200: hf_cce/bench/results/2026-11-22-h200-groups.txt."""
-    from hf_cce.kernels.grouped import Sizes, group_sizes
+    from hf_cce.kernels.grouped import group_size
     from hf_cce.kernels.stored import stored_width
 
-    def sizes(
-        n: int, d: int, v: int, mib: int, need_weight: bool = True, dtype: torch.dtype = torch.bfloat16
-    ) -> Sizes | None:
+    def size(n: int, d: int, v: int, mib: int, need_weight: bool = True, dtype: torch.dtype = torch.bfloat16) -> int:
         tiles, budget = -(-v // 128), mib << 20
         slab = stored_width(n, d, v, dtype, tiles, 128, budget)
-        return group_sizes(n, d, v, dtype, tiles, need_weight, 128, 256, slab, budget)
+        return group_size(n, d, v, dtype, tiles, need_weight, 128, slab, budget)
 
-    assert sizes(8192, 768, 128256, 1280) == (4096, 4096, 0)
-    assert sizes(16384, 2048, 128256, 1024) == (1920, 1920, 0)
-    # The first group's are more where that saves one: two instead of three, thirteen instead of fourteen.
-    assert sizes(8192, 896, 151936, 1280) == (4864, 3328, 20224)
-    assert sizes(32768, 896, 151936, 1024) == (3584, 2432, 25088)
-    assert sizes(8192, 1024, 49152, 256) is sizes(8192, 4096, 128256, 1280) is sizes(8192, 768, 128256, 256) is None
-    assert sizes(8192, 1024, 49152, 1280) is sizes(8192, 4096, 32001, 768) is None  # everything fits
-    assert sizes(8192, 768, 128256, 256, need_weight=False) == (896, 896, 0)
-    assert sizes(8192, 768, 128256, 64, need_weight=False) is None
-    assert sizes(8192, 768, 128256, 1280, dtype=torch.float16) is sizes(0, 768, 128256, 1280) is None
+    assert size(8192, 768, 128256, 1280) == 4096
+    assert size(16384, 2048, 128256, 1024) == 1920
+    assert size(8192, 896, 151936, 1280) == 2816
+    assert size(8192, 1024, 49152, 256) == size(8192, 4096, 128256, 1280) == size(8192, 768, 128256, 256) == 0
+    assert size(8192, 1024, 49152, 1280) == size(8192, 4096, 32001, 768) == 0  # everything fits
+    assert size(8192, 768, 128256, 256, need_weight=False) == 896
+    assert size(8192, 768, 128256, 64, need_weight=False) == 0
+    assert size(8192, 768, 128256, 1280, dtype=torch.float16) == size(0, 768, 128256, 1280) == 0
 
 
 def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +285,6 @@ def test_what_is_stored_takes_no_more_than_the_budget(
     ("n", "d", "v", "dtype"),
     [
         (8192, 896, 151_936, torch.bfloat16),
-        # The scaled rows of a first group that is larger than those that need the room:
         (32_768, 4096, 32_000, torch.bfloat16),
         (16_384, 4096, 65_536, torch.float32),
         (8192, 896, 151_936, torch.float32),
@@ -305,22 +296,19 @@ def test_groups_take_no_more_than_the_budget(
     """Counted on tensors without memory, by the plan of a Hopper GPU."""
     like_hopper(monkeypatch)
     module = sys.modules["hf_cce.kernels.cross_entropy"]
-    sizes, real = [], module.group_sizes
-    monkeypatch.setattr(module, "group_sizes", lambda *args: sizes.append(real(*args)) or sizes[-1])
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, factor = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
     given = (hidden, weight, labels, factor)
-    lent = 0
+    taken = 0
     for mib in (512, 768, 1024, 1280, 1536):
         with Alive({x.untyped_storage()._cdata for x in given}) as alive:
             found = module.grouped_cross_entropy(
                 hidden, weight, None, labels, factor, -100, 1.0, 0.0, 0.0, True, True, mib << 20
             )
-        assert (found is None) == (sizes[-1] is None)
-        lent += sizes[-1] is not None and sizes[-1].lent > 0
         if found is not None:
+            taken += 1
             assert alive.peak - dtype.itemsize * (n + v) * d <= (mib << 20) + 64 * n
-    assert lent
+    assert taken
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
