@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, make_plan, operand, row_major, slab_width, specialised
 from hf_cce.kernels.products import ALIGNED, multiply_add
-from hf_cce.kernels.scaled import buffer_rows, scaled_gradients
 from hf_cce.kernels.stored import Stored, label_logits, settle
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 
@@ -327,16 +326,6 @@ def logit_stats_backward(
         if for_hidden and total.dtype != hidden.dtype:
             grad_hidden[rows] = total
 
-    if stored is not None:
-        at_a_time = buffer_rows(n, d, v, hidden.dtype, stored.values.shape[1], need_bias, memory_budget)
-        if at_a_time:
-            values = stored.values
-            scaled_gradients(
-                stored, hidden, weight, *settled, ignore_index, logit_scale, softcap, plan.block_m, at_a_time,
-                grad_hidden if need_hidden else None, grad_weight if need_weight else None,
-                lambda flags: write_gradient(values, slice(0, n), per_token, 0, v, flags),
-            )  # fmt: skip
-            return grad_hidden, grad_weight, grad_bias
     everything = slice(0, n)
     one_slab = slab_width(n, v, hidden.element_size(), plan.block_n, memory_budget) == v
     if (

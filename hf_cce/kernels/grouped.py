@@ -35,6 +35,9 @@ from hf_cce.kernels.stored import Stored
 # too. Measured on an H200, as is what follows (hf_cce/bench/results/2026-11-22-h200-groups.txt).
 GROUP_TOKENS = 1150
 SAVED, SAVED_BY_SLAB = 0.95, 0.7
+# Rounding products in a pass of their own costs 8 · V · D bytes, a pass over all stored values 4 · N · V: where these fit, one
+# group is worth it from N / D = 2 on.
+TOKENS_PER_WIDTH = 2
 # Without, groups of fewer tokens leave the GPU idle.
 HIDDEN_TOKENS = 512
 
@@ -61,12 +64,16 @@ def group_size(
 
     ``slab``: columns that could be kept of all tokens instead (``stored_width``).
     """
-    if dtype == torch.float16 or n == 0 or slab == v:  # float16 has no range for stored values
+    if dtype == torch.float16 or n == 0:  # float16 has no range for stored values
         return 0
     element = dtype.itemsize
     rest = 4 * d * (v - _rows_in_place(v, dtype)) if need_weight else 0
     fixed = 4 * d * rows_at_a_time(d, max(n, v)) + (sort_bytes(n, v) if need_weight else 0)
     per_token = element * padded(v) + 4 * num_tiles + 32 + (element * d if need_weight else 0)
+    if fixed + n * per_token <= budget and (not need_weight or n >= TOKENS_PER_WIDTH * d):
+        return ceil_div(n, block_m) * block_m
+    if slab == v:
+        return 0
     most = (budget - fixed - rest) // per_token // block_m * block_m
     if most < HIDDEN_TOKENS:
         return 0

@@ -13,22 +13,20 @@ S may be of some tokens alone: then what the others' Sᵀ (f · h) come to is ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.plan import ceil_div, empty_slab, padded
+from hf_cce.kernels.plan import ceil_div
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.stored import LIMIT, Stored
 
 # Bytes of float32 products at a time: 256 tiles of 128 by 256 keep cuBLAS busy, and an H200's L2 cache holds them until they
 # are rounded.
 BUFFER = 32 << 20
-# A pass over S costs 4 · N · V bytes, rounding products in a pass of their own 8 · V · D: worth it from N / D = 2 on.
-TOKENS_PER_WIDTH = 2
 BLOCK_V = 16  # rows of the weight that a program finishes
 
 
@@ -181,15 +179,6 @@ def sort_bytes(n: int, v: int) -> int:
     return 64 * n + 8 * ceil_div(v, BLOCK_V)
 
 
-def buffer_rows(n: int, d: int, v: int, dtype: torch.dtype, width: int, need_bias: bool, budget: int) -> int:
-    """Rows of float32 products [rows, D] to form at a time; 0 where a pass over the slab is the better way, or fits alone."""
-    if width < v or need_bias or n < TOKENS_PER_WIDTH * d:
-        return 0
-    room = budget - dtype.itemsize * n * (padded(v) + d) - sort_bytes(n, v)
-    rows = rows_at_a_time(d, max(n, v))
-    return rows if 4 * d * rows <= room else 0
-
-
 def label_factors(
     stored: Stored,
     labels: Tensor,  # [N]
@@ -285,36 +274,3 @@ def weight_gradient(
                 num_warps=4, num_stages=1,
             )  # fmt: skip
         begin = end
-
-
-def scaled_gradients(
-    stored: Stored,
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    labels: Tensor,  # [N]
-    lse: Tensor,  # [N]
-    grad_lse: Tensor,  # [N]
-    grad_label: Tensor,  # [N]
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    block_m: int,
-    at_a_time: int,
-    grad_hidden: Tensor | None,  # [N, D], written
-    grad_weight: Tensor | None,  # [V, D], written
-    recompute: Callable[[Tensor], None],
-) -> None:
-    """Write the gradients. ``recompute`` replaces the stored values of flagged row blocks by the gradient of their logits."""
-    (n, d), v = hidden.shape, weight.shape[0]
-    scale, of_label = empty_slab(lse, 2, n).unbind()
-    flags = label_factors(
-        stored, labels, lse, grad_lse, grad_label, ignore_index, logit_scale, softcap, block_m, v, scale, of_label
-    )
-    recompute(flags)
-    product = torch.empty((min(at_a_time, max(n, v)), d), device=hidden.device, dtype=torch.float32)
-    if grad_hidden is not None:
-        hidden_gradient(stored.values, weight, labels, scale, of_label, product, grad_hidden)
-    if grad_weight is not None:
-        scaled = torch.empty((n, d), dtype=hidden.dtype, device=hidden.device)
-        scale_rows(hidden, scale, scaled)
-        weight_gradient(stored.values, scaled, hidden, labels, of_label, product, grad_weight)

@@ -16,9 +16,9 @@ from hf_cce import CCEConfig, kernels, ops
 
 # "dense": real logits in float32; "dense16": in the dtype of the inputs.
 # "narrow": a first slab of one tile's width is stored, and the others are computed twice.
-# "scaled": all of them are stored, and the gradients are formed without another pass over what is.
 # "grouped": of some tokens all of them are, and the gradients are formed in the forward pass, group after group.
-WAYS = ("dense", "dense16", "stored", "narrow", "scaled", "grouped", "filtered", "exact")
+# "whole": likewise, with all tokens in one group.
+WAYS = ("dense", "dense16", "stored", "narrow", "grouped", "whole", "filtered", "exact")
 KEEPS_ALL = 1e-9  # a gradient_filter that drops nothing but what is zero
 # FILTER_FROM, DENSE_BYTES, NARROW_BYTES
 _THRESHOLDS = {
@@ -47,14 +47,14 @@ def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
         return dtype != torch.float32
     if way in ("stored", "narrow"):
         return dtype != torch.float16  # has no range for it
-    if way in ("scaled", "grouped"):
+    if way in ("grouped", "whole"):
         return dtype != torch.float16 and not options.bias
     return way != "filtered" or not options.bias
 
 
 def takes(way: str) -> str:
     """The name under which ``watch`` counts the forward pass of a way."""
-    return {"narrow": "stored", "scaled": "stored", "dense16": "dense"}.get(way, way)
+    return {"narrow": "stored", "dense16": "dense", "whole": "grouped"}.get(way, way)
 
 
 def backward_of(way: str) -> str:
@@ -64,6 +64,7 @@ def backward_of(way: str) -> str:
         "dense16": "dense gradients",
         "filtered": "filtered gradients",
         "grouped": "formed gradients",
+        "whole": "formed gradients",
     }
     return own.get(way, "recomputed gradients")
 
@@ -77,10 +78,9 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     monkeypatch.setattr(ops, "NARROW_BYTES", narrow_bytes)
     module = sys.modules["hf_cce.kernels.cross_entropy"]  # the package has a function of that name
     scaled = sys.modules["hf_cce.kernels.scaled"]
-    monkeypatch.setattr(scaled, "TOKENS_PER_WIDTH", 0 if way == "scaled" else math.inf)
-    if way in ("scaled", "grouped"):  # several slabs of the product
+    if way in ("grouped", "whole"):  # several slabs of the product
         monkeypatch.setattr(scaled, "BUFFER", 4 << 20 if torch.cuda.is_available() else 1 << 12)
-    if way in ("narrow", "exact", "grouped"):
+    if way in ("narrow", "exact", "grouped", "whole"):
         # a whole tile of every plan, on a GPU and in the interpreter
         width = (256 if torch.cuda.is_available() else 32) if way == "narrow" else 0
         monkeypatch.setattr(
@@ -88,9 +88,10 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
         )
 
     def group_size(n: int, d: int, v: int, dtype: torch.dtype, *_: Any) -> int:
-        if way != "grouped" or dtype == torch.float16:
+        if way not in ("grouped", "whole") or dtype == torch.float16:
             return 0
-        return 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
+        few = 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
+        return few if way == "grouped" else -(-n // few) * few
 
     monkeypatch.setattr(module, "group_size", group_size)
     return watch(monkeypatch)
@@ -103,7 +104,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def counting(function: Any, name: str) -> Any:
         def wrapper(*args: Any) -> Any:
             result = function(*args)
-            if result is not None or name == "scaled gradients":  # None elsewhere: the budget does not allow it
+            if result is not None:  # else the budget does not allow it
                 taken[name] += 1
             return result
 
@@ -111,8 +112,6 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for function, name in _FUNCTIONS.items():
         monkeypatch.setattr(kernels, function, counting(getattr(kernels, function), name))
-    backward = sys.modules["hf_cce.kernels.backward"]
-    monkeypatch.setattr(backward, "scaled_gradients", counting(backward.scaled_gradients, "scaled gradients"))
     return taken
 
 

@@ -60,7 +60,7 @@ def step(n, v, strategy):
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, scalar = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
     form, needs = (-100, 1.0, 0.0), (True, not frozen, False)
-    budget = {"grouped": 640, "stored whole": 1280}.get(strategy, 256) << 20
+    budget = {"grouped": 640, "whole": 1280}.get(strategy, 256) << 20
     kernels.survey_labels(labels, -100, v, None, 0.0)
     common = (hidden, weight, None, labels, scalar, *form, 0.0)
     if strategy in ("filtered", "frozen"):
@@ -75,7 +75,7 @@ def step(n, v, strategy):
         logits = kernels.dense_logits(hidden, weight, None, torch.float32)
         _, _, saved = kernels.dense_cross_entropy(logits, *common[2:])
         kernels.dense_gradients(saved, scalar, scalar, hidden, weight, None, labels, *form, 0.0, *needs)
-    elif strategy == "grouped":
+    elif strategy in ("grouped", "whole"):
         _, _, formed = kernels.grouped_cross_entropy(*common, True, True, budget)
         kernels.formed_gradients(formed, scalar)
     else:
@@ -84,7 +84,7 @@ def step(n, v, strategy):
         kernels.logit_stats_backward(*vectors, None, *common[:4], lse, None, *form, *needs, budget, stored)
 
 
-for strategy in ("filtered", "frozen", "statistics", "stored", "stored whole", "grouped", "dense"):
+for strategy in ("filtered", "frozen", "statistics", "stored", "grouped", "whole", "dense"):
     for v in (49152, 50257):
         n = 600 if strategy == "dense" else 8192
         usual = launches(n, v, strategy)
