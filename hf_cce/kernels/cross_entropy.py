@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from hf_cce.kernels import dense, filtered
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
-from hf_cce.kernels.grouped import Formed, Groups, group_size
+from hf_cce.kernels.grouped import Groups, PrecomputedGrads, group_size
+from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
 from hf_cce.kernels.layout import Expected, Filtered, Report
 from hf_cce.kernels.measure import relative
 from hf_cce.kernels.order import Vocabulary
 from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, filter_plan, make_plan, padded, row_major, specialised
-from hf_cce.kernels.stored import Stored, label_logits, lent_columns, lent_values, stored_width
+from hf_cce.kernels.stored import CachePlan, ExpCache, Slab, allocate_cache, label_logits, plan_cache
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -127,50 +128,31 @@ def cross_entropy(
     return loss, lse, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
 
 
-class Part(NamedTuple):
-    """Stored values of the columns from ``begin`` to ``end``."""
-
-    begin: int
-    end: int
-    values: Tensor  # [tokens, end − begin], or of the first of these columns
-
-
-def _stored_stats(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,
-    labels: Tensor,  # [N]
-    stored: Stored,  # but for its values
-    parts: list[Part],  # whose values are written
+def _stats_and_cache(
+    inputs: LogitInputs,
+    slabs: Sequence[Slab],  # whose values are written
+    label_logit: Tensor,  # [N]
+    active: Tensor | None,
     lse: Tensor,  # [N], written
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
     plan: Plan,
 ) -> None:
-    v, num_tiles, stride = weight.shape[0], ceil_div(weight.shape[0], plan.block_n), padded(labels.numel())
-    tile_lse = torch.empty(num_tiles * stride, device=hidden.device, dtype=torch.float32)
-    for begin, end, values in parts:
-        tile_stats(
-            hidden, weight[begin:end], None if bias is None else bias[begin:end], labels,
-            [tile_lse[begin // plan.block_n * stride :], None, None, None, None], stored.label_logit, begin, ignore_index,
-            logit_scale, softcap, plan, stored=values, live=stored.live,
-        )  # fmt: skip
-    tiles: list[Tensor | None] = [tile_lse, None, None, None, None]
-    combine(tiles, stored.label_logit, labels, lse, [None] * 4, v, num_tiles, ignore_index)
+    """The logsumexp of each token, and the exponentials of the columns to keep."""
+    n, _, v, _ = inputs.shape
+    num_tiles, stride = ceil_div(v, plan.block_n), padded(n)
+    tile_lse = torch.empty(num_tiles * stride, device=lse.device, dtype=torch.float32)
+    ends = [*(slab.start for slab in slabs[1:]), v]
+    for slab, end in zip(slabs, ends, strict=True):
+        of_slab = TileStats(tile_lse[slab.start // plan.block_n * stride :])
+        tile_stats(inputs.columns(slab.start, end), of_slab, label_logit, plan, slab.start, slab.values, active)
+    combine(TileStats(tile_lse), label_logit, inputs.labels, lse, [None] * 4, v, num_tiles, inputs.ignore_index)
 
 
-def _stored_columns(
-    n: int, d: int, v: int, dtype: torch.dtype, tiles: int, block_n: int, special: bool, lend: bool, budget: int
-) -> tuple[int, int]:
-    """Columns to store where the weight's gradient will be, and those after them in a slab of the budget."""
-    width = stored_width(n, d, v, dtype, tiles, block_n, budget)
-    if not lend or width in (0, v):
-        return 0, width
-    whole_tiles = block_n * (2 if special else 1)  # of every kernel's
-    lent = lent_columns(n, d, v, dtype.itemsize, dtype.itemsize, whole_tiles)
-    after = stored_width(n, d, v - lent, dtype, tiles, block_n, budget, lent > 0)
-    return (lent, after) if after else (0, width)
+def _cache_plan(inputs: LogitInputs, need_weight: bool, budget: int) -> CachePlan | None:
+    plan, later = (make_plan(inputs.hidden, inputs.weight, backward) for backward in (False, True))
+    block_n = max(plan.block_n, later.block_n)
+    dw_block_n = block_n * (2 if specialised(plan, inputs.bias, inputs.softcap) else 1)  # a multiple of every kernel's
+    num_tiles = ceil_div(inputs.shape.v, plan.block_n)
+    return plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, need_weight, budget)
 
 
 def stored_cross_entropy(
@@ -183,35 +165,23 @@ def stored_cross_entropy(
     logit_scale: float,
     softcap: float,
     z_loss: float,
-    lend: bool,
+    in_dw_buffer: bool,
     memory_budget: int,
-) -> tuple[Tensor, Tensor, Stored] | None:
-    """(loss, lse [N], the first slab for ``logit_stats_backward``), or None where the budget has no room for one.
+) -> tuple[Tensor, Tensor, ExpCache] | None:
+    """(loss, lse [N], the exponentials kept for ``logit_stats_backward``), or None where the budget has no room for any.
 
-    With ``lend`` the weight's gradient is allocated here, and lends its memory until it is written.
+    With ``in_dw_buffer`` the weight's gradient is allocated here, and its memory used until it is written.
     """
-    hidden, weight = row_major(hidden), row_major(weight)
-    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
-    (n, d), v = hidden.shape, weight.shape[0]
-    plan = make_plan(hidden, weight)
-    num_tiles = ceil_div(v, plan.block_n)
-    special = specialised(plan, bias, softcap)
-    block_n = max(make_plan(hidden, weight, backward=True).block_n, plan.block_n)
-    lent, width = _stored_columns(n, d, v, hidden.dtype, num_tiles, block_n, special, lend, memory_budget)
-    if width == 0:
+    inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap).readable()
+    columns = _cache_plan(inputs, in_dw_buffer, memory_budget)
+    if columns is None:
         return None
-    block_m = plan.block_m if special else 0
-    label_logit, live = label_logits(hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, block_m)
-    stored = Stored(empty_slab(hidden, n, width), label_logit, live)
-    parts = [Part(lent, v, stored.values)]  # of which the first columns are stored
-    if lent:
-        grad_weight = weight.new_empty((v, d))
-        values = lent_values(grad_weight, n, lent)
-        stored = stored._replace(lent=values, grad_weight=grad_weight)
-        parts.insert(0, Part(0, lent, values))
-    lse = torch.empty_like(label_logit)
-    _stored_stats(hidden, weight, bias, labels, stored, parts, lse, ignore_index, logit_scale, softcap, plan)
-    return _total_loss(lse, label_logit, None, factor, 0.0, z_loss), lse, stored
+    plan = make_plan(inputs.hidden, inputs.weight)
+    block_m = plan.block_m if specialised(plan, bias, softcap) else 0
+    cache = allocate_cache(inputs, columns, *label_logits(inputs, plan, block_m))
+    lse = torch.empty_like(cache.label_logit)
+    _stats_and_cache(inputs, cache.slabs, cache.label_logit, cache.active, lse, plan)
+    return _total_loss(lse, cache.label_logit, None, factor, 0.0, z_loss), lse, cache
 
 
 def grouped_cross_entropy(
@@ -227,42 +197,27 @@ def grouped_cross_entropy(
     need_hidden: bool,
     need_weight: bool,
     memory_budget: int,
-) -> tuple[Tensor, Tensor, Formed] | None:
-    """(loss, lse [N], the gradients but for a factor), or None where another way is the better one, or has to be taken.
-
-    All tokens' values are kept for the backward pass, if there is room: see ``stored_cross_entropy``.
-    """
-    hidden, weight = row_major(hidden), row_major(weight)
-    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
-    (n, d), v = hidden.shape, weight.shape[0]
-    plan, later = make_plan(hidden, weight), make_plan(hidden, weight, backward=True)
-    num_tiles, block_m = ceil_div(v, plan.block_n), max(plan.block_m, later.block_m)
-    special = specialised(plan, bias, softcap)
-    stored_instead = _stored_columns(
-        n, d, v, hidden.dtype, num_tiles, max(plan.block_n, later.block_n), special, need_weight, memory_budget
-    )
-    size = group_size(n, d, v, hidden.dtype, num_tiles, need_weight, block_m, sum(stored_instead), memory_budget)
+) -> tuple[Tensor, Tensor, PrecomputedGrads] | None:
+    """(loss, lse [N], the gradients but for a factor), or None where ``stored_cross_entropy`` is the better way."""
+    inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap).readable()
+    n, _, v, _ = inputs.shape
+    plan, later = (make_plan(inputs.hidden, inputs.weight, backward) for backward in (False, True))
+    kept, block_m = _cache_plan(inputs, need_weight, memory_budget), max(plan.block_m, later.block_m)
+    size = group_size(inputs.shape, ceil_div(v, plan.block_n), need_weight, block_m, sum(kept or (0,)), memory_budget)
     if size == 0:
         return None
-    label_logit, live = label_logits(
-        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, plan.block_m if special else 0
-    )
+    label_logit, active = label_logits(inputs, plan, plan.block_m if specialised(plan, bias, softcap) else 0)
     lse, one = torch.empty_like(label_logit), torch.ones((), device=hidden.device, dtype=torch.float32)
-    groups = Groups(
-        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, size, need_hidden, need_weight, later
-    )  # fmt: skip
-    for group in groups.groups():
-        rows = slice(group.start, group.stop)
-        flags = None if live is None else live[group.start // plan.block_m :]
-        stored = Stored(group.values, label_logit[rows], flags)
-        parts = [Part(0, v, group.values)]
-        _stored_stats(
-            hidden[rows], weight, bias, labels[rows], stored, parts, lse[rows], ignore_index, logit_scale, softcap, plan
-        )  # fmt: skip
+    groups = Groups(inputs, size, need_hidden, need_weight, later)
+    for start in range(0, n, size):
+        rows = slice(start, min(n, start + size))
+        slab = Slab(0, v, groups.values[: rows.stop - start])
+        flags = None if active is None else active[start // plan.block_m :]
+        _stats_and_cache(inputs.tokens(rows), [slab], label_logit[rows], flags, lse[rows], plan)
         grad_lse, grad_label, _ = token_gradients(one, factor, lse[rows], 0.0, z_loss)
-        groups.add(group, stored, lse[rows], grad_lse, grad_label)
+        groups.add(rows, label_logit[rows], TokenGrads(lse[rows], grad_lse, grad_label))
     loss = _total_loss(lse, label_logit, None, factor, 0.0, z_loss)
-    return loss, lse, Formed(groups.grad_hidden, groups.grad_weight)
+    return loss, lse, PrecomputedGrads(groups.grad_hidden, groups.grad_weight)
 
 
 def dense_cross_entropy(

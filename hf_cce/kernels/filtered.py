@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.filter import Kept, Mass, dropped_mass, select
 from hf_cce.kernels.forward import combine, tile_stats
+from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
 from hf_cce.kernels.layout import Expected, Filtered, Layout, Report, make_layout
 from hf_cce.kernels.measure import hidden_error, relative, rounding_errors, weight_error
 from hf_cce.kernels.order import Vocabulary, permute_rows, put_rows, sort_tokens, sort_vocabulary
@@ -42,7 +43,7 @@ from hf_cce.kernels.sparse import (
     _kept_tiles_kernel,
     _weight_gradient_kernel,
 )
-from hf_cce.kernels.stored import Stored, label_logits, settle
+from hf_cce.kernels.stored import exp_to_dlogits_, label_logits
 from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, leaning, tilted_rows
 
 MARGIN = 1.5  # how much more tiles may be kept than before without leaving some to hf_cce.kernels.rest
@@ -92,21 +93,20 @@ def forward(
     rows_of_flags = plan.block_m if specialised(plan, bias, softcap, entropy, is_top1) else 0
     if stored or rows_of_flags:
         in_rows = hidden.new_empty((n, d))
-        label_logit, live = label_logits(
-            hidden, weight, of_entries, order.labels, v, logit_scale, softcap, plan, rows_of_flags, order.order, order.tokens,
-            in_rows,
-        )  # fmt: skip
+        given = LogitInputs(hidden, weight, of_entries, order.labels, v, logit_scale, softcap)
+        label_logit, live = label_logits(given, plan, rows_of_flags, order.order, order.tokens, in_rows)
         hidden = in_rows
     else:
         hidden = hidden.index_select(0, order.tokens)
 
     def statistics(rows_of: Tensor, first: int, values: Tensor | None) -> None:
         stop, block = first + len(rows_of), first // plan.block_n
-        of_tiles = [None if x is None else x[block:] for x in (tile_lse, None, expectation, None, largest)]
+        tiles = (tile_lse, None, expectation, None, largest, tile_ratio, tile_damping)
+        of_columns = bias if bias is None else bias[first:stop]
         tile_stats(
-            hidden, rows_of, None if bias is None else bias[first:stop], order.labels, of_tiles, label_logit, first, v,
-            logit_scale, softcap, plan,
-            tile_ratio[block:], None if tile_damping is None else tile_damping[block:], values, live,
+            LogitInputs(hidden, rows_of, of_columns, order.labels, v, logit_scale, softcap),
+            TileStats(*(None if x is None else x[block:] for x in tiles)),  # type: ignore[arg-type]
+            label_logit, plan, first, values, live,
         )  # fmt: skip
 
     values = empty_slab(hidden, n, stored) if stored else None
@@ -122,9 +122,8 @@ def forward(
     if stored and layout.keep_rows:
         assert in_order is not None
         first_rows = in_order[:stored]
-    combine(
-        [tile_lse, None, expectation, None, largest], label_logit, order.labels, lse, [None, entropy, None, is_top1], v, cols, v
-    )  # fmt: skip
+    of_tiles = TileStats(tile_lse, None, expectation, None, largest)
+    combine(of_tiles, label_logit, order.labels, lse, [None, entropy, None, is_top1], v, cols, v)
     return Filtered(
         order, hidden, in_order if layout.keep_rows else None, bias, means, lse, label_logit, tile_lse, tile_ratio, tile_damping,
         values, first_rows, layout, plan, vocabulary, expected,
@@ -231,22 +230,20 @@ def _of_stored(
     values, rows_of, order = saved.values, saved.first_rows, saved.order
     assert values is not None and rows_of is not None
     bias = None if saved.bias is None else saved.bias[: len(rows_of)]
-    stored, plan = Stored(values, saved.label_logit), make_plan(saved.hidden, rows_of, backward=True)
-    per_token = (order.labels, saved.lse, grad_lse, grad_label)
+    plan = make_plan(saved.hidden, rows_of, backward=True)
     (n, _), v = saved.hidden.shape, saved.vocabulary.rank.numel()
+    inputs = LogitInputs(saved.hidden, rows_of, bias, order.labels, v, logit_scale, softcap)
+    grads = TokenGrads(saved.lse, grad_lse, grad_label)
 
     def compute_anew(flags: Tensor) -> None:
-        write_logit_gradient(
-            values, saved.hidden, rows_of, bias, (*per_token[:2], None, *per_token[2:], None, None), 0, len(rows_of), v,
-            logit_scale, softcap, plan, flags,
-        )  # fmt: skip
+        write_logit_gradient(values, inputs, grads, 0, len(rows_of), plan, flags)
 
     if not need_weight:  # a pass over [N, D] costs less than one over the values
         scale, of_label = torch.empty((2, padded(n)), device=grad_lse.device, dtype=torch.float32)[:, :n].unbind()
-        compute_anew(label_factors(stored, *per_token, v, logit_scale, softcap, plan.block_m, v, scale, of_label))
+        compute_anew(label_factors(values, saved.label_logit, inputs, grads, plan.block_m, v, scale, of_label))
         hidden_gradient(values, rows_of, order.labels, scale, of_label, total, total)
         return None
-    compute_anew(settle(stored, *per_token, v, logit_scale, softcap, plan.block_m))
+    compute_anew(exp_to_dlogits_(values, saved.label_logit, inputs, grads, plan.block_m))
     if total.numel():
         multiply_add(total, values, rows_of, first=True)
     gradient = torch.empty_like(rows_of)

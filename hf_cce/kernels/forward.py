@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.plan import Plan, ceil_div, make_plan, operand, padded, row_major, specialised
+from hf_cce.kernels.inputs import LogitInputs, TileStats
+from hf_cce.kernels.plan import Plan, ceil_div, make_plan, operand, padded, specialised
 from hf_cce.kernels.stored import label_logits
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
@@ -245,49 +246,37 @@ _FLAGS = ("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1")
 
 
 def tile_stats(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,
-    labels: Tensor,  # [N]
-    tiles: list[Tensor | None],  # T · padded(N) each: lse, and sum, expectation, lse of 2 z, maximum where wanted
+    inputs: LogitInputs,
+    tiles: TileStats,  # written
     label_logit: Tensor,  # [N]
-    first_col: int,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
     plan: Plan,
-    tile_ratio: Tensor | None = None,
-    tile_damping: Tensor | None = None,
-    stored: Tensor | None = None,
-    live: Tensor | None = None,
+    first_col: int = 0,  # what to subtract from a label to have its row in the weight
+    exp_cache: Tensor | None = None,  # [N, ·], written: see hf_cce.kernels.stored
+    active: Tensor | None = None,  # active row blocks, of ``label_logits``
 ) -> None:
-    """Fill ``tiles`` and, for labels in [first_col, first_col + V), ``label_logit``; with ``stored`` that is read instead.
+    """Fill ``tiles`` and, for labels in [first_col, first_col + V), ``label_logit``; with ``exp_cache`` that is read instead.
 
-    With ``live``, of ``label_logits``, hf_cce.kernels.hopper does it, and leaves ``label_logit`` as it is.
+    With ``active`` hf_cce.kernels.hopper does it, and leaves ``label_logit`` as it is.
     """
-    n, v = labels.numel(), weight.shape[0]
-    if live is not None:
+    if active is not None:
         from hf_cce.kernels import hopper
 
-        assert tiles[0] is not None
-        hopper.tile_stats(
-            hidden, weight, labels, live, tiles[0], tile_ratio, label_logit, stored, padded(n), plan.block_n,
-            ignore_index, logit_scale,
-        )  # fmt: skip
+        hopper.tile_stats(inputs, active, tiles, label_logit, exp_cache, plan.block_n)
         return
-    wants = [x is not None for x in tiles[1:]]
+    hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
+    n, d, v, _ = inputs.shape
+    wants = [x is not None for x in tiles[1:5]]
     _tile_stats_kernel[(ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
-        *tiles, tile_ratio, tile_damping, label_logit, stored, 0 if stored is None else stored.stride(0),
-        padded(n), n, v, first_col, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index,
-        logit_scale, softcap or 1.0,
-        **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tile_ratio is not None, STORE=stored is not None,
-        HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
+        *tiles, label_logit, exp_cache, 0 if exp_cache is None else exp_cache.stride(0),
+        padded(n), n, v, first_col, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
+        **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tiles.ratio is not None, STORE=exp_cache is not None,
+        **inputs.flags, **plan.constants(),
     )  # fmt: skip
 
 
 def combine(
-    tiles: list[Tensor | None],
+    tiles: TileStats,
     label_logit: Tensor,  # [N]
     labels: Tensor,  # [N]
     lse: Tensor,  # [N], written
@@ -299,7 +288,7 @@ def combine(
     """Fold the statistics of tiles into those of tokens."""
     n = labels.numel()
     _combine_kernel[(ceil_div(n, 32),)](
-        *tiles, label_logit, labels, lse, *outputs, padded(n), n, v, num_tiles, ignore_index,
+        *tiles[:5], label_logit, labels, lse, *outputs, padded(n), n, v, num_tiles, ignore_index,
         **dict(zip(_FLAGS, [x is not None for x in outputs], strict=True)), BLOCK_R=32, BLOCK_T=256, num_warps=8,
     )  # fmt: skip
 
@@ -319,9 +308,8 @@ def logit_stats(
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The statistics of ``hf_cce.portable.Stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
-    n, v = labels.numel(), weight.shape[0]
-    hidden, weight = row_major(hidden), row_major(weight)
-    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
+    inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap).readable()
+    n, _, v, _ = inputs.shape
     wants = (want_mean, want_entropy, want_log_sum_sq, want_top1)
     lse = torch.empty(n, dtype=torch.float32, device=hidden.device)
     label_logit = torch.empty_like(lse)
@@ -329,27 +317,22 @@ def logit_stats(
         torch.empty(n if want else 0, dtype=torch.bool if want and i == 3 else torch.float32, device=hidden.device)
         for i, want in enumerate(wants)
     ]
-    plan = make_plan(hidden, weight)
+    plan = make_plan(inputs.hidden, inputs.weight)
     num_tiles = ceil_div(v, plan.block_n)
     per_token = 4 * num_tiles * (1 + sum(wants))
     group = max(plan.block_m, memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
-    live = None
+    active = None
     if n and specialised(plan, bias, softcap, *wants):
-        label_logit, live = label_logits(
-            hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, plan.block_m
-        )
+        label_logit, active = label_logits(inputs, plan, plan.block_m)
     for start in range(0, n, group):
         rows = slice(start, min(n, start + group))
-        h, y = hidden[rows], labels[rows]
-        size = y.numel()
-        tiles = [
-            torch.empty(num_tiles * padded(size), device=hidden.device, dtype=torch.float32) if want else None
-            for want in (True, *wants)
-        ]
-        tile_stats(
-            h, weight, bias, y, tiles, label_logit[rows], 0, ignore_index, logit_scale, softcap, plan,
-            live=None if live is None else live[start // plan.block_m :],
-        )  # fmt: skip
+        of_group = inputs.tokens(rows)
+        size = num_tiles * padded(of_group.shape.n)
+        tiles = TileStats(
+            *(torch.empty(size, device=hidden.device, dtype=torch.float32) if want else None for want in (True, *wants))  # type: ignore[arg-type]
+        )
+        flags = None if active is None else active[start // plan.block_m :]
+        tile_stats(of_group, tiles, label_logit[rows], plan, active=flags)
         outputs = [x[rows] if want else None for x, want in zip(results, wants, strict=True)]
-        combine(tiles, label_logit[rows], y, lse[rows], outputs, v, num_tiles, ignore_index)
+        combine(tiles, label_logit[rows], of_group.labels, lse[rows], outputs, v, num_tiles, ignore_index)
     return lse, label_logit, results[0], results[1], results[2], results[3]

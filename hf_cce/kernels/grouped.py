@@ -8,7 +8,6 @@ an upstream gradient of one; the backward pass multiplies them by what that turn
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
+from hf_cce.kernels.inputs import LogitInputs, Shape, TokenGrads
 from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, padded
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.scaled import (
@@ -28,7 +28,6 @@ from hf_cce.kernels.scaled import (
     sort_bytes,
     weight_gradient,
 )
-from hf_cce.kernels.stored import Stored
 
 # With a gradient of the weight a group costs as much as a product over so many tokens: adding to that gradient moves 8 bytes per
 # entry of it, whatever the group's size. What it saves is a product over its own tokens, but for what a stored slab would save
@@ -42,29 +41,20 @@ TOKENS_PER_WIDTH = 2
 HIDDEN_TOKENS = 512
 
 
-class Formed(NamedTuple):
+class PrecomputedGrads(NamedTuple):
     """Gradients for an upstream gradient of one; None where not needed."""
 
     grad_hidden: Tensor | None  # [N, D]
     grad_weight: Tensor | None  # [V, D]
 
 
-class Group(NamedTuple):
-    """The tokens from ``start`` to ``stop``, and the memory of their stored values."""
-
-    start: int
-    stop: int
-    values: Tensor  # [stop − start, V]
-
-
-def group_size(
-    n: int, d: int, v: int, dtype: torch.dtype, num_tiles: int, need_weight: bool, block_m: int, slab: int, budget: int
-) -> int:
+def group_size(shape: Shape, num_tiles: int, need_weight: bool, block_m: int, kept: int, budget: int) -> int:
     """Tokens of each group, the last one perhaps excepted; 0 where the budget has no room for groups that pay.
 
-    ``slab``: columns that could be kept of all tokens instead (``stored_width``).
+    ``kept``: columns whose values could be kept of all tokens instead (``plan_cache``).
     """
-    if dtype == torch.float16 or n == 0:  # float16 has no range for stored values
+    n, d, v, dtype = shape
+    if dtype == torch.float16 or n == 0:  # float16 has no range for exponentials
         return 0
     element = dtype.itemsize
     rest = 4 * d * (v - _rows_in_place(v, dtype)) if need_weight else 0
@@ -72,14 +62,14 @@ def group_size(
     per_token = element * padded(v) + 4 * num_tiles + 32 + (element * d if need_weight else 0)
     if fixed + n * per_token <= budget and (not need_weight or n >= TOKENS_PER_WIDTH * d):
         return ceil_div(n, block_m) * block_m
-    if slab == v:
+    if kept == v:
         return 0
     most = (budget - fixed - rest) // per_token // block_m * block_m
     if most < HIDDEN_TOKENS:
         return 0
     groups = ceil_div(n, most)
     size = ceil_div(ceil_div(n, groups), block_m) * block_m
-    return 0 if need_weight and n / groups * (SAVED - SAVED_BY_SLAB * slab / v) < GROUP_TOKENS else size
+    return 0 if need_weight and n / groups * (SAVED - SAVED_BY_SLAB * kept / v) < GROUP_TOKENS else size
 
 
 def _rows_in_place(v: int, dtype: torch.dtype) -> int:
@@ -88,37 +78,18 @@ def _rows_in_place(v: int, dtype: torch.dtype) -> int:
 
 
 class Groups:
-    """Forms gradients, one group of tokens after the other."""
+    """Forms gradients, one group of tokens after the other; ``values`` [group, V] is the memory of their exponentials."""
 
-    def __init__(
-        self,
-        hidden: Tensor,  # [N, D]
-        weight: Tensor,  # [V, D]
-        bias: Tensor | None,
-        labels: Tensor,  # [N]
-        ignore_index: int,
-        logit_scale: float,
-        softcap: float,
-        size: int,
-        need_hidden: bool,
-        need_weight: bool,
-        plan: Plan,  # of the backward pass
-    ) -> None:
-        (n, d), v = hidden.shape, weight.shape[0]
-        self.inputs, self.plan, self.size = (hidden, weight, bias, labels), plan, size
-        self.options = (ignore_index, logit_scale, softcap)
-        self.grad_hidden = torch.empty((n, d), dtype=hidden.dtype, device=hidden.device) if need_hidden else None
-        self.grad_weight = torch.empty((v, d), dtype=weight.dtype, device=hidden.device) if need_weight else None
+    def __init__(self, inputs: LogitInputs, size: int, need_hidden: bool, need_weight: bool, plan: Plan) -> None:
+        n, _, v, _ = inputs.shape
+        hidden, weight = inputs.hidden, inputs.weight
+        contiguous = torch.contiguous_format
+        self.inputs, self.plan = inputs, plan
+        self.grad_hidden = torch.empty_like(hidden, memory_format=contiguous) if need_hidden else None
+        self.grad_weight = torch.empty_like(weight, memory_format=contiguous) if need_weight else None
         self.of_label = torch.empty(n, device=hidden.device, dtype=torch.float32)
         self.sums: tuple[Tensor, ...] = ()
         self.values = empty_slab(hidden, min(n, size), v)
-
-    def groups(self) -> Iterator[Group]:
-        """What is to be added, one after the other: their values lie in the same memory."""
-        n = self.inputs[0].shape[0]
-        for start in range(0, n, self.size):
-            stop = min(n, start + self.size)
-            yield Group(start, stop, self.values[: stop - start])
 
     def _sums(self) -> tuple[Tensor, ...]:
         """float32, of consecutive parts of the vocabulary."""
@@ -133,27 +104,23 @@ class Groups:
         rest = torch.empty((v - half, d), device=self.grad_weight.device, dtype=torch.float32)
         return (in_place, rest) if half else (rest,)
 
-    def add(self, group: Group, stored: Stored, lse: Tensor, grad_lse: Tensor, grad_label: Tensor) -> None:
-        """The gradients of a group's tokens; ``stored`` and vectors of these tokens."""
-        start, stop, values = group
-        hidden, weight, bias, labels = self.inputs
-        (n, d), v = hidden.shape, weight.shape[0]
-        h, y, of_label = hidden[start:stop], labels[start:stop], self.of_label[start:stop]
+    def add(self, rows: slice, label_logit: Tensor, grads: TokenGrads) -> None:
+        """Form the gradients of the tokens ``rows``: their exponentials are in ``values``, the arguments are theirs alone."""
+        inputs, block_m = self.inputs.tokens(rows), self.plan.block_m
+        (n, d, v, _), total = inputs.shape, self.inputs.shape.n
+        values, of_label = self.values[:n], self.of_label[rows]
         scale = torch.empty_like(of_label)
-        product = torch.empty((rows_at_a_time(d, max(n, v)), d), device=hidden.device, dtype=torch.float32)
-        flags = label_factors(
-            stored, y, lse, grad_lse, grad_label, *self.options, self.plan.block_m, v, scale, of_label
-        )
-        vectors = (y, lse, None, grad_lse, grad_label, None, None)
-        write_logit_gradient(values, h, weight, bias, vectors, 0, v, *self.options, self.plan, flags)
+        product = torch.empty((rows_at_a_time(d, max(total, v)), d), device=values.device, dtype=torch.float32)
+        flags = label_factors(values, label_logit, inputs, grads, block_m, v, scale, of_label)
+        write_logit_gradient(values, inputs, grads, 0, v, self.plan, flags)
         if self.grad_hidden is not None:
-            hidden_gradient(values, weight, y, scale, of_label, product, self.grad_hidden[start:stop])
+            hidden_gradient(values, inputs.weight, inputs.labels, scale, of_label, product, self.grad_hidden[rows])
         if self.grad_weight is None:
             return
-        scaled = torch.empty((stop - start, d), dtype=hidden.dtype, device=hidden.device)
-        scale_rows(h, scale, scaled)
-        if stop == n:
-            weight_gradient(values, scaled, hidden, labels, self.of_label, product, self.grad_weight, self.sums)
+        scaled = torch.empty((n, d), dtype=values.dtype, device=values.device)
+        scale_rows(inputs.hidden, scale, scaled)
+        if rows.stop == total:
+            weight_gradient(values, scaled, self.inputs, self.of_label, product, self.grad_weight, self.sums)
             return
         first = not self.sums
         self.sums = self.sums or self._sums()
@@ -176,7 +143,7 @@ def _multiply_kernel(x, by, size, BLOCK: tl.constexpr):
             tl.store(x + at, tl.where(value == 0, 0.0, value * factor).to(x.dtype.element_ty), mask=at < size)
 
 
-def formed_gradients(formed: Formed, grad: Tensor) -> list[Tensor | None]:
+def formed_gradients(formed: PrecomputedGrads, grad: Tensor) -> list[Tensor | None]:
     """The gradients for the upstream gradient ``grad``, a scalar; in the memory of ``formed``."""
     for x in formed:
         if x is not None and x.numel():

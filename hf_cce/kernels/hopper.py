@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
 from hf_cce.kernels.plan import ceil_div, padded
 
 BLOCK_M = 128  # tokens of a tile, whose flags in ``live`` say whether there is anything to do
@@ -320,72 +321,52 @@ def blocks(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
 
 
 def _launch(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    live: Tensor,
-    first_col: int,
-    width: int,
-    ignore_index: int,
-    logit_scale: float,
-    labels: Tensor | None = None,
-    lse: Tensor | None = None,
-    grad_lse: Tensor | None = None,
+    inputs: LogitInputs,
+    active: Tensor,  # active row blocks, [⌈N / BLOCK_M⌉] int32
+    start: int,  # columns of the vocabulary
+    stop: int,
+    out: Tensor | None,
+    grads: TokenGrads | None = None,
     label_logit: Tensor | None = None,
-    tile_lse: Tensor | None = None,
-    tile_ratio: Tensor | None = None,
-    out: Tensor | None = None,
-    tile_stride: int = 16,
+    tiles: TileStats | None = None,
     stat_n: int = BLOCK_N,
 ) -> None:
-    (n, d), v, shapes = hidden.shape, weight.shape[0], constants()
-    assert live.numel() >= ceil_div(n, BLOCK_M)
-    processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-    _specialised_tiles_kernel[(min(processors, ceil_div(n, BLOCK_M) * ceil_div(width, BLOCK_N)),)](
-        blocks(hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(weight, BLOCK_N, shapes["BLOCK_K"]), live, labels, lse, grad_lse,
-        label_logit, tile_lse, tile_ratio, None if out is None else blocks(out, BLOCK_M // 2, shapes["STORE_N"]),
-        16 if out is None else padded(out.shape[1]), tile_stride, n, v, first_col, width, d, ignore_index, logit_scale,
-        WANT_RATIO=tile_ratio is not None, STORE=label_logit is not None, GRADIENT=lse is not None,
-        HAS_SCALE=logit_scale != 1.0, STAT_N=stat_n, **shapes, num_warps=4,
+    (n, d, v, _), shapes = inputs.shape, constants()
+    assert active.numel() >= ceil_div(n, BLOCK_M)
+    lse, grad_lse = (None, None) if grads is None else (grads.lse, grads.grad_lse)
+    tile_lse, ratio = (None, None) if tiles is None else (tiles.lse, tiles.ratio)
+    processors = torch.cuda.get_device_properties(inputs.hidden.device).multi_processor_count
+    _specialised_tiles_kernel[(min(processors, ceil_div(n, BLOCK_M) * ceil_div(stop - start, BLOCK_N)),)](
+        blocks(inputs.hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(inputs.weight, BLOCK_N, shapes["BLOCK_K"]), active,
+        None if out is None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,
+        None if out is None else blocks(out, BLOCK_M // 2, shapes["STORE_N"]), 16 if out is None else padded(out.shape[1]),
+        16 if tiles is None else padded(n), n, v, start, stop - start, d, inputs.ignore_index, inputs.logit_scale,
+        WANT_RATIO=ratio is not None, STORE=label_logit is not None, GRADIENT=grads is not None,
+        HAS_SCALE=inputs.logit_scale != 1.0, STAT_N=stat_n, **shapes, num_warps=4,
     )  # fmt: skip
 
 
 def tile_stats(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    labels: Tensor,  # [N]
-    live: Tensor,  # [⌈N / BLOCK_M⌉] int32
-    tile_lse: Tensor,
-    tile_ratio: Tensor | None,
-    label_logit: Tensor,  # [N], read with ``stored``
-    stored: Tensor | None,
-    stride: int,
+    inputs: LogitInputs,
+    active: Tensor,
+    tiles: TileStats,
+    label_logit: Tensor,  # [N], read with ``exp_cache``
+    exp_cache: Tensor | None,
     block_n: int,
-    ignore_index: int,
-    logit_scale: float,
 ) -> None:
     """As ``hf_cce.kernels.forward.tile_stats``, of tiles of ``block_n`` columns, 128 or 256; leaves ``label_logit`` as it is."""
     assert BLOCK_N % block_n == 0
-    _launch(
-        hidden, weight, live, 0, weight.shape[0], ignore_index, logit_scale, None if stored is None else labels,
-        label_logit=None if stored is None else label_logit, tile_lse=tile_lse, tile_ratio=tile_ratio, out=stored,
-        tile_stride=stride, stat_n=block_n,
-    )  # fmt: skip
+    at_label = None if exp_cache is None else label_logit
+    _launch(inputs, active, 0, inputs.shape.v, exp_cache, label_logit=at_label, tiles=tiles, stat_n=block_n)
 
 
 def write_logit_gradient(
     out: Tensor,  # [N, width], written
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    labels: Tensor,  # [N]
-    live: Tensor,  # [⌈N / BLOCK_M⌉] int32
-    lse: Tensor,  # [N]
-    grad_lse: Tensor,  # [N]
+    inputs: LogitInputs,
+    active: Tensor,
+    grads: TokenGrads,
     start: int,
     stop: int,
-    ignore_index: int,
-    logit_scale: float,
 ) -> None:
     """As ``hf_cce.kernels.backward.write_logit_gradient``, without the labels' own term."""
-    _launch(
-        hidden, weight, live, start, stop - start, ignore_index, logit_scale, labels, lse=lse, grad_lse=grad_lse, out=out
-    )  # fmt: skip
+    _launch(inputs, active, start, stop, out, grads)

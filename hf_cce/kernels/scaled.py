@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.inputs import LogitInputs, TokenGrads
 from hf_cce.kernels.plan import ceil_div
 from hf_cce.kernels.products import multiply_add
-from hf_cce.kernels.stored import LIMIT, Stored
+from hf_cce.kernels.stored import LIMIT
 
 # Bytes of float32 products at a time: 256 tiles of 128 by 256 keep cuBLAS busy, and an H200's L2 cache holds them until they
 # are rounded.
@@ -180,28 +181,22 @@ def sort_bytes(n: int, v: int) -> int:
 
 
 def label_factors(
-    stored: Stored,
-    labels: Tensor,  # [N]
-    lse: Tensor,  # [N]
-    grad_lse: Tensor,  # [N]
-    grad_label: Tensor,  # [N]
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
+    values: Tensor,  # [N, width]: of the first columns of the vocabulary
+    label_logit: Tensor,  # [N]
+    inputs: LogitInputs,
+    grads: TokenGrads,
     block_m: int,
     v: int,
     scale: Tensor,  # [N] float32, written: f
-    of_label: Tensor,  # [N] float32, written: c
+    of_label: Tensor,  # [N] float32, written: c; zero where the label is none of the columns
 ) -> Tensor:
-    """Write zeros where the labels are; returns the row blocks [⌈N / block_m⌉] whose values are to be computed anew.
-
-    The values may be of the first columns of the vocabulary alone; of labels beyond these c is zero.
-    """
-    values, (n, width) = stored.values, stored.values.shape
-    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=lse.device)
+    """Write zeros where the labels are; returns the row blocks [⌈N / block_m⌉] whose values are to be computed anew."""
+    n, width = values.shape
+    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=values.device)
     _factors_kernel[(ceil_div(n, block_m),)](
-        values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, scale, of_label, n, v, width,
-        values.stride(0), ignore_index, logit_scale, softcap or 1.0, HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m,
+        values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, of_label, n, v, width,
+        values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
+        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m,
     )  # fmt: skip
     return flags
 
@@ -236,8 +231,7 @@ def scale_rows(hidden: Tensor, scale: Tensor, out: Tensor) -> None:
 def weight_gradient(
     values: Tensor,  # [rows, V]: of all tokens, or of the last ones
     scaled: Tensor,  # [rows, D]: f · h of the same tokens
-    hidden: Tensor,  # [N, D]
-    labels: Tensor,  # [N]
+    inputs: LogitInputs,  # of all tokens
     of_label: Tensor,  # [N]
     product: Tensor,  # [rows, D] float32, overwritten
     out: Tensor,  # [V, D], written
@@ -249,8 +243,8 @@ def weight_gradient(
     parts of the vocabulary. The first of them may lie in the memory of ``out``, from its beginning, and all but the last have
     to be whole blocks.
     """
-    (v, d), at_a_time = out.shape, product.shape[0]
-    by_label = torch.sort(labels.int())
+    (v, d), at_a_time, hidden = out.shape, product.shape[0], inputs.hidden
+    by_label = torch.sort(inputs.labels.int())
     blocks = torch.arange(ceil_div(v, BLOCK_V) + 1, dtype=torch.int32, device=hidden.device) * BLOCK_V
     first_of = torch.searchsorted(by_label.values, blocks, out_int32=True)
     begin = 0

@@ -17,21 +17,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.plan import Plan, ceil_div, padded
+from hf_cce.kernels.inputs import LogitInputs, Shape, TokenGrads
+from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, padded
 from hf_cce.kernels.products import ALIGNED
 from hf_cce.kernels.tiles import softcapped
 
 LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the ends of bfloat16
 
 
-class Stored(NamedTuple):
-    """What the forward pass leaves of the first slab."""
+class Slab(NamedTuple):
+    """The columns of the vocabulary from ``start`` to ``stop``."""
 
-    values: Tensor  # [N, width], aligned: exp(z − z_label) · (1 − (z/softcap)²), zero where the label is ignored
+    start: int
+    stop: int
+    values: Tensor  # [N, stop − start, or more]
+
+
+class ExpCache(NamedTuple):
+    """What the forward pass leaves for the backward pass, which reuses the memory of the last slab for the columns after it.
+
+    Values are exp(z − z_label) · (1 − (z/softcap)²), zero where the label is ignored.
+    """
+
+    slabs: list[Slab]  # of consecutive columns, from the first on
     label_logit: Tensor  # [N]
-    live: Tensor | None = None  # see label_logits
-    lent: Tensor | None = None  # [N, ·]: likewise, of the columns before those of values
-    grad_weight: Tensor | None = None  # [V, D], to be written: whose memory that is
+    active: Tensor | None  # active row blocks: see label_logits
+    grad_weight: Tensor | None = None  # [V, D], to be written, if the first slab lies in its memory
+
+
+class CachePlan(NamedTuple):
+    """Columns of the vocabulary whose values are kept: the first ones in the dW buffer, those after them in scratch memory."""
+
+    in_dw_buffer: int
+    in_scratch: int
 
 
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
@@ -149,49 +167,68 @@ def _settle_kernel(
         tl.store(flags + tl.program_id(0) * BLOCK_R // BLOCK_M, tl.max(beyond.to(tl.int32), 0))
 
 
-def stored_width(
-    n: int, d: int, v: int, dtype: torch.dtype, tile_rows: int, block_n: int, budget: int, after: bool = False
-) -> int:
-    """Columns of the first slab that the budget can hold from the forward pass to the backward pass; 0 for none.
+def plan_cache(
+    shape: Shape, num_tiles: int, block_n: int, dw_block_n: int, need_weight: bool, budget: int
+) -> CachePlan | None:
+    """Divide the budget; None where it has no room for values that pay.
 
-    ``after``: there are others before, so that even with all of these the hidden states' gradient is a sum of products.
+    ``block_n``: columns of a tile; ``dw_block_n``: a multiple of them, in which the dW buffer is filled.
     """
+    width = _scratch_columns(shape, num_tiles, block_n, budget)
+    if width == 0:
+        return None
+    if need_weight and width < shape.v:
+        first = _dw_buffer_columns(shape, dw_block_n)
+        later = _scratch_columns(shape._replace(v=shape.v - first), num_tiles, block_n, budget, first > 0)
+        if later:
+            return CachePlan(first, later)
+    return CachePlan(0, width)
+
+
+def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, several: bool = False) -> int:
+    """Columns that scratch memory holds from the forward pass to the backward pass; 0 for none.
+
+    ``several``: with other slabs before, the hidden states' gradient is a sum of products even if all columns fit.
+    """
+    n, d, v, dtype = shape
     if dtype == torch.float16 or n == 0:  # float16 has no range for it
         return 0
     element = dtype.itemsize
-    left = budget - 4 * n * tile_rows - 8 * n
-    beside = 4 * n * d if element < 4 else 0
-    if element * n * padded(v) + (beside if v % ALIGNED or after else 0) <= left:
+    left = budget - 4 * n * num_tiles - 8 * n
+    accumulator = 4 * n * d if element < 4 else 0
+    if element * n * padded(v) + (accumulator if v % ALIGNED or several else 0) <= left:
         return v
-    if 2 * beside > budget:
+    if 2 * accumulator > budget:
         return 0
     # The slabs that follow are as wide as this one: where the statistics leave it narrow, none of them gains.
-    width, later = (x // (element * n) // block_n * block_n for x in (min(left, budget - beside), budget - beside))
+    width, later = (
+        x // (element * n) // block_n * block_n for x in (min(left, budget - accumulator), budget - accumulator)
+    )
     return width if 4 * width >= 3 * later else 0
 
 
-def lent_columns(n: int, d: int, v: int, element: int, written: int, block_n: int) -> int:
-    """Columns whose values of ``n`` tokens fit into the memory of a gradient [V, D] behind its rows of the same columns.
-
-    ``element``: bytes of an entry of that gradient and of a value; ``written``: of an entry of the rows, which may be wider.
-    """
-    return max(element * (d * v - 16) // (written * d + element * n), 0) // block_n * block_n
+def _dw_buffer_columns(shape: Shape, block_n: int) -> int:
+    """Columns whose values fit into the dW buffer behind the rows of the same columns."""
+    n, d, v, _ = shape
+    return max((d * v - 16) // (d + n), 0) // block_n * block_n
 
 
-def lent_values(grad_weight: Tensor, n: int, columns: int) -> Tensor:
-    """[n, columns] at the end of the memory of ``grad_weight``."""
-    start = (grad_weight.numel() - n * columns) // 16 * 16
-    return grad_weight.view(-1)[start : start + n * columns].view(n, columns)
+def allocate_cache(inputs: LogitInputs, plan: CachePlan, label_logit: Tensor, active: Tensor | None) -> ExpCache:
+    """The memory of the values, which ``tile_stats`` writes."""
+    n, d, v, _ = inputs.shape
+    first = plan.in_dw_buffer
+    rest = Slab(first, min(v, first + plan.in_scratch), empty_slab(inputs.hidden, n, plan.in_scratch))
+    if not first:
+        return ExpCache([rest], label_logit, active)
+    grad_weight = inputs.weight.new_empty((v, d))
+    # At the end of the buffer: the rows of these columns, at its beginning, are written when the values have been used.
+    start = (v * d - n * first) // 16 * 16
+    in_dw_buffer = grad_weight.view(-1)[start : start + n * first].view(n, first)
+    return ExpCache([Slab(0, first, in_dw_buffer), rest], label_logit, active, grad_weight)
 
 
 def label_logits(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,
-    labels: Tensor,  # [N]
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
+    inputs: LogitInputs,
     plan: Plan,
     block_m: int = 0,
     order: Tensor | None = None,  # [V] int32: the row of weight of each label, where that is not the label itself
@@ -200,41 +237,38 @@ def label_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """The logit of each token's label, [N] float32, zero where it is ignored.
 
-    With ``block_m`` also, for each of as many tokens, whether a label of them is not ignored: [⌈N / block_m⌉] int32, 0 or 1.
+    With ``block_m`` also the active row blocks, [⌈N / block_m⌉] int32: 1 where a label of so many tokens is not ignored, else 0.
     """
-    (n, d), v = hidden.shape, weight.shape[0]
+    hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
+    n, d, v, _ = inputs.shape
     out = torch.empty(n, device=hidden.device, dtype=torch.float32)
-    live = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
+    active = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
     shapes = plan.label_constants()
     _label_logit_kernel[(ceil_div(n, shapes["BLOCK_R"]),)](
-        hidden, weight, bias, labels, order, out, live, tokens, moved, n, v, d, hidden.stride(0), weight.stride(0), ignore_index,
-        logit_scale, softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, GATHER=order is not None,
-        MOVE=moved is not None, BLOCK_M=block_m, **shapes,
+        hidden, weight, bias, labels, order, out, active, tokens, moved, n, v, d, hidden.stride(0), weight.stride(0),
+        ignore_index, logit_scale, softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0,
+        GATHER=order is not None, MOVE=moved is not None, BLOCK_M=block_m, **shapes,
     )  # fmt: skip
-    return out, live
+    return out, active
 
 
-def settle(
-    stored: Stored,
-    labels: Tensor,  # [N]
-    lse: Tensor,  # [N]
-    grad_lse: Tensor,  # [N]
-    grad_label: Tensor,  # [N]
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
+def exp_to_dlogits_(
+    values: Tensor,  # [N, width], in place
+    label_logit: Tensor,  # [N]
+    inputs: LogitInputs,
+    grads: TokenGrads,
     block_m: int,
     first_col: int = 0,
 ) -> Tensor:
-    """Turn the stored slab into the gradient of the logits, in place. Returns the row blocks [⌈N / block_m⌉] to compute anew.
+    """Turn cached values into the gradient of the logits. Returns the row blocks [⌈N / block_m⌉] to compute anew.
 
-    ``first_col``: of the vocabulary, of the slab.
+    ``first_col``: of the vocabulary, the first of ``values``.
     """
-    n, width = stored.values.shape
-    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=lse.device)
+    n, width = values.shape
+    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=values.device)
     _settle_kernel[(ceil_div(n, 4), ceil_div(width, 2048))](
-        stored.values, stored.label_logit, labels, lse, grad_lse, grad_label, flags, n, first_col, stored.values.stride(0),
-        ignore_index, logit_scale, softcap or 1.0,
-        HAS_SOFTCAP=softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8,
+        values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, n, first_col, values.stride(0),
+        inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
+        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     return flags

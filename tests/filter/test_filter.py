@@ -316,6 +316,7 @@ def test_tokens_in_the_order_of_their_labels(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "d", "v"), [(1, 8, 40), (70, 72, 131), (200, 600, 300)])
 def test_hidden_states_are_moved_where_their_labels_logits_are_made(n: int, d: int, v: int, dtype: torch.dtype) -> None:
+    from hf_cce.kernels.inputs import LogitInputs
     from hf_cce.kernels.plan import filter_plan
     from hf_cce.kernels.stored import label_logits
 
@@ -326,10 +327,10 @@ def test_hidden_states_are_moved_where_their_labels_logits_are_made(n: int, d: i
     columns = torch.where(labels < 0, v, labels).int()[tokens]
     hidden[tokens[columns == v]] = float("nan")  # as padding may be: it must not get into what is read of the token
     in_order, plan = hidden[tokens], filter_plan(hidden, weight)
-    of_labels = (columns, v, 0.5, 5.0, plan, plan.block_m, order)
-    logit, live = label_logits(in_order, weight, None, *of_labels)
+    inputs, how = LogitInputs(hidden, weight, None, columns, v, 0.5, 5.0), (plan, plan.block_m, order)
+    logit, live = label_logits(inputs._replace(hidden=in_order), *how)
     moved = torch.full((n + 1, d), 7.0, dtype=dtype, device=DEVICE)
-    at_once, lives = label_logits(hidden, weight, None, *of_labels, tokens, moved[:n])
+    at_once, lives = label_logits(inputs, *how, tokens, moved[:n])
     assert torch.equal(moved[:n].view(torch.uint8), in_order.contiguous().view(torch.uint8))
     assert bool((moved[n] == 7.0).all())
     assert torch.equal(at_once, logit) and torch.equal(lives, live)

@@ -84,14 +84,16 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
         # a whole tile of every plan, on a GPU and in the interpreter
         width = (256 if torch.cuda.is_available() else 32) if way == "narrow" else 0
         monkeypatch.setattr(
-            module, "stored_width", lambda n, d, v, dtype, *_: 0 if dtype == torch.float16 else min(v, width)
+            sys.modules["hf_cce.kernels.stored"],
+            "_scratch_columns",
+            lambda shape, *_: 0 if shape.dtype == torch.float16 else min(shape.v, width),
         )
 
-    def group_size(n: int, d: int, v: int, dtype: torch.dtype, *_: Any) -> int:
-        if way not in ("grouped", "whole") or dtype == torch.float16:
+    def group_size(shape: Any, *_: Any) -> int:
+        if way not in ("grouped", "whole") or shape.dtype == torch.float16:
             return 0
         few = 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
-        return few if way == "grouped" else -(-n // few) * few
+        return few if way == "grouped" else -(-shape.n // few) * few
 
     monkeypatch.setattr(module, "group_size", group_size)
     return watch(monkeypatch)

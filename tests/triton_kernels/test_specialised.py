@@ -17,6 +17,7 @@ from hf_cce import linear_log_probs
 from hf_cce.kernels import plan
 from hf_cce.kernels.backward import OfLabels, write_logit_gradient
 from hf_cce.kernels.forward import tile_stats
+from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
 from hf_cce.kernels.stored import label_logits
 
 IGNORE = -100
@@ -41,14 +42,15 @@ def test_which_losses_they_do(wanted: tuple[Any, ...], bias: bool, softcap: floa
     assert not plan.specialised(plan.replace(shapes, specialised=False), None, 0.0)
 
 
-def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, plan.Plan, Tensor, Tensor]:
+def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[LogitInputs, plan.Plan, Tensor, Tensor]:
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, "cuda", spread=4.0)
     labels = torch.where(labels < 0, IGNORE, labels)
     labels[128:384] = IGNORE  # whole blocks
     shapes = plan.make_plan(hidden, weight)
-    logit, live = label_logits(hidden, weight, None, labels, IGNORE, 0.5, 0.0, shapes, 128)
-    assert live is not None and live.tolist() == [int((x != IGNORE).any()) for x in labels.split(128)]
-    return hidden, weight, labels, shapes, logit, live
+    inputs = LogitInputs(hidden, weight, None, labels, IGNORE, 0.5, 0.0)
+    logit, active = label_logits(inputs, shapes, 128)
+    assert active is not None and active.tolist() == [int((x != IGNORE).any()) for x in labels.split(128)]
+    return inputs, shapes, logit, active
 
 
 @pytest.fixture
@@ -63,20 +65,18 @@ def hopper() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["stats", "ratio", "stored"])
 def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtype: torch.dtype, kind: str) -> None:
-    hidden, weight, labels, shapes, logit, live = _case(n, d, v, dtype)
+    inputs, shapes, logit, active = _case(n, d, v, dtype)
+    hidden, labels = inputs.hidden, inputs.labels
     assert shapes.specialised
     tiles = -(-v // shapes.block_n)
     found: list[list[Tensor]] = []
-    for flags in (None, live):
+    for flags in (None, active):
         tile_lse = torch.zeros(tiles, plan.padded(n), device="cuda")
         ratio = torch.zeros(tiles, plan.padded(n), device="cuda", dtype=torch.bfloat16) if kind == "ratio" else None
         buffer = plan.empty_slab(hidden, n + 1, min(v, 512)).zero_() if kind == "stored" else None
         stored = None if buffer is None else buffer[:n]
         at_label = logit.clone() if kind == "stored" else torch.full_like(logit, 7.0)
-        tile_stats(
-            hidden, weight, None, labels, [tile_lse, None, None, None, None], at_label, 0, IGNORE, 0.5, 0.0, shapes,
-            ratio, stored=stored, live=flags,
-        )  # fmt: skip
+        tile_stats(inputs, TileStats(tile_lse, ratio=ratio), at_label, shapes, exp_cache=stored, active=flags)
         assert buffer is None or not buffer[n].any()
         if flags is None:  # what tensor cores round is rounded alike
             assert torch.equal(at_label[labels != IGNORE], logit[labels != IGNORE])
@@ -91,19 +91,18 @@ def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dty
 @pytest.mark.parametrize(("n", "d", "v"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtype: torch.dtype) -> None:
-    hidden, weight, labels, _, logit, live = _case(n, d, v, dtype)
+    inputs, _, logit, active = _case(n, d, v, dtype)
+    hidden, weight, labels = inputs.hidden, inputs.weight, inputs.labels
     shapes = plan.make_plan(hidden, weight, backward=True)
     lse = torch.where(labels == IGNORE, 0.0, (0.5 * hidden.float() @ weight.float().t()).logsumexp(1))
     grad_lse = torch.where(labels == IGNORE, 0.0, torch.rand(n, device="cuda"))
-    vectors = (labels, lse, None, grad_lse, -grad_lse, None, None)
+    grads = TokenGrads(lse, grad_lse, -grad_lse)
     for start, stop in ((0, min(v, 640)), (v - min(v, 77), v)):
         found = []
-        for of_labels in (None, OfLabels(logit, live)):
+        for of_labels in (None, OfLabels(logit, active)):
             buffer = plan.empty_slab(hidden, n + 1, 640).zero_()
             out = buffer[:n]
-            write_logit_gradient(
-                out, hidden, weight, None, vectors, start, stop, IGNORE, 0.5, 0.0, shapes, of_labels=of_labels
-            )
+            write_logit_gradient(out, inputs, grads, start, stop, shapes, of_labels=of_labels)
             assert not buffer[n].any()
             found.append(out[:, : stop - start])
         inside = (labels >= start) & (labels < stop)
