@@ -5,7 +5,9 @@ faster ways that only a GPU has.
 """
 
 from hf_cce.kernels.backward import logit_stats_backward
-from hf_cce.kernels.cross_entropy import (
+from hf_cce.kernels.forward import logit_stats
+from hf_cce.kernels.labels import survey_labels
+from hf_cce.kernels.loss import (
     cross_entropy,
     dense_cross_entropy,
     filtered_cross_entropy,
@@ -16,10 +18,9 @@ from hf_cce.kernels.cross_entropy import (
     token_filtered_gradients,
     token_gradients,
 )
-from hf_cce.kernels.dense import backward as dense_gradients
-from hf_cce.kernels.dense import multiplied as dense_logits
-from hf_cce.kernels.forward import logit_stats, survey_labels
-from hf_cce.kernels.grouped import formed_gradients
+from hf_cce.kernels.materialized import backward as dense_gradients
+from hf_cce.kernels.materialized import logits_of as dense_logits
+from hf_cce.kernels.token_groups import formed_gradients
 
 __all__ = [
     "cross_entropy",

@@ -7,17 +7,17 @@ accumulated over slabs in float32. No atomics, so results repeat bit for bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.exp_cache import ExpCache, Slab, exp_to_dlogits_
 from hf_cce.kernels.inputs import LogitInputs, TokenGrads
-from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, make_plan, operand, slab_width, specialised
-from hf_cce.kernels.products import ALIGNED, multiply_add
-from hf_cce.kernels.stored import ExpCache, Slab, exp_to_dlogits_, label_logits
+from hf_cce.kernels.labels import LabelLogits, label_logits
+from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, slab_width, specialised
+from hf_cce.kernels.matmul import ALIGNED, multiply_add
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 
 
@@ -176,17 +176,6 @@ def _label_entries_kernel(
     tl.store(at, (gradient * logit_scale).to(out.dtype.element_ty), mask=hit)
 
 
-class OfLabels(NamedTuple):
-    """What hf_cce.kernels.hopper wants to know of the labels: see ``label_logits``."""
-
-    logit: Tensor  # [N]
-    active: Tensor  # [row blocks]
-
-    def rows(self, rows: slice, block_m: int) -> OfLabels:
-        """Of the tokens ``rows``, which begin with a row block."""
-        return OfLabels(self.logit[rows], self.active[(rows.start or 0) // block_m :])
-
-
 def write_logit_gradient(
     out: Tensor,  # [N, width], written
     inputs: LogitInputs,
@@ -195,20 +184,20 @@ def write_logit_gradient(
     stop: int,
     plan: Plan,
     flags: Tensor | None = None,
-    of_labels: OfLabels | None = None,
+    label: LabelLogits | None = None,
 ) -> None:
-    """The gradient of the logits of the vocabulary from ``start`` to ``stop``; of flagged row blocks alone with ``flags``.
+    """The gradient of the logits of columns ``start`` to ``stop``; with ``flags`` only of flagged row blocks.
 
-    With ``of_labels``, and without flags, hf_cce.kernels.hopper does it.
+    With ``label``, and without flags, hf_cce.kernels.hopper does it.
     """
     hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
     n, d, v, _ = inputs.shape
-    if of_labels is not None and flags is None:
+    if label is not None and flags is None:
         from hf_cce.kernels import hopper
 
-        hopper.write_logit_gradient(out, inputs, of_labels.active, grads, start, stop)
+        hopper.write_logit_gradient(out, inputs, grads, label, start, stop)
         _label_entries_kernel[(ceil_div(n, 256),)](
-            labels, grads.lse, grads.grad_lse, grads.grad_label, of_labels.logit, out, start, stop - start, out.stride(0), n,
+            labels, grads.lse, grads.grad_lse, grads.grad_label, label.logit, out, start, stop - start, out.stride(0), n,
             ignore_index, logit_scale, BLOCK=256, num_warps=4,
         )  # fmt: skip
         return
@@ -230,7 +219,7 @@ class _Backward:
     grads: TokenGrads
     plan: Plan
     cache: ExpCache | None
-    of_labels: OfLabels | None
+    label: LabelLogits | None  # if hf_cce.kernels.hopper computes the tiles
     grad_hidden: Tensor  # [N, D], written, like the next; empty where not needed
     grad_weight: Tensor  # [V, D]
     grad_bias: Tensor  # [V]
@@ -260,7 +249,7 @@ class _Backward:
         """Form gradients from the tokens ``rows``: those of the weight and the bias only over all of them."""
         inputs, grads = self.inputs.tokens(rows), self.grads.tokens(rows)
         hidden, weight = inputs.hidden, inputs.weight
-        of_labels = None if self.of_labels is None else self.of_labels.rows(rows, self.plan.block_m)
+        label = None if self.label is None else self.label.tokens(rows, self.plan.block_m)
         slabs = self.slabs(inputs, for_hidden)
         cached = 0 if self.cache is None else len(self.cache.slabs)
         several = len(slabs) > 1 or weight.shape[0] % ALIGNED > 0  # products
@@ -270,8 +259,8 @@ class _Backward:
         for number, (start, stop, values) in enumerate(slabs):
             flags = None
             if self.cache is not None and number < cached:
-                flags = exp_to_dlogits_(values, self.cache.label_logit, inputs, grads, self.plan.block_m, start)
-            write_logit_gradient(values, inputs, grads, start, stop, self.plan, flags, of_labels)
+                flags = exp_to_dlogits_(values, self.cache.label.logit, inputs, grads, self.plan.block_m, start)
+            write_logit_gradient(values, inputs, grads, start, stop, self.plan, flags, label)
             gradient = values[:, : stop - start]  # [tokens, slab]
             if for_vocabulary:
                 if self.grad_weight.numel():
@@ -336,12 +325,9 @@ def logit_stats_backward(
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
     plan = make_plan(inputs.hidden, inputs.weight, backward=True)
     grads = TokenGrads(lse, grad_lse, grad_label, entropy, grad_mean, grad_entropy).contiguous()
-    of_labels = None
+    label = None
     if specialised(plan, bias, softcap, grad_mean, grad_entropy):
-        if cache is not None and cache.active is not None:
-            of_labels = OfLabels(cache.label_logit, cache.active)
-        else:
-            logit, active = label_logits(inputs, plan, plan.block_m)
-            of_labels = None if active is None else OfLabels(logit, active)
-    _Backward(inputs, grads, plan, cache, of_labels, grad_hidden, grad_weight, grad_bias, memory_budget).run()
+        known = cache is not None and cache.label.active is not None
+        label = cache.label if cache is not None and known else label_logits(inputs, plan, plan.block_m)
+    _Backward(inputs, grads, plan, cache, label, grad_hidden, grad_weight, grad_bias, memory_budget).run()
     return grad_hidden, grad_weight, grad_bias

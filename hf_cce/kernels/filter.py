@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.plan import ceil_div, padded, power_of_2
+from hf_cce.kernels.launch_config import ceil_div, padded, power_of_2
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
 BINS = tl.constexpr(512)

@@ -2,8 +2,8 @@
 
 hf_cce.kernels.filter chooses them, hf_cce.kernels.sparse computes and multiplies them. What is dropped enters the gradients by
 its mass: two products with the blocks of the vocabulary in place of its entries, 128 times smaller than a dense one. Of the most
-frequent words' columns nearly all tiles matter: the forward pass leaves their values (hf_cce.kernels.stored), as many as earlier
-steps found worth it, which cuBLAS multiplies.
+frequent words' columns nearly all tiles matter: the forward pass leaves their values (hf_cce.kernels.exp_cache), as many as
+earlier steps found worth it, which cuBLAS multiplies.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
+from hf_cce.kernels.exp_cache import exp_to_dlogits_
+from hf_cce.kernels.exp_matmul import hidden_gradient, label_factors
 from hf_cce.kernels.filter import Kept, Mass, dropped_mass, select
 from hf_cce.kernels.forward import combine, tile_stats
 from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
-from hf_cce.kernels.layout import Expected, Filtered, Layout, Report, make_layout
-from hf_cce.kernels.measure import hidden_error, relative, rounding_errors, weight_error
-from hf_cce.kernels.order import Vocabulary, permute_rows, put_rows, sort_tokens, sort_vocabulary
-from hf_cce.kernels.plan import (
+from hf_cce.kernels.labels import LabelLogits, label_logits
+from hf_cce.kernels.launch_config import (
     Plan,
     ceil_div,
     descriptor,
@@ -33,9 +33,11 @@ from hf_cce.kernels.plan import (
     padded,
     specialised,
 )
-from hf_cce.kernels.products import multiply_add
+from hf_cce.kernels.layout import Expected, Filtered, Layout, Report, make_layout
+from hf_cce.kernels.matmul import multiply_add
+from hf_cce.kernels.measure import hidden_error, relative, rounding_errors, weight_error
+from hf_cce.kernels.order import Vocabulary, permute_rows, put_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.rest import _rest_hidden_kernel, _rest_weight_kernel
-from hf_cce.kernels.scaled import hidden_gradient, label_factors
 from hf_cce.kernels.sparse import (
     _aside_kernel,
     _hidden_gradient_kernel,
@@ -43,7 +45,6 @@ from hf_cce.kernels.sparse import (
     _kept_tiles_kernel,
     _weight_gradient_kernel,
 )
-from hf_cce.kernels.stored import exp_to_dlogits_, label_logits
 from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, leaning, tilted_rows
 
 MARGIN = 1.5  # how much more tiles may be kept than before without leaving some to hf_cce.kernels.rest
@@ -71,8 +72,8 @@ def forward(
 
     ``entropy`` only without a softcap: what the kernel adds up for it is damped where there is one.
 
-    Of the first columns, as many as the layout says, it leaves what hf_cce.kernels.stored does: most of their tiles will be kept,
-    and need not be computed again.
+    Of the first columns, as many as the layout says, it leaves what hf_cce.kernels.exp_cache does: most of their tiles will be
+    kept, and need not be computed again.
     """
     (n, d), v = hidden.shape, weight.shape[0]
     cols = ceil_div(v, plan.block_n)
@@ -106,7 +107,7 @@ def forward(
         tile_stats(
             LogitInputs(hidden, rows_of, of_columns, order.labels, v, logit_scale, softcap),
             TileStats(*(None if x is None else x[block:] for x in tiles)),  # type: ignore[arg-type]
-            label_logit, plan, first, values, live,
+            LabelLogits(label_logit, live), plan, first, values,
         )  # fmt: skip
 
     values = empty_slab(hidden, n, stored) if stored else None

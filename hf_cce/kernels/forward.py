@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.inputs import LogitInputs, TileStats
-from hf_cce.kernels.plan import Plan, ceil_div, make_plan, operand, padded, specialised
-from hf_cce.kernels.stored import label_logits
+from hf_cce.kernels.labels import LabelLogits, label_logits
+from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, specialised
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
 
@@ -32,8 +32,8 @@ def _tile_stats_kernel(
     tile_ratio,  # [T, N], if WANT_RATIO: see hf_cce.kernels.filter, like the next
     tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP
     label_logit,  # [N], written where the label lies in the tile; if STORE, read
-    stored,  # [N, stored_width], if STORE: see hf_cce.kernels.stored
-    stored_width,  # columns, or more: what is stored beyond the vocabulary is not read
+    exp_cache,  # [N, cache_width], if STORE: see hf_cce.kernels.exp_cache
+    cache_width,  # may reach beyond the vocabulary: nobody reads what is written there
     tile_stride,  # from one tile's statistics to the next column's: N, rounded up
     num_tokens,
     vocab_size,
@@ -106,15 +106,15 @@ def _tile_stats_kernel(
         energy = tl.sum(e * e, 1) - damped * damped / width
         tl.store(tile_ratio + out, (tl.maximum(energy, 0.0) / (some * some)).to(tl.bfloat16), mask=in_rows)
     tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
-    if STORE and col < stored_width:
+    if STORE and col < cache_width:
         height = top - tl.load(label_logit + rows, mask=in_rows, other=0.0)
         scaled = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
         if HAS_SOFTCAP and not WANT_RATIO:  # else it is in there
             scaled *= slope
-        at = stored + row.to(tl.int64) * stored_width + col
-        here = tl.arange(0, BLOCK_M)[:, None] * stored_width + tl.arange(0, BLOCK_N)[None, :]
-        in_store = in_rows[:, None] & (cols < stored_width)[None, :]
-        tl.store(at + here, scaled.to(stored.dtype.element_ty), mask=in_store)
+        at = exp_cache + row.to(tl.int64) * cache_width + col
+        here = tl.arange(0, BLOCK_M)[:, None] * cache_width + tl.arange(0, BLOCK_N)[None, :]
+        in_store = in_rows[:, None] & (cols < cache_width)[None, :]
+        tl.store(at + here, scaled.to(exp_cache.dtype.element_ty), mask=in_store)
     if WANT_ENTROPY:
         weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
         tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
@@ -198,77 +198,32 @@ def _combine_kernel(
         tl.store(is_top1 + rows, valid & (target >= z_max), mask=in_rows)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
-def _survey_kernel(
-    labels,  # [N]
-    num_items,  # scalar, if HAS_ITEMS
-    divisor,
-    ok,  # scalar bool
-    factor,  # scalar
-    num_tokens,
-    vocab_size,
-    ignore_index,
-    HAS_ITEMS: tl.constexpr,
-    HAS_DIVISOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    bad = tl.zeros((BLOCK,), tl.int32)
-    count = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, num_tokens, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        label = tl.load(labels + at, mask=at < num_tokens, other=ignore_index)
-        valid = label != ignore_index
-        count += valid.to(tl.int32)
-        bad += (valid & ((label < 0) | (label >= vocab_size))).to(tl.int32)
-    tl.store(ok, tl.sum(bad) == 0)
-    if HAS_DIVISOR:
-        tl.store(factor, 1.0 / divisor)
-    else:
-        items = tl.load(num_items).to(tl.float32) if HAS_ITEMS else tl.sum(count).to(tl.float32)
-        tl.store(factor, tl.where(items == 0.0, 0.0, 1.0 / tl.where(items == 0.0, 1.0, items)))
-
-
-def survey_labels(
-    labels: Tensor, ignore_index: int, v: int, num_items: Tensor | None, divisor: float
-) -> tuple[Tensor, Tensor]:
-    """As ``hf_cce.portable.survey_labels``, in one launch instead of a dozen."""
-    labels = labels.contiguous()
-    ok = torch.empty((), dtype=torch.bool, device=labels.device)
-    factor = torch.empty((), dtype=torch.float32, device=labels.device)
-    _survey_kernel[(1,)](
-        labels, num_items, divisor, ok, factor, labels.numel(), v, ignore_index,
-        HAS_ITEMS=num_items is not None, HAS_DIVISOR=divisor > 0, BLOCK=4096, num_warps=8,
-    )  # fmt: skip
-    return ok, factor
-
-
 _FLAGS = ("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1")
 
 
 def tile_stats(
     inputs: LogitInputs,
     tiles: TileStats,  # written
-    label_logit: Tensor,  # [N]
+    label: LabelLogits,
     plan: Plan,
-    first_col: int = 0,  # what to subtract from a label to have its row in the weight
-    exp_cache: Tensor | None = None,  # [N, ·], written: see hf_cce.kernels.stored
-    active: Tensor | None = None,  # active row blocks, of ``label_logits``
+    first_col: int = 0,  # the vocabulary entry of the weight's first row
+    exp_cache: Tensor | None = None,  # [N, ·], written: see hf_cce.kernels.exp_cache
 ) -> None:
-    """Fill ``tiles`` and, for labels in [first_col, first_col + V), ``label_logit``; with ``exp_cache`` that is read instead.
+    """Fill ``tiles``, and ``label.logit`` for labels in [first_col, first_col + V); with ``exp_cache`` that is read instead.
 
-    With ``active`` hf_cce.kernels.hopper does it, and leaves ``label_logit`` as it is.
+    Where the active row blocks are known, hf_cce.kernels.hopper does it, and leaves ``label.logit`` as it is.
     """
-    if active is not None:
+    if label.active is not None:
         from hf_cce.kernels import hopper
 
-        hopper.tile_stats(inputs, active, tiles, label_logit, exp_cache, plan.block_n)
+        hopper.tile_stats(inputs, tiles, label, exp_cache, plan.block_n)
         return
     hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
     n, d, v, _ = inputs.shape
     wants = [x is not None for x in tiles[1:5]]
     _tile_stats_kernel[(ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
-        *tiles, label_logit, exp_cache, 0 if exp_cache is None else exp_cache.stride(0),
+        *tiles, label.logit, exp_cache, 0 if exp_cache is None else exp_cache.stride(0),
         padded(n), n, v, first_col, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
         **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tiles.ratio is not None, STORE=exp_cache is not None,
         **inputs.flags, **plan.constants(),
@@ -312,7 +267,7 @@ def logit_stats(
     n, _, v, _ = inputs.shape
     wants = (want_mean, want_entropy, want_log_sum_sq, want_top1)
     lse = torch.empty(n, dtype=torch.float32, device=hidden.device)
-    label_logit = torch.empty_like(lse)
+    label = LabelLogits(torch.empty_like(lse), None)
     results = [
         torch.empty(n if want else 0, dtype=torch.bool if want and i == 3 else torch.float32, device=hidden.device)
         for i, want in enumerate(wants)
@@ -321,9 +276,8 @@ def logit_stats(
     num_tiles = ceil_div(v, plan.block_n)
     per_token = 4 * num_tiles * (1 + sum(wants))
     group = max(plan.block_m, memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
-    active = None
     if n and specialised(plan, bias, softcap, *wants):
-        label_logit, active = label_logits(inputs, plan, plan.block_m)
+        label = label_logits(inputs, plan, plan.block_m)
     for start in range(0, n, group):
         rows = slice(start, min(n, start + group))
         of_group = inputs.tokens(rows)
@@ -331,8 +285,7 @@ def logit_stats(
         tiles = TileStats(
             *(torch.empty(size, device=hidden.device, dtype=torch.float32) if want else None for want in (True, *wants))  # type: ignore[arg-type]
         )
-        flags = None if active is None else active[start // plan.block_m :]
-        tile_stats(of_group, tiles, label_logit[rows], plan, active=flags)
+        tile_stats(of_group, tiles, label.tokens(rows, plan.block_m), plan)
         outputs = [x[rows] if want else None for x, want in zip(results, wants, strict=True)]
-        combine(tiles, label_logit[rows], of_group.labels, lse[rows], outputs, v, num_tiles, ignore_index)
-    return lse, label_logit, results[0], results[1], results[2], results[3]
+        combine(tiles, label.logit[rows], of_group.labels, lse[rows], outputs, v, num_tiles, ignore_index)
+    return lse, label.logit, results[0], results[1], results[2], results[3]

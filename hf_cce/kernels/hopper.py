@@ -5,8 +5,8 @@ and its stores, leaves the tensor cores to the other one, which is ahead or behi
 memory holds. Programs stay for many tiles, so that the next tile's operands are under way before one is finished.
 
 Written in Gluon, Triton's lower level, whose kernels the interpreter cannot run: everything here has a twin in
-hf_cce.kernels.forward or hf_cce.kernels.backward, and tests compare the two on a GPU. ``hf_cce.kernels.plan.specialised`` says
-when it runs.
+hf_cce.kernels.forward or hf_cce.kernels.backward, and tests compare the two on a GPU.
+``hf_cce.kernels.launch_config.specialised`` says when it runs.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
-from hf_cce.kernels.plan import ceil_div, padded
+from hf_cce.kernels.labels import LabelLogits
+from hf_cce.kernels.launch_config import ceil_div, padded
 
-BLOCK_M = 128  # tokens of a tile, whose flags in ``live`` say whether there is anything to do
+BLOCK_M = 128  # tokens of a tile, whose flags in ``active`` say whether there is anything to do
 BLOCK_N = 256
 # 240 registers for each group and 24 for the warp that loads are what a processor has.
 REGISTERS = gl.constexpr(240)
@@ -51,10 +52,10 @@ def _position(tile, num_row_blocks, num_col_blocks, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _depth(live, tile, num_row_blocks, num_col_blocks, hidden_size, GROUP_M: gl.constexpr):
+def _depth(active, tile, num_row_blocks, num_col_blocks, hidden_size, GROUP_M: gl.constexpr):
     """How much of the hidden size a tile multiplies: nothing where all its tokens are ignored, or beyond the last tile."""
     row_block, _ = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
-    return gl.load(live + row_block, mask=tile < num_row_blocks * num_col_blocks, other=0) * hidden_size
+    return gl.load(active + row_block, mask=tile < num_row_blocks * num_col_blocks, other=0) * hidden_size
 
 
 @gluon.jit
@@ -78,15 +79,15 @@ def _load_tile(
 
 @gluon.jit
 def _load(
-    hidden, weight, h_ring, w_ring, ready, free, live, num_row_blocks, num_col_blocks, first_col, hidden_size,
+    hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     stage, phase = 0, 1  # the first wait for a free stage is none
-    ahead = _depth(live, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+    ahead = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
     for tile in range(gl.program_id(0), num_row_blocks * num_col_blocks, gl.num_programs(0)):
         row_block, col_block = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
         depth = ahead
-        ahead = _depth(live, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+        ahead = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
         stage, phase = _load_tile(
             hidden, weight, h_ring, w_ring, ready, free, row_block * BLOCK_M, first_col + col_block * BLOCK_N, depth,
             stage, phase, BLOCK_K, STAGES,
@@ -165,7 +166,7 @@ def _store(value, out, row, col, finished, HALF: gl.constexpr, STORE_N: gl.const
 
 @gluon.jit
 def _work(
-    h_ring, w_ring, ready, free, finished, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
+    h_ring, w_ring, ready, free, finished, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
     tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size, ignore_index, logit_scale,
     WANT_RATIO: gl.constexpr, STORE: gl.constexpr, GRADIENT: gl.constexpr, HAS_SCALE: gl.constexpr, STAT_N: gl.constexpr,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -175,11 +176,11 @@ def _work(
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     stage, phase = 0, 0
-    ahead = _depth(live, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+    ahead = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
     for tile in range(gl.program_id(0), num_row_blocks * num_col_blocks, gl.num_programs(0)):
         row_block, col_block = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
         depth = ahead
-        ahead = _depth(live, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+        ahead = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
         row, col = row_block * BLOCK_M + HALF * ROWS, first_col + col_block * BLOCK_N
         rows = row + gl.arange(0, ROWS, ROW)
         in_rows = rows < num_tokens
@@ -222,18 +223,18 @@ def _work(
 
 
 # Numbers that change from step to step must not make Triton compile again, nor flags from the middle of an array.
-@gluon.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"], do_not_specialize_on_alignment=["live"])
+@gluon.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"], do_not_specialize_on_alignment=["active"])
 def _specialised_tiles_kernel(
     hidden,  # [N, D] descriptor of blocks [BLOCK_M, BLOCK_K]
     weight,  # [V, D] descriptor of blocks [BLOCK_N, BLOCK_K]
-    live,  # [row blocks] int32: 0 where all tokens of the block are ignored, else 1
+    active,  # [row blocks] int32: 0 where all tokens of the block are ignored, else 1
     labels,  # [N], if STORE or GRADIENT
     lse,  # [N], if GRADIENT
     grad_lse,  # [N], if GRADIENT
     label_logit,  # [N], if STORE
     tile_lse,  # unless GRADIENT: see _tile_stats_kernel, like the next
     tile_ratio,  # if WANT_RATIO
-    # [N, out_width] descriptor of blocks [BLOCK_M / 2, STORE_N], written; if STORE: see hf_cce.kernels.stored; if GRADIENT:
+    # [N, out_width] descriptor of blocks [BLOCK_M / 2, STORE_N], written; if STORE: see hf_cce.kernels.exp_cache; if GRADIENT:
     # that of the logits, without the labels' own term
     out,
     out_width,
@@ -273,19 +274,19 @@ def _specialised_tiles_kernel(
     gl.warp_specialize(
         [
             (_work, (
-                h_ring, w_ring, ready, free, finished, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
+                h_ring, w_ring, ready, free, finished, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
                 ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 0, BLOCK_M, BLOCK_N, BLOCK_K,
                 STAGES, GROUP_M, STORE_N,
             )),
             (_work, (
-                h_ring, w_ring, ready, free, finished, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
+                h_ring, w_ring, ready, free, finished, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
                 ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 1, BLOCK_M, BLOCK_N, BLOCK_K,
                 STAGES, GROUP_M, STORE_N,
             )),
             (_load, (
-                hidden, weight, h_ring, w_ring, ready, free, live, num_row_blocks, num_col_blocks, first_col, hidden_size,
+                hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size,
                 BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
         ],
@@ -322,22 +323,22 @@ def blocks(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
 
 def _launch(
     inputs: LogitInputs,
-    active: Tensor,  # active row blocks, [⌈N / BLOCK_M⌉] int32
+    label: LabelLogits,
     start: int,  # columns of the vocabulary
     stop: int,
-    out: Tensor | None,
+    out: Tensor | None,  # [N, ·], written: exponentials, or with ``grads`` the gradient of the logits
     grads: TokenGrads | None = None,
-    label_logit: Tensor | None = None,
     tiles: TileStats | None = None,
     stat_n: int = BLOCK_N,
 ) -> None:
     (n, d, v, _), shapes = inputs.shape, constants()
-    assert active.numel() >= ceil_div(n, BLOCK_M)
+    assert label.active is not None and label.active.numel() >= ceil_div(n, BLOCK_M)
+    label_logit = None if out is None or grads is not None else label.logit
     lse, grad_lse = (None, None) if grads is None else (grads.lse, grads.grad_lse)
     tile_lse, ratio = (None, None) if tiles is None else (tiles.lse, tiles.ratio)
     processors = torch.cuda.get_device_properties(inputs.hidden.device).multi_processor_count
     _specialised_tiles_kernel[(min(processors, ceil_div(n, BLOCK_M) * ceil_div(stop - start, BLOCK_N)),)](
-        blocks(inputs.hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(inputs.weight, BLOCK_N, shapes["BLOCK_K"]), active,
+        blocks(inputs.hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(inputs.weight, BLOCK_N, shapes["BLOCK_K"]), label.active,
         None if out is None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,
         None if out is None else blocks(out, BLOCK_M // 2, shapes["STORE_N"]), 16 if out is None else padded(out.shape[1]),
         16 if tiles is None else padded(n), n, v, start, stop - start, d, inputs.ignore_index, inputs.logit_scale,
@@ -348,25 +349,23 @@ def _launch(
 
 def tile_stats(
     inputs: LogitInputs,
-    active: Tensor,
     tiles: TileStats,
-    label_logit: Tensor,  # [N], read with ``exp_cache``
+    label: LabelLogits,
     exp_cache: Tensor | None,
     block_n: int,
 ) -> None:
-    """As ``hf_cce.kernels.forward.tile_stats``, of tiles of ``block_n`` columns, 128 or 256; leaves ``label_logit`` as it is."""
+    """As ``hf_cce.kernels.forward.tile_stats``, for tiles of ``block_n`` columns, 128 or 256."""
     assert BLOCK_N % block_n == 0
-    at_label = None if exp_cache is None else label_logit
-    _launch(inputs, active, 0, inputs.shape.v, exp_cache, label_logit=at_label, tiles=tiles, stat_n=block_n)
+    _launch(inputs, label, 0, inputs.shape.v, exp_cache, tiles=tiles, stat_n=block_n)
 
 
 def write_logit_gradient(
     out: Tensor,  # [N, width], written
     inputs: LogitInputs,
-    active: Tensor,
     grads: TokenGrads,
+    label: LabelLogits,
     start: int,
     stop: int,
 ) -> None:
     """As ``hf_cce.kernels.backward.write_logit_gradient``, without the labels' own term."""
-    _launch(inputs, active, start, stop, out, grads)
+    _launch(inputs, label, start, stop, out, grads)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_cce.kernels.plan import row_major
+from hf_cce.kernels.launch_config import row_major
 
 
 class Shape(NamedTuple):

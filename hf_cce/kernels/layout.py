@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hf_cce.kernels.filter import mass_bytes
+from hf_cce.kernels.launch_config import Plan, ceil_div
 from hf_cce.kernels.order import Order, Vocabulary
-from hf_cce.kernels.plan import Plan, ceil_div
 from hf_cce.kernels.tilt import kept_bytes, making_bytes
 
 SAMPLED = 64  # tokens whose error is measured; fewer where the budget is small, but not fewer than
@@ -149,7 +149,7 @@ class Filtered:
     tile_lse: Tensor  # [T, N] and the next two
     tile_ratio: Tensor
     tile_damping: Tensor | None
-    values: Tensor | None  # [N, columns stored]: see hf_cce.kernels.stored
+    values: Tensor | None  # [N, columns stored]: see hf_cce.kernels.exp_cache
     first_rows: Tensor | None  # [columns stored, D]: the rows of the weight that go with them
     layout: Layout
     plan: Plan

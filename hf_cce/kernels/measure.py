@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.filter import Kept, Mass
+from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.layout import FEWEST_SAMPLED, Filtered, Report
-from hf_cce.kernels.plan import ceil_div
-from hf_cce.kernels.products import multiply_add
+from hf_cce.kernels.matmul import multiply_add
 from hf_cce.kernels.residual import column_residual, residual, rounding, sample, token_energy
 from hf_cce.kernels.tilt import Leaning, leans_of_rows, tilted_rows
 

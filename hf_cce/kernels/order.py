@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.plan import ceil_div
+from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.tilt import Leaning
 
 SAMPLE = 1024  # tokens whose mean gives the average logits

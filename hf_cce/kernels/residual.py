@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.plan import ceil_div
+from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.tiles import softcapped
 
 

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.plan import ceil_div
-from hf_cce.kernels.products import multiply_add
+from hf_cce.kernels.launch_config import ceil_div
+from hf_cce.kernels.matmul import multiply_add
 
 CHUNK = 16 << 20  # bytes of the weight's rows that are centred at a time
 DIRECTIONS = tl.constexpr(16)  # the fewest that a tensor core multiplies

@@ -317,8 +317,8 @@ def test_tokens_in_the_order_of_their_labels(
 @pytest.mark.parametrize(("n", "d", "v"), [(1, 8, 40), (70, 72, 131), (200, 600, 300)])
 def test_hidden_states_are_moved_where_their_labels_logits_are_made(n: int, d: int, v: int, dtype: torch.dtype) -> None:
     from hf_cce.kernels.inputs import LogitInputs
-    from hf_cce.kernels.plan import filter_plan
-    from hf_cce.kernels.stored import label_logits
+    from hf_cce.kernels.labels import label_logits
+    from hf_cce.kernels.launch_config import filter_plan
 
     (wide, weight, _), labels = make_inputs(n, 2 * d, v, dtype, DEVICE)
     hidden, weight = wide[:, :d], weight[:, :d].contiguous()
@@ -616,8 +616,8 @@ def check_layout(
     n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool, stored: int = 0
 ) -> bool:
     """Whether there is a layout; fails if what ``filtered`` allocates by it, counted anew here, exceeds the budget."""
+    from hf_cce.kernels.launch_config import Plan
     from hf_cce.kernels.layout import MAX_PASSES, make_layout
-    from hf_cce.kernels.plan import Plan
 
     block_m, block_n = (128, 128) if half else (64, 64)
     element = 2 if half else 4

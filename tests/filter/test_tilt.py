@@ -178,7 +178,7 @@ def test_what_is_not_finite_in_an_ignored_token_stays_there() -> None:
 @pytest.mark.parametrize(("n", "d"), [(1, 5), (33, 640), (70, 136)])
 def test_tilted_rows_transposed(n: int, d: int, dtype: torch.dtype) -> None:
     """The same numbers, zeros beyond the tokens, and nothing beyond the stride, whatever lies there."""
-    from hf_cce.kernels.plan import padded
+    from hf_cce.kernels.launch_config import padded
     from hf_cce.kernels.tilt import tilted_rows
 
     hidden = torch.randn(n, d, device=DEVICE).to(dtype)
@@ -197,8 +197,8 @@ def test_means_and_covariance_in_one_product(n: int, d: int, tiles: int, stored:
     """As good as a product with the means and one with the covariance, added to what is there where values were stored."""
     from hf_cce.kernels.filter import Mass
     from hf_cce.kernels.filtered import _of_dropped
-    from hf_cce.kernels.plan import padded
-    from hf_cce.kernels.products import multiply_add
+    from hf_cce.kernels.launch_config import padded
+    from hf_cce.kernels.matmul import multiply_add
     from hf_cce.kernels.tilt import tilted_rows
 
     hidden, means, tilt = (torch.randn(count, d, device=DEVICE).to(dtype) for count in (n, tiles, d))

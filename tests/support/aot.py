@@ -83,10 +83,10 @@ def launch_literals(name: str) -> dict[str, Any]:
 
 
 def _plan(kind: str, arch: int, dtype: Any, hidden_size: int) -> Any:
-    """What hf_cce.kernels.plan picks on that architecture for aligned tensors; ``kind``: forward, backward or filter."""
+    """What hf_cce.kernels.launch_config picks on that architecture for aligned tensors; ``kind``: forward, backward or filter."""
     import torch
 
-    from hf_cce.kernels import plan
+    from hf_cce.kernels import launch_config
 
     tensor = SimpleNamespace(
         device=SimpleNamespace(type="cuda"), dtype=dtype, shape=(8192, hidden_size), stride=lambda _: hidden_size,
@@ -98,7 +98,9 @@ def _plan(kind: str, arch: int, dtype: Any, hidden_size: int) -> Any:
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
     ):
         return (
-            plan.filter_plan(tensor, tensor) if kind == "filter" else plan.make_plan(tensor, tensor, kind == "backward")
+            launch_config.filter_plan(tensor, tensor)
+            if kind == "filter"
+            else launch_config.make_plan(tensor, tensor, kind == "backward")
         )
 
 

@@ -102,7 +102,7 @@ GATHERED = {"plain": {}, "gather": {"GATHER": True}}
 ROWS, COLS = {"ROWS": 64}, {"COLS": 2048}
 
 HOPPER = {
-    "live": "*i32",
+    "active": "*i32",
     "tile_ratio": "*bf16 if WANT_RATIO",
     "out_width": "i32:16",
     "first_col": "i32",
@@ -116,8 +116,8 @@ SPECS = (
         types={
             "tile_ratio": "*bf16 if WANT_RATIO",
             "tile_damping": "*bf16 if WANT_RATIO and HAS_SOFTCAP",
-            "stored": "*T if STORE",
-            "stored_width": "i32:16",
+            "exp_cache": "*T if STORE",
+            "cache_width": "i32:16",
             "first_col": "i32",
         },
         variants={
@@ -133,8 +133,8 @@ SPECS = (
         types={
             "tile_ratio": "*bf16 if WANT_RATIO",
             "tile_damping": "*bf16 if WANT_RATIO and HAS_SOFTCAP",
-            "stored": "*T if STORE",
-            "stored_width": "i32:16",
+            "exp_cache": "*T if STORE",
+            "cache_width": "i32:16",
             "first_col": "i32",
             "labels": "*i32",
         },
@@ -345,14 +345,14 @@ SPECS = (
         types={"z": "*fp32", "labels": "*i32", "out": "*T", "num_sampled": "i32"},
     ),
     Spec(
-        "stored._label_logit_kernel",
+        "labels._label_logit_kernel",
         plan="labels",
         types={
             "hidden": "*T",
             "weight": "*T",
             "out": "*fp32",
             "order": "*i32 if GATHER",
-            "live": "*i32 if BLOCK_M",
+            "active": "*i32 if BLOCK_M",
             "tokens": "*i64 if MOVE",
             "moved": "*T if MOVE",
         },
@@ -363,10 +363,12 @@ SPECS = (
         },
     ),
     Spec(
-        "stored._settle_kernel", plan="backward blocks", types={"values": "*T", "first_col": "i32", "width": "i32:16"}
+        "exp_cache._exp_to_dlogits_kernel",
+        plan="backward blocks",
+        types={"values": "*T", "first_col": "i32", "width": "i32:16"},
     ),
     Spec(
-        "scaled._factors_kernel",
+        "exp_matmul._factors_kernel",
         plan="backward blocks",
         types={
             "values": "*T",
@@ -376,9 +378,9 @@ SPECS = (
             "stride": "i32:16",
         },
     ),
-    Spec("scaled._scale_rows_kernel", types={"hidden": "*T", "scale": "*fp32", "out": "*T"}),
+    Spec("exp_matmul._scale_rows_kernel", types={"hidden": "*T", "scale": "*fp32", "out": "*T"}),
     Spec(
-        "scaled._finish_hidden_kernel",
+        "exp_matmul._finish_hidden_kernel",
         types={
             **dict.fromkeys(("product", "scale", "of_label"), "*fp32"),
             "weight": "*T",
@@ -388,7 +390,7 @@ SPECS = (
         },
     ),
     Spec(
-        "scaled._finish_weight_kernel",
+        "exp_matmul._finish_weight_kernel",
         plan="backward blocks",
         types={
             "product": "*fp32",
@@ -404,10 +406,10 @@ SPECS = (
         variants={"plain": {}, "earlier": {"HAS_EARLIER": True}},
     ),
     Spec("measure._square_sums_kernel", plan="own blocks", types={"x": "*T", "out": "*fp32", "size": "i32:16"}),
-    Spec("grouped._multiply_kernel", plan="backward blocks", types={"x": "*T", "by": "*fp32", "size": "i32:16"}),
+    Spec("token_groups._multiply_kernel", plan="backward blocks", types={"x": "*T", "by": "*fp32", "size": "i32:16"}),
     # of logits in float32, and in the dtype of the inputs
     *(
-        Spec(f"dense._row_{name}_kernel", plan=plan, types={"logits": logits, "stride": "i32:16", **types})
+        Spec(f"materialized._row_{name}_kernel", plan=plan, types={"logits": logits, "stride": "i32:16", **types})
         for plan, logits in ((None, "*fp32"), ("own blocks", "*T"))
         for name, types in (("stats", {}), ("gradient", {"out": "*T", "out_stride": "i32:16"}))
     ),
@@ -421,10 +423,10 @@ SPECS = (
         },
     ),
     Spec(
-        "forward._survey_kernel",
+        "labels._validate_labels_kernel",
         types={"num_items": "*i64 if HAS_ITEMS", "divisor": "fp32", "ok": "*u1"},
         variants={"plain": {}, "items": {"HAS_ITEMS": True}, "divisor": {"HAS_DIVISOR": True}},
     ),
-    Spec("cross_entropy._total_loss_kernel", types={"mean_logit": "*fp32 if SMOOTH"}),
-    Spec("cross_entropy._token_gradients_kernel", types={"grad_mean": "*fp32 if SMOOTH"}),
+    Spec("loss._total_loss_kernel", types={"mean_logit": "*fp32 if SMOOTH"}),
+    Spec("loss._token_gradients_kernel", types={"grad_mean": "*fp32 if SMOOTH"}),
 )

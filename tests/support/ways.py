@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from typing import Any
 
@@ -76,15 +75,15 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     monkeypatch.setattr(ops, "FILTER_TOKENS", 0)
     monkeypatch.setattr(ops, "DENSE_BYTES", dense_bytes)
     monkeypatch.setattr(ops, "NARROW_BYTES", narrow_bytes)
-    module = sys.modules["hf_cce.kernels.cross_entropy"]  # the package has a function of that name
-    scaled = sys.modules["hf_cce.kernels.scaled"]
+    from hf_cce.kernels import exp_cache, exp_matmul, loss
+
     if way in ("grouped", "whole"):  # several slabs of the product
-        monkeypatch.setattr(scaled, "BUFFER", 4 << 20 if torch.cuda.is_available() else 1 << 12)
+        monkeypatch.setattr(exp_matmul, "BUFFER", 4 << 20 if torch.cuda.is_available() else 1 << 12)
     if way in ("narrow", "exact", "grouped", "whole"):
         # a whole tile of every plan, on a GPU and in the interpreter
         width = (256 if torch.cuda.is_available() else 32) if way == "narrow" else 0
         monkeypatch.setattr(
-            sys.modules["hf_cce.kernels.stored"],
+            exp_cache,
             "_scratch_columns",
             lambda shape, *_: 0 if shape.dtype == torch.float16 else min(shape.v, width),
         )
@@ -95,7 +94,7 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
         few = 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
         return few if way == "grouped" else -(-shape.n // few) * few
 
-    monkeypatch.setattr(module, "group_size", group_size)
+    monkeypatch.setattr(loss, "group_size", group_size)
     return watch(monkeypatch)
 
 

@@ -14,11 +14,11 @@ from ways import WAYS, applies, config_of, force, takes
 pytest.importorskip("triton")
 
 from hf_cce import linear_log_probs
-from hf_cce.kernels import plan
-from hf_cce.kernels.backward import OfLabels, write_logit_gradient
+from hf_cce.kernels import launch_config as plan
+from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.forward import tile_stats
 from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
-from hf_cce.kernels.stored import label_logits
+from hf_cce.kernels.labels import LabelLogits, label_logits
 
 IGNORE = -100
 # Neither tokens nor vocabularies are whole tiles, nor hidden sizes whole steps; 128 tokens a block, 256 columns a tile.
@@ -42,15 +42,15 @@ def test_which_losses_they_do(wanted: tuple[Any, ...], bias: bool, softcap: floa
     assert not plan.specialised(plan.replace(shapes, specialised=False), None, 0.0)
 
 
-def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[LogitInputs, plan.Plan, Tensor, Tensor]:
+def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[LogitInputs, plan.Plan, LabelLogits]:
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, "cuda", spread=4.0)
     labels = torch.where(labels < 0, IGNORE, labels)
     labels[128:384] = IGNORE  # whole blocks
     shapes = plan.make_plan(hidden, weight)
     inputs = LogitInputs(hidden, weight, None, labels, IGNORE, 0.5, 0.0)
-    logit, active = label_logits(inputs, shapes, 128)
-    assert active is not None and active.tolist() == [int((x != IGNORE).any()) for x in labels.split(128)]
-    return inputs, shapes, logit, active
+    label = label_logits(inputs, shapes, 128)
+    assert label.active is not None and label.active.tolist() == [int((x != IGNORE).any()) for x in labels.split(128)]
+    return inputs, shapes, label
 
 
 @pytest.fixture
@@ -65,21 +65,21 @@ def hopper() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["stats", "ratio", "stored"])
 def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtype: torch.dtype, kind: str) -> None:
-    inputs, shapes, logit, active = _case(n, d, v, dtype)
+    inputs, shapes, label = _case(n, d, v, dtype)
     hidden, labels = inputs.hidden, inputs.labels
     assert shapes.specialised
     tiles = -(-v // shapes.block_n)
     found: list[list[Tensor]] = []
-    for flags in (None, active):
+    for active in (None, label.active):
         tile_lse = torch.zeros(tiles, plan.padded(n), device="cuda")
         ratio = torch.zeros(tiles, plan.padded(n), device="cuda", dtype=torch.bfloat16) if kind == "ratio" else None
         buffer = plan.empty_slab(hidden, n + 1, min(v, 512)).zero_() if kind == "stored" else None
         stored = None if buffer is None else buffer[:n]
-        at_label = logit.clone() if kind == "stored" else torch.full_like(logit, 7.0)
-        tile_stats(inputs, TileStats(tile_lse, ratio=ratio), at_label, shapes, exp_cache=stored, active=flags)
+        at_label = label.logit.clone() if kind == "stored" else torch.full_like(label.logit, 7.0)
+        tile_stats(inputs, TileStats(tile_lse, ratio=ratio), LabelLogits(at_label, active), shapes, exp_cache=stored)
         assert buffer is None or not buffer[n].any()
-        if flags is None:  # what tensor cores round is rounded alike
-            assert torch.equal(at_label[labels != IGNORE], logit[labels != IGNORE])
+        if active is None:  # what tensor cores round is rounded alike
+            assert torch.equal(at_label[labels != IGNORE], label.logit[labels != IGNORE])
         found.append([x for x in (tile_lse[:, :n], ratio, stored) if x is not None])
     for other, own in zip(*found, strict=True):
         assert torch.equal(own, other)
@@ -91,7 +91,7 @@ def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dty
 @pytest.mark.parametrize(("n", "d", "v"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtype: torch.dtype) -> None:
-    inputs, _, logit, active = _case(n, d, v, dtype)
+    inputs, _, label = _case(n, d, v, dtype)
     hidden, weight, labels = inputs.hidden, inputs.weight, inputs.labels
     shapes = plan.make_plan(hidden, weight, backward=True)
     lse = torch.where(labels == IGNORE, 0.0, (0.5 * hidden.float() @ weight.float().t()).logsumexp(1))
@@ -99,10 +99,10 @@ def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtyp
     grads = TokenGrads(lse, grad_lse, -grad_lse)
     for start, stop in ((0, min(v, 640)), (v - min(v, 77), v)):
         found = []
-        for of_labels in (None, OfLabels(logit, active)):
+        for given in (None, label):
             buffer = plan.empty_slab(hidden, n + 1, 640).zero_()
             out = buffer[:n]
-            write_logit_gradient(out, inputs, grads, start, stop, shapes, of_labels=of_labels)
+            write_logit_gradient(out, inputs, grads, start, stop, shapes, label=given)
             assert not buffer[n].any()
             found.append(out[:, : stop - start])
         inside = (labels >= start) & (labels < stop)

@@ -220,9 +220,9 @@ def test_groups_add_up_where_their_result_will_lie(d: int, v: int) -> None:
 
 def test_groups_are_formed_where_they_pay() -> None:
     """Sizes that were measured on an H200: hf_cce/bench/results/2026-11-22-h200-groups.txt."""
-    from hf_cce.kernels.grouped import group_size
+    from hf_cce.kernels.exp_cache import plan_cache
     from hf_cce.kernels.inputs import Shape
-    from hf_cce.kernels.stored import plan_cache
+    from hf_cce.kernels.token_groups import group_size
 
     def size(n: int, d: int, v: int, mib: int, need_weight: bool = True, dtype: torch.dtype = torch.bfloat16) -> int:
         tiles, budget = -(-v // 128), mib << 20
@@ -247,13 +247,13 @@ def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are those of an H200, and nothing is launched or multiplied: for tensors without memory."""
     from triton.runtime.jit import KernelInterface
 
-    from hf_cce.kernels import backward, grouped, plan, scaled
+    from hf_cce.kernels import backward, exp_matmul, launch_config, token_groups
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(plan, "specialises", lambda: True)
+    monkeypatch.setattr(launch_config, "specialises", lambda: True)
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *args, **options: None)
-    for module in (backward, grouped, scaled):
+    for module in (backward, token_groups, exp_matmul):
         monkeypatch.setattr(module, "multiply_add", lambda *_, **__: None)
 
 
@@ -267,7 +267,8 @@ def test_what_is_stored_takes_no_more_than_the_budget(
     from hf_cce.kernels.backward import logit_stats_backward
 
     like_hopper(monkeypatch)
-    module = sys.modules["hf_cce.kernels.cross_entropy"]
+    from hf_cce.kernels import loss as module
+
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, factor = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
     form, lent = (-100, 1.0, 0.0), 0
@@ -301,7 +302,8 @@ def test_groups_take_no_more_than_the_budget(
 ) -> None:
     """Counted on tensors without memory, by the plan of a Hopper GPU."""
     like_hopper(monkeypatch)
-    module = sys.modules["hf_cce.kernels.cross_entropy"]
+    from hf_cce.kernels import loss as module
+
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, factor = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
     given = (hidden, weight, labels, factor)
@@ -326,7 +328,8 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
     force(monkeypatch, "narrow")
     if DEVICE == "cuda":  # whose tiles are larger, as what is lent has to be
         n, d, v = 16 * n, max(d, 320), 16 * v
-    module = sys.modules["hf_cce.kernels.cross_entropy"]
+    from hf_cce.kernels import loss as module
+
     seen, real = [], module.plan_cache
     monkeypatch.setattr(module, "plan_cache", lambda *args: seen.append(real(*args)) or seen[-1])
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
@@ -344,7 +347,7 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
     assert all(lent >= 32 and width > 0 and lent * (n + d) < d * v for lent, width in filter(None, seen))
     if dtype == torch.float32:
         return
-    monkeypatch.setattr("hf_cce.kernels.stored._dw_buffer_columns", lambda *_: 0)
+    monkeypatch.setattr("hf_cce.kernels.exp_cache._dw_buffer_columns", lambda *_: 0)
     found.append(loss_and_gradients(fused_loss(config_of("narrow")), inputs, labels, options, dtype))
     assert seen[-1][0] == 0
     for name in ("hidden", "weight"):
@@ -355,7 +358,7 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
 @pytest.mark.parametrize("n", [24, 40])
 def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -> None:
     """Of 24 tokens they are smaller than the gradient of the weight, of 40 larger, which then goes into their memory."""
-    from hf_cce.kernels import dense
+    from hf_cce.kernels import materialized
 
     d, v, dtype = 64, 75, torch.float16
     g = torch.Generator().manual_seed(0)
@@ -363,8 +366,8 @@ def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -
     labels = torch.randint(v, (n,), generator=g).to(DEVICE)
     labels[::5] = -100
     factor, options = torch.tensor(1.0 / n, device=DEVICE), (-100, 1.0, 0.0)
-    saved, _ = dense.forward(dense.multiplied(hidden, weight, None, torch.float32), None, labels, *options)
-    found = dense.backward(
+    saved, _ = materialized.forward(materialized.logits_of(hidden, weight, None, torch.float32), None, labels, *options)
+    found = materialized.backward(
         saved, factor, factor * n * 64, hidden, weight, None, labels, *options, 0.0, True, True, False
     )
     assert saved.logits is None
@@ -424,16 +427,16 @@ def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
     v: int, ignored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a hidden size above 512 and an odd vocabulary; gradients of tokens without a label are zero."""
-    from hf_cce.kernels import dense
+    from hf_cce.kernels import materialized
 
     taken, made = force(monkeypatch, "dense16"), []
-    real = dense.forward
+    real = materialized.forward
 
     def forward(logits: Tensor, *others: Any) -> Any:
         made.append((logits.dtype, logits.data_ptr() % 16, logits.stride(0) % 16))
         return real(logits, *others)
 
-    monkeypatch.setattr(dense, "forward", forward)
+    monkeypatch.setattr(materialized, "forward", forward)
     (hidden, weight, _), labels = make_inputs(70, 600, v, torch.float16, DEVICE, ignored=ignored)
     for options in (PLAIN, Options(0.7, 5.0, z_loss=1e-2), Options(reduction="sum")):
         inputs = (hidden, weight, None)
@@ -448,7 +451,7 @@ def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
     """Theirs alone, above the gradients: what the budget was asked for, and no more than full logits of PyTorch."""
-    from hf_cce.kernels import dense
+    from hf_cce.kernels import materialized
 
     n, d, v = 40, 24, 600
     (hidden, weight, bias), labels = make_inputs(n, d, v, dtype, DEVICE, bias=True)
@@ -457,8 +460,10 @@ def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
     vectors = 2 * 4 * n + 4 * v  # statistics of the tokens, and the bias's gradient before it is rounded
     given = {x.untyped_storage()._cdata for x in (hidden, weight, bias, labels, factor) if x is not None}
     with Alive(given) as alive:
-        saved, _ = dense.forward(dense.multiplied(hidden, weight, bias, dtype), bias, labels, *options)
-        found = dense.backward(saved, factor, factor, hidden, weight, bias, labels, *options, 0.0, True, True, True)
+        saved, _ = materialized.forward(materialized.logits_of(hidden, weight, bias, dtype), bias, labels, *options)
+        found = materialized.backward(
+            saved, factor, factor, hidden, weight, bias, labels, *options, 0.0, True, True, True
+        )
     assert all(x is not None and x.dtype == dtype for x in found)
     assert alive.peak - left <= 2 * n * (v + 15) + vectors
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
@@ -499,7 +504,7 @@ def test_memory_of_logits_of_16_bits_on_the_gpu(
 def test_the_product_comes_first_and_labels_are_looked_at_before_they_are_used(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_cce.kernels import dense
+    from hf_cce.kernels import materialized
 
     order: list[str] = []
 
@@ -513,7 +518,7 @@ def test_the_product_comes_first_and_labels_are_looked_at_before_they_are_used(
         monkeypatch.setattr(place, name, wrapper)
 
     force(monkeypatch, way)
-    for place, name in ((dense, "multiply_add"), (ops, "survey"), (dense, "forward")):
+    for place, name in ((materialized, "multiply_add"), (ops, "survey"), (materialized, "forward")):
         noting(place, name)
     for name in ("linear", "cross_entropy"):
         noting(torch.nn.functional, name)

@@ -1,9 +1,9 @@
-"""Gradients in the forward pass, a group of tokens at a time, where the budget has room for a group's stored values.
+"""Gradients in the forward pass, a group of tokens at a time, where the budget has room for a group's exponentials.
 
-With the values of all of the vocabulary the group's logits need not be computed a second time: three products instead of the
-four of hf_cce.kernels.backward. The weight's gradient is added up over the groups in float32, half of it in the memory that
-its result will have; of the last group it is formed as in hf_cce.kernels.scaled, which rounds it once. All gradients are for
-an upstream gradient of one; the backward pass multiplies them by what that turns out to be.
+With the exponentials of all columns a group's logits need not be computed a second time: three products instead of the four of
+hf_cce.kernels.backward. The weight's gradient is summed over the groups in float32, half of it in the memory of its result; the
+last group's product is added where the result is rounded (hf_cce.kernels.exp_matmul). All gradients are for an upstream
+gradient of one; the backward pass multiplies them by the real one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
-from hf_cce.kernels.inputs import LogitInputs, Shape, TokenGrads
-from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, padded
-from hf_cce.kernels.products import multiply_add
-from hf_cce.kernels.scaled import (
+from hf_cce.kernels.exp_matmul import (
     BLOCK_V,
     hidden_gradient,
     label_factors,
@@ -28,16 +25,19 @@ from hf_cce.kernels.scaled import (
     sort_bytes,
     weight_gradient,
 )
+from hf_cce.kernels.inputs import LogitInputs, Shape, TokenGrads
+from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, padded
+from hf_cce.kernels.matmul import multiply_add
 
-# With a gradient of the weight a group costs as much as a product over so many tokens: adding to that gradient moves 8 bytes per
-# entry of it, whatever the group's size. What it saves is a product over its own tokens, but for what a stored slab would save
-# too. Measured on an H200, as is what follows (hf_cce/bench/results/2026-11-22-h200-groups.txt).
+# Measured on an H200 (hf_cce/bench/results/2026-11-22-h200-groups.txt). With dW, a group costs as much as a product over
+# GROUP_TOKENS tokens: adding to dW moves 8 bytes for each of its entries, whatever the group's size. It saves SAVED of a product
+# over its own tokens, of which an ExpCache of all columns would save SAVED_BY_CACHE too.
 GROUP_TOKENS = 1150
-SAVED, SAVED_BY_SLAB = 0.95, 0.7
-# Rounding products in a pass of their own costs 8 · V · D bytes, a pass over all stored values 4 · N · V: where these fit, one
-# group is worth it from N / D = 2 on.
+SAVED, SAVED_BY_CACHE = 0.95, 0.7
+# Rounding products apart moves 8 · V · D bytes, a pass over the exponentials of all tokens 4 · N · V: where these fit the budget,
+# one group pays from this N / D on.
 TOKENS_PER_WIDTH = 2
-# Without, groups of fewer tokens leave the GPU idle.
+# Without dW, smaller groups leave the GPU idle.
 HIDDEN_TOKENS = 512
 
 
@@ -49,9 +49,9 @@ class PrecomputedGrads(NamedTuple):
 
 
 def group_size(shape: Shape, num_tiles: int, need_weight: bool, block_m: int, kept: int, budget: int) -> int:
-    """Tokens of each group, the last one perhaps excepted; 0 where the budget has no room for groups that pay.
+    """Tokens of each group, the last one being smaller perhaps; 0 where the budget has no room for groups that pay.
 
-    ``kept``: columns whose values could be kept of all tokens instead (``plan_cache``).
+    ``kept``: columns whose exponentials an ``ExpCache`` would hold instead.
     """
     n, d, v, dtype = shape
     if dtype == torch.float16 or n == 0:  # float16 has no range for exponentials
@@ -69,11 +69,11 @@ def group_size(shape: Shape, num_tiles: int, need_weight: bool, block_m: int, ke
         return 0
     groups = ceil_div(n, most)
     size = ceil_div(ceil_div(n, groups), block_m) * block_m
-    return 0 if need_weight and n / groups * (SAVED - SAVED_BY_SLAB * kept / v) < GROUP_TOKENS else size
+    return 0 if need_weight and n / groups * (SAVED - SAVED_BY_CACHE * kept / v) < GROUP_TOKENS else size
 
 
 def _rows_in_place(v: int, dtype: torch.dtype) -> int:
-    """Rows of float32 sums that lie where the result will: of twice as many rows, if those are of 16 bits."""
+    """Rows of float32 sums that fit into the memory of dW in ``dtype``."""
     return v if dtype == torch.float32 else v // 2 // BLOCK_V * BLOCK_V
 
 
@@ -92,7 +92,7 @@ class Groups:
         self.values = empty_slab(hidden, min(n, size), v)
 
     def _sums(self) -> tuple[Tensor, ...]:
-        """float32, of consecutive parts of the vocabulary."""
+        """float32 sums [rows, D], of consecutive parts of the vocabulary: the first in the memory of dW."""
         assert self.grad_weight is not None
         v, d = self.grad_weight.shape
         half = _rows_in_place(v, self.grad_weight.dtype)
@@ -133,7 +133,7 @@ class Groups:
 
 @triton.jit
 def _multiply_kernel(x, by, size, BLOCK: tl.constexpr):
-    """x · by, in place, unless that is one. Zero stays zero: that of no tokens, whose number the loss was divided by."""
+    """x · by, in place, unless that is one. Zero stays zero: without tokens, the loss was divided by their number."""
     factor = tl.load(by).to(tl.float32)
     if factor != 1.0:
         step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -144,7 +144,7 @@ def _multiply_kernel(x, by, size, BLOCK: tl.constexpr):
 
 
 def formed_gradients(formed: PrecomputedGrads, grad: Tensor) -> list[Tensor | None]:
-    """The gradients for the upstream gradient ``grad``, a scalar; in the memory of ``formed``."""
+    """The gradients for the upstream gradient ``grad``, a scalar, in place."""
     for x in formed:
         if x is not None and x.numel():
             _multiply_kernel[(min(1024, ceil_div(x.numel(), 4096)),)](x, grad, x.numel(), BLOCK=4096, num_warps=8)

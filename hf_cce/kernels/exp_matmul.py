@@ -1,14 +1,14 @@
-"""Gradients from stored values of the whole vocabulary, without another pass over them.
+"""Gradients from cached exponentials, without a pass over them that turns them into the gradient of the logits.
 
-What is stored lacks a factor per token and the label's own entry (see hf_cce.kernels.stored). With S the stored values,
-zero where the labels are, f the factors and c the labels' entries,
+What they lack is a factor per token and the label's own entry (see hf_cce.kernels.exp_cache). With S the exponentials, zero
+where the labels are, f the factors and c the labels' entries,
 
     dh = f · (S W) + c · W[label]        dW = Sᵀ (f · h) + Σ c · h over the tokens of each label
 
-so cuBLAS multiplies S as it is, into float32, and what lies around the product is done where its result is rounded. f · h is
-rounded to bfloat16, but in the part alone that a label does not enter; c · h is not rounded at all.
+so cuBLAS multiplies S as it is, into float32, and the rest is done where its result is rounded. f · h is rounded to the inputs'
+dtype; c · h is not, as a label's entry is the largest.
 
-S may be of some tokens alone: then what the others' Sᵀ (f · h) come to is added to the last ones' (see hf_cce.kernels.grouped).
+S may be of one group of tokens: then the sum of the other groups' Sᵀ (f · h) is added (see hf_cce.kernels.token_groups).
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.exp_cache import LIMIT
 from hf_cce.kernels.inputs import LogitInputs, TokenGrads
-from hf_cce.kernels.plan import ceil_div
-from hf_cce.kernels.products import multiply_add
-from hf_cce.kernels.stored import LIMIT
+from hf_cce.kernels.launch_config import ceil_div
+from hf_cce.kernels.matmul import multiply_add
 
-# Bytes of float32 products at a time: 256 tiles of 128 by 256 keep cuBLAS busy, and an H200's L2 cache holds them until they
-# are rounded.
+# Bytes of a float32 product. They are as many tiles as keep cuBLAS busy, and stay in an H200's L2 cache until they are rounded.
 BUFFER = 32 << 20
 BLOCK_V = 16  # rows of the weight that a program finishes
 
 
 @triton.jit(do_not_specialize=["num_tokens", "width", "ignore_index"])
 def _factors_kernel(
-    values,  # [N, width] S, rows `stride` apart: zeros are written where the labels are
+    values,  # [N, width] S, rows `stride` apart; zeros are written where the labels are
     label_logit,  # [N]
     labels,  # [N]
     lse,  # [N]
     grad_lse,  # [N]
     grad_label,  # [N]
-    flags,  # [row blocks] int32, written: whether a token of the block is beyond the limit
+    flags,  # [row blocks] int32, written: whether the loss of a token of the block is above LIMIT
     scale,  # [N], written: f
     of_label,  # [N], written: c
     num_tokens,
@@ -58,13 +57,13 @@ def _factors_kernel(
     z = tl.load(label_logit + rows, mask=in_rows, other=0.0)
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     valid = (label != ignore_index) & (label >= 0) & (label < vocab_size)
-    beyond = tl.max((in_rows & ((row_lse - z <= LIMIT) == 0)).to(tl.int32), 0)  # so that not a number counts too
+    beyond = tl.max((in_rows & ((row_lse - z <= LIMIT) == 0)).to(tl.int32), 0)  # true for NaN
     p = tl.exp(z - row_lse)
     g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
     c = g * p + tl.load(grad_label + rows, mask=in_rows, other=0.0)
     if HAS_SOFTCAP:
         c *= 1.0 - (z / softcap) * (z / softcap)
-    # What is computed anew is the gradient itself, its labels' entries included.
+    # A row block that is computed anew holds the gradient itself, its labels' entries included.
     f = tl.where(beyond != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
     mine = valid & (label < width)
     c = tl.where((beyond == 0) & mine, c * logit_scale, 0.0)
@@ -119,10 +118,10 @@ def _finish_hidden_kernel(
 @triton.jit(do_not_specialize=["first_row", "num_rows", "first_block"])
 def _finish_weight_kernel(
     product,  # [rows, D] float32
-    earlier,  # [rows, D] float32, if HAS_EARLIER: what other tokens' products come to; may be where `out` is in float32
+    earlier,  # [rows, D] float32, if HAS_EARLIER: the sum of other tokens' products; may share memory with `out` in float32
     hidden,  # [N, D]
     labels,  # [N] in ascending order
-    tokens,  # [N] int64: whose they are
+    tokens,  # [N] int64: the tokens of these labels
     start,  # [blocks of the vocabulary + 1]: where each block's labels begin
     of_label,  # [N]
     out,  # [V, D], written
@@ -157,7 +156,7 @@ def _finish_weight_kernel(
         h = tl.load(
             hidden + token[:, None] * hidden_stride + ds[None, :], mask=mine[:, None] & in_d[None, :], other=0.0
         )
-        # In two parts of 8 bits of mantissa, so that the product is exact in float32 for all that matters.
+        # In two parts of the inputs' dtype, whose products are exact in float32.
         high = c.to(h.dtype)
         low = (c - high.to(tl.float32)).to(h.dtype)
         hit = label[None, :] == rows[:, None]
@@ -171,12 +170,12 @@ def _finish_weight_kernel(
 
 
 def rows_at_a_time(d: int, most: int) -> int:
-    """Rows of float32 products [rows, D] to form at a time, of ``most`` that there are."""
+    """Rows of a float32 product [rows, D], of ``most`` in all."""
     return min(ceil_div(BUFFER // (4 * d), BLOCK_V) * BLOCK_V, ceil_div(most, BLOCK_V) * BLOCK_V)
 
 
 def sort_bytes(n: int, v: int) -> int:
-    """Bytes that sorting the labels takes, and vectors of a few numbers per token."""
+    """Bytes for sorting the labels, and for vectors of a few numbers per token."""
     return 64 * n + 8 * ceil_div(v, BLOCK_V)
 
 
@@ -190,7 +189,11 @@ def label_factors(
     scale: Tensor,  # [N] float32, written: f
     of_label: Tensor,  # [N] float32, written: c; zero where the label is none of the columns
 ) -> Tensor:
-    """Write zeros where the labels are; returns the row blocks [⌈N / block_m⌉] whose values are to be computed anew."""
+    """Write the factors, and zeros into ``values`` where the labels are.
+
+    Returns:
+        Flags of the row blocks, [⌈N / block_m⌉] int32: the values of those that are not zero have to be computed anew.
+    """
     n, width = values.shape
     flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=values.device)
     _factors_kernel[(ceil_div(n, block_m),)](
@@ -239,9 +242,8 @@ def weight_gradient(
 ) -> None:
     """dW, as many rows at a time as ``product`` holds.
 
-    ``earlier`` is what the products of other tokens than those of ``values`` come to: float32 [rows, D] each, of consecutive
-    parts of the vocabulary. The first of them may lie in the memory of ``out``, from its beginning, and all but the last have
-    to be whole blocks.
+    ``earlier`` is the sum of other tokens' products: float32 [rows, D] each, of consecutive parts of the vocabulary. The first
+    may lie in the memory of ``out``, from its beginning; all but the last are whole blocks.
     """
     (v, d), at_a_time, hidden = out.shape, product.shape[0], inputs.hidden
     by_label = torch.sort(inputs.labels.int())
@@ -254,7 +256,7 @@ def weight_gradient(
         for start in range(begin, end, at_a_time):
             stop = min(end, start + at_a_time)
             block, before = product[: stop - start], None if part is None else part[start - begin : stop - begin]
-            # Rows that are written lie where half as many are read in float32: those of other programs, at the beginning.
+            # `out` row r overwrites the float32 row r / 2: at the beginning, one that another program of this launch reads.
             if before is not None and out.element_size() < 4 and begin == 0 and stop > 2 * start:
                 block.copy_(before)
                 before = None

@@ -14,21 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.plan import empty_slab, padded
-from hf_cce.kernels.products import multiply, multiply_add
+from hf_cce.kernels.launch_config import empty_slab, padded
+from hf_cce.kernels.matmul import multiply, multiply_add
 from hf_cce.kernels.tiles import softcapped
 
 
 @dataclass
-class Dense:
+class Materialized:
     """What the forward pass leaves."""
 
-    logits: Tensor | None  # [N, V], of ``multiplied``; None once the backward pass has used them
+    logits: Tensor | None  # [N, V], of ``logits_of``; None once the backward pass has used them
     lse: Tensor  # [N]
 
 
 @triton.jit
-def _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     if HAS_BIAS:
         x += tl.load(bias + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
     x *= logit_scale
@@ -66,7 +66,7 @@ def _row_stats_kernel(
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         x = tl.load(start + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
-        x = _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x = _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         at_label += tl.where(cols == label, x, 0.0)
         x = tl.where(cols < vocab_size, x, float("-inf"))
         new = tl.maximum(top, x)
@@ -110,7 +110,7 @@ def _row_gradient_kernel(
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         x = tl.load(start + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
-        x = _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x = _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         gradient = tl.where(valid, tl.exp(x - row_lse), 0.0) * of_lse - tl.where(cols == label, g, 0.0)
         if HAS_SOFTCAP:
             gradient *= 1.0 - (x / softcap) * (x / softcap)
@@ -119,7 +119,7 @@ def _row_gradient_kernel(
         tl.store(to + cols, (gradient * logit_scale).to(out.dtype.element_ty), mask=cols < vocab_size)
 
 
-def multiplied(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """h Wᵀ [N, V], in float32 or in the dtype of both, in 16 bits plus ``bias``; rows are aligned.
 
     It needs no labels, so the GPU can be at it while the host looks at these.
@@ -138,13 +138,13 @@ def _rounded(logits: Tensor) -> bool:
 
 
 def forward(
-    logits: Tensor,  # [N, V], of ``multiplied``
+    logits: Tensor,  # [N, V], of ``logits_of``
     bias: Tensor | None,
     labels: Tensor,  # [N]
     ignore_index: int,
     logit_scale: float,
     softcap: float,
-) -> tuple[Dense, Tensor]:
+) -> tuple[Materialized, Tensor]:
     """(what the backward pass needs, the logit of each label [N])."""
     n, v = logits.shape
     bias = None if _rounded(logits) else bias
@@ -153,11 +153,11 @@ def forward(
         logits, bias, labels, lse, label_logit, v, logits.stride(0), ignore_index, logit_scale, softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,
     )  # fmt: skip
-    return Dense(logits, lse), label_logit
+    return Materialized(logits, lse), label_logit
 
 
 def backward(
-    saved: Dense,
+    saved: Materialized,
     grad: Tensor,  # scalar
     factor: Tensor,  # scalar
     hidden: Tensor,  # [N, D]

@@ -10,15 +10,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels import dense, filtered
+from hf_cce.kernels import filtered, materialized
+from hf_cce.kernels.exp_cache import CachePlan, ExpCache, Slab, allocate_cache, plan_cache
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
-from hf_cce.kernels.grouped import Groups, PrecomputedGrads, group_size
 from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
+from hf_cce.kernels.labels import LabelLogits, label_logits
+from hf_cce.kernels.launch_config import (
+    Plan,
+    ceil_div,
+    empty_slab,
+    filter_plan,
+    make_plan,
+    padded,
+    row_major,
+    specialised,
+)
 from hf_cce.kernels.layout import Expected, Filtered, Report
 from hf_cce.kernels.measure import relative
 from hf_cce.kernels.order import Vocabulary
-from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, filter_plan, make_plan, padded, row_major, specialised
-from hf_cce.kernels.stored import CachePlan, ExpCache, Slab, allocate_cache, label_logits, plan_cache
+from hf_cce.kernels.token_groups import Groups, PrecomputedGrads, group_size
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -131,20 +141,19 @@ def cross_entropy(
 def _stats_and_cache(
     inputs: LogitInputs,
     slabs: Sequence[Slab],  # whose values are written
-    label_logit: Tensor,  # [N]
-    active: Tensor | None,
+    label: LabelLogits,
     lse: Tensor,  # [N], written
     plan: Plan,
 ) -> None:
-    """The logsumexp of each token, and the exponentials of the columns to keep."""
+    """Compute the logsumexp of each token, and the exponentials to keep."""
     n, _, v, _ = inputs.shape
     num_tiles, stride = ceil_div(v, plan.block_n), padded(n)
     tile_lse = torch.empty(num_tiles * stride, device=lse.device, dtype=torch.float32)
     ends = [*(slab.start for slab in slabs[1:]), v]
     for slab, end in zip(slabs, ends, strict=True):
         of_slab = TileStats(tile_lse[slab.start // plan.block_n * stride :])
-        tile_stats(inputs.columns(slab.start, end), of_slab, label_logit, plan, slab.start, slab.values, active)
-    combine(TileStats(tile_lse), label_logit, inputs.labels, lse, [None] * 4, v, num_tiles, inputs.ignore_index)
+        tile_stats(inputs.columns(slab.start, end), of_slab, label, plan, slab.start, slab.values)
+    combine(TileStats(tile_lse), label.logit, inputs.labels, lse, [None] * 4, v, num_tiles, inputs.ignore_index)
 
 
 def _cache_plan(inputs: LogitInputs, need_weight: bool, budget: int) -> CachePlan | None:
@@ -178,10 +187,10 @@ def stored_cross_entropy(
         return None
     plan = make_plan(inputs.hidden, inputs.weight)
     block_m = plan.block_m if specialised(plan, bias, softcap) else 0
-    cache = allocate_cache(inputs, columns, *label_logits(inputs, plan, block_m))
-    lse = torch.empty_like(cache.label_logit)
-    _stats_and_cache(inputs, cache.slabs, cache.label_logit, cache.active, lse, plan)
-    return _total_loss(lse, cache.label_logit, None, factor, 0.0, z_loss), lse, cache
+    cache = allocate_cache(inputs, columns, label_logits(inputs, plan, block_m))
+    lse = torch.empty_like(cache.label.logit)
+    _stats_and_cache(inputs, cache.slabs, cache.label, lse, plan)
+    return _total_loss(lse, cache.label.logit, None, factor, 0.0, z_loss), lse, cache
 
 
 def grouped_cross_entropy(
@@ -206,22 +215,21 @@ def grouped_cross_entropy(
     size = group_size(inputs.shape, ceil_div(v, plan.block_n), need_weight, block_m, sum(kept or (0,)), memory_budget)
     if size == 0:
         return None
-    label_logit, active = label_logits(inputs, plan, plan.block_m if specialised(plan, bias, softcap) else 0)
-    lse, one = torch.empty_like(label_logit), torch.ones((), device=hidden.device, dtype=torch.float32)
+    label = label_logits(inputs, plan, plan.block_m if specialised(plan, bias, softcap) else 0)
+    lse, one = torch.empty_like(label.logit), torch.ones((), device=hidden.device, dtype=torch.float32)
     groups = Groups(inputs, size, need_hidden, need_weight, later)
     for start in range(0, n, size):
         rows = slice(start, min(n, start + size))
-        slab = Slab(0, v, groups.values[: rows.stop - start])
-        flags = None if active is None else active[start // plan.block_m :]
-        _stats_and_cache(inputs.tokens(rows), [slab], label_logit[rows], flags, lse[rows], plan)
+        slab, of_group = Slab(0, v, groups.values[: rows.stop - start]), label.tokens(rows, plan.block_m)
+        _stats_and_cache(inputs.tokens(rows), [slab], of_group, lse[rows], plan)
         grad_lse, grad_label, _ = token_gradients(one, factor, lse[rows], 0.0, z_loss)
-        groups.add(rows, label_logit[rows], TokenGrads(lse[rows], grad_lse, grad_label))
-    loss = _total_loss(lse, label_logit, None, factor, 0.0, z_loss)
+        groups.add(rows, of_group.logit, TokenGrads(lse[rows], grad_lse, grad_label))
+    loss = _total_loss(lse, label.logit, None, factor, 0.0, z_loss)
     return loss, lse, PrecomputedGrads(groups.grad_hidden, groups.grad_weight)
 
 
 def dense_cross_entropy(
-    logits: Tensor,  # [N, V], of ``dense.multiplied``; used up by ``dense_gradients``
+    logits: Tensor,  # [N, V], of ``materialized.logits_of``; used up by ``dense_gradients``
     bias: Tensor | None,  # [V]
     labels: Tensor,  # [N]
     factor: Tensor,  # scalar
@@ -229,10 +237,10 @@ def dense_cross_entropy(
     logit_scale: float,
     softcap: float,
     z_loss: float,
-) -> tuple[Tensor, Tensor, dense.Dense]:
+) -> tuple[Tensor, Tensor, materialized.Materialized]:
     """(loss, lse [N], what ``dense_gradients`` needs): for few tokens, with real logits."""
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
-    saved, label_logit = dense.forward(logits, bias, labels, ignore_index, logit_scale, softcap)
+    saved, label_logit = materialized.forward(logits, bias, labels, ignore_index, logit_scale, softcap)
     return _total_loss(saved.lse, label_logit, None, factor, 0.0, z_loss), saved.lse, saved
 
 
