@@ -23,12 +23,18 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 # What the scalar loss can take, all at once, on every way but the filter's, which has no gradient of a bias; see test_filter.py.
 SCALAR = Options(0.7, 5.0, True, 0.0, 1e-2, "mean")
 NO_BIAS = replace(SCALAR, bias=False)
+FROZEN = (Options(frozen=True), replace(NO_BIAS, frozen=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("options", "way"),
-    [(o, w) for o in (*OPTIONS, SCALAR, NO_BIAS) for w in WAYS if any(applies(w, o, dtype) for dtype in DTYPES)],
+    [
+        (o, w)
+        for o in (*OPTIONS, SCALAR, NO_BIAS, *FROZEN)
+        for w in WAYS
+        if any(applies(w, o, dtype) for dtype in DTYPES)
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(("n", "d", "v"), [(1, 64, 99), (40, 72, 131), (70, 600, 34)])
@@ -233,7 +239,7 @@ def test_row_of_minus_infinity_tiles() -> None:
 def test_real_sizes_on_the_gpu(
     n: int, d: int, v: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for options in (*OPTIONS, SCALAR):
+    for options in (*OPTIONS, SCALAR, *FROZEN):
         if not applies(way, options, dtype):
             continue
         inputs, labels = make_inputs(n, d, v, dtype, "cuda", bias=options.bias)
