@@ -1,7 +1,17 @@
 """Triton kernels of the loss, for ``hf_cce.ops``.
 
-The functions that ``hf_cce.portable`` has too take the same arguments and give the same results, but for rounding; the others are
-faster ways that only a GPU has.
+Functions that ``hf_cce.portable`` has too take the same arguments and give the same results, up to rounding.
+
+A step, file by file:
+    labels          valid labels, the number of them, and their own logits
+    forward         logits tile by tile, of which statistics stay: hopper's tiles, or those of tiles
+    loss            the strategies: what the forward pass keeps, and the scalar loss
+        exp_cache       exponentials of the first columns, as far as the memory budget goes
+        token_groups    gradients at once, a group of tokens after the other (with exp_matmul)
+        materialized    full logits of few tokens
+        filtered        the gradient filter, with its own files
+    backward        slab by slab: cached exponentials or recomputed logits, then matmul
+    launch_config   tile shapes and slab widths for the device
 """
 
 from hf_cce.kernels.backward import logit_stats_backward

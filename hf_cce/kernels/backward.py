@@ -64,7 +64,7 @@ def _gradient_tile(
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
     in_rows = rows < num_tokens
-    # Counted from the start of the slab, Triton can tell that they are aligned, and stores vectors.
+    # Counted from the start of the slab, so that Triton knows that they are aligned, and stores vectors.
     place = col_block * BLOCK_N + tl.arange(0, BLOCK_N)
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     valid = label != ignore_index
@@ -127,7 +127,7 @@ def _logit_gradient_kernel(
 ):
     num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(slab_width, BLOCK_N)
     if FLAGGED:
-        # Hardly ever anything to do: few programs, which find that out at little cost.
+        # Flags are rare: few programs, most of which only read theirs.
         row_block = tl.program_id(0)
         if tl.load(flags + row_block) != 0:
             for col_block in range(tl.program_id(1), num_col_blocks, tl.num_programs(1)):

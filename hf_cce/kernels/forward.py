@@ -17,7 +17,7 @@ from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, pad
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
 
-# Numbers that change from step to step must not make Triton compile again.
+# do_not_specialize: numbers that change from step to step must not make Triton compile again.
 @triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
 def _tile_stats_kernel(
     hidden,  # [N, D]
@@ -97,7 +97,7 @@ def _tile_stats_kernel(
     if WANT_RATIO:
         some = tl.where(total > 0, total, 1.0)
         if HAS_SOFTCAP:
-            e = tl.where(e > 0, e * slope, 0.0)  # outside V the slope is not a number
+            e = tl.where(e > 0, e * slope, 0.0)  # outside V the slope is NaN
             damped = tl.sum(e, 1)
             tl.store(tile_damping + out, (damped / some).to(tl.bfloat16), mask=in_rows)
         else:
@@ -109,7 +109,7 @@ def _tile_stats_kernel(
     if STORE and col < cache_width:
         height = top - tl.load(label_logit + rows, mask=in_rows, other=0.0)
         scaled = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
-        if HAS_SOFTCAP and not WANT_RATIO:  # else it is in there
+        if HAS_SOFTCAP and not WANT_RATIO:  # with WANT_RATIO, e has the slope already
             scaled *= slope
         at = exp_cache + row.to(tl.int64) * cache_width + col
         here = tl.arange(0, BLOCK_M)[:, None] * cache_width + tl.arange(0, BLOCK_N)[None, :]

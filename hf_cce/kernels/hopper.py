@@ -1,11 +1,11 @@
-"""Tiles of logits on Hopper: one warp brings the operands, two groups of four warps multiply them, in turns.
+"""Warp-specialised tiles of logits on Hopper: one warp loads operands, two groups of four warps multiply them.
 
-A tile has 128 tokens and 256 columns; each group has half of its tokens. A group that finishes a tile, with its exponentials
-and its stores, leaves the tensor cores to the other one, which is ahead or behind by as many stages of operands as shared
-memory holds. Programs stay for many tiles, so that the next tile's operands are under way before one is finished.
+A tile has 128 tokens and 256 columns; each group has half of its tokens. While one group computes exponentials and stores, the
+other uses the tensor cores; it may be ahead or behind by as many stages of operands as shared memory holds. Programs are
+persistent, so that the next tile's operands are loaded before a tile is finished.
 
-Written in Gluon, Triton's lower level, whose kernels the interpreter cannot run: everything here has a twin in
-hf_cce.kernels.forward or hf_cce.kernels.backward, and tests compare the two on a GPU.
+Written in Gluon, which the interpreter cannot run: each function has a twin in hf_cce.kernels.forward or hf_cce.kernels.backward,
+and tests compare the two on a GPU.
 ``hf_cce.kernels.launch_config.specialised`` says when it runs.
 """
 
@@ -53,7 +53,7 @@ def _position(tile, num_row_blocks, num_col_blocks, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def _depth(active, tile, num_row_blocks, num_col_blocks, hidden_size, GROUP_M: gl.constexpr):
-    """How much of the hidden size a tile multiplies: nothing where all its tokens are ignored, or beyond the last tile."""
+    """The hidden size, or 0 where all tokens of the tile are ignored and beyond the last tile: nothing to multiply."""
     row_block, _ = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
     return gl.load(active + row_block, mask=tile < num_row_blocks * num_col_blocks, other=0) * hidden_size
 
@@ -65,8 +65,8 @@ def _load_tile(
 ):  # fmt: skip
     for k in range(0, depth, BLOCK_K):
         mbarrier.wait(free.index(stage), phase)
-        # The condition always holds. Without a use of the depth inside the loop, Triton 3.6 takes the one that the
-        # caller carries from tile to tile for dead, and all tiles get the first one's: the program then waits forever.
+        # The condition always holds. Without a use of `depth` inside the loop, Triton 3.6 drops it from the caller's loop over
+        # tiles, all tiles get the first one's depth, and the program hangs.
         mbarrier.expect(ready.index(stage), hidden.block_type.nbytes + weight.block_type.nbytes, pred=k < depth)
         _load_block(hidden, [row, k], ready.index(stage), h_ring.index(stage))
         _load_block(weight, [col, k], ready.index(stage), w_ring.index(stage))
@@ -104,7 +104,7 @@ def _multiply(
         mbarrier.wait(ready.index(stage), phase)
         h = h_ring.index(stage).slice(HALF * ROWS, ROWS, 0)
         acc = warpgroup_mma(h, w_ring.index(stage).permute((1, 0)), acc, is_async=True)
-        # One product may be under way: what the one before it read is free.
+        # One product may be in flight; the operands of the one before it are free.
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(free.index(before), count=1, pred=k > 0)
         before = stage
@@ -145,7 +145,7 @@ def _tile_statistics(
 
 @gluon.jit
 def _store(value, out, row, col, finished, HALF: gl.constexpr, STORE_N: gl.constexpr):
-    """Bring ``value`` [ROWS, BLOCK_N] to ``out``, STORE_N columns at a time, by way of the group's two parts of ``finished``."""
+    """Store ``value`` [ROWS, BLOCK_N] to ``out``, STORE_N columns at a time, through the group's buffers in ``finished``."""
     ROWS: gl.constexpr = value.shape[0]
     BLOCK_N: gl.constexpr = value.shape[1]
     if BLOCK_N > STORE_N:
@@ -153,7 +153,7 @@ def _store(value, out, row, col, finished, HALF: gl.constexpr, STORE_N: gl.const
         _store(left, out, row, col, finished, HALF, STORE_N)
         _store(right, out, row, col + BLOCK_N // 2, finished, HALF, STORE_N)
     else:
-        # What was here must have been read, and by all warps of the group be known to be.
+        # The buffer's last store must have read it, and all warps of the group must know.
         PARTS: gl.constexpr = finished.shape[0] // 2
         here = HALF * PARTS + col // STORE_N % PARTS
         tma.store_wait(PARTS - 1)
@@ -184,7 +184,7 @@ def _work(
         row, col = row_block * BLOCK_M + HALF * ROWS, first_col + col_block * BLOCK_N
         rows = row + gl.arange(0, ROWS, ROW)
         in_rows = rows < num_tokens
-        # Loaded before the products, and not looked at until they are done.
+        # Loaded before the products, which hide the latency.
         if STORE or GRADIENT:
             label = gl.load(labels + rows, mask=in_rows, other=ignore_index)
         if GRADIENT:
@@ -211,7 +211,7 @@ def _work(
             )  # fmt: skip
             if STORE:
                 BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, e.type.layout))
-                # An ignored token's label logit is as good as infinite: nothing is stored of it but zeros.
+                # Zeros for ignored tokens.
                 at_label = gl.where(label != ignore_index, at_label, float("inf"))
                 height = top - gl.convert_layout(at_label, BY_ROW)[:, None]
                 value = (e * gl.exp(gl.minimum(height, 60.0)).expand_dims(2)).reshape([ROWS, BLOCK_N])
@@ -222,7 +222,7 @@ def _work(
         tma.store_wait(0)
 
 
-# Numbers that change from step to step must not make Triton compile again, nor flags from the middle of an array.
+# Neither numbers that change from step to step nor flags from the middle of an array may make Triton compile again.
 @gluon.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"], do_not_specialize_on_alignment=["active"])
 def _specialised_tiles_kernel(
     hidden,  # [N, D] descriptor of blocks [BLOCK_M, BLOCK_K]
@@ -295,10 +295,9 @@ def _specialised_tiles_kernel(
 
 
 def constants() -> dict[str, int]:
-    """The shapes of a launch. Stages are fine: of more stages one group can be ahead of the other by more.
+    """The shapes of a launch: small stages, so that one group can be further ahead of the other.
 
-    Measured on an H200 (hf_cce/bench/results/2026-11-22-h200-specialised-stores.txt and -quarters.txt). What is stored at a time
-    is a quarter of a group's half tile, so that eight stages fit beside it.
+    Measured on an H200 (hf_cce/bench/results/2026-11-22-h200-specialised-stores.txt and -quarters.txt).
     """
     return {
         "BLOCK_M": BLOCK_M,

@@ -1,4 +1,8 @@
-"""One scalar loss from the statistics of the tokens, and the gradients of those from the gradient of the scalar."""
+"""The strategies of a scalar loss on the kernels, from plain recomputation to the gradient filter: one function each.
+
+Each makes the loss from the statistics of tokens, and says what its backward pass needs. Which one runs is decided by the caller;
+None from one of them means that the memory budget has no room for it.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +133,7 @@ def cross_entropy(
     need_bias: bool,
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As ``hf_cce.portable.cross_entropy``; gradients are formed in the backward pass only, from recomputed tiles."""
+    """As ``hf_cce.portable.cross_entropy``, keeping nothing: the backward pass recomputes all logits."""
     lse, label_logit, mean_logit, *_ = logit_stats(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, label_smoothing > 0, False, False, False,
         memory_budget,
