@@ -4,7 +4,8 @@ What is kept of a logit z is exp(z − z_label), times (1 − (z/softcap)²) wit
 to the gradient of the logit is a factor per token, and the label's own entry. bfloat16 has the range for it while a token's loss
 is below LIMIT; row blocks with a token above it are computed anew in the backward pass.
 
-Of all tokens a slab of columns is kept (this file), or of a group of tokens all columns (hf_cce.kernels.token_groups).
+This file keeps the first columns of all tokens. For a frozen head hf_cce.kernels.token_groups keeps all columns of one group of
+tokens after the other.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from hf_cce.kernels.launch_config import (
 from hf_cce.kernels.layout import Expected, Filtered, Report
 from hf_cce.kernels.measure import relative
 from hf_cce.kernels.order import Vocabulary
-from hf_cce.kernels.token_groups import Groups, PrecomputedGrads, group_size
+from hf_cce.kernels.token_groups import PrecomputedGrads, group_gradient, group_size
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -211,25 +211,31 @@ def grouped_cross_entropy(
     need_weight: bool,
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, PrecomputedGrads] | None:
-    """(loss, lse [N], the gradients but for a factor), or None where ``stored_cross_entropy`` is the better way."""
+    """(loss, lse [N], the gradient of the hidden states but for a factor), or None where the weight needs a gradient, too.
+
+    Likewise where the budget has no room for groups of tokens that pay.
+    """
+    if need_weight or not need_hidden:
+        return None
     inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap).readable()
     n, _, v, _ = inputs.shape
     plan, later = (make_plan(inputs.hidden, inputs.weight, backward) for backward in (False, True))
-    kept, block_m = _cache_plan(inputs, need_weight, memory_budget), max(plan.block_m, later.block_m)
-    size = group_size(inputs.shape, ceil_div(v, plan.block_n), need_weight, block_m, sum(kept or (0,)), memory_budget)
+    size = group_size(inputs.shape, ceil_div(v, plan.block_n), max(plan.block_m, later.block_m), memory_budget)
     if size == 0:
         return None
     label = label_logits(inputs, plan, plan.block_m if specialised(plan, bias, softcap) else 0)
     lse, one = torch.empty_like(label.logit), torch.ones((), device=hidden.device, dtype=torch.float32)
-    groups = Groups(inputs, size, need_hidden, need_weight, later)
+    grad_hidden = torch.empty_like(inputs.hidden, memory_format=torch.contiguous_format)
+    values = empty_slab(inputs.hidden, min(n, size), v)  # of one group after the other
     for start in range(0, n, size):
         rows = slice(start, min(n, start + size))
-        slab, of_group = Slab(0, v, groups.values[: rows.stop - start]), label.tokens(rows, plan.block_m)
-        _stats_and_cache(inputs.tokens(rows), [slab], of_group, lse[rows], plan)
+        group, of_group = inputs.tokens(rows), label.tokens(rows, plan.block_m)
+        slab = Slab(0, v, values[: group.shape.n])
+        _stats_and_cache(group, [slab], of_group, lse[rows], plan)
         grad_lse, grad_label, _ = token_gradients(one, factor, lse[rows], 0.0, z_loss)
-        groups.add(rows, of_group.logit, TokenGrads(lse[rows], grad_lse, grad_label))
-    loss = _total_loss(lse, label.logit, None, factor, 0.0, z_loss)
-    return loss, lse, PrecomputedGrads(groups.grad_hidden, groups.grad_weight)
+        grads = TokenGrads(lse[rows], grad_lse, grad_label)
+        group_gradient(group, slab.values, of_group.logit, grads, later, grad_hidden[rows])
+    return _total_loss(lse, label.logit, None, factor, 0.0, z_loss), lse, PrecomputedGrads(grad_hidden)
 
 
 def dense_cross_entropy(

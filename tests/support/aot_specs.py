@@ -378,7 +378,6 @@ SPECS = (
             "stride": "i32:16",
         },
     ),
-    Spec("exp_matmul._scale_rows_kernel", types={"hidden": "*T", "scale": "*fp32", "out": "*T"}),
     Spec(
         "exp_matmul._finish_hidden_kernel",
         types={
@@ -388,22 +387,6 @@ SPECS = (
             "first_row": "i32",
             "num_rows": "i32",
         },
-    ),
-    Spec(
-        "exp_matmul._finish_weight_kernel",
-        plan="backward blocks",
-        types={
-            "product": "*fp32",
-            "earlier": "*fp32 if HAS_EARLIER",
-            "of_label": "*fp32",
-            "hidden": "*T",
-            "labels": "*i32",
-            "tokens": "*i64",
-            "out": "*T",
-            **dict.fromkeys(("first_row", "first_block", "num_rows"), "i32"),
-        },
-        constants={"BLOCK_V": 16, "BLOCK_T": 64, "BLOCK_D": 128, "UPCAST": False},
-        variants={"plain": {}, "earlier": {"HAS_EARLIER": True}},
     ),
     Spec("measure._square_sums_kernel", plan="own blocks", types={"x": "*T", "out": "*fp32", "size": "i32:16"}),
     Spec("token_groups._multiply_kernel", plan="backward blocks", types={"x": "*T", "by": "*fp32", "size": "i32:16"}),

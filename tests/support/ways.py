@@ -15,7 +15,7 @@ from hf_cce import CCEConfig, kernels, ops
 
 # "dense": real logits in float32; "dense16": in the dtype of the inputs.
 # "narrow": a first slab of one tile's width is stored, and the others are computed twice.
-# "grouped": of some tokens all of them are, and the gradients are formed in the forward pass, group after group.
+# "grouped": of a frozen head; of some tokens all of them are, and gradients are formed in the forward pass, group after group.
 # "whole": likewise, with all tokens in one group.
 WAYS = ("dense", "dense16", "stored", "narrow", "grouped", "whole", "filtered", "exact")
 KEEPS_ALL = 1e-9  # a gradient_filter that drops nothing but what is zero
@@ -39,7 +39,7 @@ _FUNCTIONS = {
 
 
 def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
-    """Whether a loss with these options, and gradients of all inputs, can take that way; "exact" takes what no other does."""
+    """Whether a loss with these options can take that way; "exact" takes what no other does."""
     if options.reduction == "none" or options.label_smoothing:
         return way == "exact"
     if way == "dense16":
@@ -47,8 +47,13 @@ def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
     if way in ("stored", "narrow"):
         return dtype != torch.float16  # has no range for it
     if way in ("grouped", "whole"):
-        return dtype != torch.float16 and not options.bias
+        return dtype != torch.float16 and options.frozen
     return way != "filtered" or not options.bias
+
+
+def plain_options(way: str) -> Options:
+    """The default options, if that way is for them; else those of a frozen head."""
+    return Options(frozen=way in ("grouped", "whole"))
 
 
 def takes(way: str) -> str:

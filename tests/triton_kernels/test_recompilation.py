@@ -56,7 +56,7 @@ def launches(n, v, strategy):
 
 
 def step(n, v, strategy):
-    d, dtype, frozen = 1024, torch.bfloat16, strategy == "frozen"
+    d, dtype, frozen = 1024, torch.bfloat16, strategy in ("frozen", "grouped", "whole")
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, scalar = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
     form, needs = (-100, 1.0, 0.0), (True, not frozen, False)
@@ -76,7 +76,7 @@ def step(n, v, strategy):
         _, _, saved = kernels.dense_cross_entropy(logits, *common[2:])
         kernels.dense_gradients(saved, scalar, scalar, hidden, weight, None, labels, *form, 0.0, *needs)
     elif strategy in ("grouped", "whole"):
-        _, _, formed = kernels.grouped_cross_entropy(*common, True, True, budget)
+        _, _, formed = kernels.grouped_cross_entropy(*common, *needs[:2], budget)
         kernels.formed_gradients(formed, scalar)
     else:
         _, lse, stored = kernels.stored_cross_entropy(*common, True, budget)

@@ -9,7 +9,7 @@ import torch
 from losses import PLAIN, Options, check_against_plain, fused_loss, make_inputs
 from numerics import assert_as_good
 from torch import Tensor
-from ways import WAYS, applies, config_of, force, takes
+from ways import WAYS, applies, config_of, force, plain_options, takes
 
 pytest.importorskip("triton")
 
@@ -21,6 +21,7 @@ from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
 from hf_cce.kernels.labels import LabelLogits, label_logits
 
 IGNORE = -100
+SCALED = Options(logit_scale=0.7, z_loss=1e-2)
 # Neither tokens nor vocabularies are whole tiles, nor hidden sizes whole steps; 128 tokens a block, 256 columns a tile.
 SIZES = [(1, 64, 99), (129, 96, 257), (700, 1000, 1003), (2048, 64, 4099), (1100, 4096, 3001), (300, 768, 50257)]
 SIZES += [(8192, 64, 600), (8400, 64, 1003)]  # 64 row blocks, which share weight tiles, and some more
@@ -156,9 +157,11 @@ def test_losses_are_right_with_and_without(
         inputs, labels = make_inputs(n, d, v, dtype, "cuda")
         labels[128:384] = IGNORE  # whole blocks
         labels[-1] = 7
-        for options in (PLAIN, Options(logit_scale=0.7, z_loss=1e-2)):
+        for options in (PLAIN, Options(frozen=True), Options(logit_scale=0.7, z_loss=1e-2, frozen=True), SCALED):
             if applies(way, options, dtype):
                 name = f"{n}×{d}×{v} {options}, {way}, {'' if special else 'not '}specialised"
                 check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, name)
     hopper_runs = special and plan.specialises() and torch.cuda.get_device_capability()[0] == 9
-    assert bool(ran) == (hopper_runs and takes(way) != "dense" and (way == "exact" or applies(way, PLAIN, dtype)))
+    assert bool(ran) == (
+        hopper_runs and takes(way) != "dense" and (way == "exact" or applies(way, plain_options(way), dtype))
+    )
