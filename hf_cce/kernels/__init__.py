@@ -7,7 +7,7 @@ A step, file by file:
     forward         logits tile by tile, of which statistics stay: hopper's tiles, or those of tiles
     loss            the strategies: what the forward pass keeps, and the scalar loss
         exp_cache       exponentials of the first columns, as far as the memory budget goes
-        token_groups    of a frozen head the gradient at once, a group of tokens after the other (with exp_matmul)
+        token_groups    of a frozen head the gradient at once, a group of tokens after the other
         materialized    full logits of few tokens
         filtered        the gradient filter, with its own files
     backward        slab by slab: cached exponentials or recomputed logits, then matmul

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.exp_cache import exp_to_dlogits_
-from hf_cce.kernels.exp_matmul import hidden_gradient, label_factors
 from hf_cce.kernels.filter import Kept, Mass, dropped_mass, select
 from hf_cce.kernels.forward import combine, tile_stats
 from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
@@ -46,6 +45,7 @@ from hf_cce.kernels.sparse import (
     _weight_gradient_kernel,
 )
 from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, leaning, tilted_rows
+from hf_cce.kernels.token_groups import hidden_gradient, label_factors
 
 MARGIN = 1.5  # how much more tiles may be kept than before without leaving some to hf_cce.kernels.rest
 # The share of a column block's tiles that has to be kept for its values to be stored in the forward pass: of the gradient of the

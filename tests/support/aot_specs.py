@@ -368,7 +368,7 @@ SPECS = (
         types={"values": "*T", "first_col": "i32", "width": "i32:16"},
     ),
     Spec(
-        "exp_matmul._factors_kernel",
+        "token_groups._factors_kernel",
         plan="backward blocks",
         types={
             "values": "*T",
@@ -379,7 +379,7 @@ SPECS = (
         },
     ),
     Spec(
-        "exp_matmul._finish_hidden_kernel",
+        "token_groups._finish_hidden_kernel",
         types={
             **dict.fromkeys(("product", "scale", "of_label"), "*fp32"),
             "weight": "*T",
@@ -387,6 +387,7 @@ SPECS = (
             "first_row": "i32",
             "num_rows": "i32",
         },
+        constants={"BLOCK_R": 16},
     ),
     Spec("measure._square_sums_kernel", plan="own blocks", types={"x": "*T", "out": "*fp32", "size": "i32:16"}),
     Spec("token_groups._multiply_kernel", plan="backward blocks", types={"x": "*T", "by": "*fp32", "size": "i32:16"}),

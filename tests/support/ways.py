@@ -80,10 +80,10 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     monkeypatch.setattr(ops, "FILTER_TOKENS", 0)
     monkeypatch.setattr(ops, "DENSE_BYTES", dense_bytes)
     monkeypatch.setattr(ops, "NARROW_BYTES", narrow_bytes)
-    from hf_cce.kernels import exp_cache, exp_matmul, loss
+    from hf_cce.kernels import exp_cache, loss, token_groups
 
     if way in ("grouped", "whole"):  # several slabs of the product
-        monkeypatch.setattr(exp_matmul, "BUFFER", 4 << 20 if torch.cuda.is_available() else 1 << 12)
+        monkeypatch.setattr(token_groups, "BUFFER", 4 << 20 if torch.cuda.is_available() else 1 << 12)
     if way in ("narrow", "exact", "grouped", "whole"):
         # a whole tile of every plan, on a GPU and in the interpreter
         width = (256 if torch.cuda.is_available() else 32) if way == "narrow" else 0

@@ -223,13 +223,13 @@ def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are those of an H200, and nothing is launched or multiplied: for tensors without memory."""
     from triton.runtime.jit import KernelInterface
 
-    from hf_cce.kernels import backward, exp_matmul, launch_config
+    from hf_cce.kernels import backward, launch_config, token_groups
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(launch_config, "specialises", lambda: True)
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *args, **options: None)
-    for module in (backward, exp_matmul):
+    for module in (backward, token_groups):
         monkeypatch.setattr(module, "multiply_add", lambda *_, **__: None)
 
 
