@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels import dense, filtered
+from hf_cce.kernels.filter_error import relative_errors
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
 from hf_cce.kernels.grouped import Formed, Groups, Part, group_sizes
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.layout import Expected, Filtered, Report
-from hf_cce.kernels.measure import relative
+from hf_cce.kernels.layout import Backward, Expected, Filtered, Report
 from hf_cce.kernels.order import Vocabulary
 from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, filter_plan, make_plan, padded, row_major, specialised
 from hf_cce.kernels.stored import Stored, label_logits, lent_columns, lent_values, stored_width
@@ -406,10 +406,10 @@ def token_filtered_gradients(
     With ``otherwise``, which gives them in full, the report alone is the filter's: see ``filtered.rehearse``.
     """
     weight = row_major(weight)
-    given = (saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure)
+    asked = Backward(grad_lse, grad_label, tau, need_hidden, need_weight, measure)
     if otherwise is None:
-        return filtered.backward(*given)
-    report = filtered.rehearse(*given, moved)
-    del given, grad_lse, grad_label  # their memory, like that of ``saved``, is for the gradients
+        return filtered.backward(saved, weight, asked)
+    report = filtered.rehearse(saved, weight, asked, moved)
+    del asked, grad_lse, grad_label  # their memory, like that of ``saved``, is for the gradients
     dh, dw, *_ = otherwise()
-    return dh, dw, relative(report, dh, dw)
+    return dh, dw, relative_errors(report, dh, dw)

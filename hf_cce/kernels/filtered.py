@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.filter import Kept, Mass, dropped_mass, select
+from hf_cce.kernels.filter_error import estimate_errors, relative_errors
 from hf_cce.kernels.forward import combine, tile_stats
-from hf_cce.kernels.layout import Expected, Filtered, Layout, Report, make_layout
-from hf_cce.kernels.measure import hidden_error, relative, rounding_errors, weight_error
+from hf_cce.kernels.layout import Backward, Expected, Filtered, Layout, Report, make_layout
 from hf_cce.kernels.order import Vocabulary, permute_rows, put_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.plan import (
     Plan,
@@ -127,7 +128,7 @@ def forward(
     )  # fmt: skip
     return Filtered(
         order, hidden, in_order if layout.keep_rows else None, bias, means, lse, label_logit, tile_lse, tile_ratio, tile_damping,
-        values, first_rows, layout, plan, vocabulary, expected,
+        values, first_rows, layout, plan, vocabulary, expected, logit_scale, softcap,
     )  # fmt: skip
 
 
@@ -138,101 +139,65 @@ class _Choice(NamedTuple):
     mass: Mass
     tilt: Tensor | None
     lean: Leaning | None
-    report: Report  # its errors are norms, until ``relative``
+    report: Report  # its errors are norms, until ``relative_errors``
 
 
-def _choose(
-    saved: Filtered,
-    weight: Tensor,  # [V, D]
-    grad_lse: Tensor,  # [N] in the order of rows
-    grad_label: Tensor,  # [N]
-    tau: Tensor,
-    logit_scale: float,
-    softcap: float,
-    need_hidden: bool,
-    need_weight: bool,
-    measure: bool,
-    capacity: int = 0,
-) -> _Choice:
+def _choose(saved: Filtered, weight: Tensor, asked: Backward, capacity: int = 0) -> _Choice:
     hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
     (n, d), v, dtype = hidden.shape, weight.shape[0], hidden.dtype
     kept = select(
-        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, tau,
-        v, softcap, plan.block_m, plan.block_n, layout.room, layout.passes, capacity, d,
-        layout.stored, WORTH_STORING_BOTH if need_weight else WORTH_STORING,
+        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, asked.tau,
+        v, saved.softcap, plan.block_m, plan.block_n, layout.room, layout.passes, capacity, d,
+        layout.stored, WORTH_STORING_BOTH if asked.need_weight else WORTH_STORING,
     )  # fmt: skip
     tilted = layout.tilted and dtype != torch.float16  # which has no range for it
     mass = dropped_mass(
-        kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, grad_lse, v, logit_scale, dtype, plan.block_m,
-        d if tilted and need_hidden else 0,
+        kept, saved.tile_lse, saved.tile_damping, saved.lse, order.labels, asked.grad_lse, v, saved.logit_scale, dtype,
+        plan.block_m, d if tilted and asked.need_hidden else 0,
     )  # fmt: skip
     tilt, lean, learnt = None, None, saved.vocabulary
     if tilted:
-        if need_hidden and learnt.tilt is None:
+        if asked.need_hidden and learnt.tilt is None:
             learnt.tilt = covariance(weight, order.order, mass.dropped.sum(1), plan.block_n)
-        if need_weight and learnt.leaning is None:
+        if asked.need_weight and learnt.leaning is None:
             learnt.leaning = leaning(hidden, weight, order.order, mass.of_token, plan.block_n)
-        tilt = learnt.tilt if need_hidden else None
-        lean = learnt.leaning if need_weight else None
-    errors: dict[str, Tensor | None] = {"error": None, "weight_error": None}
-    if measure:
-        at = (saved, weight, grad_lse, logit_scale, softcap)
-        if need_hidden:
-            errors["error"] = hidden_error(*at, kept, mass, tilt)
-        if need_weight:
-            errors["weight_error"] = weight_error(*at, kept, mass, lean)
-        of_hidden, of_weight = rounding_errors(saved, weight, grad_lse, grad_label, logit_scale, softcap)
-        errors |= {"rounding_error": of_hidden} if need_hidden else {}
-        errors |= {"rounding_weight_error": of_weight} if need_weight else {}
+        tilt = learnt.tilt if asked.need_hidden else None
+        lean = learnt.leaning if asked.need_weight else None
     tiles = ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n)
-    return _Choice(kept, mass, tilt, lean, Report(kept.outlook, tiles, mass.dropped, n, tau, **errors))
+    report = Report(kept.outlook, tiles, mass.dropped, n, asked.tau)
+    if asked.measure:
+        report = report._replace(**vars(estimate_errors(saved, weight, asked, kept, mass, tilt, lean)))
+    return _Choice(kept, mass, tilt, lean, report)
 
 
-def rehearse(
-    saved: Filtered,
-    weight: Tensor,  # [V, D]
-    grad_lse: Tensor,  # [N] in the order of rows
-    grad_label: Tensor,  # [N]
-    tau: Tensor,
-    logit_scale: float,
-    softcap: float,
-    need_hidden: bool,
-    need_weight: bool,
-    measure: bool,
-    moved: Callable[[Report], Tensor | None],
-) -> Report:
-    """What the filter would do; the gradients are left to somebody else, and ``relative`` to be called with them.
+def rehearse(saved: Filtered, weight: Tensor, asked: Backward, moved: Callable[[Report], Tensor | None]) -> Report:
+    """What the filter would do; the gradients are left to somebody else, and ``relative_errors`` to be called with them.
 
     ``moved`` gives the threshold to which the measured errors point, and the report says what would be kept with that one: the
     first threshold of all is a guess. Consumes ``saved``; no memory but a few numbers stays.
     """
     # Stored by a step before the one that found out that it does not pay: there is no room for them here.
     saved.values = saved.first_rows = None
-    options = (logit_scale, softcap, need_hidden, need_weight)
-    report = _choose(saved, weight, grad_lse, grad_label, tau, *options, measure).report
+    report = _choose(saved, weight, asked).report
     better = moved(report)
     if better is not None:
-        there = _choose(saved, weight, grad_lse, grad_label, better, *options, False).report
+        there = _choose(saved, weight, replace(asked, tau=better, measure=False)).report
         report = report._replace(outlook=there.outlook, dropped=there.dropped, tau=better)
     vars(saved).clear()
     return report._replace(dropped=report.dropped.sum())
 
 
-def _of_stored(
-    saved: Filtered,
-    grad_lse: Tensor,  # [N] in the order of rows
-    grad_label: Tensor,  # [N]
-    logit_scale: float,
-    softcap: float,
-    total: Tensor,  # [N, D] float32, written; empty where not needed
-    need_weight: bool,
-) -> Tensor | None:
-    """What the columns give whose values the forward pass has left. Returns the gradient of their rows of the weight."""
+def _of_stored(saved: Filtered, asked: Backward, total: Tensor) -> Tensor | None:
+    """What the columns give whose values the forward pass has left. Returns the gradient of their rows of the weight.
+
+    ``total`` [N, D] float32 is written, if the gradient of the hidden states is needed.
+    """
+    logit_scale, softcap, need_weight = saved.logit_scale, saved.softcap, asked.need_weight
     values, rows_of, order = saved.values, saved.first_rows, saved.order
     assert values is not None and rows_of is not None
     bias = None if saved.bias is None else saved.bias[: len(rows_of)]
     stored, plan = Stored(values, saved.label_logit), make_plan(saved.hidden, rows_of, backward=True)
-    per_token = (order.labels, saved.lse, grad_lse, grad_label)
+    per_token = (order.labels, saved.lse, asked.grad_lse, asked.grad_label)
     (n, _), v = saved.hidden.shape, saved.vocabulary.rank.numel()
 
     def compute_anew(flags: Tensor) -> None:
@@ -242,7 +207,7 @@ def _of_stored(
         )  # fmt: skip
 
     if not need_weight:  # a pass over [N, D] costs less than one over the values
-        scale, of_label = torch.empty((2, padded(n)), device=grad_lse.device, dtype=torch.float32)[:, :n].unbind()
+        scale, of_label = torch.empty((2, padded(n)), device=values.device, dtype=torch.float32)[:, :n].unbind()
         compute_anew(label_factors(stored, *per_token, v, logit_scale, softcap, plan.block_m, v, scale, of_label))
         hidden_gradient([values], rows_of, order.labels, scale, of_label, total, total)
         return None
@@ -277,24 +242,19 @@ def _of_dropped(
     multiply_add(total, mass.every.t(), means, first=not saved.layout.stored)
 
 
-def backward(
-    saved: Filtered,
-    weight: Tensor,  # [V, D]
-    grad_lse: Tensor,  # [N] in the order of rows
-    grad_label: Tensor,  # [N]
-    tau: Tensor,
-    logit_scale: float,
-    softcap: float,
-    need_hidden: bool,
-    need_weight: bool,
-    measure: bool,
-) -> tuple[Tensor, Tensor, Report]:
+def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, Tensor, Report]:
     """(gradient of hidden [N, D] in the tokens' own order, of weight [V, D], report), empty where not needed.
 
     Consumes ``saved``. What it expects decides how many passes are launched, and should not be far too little.
     """
     hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
     (n, d), v = hidden.shape, weight.shape[0]
+    need_hidden, need_weight, logit_scale, softcap = (
+        asked.need_hidden,
+        asked.need_weight,
+        saved.logit_scale,
+        saved.softcap,
+    )
     rows, cols, passes = ceil_div(n, plan.block_m), ceil_div(v, plan.block_n), layout.passes
 
     gather = saved.weight is None
@@ -311,13 +271,10 @@ def backward(
         total = torch.empty(
             (n + split * plan.block_m, d) if need_hidden else 0, device=hidden.device, dtype=torch.float32
         )
-        of_first = _of_stored(saved, grad_lse, grad_label, logit_scale, softcap, total[:n], need_weight)
+        of_first = _of_stored(saved, asked, total[:n])
     del saved.values, saved.first_rows
 
-    kept, mass, tilt, lean, report = _choose(
-        saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure,
-        layout.slots * plan.block_m if waits else 0,
-    )  # fmt: skip
+    kept, mass, tilt, lean, report = _choose(saved, weight, asked, layout.slots * plan.block_m if waits else 0)
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     if total is None:
@@ -355,7 +312,7 @@ def backward(
         grad_weight = source if in_place else torch.empty_like(weight, memory_format=torch.contiguous_format)
 
     flags = {"HAS_BIAS": saved.bias is not None, "HAS_SCALE": logit_scale != 1.0, "HAS_SOFTCAP": softcap > 0}
-    per_token = (order.labels, saved.lse, grad_lse, grad_label)
+    per_token = (order.labels, saved.lse, asked.grad_lse, asked.grad_label)
     rest = {**flags, **plan.rest_constants()}
 
     def compute_tiles(number: int, h: Any, w: Any, rows_of: Tensor, **how: bool) -> None:
@@ -415,7 +372,7 @@ def backward(
             *(lean or (None, None)), grad_weight, launched, n, cols, v, d, hidden.stride(0), weight.stride(0), logit_scale,
             softcap or 1.0, LEANS=lean is not None, DIRECTIONS=DIRECTIONS.value, **rest,
         )  # fmt: skip
-    return grad_hidden, grad_weight, relative(report, grad_hidden, grad_weight)
+    return grad_hidden, grad_weight, relative_errors(report, grad_hidden, grad_weight)
 
 
 def plan_and_layout(

@@ -13,8 +13,8 @@ from hf_cce.kernels.order import Order, Vocabulary
 from hf_cce.kernels.plan import Plan, ceil_div
 from hf_cce.kernels.tilt import kept_bytes, making_bytes
 
-SAMPLED = 64  # tokens whose error is measured; fewer where the budget is small, but not fewer than
-FEWEST_SAMPLED = 8
+MEASURED_TOKENS = 64  # tokens whose error is measured
+FEWEST_AT_ONCE = 4  # of them, for which there must be room at the same time
 MAX_PASSES = 96
 
 
@@ -27,7 +27,7 @@ class Layout:
     slots: int  # tiles of the logits' gradient that a pass holds
     room: int  # kept tiles after which a new pass begins
     passes: int  # as many as can be needed
-    sampled: int  # tokens whose error may be measured
+    measured_at_once: int  # tokens whose error is measured at the same time: see hf_cce.kernels.filter_error
     tilted: bool  # whether there is room for what hf_cce.kernels.tilt needs
     stored: int = 0  # column blocks, from the first, whose values are kept from the forward pass
     split: int = 0  # row blocks, those with the longest lists of kept tiles, whose lists two programs share
@@ -78,15 +78,14 @@ def make_layout(
             or choice + making > budget
         ):
             continue
-        # their logits in float32, what is left out of their gradient, and a copy of it in another order
-        per_sample = (4 + element * (1 if keep_rows else 2)) * v
-        sampled = min(n, SAMPLED, (budget - choice) // per_sample)
-        if sampled < min(n, FEWEST_SAMPLED):
+        per_token = (24 if softcap else 16) * v  # logits in float32 and what hf_cce.kernels.filter_error makes of them
+        at_once = min(n, MEASURED_TOKENS, (budget - choice) // per_token)
+        if at_once < min(n, FEWEST_AT_ONCE):
             continue
         per_block = element * plan.block_n * (n + d * (not keep_rows))  # values, and rows of the weight that must stay
         later = element * plan.block_n * d * need_weight  # the gradient of these rows, until the end
         for_later = min(
-            budget - total - choice - max(making, min(sampled, SAMPLED // 2) * per_sample),
+            budget - total - choice - max(making, min(at_once, 2 * FEWEST_AT_ONCE) * per_token),
             budget - multiplied,
             min(slots // 4, slots - fewest) * tile,
         )
@@ -109,8 +108,8 @@ def make_layout(
             if number and not keep_rows:
                 slab = min(slab, (left - number * per_block) // (element * d) // plan.block_n * plan.block_n)
             if number:
-                sampled = min(sampled, (budget - total - choice - number * later) // per_sample)
-            return Layout(min(slab, v), keep_rows, held, room, passes, sampled, tilted, number, split)
+                at_once = min(at_once, (budget - total - choice - number * later) // per_token)
+            return Layout(min(slab, v), keep_rows, held, room, passes, at_once, tilted, number, split)
     return None
 
 
@@ -122,8 +121,10 @@ class Report(NamedTuple):
     dropped: Tensor  # partial sums of the tokens' probability in dropped tiles
     tokens: int
     tau: Tensor  # scalar: the threshold
-    error: Tensor | None  # scalar: error of the hidden states' gradient, relative to its norm, where it was measured
-    weight_error: Tensor | None  # likewise of the weight's gradient
+    error: Tensor | None = (
+        None  # scalar: error of the hidden states' gradient, relative to its norm, where it was measured
+    )
+    weight_error: Tensor | None = None  # likewise of the weight's gradient
     rounding_error: Tensor | None = None  # the first of these as rounding the logits to the inputs' dtype would make it
     rounding_weight_error: Tensor | None = None  # and the second
 
@@ -133,6 +134,18 @@ class Expected(NamedTuple):
 
     kept: float  # share of the tiles that are to be kept beyond
     stored: int  # column blocks, from the first, which are worth storing
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What a backward pass is asked for. N-long tensors are in the order of ``Order.tokens``."""
+
+    grad_lse: Tensor  # [N]
+    grad_label: Tensor  # [N]
+    tau: Tensor  # scalar: the threshold
+    need_hidden: bool
+    need_weight: bool
+    measure: bool  # whether to estimate the error
 
 
 @dataclass
@@ -155,3 +168,5 @@ class Filtered:
     plan: Plan
     vocabulary: Vocabulary
     expected: Expected | None
+    logit_scale: float
+    softcap: float  # 0 is none

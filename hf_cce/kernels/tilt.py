@@ -203,42 +203,6 @@ def _along_kernel(
     )
 
 
-@Kernel
-@triton.jit(do_not_specialize=["num_row_blocks"], do_not_specialize_on_alignment=["leaves"])
-def _leans_of_rows_kernel(
-    along,  # [V, 16]: see Leaning
-    sampled,  # [S] int64
-    leaves,  # [T, row blocks]: what each dropped tile keeps
-    out,  # [S, 16], written
-    v,
-    num_row_blocks,
-    logit_scale,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    col = tl.load(sampled + tl.program_id(0))
-    block = col // BLOCK_N
-    parts = tl.zeros((BLOCK_R,), tl.float32)
-    for first in range(0, num_row_blocks, BLOCK_R):
-        rows = first + tl.arange(0, BLOCK_R)
-        parts += tl.load(leaves + block * num_row_blocks + rows, mask=rows < num_row_blocks, other=0.0)
-    factor = tl.sum(parts) * logit_scale / tl.minimum(v - block * BLOCK_N, BLOCK_N).to(tl.float32)
-    ks = tl.arange(0, SIZE)
-    x = tl.load(along + col * SIZE + ks).to(tl.float32) * factor
-    tl.store(out + tl.program_id(0) * SIZE + ks, x.to(out.dtype.element_ty))
-
-
-def leans_of_rows(lean: Leaning, sampled: Tensor, leaves: Tensor, v: int, logit_scale: float, block_n: int) -> Tensor:
-    """Times ``lean.back``, what dropped tiles leave to the ``sampled`` [S] rows of the weight's gradient; [S, 16]."""
-    out = lean.along.new_empty((len(sampled), DIRECTIONS.value))
-    _leans_of_rows_kernel[(len(sampled),)](
-        lean.along, sampled, leaves, out, v, leaves.shape[1], logit_scale, BLOCK_N=block_n, BLOCK_R=64, SIZE=DIRECTIONS.value,
-        num_warps=1,
-    )  # fmt: skip
-    return out
-
-
 def kept_bytes(d: int, v: int, element: int, need_hidden: bool, need_weight: bool) -> int:
     """What ``covariance`` and ``leaning`` leave."""
     return element * (d * d * need_hidden + DIRECTIONS.value * (v + d) * need_weight)
@@ -299,7 +263,7 @@ def leaning(
     mass: Tensor,  # as for ``tilted_rows``
     block_n: int,
 ) -> Leaning:
-    """What ``leans_of_rows`` and the kernel of the weight's gradient multiply; zeros where nothing is dropped."""
+    """What the kernel of the weight's gradient multiplies; zeros where nothing is dropped."""
     (v, d), size = weight.shape, DIRECTIONS.value
     weighted = tilted_rows(hidden, mass, 1.0, absolute=True)
     moment = torch.empty((d, d), device=weight.device, dtype=torch.float32)

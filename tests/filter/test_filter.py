@@ -210,10 +210,10 @@ def test_what_rounded_logits_would_make_of_the_gradients(options: Options, monke
 @pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
 def test_what_rounded_logits_would_make_of_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 of 600 are measured; one in 24 is unsure, and moved by rounding more than the others."""
-    from hf_cce.kernels import layout
+    from hf_cce.kernels import filter_error
 
     force(monkeypatch, "filtered")
-    monkeypatch.setattr(layout, "SAMPLED", 16)
+    monkeypatch.setattr(filter_error, "ROUNDED_TOKENS", 64)
     hidden, weight, labels = peaked(600, 32, 230, torch.float16, seed=5)
     hidden[torch.randperm(600, generator=torch.Generator().manual_seed(5))[:25]] *= 0.25
     state = FilterState()
@@ -636,7 +636,7 @@ def check_layout(
         assert layout == without
     tiles = rows * (cols - layout.stored)
     assert layout.slab % block_n == 0 or layout.slab == v
-    assert min(n, 8) <= layout.sampled <= min(n, 64)
+    assert min(n, 4) <= layout.measured_at_once <= min(n, 64)
     assert passes == 1 or room + rows <= slots
     assert room * passes >= tiles and slots <= tiles and passes <= MAX_PASSES
     # all that lives from the forward pass to the end: the orders of vocabulary and tokens, their rows, blocks' means
@@ -658,11 +658,7 @@ def check_layout(
         "forward": statistics + values + (0 if layout.keep_rows else element * layout.slab * d),
         "stored": statistics + values + of_stored,
         "choice": statistics + of_stored + tables + mass,
-        "measurement": statistics
-        + of_stored
-        + tables
-        + mass
-        + layout.sampled * v * (4 + element * (1 if layout.keep_rows else 2)),
+        "measurement": statistics + of_stored + tables + mass + layout.measured_at_once * v * (24 if softcap else 16),
         "covariance": (statistics + of_stored + tables + mass + 4 * d * d + max(16 << 20, element * block_n * d))
         * layout.tilted,
         "leaning": (statistics + of_stored + tables + mass + 4 * d * d + element * n * d + 64 * (v + 8 * d))

@@ -441,8 +441,8 @@ def test_nothing_is_measured_where_nobody_keeps_a_state(monkeypatch: pytest.Monk
 
     force(monkeypatch, "filtered")
     measured = []
-    real = filtered.hidden_error
-    monkeypatch.setattr(filtered, "hidden_error", lambda *a: measured.append(1) or real(*a))
+    real = filtered.estimate_errors
+    monkeypatch.setattr(filtered, "estimate_errors", lambda *a: measured.append(1) or real(*a))
     step(None)  # type: ignore[arg-type]
     assert not measured
     step(FilterState())

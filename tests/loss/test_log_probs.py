@@ -183,7 +183,7 @@ def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypat
     """Of tokens weighed apart by orders of magnitude, and of gradients that nearly add up to nothing."""
     from hf_cce import kernels
 
-    monkeypatch.setattr("hf_cce.kernels.layout.SAMPLED", 16)
+    monkeypatch.setattr("hf_cce.kernels.filter_error.MEASURED_TOKENS", 16)
     hidden, weight, labels = peaked(128, 48, 600, torch.float32, DEVICE, seed=2)
     found = kernels.filtered_stats(
         hidden, weight, None, labels, -100, 1.0, 0.0, False, False, True, 256 << 20, None, None

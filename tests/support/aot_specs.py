@@ -51,7 +51,6 @@ TYPES = {
     "energy": "*fp32",
     "part": "*fp32",
     "tau": "*fp32",
-    "sampled": "*i64",
     "mass": "*T",
     **dict.fromkeys(("place", "count", "counts", "sums", "start", "flags", "aside", "outlook"), "*i32"),
     **dict.fromkeys(("pass_of", "pass_block", "pass_start"), "*i32"),
@@ -318,32 +317,6 @@ SPECS = (
         },
         constants={"GROUP": 16},
     ),
-    Spec("residual._residual_kernel", plan="filter blocks", types={"z": "*fp32", "labels": "*i32", "out": "*T"}),
-    Spec(
-        "residual._token_energy_kernel",
-        plan="filter blocks",
-        types={"labels": "*i32", "out": "*fp32", "place": "*i32 if DROPPED"},
-        variants={"dropped": {"DROPPED": True}, "likely": {"LIKELY": True}},
-    ),
-    Spec(
-        "residual._sample_kernel",
-        types={"dropped": "*fp32", "places": "*i64", "stands_for": "*fp32", "even": "fp32"}
-        | dict.fromkeys(("num_blocks", "count", "size"), "i32")
-        | {"block": "i32:16"},
-        constants={"BLOCK_S": 16},
-    ),
-    Spec(
-        "tilt._leans_of_rows_kernel",
-        plan="filter blocks",
-        types={"along": "*T", "leaves": "*fp32", "out": "*T"},
-        constants={"SIZE": 16, "BLOCK_R": 64},
-    ),
-    Spec("residual._rounding_kernel", types={"z": "*fp32", "labels": "*i32", "out": "*T", "squares": "*fp32"}),
-    Spec(
-        "residual._column_residual_kernel",
-        plan="filter blocks",
-        types={"z": "*fp32", "labels": "*i32", "out": "*T", "num_sampled": "i32"},
-    ),
     Spec(
         "stored._label_logit_kernel",
         plan="labels",
@@ -404,7 +377,6 @@ SPECS = (
         constants={"BLOCK_V": 16, "BLOCK_T": 64, "BLOCK_D": 128, "UPCAST": False},
         variants={"plain": {}, "earlier": {"HAS_EARLIER": True}},
     ),
-    Spec("measure._square_sums_kernel", plan="own blocks", types={"x": "*T", "out": "*fp32", "size": "i32:16"}),
     Spec("grouped._multiply_kernel", plan="backward blocks", types={"x": "*T", "by": "*fp32", "size": "i32:16"}),
     # of logits in float32, and in the dtype of the inputs
     *(
