@@ -8,7 +8,6 @@ steps found worth it, which cuBLAS multiplies.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,7 +33,6 @@ from hf_cce.kernels.plan import (
     specialised,
 )
 from hf_cce.kernels.products import multiply_add
-from hf_cce.kernels.rest import _rest_hidden_kernel, _rest_weight_kernel
 from hf_cce.kernels.scaled import hidden_gradient, label_factors
 from hf_cce.kernels.sparse import (
     _aside_kernel,
@@ -46,7 +44,6 @@ from hf_cce.kernels.sparse import (
 from hf_cce.kernels.stored import Stored, label_logits, settle
 from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, leaning, tilted_rows
 
-MARGIN = 1.5  # how much more tiles may be kept than before without leaving some to hf_cce.kernels.rest
 # The share of a column block's tiles that has to be kept for its values to be stored in the forward pass: of the gradient of the
 # hidden states alone, and of both.
 WORTH_STORING, WORTH_STORING_BOTH = 0.5, 0.6
@@ -245,7 +242,7 @@ def _of_dropped(
 def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, Tensor, Report]:
     """(gradient of hidden [N, D] in the tokens' own order, of weight [V, D], report), empty where not needed.
 
-    Consumes ``saved``. What it expects decides how many passes are launched, and should not be far too little.
+    Consumes ``saved``. All passes are launched; one without tiles costs its launches and no more.
     """
     hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
     (n, d), v = hidden.shape, weight.shape[0]
@@ -261,10 +258,6 @@ def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, 
     # The rows in order, where the layout kept them, lie in the memory of the gradient that will overwrite them.
     in_place = need_weight and not gather
     waits = in_place and need_hidden and passes > 1
-    launched, expected = passes, saved.expected
-    if expected is not None:
-        share = expected.kept + max(0, expected.stored - layout.stored) / cols
-        launched = min(passes, 1 + math.floor(MARGIN * share * rows * cols / layout.room))
     split = layout.split
     total, of_first = None, None
     if layout.stored:
@@ -313,7 +306,6 @@ def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, 
 
     flags = {"HAS_BIAS": saved.bias is not None, "HAS_SCALE": logit_scale != 1.0, "HAS_SOFTCAP": softcap > 0}
     per_token = (order.labels, saved.lse, asked.grad_lse, asked.grad_label)
-    rest = {**flags, **plan.rest_constants()}
 
     def compute_tiles(number: int, h: Any, w: Any, rows_of: Tensor, **how: bool) -> None:
         # A flat loop takes registers, of which Triton 3.9 has none left; it was measured with the version that specialises.
@@ -331,7 +323,7 @@ def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, 
             DIRECTIONS=DIRECTIONS.value, BLOCK_D=wd, **common, num_warps=plan.weight_warps, num_stages=plan.weight_stages,
         )  # fmt: skip
 
-    for number in range(launched if need_hidden or not in_place else 0):
+    for number in range(passes if need_hidden or not in_place else 0):
         compute_tiles(number, h_tiles, w_tiles, source, GATHER=gather, AGAIN=False)
         if need_hidden:
             _hidden_gradient_kernel[((rows + split) * chunks,)](
@@ -346,12 +338,6 @@ def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, 
                 )  # fmt: skip
         if need_weight and (waits or not in_place):
             multiply_weight(number, waits)
-    if launched < passes and need_hidden:
-        _rest_hidden_kernel[(rows * ceil_div(d, rest["BLOCK_D"]),)](
-            hidden, source, saved.bias, order.order, *per_token, kept.row_tiles, kept.row_pass, total, order.tokens,
-            grad_hidden, launched, n, cols, v, d, hidden.stride(0), source.stride(0), logit_scale, softcap or 1.0,
-            PASSES=passes, GATHER=gather, **rest,
-        )  # fmt: skip
     # From here on nobody needs the rows in order. What waits lies where those of its own columns were, and nothing may be
     # written to its place before it has moved.
     for back in (False, True) if waits else ():
@@ -363,15 +349,9 @@ def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, 
         put_rows(of_first, order.order, grad_weight)
     # The tiles of the last pass that had any are still there; where the gradients from those before did not find room behind
     # them, they are computed once more.
-    for number in reversed(range(launched if in_place else 0)):
+    for number in reversed(range(passes if in_place else 0)):
         compute_tiles(number, h_tiles, weight, weight, GATHER=True, AGAIN=need_hidden)
         multiply_weight(number, False)
-    if launched < passes and need_weight:
-        _rest_weight_kernel[(min(plan.programs, cols * ceil_div(d, rest["BLOCK_D"])),)](
-            hidden, weight, saved.bias, order.order, *per_token, kept.tile_rows, kept.start, kept.pass_block, spread, leans,
-            *(lean or (None, None)), grad_weight, launched, n, cols, v, d, hidden.stride(0), weight.stride(0), logit_scale,
-            softcap or 1.0, LEANS=lean is not None, DIRECTIONS=DIRECTIONS.value, **rest,
-        )  # fmt: skip
     return grad_hidden, grad_weight, relative_errors(report, grad_hidden, grad_weight)
 
 

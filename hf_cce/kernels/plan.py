@@ -52,20 +52,6 @@ class Plan:
     in_parts: bool = False
     specialised: bool = False  # hf_cce.kernels.hopper can be used
 
-    def rest_constants(self) -> dict[str, Any]:
-        """Constants of hf_cce.kernels.rest, whose kernels hardly ever have work: what compiles everywhere without spilling."""
-        cpu = self.num_warps == 1
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": 32,
-            "BLOCK_D": 32 if cpu else 64,
-            "PRECISION": self.precision,
-            "UPCAST": self.upcast,
-            "num_warps": 1 if cpu else 8,
-            "num_stages": 1 if cpu else 2,
-        }
-
     def label_constants(self) -> dict[str, Any]:
         """Constants of the kernel of labels' logits. Fewer than 64 rows are no product for Hopper's tensor cores."""
         return {

@@ -205,31 +205,6 @@ def test_bfloat16_gradients_are_no_worse_than_eager(
     assert 0 < state.stats()["kept"] < 1 and not state.keeps_all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("options", [PLAIN, Options(0.7, 30.0)], ids=["plain", "softcap"])
-def test_more_tiles_than_expected(options: Options, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What passes were not launched for is computed all the same, and as well."""
-    taken = force(monkeypatch, "filtered")
-    hidden, weight, labels = peaked(2000, 600, 20001, dtype, "cuda")
-    config = CCEConfig("triton", gradient_filter=0.02, memory_budget=96 << 20)
-
-    def loss(h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, options: Options) -> Tensor:
-        return linear_cross_entropy(
-            h, w, y, logit_scale=options.logit_scale, softcap=options.softcap, config=config, filter_state=FilterState()
-        )
-
-    found = []
-    for expected in (None, (0.0, 0)):
-        monkeypatch.setattr(FilterState, "expected", lambda self, expected=expected: expected)
-        leaves = leaves_of(hidden, weight)
-        found.append(torch.autograd.grad(loss(*leaves, None, labels, options), leaves))
-    wide = [x.double().requires_grad_() for x in (hidden, weight)]
-    exact = torch.autograd.grad(plain_loss(*wide, None, labels, options), wide)
-    assert taken["filtered gradients"] == 2
-    for ours, passes, e, name in zip(found[1], found[0], exact, ("hidden", "weight"), strict=True):
-        assert_as_good(ours, passes, e, name)
-
-
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "frozen", "weight"])
 @pytest.mark.parametrize("budget", [96, 256], ids=["gathered", "rows kept"])
 @pytest.mark.parametrize(

@@ -126,7 +126,6 @@ PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "hidden gradient": ("filter", lambda p: _sparse(p, p.block_d, p.sparse_warps, p.hidden_stages)),
     "labels": ("forward", lambda plan: plan.label_constants()),
     "own blocks": ("forward", lambda plan: {}),  # the dtype alone
-    "rest": ("filter", lambda plan: plan.rest_constants()),
     "weight gradient": ("filter", lambda p: _sparse(p, p.weight_block_d, p.weight_warps, p.weight_stages)),
 }
 

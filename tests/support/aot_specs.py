@@ -63,7 +63,6 @@ TYPES = {
             "num_programs",
             "num_tiles",
             "pass_number",
-            "first_pass",
             "room",
             "capacity",
             "first",
@@ -232,27 +231,6 @@ SPECS = (
         },
         constants={"DIRECTIONS": 16},
         variants={"plain": {"LEANS": True}, "odd": {"WAIT": True}},
-    ),
-    *(
-        Spec(
-            f"rest._rest_{name}_kernel",
-            plan="rest",
-            types={"hidden": "*T", "weight": "*T", "labels": "*i32", **types},
-            constants={"DIRECTIONS": 16},
-        )
-        for name, types in (
-            ("hidden", {"total": "*fp32", "tokens": "*i64", "out": "*T"}),
-            (
-                "weight",
-                {
-                    "spread": "*fp32",
-                    "leans": "*fp32 if LEANS",
-                    "along": "*T if LEANS",
-                    "back": "*T if LEANS",
-                    "out": "*T",
-                },
-            ),
-        )
     ),
     Spec(
         "sparse._join_kernel",
