@@ -29,9 +29,8 @@ from hf_cce.kernels.products import multiply_add
 
 CHUNK = 16 << 20  # bytes of the weight's rows that are centred at a time
 DIRECTIONS = tl.constexpr(16)  # the fewest that a tensor core multiplies
-POWERS = (
-    3  # rounds of subspace iteration (multiply by the second moment, orthonormalise), which find its first directions
-)
+POWERS = 3  # rounds of subspace iteration: multiply by the second moment, orthonormalise
+NEGLIGIBLE = 1e-13  # squared length, of one, that a direction needs beyond those before it
 
 
 class Leaning(NamedTuple):
@@ -113,78 +112,6 @@ def _tilted_rows_kernel(
 
 @Kernel
 @triton.jit
-def _gram_kernel(
-    vectors,  # [D, 16]
-    out,  # [programs, 16, 16] float64, written: parts of their products with each other
-    d,
-    BLOCK_D: tl.constexpr,
-    STEP: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    total = tl.zeros((SIZE, SIZE), tl.float64)
-    for first in range(tl.program_id(0) * BLOCK_D, (tl.program_id(0) + 1) * BLOCK_D, STEP):
-        ds = first + tl.arange(0, STEP)
-        x = tl.load(vectors + ds[:, None] * SIZE + j, mask=(ds < d)[:, None], other=0.0).to(tl.float64)
-        total += tl.sum(x[:, :, None] * x[:, None, :], 0)
-    tl.store(out + tl.program_id(0) * (SIZE * SIZE) + i * SIZE + j, total)
-
-
-@Kernel
-@triton.jit
-def _turn_kernel(
-    vectors,  # [D, 16]
-    factors,  # [16, 16] float64
-    out,  # [D, 16], written: their product, rounded
-    d,
-    STEP: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    j = tl.arange(0, SIZE)[None, :]
-    ds = tl.program_id(0) * STEP + tl.arange(0, STEP)
-    mask = (ds < d)[:, None]
-    x = tl.load(vectors + ds[:, None] * SIZE + j, mask=mask, other=0.0).to(tl.float64)
-    f = tl.load(factors + tl.arange(0, SIZE)[:, None] * SIZE + j)
-    y = tl.sum(x[:, :, None] * f[None, :, :], 1)
-    tl.store(out + ds[:, None] * SIZE + j, y.to(tl.float32), mask=mask)
-
-
-@Kernel
-@triton.jit(do_not_specialize=["num_parts"])
-def _orthogonal_kernel(
-    gram,  # [parts, 16, 16] float64: parts of the products of 16 vectors with each other
-    out,  # [16, 16] float64, written: what makes orthonormal vectors of them, or zeros, multiplied from the right
-    num_parts,
-    SIZE: tl.constexpr,
-    SMALLEST: tl.constexpr,  # a vector of which less, squared, is not in those before it counts as zero
-):
-    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    rows = tl.arange(0, SIZE)
-    s = tl.zeros((SIZE, SIZE), tl.float64)
-    for part in range(num_parts):
-        s += tl.load(gram + part * (SIZE * SIZE) + i * SIZE + j)
-    length = tl.sum(tl.where(i == j, s, 0.0), 0)
-    unit = tl.where(length > 0.0, 1.0 / tl.sqrt(tl.where(length > 0.0, length, 1.0)), 0.0)
-    across = tl.sum(tl.where(i == j, unit[None, :], 0.0), 1)  # the same, along the other axis
-    s = s * across[:, None] * unit[None, :]
-    # Gram and Schmidt with nothing but the products: column k of ``vectors`` says how the k-th result is made of the inputs.
-    vectors = tl.where(i == j, across[:, None] + tl.zeros((SIZE, SIZE), s.dtype), 0.0)
-    for k in range(SIZE):
-        left = tl.sum(tl.where((i == k) & (j == k), s, 0.0))
-        good = left > SMALLEST
-        norm = tl.where(good, 1.0 / tl.sqrt(tl.where(good, left, 1.0)), 0.0)
-        of_k = tl.sum(tl.where(i == k, s, 0.0), 0) * norm  # its products with all
-        own = tl.sum(tl.where(j == k, vectors, 0.0), 1) * norm
-        later = rows > k
-        vectors -= own[:, None] * tl.where(later, of_k, 0.0)[None, :]
-        vectors = tl.where(j == k, own[:, None], vectors)
-        column = tl.sum(tl.where(i == j, tl.where(later, of_k, 0.0)[None, :], 0.0), 1)
-        s -= column[:, None] * tl.where(later, of_k, 0.0)[None, :]
-    tl.store(out + i * SIZE + j, vectors)
-
-
-@Kernel
-@triton.jit
 def _along_kernel(
     product,  # [V, 16] float32: the rows of the weight along each direction
     order,  # [V padded] int32
@@ -256,6 +183,18 @@ def tilted_rows(
     return out
 
 
+def _orthonormal(vectors: Tensor) -> Tensor:
+    """Orthonormal columns that span what the columns of ``vectors`` [D, 16] do; near zero for those that add nothing.
+
+    Cholesky QR in float64, as the products of the columns square how far their lengths are apart.
+    """
+    unit = torch.nn.functional.normalize(vectors.double(), dim=0, eps=torch.finfo(torch.float64).tiny)
+    gram = unit.t() @ unit
+    gram.diagonal().add_(NEGLIGIBLE)
+    factor = torch.linalg.cholesky_ex(gram).L
+    return torch.linalg.solve_triangular(factor, unit.t(), upper=False).t().to(vectors.dtype)
+
+
 def leaning(
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]
@@ -278,19 +217,15 @@ def leaning(
         directions.copy_(moment[:, :: d // size][:, :size])
     else:
         torch.index_select(moment, 1, torch.arange(size, device=weight.device) * d // size, out=directions)
-    # Products square how far the directions' lengths are apart: float64, which is nothing for so few.
-    parts, turned = ceil_div(d, 128), torch.empty_like(directions)
-    gram, factors = (torch.empty((n, size, size), dtype=torch.float64, device=weight.device) for n in (parts, 1))
-    for power in range(POWERS):
-        if power:
-            multiply_add(directions, moment, turned, first=True)
-        _gram_kernel[(parts,)](directions, gram, d, BLOCK_D=128, STEP=16, SIZE=size)
-        _orthogonal_kernel[(1,)](gram, factors, parts, SIZE=size, SMALLEST=1e-13, num_warps=1)
-        _turn_kernel[(ceil_div(d, 16),)](directions, factors, turned, d, STEP=16, SIZE=size)
+    directions = _orthonormal(directions)
+    for _ in range(POWERS - 1):
+        product = torch.empty_like(directions)
+        multiply_add(product, moment, directions, first=True)
+        directions = _orthonormal(product)
     back = torch.empty((size, d), device=weight.device, dtype=torch.float32)
-    multiply_add(back, turned.t(), moment, first=True)
+    multiply_add(back, directions.t(), moment, first=True)
     product = torch.empty((v, size), device=weight.device, dtype=torch.float32)
-    multiply_add(product, weight, turned.to(weight.dtype), first=True)
+    multiply_add(product, weight, directions.to(weight.dtype), first=True)
     along = weight.new_empty((v, size))
     _along_kernel[(ceil_div(v, block_n),)](product, order, along, v, BLOCK_N=block_n, SIZE=size)
     return Leaning(along, back.to(weight.dtype))

@@ -252,17 +252,6 @@ SPECS = (
         types={"weight": "*T", "out": "*T", "means": "*T", "first_block": "i32", "stride": "i32:16"},
     ),
     Spec("order._put_rows_kernel", types={"rows": "*T", "out": "*T"}, constants={"BLOCK_N": 32, "BLOCK_D": 128}),
-    Spec("tilt._gram_kernel", types={"vectors": "*fp32", "out": "*fp64"}, constants={"SIZE": 16, "STEP": 16}),
-    Spec(
-        "tilt._turn_kernel",
-        types={"vectors": "*fp32", "factors": "*fp64", "out": "*fp32"},
-        constants={"SIZE": 16, "STEP": 16},
-    ),
-    Spec(
-        "tilt._orthogonal_kernel",
-        types={"gram": "*fp64", "out": "*fp64", "num_parts": "i32"},
-        constants={"SIZE": 16, "SMALLEST": 1e-13},
-    ),
     Spec("tilt._along_kernel", plan="filter blocks", types={"product": "*fp32", "out": "*T"}, constants={"SIZE": 16}),
     Spec(
         "tilt._tilted_rows_kernel",
