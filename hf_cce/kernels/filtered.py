@@ -37,7 +37,6 @@ from hf_cce.kernels.scaled import hidden_gradient, label_factors
 from hf_cce.kernels.sparse import (
     _aside_kernel,
     _hidden_gradient_kernel,
-    _join_kernel,
     _kept_tiles_kernel,
     _weight_gradient_kernel,
 )
@@ -258,24 +257,19 @@ def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, 
     # The rows in order, where the layout kept them, lie in the memory of the gradient that will overwrite them.
     in_place = need_weight and not gather
     waits = in_place and need_hidden and passes > 1
-    split = layout.split
     total, of_first = None, None
     if layout.stored:
-        total = torch.empty(
-            (n + split * plan.block_m, d) if need_hidden else 0, device=hidden.device, dtype=torch.float32
-        )
-        of_first = _of_stored(saved, asked, total[:n])
+        total = torch.empty((n, d) if need_hidden else 0, device=hidden.device, dtype=torch.float32)
+        of_first = _of_stored(saved, asked, total)
     del saved.values, saved.first_rows
 
     kept, mass, tilt, lean, report = _choose(saved, weight, asked, layout.slots * plan.block_m if waits else 0)
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     if total is None:
-        total = torch.empty(
-            (n + split * plan.block_m, d) if need_hidden else 0, device=hidden.device, dtype=torch.float32
-        )
+        total = torch.empty((n, d) if need_hidden else 0, device=hidden.device, dtype=torch.float32)
     if need_hidden:
-        _of_dropped(total[:n], saved, mass, tilt, logit_scale)
+        _of_dropped(total, saved, mass, tilt, logit_scale)
     spread = torch.empty((cols, d) if need_weight else 0, device=hidden.device, dtype=torch.float32)
     if need_weight:
         multiply_add(spread, mass.rows, hidden, first=True)
@@ -326,16 +320,11 @@ def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, 
     for number in range(passes if need_hidden or not in_place else 0):
         compute_tiles(number, h_tiles, w_tiles, source, GATHER=gather, AGAIN=False)
         if need_hidden:
-            _hidden_gradient_kernel[((rows + split) * chunks,)](
+            _hidden_gradient_kernel[(rows * chunks,)](
                 by_row, w_rows, order.order, kept.row_tiles, kept.row_pass, kept.row_order, total, order.tokens,
-                grad_hidden, number, split, n, rows, cols, v, d, source.stride(0), PASSES=passes, GATHER=gather, BLOCK_D=bd,
+                grad_hidden, number, n, rows, cols, v, d, source.stride(0), PASSES=passes, GATHER=gather, BLOCK_D=bd,
                 **common, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
             )  # fmt: skip
-            if split:
-                _join_kernel[(split, ceil_div(d, 32))](
-                    kept.row_pass, kept.row_order, total, order.tokens, grad_hidden, number, n, rows, d,
-                    PASSES=passes, BLOCK_M=plan.block_m, BLOCK_D=32, num_warps=4,
-                )  # fmt: skip
         if need_weight and (waits or not in_place):
             multiply_weight(number, waits)
     # From here on nobody needs the rows in order. What waits lies where those of its own columns were, and nothing may be

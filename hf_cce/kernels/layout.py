@@ -30,12 +30,6 @@ class Layout:
     measured_at_once: int  # tokens whose error is measured at the same time: see hf_cce.kernels.filter_error
     tilted: bool  # whether there is room for what hf_cce.kernels.tilt needs
     stored: int = 0  # column blocks, from the first, whose values are kept from the forward pass
-    split: int = 0  # row blocks, those with the longest lists of kept tiles, whose lists two programs share
-
-
-def split_rows(rows: int, d: int, block_m: int, budget: int) -> int:
-    """Of how many row blocks two programs share the list: see hf_cce.kernels.sparse. For what they make a 32nd of the budget."""
-    return min(rows, 16, (16 << 10) // d, budget // 32 // (4 * block_m * d))
 
 
 def make_layout(
@@ -50,8 +44,7 @@ def make_layout(
     means = (element + 4) * cols * d
     statistics = (4 + 2 + 2 * softcap) * cols * n
     lists = 4 * (7 * rows * cols + 8 * cols)
-    split = split_rows(rows, d, plan.block_m, budget)
-    hidden, total = element * n * d, 4 * (n + split * plan.block_m) * d
+    hidden, total = element * n * d, 4 * n * d
     tile = element * plan.block_m * plan.block_n
     for keep_rows, tilted in product((True, False), (True, False)):
         # with a gradient of the weight its own memory holds the rows in order until it is written
@@ -109,7 +102,7 @@ def make_layout(
                 slab = min(slab, (left - number * per_block) // (element * d) // plan.block_n * plan.block_n)
             if number:
                 at_once = min(at_once, (budget - total - choice - number * later) // per_token)
-            return Layout(min(slab, v), keep_rows, held, room, passes, at_once, tilted, number, split)
+            return Layout(min(slab, v), keep_rows, held, room, passes, at_once, tilted, number)
     return None
 
 

@@ -154,15 +154,8 @@ def _add_in_parts(acc, part, a, b, last, PRECISION: tl.constexpr):
     return tl.where(last, acc + part, acc), tl.where(last, 0.0, part)
 
 
-@triton.jit
-def put_back(acc, tokens, out, rows, ds, mask, num_tokens, hidden_size):
-    """Rows of ``acc`` to where their tokens stand in ``out`` [N, D], in its dtype."""
-    to = tl.load(tokens + rows, mask=rows < num_tokens, other=0)
-    tl.store(out + to[:, None] * hidden_size + ds[None, :], acc.to(out.dtype.element_ty), mask=mask)
-
-
 @Kernel
-@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "split", "PASSES"])
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _hidden_gradient_kernel(
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_M, BLOCK_K]
     weight,  # [V, D] pointer, or TMA descriptor [BLOCK_K, BLOCK_D] of the rows in order
@@ -170,13 +163,10 @@ def _hidden_gradient_kernel(
     row_tiles,  # [row blocks, T] int64
     row_pass,  # [row blocks, P + 1]
     row_order,  # [P, row blocks]
-    # [N + split · BLOCK_M, D] float32: what dropped tiles and passes before leave, added to for row blocks with tiles in later
-    # ones; from N on, written: what the second halves of the longest lists come to
-    total,
+    total,  # [N, D] float32: the sum of dropped tiles and of earlier passes; added to for row blocks with tiles in later ones
     tokens,  # [N] int64
     out,  # [N, D], written where the tokens stand, once a row block has all its tiles
     pass_number,
-    split,  # row blocks, those with the longest lists, that two programs share: see _join_kernel
     num_tokens,
     num_row_blocks,
     num_col_blocks,
@@ -196,15 +186,11 @@ def _hidden_gradient_kernel(
 ):
     chunks = tl.cdiv(hidden_size, BLOCK_D)
     job, d = tl.program_id(0) // chunks, tl.program_id(0) % chunks * BLOCK_D
-    rank = tl.where(job < 2 * split, job // 2, job - split)
-    half = tl.where(job < 2 * split, job % 2, 2)  # the first, the second; 2 for a list of one program alone
-    row_block = tl.load(row_order + pass_number * num_row_blocks + rank)
+    row_block = tl.load(row_order + pass_number * num_row_blocks + job)
     steps: tl.constexpr = BLOCK_N // BLOCK_K
     begin = tl.load(row_pass + row_block * (PASSES + 1) + pass_number)
     end = tl.load(row_pass + row_block * (PASSES + 1) + pass_number + 1)
-    middle = (begin + end) // 2
-    first = tl.where(half == 1, middle, begin) * steps
-    stop = tl.where(half == 0, middle, end) * steps
+    first, stop = begin * steps, end * steps
     ds = d + tl.arange(0, BLOCK_D)
     ks = tl.arange(0, BLOCK_K)
     if pass_number == 0 or end > begin:
@@ -212,7 +198,7 @@ def _hidden_gradient_kernel(
         here = tl.arange(0, BLOCK_M)[:, None] * hidden_size + tl.arange(0, BLOCK_D)[None, :]
         rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < num_tokens)[:, None] & (ds < hidden_size)[None, :]
-        acc = tl.where(half == 1, 0.0, tl.load(mine + here, mask=mask, other=0.0))
+        acc = tl.load(mine + here, mask=mask, other=0.0)
         part = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         listed = row_tiles + row_block * num_col_blocks
         # Read a step before it is used: as a load of the step itself it would keep the products waiting.
@@ -238,48 +224,11 @@ def _hidden_gradient_kernel(
                 acc, part = _add_in_parts(acc, part, g, w, k == BLOCK_N - BLOCK_K, PRECISION)
             else:
                 acc = tl.dot(g, w, acc, input_precision=PRECISION)
-        if half == 2 and end == tl.load(row_pass + row_block * (PASSES + 1) + PASSES):
-            put_back(acc, tokens, out, rows, ds, mask, num_tokens, hidden_size)
-        else:  # one place to store to: with two, registers spill
-            to = tl.where(half == 1, num_tokens + rank * BLOCK_M, row_block * BLOCK_M)
-            tl.store(total + to.to(tl.int64) * hidden_size + d + here, acc, mask=mask)
-
-
-@Kernel
-@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
-def _join_kernel(
-    row_pass,  # [row blocks, P + 1], and so on: as for _hidden_gradient_kernel
-    row_order,
-    total,
-    tokens,
-    out,
-    pass_number,
-    num_tokens,
-    num_row_blocks,
-    hidden_size,
-    PASSES,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Add what the two programs of a row block with a long list have made of it.
-
-    Of tokens in the order of their labels, those with rare ones share few tiles: one row block of 64 had a ninth of all tiles,
-    and the program that had it worked on when all others were done.
-    """
-    rank = tl.program_id(0)
-    row_block = tl.load(row_order + pass_number * num_row_blocks + rank)
-    end = tl.load(row_pass + row_block * (PASSES + 1) + pass_number + 1)
-    if pass_number == 0 or end > tl.load(row_pass + row_block * (PASSES + 1) + pass_number):
-        each, ds = tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        rows = row_block * BLOCK_M + each
-        mask = (rows < num_tokens)[:, None] & (ds < hidden_size)[None, :]
-        mine = total + rows.to(tl.int64)[:, None] * hidden_size + ds[None, :]
-        there = total + (num_tokens + rank * BLOCK_M + each).to(tl.int64)[:, None] * hidden_size + ds[None, :]
-        acc = tl.load(mine, mask=mask, other=0.0) + tl.load(there, mask=mask, other=0.0)
         if end == tl.load(row_pass + row_block * (PASSES + 1) + PASSES):
-            put_back(acc, tokens, out, rows, ds, mask, num_tokens, hidden_size)
+            to = tl.load(tokens + rows, mask=rows < num_tokens, other=0)
+            tl.store(out + to[:, None] * hidden_size + ds[None, :], acc.to(out.dtype.element_ty), mask=mask)
         else:
-            tl.store(mine, acc, mask=mask)
+            tl.store(mine + here, acc, mask=mask)
 
 
 @Kernel

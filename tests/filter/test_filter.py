@@ -352,7 +352,7 @@ def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows:
         slab = v if blocks is None else blocks * plan.block_n
         slots, passes = (rows * cols, 1) if room is None else (room + rows, -(-rows * cols // room))
         stored = 0 if expected is None else min(expected.stored, cols - 1)
-        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n, True, stored, min(rows, 2)))
+        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n, True, stored))
         return plan, used[-1]
 
     monkeypatch.setattr(filtered, "plan_and_layout", plan_and_layout)
@@ -568,8 +568,7 @@ def check_layout(
     tables = rows * cols * (4 + 4 + 4 + 8)  # place, tiles, tile_rows, row_tiles
     # with its sums over tokens and over column blocks, and below it, from the start, what the covariance is multiplied by
     mass = element * (cols + d * layout.tilted) * n + 8 * cols * rows + 4 * -(-cols // 16) * n
-    # with what the second programs make of the row blocks with the longest lists
-    total, spread = 4 * (n + layout.split * block_m) * d, 4 * cols * d * need_weight
+    total, spread = 4 * n * d, 4 * cols * d * need_weight
     scratch = slots * block_m * block_n * element
     width = layout.stored * block_n
     values = element * width * (n + (0 if layout.keep_rows else d))  # with the rows that go with them
