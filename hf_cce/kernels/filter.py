@@ -146,24 +146,20 @@ def _columns_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["stored", "pays", "num_row_blocks", "room", "capacity", "PASSES"])
+@triton.jit(do_not_specialize=["stored", "pays", "num_row_blocks", "room", "PASSES"])
 def _scan_kernel(
     count,  # [T]
     start,  # [T + 1], written: kept tiles in the column blocks before, but for those stored
     pass_of,  # [T], written
     pass_block,  # [P + 1], written: first column block of each pass
     pass_start,  # [P + 1], written: kept tiles before each pass
-    aside,  # scalar, written: see Kept
-    outlook,  # [4], written: likewise
+    outlook,  # [4], written: see Kept
     stored,  # column blocks, from the first, whose tiles are not listed
     pays,  # how many kept tiles of a column block make it worth storing
     num_row_blocks,
     num_col_blocks,
     room,
-    capacity,
-    hidden_size,
     PASSES,
-    BLOCK_M: tl.constexpr,
     COLS: tl.constexpr,  # column blocks, or more
 ):
     cols = tl.arange(0, COLS)
@@ -187,12 +183,6 @@ def _scan_kernel(
         earlier = inside & ((number < p) | (cols < stored))
         tl.store(pass_block + p, tl.sum(earlier.to(tl.int32)))
         tl.store(pass_start + p, tl.sum(tl.where(earlier, counts, 0)))
-    # The columns of all passes but the last with a tile, if their gradients fit behind the tiles of that one.
-    before_last = inside & (number < tl.max(tl.where(counts > 0, number, 0), 0))
-    columns, tiles = tl.sum(before_last.to(tl.int32)), tl.sum(tl.where(before_last, 0, counts))
-    # What is stored comes first among them, and does not wait there.
-    waiting = tl.maximum(columns - stored, 0)
-    tl.store(aside, tl.where(tiles * BLOCK_M + waiting * hidden_size <= capacity, columns, 0))
 
 
 @Kernel
@@ -314,8 +304,6 @@ class Kept(NamedTuple):
     row_tiles: Tensor
     row_pass: Tensor
     row_order: Tensor
-    # column blocks, from the first, whose gradients of the weight wait behind the tiles of the last pass, but for those stored
-    aside: Tensor
     # [4] int32: the tiles that are computed; how many column blocks, from the first, would be worth storing; the kept tiles that
     # would be left then; the tiles that are kept or, where all are stored, would be
     outlook: Tensor
@@ -334,8 +322,6 @@ def select(
     block_n: int,
     room: int,
     passes: int,
-    capacity: int,
-    d: int,
     stored: int,
     worth: float,
 ) -> Kept:
@@ -344,8 +330,7 @@ def select(
     Of the first ``stored`` column blocks nothing is dropped, and nothing listed: their values are there. ``worth``: the share
     of a column block that has to be kept for that to pay.
 
-    A pass holds at most ``room`` tiles before its last column block. ``capacity``: rows of tiles that the scratch has for
-    the last pass and, of the length ``d``, for what waits behind it; 0 where nothing is to wait.
+    A pass holds at most ``room`` tiles before its last column block.
     """
     device, n = lse.device, lse.numel()
     rows, cols = ceil_div(n, block_m), ceil_div(v, block_n)
@@ -372,7 +357,7 @@ def select(
         energy=energy, place=ints(cols, rows), counts=ints(cols), start=ints(cols + 1), pass_block=ints(passes + 1),
         pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
         row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=device), row_pass=ints(rows, passes + 1),
-        row_order=ints(passes, rows), aside=ints(), outlook=ints(4),
+        row_order=ints(passes, rows), outlook=ints(4),
     )  # fmt: skip
     pass_of = ints(cols)
     rows_2 = max(16, power_of_2(rows))
@@ -380,9 +365,8 @@ def select(
         energy, part, sums, tau, kept.place, kept.counts, rows, programs, stored, ROWS=rows_2, BLOCK=1024
     )
     _scan_kernel[(1,)](
-        kept.counts, kept.start, pass_of, kept.pass_block, kept.pass_start, kept.aside, kept.outlook, stored,
-        math.ceil(worth * rows), rows, cols, room, capacity, d,
-        PASSES=passes, BLOCK_M=block_m, COLS=max(16, power_of_2(cols)),
+        kept.counts, kept.start, pass_of, kept.pass_block, kept.pass_start, kept.outlook, stored,
+        math.ceil(worth * rows), rows, cols, room, PASSES=passes, COLS=max(16, power_of_2(cols)),
     )  # fmt: skip
     _rows_kernel[(rows,)](
         kept.place, kept.start, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,9 +35,9 @@ from hf_cce.kernels.plan import (
 from hf_cce.kernels.products import multiply_add
 from hf_cce.kernels.scaled import hidden_gradient, label_factors
 from hf_cce.kernels.sparse import (
-    _aside_kernel,
     _hidden_gradient_kernel,
     _kept_tiles_kernel,
+    _reorder_rows_kernel,
     _weight_gradient_kernel,
 )
 from hf_cce.kernels.stored import Stored, label_logits, settle
@@ -138,13 +138,13 @@ class _Choice(NamedTuple):
     report: Report  # its errors are norms, until ``relative_errors``
 
 
-def _choose(saved: Filtered, weight: Tensor, asked: Backward, capacity: int = 0) -> _Choice:
+def _choose(saved: Filtered, weight: Tensor, asked: Backward) -> _Choice:
     hidden, order, layout, plan = saved.hidden, saved.order, saved.layout, saved.plan
     (n, d), v, dtype = hidden.shape, weight.shape[0], hidden.dtype
     kept = select(
         saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, asked.tau,
-        v, saved.softcap, plan.block_m, plan.block_n, layout.room, layout.passes, capacity, d,
-        layout.stored, WORTH_STORING_BOTH if asked.need_weight else WORTH_STORING,
+        v, saved.softcap, plan.block_m, plan.block_n, layout.room, layout.passes, layout.stored,
+        WORTH_STORING_BOTH if asked.need_weight else WORTH_STORING,
     )  # fmt: skip
     tilted = layout.tilted and dtype != torch.float16  # which has no range for it
     mass = dropped_mass(
@@ -256,14 +256,13 @@ def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, 
     gather = saved.weight is None
     # The rows in order, where the layout kept them, lie in the memory of the gradient that will overwrite them.
     in_place = need_weight and not gather
-    waits = in_place and need_hidden and passes > 1
     total, of_first = None, None
     if layout.stored:
         total = torch.empty((n, d) if need_hidden else 0, device=hidden.device, dtype=torch.float32)
         of_first = _of_stored(saved, asked, total)
     del saved.values, saved.first_rows
 
-    kept, mass, tilt, lean, report = _choose(saved, weight, asked, layout.slots * plan.block_m if waits else 0)
+    kept, mass, tilt, lean, report = _choose(saved, weight, asked)
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     if total is None:
@@ -301,47 +300,49 @@ def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, 
     flags = {"HAS_BIAS": saved.bias is not None, "HAS_SCALE": logit_scale != 1.0, "HAS_SOFTCAP": softcap > 0}
     per_token = (order.labels, saved.lse, asked.grad_lse, asked.grad_label)
 
-    def compute_tiles(number: int, h: Any, w: Any, rows_of: Tensor, **how: bool) -> None:
+    for number in range(passes):
         # A flat loop takes registers, of which Triton 3.9 has none left; it was measured with the version that specialises.
         _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
-            h, w, saved.bias, order.order, *per_token, kept.tiles, kept.pass_start, kept.pass_block, kept.aside, scratch, number,
-            n, rows, v, d, hidden.stride(0), rows_of.stride(0), logit_scale, softcap or 1.0, **flags, PASSES=passes, **how,
+            h_tiles, w_tiles, saved.bias, order.order, *per_token, kept.tiles, kept.pass_start, scratch, number,
+            n, rows, v, d, hidden.stride(0), source.stride(0), logit_scale, softcap or 1.0, **flags, GATHER=gather,
             FLATTEN=plan.specialised, TMA=plan.use_tma, PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m,
             BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages,
         )  # fmt: skip
-
-    def multiply_weight(number: int, wait: bool) -> None:
-        _weight_gradient_kernel[(min(plan.programs, cols * ceil_div(d, wd)),)](
-            by_col, h_rows, order.order, kept.tile_rows, kept.start, kept.pass_block, kept.pass_start, kept.aside, spread,
-            leans, *(lean or (None, None)), grad_weight, number, n, v, d, hidden.stride(0), WAIT=wait, LEANS=lean is not None,
-            DIRECTIONS=DIRECTIONS.value, BLOCK_D=wd, **common, num_warps=plan.weight_warps, num_stages=plan.weight_stages,
-        )  # fmt: skip
-
-    for number in range(passes if need_hidden or not in_place else 0):
-        compute_tiles(number, h_tiles, w_tiles, source, GATHER=gather, AGAIN=False)
         if need_hidden:
             _hidden_gradient_kernel[(rows * chunks,)](
                 by_row, w_rows, order.order, kept.row_tiles, kept.row_pass, kept.row_order, total, order.tokens,
                 grad_hidden, number, n, rows, cols, v, d, source.stride(0), PASSES=passes, GATHER=gather, BLOCK_D=bd,
                 **common, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages,
             )  # fmt: skip
-        if need_weight and (waits or not in_place):
-            multiply_weight(number, waits)
-    # From here on nobody needs the rows in order. What waits lies where those of its own columns were, and nothing may be
-    # written to its place before it has moved.
-    for back in (False, True) if waits else ():
-        _aside_kernel[(cols, ceil_div(d, 128))](
-            grad_weight, order.order, scratch, kept.pass_block, kept.pass_start, kept.aside, v, d,
-            PASSES=passes, BACK=back, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_D=128,
-        )  # fmt: skip
+        if need_weight:
+            _weight_gradient_kernel[(min(plan.programs, cols * ceil_div(d, wd)),)](
+                by_col, h_rows, order.order, kept.tile_rows, kept.start, kept.pass_block, kept.pass_start, spread,
+                leans, *(lean or (None, None)), grad_weight, number, n, v, d, hidden.stride(0),
+                IN_PLACE=in_place and passes > 1, LEANS=lean is not None, DIRECTIONS=DIRECTIONS.value, BLOCK_D=wd, **common,
+                num_warps=plan.weight_warps, num_stages=plan.weight_stages,
+            )  # fmt: skip
+    if in_place and passes > 1:
+        _reorder_rows(grad_weight, order.order, scratch, kept.pass_block, plan.block_n)
     if of_first is not None:
         put_rows(of_first, order.order, grad_weight)
-    # The tiles of the last pass that had any are still there; where the gradients from those before did not find room behind
-    # them, they are computed once more.
-    for number in reversed(range(passes if in_place else 0)):
-        compute_tiles(number, h_tiles, weight, weight, GATHER=True, AGAIN=need_hidden)
-        multiply_weight(number, False)
     return grad_hidden, grad_weight, relative_errors(report, grad_hidden, grad_weight)
+
+
+def _reorder_rows(gradient: Tensor, order: Tensor, scratch: Tensor, pass_block: Tensor, block_n: int) -> None:
+    """Move rows of ``gradient`` [V, D] from the order of columns to their entries, a slice of D at a time, through ``scratch``.
+
+    Does nothing where one pass had all tiles: then they are at their entries already.
+    """
+    v, d = gradient.shape
+    width = min(d, scratch.numel() // v)
+    if width > 16:
+        width -= width % 16  # rows that begin aligned
+    for first in range(0, d, width):
+        stop = min(d, first + width)
+        for back in (False, True):
+            _reorder_rows_kernel[(ceil_div(v, block_n), ceil_div(stop - first, 128))](
+                gradient, order, scratch, pass_block, first, stop - first, v, d, BACK=back, BLOCK_N=block_n, BLOCK_D=128,
+            )  # fmt: skip
 
 
 def plan_and_layout(

@@ -98,6 +98,9 @@ def make_layout(
             # With many passes it costs less to gather rows than to keep them or to compute tiles twice.
             if passes > (MAX_PASSES // 8 if keep_rows else MAX_PASSES):
                 continue
+            # Rows of the weight's gradient are put in their order by way of the slots.
+            if passes > 1 and held * plan.block_m * plan.block_n < v:
+                continue
             if number and not keep_rows:
                 slab = min(slab, (left - number * per_block) // (element * d) // plan.block_n * plan.block_n)
             if number:

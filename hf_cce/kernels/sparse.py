@@ -89,7 +89,7 @@ def dropped_part(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number"])
 def _kept_tiles_kernel(
     hidden,  # [N, D] in the order of rows
     weight,  # [V, D] in the order of columns, or as it is if GATHER
@@ -101,8 +101,6 @@ def _kept_tiles_kernel(
     grad_label,  # [N]
     tiles,  # [kept]
     pass_start,  # [P + 1]
-    pass_block,  # [P + 1]
-    aside,  # scalar
     scratch,  # [slots · BLOCK_M, BLOCK_N]
     pass_number,
     num_tokens,
@@ -116,8 +114,6 @@ def _kept_tiles_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    PASSES,
-    AGAIN: tl.constexpr,  # the second time: not the tiles that are still in the scratch, nor those nobody needs any more
     FLATTEN: tl.constexpr,  # one loop over tiles and the hidden size, whose loads run on from tile to tile
     TMA: tl.constexpr,
     GATHER: tl.constexpr,
@@ -129,8 +125,6 @@ def _kept_tiles_kernel(
 ):
     first = tl.load(pass_start + pass_number)
     stop = tl.load(pass_start + pass_number + 1)
-    if AGAIN and (stop == tl.load(pass_start + PASSES) or tl.load(pass_block + pass_number + 1) <= tl.load(aside)):
-        stop = first  # the last tiles there are: they are still in the scratch; or nobody needs them any more
     for tile in tl.range(first + tl.program_id(0), stop, tl.num_programs(0), flatten=FLATTEN):
         code = tl.load(tiles + tile)
         gradient = kept_tile(
@@ -231,6 +225,12 @@ def _hidden_gradient_kernel(
             tl.store(mine + here, acc, mask=mask)
 
 
+@triton.jit
+def rows_stay(pass_block, vocab_size, BLOCK_N: tl.constexpr):
+    """Whether gradients must not go to their entries yet: passes after the first have column blocks, whose rows they read."""
+    return tl.load(pass_block + 1) < tl.cdiv(vocab_size, BLOCK_N)
+
+
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "pass_number"])
 def _weight_gradient_kernel(
@@ -241,18 +241,17 @@ def _weight_gradient_kernel(
     start,  # [T + 1]
     pass_block,  # [P + 1]
     pass_start,  # [P + 1]
-    aside,  # scalar: column blocks that are done with WAIT, and not without
     spread,  # [T, D] float32: what the dropped tiles of each column block leave to it as a whole
     leans,  # [T] float32: and what of the next two, see hf_cce.kernels.tilt; all three if LEANS
     along,  # [V, 16] in the order of columns
     back,  # [16, D]
-    out,  # [V, D], written: at the entry of each column, or with WAIT at the column itself
+    out,  # [V, D], written: at the entry of each column, or at the column itself where ``rows_stay`` says so
     pass_number,
     num_tokens,
     vocab_size,
     hidden_size,
     hidden_stride,
-    WAIT: tl.constexpr,
+    IN_PLACE: tl.constexpr,  # out holds the rows of the weight in the order of columns, which later passes read
     LEANS: tl.constexpr,
     DIRECTIONS: tl.constexpr,
     TMA: tl.constexpr,
@@ -268,8 +267,7 @@ def _weight_gradient_kernel(
     steps: tl.constexpr = BLOCK_M // BLOCK_K
     base = tl.load(pass_start + pass_number)
     first_block, stop_block = tl.load(pass_block + pass_number), tl.load(pass_block + pass_number + 1)
-    waits = stop_block <= tl.load(aside)
-    stop_block = tl.where(waits == WAIT, stop_block, first_block)
+    stay = IN_PLACE and rows_stay(pass_block, vocab_size, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
     for job in range(first_block * chunks + tl.program_id(0), stop_block * chunks, tl.num_programs(0)):
         block, d = job // chunks, job % chunks * BLOCK_D
@@ -302,44 +300,35 @@ def _weight_gradient_kernel(
             acc, block, ds, spread, leans, along, back, vocab_size, hidden_size, LEANS, DIRECTIONS, PRECISION, UPCAST, BLOCK_N
         )  # fmt: skip
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        entries = cols if WAIT else tl.load(order + cols)
+        entries = tl.where(stay, cols, tl.load(order + cols))
         mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
         at = entries.to(tl.int64)[:, None] * hidden_size + ds[None, :]
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @Kernel
-@triton.jit(do_not_specialize=["PASSES"])
-def _aside_kernel(
-    gradient,  # [V, D]: that of the weight, read in the order of columns, or with BACK written where the entries stand
+@triton.jit
+def _reorder_rows_kernel(
+    gradient,  # [V, D]: its columns from ``first`` on are read in the order of columns, or with BACK written at their entries
     order,  # [V padded]
-    scratch,  # [slots · BLOCK_M, BLOCK_N], behind the tiles of the last pass
+    buffer,  # [V, width]
     pass_block,  # [P + 1]
-    pass_start,  # [P + 1]
-    aside,  # scalar: column blocks to move, but for those before the first pass
+    first,
+    width,
     vocab_size,
     hidden_size,
-    PASSES,
     BACK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    waiting, block = tl.load(aside), tl.program_id(0)
-    begin = tl.load(pass_block)  # column blocks before it are stored
-    if (block >= begin) & (block < waiting):
-        done = 0  # tiles of the passes that wait
-        for p in range(PASSES + 1):
-            if tl.load(pass_block + p) == waiting:
-                done = tl.load(pass_start + p)
-        tiles = tl.load(pass_start + PASSES) - done
-        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Move a slice of the weight's gradient to the buffer, or from there to the entries of the vocabulary it belongs to."""
+    if rows_stay(pass_block, vocab_size, BLOCK_N):
+        cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
-        here = scratch + tiles.to(tl.int64) * (BLOCK_M * BLOCK_N)
-        here += (cols - begin * BLOCK_N).to(tl.int64)[:, None] * hidden_size + ds[None, :]
+        mask = (cols < vocab_size)[:, None] & (ds < width)[None, :]
+        here = buffer + cols.to(tl.int64)[:, None] * width + ds[None, :]
         entries = tl.load(order + cols) if BACK else cols
-        there = gradient + entries.to(tl.int64)[:, None] * hidden_size + ds[None, :]
+        there = gradient + entries.to(tl.int64)[:, None] * hidden_size + (first + ds)[None, :]
         if BACK:
             tl.store(there, tl.load(here, mask=mask), mask=mask)
         else:

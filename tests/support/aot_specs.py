@@ -52,7 +52,7 @@ TYPES = {
     "part": "*fp32",
     "tau": "*fp32",
     "mass": "*T",
-    **dict.fromkeys(("place", "count", "counts", "sums", "start", "flags", "aside", "outlook"), "*i32"),
+    **dict.fromkeys(("place", "count", "counts", "sums", "start", "flags", "outlook"), "*i32"),
     **dict.fromkeys(("pass_of", "pass_block", "pass_start"), "*i32"),
     **dict.fromkeys(("tiles", "tile_rows", "row_pass", "row_order"), "*i32"),
     "row_tiles": "*i64",
@@ -64,7 +64,6 @@ TYPES = {
             "num_tiles",
             "pass_number",
             "room",
-            "capacity",
             "first",
             "num_columns",
             "pays",
@@ -201,7 +200,7 @@ SPECS = (
         variants={
             **GATHERED,
             "everything": TOKEN_FLAGS,
-            "gather everything": {"GATHER": True, "AGAIN": True, **TOKEN_FLAGS},
+            "gather everything": {"GATHER": True, **TOKEN_FLAGS},
         },
     ),
     Spec(
@@ -229,9 +228,13 @@ SPECS = (
             "out": "*T",
         },
         constants={"DIRECTIONS": 16},
-        variants={"plain": {"LEANS": True}, "odd": {"WAIT": True}},
+        variants={"plain": {"LEANS": True}, "odd": {"IN_PLACE": True}},
     ),
-    Spec("sparse._aside_kernel", plan="filter blocks", types={"gradient": "*T", "scratch": "*T"}),
+    Spec(
+        "sparse._reorder_rows_kernel",
+        plan="filter blocks",
+        types={"gradient": "*T", "buffer": "*T", "first": "i32:16", "width": "i32:16"},
+    ),
     Spec("order._order_kernel", types={"by_logit": "*i64", "padded": "i32:16"}),
     Spec(
         "order._place_kernel",
