@@ -73,7 +73,7 @@ def filtered_stats(
         survey(labels, form[0], weight.shape[0], None, 1.0, kernels)
         result = kernels.filtered_stats(
             hidden, weight, bias, labels, *form, want_entropy, want_top1, need_weight, memory_budget,
-            *state.known(weight),
+            state.vocabulary(weight),
         )  # fmt: skip
     if result is None:
         return None

@@ -340,7 +340,7 @@ class _CrossEntropy(torch.autograd.Function):
             factor = survey(labels, ignore_index, v, num_items, divisor, kernels)
             common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             if tau is not None:
-                result = kernels.filtered_cross_entropy(*common, need_weight, budget, *ctx.state.known(weight))
+                result = kernels.filtered_cross_entropy(*common, need_weight, budget, ctx.state.vocabulary(weight))
             if result is not None:
                 loss, ctx.filtered = result
                 lse = ctx.filtered.lse

@@ -40,7 +40,7 @@ def _capturing() -> bool:
 class _Underway(NamedTuple):
     """What the filter kept in a step, on its way to the host."""
 
-    outlook: Tensor  # [4], on the host once the event is over: see hf_cce.kernels.filter.Kept
+    kept: Tensor  # tiles, on the host once the event is over
     event: Any  # of the copy; None where there is none
     tiles: int  # that there were
     due: int  # the step that looks at it
@@ -51,8 +51,8 @@ class FilterState:
 
     It measures, in its first steps, in those after a rest and every 32 steps, the error that the filter makes in the
     gradients of some tokens' hidden states and of some rows of the weight, and moves the threshold; goes to dense products
-    for 32 steps where the filter kept too much; says of how many columns the values are worth keeping in the forward pass;
-    and keeps the order of the vocabulary for 8 steps and the covariance of its rows for 32. It holds 8 · V bytes for that
+    for 32 steps where the filter kept too much; and keeps the order of the vocabulary for 8 steps and the covariance of its
+    rows for 32. It holds 8 · V bytes for that
     order, D · D + 16 · (V + D) elements of the weight's dtype (hf_cce.kernels.tilt), 8 bytes for each tile of the last
     step, and a few numbers. ``apply_cce`` makes one per model;
     give one to ``linear_cross_entropy`` where you train a head of your own. Copies and pickles of it begin anew.
@@ -69,8 +69,6 @@ class FilterState:
         self._dense = 0  # steps without the filter that are left
         self._trying = True  # nothing is left out until the share of tiles that would be kept is known
         self._share: _Underway | None = None
-        # what steps to come can be expected to do, by the share that was looked at last
-        self._seen: tuple[float, int] | None = None
         self._pinned: list[Tensor] = []  # read by captured graphs, whose replays need them where they are
         self._vocabulary: tuple[Any, Any] | None = None  # what it is an order of, the order
         self._device: torch.device | None = None  # the first one it was for
@@ -123,14 +121,6 @@ class FilterState:
         """
         return self._trying and self._wanted == "auto"
 
-    def expected(self) -> tuple[float, int] | None:
-        """What this step is likely to keep, if that is known: see hf_cce.kernels.layout.Expected."""
-        return None if _capturing() or self._trying else self._seen
-
-    def known(self, weight: Tensor) -> tuple[Any, Any]:
-        """What a forward pass can build on: ``vocabulary`` and ``expected``."""
-        return self.vocabulary(weight), self.expected()
-
     def vocabulary(self, weight: Tensor) -> Any | None:
         """The order of the vocabulary that ``keep_vocabulary`` was given for a weight like this, while it is fresh."""
         if self._vocabulary is None or _capturing() or self._calls % SORT_EVERY == 0:
@@ -162,13 +152,13 @@ class FilterState:
         self._steer(report)
         due = self._share is None and (self.keeps_all() or self._calls % READ_EVERY == 0)
         if due and not _capturing():
-            outlook, event = report.outlook, None
-            if outlook.is_cuda:
-                host = torch.empty(outlook.shape, dtype=outlook.dtype, pin_memory=True)
-                outlook = host.copy_(outlook, non_blocking=True)
+            kept, event = report.kept, None
+            if kept.is_cuda:
+                host = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
+                kept = host.copy_(kept, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-            self._share = _Underway(outlook, event, report.tiles, self._calls + READ_AFTER)
+            self._share = _Underway(kept, event, report.tiles, self._calls + READ_AFTER)
         self._calls += 1
 
     def _steer(self, report: Any) -> None:
@@ -209,10 +199,7 @@ class FilterState:
         if share.event is not None:
             share.event.synchronize()
         self._share = None
-        _, stored, beyond, wanted = share.outlook.tolist()
-        self._seen = (beyond / share.tiles, stored)
-        # Not what was computed: where values are stored that is more, and steps that store would judge otherwise than others.
-        self._trying = wanted / share.tiles > POINTLESS
+        self._trying = int(share.kept) / share.tiles > POINTLESS
         if self._trying:
             self._dense, self._began = DENSE_STEPS, self._calls
 
@@ -229,7 +216,7 @@ class FilterState:
         if self._last is None:
             return {}
         return {
-            "kept": float(self._last.outlook[0]) / self._last.tiles,
+            "kept": float(self._last.kept) / self._last.tiles,
             "dropped_mass": float(self._last.dropped.sum()) / self._last.tokens,
             "tau": float(self._last.tau),
             "error": float("nan") if self._error is None else float(self._error),

@@ -218,9 +218,7 @@ def _step(
             )
             return
     elif problem.filtered:
-        # The first steps store nothing, those after them what is worth it.
-        filtered_cross_entropy(*common, problem.needs[1], problem.budget, None)
-        result = filtered_cross_entropy(*common, problem.needs[1], problem.budget, None, (0.0, 2))
+        result = filtered_cross_entropy(*common, problem.needs[1], problem.budget, None)
         if result is not None:
             lse = result[1].lse
             filtered_gradients(
@@ -256,8 +254,7 @@ def _stats_step(problem: Problem, hidden: Tensor, weight: Tensor, bias: Tensor |
     logit_stats_backward(
         gradient, gradient, None, None, *given, lse, gradient if wanted[0] else None, *form, *problem.needs, budget
     )
-    filtered_stats(*given, *form, *wanted, problem.needs[1], budget, None)
-    result = filtered_stats(*given, *form, *wanted, problem.needs[1], budget, None, (0.0, 2))
+    result = filtered_stats(*given, *form, *wanted, problem.needs[1], budget, None)
     if result is not None:
         tau = torch.empty((), dtype=torch.float32, device=hidden.device)
         token_filtered_gradients(result[1], gradient, gradient, weight, tau, *form[1:], *problem.needs[:2], True)

@@ -15,7 +15,7 @@ from hf_cce.kernels.filter_error import relative_errors
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
 from hf_cce.kernels.grouped import Formed, Groups, Part, group_sizes
 from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.layout import Backward, Expected, Filtered, Report
+from hf_cce.kernels.layout import Backward, Filtered, Report
 from hf_cce.kernels.order import Vocabulary
 from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, filter_plan, make_plan, padded, row_major, specialised
 from hf_cce.kernels.stored import Stored, label_logits, lent_columns, lent_values, stored_width
@@ -292,14 +292,10 @@ def filtered_cross_entropy(
     need_weight: bool,
     memory_budget: int,
     vocabulary: Vocabulary | None,
-    expected: tuple[float, int] | None = None,
 ) -> tuple[Tensor, Filtered] | None:
-    """(loss, what ``filtered_gradients`` needs), or None where the budget does not allow the filter.
-
-    ``expected``: what an earlier step lets expect (``Expected``); without it this one is prepared for all that can be kept.
-    """
+    """(loss, what ``filtered_gradients`` needs), or None where the budget does not allow the filter."""
     form = (ignore_index, logit_scale, softcap)
-    saved = _filtered(hidden, weight, bias, labels, *form, need_weight, memory_budget, vocabulary, expected, None, None)
+    saved = _filtered(hidden, weight, bias, labels, *form, need_weight, memory_budget, vocabulary, None, None)
     if saved is None:
         return None
     return _total_loss(saved.lse, saved.label_logit, None, factor, 0.0, z_loss), saved
@@ -318,7 +314,6 @@ def filtered_stats(
     need_weight: bool,
     memory_budget: int,
     vocabulary: Vocabulary | None,
-    expected: tuple[float, int] | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Filtered] | None:
     """((lse, label_logit, entropy, is_top1) as of ``logit_stats``, what ``token_filtered_gradients`` needs), or None likewise."""
     n, v = labels.numel(), weight.shape[0]
@@ -327,7 +322,7 @@ def filtered_stats(
     scratch = 4 * (want_entropy + want_top1) * ceil_div(v, filter_plan(hidden, weight).block_n) * padded(n)
     saved = _filtered(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, need_weight, memory_budget - scratch, vocabulary,
-        expected, entropy if want_entropy else None, is_top1 if want_top1 else None,
+        entropy if want_entropy else None, is_top1 if want_top1 else None,
     )  # fmt: skip
     if saved is None:
         return None
@@ -349,24 +344,19 @@ def _filtered(
     need_weight: bool,
     memory_budget: int,
     vocabulary: Vocabulary | None,
-    expected: tuple[float, int] | None,
     entropy: Tensor | None,  # [N] in the order of rows, written, like the next
     is_top1: Tensor | None,
 ) -> Filtered | None:
     if not labels.numel():
         return None
-    known = None if expected is None else Expected(*expected)
-    # Beside statistics of tokens, values to store are too much for a tile's registers: 2.37 ms instead of 2.13 where 29 of 384
-    # column blocks are stored.
-    storing = known if entropy is is_top1 is None else None
-    chosen = filtered.plan_and_layout(hidden, weight, softcap, need_weight, memory_budget, storing)
+    chosen = filtered.plan_and_layout(hidden, weight, softcap, need_weight, memory_budget)
     if chosen is None:
         return None
     plan, layout = chosen
     hidden, weight = row_major(hidden), row_major(weight)
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     return filtered.forward(
-        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary, known, entropy,
+        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary, entropy,
         is_top1,
     )  # fmt: skip
 

@@ -11,7 +11,6 @@ Everything is decided on the device, in integers or in a fixed order: results re
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -86,10 +85,10 @@ def _score_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["first", "num_tiles"])
-def _count_kernel(energy, counts, first, num_tiles, BLOCK: tl.constexpr):
-    """Tiles from the ``first`` on by energy, [programs, BINS]."""
-    at = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=["num_tiles"])
+def _count_kernel(energy, counts, num_tiles, BLOCK: tl.constexpr):
+    """Tiles by energy, [programs, BINS]."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     e = tl.load(energy + at, mask=at < num_tiles, other=float("inf"))
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(_bin(e), BINS))
 
@@ -108,17 +107,16 @@ def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: t
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_row_blocks", "num_programs", "stored"])
+@triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
 def _columns_kernel(
     energy,  # [T, row blocks]
     part,  # [programs of _score_kernel]
     sums,  # [BINS]: tiles by energy
     tau,  # scalar
     place,  # [T, row blocks] int32, written: which of the kept tiles of its column block it is, from 0; -1 where dropped
-    count,  # [T] int32, written: tiles that are kept, or, where all are stored, would be
+    count,  # [T] int32, written: tiles that are kept
     num_row_blocks,
     num_programs,
-    stored,  # column blocks, from the first, of which nothing is dropped
     ROWS: tl.constexpr,  # row blocks, or more
     BLOCK: tl.constexpr,
 ):
@@ -140,23 +138,18 @@ def _columns_kernel(
     e = tl.load(energy + block * num_row_blocks + rows, mask=inside, other=0.0)
     kept = inside & (_bin(e) >= cutoff)
     before = tl.cumsum(kept.to(tl.int32), 0) - 1
-    before = tl.where(kept, before, tl.where(block < stored, 0, -1))
-    tl.store(place + block * num_row_blocks + rows, before, mask=inside)
+    tl.store(place + block * num_row_blocks + rows, tl.where(kept, before, -1), mask=inside)
     tl.store(count + block, tl.sum(kept.to(tl.int32)))
 
 
 @Kernel
-@triton.jit(do_not_specialize=["stored", "pays", "num_row_blocks", "room", "PASSES"])
+@triton.jit(do_not_specialize=["room", "PASSES"])
 def _scan_kernel(
     count,  # [T]
-    start,  # [T + 1], written: kept tiles in the column blocks before, but for those stored
+    start,  # [T + 1], written: kept tiles in the column blocks before
     pass_of,  # [T], written
     pass_block,  # [P + 1], written: first column block of each pass
     pass_start,  # [P + 1], written: kept tiles before each pass
-    outlook,  # [4], written: see Kept
-    stored,  # column blocks, from the first, whose tiles are not listed
-    pays,  # how many kept tiles of a column block make it worth storing
-    num_row_blocks,
     num_col_blocks,
     room,
     PASSES,
@@ -164,29 +157,20 @@ def _scan_kernel(
 ):
     cols = tl.arange(0, COLS)
     inside = cols < num_col_blocks
-    every = tl.load(count + cols, mask=inside, other=0)
-    # The first columns that together have most beyond what makes them worth storing.
-    gain = tl.cumsum(tl.where(inside, every - pays, 0), 0)
-    best = tl.max(tl.where(inside, gain, 0), 0)
-    worth = tl.where(best > 0, tl.min(tl.where(inside & (gain == best), cols, COLS), 0) + 1, 0)
-    counts = tl.where(cols < stored, 0, every)
-    tl.store(outlook, tl.sum(counts) + stored * num_row_blocks)
-    tl.store(outlook + 1, worth)
-    tl.store(outlook + 2, tl.sum(tl.where(cols < worth, 0, every)))
-    tl.store(outlook + 3, tl.sum(every))
+    counts = tl.load(count + cols, mask=inside, other=0)
     upto = tl.cumsum(counts, 0)
     number = (upto - counts) // room
     tl.store(start + cols, upto - counts, mask=inside)
     tl.store(start + num_col_blocks, tl.sum(counts))
     tl.store(pass_of + cols, number, mask=inside)
     for p in range(PASSES + 1):
-        earlier = inside & ((number < p) | (cols < stored))
+        earlier = inside & (number < p)
         tl.store(pass_block + p, tl.sum(earlier.to(tl.int32)))
         tl.store(pass_start + p, tl.sum(tl.where(earlier, counts, 0)))
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_row_blocks", "stored", "PASSES"])
+@triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
 def _rows_kernel(
     place,  # [T, row blocks]
     start,  # [T + 1]
@@ -198,7 +182,6 @@ def _rows_kernel(
     row_pass,  # [row blocks, P + 1], written: how many of them come before each pass
     num_row_blocks,
     num_col_blocks,
-    stored,  # column blocks, from the first, whose tiles are not listed
     PASSES,
     PASSES_2: tl.constexpr,  # PASSES + 1, or more
     BLOCK: tl.constexpr,
@@ -211,7 +194,7 @@ def _rows_kernel(
         cols = first + tl.arange(0, BLOCK)
         inside = cols < num_col_blocks
         index = tl.load(place + cols * num_row_blocks + row_block, mask=inside, other=-1)
-        kept = (index >= 0) & (cols >= stored)
+        kept = index >= 0
         number = tl.load(pass_of + cols, mask=inside, other=0)
         slot = tl.load(start + cols, mask=inside, other=0) + index
         at = row_block * num_col_blocks + done + tl.cumsum(kept.to(tl.int32), 0) - 1
@@ -304,9 +287,6 @@ class Kept(NamedTuple):
     row_tiles: Tensor
     row_pass: Tensor
     row_order: Tensor
-    # [4] int32: the tiles that are computed; how many column blocks, from the first, would be worth storing; the kept tiles that
-    # would be left then; the tiles that are kept or, where all are stored, would be
-    outlook: Tensor
 
 
 def select(
@@ -322,13 +302,8 @@ def select(
     block_n: int,
     room: int,
     passes: int,
-    stored: int,
-    worth: float,
 ) -> Kept:
     """Choose the tiles to keep, and list them by column block, by row block and by pass.
-
-    Of the first ``stored`` column blocks nothing is dropped, and nothing listed: their values are there. ``worth``: the share
-    of a column block that has to be kept for that to pay.
 
     A pass holds at most ``room`` tiles before its last column block.
     """
@@ -340,7 +315,7 @@ def select(
 
     span = ceil_div(max(32, ceil_div(rows * cols, 2048)), 16) * 16  # some hundreds of programs
     grid = (rows, ceil_div(cols, span))
-    programs, counting = grid[0] * grid[1], ceil_div(rows * (cols - stored), 2048)
+    programs, counting = grid[0] * grid[1], ceil_div(rows * cols, 2048)
     energy, part = (
         torch.empty((cols, rows), device=device, dtype=torch.float32),
         torch.empty(programs, device=device, dtype=torch.float32),
@@ -351,26 +326,24 @@ def select(
         softcap or 1.0, HAS_SOFTCAP=softcap > 0,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
-    _count_kernel[(counting,)](energy, counts, rows * stored, rows * cols, BLOCK=2048, num_warps=4)
+    _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
     _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)
     kept = Kept(
         energy=energy, place=ints(cols, rows), counts=ints(cols), start=ints(cols + 1), pass_block=ints(passes + 1),
         pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
         row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=device), row_pass=ints(rows, passes + 1),
-        row_order=ints(passes, rows), outlook=ints(4),
+        row_order=ints(passes, rows),
     )  # fmt: skip
     pass_of = ints(cols)
     rows_2 = max(16, power_of_2(rows))
-    _columns_kernel[(cols,)](
-        energy, part, sums, tau, kept.place, kept.counts, rows, programs, stored, ROWS=rows_2, BLOCK=1024
-    )
+    _columns_kernel[(cols,)](energy, part, sums, tau, kept.place, kept.counts, rows, programs, ROWS=rows_2, BLOCK=1024)
     _scan_kernel[(1,)](
-        kept.counts, kept.start, pass_of, kept.pass_block, kept.pass_start, kept.outlook, stored,
-        math.ceil(worth * rows), rows, cols, room, PASSES=passes, COLS=max(16, power_of_2(cols)),
+        kept.counts, kept.start, pass_of, kept.pass_block, kept.pass_start, cols, room,
+        PASSES=passes, COLS=max(16, power_of_2(cols)),
     )  # fmt: skip
     _rows_kernel[(rows,)](
         kept.place, kept.start, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,
-        rows, cols, stored, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128,
+        rows, cols, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128,
     )  # fmt: skip
     _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=rows_2, num_warps=1)
     return kept

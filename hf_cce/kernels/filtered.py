@@ -1,9 +1,7 @@
 """The scalar loss with the gradient filter: forward leaves the statistics of tiles, backward computes the tiles that matter.
 
 hf_cce.kernels.filter chooses them, hf_cce.kernels.sparse computes and multiplies them. What is dropped enters the gradients by
-its mass: two products with the blocks of the vocabulary in place of its entries, 128 times smaller than a dense one. Of the most
-frequent words' columns nearly all tiles matter: the forward pass leaves their values (hf_cce.kernels.stored), as many as earlier
-steps found worth it, which cuBLAS multiplies.
+its mass: two products with the blocks of the vocabulary in place of its entries, 128 times smaller than a dense one.
 """
 
 from __future__ import annotations
@@ -15,37 +13,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.filter import Kept, Mass, dropped_mass, select
 from hf_cce.kernels.filter_error import estimate_errors, relative_errors
 from hf_cce.kernels.forward import combine, tile_stats
-from hf_cce.kernels.layout import Backward, Expected, Filtered, Layout, Report, make_layout
-from hf_cce.kernels.order import Vocabulary, permute_rows, put_rows, sort_tokens, sort_vocabulary
+from hf_cce.kernels.layout import Backward, Filtered, Layout, Report, make_layout
+from hf_cce.kernels.order import Vocabulary, permute_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.plan import (
     Plan,
     ceil_div,
     descriptor,
-    empty_slab,
     filter_plan,
-    make_plan,
     operand,
     padded,
     specialised,
 )
 from hf_cce.kernels.products import multiply_add
-from hf_cce.kernels.scaled import hidden_gradient, label_factors
 from hf_cce.kernels.sparse import (
     _hidden_gradient_kernel,
     _kept_tiles_kernel,
     _reorder_rows_kernel,
     _weight_gradient_kernel,
 )
-from hf_cce.kernels.stored import Stored, label_logits, settle
+from hf_cce.kernels.stored import label_logits
 from hf_cce.kernels.tilt import DIRECTIONS, Leaning, covariance, leaning, tilted_rows
-
-# The share of a column block's tiles that has to be kept for its values to be stored in the forward pass: of the gradient of the
-# hidden states alone, and of both.
-WORTH_STORING, WORTH_STORING_BOTH = 0.5, 0.6
 
 
 def forward(
@@ -59,16 +49,12 @@ def forward(
     layout: Layout,
     plan: Plan,
     vocabulary: Vocabulary | None,
-    expected: Expected | None = None,
     entropy: Tensor | None = None,  # [N] in the order of rows, written, like the next
     is_top1: Tensor | None = None,
 ) -> Filtered:
     """What the backward pass needs, and the loss: ``lse`` and ``label_logit`` of each token, zero where it is ignored.
 
     ``entropy`` only without a softcap: what the kernel adds up for it is damped where there is one.
-
-    Of the first columns, as many as the layout says, it leaves what hf_cce.kernels.stored does: most of their tiles will be kept,
-    and need not be computed again.
     """
     (n, d), v = hidden.shape, weight.shape[0]
     cols = ceil_div(v, plan.block_n)
@@ -85,9 +71,9 @@ def forward(
     tile_ratio = torch.empty((cols, padded(n)), dtype=torch.bfloat16, device=hidden.device)
     tile_damping = torch.empty_like(tile_ratio) if softcap > 0 else None
     expectation, largest = (None if x is None else torch.empty_like(tile_lse) for x in (entropy, is_top1))
-    live, stored = None, layout.stored * plan.block_n
+    live = None
     rows_of_flags = plan.block_m if specialised(plan, bias, softcap, entropy, is_top1) else 0
-    if stored or rows_of_flags:
+    if rows_of_flags:
         in_rows = hidden.new_empty((n, d))
         label_logit, live = label_logits(
             hidden, weight, of_entries, order.labels, v, logit_scale, softcap, plan, rows_of_flags, order.order, order.tokens,
@@ -97,34 +83,22 @@ def forward(
     else:
         hidden = hidden.index_select(0, order.tokens)
 
-    def statistics(rows_of: Tensor, first: int, values: Tensor | None) -> None:
-        stop, block = first + len(rows_of), first // plan.block_n
+    in_order = None
+    for first in range(0, v, layout.slab):
+        in_order = None  # frees the slab before
+        stop, block = min(v, first + layout.slab), first // plan.block_n
+        in_order = permute_rows(weight, order.order, first, stop, means, plan.block_n)
         of_tiles = [None if x is None else x[block:] for x in (tile_lse, None, expectation, None, largest)]
         tile_stats(
-            hidden, rows_of, None if bias is None else bias[first:stop], order.labels, of_tiles, label_logit, first, v,
-            logit_scale, softcap, plan,
-            tile_ratio[block:], None if tile_damping is None else tile_damping[block:], values, live,
+            hidden, in_order, None if bias is None else bias[first:stop], order.labels, of_tiles, label_logit, first, v,
+            logit_scale, softcap, plan, tile_ratio[block:], None if tile_damping is None else tile_damping[block:], None, live,
         )  # fmt: skip
-
-    values = empty_slab(hidden, n, stored) if stored else None
-    in_order, first_rows = None, None
-    if stored and not layout.keep_rows:
-        first_rows = permute_rows(weight, order.order, 0, stored, means, plan.block_n)
-        statistics(first_rows, 0, values)
-    for first in range(0 if layout.keep_rows else stored, v, layout.slab):
-        in_order = None  # frees the slab before
-        in_order = permute_rows(weight, order.order, first, min(v, first + layout.slab), means, plan.block_n)
-        # One launch for all: two were 18 µs slower than that, though the second need not leave room for what is stored.
-        statistics(in_order, first, values if layout.keep_rows else None)
-    if stored and layout.keep_rows:
-        assert in_order is not None
-        first_rows = in_order[:stored]
     combine(
         [tile_lse, None, expectation, None, largest], label_logit, order.labels, lse, [None, entropy, None, is_top1], v, cols, v
     )  # fmt: skip
     return Filtered(
         order, hidden, in_order if layout.keep_rows else None, bias, means, lse, label_logit, tile_lse, tile_ratio, tile_damping,
-        values, first_rows, layout, plan, vocabulary, expected, logit_scale, softcap,
+        layout, plan, vocabulary, logit_scale, softcap,
     )  # fmt: skip
 
 
@@ -143,8 +117,7 @@ def _choose(saved: Filtered, weight: Tensor, asked: Backward) -> _Choice:
     (n, d), v, dtype = hidden.shape, weight.shape[0], hidden.dtype
     kept = select(
         saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, order.labels, asked.tau,
-        v, saved.softcap, plan.block_m, plan.block_n, layout.room, layout.passes, layout.stored,
-        WORTH_STORING_BOTH if asked.need_weight else WORTH_STORING,
+        v, saved.softcap, plan.block_m, plan.block_n, layout.room, layout.passes,
     )  # fmt: skip
     tilted = layout.tilted and dtype != torch.float16  # which has no range for it
     mass = dropped_mass(
@@ -160,7 +133,7 @@ def _choose(saved: Filtered, weight: Tensor, asked: Backward) -> _Choice:
         tilt = learnt.tilt if asked.need_hidden else None
         lean = learnt.leaning if asked.need_weight else None
     tiles = ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n)
-    report = Report(kept.outlook, tiles, mass.dropped, n, asked.tau)
+    report = Report(kept.start[-1], tiles, mass.dropped, n, asked.tau)
     if asked.measure:
         report = report._replace(**vars(estimate_errors(saved, weight, asked, kept, mass, tilt, lean)))
     return _Choice(kept, mass, tilt, lean, report)
@@ -172,51 +145,17 @@ def rehearse(saved: Filtered, weight: Tensor, asked: Backward, moved: Callable[[
     ``moved`` gives the threshold to which the measured errors point, and the report says what would be kept with that one: the
     first threshold of all is a guess. Consumes ``saved``; no memory but a few numbers stays.
     """
-    # Stored by a step before the one that found out that it does not pay: there is no room for them here.
-    saved.values = saved.first_rows = None
     report = _choose(saved, weight, asked).report
     better = moved(report)
     if better is not None:
         there = _choose(saved, weight, replace(asked, tau=better, measure=False)).report
-        report = report._replace(outlook=there.outlook, dropped=there.dropped, tau=better)
+        report = report._replace(kept=there.kept, dropped=there.dropped, tau=better)
     vars(saved).clear()
     return report._replace(dropped=report.dropped.sum())
 
 
-def _of_stored(saved: Filtered, asked: Backward, total: Tensor) -> Tensor | None:
-    """What the columns give whose values the forward pass has left. Returns the gradient of their rows of the weight.
-
-    ``total`` [N, D] float32 is written, if the gradient of the hidden states is needed.
-    """
-    logit_scale, softcap, need_weight = saved.logit_scale, saved.softcap, asked.need_weight
-    values, rows_of, order = saved.values, saved.first_rows, saved.order
-    assert values is not None and rows_of is not None
-    bias = None if saved.bias is None else saved.bias[: len(rows_of)]
-    stored, plan = Stored(values, saved.label_logit), make_plan(saved.hidden, rows_of, backward=True)
-    per_token = (order.labels, saved.lse, asked.grad_lse, asked.grad_label)
-    (n, _), v = saved.hidden.shape, saved.vocabulary.rank.numel()
-
-    def compute_anew(flags: Tensor) -> None:
-        write_logit_gradient(
-            values, saved.hidden, rows_of, bias, (*per_token[:2], None, *per_token[2:], None, None), 0, len(rows_of), v,
-            logit_scale, softcap, plan, flags,
-        )  # fmt: skip
-
-    if not need_weight:  # a pass over [N, D] costs less than one over the values
-        scale, of_label = torch.empty((2, padded(n)), device=values.device, dtype=torch.float32)[:, :n].unbind()
-        compute_anew(label_factors(stored, *per_token, v, logit_scale, softcap, plan.block_m, v, scale, of_label))
-        hidden_gradient([values], rows_of, order.labels, scale, of_label, total, total)
-        return None
-    compute_anew(settle(stored, *per_token, v, logit_scale, softcap, plan.block_m))
-    if total.numel():
-        multiply_add(total, values, rows_of, first=True)
-    gradient = torch.empty_like(rows_of)
-    multiply_add(gradient, values.t(), saved.hidden, first=True)
-    return gradient
-
-
 def _of_dropped(
-    total: Tensor,  # [N, D] float32: added to where the layout stores values, else written
+    total: Tensor,  # [N, D] float32, written
     saved: Filtered,
     mass: Mass,  # with D rows beyond its own if there is a tilt
     tilt: Tensor | None,  # [D, D]
@@ -235,7 +174,7 @@ def _of_dropped(
         means = means.new_empty((cols + len(tilt), len(tilt)))
         means[:cols].copy_(saved.means)
         means[cols:].copy_(tilt)
-    multiply_add(total, mass.every.t(), means, first=not saved.layout.stored)
+    multiply_add(total, mass.every.t(), means, first=True)
 
 
 def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, Tensor, Report]:
@@ -256,17 +195,10 @@ def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, 
     gather = saved.weight is None
     # The rows in order, where the layout kept them, lie in the memory of the gradient that will overwrite them.
     in_place = need_weight and not gather
-    total, of_first = None, None
-    if layout.stored:
-        total = torch.empty((n, d) if need_hidden else 0, device=hidden.device, dtype=torch.float32)
-        of_first = _of_stored(saved, asked, total)
-    del saved.values, saved.first_rows
-
     kept, mass, tilt, lean, report = _choose(saved, weight, asked)
     # Their memory is what the kept tiles are written to.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
-    if total is None:
-        total = torch.empty((n, d) if need_hidden else 0, device=hidden.device, dtype=torch.float32)
+    total = torch.empty((n, d) if need_hidden else 0, device=hidden.device, dtype=torch.float32)
     if need_hidden:
         _of_dropped(total, saved, mass, tilt, logit_scale)
     spread = torch.empty((cols, d) if need_weight else 0, device=hidden.device, dtype=torch.float32)
@@ -323,8 +255,6 @@ def backward(saved: Filtered, weight: Tensor, asked: Backward) -> tuple[Tensor, 
             )  # fmt: skip
     if in_place and passes > 1:
         _reorder_rows(grad_weight, order.order, scratch, kept.pass_block, plan.block_n)
-    if of_first is not None:
-        put_rows(of_first, order.order, grad_weight)
     return grad_hidden, grad_weight, relative_errors(report, grad_hidden, grad_weight)
 
 
@@ -346,12 +276,10 @@ def _reorder_rows(gradient: Tensor, order: Tensor, scratch: Tensor, pass_block: 
 
 
 def plan_and_layout(
-    hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int, expected: Expected | None = None
+    hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int
 ) -> tuple[Plan, Layout] | None:
     """How the filter would run for these inputs, or None where the budget does not allow it."""
     plan = filter_plan(hidden, weight)
     (n, d), v = hidden.shape, weight.shape[0]
-    # float16 has no range for what is stored
-    stored = 0 if expected is None or hidden.dtype == torch.float16 else expected.stored
-    layout = make_layout(n, d, v, hidden.element_size(), softcap > 0, need_weight, plan, budget, stored)
+    layout = make_layout(n, d, v, hidden.element_size(), softcap > 0, need_weight, plan, budget)
     return None if layout is None else (plan, layout)

@@ -29,16 +29,12 @@ class Layout:
     passes: int  # as many as can be needed
     measured_at_once: int  # tokens whose error is measured at the same time: see hf_cce.kernels.filter_error
     tilted: bool  # whether there is room for what hf_cce.kernels.tilt needs
-    stored: int = 0  # column blocks, from the first, whose values are kept from the forward pass
 
 
 def make_layout(
-    n: int, d: int, v: int, element: int, softcap: bool, need_weight: bool, plan: Plan, budget: int, stored: int = 0
+    n: int, d: int, v: int, element: int, softcap: bool, need_weight: bool, plan: Plan, budget: int
 ) -> Layout | None:
-    """The division of ``budget`` bytes, or None where they do not suffice. ``element``: bytes of an element of the inputs.
-
-    Of the first ``stored`` column blocks, or of as many as there is room for, the values are kept from the forward pass.
-    """
+    """The division of ``budget`` bytes, or None where they do not suffice. ``element``: bytes of an element of the inputs."""
     rows, cols = ceil_div(n, plan.block_m), ceil_div(v, plan.block_n)
     orders = 4 * (3 * v + 4 * n)
     means = (element + 4) * cols * d
@@ -75,44 +71,24 @@ def make_layout(
         at_once = min(n, MEASURED_TOKENS, (budget - choice) // per_token)
         if at_once < min(n, FEWEST_AT_ONCE):
             continue
-        per_block = element * plan.block_n * (n + d * (not keep_rows))  # values, and rows of the weight that must stay
-        later = element * plan.block_n * d * need_weight  # the gradient of these rows, until the end
-        for_later = min(
-            budget - total - choice - max(making, min(at_once, 2 * FEWEST_AT_ONCE) * per_token),
-            budget - multiplied,
-            min(slots // 4, slots - fewest) * tile,
-        )
-        first = min(
-            stored,
-            cols - 1,
-            (left - (0 if keep_rows else narrowest * element * d)) // per_block,
-            (left - total) // (per_block + later),
-            for_later // max(later, 1),
-        )
-        first = max(0, first // 2 * 2)  # whole tiles of hf_cce.kernels.hopper
-        for number in dict.fromkeys((first, 0)):
-            tiles = rows * (cols - number)
-            held = min(slots - ceil_div(number * later, tile), tiles)
-            room = held if held == tiles else held - rows
-            passes = ceil_div(tiles, room)
-            # With many passes it costs less to gather rows than to keep them or to compute tiles twice.
-            if passes > (MAX_PASSES // 8 if keep_rows else MAX_PASSES):
-                continue
-            # Rows of the weight's gradient are put in their order by way of the slots.
-            if passes > 1 and held * plan.block_m * plan.block_n < v:
-                continue
-            if number and not keep_rows:
-                slab = min(slab, (left - number * per_block) // (element * d) // plan.block_n * plan.block_n)
-            if number:
-                at_once = min(at_once, (budget - total - choice - number * later) // per_token)
-            return Layout(min(slab, v), keep_rows, held, room, passes, at_once, tilted, number)
+        tiles = rows * cols
+        held = min(slots, tiles)
+        room = held if held == tiles else held - rows
+        passes = ceil_div(tiles, room)
+        # With many passes it costs less to gather rows than to keep them.
+        if passes > (MAX_PASSES // 8 if keep_rows else MAX_PASSES):
+            continue
+        # Rows of the weight's gradient are put in their order by way of the slots.
+        if passes > 1 and held * plan.block_m * plan.block_n < v:
+            continue
+        return Layout(min(slab, v), keep_rows, held, room, passes, at_once, tilted)
     return None
 
 
 class Report(NamedTuple):
     """What the filter did in one backward pass; tensors stay on the device until somebody asks."""
 
-    outlook: Tensor  # [4]: tiles computed, and what else hf_cce.kernels.filter.Kept says
+    kept: Tensor  # scalar int32: tiles that were computed
     tiles: int  # of so many
     dropped: Tensor  # partial sums of the tokens' probability in dropped tiles
     tokens: int
@@ -123,13 +99,6 @@ class Report(NamedTuple):
     weight_error: Tensor | None = None  # likewise of the weight's gradient
     rounding_error: Tensor | None = None  # the first of these as rounding the logits to the inputs' dtype would make it
     rounding_weight_error: Tensor | None = None  # and the second
-
-
-class Expected(NamedTuple):
-    """What an earlier step lets expect of one to come."""
-
-    kept: float  # share of the tiles that are to be kept beyond
-    stored: int  # column blocks, from the first, which are worth storing
 
 
 @dataclass(frozen=True)
@@ -158,11 +127,8 @@ class Filtered:
     tile_lse: Tensor  # [T, N] and the next two
     tile_ratio: Tensor
     tile_damping: Tensor | None
-    values: Tensor | None  # [N, columns stored]: see hf_cce.kernels.stored
-    first_rows: Tensor | None  # [columns stored, D]: the rows of the weight that go with them
     layout: Layout
     plan: Plan
     vocabulary: Vocabulary
-    expected: Expected | None
     logit_scale: float
     softcap: float  # 0 is none

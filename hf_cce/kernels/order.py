@@ -96,25 +96,6 @@ def _permute_rows_kernel(
     tl.store(means + block.to(tl.int64) * d + ds, tl.sum(x.to(tl.float32), 0) / width, mask=ds < d)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["num_columns"])
-def _put_rows_kernel(
-    rows,  # [columns, D]
-    order,  # [V padded] int32
-    out,  # [V, D], written at the entries of the first columns
-    num_columns,
-    d,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = (cols < num_columns)[:, None] & (ds < d)[None, :]
-    x = tl.load(rows + cols.to(tl.int64)[:, None] * d + ds[None, :], mask=mask)
-    to = tl.load(order + cols, mask=cols < num_columns, other=0)
-    tl.store(out + to.to(tl.int64)[:, None] * d + ds[None, :], x, mask=mask)
-
-
 @dataclass
 class Vocabulary:
     """The vocabulary in the order in which tiles are cut, and what was learnt of it."""
@@ -181,11 +162,3 @@ def permute_rows(weight: Tensor, order: Tensor, first: int, stop: int, means: Te
         BLOCK_N=block_n, BLOCK_D=128, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def put_rows(rows: Tensor, order: Tensor, out: Tensor) -> None:
-    """``rows`` [columns, D] of the first columns to where their entries stand in ``out`` [V, D]."""
-    columns, d = rows.shape
-    _put_rows_kernel[(ceil_div(columns, 32), ceil_div(d, 128))](
-        rows, order, out, columns, d, BLOCK_N=32, BLOCK_D=128, num_warps=4
-    )

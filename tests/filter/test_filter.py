@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,11 +103,8 @@ def test_what_the_filter_does_not_know_goes_another_way(options: Options, monkey
     assert taken["filtered"] == taken["filtered gradients"] == 0
 
 
-@pytest.mark.parametrize("stored", [0, 2])
-def test_inputs_that_are_not_contiguous(stored: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``stored``: where columns are, a kernel reads the hidden states as they come."""
+def test_inputs_that_are_not_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = force(monkeypatch, "filtered")
-    monkeypatch.setattr(FilterState, "expected", lambda self: (1.0, stored))
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
@@ -343,16 +339,13 @@ def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows:
 
     used: list[Any] = []
 
-    def plan_and_layout(
-        hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int, expected: Any
-    ) -> Any:
+    def plan_and_layout(hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int) -> Any:
         plan = filtered.filter_plan(hidden, weight)
         n, v = hidden.shape[0], weight.shape[0]
         rows, cols = -(-n // plan.block_m), -(-v // plan.block_n)
         slab = v if blocks is None else blocks * plan.block_n
         slots, passes = (rows * cols, 1) if room is None else (room + rows, -(-rows * cols // room))
-        stored = 0 if expected is None else min(expected.stored, cols - 1)
-        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n, True, stored))
+        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n, True))
         return plan, used[-1]
 
     monkeypatch.setattr(filtered, "plan_and_layout", plan_and_layout)
@@ -397,113 +390,15 @@ def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monke
             assert_as_good(a, e, e, name)
 
 
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs; see test_filter_gpu.py")
-@pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "frozen", "weight"])
-@pytest.mark.parametrize(
-    ("layout", "stored"),
-    [
-        ((None, True, None), 2),
-        ((None, True, 15), 1),
-        ((None, True, 1), 4),
-        ((2, False, 4), 3),
-        ((3, False, None), 6),
-    ],
-    ids=["one pass", "waiting", "one at a time", "gathered", "all but one"],
-)
-def test_values_of_the_first_columns_are_kept(
-    layout: Any, stored: int, needs: tuple[bool, bool], options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is dropped of them, and they need not be computed again; tokens whose values do not fit are."""
-    from hf_cce.kernels import filtered
-
-    force(monkeypatch, "filtered")
-    inputs, labels = make_inputs(40, 32, 200, torch.float32, DEVICE, bias=True, ignored="some")
-    with torch.no_grad():  # one token is off by more than the values' limit, unless a softcap forbids it
-        inputs[0][7] *= 200
-    monkeypatch.setattr(FilterState, "expected", lambda self: (1.0, stored))
-    exact, twin = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
-    alone = tuple(None if x is None else x.detach() for x in (inputs[0][7:8], *inputs[1:]))
-    assert labels[7] >= 0 and run_plain(alone, labels[7:8])[0] > 60
-    listed, select = [], filtered.select
-
-    def watched(*args: Any) -> Any:
-        kept = select(*args)
-        listed.append((kept.tiles[: kept.start[-1]] // kept.place.shape[1], kept.place[:stored], int(kept.outlook[0])))
-        return kept
-
-    monkeypatch.setattr(filtered, "select", watched)
-    used = force_layout(monkeypatch, *layout)
-    actual = run(inputs, labels, KEEPS_ALL, options, FilterState(), needs)
-    assert used[0].stored == stored
-    columns, place, computed = listed[-1]
-    assert columns.min() >= stored and place.min() >= 0 and computed == len(columns) + stored * 3
-    for name, a, t, e, need in zip(("loss", "hidden", "weight"), actual, twin, exact, (True, *needs), strict=True):
-        assert (a is not None) == need
-        if a is not None:
-            assert_as_good(a, t, e, name)
-
-
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
-@pytest.mark.parametrize("stored", [0, 3])
-@pytest.mark.parametrize("tau", [0.01, 0.1])
-def test_what_is_worth_storing(tau: float, stored: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first columns that together have most kept tiles beyond a share of all; and what would be left to list then."""
-    from hf_cce.kernels import filtered
-
-    force(monkeypatch, "filtered")
-    monkeypatch.setattr(FilterState, "expected", lambda self: (1.0, stored))
-    monkeypatch.setattr(FilterState, "threshold", lambda *a: torch.tensor(tau))
-    hidden, weight, labels = peaked(120, 32, 460)
-    force_layout(monkeypatch, None, True, None)
-    select, seen = filtered.select, []
-    monkeypatch.setattr(filtered, "select", lambda *a: seen.append(select(*a)) or seen[-1])
-    for share in (0.3, 0.6):
-        monkeypatch.setattr(filtered, "WORTH_STORING_BOTH", share)
-        run((hidden, weight, None), labels, 0.1, PLAIN, FilterState())
-        kept = seen[-1]
-        rows = kept.place.shape[1]
-        dropped = kept.place < 0
-        largest = kept.energy[dropped].max()
-        counts = (kept.energy > largest).sum(1)  # ties aside, what the threshold keeps, in stored columns as in others
-        assert not dropped[:stored].any() and torch.equal(counts[stored:], (~dropped).sum(1)[stored:])
-        gains = [int(counts[:i].sum()) - i * math.ceil(share * rows) for i in range(len(counts) + 1)]
-        best = gains.index(max(gains))
-        listed = int(counts[stored:].sum())
-        assert kept.outlook.tolist() == [listed + stored * rows, best, int(counts[best:].sum()), int(counts.sum())]
-        assert int(kept.start[-1]) == listed
-        seen.clear()
-    assert 0 < best < len(counts)
-
-
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
-def test_steps_store_what_earlier_ones_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as a share was looked at, and no gradient is the worse for it."""
-    from hf_cce.kernels import filtered
-
-    force(monkeypatch, "filtered")
-    monkeypatch.setattr(filtered, "WORTH_STORING_BOTH", 0.3)
-    hidden, weight, labels = peaked(120, 32, 460)
-    used = force_layout(monkeypatch, None, True, None)
-    monkeypatch.setattr("hf_cce.state.POINTLESS", 2.0)  # filtered, whatever it keeps
-    state, found = FilterState(), []
-    for _ in range(4):
-        found.append(run((hidden, weight, None), labels, KEEPS_ALL, PLAIN, state))
-    assert [layout.stored > 0 for layout in used] == [False, False, True, True]
-    exact = run_plain((hidden, weight, None), labels)
-    for name, before, after, e in zip(("loss", "hidden", "weight"), found[0], found[-1], exact, strict=True):
-        assert_as_good(after, before, e, name)
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     n=st.integers(1, 40_000), d=st.integers(1, 8192), v=st.integers(1, 300_000), budget=st.integers(1 << 20, 1 << 31),
-    softcap=st.booleans(), need_weight=st.booleans(), half=st.booleans(), stored=st.integers(0, 3000),
+    softcap=st.booleans(), need_weight=st.booleans(), half=st.booleans(),
 )  # fmt: skip
 def test_layouts_stay_within_the_budget(
-    n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool, stored: int
+    n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool
 ) -> None:
-    check_layout(n, d, v, budget, softcap, need_weight, half, stored)
+    check_layout(n, d, v, budget, softcap, need_weight, half)
 
 
 @pytest.mark.parametrize("budget", [32 << 20, 64 << 20, 96 << 20, 128 << 20, 256 << 20, 1 << 30])
@@ -519,13 +414,10 @@ def test_layouts_of_usual_sizes(budget: int) -> None:
     ):
         for need_weight in (True, False):
             found += check_layout(n, d, v, budget, False, need_weight, True)
-            found += check_layout(n, d, v, budget, False, need_weight, True, 40)
     assert found or budget < 64 << 20
 
 
-def check_layout(
-    n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool, stored: int = 0
-) -> bool:
+def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool) -> bool:
     """Whether there is a layout; fails if what ``filtered`` allocates by it, counted anew here, exceeds the budget."""
     from hf_cce.kernels.layout import MAX_PASSES, make_layout
     from hf_cce.kernels.plan import Plan
@@ -533,17 +425,12 @@ def check_layout(
     block_m, block_n = (128, 128) if half else (64, 64)
     element = 2 if half else 4
     given = (n, d, v, element, softcap, need_weight, Plan(block_m, block_n, 64, 4, 3, False, "ieee"), budget)
-    layout, without = make_layout(*given, stored), make_layout(*given)
+    layout = make_layout(*given)
     if layout is None:
         return False
     rows, cols = -(-n // block_m), -(-v // block_n)
     slots, room, passes = layout.slots, layout.room, layout.passes
-    assert 0 <= layout.stored <= min(stored, cols - 1)
-    # what is stored needs no passes, so that there may even be a better one
-    assert without is not None and (layout.keep_rows, layout.tilted) >= (without.keep_rows, without.tilted)
-    if not layout.stored:
-        assert layout == without
-    tiles = rows * (cols - layout.stored)
+    tiles = rows * cols
     assert layout.slab % block_n == 0 or layout.slab == v
     assert min(n, 4) <= layout.measured_at_once <= min(n, 64)
     assert passes == 1 or room + rows <= slots
@@ -559,23 +446,18 @@ def check_layout(
     mass = element * (cols + d * layout.tilted) * n + 8 * cols * rows + 4 * -(-cols // 16) * n
     total, spread = 4 * n * d, 4 * cols * d * need_weight
     scratch = slots * block_m * block_n * element
-    width = layout.stored * block_n
-    values = element * width * (n + (0 if layout.keep_rows else d))  # with the rows that go with them
-    of_stored = total * (width > 0) + element * width * d * need_weight  # what they give, there before the choice
     moments = {
-        "forward": statistics + values + (0 if layout.keep_rows else element * layout.slab * d),
-        "stored": statistics + values + of_stored,
-        "choice": statistics + of_stored + tables + mass,
-        "measurement": statistics + of_stored + tables + mass + layout.measured_at_once * v * (24 if softcap else 16),
-        "covariance": (statistics + of_stored + tables + mass + 4 * d * d + max(16 << 20, element * block_n * d))
-        * layout.tilted,
-        "leaning": (statistics + of_stored + tables + mass + 4 * d * d + element * n * d + 64 * (v + 8 * d))
+        "forward": statistics + (0 if layout.keep_rows else element * layout.slab * d),
+        "choice": statistics + tables + mass,
+        "measurement": statistics + tables + mass + layout.measured_at_once * v * (24 if softcap else 16),
+        "covariance": (statistics + tables + mass + 4 * d * d + max(16 << 20, element * block_n * d)) * layout.tilted,
+        "leaning": (statistics + tables + mass + 4 * d * d + element * n * d + 64 * (v + 8 * d))
         * layout.tilted
         * need_weight,
         # both factors of one product: means and covariance are copied for it
-        "mass of hidden": tables + mass + max(total, of_stored) + element * (cols + d) * d * layout.tilted,
-        "mass of weight": tables + mass + max(total, of_stored) + spread,
-        "products": tables + total + spread + scratch + element * width * d * need_weight,
+        "mass of hidden": tables + mass + total + element * (cols + d) * d * layout.tilted,
+        "mass of weight": tables + mass + total + spread,
+        "products": tables + total + spread + scratch,
     }
     for name, size in moments.items():
         assert always + in_order + size <= budget + 64 * n, f"{name}: {always + in_order + size} of {budget}, {layout}"
