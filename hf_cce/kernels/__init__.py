@@ -9,16 +9,18 @@ from hf_cce.kernels.backward import logit_stats_backward
 from hf_cce.kernels.cross_entropy import (
     cross_entropy,
     dense_cross_entropy,
-    filtered_cross_entropy,
-    filtered_gradients,
-    filtered_stats,
     grouped_cross_entropy,
     stored_cross_entropy,
-    token_filtered_gradients,
     token_gradients,
 )
 from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.dense import multiplied as dense_logits
+from hf_cce.kernels.filter.run import (
+    filtered_cross_entropy,
+    filtered_gradients,
+    filtered_stats,
+    token_filtered_gradients,
+)
 from hf_cce.kernels.forward import logit_stats, survey_labels
 from hf_cce.kernels.grouped import formed_gradients
 from hf_cce.kernels.launch import LOADING

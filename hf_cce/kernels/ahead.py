@@ -21,20 +21,22 @@ from hf_cce.kernels.backward import logit_stats_backward
 from hf_cce.kernels.cross_entropy import (
     cross_entropy,
     dense_cross_entropy,
-    filtered_cross_entropy,
-    filtered_gradients,
-    filtered_stats,
     grouped_cross_entropy,
     stored_cross_entropy,
-    token_filtered_gradients,
     token_gradients,
 )
 from hf_cce.kernels.dense import backward as dense_gradients
 from hf_cce.kernels.dense import multiplied as dense_logits
+from hf_cce.kernels.filter.run import (
+    filtered_cross_entropy,
+    filtered_gradients,
+    filtered_stats,
+    token_filtered_gradients,
+)
+from hf_cce.kernels.filter.workspace import FilterReport
 from hf_cce.kernels.forward import logit_stats, survey_labels
 from hf_cce.kernels.grouped import formed_gradients
 from hf_cce.kernels.launch import listing
-from hf_cce.kernels.layout import Report
 from hf_cce.kernels.stored import Stored
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ logger = logging.getLogger(__name__)
 TRIED = 5e12
 
 # Makes, for hidden states, the ``moved`` of a rehearsal.
-Moves = Callable[[Tensor], Callable[[Report], Tensor | None]]
+Moves = Callable[[Tensor], Callable[[FilterReport], Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def compile_ahead(
 
     The step is run on tensors without memory, and its launches are listed. Where that fails they are compiled as they come.
     It may still be under way when this returns: whoever launches the last kernel of a step calls ``LOADING.finish``.
-    With ``moves`` the first step of all is a rehearsal: see hf_cce.kernels.filtered.
+    With ``moves`` the first step of all is a rehearsal: see hf_cce.kernels.filter.run.
     """
     (n, d), v = hidden.shape, weight.shape[0]
     if not n or torch.cuda.is_current_stream_capturing():
@@ -207,7 +209,7 @@ def _step(
         if (result := filtered_cross_entropy(*common, problem.needs[1], problem.budget, None)) is not None:
             of_filter, tau = result[1], torch.ones_like(factor)
             del result
-            lse, tokens = of_filter.lse, of_filter.order.tokens
+            lse, tokens = of_filter.lse, of_filter.order.token_perm
             otherwise = (
                 ()
                 if moves is None

@@ -38,7 +38,7 @@ class Plan:
     precision: str  # of a float32 dot: "ieee" or "tf32"
     upcast: bool = False  # multiply in float32: the interpreter cannot multiply bfloat16
     group_m: int = 64  # row blocks that share weight tiles in L2
-    # of the kernels over kept tiles alone (hf_cce.kernels.sparse)
+    # of the kernels over kept tiles alone (hf_cce.kernels.filter.sparse)
     sparse_block_k: int = 64
     block_d: int = 128  # columns of a gradient's tile
     sparse_warps: int = 4

@@ -206,10 +206,10 @@ def test_what_rounded_logits_would_make_of_the_gradients(options: Options, monke
 @pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
 def test_what_rounded_logits_would_make_of_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 of 600 are measured; one in 24 is unsure, and moved by rounding more than the others."""
-    from hf_cce.kernels import filter_error
+    from hf_cce.kernels.filter import error
 
     force(monkeypatch, "filtered")
-    monkeypatch.setattr(filter_error, "ROUNDED_TOKENS", 64)
+    monkeypatch.setattr(error, "ROUNDED_TOKENS", 64)
     hidden, weight, labels = peaked(600, 32, 230, torch.float16, seed=5)
     hidden[torch.randperm(600, generator=torch.Generator().manual_seed(5))[:25]] *= 0.25
     state = FilterState()
@@ -241,12 +241,12 @@ def test_dropped_tiles_keep_their_mass(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the identity for hidden states the weight's gradient is that of the logits, and each of its tiles can be looked at."""
-    from hf_cce.kernels import filtered
+    from hf_cce.kernels.filter import run as filter_run
 
     force(monkeypatch, "filtered")
-    # What hf_cce.kernels.tilt adds to the weight's gradient has no tile of its own.
-    real = filtered.make_layout
-    monkeypatch.setattr(filtered, "make_layout", lambda *a: dataclasses.replace(real(*a), tilted=False))
+    # What hf_cce.kernels.filter.corrections adds to the weight's gradient has no tile of its own.
+    real = filter_run.plan_workspace
+    monkeypatch.setattr(filter_run, "plan_workspace", lambda *a: dataclasses.replace(real(*a), corrected=False))
     n, v = 48, 200
     g = torch.Generator().manual_seed(1)
     weight = 2 * torch.randn(v, n, generator=g) + 3 * torch.randn(v, 1, generator=g)
@@ -258,7 +258,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     exact, twin = (run_plain(inputs, labels, options, dtype)[2] for dtype in (torch.float64, torch.float32))
     actual = run(inputs, labels, 0.1, options, state)[2]
     assert actual is not None and state._vocabulary is not None
-    order, rank = (x.long() for x in (state._vocabulary[1].order, state._vocabulary[1].rank))
+    order, rank = (x.long() for x in (state._vocabulary[1].vocab_perm, state._vocabulary[1].inv_vocab_perm))
     rows = torch.where(labels >= 0, rank[labels.clamp_min(0)], v).argsort(stable=True)
     p = full_logits(inputs[0].double(), weight.double(), None, options).softmax(-1).t()
     dropped = 0
@@ -291,7 +291,7 @@ def test_tokens_in_the_order_of_their_labels(
     v: int, largest: int | None, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By column where most labels are, by block of columns beyond; ignored ones last, and equal ones as they came."""
-    from hf_cce.kernels import order
+    from hf_cce.kernels.filter import order
 
     if largest is not None:
         monkeypatch.setattr(order, "LARGEST", largest)
@@ -303,11 +303,11 @@ def test_tokens_in_the_order_of_their_labels(
     labels[3] = rank.argmax()  # the last column of all
     found = order.sort_tokens(labels, order.Vocabulary(rank.argsort().int(), rank), -100)
     columns = torch.where(labels < 0, v, rank[labels.clamp_min(0)].long())
-    assert torch.equal(found.labels.long(), columns[found.tokens])
+    assert torch.equal(found.labels.long(), columns[found.token_perm])
     fine = v if largest is not None else 16_384
     keys = torch.where(columns < fine, columns, fine + (columns - fine) // 128)
     keys[labels < 0] = v + 1
-    assert torch.equal(found.tokens, keys.argsort(stable=True))
+    assert torch.equal(found.token_perm, keys.argsort(stable=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -333,22 +333,24 @@ def test_hidden_states_are_moved_where_their_labels_logits_are_made(n: int, d: i
     assert n == 1 or (bool((columns == v).any()) and bool(logit.any()))
 
 
-def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows: bool, room: int | None) -> list[Any]:
+def force_workspace(
+    monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_weight: bool, room: int | None
+) -> list[Any]:
     """Filtered losses run in slabs of so many column blocks, with so much room in a pass; None: one. Returns their layouts."""
-    from hf_cce.kernels import filtered
+    from hf_cce.kernels.filter import run as filter_run
 
     used: list[Any] = []
 
-    def plan_and_layout(hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int) -> Any:
-        plan = filtered.filter_plan(hidden, weight)
+    def plan_and_workspace(hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int) -> Any:
+        plan = filter_run.filter_plan(hidden, weight)
         n, v = hidden.shape[0], weight.shape[0]
         rows, cols = -(-n // plan.block_m), -(-v // plan.block_n)
         slab = v if blocks is None else blocks * plan.block_n
         slots, passes = (rows * cols, 1) if room is None else (room + rows, -(-rows * cols // room))
-        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n, True))
+        used.append(filter_run.Workspace(slab, keep_weight, slots, room or slots, passes, n, True))
         return plan, used[-1]
 
-    monkeypatch.setattr(filtered, "plan_and_layout", plan_and_layout)
+    monkeypatch.setattr(filter_run, "plan_and_workspace", plan_and_workspace)
     # On a GPU it would ask for a layout too, to list the launches, unless an equal step was compiled before.
     monkeypatch.setattr("hf_cce.kernels.ahead._begin", lambda problem: SimpleNamespace(count=0))
     return used
@@ -378,7 +380,7 @@ def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monke
         (None, True, 15),
         (None, True, 9),
     ):
-        used, state = force_layout(monkeypatch, *layout), FilterState()
+        used, state = force_workspace(monkeypatch, *layout), FilterState()
         loss, hidden, weight = run(inputs, labels, wanted, SOFT, state, (True, need_weight))
         assert len(used) == 1
         results.append(([loss, hidden, *([weight] if need_weight else [])], state.stats()))
@@ -419,13 +421,14 @@ def test_layouts_of_usual_sizes(budget: int) -> None:
 
 def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool) -> bool:
     """Whether there is a layout; fails if what ``filtered`` allocates by it, counted anew here, exceeds the budget."""
-    from hf_cce.kernels.layout import MAX_PASSES, make_layout
+    from hf_cce.kernels.filter.workspace import MAX_PASSES, plan_workspace
     from hf_cce.kernels.plan import Plan
 
     block_m, block_n = (128, 128) if half else (64, 64)
-    element = 2 if half else 4
-    given = (n, d, v, element, softcap, need_weight, Plan(block_m, block_n, 64, 4, 3, False, "ieee"), budget)
-    layout = make_layout(*given)
+    dtype = torch.bfloat16 if half else torch.float32
+    element = dtype.itemsize
+    given = (n, d, v, dtype, softcap, need_weight, Plan(block_m, block_n, 64, 4, 3, False, "ieee"), budget)
+    layout = plan_workspace(*given)
     if layout is None:
         return False
     rows, cols = -(-n // block_m), -(-v // block_n)
@@ -437,25 +440,26 @@ def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight
     assert room * passes >= tiles and slots <= tiles and passes <= MAX_PASSES
     # all that lives from the forward pass to the end: the orders of vocabulary and tokens, their rows, blocks' means
     always = 8 * v + 12 * n + element * (cols + n) * d
-    always += element * (d * d + 16 * (v + d) * need_weight) * layout.tilted
+    always += element * (d * d + 16 * (v + d) * need_weight) * layout.corrected
     # rows of the weight in order; with a gradient of the weight its memory serves
-    in_order = element * v * d if layout.keep_rows and not need_weight else 0
+    in_order = element * v * d if layout.keep_weight and not need_weight else 0
     statistics = cols * n * (4 + 2 + (2 if softcap else 0))
-    tables = rows * cols * (4 + 4 + 4 + 8)  # place, tiles, tile_rows, row_tiles
+    tables = rows * cols * (4 + 4 + 4 + 8)  # kept_slot, tiles, tile_rows, row_tiles
     # with its sums over tokens and over column blocks, and below it, from the start, what the covariance is multiplied by
-    mass = element * (cols + d * layout.tilted) * n + 8 * cols * rows + 4 * -(-cols // 16) * n
+    mass = element * (cols + d * layout.corrected) * n + 8 * cols * rows + 4 * -(-cols // 16) * n
     total, spread = 4 * n * d, 4 * cols * d * need_weight
     scratch = slots * block_m * block_n * element
     moments = {
-        "forward": statistics + (0 if layout.keep_rows else element * layout.slab * d),
+        "forward": statistics + (0 if layout.keep_weight else element * layout.slab * d),
         "choice": statistics + tables + mass,
         "measurement": statistics + tables + mass + layout.measured_at_once * v * (24 if softcap else 16),
-        "covariance": (statistics + tables + mass + 4 * d * d + max(16 << 20, element * block_n * d)) * layout.tilted,
+        "covariance": (statistics + tables + mass + 4 * d * d + max(16 << 20, element * block_n * d))
+        * layout.corrected,
         "leaning": (statistics + tables + mass + 4 * d * d + element * n * d + 64 * (v + 8 * d))
-        * layout.tilted
+        * layout.corrected
         * need_weight,
         # both factors of one product: means and covariance are copied for it
-        "mass of hidden": tables + mass + total + element * (cols + d) * d * layout.tilted,
+        "mass of hidden": tables + mass + total + element * (cols + d) * d * layout.corrected,
         "mass of weight": tables + mass + total + spread,
         "products": tables + total + spread + scratch,
     }

@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize(("size", "count"), [(3000, 64), (5003, 200), (200, 5), (40, 39)])
 def test_indices_are_drawn_by_their_weights(size: int, count: int) -> None:
     """Each as often as its share says, to less than one; a square stands for as many as make the sum right on average."""
-    from hf_cce.kernels.filter_error import sample
+    from hf_cce.kernels.filter.error import sample
 
     g = torch.Generator().manual_seed(0)
     weights = torch.rand(size, generator=g) ** 8
@@ -38,7 +38,7 @@ def test_indices_are_drawn_by_their_weights(size: int, count: int) -> None:
 
 
 def test_where_nothing_is_dropped_samples_stand_for_nothing() -> None:
-    from hf_cce.kernels.filter_error import sample
+    from hf_cce.kernels.filter.error import sample
 
     indices, factors = sample(torch.zeros(50, device=DEVICE), 8)
     assert (indices >= 0).all() and (indices < 50).all() and not factors.any()
@@ -51,14 +51,14 @@ def test_where_nothing_is_dropped_samples_stand_for_nothing() -> None:
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_a_few_at_a_time_give_the_same_estimates(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small budget only means more rounds."""
-    from hf_cce.kernels import filtered
+    from hf_cce.kernels.filter import run as filter_run
 
     force(monkeypatch, "filtered")
     hidden, weight, labels = peaked(60, 32, 230, torch.float16, DEVICE)
-    real, found = filtered.make_layout, []
+    real, found = filter_run.plan_workspace, []
     for at_once in (60, 7):
         monkeypatch.setattr(
-            filtered, "make_layout", lambda *a, m=at_once: dataclasses.replace(real(*a), measured_at_once=m)
+            filter_run, "plan_workspace", lambda *a, m=at_once: dataclasses.replace(real(*a), measured_at_once=m)
         )
         leaves, state = [x.clone().requires_grad_() for x in (hidden, weight)], FilterState()
         config = CCEConfig("triton", gradient_filter=0.05)

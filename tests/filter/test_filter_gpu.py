@@ -13,7 +13,7 @@ from torch import Tensor
 from ways import force, peaked, watch
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, ops
-from hf_cce import state as state_module
+from hf_cce import filter_state as state_module
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -112,7 +112,7 @@ def test_a_cuda_graph_of_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> No
     fresh = FilterState()
     if way == "filtered":
         fresh.threshold("auto", hidden)
-        fresh._trying = False
+        fresh._probing = False
         fresh._tau = torch.tensor(state.stats()["tau"], dtype=torch.float32, device="cuda")
     expected_loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=fresh)
     expected = torch.autograd.grad(expected_loss, leaves)
@@ -146,7 +146,7 @@ def test_memory_budgets_hold(
     del hidden, weight
     leaves[1].requires_grad_(not frozen)
     config, state = CCEConfig(memory_budget=budget << 20, gradient_filter=gradient_filter), FilterState()
-    monkeypatch.setattr(state_module, "POINTLESS", 1.0)
+    monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
     taken = watch(monkeypatch)
     gradient_bytes = sum(x.numel() * x.element_size() for x in leaves if x.requires_grad)
 
@@ -179,7 +179,7 @@ def test_bfloat16_gradients_are_no_worse_than_eager(
     n: int, d: int, v: int, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = force(monkeypatch, "filtered")
-    monkeypatch.setattr(state_module, "POINTLESS", 1.0)
+    monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
     hidden, weight, labels = peaked(n, d, v, torch.bfloat16, "cuda")
     state, config = FilterState(), CCEConfig("triton")
 
@@ -194,7 +194,7 @@ def test_bfloat16_gradients_are_no_worse_than_eager(
         )
         torch.cuda.synchronize()
     assert taken["filtered"] == taken["filtered gradients"] == 5
-    assert 0 < state.stats()["kept"] < 1 and not state.keeps_all()
+    assert 0 < state.stats()["kept"] < 1 and not state.probe_only()
 
 
 @pytest.mark.parametrize("wanted", [0.005, 0.03])
@@ -223,13 +223,13 @@ def test_dense_products_where_the_filter_keeps_too_much(monkeypatch: pytest.Monk
     leaves, state = leaves_of(hidden.cuda().bfloat16(), weight.cuda().bfloat16()), FilterState()
     config = CCEConfig("triton", gradient_filter=1e-6)
     seen: Counter[float] = Counter()
-    for _ in range(state_module.DENSE_STEPS + 3 * state_module.READ_EVERY):
+    for _ in range(state_module.PAUSE_STEPS + 3 * state_module.READ_EVERY):
         before = taken["filtered"]
         gradients(leaves, labels, config, state)
         torch.cuda.synchronize()  # so that the share has arrived by the next step
         seen["filtered" if taken["filtered"] > before else "rested"] += 1  # type: ignore[index]
-    assert state.stats()["kept"] > state_module.POINTLESS
-    assert seen["rested"] >= state_module.DENSE_STEPS and seen["filtered"] >= 2  # type: ignore[index]
+    assert state.stats()["kept"] > state_module.PAUSE_SHARE
+    assert seen["rested"] >= state_module.PAUSE_STEPS and seen["filtered"] >= 2  # type: ignore[index]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

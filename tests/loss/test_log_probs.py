@@ -150,10 +150,10 @@ def test_what_is_launched_was_listed(needs: tuple[bool, bool], monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(launch.Kernel, "__getitem__", spy)
         for resting in (0, 0, 1):
-            state._share, state._dense = None, resting
+            state._pending, state._paused = None, resting
             found = linear_log_probs(*leaves, labels, **WANTED, config=CCEConfig("triton"), filter_state=state)
             found.log_probs.sum().backward()
-            state._trying = False
+            state._probing = False
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     problem = ahead.Problem(
@@ -171,7 +171,7 @@ def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypat
     """Of tokens weighed apart by orders of magnitude, and of gradients that nearly add up to nothing."""
     from hf_cce import kernels
 
-    monkeypatch.setattr("hf_cce.kernels.filter_error.MEASURED_TOKENS", 16)
+    monkeypatch.setattr("hf_cce.kernels.filter.error.MEASURED_TOKENS", 16)
     hidden, weight, labels = peaked(128, 48, 600, torch.float32, DEVICE, seed=2)
     found = kernels.filtered_stats(hidden, weight, None, labels, -100, 1.0, 0.0, False, False, True, 256 << 20, None)
     assert found is not None
@@ -185,7 +185,7 @@ def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypat
     exact = kernels.logit_stats_backward(
         g, -g, None, None, hidden, weight, None, labels, lse, None, -100, 1.0, 0.0, True, True, False, 256 << 20
     )
-    tokens, tau = saved.order.tokens, torch.tensor(3e-2, device=DEVICE)
+    tokens, tau = saved.order.token_perm, torch.tensor(3e-2, device=DEVICE)
     *ours, report = kernels.token_filtered_gradients(
         saved, g[tokens], -g[tokens], weight, tau, 1.0, 0.0, True, True, True
     )

@@ -103,7 +103,7 @@ def _plan(kind: str, arch: int, dtype: Any, hidden_size: int) -> Any:
 
 
 def _sparse(plan: Any, block_d: int, num_warps: int, num_stages: int) -> dict[str, Any]:
-    """The constants of a product with kept tiles: see hf_cce.kernels.filtered."""
+    """The constants of a product with kept tiles: see hf_cce.kernels.filter.sparse."""
     own = {"BLOCK_K": plan.sparse_block_k, "BLOCK_D": block_d, "num_warps": num_warps, "num_stages": num_stages}
     return {**plan.constants(), **own, "IN_PARTS": plan.in_parts}
 

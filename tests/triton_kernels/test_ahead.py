@@ -64,12 +64,12 @@ def test_what_is_listed_is_what_is_launched(
         patch.setattr(launch.Kernel, "__getitem__", spy)
         # The filter's first step is a rehearsal, and later ones store values of the first columns.
         for known in (None, None, (1.0, 2)) if way == "filtered" else (None,):
-            state._seen, state._share = known, None
+            state._seen, state._pending = known, None
             linear_cross_entropy(
                 *leaves, labels, logit_scale=options.logit_scale, softcap=options.softcap, z_loss=options.z_loss, config=config,
                 filter_state=state,
             ).backward()  # fmt: skip
-            state._trying = False
+            state._probing = False
     assert len(launched) > 3
     assert set(parts) == ({1, 3} if way == "lent" and all(needs) else {1} if way in ("grouped", "lent") else set())
 
@@ -111,7 +111,7 @@ def test_a_step_is_tried_without_its_kernels(
     from triton.runtime.jit import JITFunction
 
     from hf_cce import choice, ops
-    from hf_cce import state as states
+    from hf_cce import filter_state as states
     from hf_cce.kernels import ahead, launch
 
     caplog.set_level("DEBUG", "hf_cce")

@@ -1,10 +1,11 @@
-"""The gradient filter: which tiles of the logits' gradient are computed, and what stands for the others.
+"""Choose which tiles of the logits' gradient are computed, and what stands for the others.
 
-Vocabulary and tokens are in an order in which what matters lies together (hf_cce.kernels.order). The forward pass leaves,
-for each row of each tile, its mass S = Σ p (as a logsumexp) and its energy Σ (p − S/width)² over S²; both come from the tile
-alone. In the backward pass the tiles of least energy are dropped while their sum stays under
+Columns are vocabulary entries and rows are tokens, in an order in which what matters lies together (hf_cce.kernels.filter.order).
+The forward pass leaves, for each row of each tile, its mass S = Σ p (as a logsumexp) and its energy Σ (p − S/width)² over S²
+(``tile_ratio``). The backward pass drops the tiles of least energy while their sum stays under
 τ² Σ_i [(1 − p_label)² + Σ (p − S/width)²]. A dropped tile keeps its mass, spread evenly over its columns. A tile that holds a
-label is never dropped, so the label's term is exact. With a softcap all of it is of p (1 − (z/softcap)²), the gradient's size.
+label is never dropped, so the label's term is exact. With a softcap, p stands for p (1 − (z/softcap)²), the size of the gradient;
+``tile_damping`` is the mean of the second factor.
 
 Everything is decided on the device, in integers or in a fixed order: results repeat bit for bit and the host waits for nothing.
 """
@@ -18,21 +19,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.filter.workspace import MASS_GROUP, SavedForward
 from hf_cce.kernels.launch import Kernel
 from hf_cce.kernels.plan import ceil_div, padded, power_of_2
 
-# Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last holds what must be kept.
+# Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last bin holds what must be kept.
 BINS = tl.constexpr(512)
-MASS_GROUP = 16  # column blocks whose mass one program makes
 
 
 @triton.jit
 def _bin(energy):
     known = (energy > 0.0) & (energy < float("inf"))
     octaves = tl.log2(tl.where(known, energy, 1.0))
-    place = tl.minimum(tl.maximum(tl.floor(4.0 * octaves) + 400.0, 0.0), 510.0).to(tl.int32)
-    # infinite or not a number: kept
-    return tl.where(known, place, tl.where(energy == 0.0, 0, 511))
+    number = tl.minimum(tl.maximum(tl.floor(4.0 * octaves) + 400.0, 0.0), 510.0).to(tl.int32)
+    # Infinities and NaN are kept.
+    return tl.where(known, number, tl.where(energy == 0.0, 0, 511))
 
 
 @Kernel
@@ -44,7 +45,7 @@ def _score_kernel(
     label_logit,  # [N]
     labels,  # [N], V where ignored
     energy,  # [T, row blocks], written; infinite for a tile that holds a label
-    part,  # [programs], written: this program's part of what the energies are compared with
+    part,  # [programs], written: partial sums of the energy of the whole gradient
     tile_stride,
     num_tokens,
     num_row_blocks,
@@ -113,8 +114,8 @@ def _columns_kernel(
     part,  # [programs of _score_kernel]
     sums,  # [BINS]: tiles by energy
     tau,  # scalar
-    place,  # [T, row blocks] int32, written: which of the kept tiles of its column block it is, from 0; -1 where dropped
-    count,  # [T] int32, written: tiles that are kept
+    kept_slot,  # [T, row blocks] int32, written: see Kept, like the next
+    kept_counts,  # [T] int32, written
     num_row_blocks,
     num_programs,
     ROWS: tl.constexpr,  # row blocks, or more
@@ -138,18 +139,18 @@ def _columns_kernel(
     e = tl.load(energy + block * num_row_blocks + rows, mask=inside, other=0.0)
     kept = inside & (_bin(e) >= cutoff)
     before = tl.cumsum(kept.to(tl.int32), 0) - 1
-    tl.store(place + block * num_row_blocks + rows, tl.where(kept, before, -1), mask=inside)
-    tl.store(count + block, tl.sum(kept.to(tl.int32)))
+    tl.store(kept_slot + block * num_row_blocks + rows, tl.where(kept, before, -1), mask=inside)
+    tl.store(kept_counts + block, tl.sum(kept.to(tl.int32)))
 
 
 @Kernel
 @triton.jit(do_not_specialize=["room", "PASSES"])
 def _scan_kernel(
-    count,  # [T]
-    start,  # [T + 1], written: kept tiles in the column blocks before
-    pass_of,  # [T], written
-    pass_block,  # [P + 1], written: first column block of each pass
-    pass_start,  # [P + 1], written: kept tiles before each pass
+    kept_counts,  # [T]
+    first_kept,  # [T + 1], written: see Kept
+    pass_of,  # [T], written: the pass of each column block
+    pass_block,  # [P + 1], written: see Kept, like the next
+    pass_start,  # [P + 1], written
     num_col_blocks,
     room,
     PASSES,
@@ -157,11 +158,11 @@ def _scan_kernel(
 ):
     cols = tl.arange(0, COLS)
     inside = cols < num_col_blocks
-    counts = tl.load(count + cols, mask=inside, other=0)
+    counts = tl.load(kept_counts + cols, mask=inside, other=0)
     upto = tl.cumsum(counts, 0)
     number = (upto - counts) // room
-    tl.store(start + cols, upto - counts, mask=inside)
-    tl.store(start + num_col_blocks, tl.sum(counts))
+    tl.store(first_kept + cols, upto - counts, mask=inside)
+    tl.store(first_kept + num_col_blocks, tl.sum(counts))
     tl.store(pass_of + cols, number, mask=inside)
     for p in range(PASSES + 1):
         earlier = inside & (number < p)
@@ -172,14 +173,14 @@ def _scan_kernel(
 @Kernel
 @triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
 def _rows_kernel(
-    place,  # [T, row blocks]
-    start,  # [T + 1]
+    kept_slot,  # [T, row blocks]
+    first_kept,  # [T + 1]
     pass_of,  # [T]
     pass_start,  # [P + 1]
-    tiles,  # [kept], written: column block · row blocks + row block, in the order of column blocks
-    tile_rows,  # [kept], written: the row block alone
-    row_tiles,  # [row blocks, T] int64, written: of the kept tiles of a row block, column block and, times 2³², slot in its pass
-    row_pass,  # [row blocks, P + 1], written: how many of them come before each pass
+    tiles,  # [kept], written: see Kept, like the next three
+    tile_rows,  # [kept], written
+    row_tiles,  # [row blocks, T] int64, written
+    row_pass,  # [row blocks, P + 1], written
     num_row_blocks,
     num_col_blocks,
     PASSES,
@@ -193,10 +194,10 @@ def _rows_kernel(
     for first in range(0, num_col_blocks, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         inside = cols < num_col_blocks
-        index = tl.load(place + cols * num_row_blocks + row_block, mask=inside, other=-1)
+        index = tl.load(kept_slot + cols * num_row_blocks + row_block, mask=inside, other=-1)
         kept = index >= 0
         number = tl.load(pass_of + cols, mask=inside, other=0)
-        slot = tl.load(start + cols, mask=inside, other=0) + index
+        slot = tl.load(first_kept + cols, mask=inside, other=0) + index
         at = row_block * num_col_blocks + done + tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(tiles + slot, cols * num_row_blocks + row_block, mask=kept)
         tl.store(tile_rows + slot, row_block + tl.zeros((BLOCK,), tl.int32), mask=kept)
@@ -211,7 +212,7 @@ def _rows_kernel(
 @triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
 def _longest_first_kernel(
     row_pass,  # [row blocks, P + 1]
-    row_order,  # [P, row blocks], written: the row blocks of each pass, those with most kept tiles first
+    row_order,  # [P, row blocks], written: see Kept
     num_row_blocks,
     PASSES,
     ROWS: tl.constexpr,  # row blocks, or more
@@ -227,18 +228,18 @@ def _longest_first_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"], do_not_specialize_on_alignment=["leaves"])
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"], do_not_specialize_on_alignment=["tile_mass"])
 def _mass_kernel(
     tile_lse,  # [T, N]
     tile_damping,  # [T, N], if HAS_DAMPING
-    place,  # [T, row blocks]
+    kept_slot,  # [T, row blocks]
     lse,  # [N]
     labels,  # [N], V where ignored
     grad_lse,  # [N]
-    mass,  # [T, N], written: the gradient that a dropped tile's row keeps, zero for the others
-    dropped,  # [T, row blocks], written: share of the tokens' probability in the dropped tiles
-    leaves,  # [T, row blocks], written: the sum of what is written to mass
-    of_token,  # [T / GROUP, N], written: likewise, over the column blocks of a program
+    mass,  # [T, N], written: DroppedMass.per_row, and so on
+    probability,  # [T, row blocks], written
+    tile_mass,  # [T, row blocks], written
+    token_mass,  # [T / GROUP, N], written
     tile_stride,
     num_tokens,
     num_row_blocks,
@@ -253,8 +254,8 @@ def _mass_kernel(
     blocks = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows, known = rows < num_tokens, blocks < num_col_blocks
-    # Ignored tokens are left out by their numbers, not by masks: those of whole rows let loads stay vectors.
-    gone = known & (tl.load(place + blocks * num_row_blocks + row_block, mask=known, other=0) < 0)
+    # Ignored tokens are left out by their values, not by masks, so that loads stay vectors.
+    gone = known & (tl.load(kept_slot + blocks * num_row_blocks + row_block, mask=known, other=0) < 0)
     at = blocks.to(tl.int64)[:, None] * tile_stride + rows[None, :]
     inside = gone[:, None] & in_rows[None, :]
     part = tl.load(tile_lse + at, mask=inside, other=float("-inf"))
@@ -262,130 +263,107 @@ def _mass_kernel(
     row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
     g = tl.where(valid, tl.load(grad_lse + rows, mask=in_rows, other=0.0) * logit_scale, 0.0)
     p = tl.exp(part - row_lse[None, :])
-    p = tl.where(valid[None, :], p, 0.0)  # also where the logits of an ignored token are not numbers
+    p = tl.where(valid[None, :], p, 0.0)  # logits of ignored tokens may be NaN
     sums = blocks * num_row_blocks + row_block
-    tl.store(dropped + sums, tl.sum(p, 1), mask=known)
+    tl.store(probability + sums, tl.sum(p, 1), mask=known)
     if HAS_DAMPING:
         p *= tl.where(valid[None, :], tl.load(tile_damping + at, mask=inside, other=0.0).to(tl.float32), 0.0)
     p *= g[None, :]
-    tl.store(leaves + sums, tl.sum(p, 1), mask=known)
-    tl.store(of_token + tl.program_id(1) * tile_stride + rows, tl.sum(p, 0), mask=in_rows)
+    tl.store(tile_mass + sums, tl.sum(p, 1), mask=known)
+    tl.store(token_mass + tl.program_id(1) * tile_stride + rows, tl.sum(p, 0), mask=in_rows)
     tl.store(mass + at, p, mask=known[:, None] & in_rows[None, :])
 
 
 class Kept(NamedTuple):
-    """Which tiles are kept, for each kernel as it needs it; all on the device. See the kernels for what each array holds."""
+    """The kept tiles, listed by column block, by row block and by pass; all int32 on the device unless said otherwise."""
 
-    energy: Tensor
-    place: Tensor
-    counts: Tensor
-    start: Tensor
-    pass_block: Tensor
-    pass_start: Tensor
-    tiles: Tensor
-    tile_rows: Tensor
-    row_tiles: Tensor
-    row_pass: Tensor
-    row_order: Tensor
+    energy: Tensor  # [T, row blocks] float32, infinite for a tile that holds a label
+    kept_slot: Tensor  # [T, row blocks]: the number of a kept tile within its column block; −1 where dropped
+    kept_counts: Tensor  # [T]: kept tiles of each column block
+    first_kept: Tensor  # [T + 1]: kept tiles in the column blocks before
+    pass_block: Tensor  # [P + 1]: the first column block of each pass
+    pass_start: Tensor  # [P + 1]: kept tiles before each pass
+    tiles: Tensor  # [kept]: column block · row blocks + row block, by ascending column block
+    tile_rows: Tensor  # [kept]: the row block alone
+    row_tiles: (
+        Tensor  # [row blocks, T] int64: the kept tiles of each row block, as column block + 2³² · slot in its pass
+    )
+    row_pass: Tensor  # [row blocks, P + 1]: how many of them come before each pass
+    row_order: Tensor  # [P, row blocks]: the row blocks of each pass, those with most kept tiles first
 
 
-def select(
-    tile_lse: Tensor,  # [T, N]
-    tile_ratio: Tensor,  # [T, N]
-    lse: Tensor,  # [N]
-    label_logit: Tensor,  # [N]
-    labels: Tensor,  # [N]
-    tau: Tensor,  # scalar
-    v: int,
-    softcap: float,
-    block_m: int,
-    block_n: int,
-    room: int,
-    passes: int,
-) -> Kept:
-    """Choose the tiles to keep, and list them by column block, by row block and by pass.
-
-    A pass holds at most ``room`` tiles before its last column block.
-    """
-    device, n = lse.device, lse.numel()
-    rows, cols = ceil_div(n, block_m), ceil_div(v, block_n)
+def select(saved: SavedForward, tau: Tensor) -> Kept:
+    """Choose the tiles to keep for the threshold ``tau``. A pass holds at most ``room`` tiles before its last column block."""
+    (rows, cols), passes = saved.tile_grid, saved.workspace.passes
+    energy, part, sums = _tile_energies(saved)
 
     def ints(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+        return torch.empty(shape, dtype=torch.int32, device=tau.device)
 
-    span = ceil_div(max(32, ceil_div(rows * cols, 2048)), 16) * 16  # some hundreds of programs
-    grid = (rows, ceil_div(cols, span))
-    programs, counting = grid[0] * grid[1], ceil_div(rows * cols, 2048)
-    energy, part = (
-        torch.empty((cols, rows), device=device, dtype=torch.float32),
-        torch.empty(programs, device=device, dtype=torch.float32),
-    )
-    counts, sums = ints(counting, BINS.value), ints(BINS.value)
-    _score_kernel[grid](
-        tile_lse, tile_ratio, lse, label_logit, labels, energy, part, padded(n), n, rows, cols, span, v,
-        softcap or 1.0, HAS_SOFTCAP=softcap > 0,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=16, num_warps=4,
-    )  # fmt: skip
-    _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
-    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)
     kept = Kept(
-        energy=energy, place=ints(cols, rows), counts=ints(cols), start=ints(cols + 1), pass_block=ints(passes + 1),
-        pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
-        row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=device), row_pass=ints(rows, passes + 1),
+        energy=energy, kept_slot=ints(cols, rows), kept_counts=ints(cols), first_kept=ints(cols + 1),
+        pass_block=ints(passes + 1), pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
+        row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=tau.device), row_pass=ints(rows, passes + 1),
         row_order=ints(passes, rows),
     )  # fmt: skip
     pass_of = ints(cols)
     rows_2 = max(16, power_of_2(rows))
-    _columns_kernel[(cols,)](energy, part, sums, tau, kept.place, kept.counts, rows, programs, ROWS=rows_2, BLOCK=1024)
+    _columns_kernel[(cols,)](
+        energy, part, sums, tau, kept.kept_slot, kept.kept_counts, rows, len(part), ROWS=rows_2, BLOCK=1024
+    )
     _scan_kernel[(1,)](
-        kept.counts, kept.start, pass_of, kept.pass_block, kept.pass_start, cols, room,
+        kept.kept_counts, kept.first_kept, pass_of, kept.pass_block, kept.pass_start, cols, saved.workspace.room,
         PASSES=passes, COLS=max(16, power_of_2(cols)),
     )  # fmt: skip
     _rows_kernel[(rows,)](
-        kept.place, kept.start, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,
+        kept.kept_slot, kept.first_kept, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,
         rows, cols, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128,
     )  # fmt: skip
     _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=rows_2, num_warps=1)
     return kept
 
 
-class Mass(NamedTuple):
-    """What the dropped tiles leave, and its sums."""
-
-    rows: Tensor  # [T, N]: the gradient that a dropped tile's row keeps, zero for the others
-    every: Tensor  # [T + beyond, N]: ``rows`` and, in the same memory, rows below them that somebody else will write
-    dropped: Tensor  # [T, row blocks]: share of the tokens' probability
-    leaves: Tensor  # [T, row blocks]: sums of ``rows``
-    of_token: Tensor  # [T / MASS_GROUP, N]: likewise
-
-
-def mass_bytes(n: int, cols: int, element: int, block_m: int, beyond: int) -> int:
-    """The memory of a ``Mass``."""
-    of_tokens = element * (cols + beyond) + 4 * ceil_div(cols, MASS_GROUP)
-    return of_tokens * padded(n) + 8 * cols * ceil_div(n, block_m)
-
-
-def dropped_mass(
-    kept: Kept,
-    tile_lse: Tensor,  # [T, N]
-    tile_damping: Tensor | None,  # [T, N]
-    lse: Tensor,  # [N]
-    labels: Tensor,  # [N]
-    grad_lse: Tensor,  # [N]
-    v: int,
-    logit_scale: float,
-    dtype: torch.dtype,
-    block_m: int,
-    beyond: int,
-) -> Mass:
-    """``beyond``: rows to allocate below those of the mass matrix."""
-    n, (cols, rows) = lse.numel(), kept.place.shape
-    mass = torch.empty((cols + beyond, padded(n)), dtype=dtype, device=lse.device)
-    dropped, leaves = torch.empty((2, cols, rows), device=lse.device, dtype=torch.float32).unbind()
-    of_token = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=lse.device, dtype=torch.float32)
-    _mass_kernel[(rows, len(of_token))](
-        tile_lse, tile_damping, kept.place, lse, labels, grad_lse, mass, dropped, leaves, of_token,
-        padded(n), n, rows, cols, v, logit_scale,
-        HAS_DAMPING=tile_damping is not None, BLOCK_M=block_m, GROUP=MASS_GROUP, num_warps=2,
+def _tile_energies(saved: SavedForward) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tiles' energies [T, row blocks], partial sums of the whole gradient's, and a histogram of tiles by energy."""
+    plan, (rows, cols), n, v = saved.plan, saved.tile_grid, saved.lse.numel(), saved.vocabulary.inv_vocab_perm.numel()
+    device = saved.lse.device
+    span = ceil_div(max(32, ceil_div(rows * cols, 2048)), 16) * 16  # some hundreds of programs
+    grid = (rows, ceil_div(cols, span))
+    energy = torch.empty((cols, rows), device=device, dtype=torch.float32)
+    part = torch.empty(grid[0] * grid[1], device=device, dtype=torch.float32)
+    _score_kernel[grid](
+        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.order.labels, energy, part, padded(n), n, rows,
+        cols, span, v, saved.softcap or 1.0, HAS_SOFTCAP=saved.softcap > 0,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
-    return Mass(mass[:cols, :n], mass[:, :n], dropped, leaves, of_token[:, :n])
+    counting = ceil_div(rows * cols, 2048)
+    counts = torch.empty((counting, BINS.value), dtype=torch.int32, device=device)
+    sums = torch.empty(BINS.value, dtype=torch.int32, device=device)
+    _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
+    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)
+    return energy, part, sums
+
+
+class DroppedMass(NamedTuple):
+    """The gradient that dropped tiles keep as mass, and its sums."""
+
+    per_row: Tensor  # [T, N]: of each row of a tile, zero for kept tiles
+    stacked: Tensor  # [T + spare, N]: the same memory with rows below, not written yet
+    probability: Tensor  # [T, row blocks] float32: sums of p over dropped tiles
+    per_tile: Tensor  # [T, row blocks] float32: sums of ``per_row`` over the tile's rows
+    per_token: Tensor  # [T / MASS_GROUP, N] float32: sums of ``per_row`` over groups of column blocks
+
+
+def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, spare: int) -> DroppedMass:
+    """Compute the mass of dropped tiles, with ``spare`` rows allocated below ``per_row``."""
+    plan, (rows, cols), n, v = saved.plan, saved.tile_grid, saved.lse.numel(), saved.vocabulary.inv_vocab_perm.numel()
+    device = saved.lse.device
+    mass = torch.empty((cols + spare, padded(n)), dtype=saved.hidden.dtype, device=device)
+    probability, per_tile = torch.empty((2, cols, rows), device=device, dtype=torch.float32).unbind()
+    per_token = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=device, dtype=torch.float32)
+    _mass_kernel[(rows, len(per_token))](
+        saved.tile_lse, saved.tile_damping, kept.kept_slot, saved.lse, saved.order.labels, grad_lse, mass, probability,
+        per_tile, per_token, padded(n), n, rows, cols, v, saved.logit_scale,
+        HAS_DAMPING=saved.tile_damping is not None, BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2,
+    )  # fmt: skip
+    return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_tile, per_token[:, :n])

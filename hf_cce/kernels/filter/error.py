@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_cce.kernels.filter import Kept, Mass
-from hf_cce.kernels.layout import MEASURED_TOKENS, Backward, Filtered, Report
+from hf_cce.kernels.filter.corrections import WeightCorrection
+from hf_cce.kernels.filter.select import DroppedMass, Kept
+from hf_cce.kernels.filter.workspace import MEASURED_TOKENS, BackwardRequest, FilterReport, SavedForward
 from hf_cce.kernels.products import multiply_add
-from hf_cce.kernels.tilt import Leaning
 
 # Rounding errors need a larger sample than filter errors: a few tokens have most of them.
 ROUNDED_TOKENS = 4 * MEASURED_TOKENS
@@ -34,28 +34,28 @@ class FilterErrors:
 
 
 def estimate_errors(
-    saved: Filtered,
+    saved: SavedForward,
     weight: Tensor,  # [V, D]
-    asked: Backward,
+    request: BackwardRequest,
     kept: Kept,
-    mass: Mass,
-    tilt: Tensor | None,  # [D, D]
-    lean: Leaning | None,
+    mass: DroppedMass,
+    covariance: Tensor | None,  # [D, D]
+    correction: WeightCorrection | None,
 ) -> FilterErrors:
-    """Estimate both errors of the gradients that ``asked`` needs, before the gradients are computed."""
-    step = _Step(saved, weight, asked, kept, mass)
-    in_all_tiles, in_dropped_tiles = _token_energies(step)
-    rounding_hidden, rounding_weight = _rounding_errors(step, in_all_tiles)
+    """Estimate both errors of the gradients that ``request`` asks for, before the gradients are computed."""
+    step = _Step(saved, weight, request, kept, mass)
+    likely_rounded, dropped_energy = _token_energies(step)
+    rounding_hidden, rounding_weight = _rounding_errors(step, likely_rounded)
     return FilterErrors(
-        _hidden_error(step, in_dropped_tiles, tilt) if asked.need_hidden else None,
-        _weight_error(step, lean) if asked.need_weight else None,
-        rounding_hidden if asked.need_hidden else None,
-        rounding_weight if asked.need_weight else None,
+        _hidden_error(step, dropped_energy, covariance) if request.need_hidden else None,
+        _weight_error(step, correction) if request.need_weight else None,
+        rounding_hidden if request.need_hidden else None,
+        rounding_weight if request.need_weight else None,
     )
 
 
-def relative_errors(report: Report, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> Report:
-    """``report`` with each error divided by the norm of its gradient."""
+def relative_errors(report: FilterReport, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> FilterReport:
+    """Return ``report`` with each error divided by the norm of its gradient."""
     relative = {}
     for gradient, names in (
         (grad_hidden, ("error", "rounding_error")),
@@ -89,26 +89,26 @@ def sample(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Step:
-    """The filtered step that is measured. Logits and entries of the vocabulary are in their own order, tokens in that of rows."""
+    """The filtered step that is measured. Vocabulary entries are in their own order, tokens in the order of rows."""
 
-    saved: Filtered
+    saved: SavedForward
     weight: Tensor  # [V, D]
-    asked: Backward
+    request: BackwardRequest
     kept: Kept
-    mass: Mass
+    mass: DroppedMass
 
     @property
     def tokens_at_once(self) -> int:
         """Tokens whose logits may be held in float32 at the same time."""
-        return self.saved.layout.measured_at_once
+        return self.saved.workspace.measured_at_once
 
     @property
     def rows_at_once(self) -> int:
-        """Vocabulary entries or tiles for which the same memory holds one number for each token, as often."""
+        """Vocabulary entries or tiles, each with a number for every token, that fit the same memory."""
         return max(1, self.tokens_at_once * len(self.weight) // len(self.saved.hidden))
 
     def logits(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
-        """h Wᵀ + b, [R, C] float32, of some tokens and some entries; None: of all."""
+        """Return h Wᵀ + b of some tokens and some vocabulary entries, [R, C] float32; None: of all."""
         hidden = self.saved.hidden if tokens is None else self.saved.hidden.index_select(0, tokens)
         weight = self.weight if entries is None else self.weight.index_select(0, entries)
         z = torch.empty((len(hidden), len(weight)), device=hidden.device, dtype=torch.float32)
@@ -118,14 +118,14 @@ class _Step:
         return z
 
     def columns(self, entries: Tensor | None) -> Tensor:
-        """Where entries of the vocabulary are in the order of columns; None: all entries."""
-        rank = self.saved.vocabulary.rank
-        return (rank if entries is None else rank[entries]).long()
+        """Columns of some vocabulary entries, int64; None: of all."""
+        inv_vocab_perm = self.saved.vocabulary.inv_vocab_perm
+        return (inv_vocab_perm if entries is None else inv_vocab_perm[entries]).long()
 
     def softmax_gradient(self, z: Tensor, tokens: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | float]:
-        """Gradient of logits ``z`` [R, C], overwritten, but for the term of the label; and the derivative of the softcap.
+        """Return the gradient of logits ``z`` [R, C] without the label's term, and the derivative of the softcap.
 
-        Without ``lse`` [R] the softmax is that of the rows of ``z``.
+        Overwrites ``z``. Without ``lse`` [R], the softmax is normalized over each row of ``z``.
         """
         slope: Tensor | float = 1.0
         z = z.mul_(self.saved.logit_scale)
@@ -134,31 +134,31 @@ class _Step:
             slope = z.square().neg_().add_(1.0)
             z.mul_(softcap)
         p = torch.softmax(z, 1) if lse is None else z.sub_(lse[:, None]).exp_()
-        p.mul_(slope).mul_(self.asked.grad_lse[tokens, None] * self.saved.logit_scale)
+        p.mul_(slope).mul_(self.request.grad_lse[tokens, None] * self.saved.logit_scale)
         return p.masked_fill_(~self.valid(tokens)[:, None], 0.0), slope
 
     def valid(self, tokens: Tensor) -> Tensor:
-        """[R]: whether the labels of these tokens are not ignored."""
+        """True for tokens whose label is not ignored, [R]."""
         return self.saved.order.labels[tokens] < len(self.weight)
 
     def left_out(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
-        """What the filter leaves out of the gradient of ``logits``, [R, C] in the dtype of the inputs."""
+        """Exact less filtered gradient of ``logits``, [R, C] in the dtype of the inputs; corrections are not counted."""
         plan, v = self.saved.plan, len(self.weight)
         z, tiles = self.logits(tokens, entries), self.columns(entries) // plan.block_n
         tokens = torch.arange(len(z), device=z.device) if tokens is None else tokens
         width = (v - tiles * plan.block_n).clamp_max(plan.block_n)
         gradient, _ = self.softmax_gradient(z, tokens, self.saved.lse[tokens])
-        gradient -= self.mass.rows[tiles, tokens[:, None]] / width.float()
-        kept = (self.kept.place >= 0)[tiles, tokens[:, None] // plan.block_m]
+        gradient -= self.mass.per_row[tiles, tokens[:, None]] / width.float()
+        kept = (self.kept.kept_slot >= 0)[tiles, tokens[:, None] // plan.block_m]
         return gradient.masked_fill_(kept, 0.0).to(self.weight.dtype)
 
 
 def _token_energies(step: _Step) -> tuple[Tensor, Tensor]:
-    """Σ (p − S/width)² of each token, times its squared gradient: over all tiles and over dropped ones, [N] each.
+    """Return, for each token, how much rounding is likely to change, and the energy of its dropped tiles; [N] each.
 
-    The first is reshaped into how much rounding can matter for a token. Rounding moves p by p (δ − Σ p δ), δ independent for each
-    logit; with E = Σ p² that is in square E (1 − √E)² where one entry has most of the probability, E (1 − E) where several share
-    it evenly. The geometric mean of the two is taken.
+    Energy is Σ (p − S/width)², times the token's squared gradient. Rounding logits by independent δ changes p by p (δ − Σ p δ).
+    With E the energy over all tiles, the square of that is about E (1 − √E)² if one entry has most of the probability, and
+    E (1 − E) if several share it evenly: the geometric mean of the two is taken.
     """
     saved, n = step.saved, len(step.saved.hidden)
     tokens = torch.arange(n, device=step.weight.device)
@@ -168,55 +168,57 @@ def _token_energies(step: _Step) -> tuple[Tensor, Tensor]:
         tiles = slice(start, start + step.rows_at_once)
         energy = (saved.tile_lse[tiles, :n] - saved.lse).exp_().square_().mul_(saved.tile_ratio[tiles, :n])
         in_all += energy.sum(0)
-        kept = (step.kept.place[tiles] >= 0).index_select(1, row_blocks)
+        kept = (step.kept.kept_slot[tiles] >= 0).index_select(1, row_blocks)
         in_dropped += energy.masked_fill_(kept, 0.0).sum(0)
     e = in_all.clamp_max(1.0)
     likely = e * (1.0 - e.sqrt()) * (1.0 - e).sqrt()
-    squared = step.asked.grad_lse.square()
+    squared = step.request.grad_lse.square()
     return torch.where(valid, likely * squared, 0.0), torch.where(valid, in_dropped * squared, 0.0)
 
 
-def _hidden_error(step: _Step, energy: Tensor, tilt: Tensor | None) -> Tensor:
-    """The error of dh, from tokens drawn by the ``energy`` [N] of their dropped tiles."""
+def _hidden_error(step: _Step, energy: Tensor, covariance: Tensor | None) -> Tensor:
+    """Estimate the norm of the error of dh from tokens drawn by the ``energy`` [N] of their dropped tiles."""
     tokens, factors = sample(energy, min(len(energy), MEASURED_TOKENS))
     total = torch.zeros((), device=tokens.device)
     for some, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
         wrong = torch.empty((len(some), step.weight.shape[1]), device=tokens.device)
         multiply_add(wrong, step.left_out(some, None), step.weight, first=True)
-        if tilt is not None:
-            dropped = step.mass.of_token[:, some].sum(0)[:, None] * -step.saved.logit_scale
+        if covariance is not None:
+            dropped = step.mass.per_token[:, some].sum(0)[:, None] * -step.saved.logit_scale
             # Hidden states of ignored tokens need not be finite.
-            corrected = torch.where(dropped == 0.0, 0.0, step.saved.hidden[some] * dropped)
-            multiply_add(wrong, corrected.to(tilt.dtype), tilt, first=False)
+            weighted = torch.where(dropped == 0.0, 0.0, step.saved.hidden[some] * dropped)
+            multiply_add(wrong, weighted.to(covariance.dtype), covariance, first=False)
         total = total + (wrong.square().sum(1) * factor).sum()
     return total.sqrt()
 
 
-def _weight_error(step: _Step, lean: Leaning | None) -> Tensor:
-    """The error of dW, from rows drawn by the energy of the dropped tiles of their column block."""
+def _weight_error(step: _Step, correction: WeightCorrection | None) -> Tensor:
+    """Estimate the norm of the error of dW from rows drawn by the energy of the dropped tiles of their column block."""
     saved, kept, (v, d) = step.saved, step.kept, step.weight.shape
-    energy = torch.where(kept.place < 0, kept.energy, 0.0).sum(1).repeat_interleave(saved.plan.block_n)[:v]
+    energy = torch.where(kept.kept_slot < 0, kept.energy, 0.0).sum(1).repeat_interleave(saved.plan.block_n)[:v]
     columns, factors = sample(energy, min(v, MEASURED_ROWS))
     total = torch.zeros((), device=columns.device)
     for some, factor in zip(columns.split(step.rows_at_once), factors.split(step.rows_at_once), strict=True):
         wrong = torch.empty((len(some), d), device=columns.device)
-        entries = saved.order.order[some].long()
+        entries = saved.order.vocab_perm[some].long()
         multiply_add(wrong, step.left_out(None, entries).t(), saved.hidden, first=True)
-        if lean is not None:
+        if correction is not None:
             tiles = some // saved.plan.block_n
             width = (v - tiles * saved.plan.block_n).clamp_max(saved.plan.block_n)
-            dropped = step.mass.leaves.sum(1)[tiles] * -saved.logit_scale / width
-            multiply_add(wrong, (lean.along[some] * dropped[:, None]).to(lean.back.dtype), lean.back, first=False)
+            dropped = step.mass.per_tile.sum(1)[tiles] * -saved.logit_scale / width
+            coeffs = (correction.row_coeffs[some] * dropped[:, None]).to(correction.basis.dtype)
+            multiply_add(wrong, coeffs, correction.basis, first=False)
         total = total + (wrong.square().sum(1) * factor).sum()
     return total.sqrt()
 
 
 def _rounding_errors(step: _Step, likely: Tensor) -> tuple[Tensor, Tensor]:
-    """The errors of dh and dW of a loss whose logits are rounded, from tokens drawn by ``likely`` [N] and, a little, evenly.
+    """Estimate the norms of the errors of dh and dW if logits were rounded, from tokens drawn by ``likely`` [N].
 
-    Rounding errors of different tokens are taken for independent: the squares of their parts of dW add up.
+    Some tokens are drawn evenly. Rounding errors of different tokens are taken for independent, so the squares of their parts of
+    dW add up.
     """
-    saved, asked = step.saved, step.asked
+    saved, request = step.saved, step.request
     tokens, factors = sample(likely + 0.1 * likely.mean(), min(len(likely), ROUNDED_TOKENS))
     of_hidden, of_weight = torch.zeros((2,), device=tokens.device).unbind()
     for some, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
@@ -224,10 +226,12 @@ def _rounding_errors(step: _Step, likely: Tensor) -> tuple[Tensor, Tensor]:
         changed, rounded_slope = step.softmax_gradient(z.to(step.weight.dtype).float(), some, None)
         exact, slope = step.softmax_gradient(z, some, saved.lse[some])
         changed -= exact
+        del z, exact
         if saved.softcap:
             labels = saved.order.labels[some]
-            at_label = (rounded_slope - slope) * (asked.grad_label[some] * saved.logit_scale)[:, None]
-            changed += torch.where(saved.vocabulary.rank == labels[:, None], at_label, 0.0)
+            at_label = (rounded_slope - slope) * (request.grad_label[some] * saved.logit_scale)[:, None]
+            changed += torch.where(saved.vocabulary.inv_vocab_perm == labels[:, None], at_label, 0.0)
+            del at_label
         changed = changed.to(step.weight.dtype)
         product = torch.empty((len(some), step.weight.shape[1]), device=tokens.device)
         multiply_add(product, changed, step.weight, first=True)
