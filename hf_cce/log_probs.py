@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_cce import ops
 from hf_cce.choice import choose_implementation, kernels_module, on_device_of, survey, without_autocast
-from hf_cce.state import FilterState
+from hf_cce.filter_state import FilterState
 
 
 @dataclass
@@ -23,7 +23,7 @@ class _Kept:
     """Of one call, between its forward and its backward pass."""
 
     outputs: tuple[Tensor, Tensor, Tensor, Tensor]  # lse, label_logit, entropy, is_top1
-    filtered: Any  # hf_cce.kernels.layout.Filtered
+    filtered: Any  # hf_cce.kernels.filter.workspace.SavedForward
     state: FilterState
     tau: Tensor
     form: tuple[int, float, float]  # ignore_index, logit_scale, softcap
@@ -68,7 +68,7 @@ def filtered_stats(
         survey(labels, form[0], weight.shape[0], None, 1.0, kernels)
         result = kernels.filtered_stats(
             hidden, weight, bias, labels, *form, want_entropy, want_top1, need_weight, memory_budget,
-            *state.known(weight),
+            state.vocabulary(weight),
         )  # fmt: skip
     if result is None:
         return None
@@ -113,12 +113,12 @@ class _FilteredStats(torch.autograd.Function):
             del filtered  # its memory, before that of the gradients in full
             dh, dw, _ = in_full()
         else:
-            tokens, state = filtered.order.tokens, kept.state
+            tokens, state = filtered.order.token_perm, kept.state
             with without_autocast(hidden), on_device_of(hidden):
                 dh, dw, report = kernels_module().token_filtered_gradients(
                     filtered, grad_lse.index_select(0, tokens), grad_label.index_select(0, tokens), weight, kept.tau,
-                    *kept.form[1:], need_hidden, need_weight, state.measure(), in_full if state.keeps_all() else None,
-                    state.moved,
+                    *kept.form[1:], need_hidden, need_weight, state.measure(), in_full if state.probe_only() else None,
+                    state.next_tau,
                 )  # fmt: skip
             state.report(report)
         return None, dh if need_hidden else None, dw if need_weight else None, None, None

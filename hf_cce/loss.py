@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from hf_cce import ops, sharded
 from hf_cce.choice import module_for, survey
 from hf_cce.config import CCEConfig
+from hf_cce.filter_state import FilterState
 from hf_cce.head import transformed
 from hf_cce.log_probs import filtered_stats
-from hf_cce.state import FilterState
 
 Reduction = Literal["mean", "sum", "none"]
 _LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)

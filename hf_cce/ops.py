@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import flops, portable
 from hf_cce.choice import choose_implementation, kernels_module, module_for, on_device_of, survey, without_autocast
-from hf_cce.state import FilterState
+from hf_cce.filter_state import FilterState
 
 
 @torch.library.custom_op("hf_cce::logit_stats", mutates_args=())
@@ -334,11 +334,11 @@ class _CrossEntropy(torch.autograd.Function):
             factor = survey(labels, ignore_index, v, num_items, divisor, kernels)
             common = (hidden, weight, bias, labels, factor, ignore_index, scale, softcap, z_loss)
             if tau is not None:
-                result = kernels.filtered_cross_entropy(*common, need_weight, budget, *ctx.state.known(weight))
+                result = kernels.filtered_cross_entropy(*common, need_weight, budget, ctx.state.vocabulary(weight))
             if result is not None:
                 loss, ctx.filtered = result
                 lse = ctx.filtered.lse
-                ctx.tokens = ctx.filtered.order.tokens  # whose the statistics are
+                ctx.tokens = ctx.filtered.order.token_perm  # whose the statistics are
                 ctx.state.keep_vocabulary(weight, ctx.filtered.vocabulary)
             elif dense:
                 if logits is None:  # the filter had no room
@@ -370,7 +370,7 @@ class _CrossEntropy(torch.autograd.Function):
                 measure = ctx.steered and ctx.state.measure()  # nobody would read what an unsteered call measures
                 dh, dw, report = kernels.filtered_gradients(
                     filtered, grad, factor, weight, ctx.tau, *ctx.options[1:], ctx.z_loss, *needs[:2], measure,
-                    in_full if ctx.state.keeps_all() else None, ctx.state.moved,
+                    in_full if ctx.state.probe_only() else None, ctx.state.next_tau,
                 )  # fmt: skip
                 ctx.state.report(report)
                 gradients = [dh, dw, None]

@@ -15,17 +15,19 @@ A step, file by file:
 """
 
 from hf_cce.kernels.backward import logit_stats_backward
+from hf_cce.kernels.filter.run import (
+    filtered_cross_entropy,
+    filtered_gradients,
+    filtered_stats,
+    token_filtered_gradients,
+)
 from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.labels import survey_labels
 from hf_cce.kernels.loss import (
     cross_entropy,
     dense_cross_entropy,
-    filtered_cross_entropy,
-    filtered_gradients,
-    filtered_stats,
     grouped_cross_entropy,
     stored_cross_entropy,
-    token_filtered_gradients,
     token_gradients,
 )
 from hf_cce.kernels.materialized import backward as dense_gradients

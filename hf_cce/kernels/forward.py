@@ -29,7 +29,7 @@ def _tile_stats_kernel(
     tile_expectation,  # [T, N] Σ z exp(z) / Σ exp(z), if WANT_ENTROPY
     tile_lse2,  # [T, N] logsumexp of 2 z, if WANT_SQ
     tile_max,  # [T, N], if WANT_TOP1
-    tile_ratio,  # [T, N], if WANT_RATIO: see hf_cce.kernels.filter, like the next
+    tile_ratio,  # [T, N], if WANT_RATIO: see hf_cce.kernels.filter.select, like the next
     tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP
     label_logit,  # [N], written where the label lies in the tile; if STORE, read
     exp_cache,  # [N, cache_width], if STORE: see hf_cce.kernels.exp_cache

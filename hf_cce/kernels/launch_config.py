@@ -38,7 +38,7 @@ class Plan:
     precision: str  # of a float32 dot: "ieee" or "tf32"
     upcast: bool = False  # multiply in float32: the interpreter cannot multiply bfloat16
     group_m: int = 64  # row blocks that share weight tiles in L2
-    # for the kernels over kept tiles (hf_cce.kernels.sparse)
+    # of the kernels over kept tiles alone (hf_cce.kernels.filter.sparse)
     sparse_block_k: int = 64
     block_d: int = 128  # columns of a gradient's tile
     sparse_warps: int = 4
@@ -51,20 +51,6 @@ class Plan:
     # Sum each tile apart: the rounding error of one long sum shows in float32 and float16 (sparse._add_in_parts).
     in_parts: bool = False
     specialised: bool = False  # hf_cce.kernels.hopper can be used
-
-    def rest_constants(self) -> dict[str, Any]:
-        """Constants of hf_cce.kernels.rest, whose kernels hardly ever have work: what compiles everywhere without spilling."""
-        cpu = self.num_warps == 1
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": 32,
-            "BLOCK_D": 32 if cpu else 64,
-            "PRECISION": self.precision,
-            "UPCAST": self.upcast,
-            "num_warps": 1 if cpu else 8,
-            "num_stages": 1 if cpu else 2,
-        }
 
     def label_constants(self) -> dict[str, Any]:
         """Constants of ``labels._label_logit_kernel``. Hopper's tensor cores multiply no fewer than 64 rows."""

@@ -6,32 +6,19 @@ None from one of them means that the memory budget has no room for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels import filtered, materialized
+from hf_cce.kernels import materialized
 from hf_cce.kernels.exp_cache import CachePlan, ExpCache, Slab, allocate_cache, plan_cache
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
 from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import (
-    Plan,
-    ceil_div,
-    empty_slab,
-    filter_plan,
-    make_plan,
-    padded,
-    row_major,
-    specialised,
-)
-from hf_cce.kernels.layout import Expected, Filtered, Report
-from hf_cce.kernels.measure import relative
-from hf_cce.kernels.order import Vocabulary
+from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, padded, specialised
 from hf_cce.kernels.token_groups import PrecomputedGrads, group_gradient, group_size
 
 
@@ -106,7 +93,7 @@ def token_gradients(
     return grad_lse, grad_label, grad_mean
 
 
-def _total_loss(
+def total_loss(
     lse: Tensor, label_logit: Tensor, mean_logit: Tensor | None, factor: Tensor, label_smoothing: float, z_loss: float
 ) -> Tensor:
     loss = torch.empty((), dtype=torch.float32, device=lse.device)
@@ -138,7 +125,7 @@ def cross_entropy(
         hidden, weight, bias, labels, ignore_index, logit_scale, softcap, label_smoothing > 0, False, False, False,
         memory_budget,
     )  # fmt: skip
-    loss = _total_loss(lse, label_logit, mean_logit, factor, label_smoothing, z_loss)
+    loss = total_loss(lse, label_logit, mean_logit, factor, label_smoothing, z_loss)
     return loss, lse, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
 
 
@@ -194,7 +181,7 @@ def stored_cross_entropy(
     cache = allocate_cache(inputs, columns, label_logits(inputs, plan, block_m))
     lse = torch.empty_like(cache.label.logit)
     _stats_and_cache(inputs, cache.slabs, cache.label, lse, plan)
-    return _total_loss(lse, cache.label.logit, None, factor, 0.0, z_loss), lse, cache
+    return total_loss(lse, cache.label.logit, None, factor, 0.0, z_loss), lse, cache
 
 
 def grouped_cross_entropy(
@@ -235,7 +222,7 @@ def grouped_cross_entropy(
         grad_lse, grad_label, _ = token_gradients(one, factor, lse[rows], 0.0, z_loss)
         grads = TokenGrads(lse[rows], grad_lse, grad_label)
         group_gradient(group, slab.values, of_group.logit, grads, later, grad_hidden[rows])
-    return _total_loss(lse, label.logit, None, factor, 0.0, z_loss), lse, PrecomputedGrads(grad_hidden)
+    return total_loss(lse, label.logit, None, factor, 0.0, z_loss), lse, PrecomputedGrads(grad_hidden)
 
 
 def dense_cross_entropy(
@@ -251,140 +238,4 @@ def dense_cross_entropy(
     """(loss, lse [N], what ``dense_gradients`` needs): for few tokens, with real logits."""
     bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
     saved, label_logit = materialized.forward(logits, bias, labels, ignore_index, logit_scale, softcap)
-    return _total_loss(saved.lse, label_logit, None, factor, 0.0, z_loss), saved.lse, saved
-
-
-def filtered_cross_entropy(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-    labels: Tensor,  # [N]
-    factor: Tensor,  # scalar
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    z_loss: float,
-    need_weight: bool,
-    memory_budget: int,
-    vocabulary: Vocabulary | None,
-    expected: tuple[float, int] | None = None,
-) -> tuple[Tensor, Filtered] | None:
-    """(loss, what ``filtered_gradients`` needs), or None where the budget does not allow the filter.
-
-    ``expected``: what an earlier step lets expect (``Expected``); without it this one is prepared for all that can be kept.
-    """
-    form = (ignore_index, logit_scale, softcap)
-    saved = _filtered(hidden, weight, bias, labels, *form, need_weight, memory_budget, vocabulary, expected, None, None)
-    if saved is None:
-        return None
-    return _total_loss(saved.lse, saved.label_logit, None, factor, 0.0, z_loss), saved
-
-
-def filtered_stats(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-    labels: Tensor,  # [N]
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,  # 0, if the entropy is wanted
-    want_entropy: bool,
-    want_top1: bool,
-    need_weight: bool,
-    memory_budget: int,
-    vocabulary: Vocabulary | None,
-    expected: tuple[float, int] | None = None,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Filtered] | None:
-    """((lse, label_logit, entropy, is_top1) as of ``logit_stats``, what ``token_filtered_gradients`` needs), or None likewise."""
-    n, v = labels.numel(), weight.shape[0]
-    entropy = torch.empty(n if want_entropy else 0, device=hidden.device, dtype=torch.float32)
-    is_top1 = torch.empty(n if want_top1 else 0, dtype=torch.bool, device=hidden.device)
-    scratch = 4 * (want_entropy + want_top1) * ceil_div(v, filter_plan(hidden, weight).block_n) * padded(n)
-    saved = _filtered(
-        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, need_weight, memory_budget - scratch, vocabulary,
-        expected, entropy if want_entropy else None, is_top1 if want_top1 else None,
-    )  # fmt: skip
-    if saved is None:
-        return None
-    of_rows, tokens = (saved.lse, saved.label_logit, entropy, is_top1), saved.order.tokens
-    lse, label_logit, entropy, is_top1 = (
-        torch.empty_like(x).index_copy_(0, tokens, x) if x.numel() else x for x in of_rows
-    )
-    return (lse, label_logit, entropy, is_top1), saved
-
-
-def _filtered(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    need_weight: bool,
-    memory_budget: int,
-    vocabulary: Vocabulary | None,
-    expected: tuple[float, int] | None,
-    entropy: Tensor | None,  # [N] in the order of rows, written, like the next
-    is_top1: Tensor | None,
-) -> Filtered | None:
-    if not labels.numel():
-        return None
-    known = None if expected is None else Expected(*expected)
-    # Beside statistics of tokens, values to store are too much for a tile's registers: 2.37 ms instead of 2.13 where 29 of 384
-    # column blocks are stored.
-    storing = known if entropy is is_top1 is None else None
-    chosen = filtered.plan_and_layout(hidden, weight, softcap, need_weight, memory_budget, storing)
-    if chosen is None:
-        return None
-    plan, layout = chosen
-    hidden, weight = row_major(hidden), row_major(weight)
-    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
-    return filtered.forward(
-        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, layout, plan, vocabulary, known, entropy,
-        is_top1,
-    )  # fmt: skip
-
-
-def filtered_gradients(
-    saved: Filtered,
-    grad: Tensor,  # scalar
-    factor: Tensor,  # scalar
-    weight: Tensor,  # [V, D]
-    tau: Tensor,  # scalar
-    logit_scale: float,
-    softcap: float,
-    z_loss: float,
-    *how: Any,  # as in token_filtered_gradients
-) -> tuple[Tensor | None, Tensor | None, Report]:
-    """``token_filtered_gradients`` of a scalar loss."""
-    vectors = token_gradients(grad, factor, saved.lse, 0.0, z_loss)[:2]
-    return token_filtered_gradients(saved, *vectors, weight, tau, logit_scale, softcap, *how)
-
-
-def token_filtered_gradients(
-    saved: Filtered,
-    grad_lse: Tensor,  # [N] in the order of rows, ``saved.order.tokens``, like the next
-    grad_label: Tensor,
-    weight: Tensor,  # [V, D]
-    tau: Tensor,  # scalar
-    logit_scale: float,
-    softcap: float,
-    need_hidden: bool,
-    need_weight: bool,
-    measure: bool,
-    otherwise: Callable[[], Sequence[Tensor | None]] | None = None,
-    moved: Callable[[Report], Tensor | None] = lambda report: None,
-) -> tuple[Tensor | None, Tensor | None, Report]:
-    """The gradients of hidden and weight, up to what ``tau`` lets the filter drop; empty where not needed. Consumes ``saved``.
-
-    With ``otherwise``, which gives them in full, the report alone is the filter's: see ``filtered.rehearse``.
-    """
-    weight = row_major(weight)
-    given = (saved, weight, grad_lse, grad_label, tau, logit_scale, softcap, need_hidden, need_weight, measure)
-    if otherwise is None:
-        return filtered.backward(*given)
-    report = filtered.rehearse(*given, moved)
-    del given, grad_lse, grad_label  # their memory, like that of ``saved``, is for the gradients
-    dh, dw, *_ = otherwise()
-    return dh, dw, relative(report, dh, dw)
+    return total_loss(saved.lse, label_logit, None, factor, 0.0, z_loss), saved.lse, saved

@@ -126,28 +126,14 @@ def test_where_it_is_not_for(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not calls
 
 
-def test_values_are_not_stored_beside_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile has no registers for both; steps to come are known by what they would have stored all the same."""
-    from hf_cce import kernels
-
-    force(monkeypatch, "filtered")
-    hidden, weight, labels = peaked(60, 32, 600, torch.bfloat16, DEVICE)
-    result = kernels.filtered_stats(
-        hidden, weight, None, labels, -100, 1.0, 0.0, True, True, True, 256 << 20, None, (0.1, 4)
-    )
-    assert result is not None and not result[1].layout.stored and result[1].expected == (0.1, 4)
-
-
 @pytest.mark.parametrize("kind", ["heavy", "both signs"])
 def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tokens weighed apart by orders of magnitude, and of gradients that nearly add up to nothing."""
     from hf_cce import kernels
 
-    monkeypatch.setattr("hf_cce.kernels.layout.SAMPLED", 16)
+    monkeypatch.setattr("hf_cce.kernels.filter.error.MEASURED_TOKENS", 16)
     hidden, weight, labels = peaked(128, 48, 600, torch.float32, DEVICE, seed=2)
-    found = kernels.filtered_stats(
-        hidden, weight, None, labels, -100, 1.0, 0.0, False, False, True, 256 << 20, None, None
-    )
+    found = kernels.filtered_stats(hidden, weight, None, labels, -100, 1.0, 0.0, False, False, True, 256 << 20, None)
     assert found is not None
     (lse, *_), saved = found
     noise = torch.randn(128, generator=torch.Generator().manual_seed(11)).to(DEVICE)
@@ -159,12 +145,12 @@ def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypat
     exact = kernels.logit_stats_backward(
         g, -g, None, None, hidden, weight, None, labels, lse, None, -100, 1.0, 0.0, True, True, False, 256 << 20
     )
-    tokens, tau = saved.order.tokens, torch.tensor(3e-2, device=DEVICE)
+    tokens, tau = saved.order.token_perm, torch.tensor(3e-2, device=DEVICE)
     *ours, report = kernels.token_filtered_gradients(
         saved, g[tokens], -g[tokens], weight, tau, 1.0, 0.0, True, True, True
     )
     wrong = [relative_error(a, b.double()) for a, b in zip(ours, exact, strict=False)]
-    assert 0 < report.outlook[3] < report.tiles
+    assert 0 < report.kept < report.tiles
     assert 0.5 < wrong[0] / float(report.error) < 2
     assert wrong[1] < 2 * wrong[0], "the weight's gradient"
 

@@ -105,7 +105,7 @@ def _plan(kind: str, arch: int, dtype: Any, hidden_size: int) -> Any:
 
 
 def _sparse(plan: Any, block_d: int, num_warps: int, num_stages: int) -> dict[str, Any]:
-    """The constants of a product with kept tiles: see hf_cce.kernels.filtered."""
+    """The constants of a product with kept tiles: see hf_cce.kernels.filter.sparse."""
     own = {"BLOCK_K": plan.sparse_block_k, "BLOCK_D": block_d, "num_warps": num_warps, "num_stages": num_stages}
     return {**plan.constants(), **own, "IN_PARTS": plan.in_parts}
 
@@ -128,7 +128,6 @@ PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "hidden gradient": ("filter", lambda p: _sparse(p, p.block_d, p.sparse_warps, p.hidden_stages)),
     "labels": ("forward", lambda plan: plan.label_constants()),
     "own blocks": ("forward", lambda plan: {}),  # the dtype alone
-    "rest": ("filter", lambda plan: plan.rest_constants()),
     "weight gradient": ("filter", lambda p: _sparse(p, p.weight_block_d, p.weight_warps, p.weight_stages)),
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ways import WAYS, applies, config_of, force, plain_options, takes, watch
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs, ops
-from hf_cce import state as state_module
+from hf_cce import filter_state as state_module
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
