@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from hf_cce.api import apply_cce, remove_cce, supported_models
     from hf_cce.callback import CCECallback
     from hf_cce.config import CCEConfig
+    from hf_cce.filter_state import FilterState
     from hf_cce.loss import linear_cross_entropy, linear_log_probs
-    from hf_cce.state import FilterState
 
 __version__ = "0.1.0"
 
@@ -27,7 +27,7 @@ __all__ = [
 _HOME = {
     "CCECallback": "callback",
     "CCEConfig": "config",
-    "FilterState": "state",
+    "FilterState": "filter_state",
     "apply_cce": "api",
     "linear_cross_entropy": "loss",
     "linear_log_probs": "loss",

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from hf_cce import early
 from hf_cce.config import CCEConfig
 from hf_cce.families import class_names, families
 from hf_cce.patches.causal_lm import patch, patch_of, unpatch
@@ -49,8 +48,6 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
         _refuse(type(base), why_refuse(base))
         _forget_graphs(base, patched=True)
         patch(base, config)
-    if config.implementation != "portable":
-        early.begin()
     return model
 
 

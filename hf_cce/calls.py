@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_cce.config import CCEConfig
-from hf_cce.state import FilterState
+from hf_cce.filter_state import FilterState
 
 _LIBRARIES = {"accelerate", "deepspeed", "hf_cce", "peft", "torch", "transformers", "trl"}
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from hf_cce import dispatch, ops, sharded
 from hf_cce.config import CCEConfig
+from hf_cce.filter_state import FilterState
 from hf_cce.head import transformed
 from hf_cce.reference import token_losses
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, Wanted
-from hf_cce.state import FilterState
 
 Reduction = Literal["mean", "sum", "none"]
 _LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_cce import fallback, reference
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
-from hf_cce.state import FilterState
+from hf_cce.filter_state import FilterState
 
 Gradients = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty where not needed
 Upstream = Sequence[Tensor | None]  # gradients of a strategy's outputs
@@ -250,13 +250,13 @@ class Filtered(Strategy):
         spec = self.spec
         factor = self.factor(x)
         result = kernels_module().filtered_cross_entropy(
-            *x, factor, *spec.form, spec.z_loss, spec.needs[1], spec.memory_budget, *self.state.known(x.weight)
+            *x, factor, *spec.form, spec.z_loss, spec.needs[1], spec.memory_budget, self.state.vocabulary(x.weight)
         )
         if result is None:
             return self.otherwise.forward(x)
         loss, self.left = result
         self.state.keep_vocabulary(x.weight, self.left.vocabulary)
-        return (loss,), Saved(self.left.lse, factor=factor, tokens=self.left.order.tokens)
+        return (loss,), Saved(self.left.lse, factor=factor, tokens=self.left.order.token_perm)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
         filtered, self.left = self.left, None
@@ -266,7 +266,7 @@ class Filtered(Strategy):
         measure = self.steered and state.measure()  # nobody would read what an unsteered call measures
         dh, dw, report = kernels_module().filtered_gradients(
             filtered, upstream[0], saved.factor, x.weight, self.tau, *spec.form[1:], spec.z_loss, *needs[:2], measure,
-            self.in_full(x, saved, upstream, needs), state.moved,
+            self.in_full(x, saved, upstream, needs), state.next_tau,
         )  # fmt: skip
         state.report(report)
         return dh, dw, None
@@ -277,7 +277,7 @@ class Filtered(Strategy):
 
     def in_full(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Callable[[], Gradients] | None:
         """The exact gradients, for a step that only finds out what the filter would do."""
-        if not self.state.keeps_all():
+        if not self.state.probe_only():
             return None
         spec = replace(self.spec, needs=needs)
         return lambda: recompute(
@@ -327,7 +327,7 @@ class FilteredStatistics(Filtered):
         spec, wanted = self.spec, self.otherwise.wanted
         self.factor(x)
         result = kernels_module().filtered_stats(
-            *x, *spec.form, wanted.entropy, wanted.top1, spec.needs[1], spec.memory_budget, *self.state.known(x.weight)
+            *x, *spec.form, wanted.entropy, wanted.top1, spec.needs[1], spec.memory_budget, self.state.vocabulary(x.weight)
         )
         if result is None:
             return self.otherwise.forward(x)
@@ -340,11 +340,11 @@ class FilteredStatistics(Filtered):
         filtered, self.left = self.left, None
         if filtered is None or upstream[3] is not None:
             return None
-        spec, state, tokens = self.spec, self.state, filtered.order.tokens
+        spec, state, tokens = self.spec, self.state, filtered.order.token_perm
         grads = stats_grads(saved.lse, upstream)
         dh, dw, report = kernels_module().token_filtered_gradients(
             filtered, grads.lse.index_select(0, tokens), grads.label.index_select(0, tokens), x.weight, self.tau,
-            *spec.form[1:], *needs[:2], state.measure(), self.in_full(x, saved, upstream, needs), state.moved,
+            *spec.form[1:], *needs[:2], state.measure(), self.in_full(x, saved, upstream, needs), state.next_tau,
         )  # fmt: skip
         state.report(report)
         return dh, dw, None

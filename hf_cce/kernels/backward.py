@@ -6,19 +6,18 @@ accumulated over slabs in float32. No atomics, so results repeat bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import Plan, ceil_div, empty_slab, make_plan, operand, row_major, slab_width, specialised
-from hf_cce.kernels.products import ALIGNED, multiply_add
-from hf_cce.kernels.scaled import buffer_rows, scaled_gradients
-from hf_cce.kernels.stored import Stored, label_logits, settle
+from hf_cce.kernels.exp_cache import ExpCache, Slab, exp_to_dlogits_
+from hf_cce.kernels.inputs import LogitInputs, TokenGrads
+from hf_cce.kernels.labels import LabelLogits, label_logits
+from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, slab_width, specialised
+from hf_cce.kernels.matmul import ALIGNED, multiply_add
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 
 
@@ -65,7 +64,7 @@ def _gradient_tile(
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
     in_rows = rows < num_tokens
-    # Counted from the start of the slab, Triton can tell that they are aligned, and stores vectors.
+    # Counted from the start of the slab, so that Triton knows that they are aligned, and stores vectors.
     place = col_block * BLOCK_N + tl.arange(0, BLOCK_N)
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     valid = label != ignore_index
@@ -87,7 +86,6 @@ def _gradient_tile(
     tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (place < slab_width)[None, :])
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "slab_start", "ignore_index"])
 def _logit_gradient_kernel(
     hidden,  # [N, D]
@@ -129,7 +127,7 @@ def _logit_gradient_kernel(
 ):
     num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(slab_width, BLOCK_N)
     if FLAGGED:
-        # Hardly ever anything to do: few programs, which find that out at little cost.
+        # Flags are rare: few programs, most of which only read theirs.
         row_block = tl.program_id(0)
         if tl.load(flags + row_block) != 0:
             for col_block in range(tl.program_id(1), num_col_blocks, tl.num_programs(1)):
@@ -151,7 +149,6 @@ def _logit_gradient_kernel(
         )  # fmt: skip
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "slab_start", "ignore_index"])
 def _label_entries_kernel(
     labels,  # [N]
@@ -179,57 +176,115 @@ def _label_entries_kernel(
     tl.store(at, (gradient * logit_scale).to(out.dtype.element_ty), mask=hit)
 
 
-class OfLabels(NamedTuple):
-    """What hf_cce.kernels.hopper wants to know of the labels: see ``label_logits``."""
-
-    logit: Tensor  # [N]
-    live: Tensor  # [row blocks]
-
-    def rows(self, rows: slice, block_m: int) -> OfLabels:
-        """Of the tokens ``rows``, which begin with a row block."""
-        return OfLabels(self.logit[rows], self.live[(rows.start or 0) // block_m :])
-
-
 def write_logit_gradient(
     out: Tensor,  # [N, width], written
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,
-    vectors: Sequence[Tensor | None],  # labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy: [N] each
+    inputs: LogitInputs,
+    grads: TokenGrads,
     start: int,
     stop: int,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
     plan: Plan,
     flags: Tensor | None = None,
-    of_labels: OfLabels | None = None,
+    label: LabelLogits | None = None,
 ) -> None:
-    """The gradient of the logits of the vocabulary from ``start`` to ``stop``; of flagged row blocks alone with ``flags``.
+    """The gradient of the logits of columns ``start`` to ``stop``; with ``flags`` only of flagged row blocks.
 
-    With ``of_labels``, and without flags, hf_cce.kernels.hopper does it.
+    With ``label``, and without flags, hf_cce.kernels.hopper does it.
     """
-    (n, d), v = hidden.shape, weight.shape[0]
-    if of_labels is not None and flags is None:
+    hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
+    n, d, v, _ = inputs.shape
+    if label is not None and flags is None:
         from hf_cce.kernels import hopper
 
-        labels, lse, _, grad_lse, grad_label, *_ = vectors
-        assert labels is not None and lse is not None and grad_lse is not None
-        hopper.write_logit_gradient(
-            out, hidden, weight, labels, of_labels.live, lse, grad_lse, start, stop, ignore_index, logit_scale
-        )
+        hopper.write_logit_gradient(out, inputs, grads, label, start, stop)
         _label_entries_kernel[(ceil_div(n, 256),)](
-            labels, lse, grad_lse, grad_label, of_labels.logit, out, start, stop - start, out.stride(0), n, ignore_index,
-            logit_scale, BLOCK=256, num_warps=4,
+            labels, grads.lse, grads.grad_lse, grads.grad_label, label.logit, out, start, stop - start, out.stride(0), n,
+            ignore_index, logit_scale, BLOCK=256, num_warps=4,
         )  # fmt: skip
         return
     rows, cols = ceil_div(n, plan.block_m), ceil_div(stop - start, plan.block_n)
     _logit_gradient_kernel[(rows * cols,) if flags is None else (rows, min(cols, 16))](
-        operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, *vectors, flags, out,
-        start, stop - start, out.stride(0), n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale,
-        softcap or 1.0, FLAGGED=flags is not None, HAS_MEAN=vectors[5] is not None, HAS_ENTROPY=vectors[6] is not None,
-        HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
+        operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels, grads.lse, grads.entropy,
+        grads.grad_lse, grads.grad_label, grads.grad_mean, grads.grad_entropy, flags, out, start, stop - start, out.stride(0),
+        n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0, FLAGGED=flags is not None,
+        HAS_MEAN=grads.grad_mean is not None, HAS_ENTROPY=grads.grad_entropy is not None, **inputs.flags,
+        **plan.constants(),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """Forms the gradients of one loss, in one pass over the logits or in several."""
+
+    inputs: LogitInputs
+    grads: TokenGrads
+    plan: Plan
+    cache: ExpCache | None
+    label: LabelLogits | None  # if hf_cce.kernels.hopper computes the tiles
+    grad_hidden: Tensor  # [N, D], written, like the next; empty where not needed
+    grad_weight: Tensor  # [V, D]
+    grad_bias: Tensor  # [V]
+    budget: int
+
+    def run(self) -> None:
+        (n, d, v, dtype), budget = self.inputs.shape, self.budget
+        of_vocabulary = bool(self.grad_weight.numel() or self.grad_bias.numel())
+        if (
+            self.cache is not None
+            or not self.grad_hidden.numel()
+            or dtype.itemsize == 4
+            or slab_width(n, v, dtype.itemsize, self.plan.block_n, budget) == v
+            or 4 * n * d <= budget // 2
+        ):
+            self.one_pass(slice(0, n), self.grad_hidden.numel() > 0, of_vocabulary)
+            return
+        # The float32 accumulator of all tokens would take more than half of the budget: a fifth GEMM instead.
+        if of_vocabulary:
+            self.one_pass(slice(0, n), False, True)
+        groups = ceil_div(4 * n * d, budget // 2)
+        size = ceil_div(ceil_div(n, groups), self.plan.block_m) * self.plan.block_m
+        for start in range(0, n, size):
+            self.one_pass(slice(start, min(n, start + size)), True, False)
+
+    def one_pass(self, rows: slice, for_hidden: bool, for_vocabulary: bool) -> None:
+        """Form gradients from the tokens ``rows``: those of the weight and the bias only over all of them."""
+        inputs, grads = self.inputs.tokens(rows), self.grads.tokens(rows)
+        hidden, weight = inputs.hidden, inputs.weight
+        label = None if self.label is None else self.label.tokens(rows, self.plan.block_m)
+        slabs = self.slabs(inputs, for_hidden)
+        cached = 0 if self.cache is None else len(self.cache.slabs)
+        several = len(slabs) > 1 or weight.shape[0] % ALIGNED > 0  # products
+        # In the result's own memory where its dtype is float32 or one product is all there is.
+        apart = for_hidden and several and hidden.element_size() < 4
+        total = torch.empty_like(hidden, dtype=torch.float32) if apart else self.grad_hidden[rows]
+        for number, (start, stop, values) in enumerate(slabs):
+            flags = None
+            if self.cache is not None and number < cached:
+                flags = exp_to_dlogits_(values, self.cache.label.logit, inputs, grads, self.plan.block_m, start)
+            write_logit_gradient(values, inputs, grads, start, stop, self.plan, flags, label)
+            gradient = values[:, : stop - start]  # [tokens, slab]
+            if for_vocabulary:
+                if self.grad_weight.numel():
+                    multiply_add(self.grad_weight[start:stop], gradient.t(), hidden, first=True)
+                if self.grad_bias.numel():
+                    self.grad_bias[start:stop] = gradient.sum(0, dtype=torch.float32)
+            if for_hidden:
+                multiply_add(total, gradient, weight[start:stop], first=start == 0)
+        if apart:
+            self.grad_hidden[rows] = total
+
+    def slabs(self, inputs: LogitInputs, for_hidden: bool) -> list[Slab]:
+        """Those that are cached, and the others, which are computed one after the other in the same memory."""
+        n, d, v, dtype = inputs.shape
+        if self.cache is not None:
+            cached = self.cache.slabs
+            first, scratch = cached[-1].stop, cached[-1].values
+        else:
+            width = slab_width(n, v, dtype.itemsize, self.plan.block_n, self.budget)
+            if (width < v or v % ALIGNED) and for_hidden and dtype.itemsize < 4:  # besides the accumulator
+                width = slab_width(n, v, dtype.itemsize, self.plan.block_n, self.budget - 4 * n * d)
+            cached, first, scratch = [], 0, empty_slab(inputs.hidden, n, width)
+        width = scratch.shape[1]
+        return [*cached, *(Slab(start, min(v, start + width), scratch) for start in range(first, v, width))]
 
 
 def logit_stats_backward(
@@ -250,111 +305,29 @@ def logit_stats_backward(
     need_weight: bool,
     need_bias: bool,
     memory_budget: int,
-    stored: Stored | None = None,
+    cache: ExpCache | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients as ``hf_cce.portable.logit_stats_backward``.
+    """Gradients as ``hf_cce.reference.logit_stats_backward``.
 
     Scratch, within the budget: one slab [N, width] and, with more than one slab, the float32 accumulator of the hidden states'
     gradient [N, D]. Where that accumulator would take more than half of the budget, the two gradients are formed in two
-    passes, the second over groups of tokens: a fifth GEMM, but no accumulator for all tokens. ``stored`` brings the first slab,
-    and the memory for the others, and may bring one before it in the memory of the weight's gradient.
+    passes, the second over groups of tokens. ``cache`` brings the first columns, and the memory for the others.
     """
-    (n, d), v = hidden.shape, weight.shape[0]
-    hidden, weight = row_major(hidden), row_major(weight)
-    bias = None if bias is None else bias.contiguous()
+    inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap).readable()
+    n, d, v, _ = inputs.shape
     grad_hidden = hidden.new_empty((n, d) if need_hidden else 0)  # rows in one piece, whatever those of hidden overlap
-    if stored is not None and stored.grad_weight is not None:
-        grad_weight = stored.grad_weight
+    if cache is not None and cache.grad_weight is not None:
+        grad_weight = cache.grad_weight
     else:
         grad_weight = weight.new_empty((v, d) if need_weight else 0)
     grad_bias = weight.new_empty(v if need_bias else 0)
     if n == 0:
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
-    plan = make_plan(hidden, weight, backward=True)
-    labels, lse, grad_lse, grad_label = (x.contiguous() for x in (labels, lse, grad_lse, grad_label))
-    vectors = (labels, lse, entropy, grad_lse, grad_label, grad_mean, grad_entropy)
-    per_token = [None if x is None else x.contiguous() for x in vectors]
-    settled = (labels, lse, grad_lse, grad_label)
-
-    of_labels = None
+    plan = make_plan(inputs.hidden, inputs.weight, backward=True)
+    grads = TokenGrads(lse, grad_lse, grad_label, entropy, grad_mean, grad_entropy).contiguous()
+    label = None
     if specialised(plan, bias, softcap, grad_mean, grad_entropy):
-        if stored is not None and stored.live is not None:
-            of_labels = OfLabels(stored.label_logit, stored.live)
-        else:
-            logit, live = label_logits(
-                hidden, weight, None, settled[0], ignore_index, logit_scale, softcap, plan, plan.block_m
-            )
-            of_labels = None if live is None else OfLabels(logit, live)
-
-    def write_gradient(
-        out: Tensor, rows: slice, vectors: Sequence[Tensor | None], start: int, stop: int, flags: Tensor | None
-    ) -> None:
-        labelled = None if of_labels is None else of_labels.rows(rows, plan.block_m)
-        write_logit_gradient(
-            out, hidden[rows], weight, bias, vectors, start, stop, ignore_index, logit_scale, softcap, plan, flags, labelled
-        )  # fmt: skip
-
-    def one_pass(rows: slice, for_hidden: bool, for_weight: bool) -> None:
-        """Form gradients from the tokens ``rows``; that of the weight, and the bias, only over all of them."""
-        h, vectors = hidden[rows], [None if x is None else x[rows] for x in per_token]
-        size, narrow = h.shape[0], h.element_size() < 4
-        if stored is None:
-            width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget)
-            if (width < v or v % ALIGNED) and for_hidden and narrow:
-                width = slab_width(size, v, h.element_size(), plan.block_n, memory_budget - 4 * size * d)
-        else:
-            width = stored.values.shape[1]
-        several = width < v or v % ALIGNED > 0  # products, those of what was lent apart
-        # In the result's own memory where its dtype is float32 or one product is all there is.
-        total = torch.empty_like(h, dtype=torch.float32) if for_hidden and several and narrow else grad_hidden[rows]
-        scratch = empty_slab(hidden, size, width) if stored is None else stored.values
-        lent = None if stored is None else stored.lent
-        first = 0 if lent is None else lent.shape[1]
-        slabs = [(start, min(v, start + width), scratch) for start in range(first, v, width)]
-        if lent is not None:  # whose memory the rows of all others are written to
-            slabs.insert(0, (0, first, lent))
-        for start, stop, slab in slabs:
-            flags = None
-            if stored is not None and start <= first:
-                of_slab = stored._replace(values=slab)
-                flags = settle(of_slab, *settled, ignore_index, logit_scale, softcap, plan.block_m, start)
-            write_gradient(slab, rows, vectors, start, stop, flags)
-            gradient = slab[:, : stop - start]  # [tokens, slab]
-            if for_weight:
-                if need_weight:
-                    multiply_add(grad_weight[start:stop], gradient.t(), h, first=True)
-                if need_bias:
-                    grad_bias[start:stop] = gradient.sum(0, dtype=torch.float32)
-            if for_hidden:
-                multiply_add(total, gradient, weight[start:stop], first=start == 0)
-        if for_hidden and total.dtype != hidden.dtype:
-            grad_hidden[rows] = total
-
-    if stored is not None:
-        at_a_time = buffer_rows(n, d, v, hidden.dtype, stored.values.shape[1], need_bias, memory_budget)
-        if at_a_time:
-            values = stored.values
-            scaled_gradients(
-                stored, hidden, weight, *settled, ignore_index, logit_scale, softcap, plan.block_m, at_a_time,
-                grad_hidden if need_hidden else None, grad_weight if need_weight else None,
-                lambda flags: write_gradient(values, slice(0, n), per_token, 0, v, flags),
-            )  # fmt: skip
-            return grad_hidden, grad_weight, grad_bias
-    everything = slice(0, n)
-    one_slab = slab_width(n, v, hidden.element_size(), plan.block_n, memory_budget) == v
-    if (
-        stored is not None
-        or not need_hidden
-        or hidden.element_size() == 4
-        or one_slab
-        or 4 * n * d <= memory_budget // 2
-    ):
-        one_pass(everything, need_hidden, need_weight or need_bias)
-    else:
-        if need_weight or need_bias:
-            one_pass(everything, False, True)
-        groups = ceil_div(4 * n * d, memory_budget // 2)
-        size = ceil_div(ceil_div(n, groups), plan.block_m) * plan.block_m
-        for start in range(0, n, size):
-            one_pass(slice(start, min(n, start + size)), True, False)
+        known = cache is not None and cache.label.active is not None
+        label = cache.label if cache is not None and known else label_logits(inputs, plan, plan.block_m)
+    _Backward(inputs, grads, plan, cache, label, grad_hidden, grad_weight, grad_bias, memory_budget).run()
     return grad_hidden, grad_weight, grad_bias

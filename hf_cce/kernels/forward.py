@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import Plan, ceil_div, make_plan, operand, padded, row_major, specialised
-from hf_cce.kernels.stored import label_logits
+from hf_cce.kernels.inputs import LogitInputs, TileStats
+from hf_cce.kernels.labels import LabelLogits, label_logits
+from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, specialised
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
 
-# Numbers that change from step to step must not make Triton compile again.
-@Kernel
+# do_not_specialize: numbers that change from step to step must not make Triton compile again.
 @triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
 def _tile_stats_kernel(
     hidden,  # [N, D]
@@ -30,11 +29,11 @@ def _tile_stats_kernel(
     tile_expectation,  # [T, N] Σ z exp(z) / Σ exp(z), if WANT_ENTROPY
     tile_lse2,  # [T, N] logsumexp of 2 z, if WANT_SQ
     tile_max,  # [T, N], if WANT_TOP1
-    tile_ratio,  # [T, N], if WANT_RATIO: see hf_cce.kernels.filter, like the next
+    tile_ratio,  # [T, N], if WANT_RATIO: see hf_cce.kernels.filter.select, like the next
     tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP
     label_logit,  # [N], written where the label lies in the tile; if STORE, read
-    stored,  # [N, stored_width], if STORE: see hf_cce.kernels.stored
-    stored_width,  # columns, or more: what is stored beyond the vocabulary is not read
+    exp_cache,  # [N, cache_width], if STORE: see hf_cce.kernels.exp_cache
+    cache_width,  # may reach beyond the vocabulary: nobody reads what is written there
     tile_stride,  # from one tile's statistics to the next column's: N, rounded up
     num_tokens,
     vocab_size,
@@ -98,7 +97,7 @@ def _tile_stats_kernel(
     if WANT_RATIO:
         some = tl.where(total > 0, total, 1.0)
         if HAS_SOFTCAP:
-            e = tl.where(e > 0, e * slope, 0.0)  # outside V the slope is not a number
+            e = tl.where(e > 0, e * slope, 0.0)  # outside V the slope is NaN
             damped = tl.sum(e, 1)
             tl.store(tile_damping + out, (damped / some).to(tl.bfloat16), mask=in_rows)
         else:
@@ -107,15 +106,15 @@ def _tile_stats_kernel(
         energy = tl.sum(e * e, 1) - damped * damped / width
         tl.store(tile_ratio + out, (tl.maximum(energy, 0.0) / (some * some)).to(tl.bfloat16), mask=in_rows)
     tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
-    if STORE and col < stored_width:
+    if STORE and col < cache_width:
         height = top - tl.load(label_logit + rows, mask=in_rows, other=0.0)
         scaled = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
-        if HAS_SOFTCAP and not WANT_RATIO:  # else it is in there
+        if HAS_SOFTCAP and not WANT_RATIO:  # with WANT_RATIO, e has the slope already
             scaled *= slope
-        at = stored + row.to(tl.int64) * stored_width + col
-        here = tl.arange(0, BLOCK_M)[:, None] * stored_width + tl.arange(0, BLOCK_N)[None, :]
-        in_store = in_rows[:, None] & (cols < stored_width)[None, :]
-        tl.store(at + here, scaled.to(stored.dtype.element_ty), mask=in_store)
+        at = exp_cache + row.to(tl.int64) * cache_width + col
+        here = tl.arange(0, BLOCK_M)[:, None] * cache_width + tl.arange(0, BLOCK_N)[None, :]
+        in_store = in_rows[:, None] & (cols < cache_width)[None, :]
+        tl.store(at + here, scaled.to(exp_cache.dtype.element_ty), mask=in_store)
     if WANT_ENTROPY:
         weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
         tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
@@ -123,7 +122,6 @@ def _tile_stats_kernel(
         tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _combine_kernel(
     tile_lse,  # [T, N], and so on: see _tile_stats_kernel
@@ -200,98 +198,40 @@ def _combine_kernel(
         tl.store(is_top1 + rows, valid & (target >= z_max), mask=in_rows)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
-def _survey_kernel(
-    labels,  # [N]
-    num_items,  # scalar, if HAS_ITEMS
-    divisor,
-    ok,  # scalar bool
-    factor,  # scalar
-    num_tokens,
-    vocab_size,
-    ignore_index,
-    HAS_ITEMS: tl.constexpr,
-    HAS_DIVISOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    bad = tl.zeros((BLOCK,), tl.int32)
-    count = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, num_tokens, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        label = tl.load(labels + at, mask=at < num_tokens, other=ignore_index)
-        valid = label != ignore_index
-        count += valid.to(tl.int32)
-        bad += (valid & ((label < 0) | (label >= vocab_size))).to(tl.int32)
-    tl.store(ok, tl.sum(bad) == 0)
-    if HAS_DIVISOR:
-        tl.store(factor, 1.0 / divisor)
-    else:
-        items = tl.load(num_items).to(tl.float32) if HAS_ITEMS else tl.sum(count).to(tl.float32)
-        tl.store(factor, tl.where(items == 0.0, 0.0, 1.0 / tl.where(items == 0.0, 1.0, items)))
-
-
-def survey_labels(
-    labels: Tensor, ignore_index: int, v: int, num_items: Tensor | None, divisor: float
-) -> tuple[Tensor, Tensor]:
-    """As ``hf_cce.portable.survey_labels``, in one launch instead of a dozen."""
-    labels = labels.contiguous()
-    ok = torch.empty((), dtype=torch.bool, device=labels.device)
-    factor = torch.empty((), dtype=torch.float32, device=labels.device)
-    _survey_kernel[(1,)](
-        labels, num_items, divisor, ok, factor, labels.numel(), v, ignore_index,
-        HAS_ITEMS=num_items is not None, HAS_DIVISOR=divisor > 0, BLOCK=4096, num_warps=8,
-    )  # fmt: skip
-    return ok, factor
-
-
 _FLAGS = ("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1")
 
 
 def tile_stats(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,
-    labels: Tensor,  # [N]
-    tiles: list[Tensor | None],  # T · padded(N) each: lse, and sum, expectation, lse of 2 z, maximum where wanted
-    label_logit: Tensor,  # [N]
-    first_col: int,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
+    inputs: LogitInputs,
+    tiles: TileStats,  # written
+    label: LabelLogits,
     plan: Plan,
-    tile_ratio: Tensor | None = None,
-    tile_damping: Tensor | None = None,
-    stored: Tensor | None = None,
-    live: Tensor | None = None,
+    first_col: int = 0,  # the vocabulary entry of the weight's first row
+    exp_cache: Tensor | None = None,  # [N, ·], written: see hf_cce.kernels.exp_cache
 ) -> None:
-    """Fill ``tiles`` and, for labels in [first_col, first_col + V), ``label_logit``; with ``stored`` that is read instead.
+    """Fill ``tiles``, and ``label.logit`` for labels in [first_col, first_col + V); with ``exp_cache`` that is read instead.
 
-    With ``live``, of ``label_logits``, hf_cce.kernels.hopper does it, and leaves ``label_logit`` as it is.
+    Where the active row blocks are known, hf_cce.kernels.hopper does it, and leaves ``label.logit`` as it is.
     """
-    n, v = labels.numel(), weight.shape[0]
-    if live is not None:
+    if label.active is not None:
         from hf_cce.kernels import hopper
 
-        assert tiles[0] is not None
-        hopper.tile_stats(
-            hidden, weight, labels, live, tiles[0], tile_ratio, label_logit, stored, padded(n), plan.block_n,
-            ignore_index, logit_scale,
-        )  # fmt: skip
+        hopper.tile_stats(inputs, tiles, label, exp_cache, plan.block_n)
         return
-    wants = [x is not None for x in tiles[1:]]
+    hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
+    n, d, v, _ = inputs.shape
+    wants = [x is not None for x in tiles[1:5]]
     _tile_stats_kernel[(ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
-        *tiles, tile_ratio, tile_damping, label_logit, stored, 0 if stored is None else stored.stride(0),
-        padded(n), n, v, first_col, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index,
-        logit_scale, softcap or 1.0,
-        **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tile_ratio is not None, STORE=stored is not None,
-        HAS_BIAS=bias is not None, HAS_SCALE=logit_scale != 1.0, HAS_SOFTCAP=softcap > 0, **plan.constants(),
+        *tiles, label.logit, exp_cache, 0 if exp_cache is None else exp_cache.stride(0),
+        padded(n), n, v, first_col, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
+        **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tiles.ratio is not None, STORE=exp_cache is not None,
+        **inputs.flags, **plan.constants(),
     )  # fmt: skip
 
 
 def combine(
-    tiles: list[Tensor | None],
+    tiles: TileStats,
     label_logit: Tensor,  # [N]
     labels: Tensor,  # [N]
     lse: Tensor,  # [N], written
@@ -303,7 +243,7 @@ def combine(
     """Fold the statistics of tiles into those of tokens."""
     n = labels.numel()
     _combine_kernel[(ceil_div(n, 32),)](
-        *tiles, label_logit, labels, lse, *outputs, padded(n), n, v, num_tiles, ignore_index,
+        *tiles[:5], label_logit, labels, lse, *outputs, padded(n), n, v, num_tiles, ignore_index,
         **dict(zip(_FLAGS, [x is not None for x in outputs], strict=True)), BLOCK_R=32, BLOCK_T=256, num_warps=8,
     )  # fmt: skip
 
@@ -322,38 +262,30 @@ def logit_stats(
     want_top1: bool,
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The statistics of ``hf_cce.portable.Stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
-    n, v = labels.numel(), weight.shape[0]
-    hidden, weight = row_major(hidden), row_major(weight)
-    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
+    """The statistics of ``hf_cce.reference.Stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
+    inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap).readable()
+    n, _, v, _ = inputs.shape
     wants = (want_mean, want_entropy, want_log_sum_sq, want_top1)
     lse = torch.empty(n, dtype=torch.float32, device=hidden.device)
-    label_logit = torch.empty_like(lse)
+    label = LabelLogits(torch.empty_like(lse), None)
     results = [
         torch.empty(n if want else 0, dtype=torch.bool if want and i == 3 else torch.float32, device=hidden.device)
         for i, want in enumerate(wants)
     ]
-    plan = make_plan(hidden, weight)
+    plan = make_plan(inputs.hidden, inputs.weight)
     num_tiles = ceil_div(v, plan.block_n)
     per_token = 4 * num_tiles * (1 + sum(wants))
     group = max(plan.block_m, memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
-    live = None
     if n and specialised(plan, bias, softcap, *wants):
-        label_logit, live = label_logits(
-            hidden, weight, bias, labels, ignore_index, logit_scale, softcap, plan, plan.block_m
-        )
+        label = label_logits(inputs, plan, plan.block_m)
     for start in range(0, n, group):
         rows = slice(start, min(n, start + group))
-        h, y = hidden[rows], labels[rows]
-        size = y.numel()
-        tiles = [
-            torch.empty(num_tiles * padded(size), device=hidden.device, dtype=torch.float32) if want else None
-            for want in (True, *wants)
-        ]
-        tile_stats(
-            h, weight, bias, y, tiles, label_logit[rows], 0, ignore_index, logit_scale, softcap, plan,
-            live=None if live is None else live[start // plan.block_m :],
-        )  # fmt: skip
+        of_group = inputs.tokens(rows)
+        size = num_tiles * padded(of_group.shape.n)
+        tiles = TileStats(
+            *(torch.empty(size, device=hidden.device, dtype=torch.float32) if want else None for want in (True, *wants))  # type: ignore[arg-type]
+        )
+        tile_stats(of_group, tiles, label.tokens(rows, plan.block_m), plan)
         outputs = [x[rows] if want else None for x, want in zip(results, wants, strict=True)]
-        combine(tiles, label_logit[rows], y, lse[rows], outputs, v, num_tiles, ignore_index)
-    return lse, label_logit, results[0], results[1], results[2], results[3]
+        combine(tiles, label.logit[rows], of_group.labels, lse[rows], outputs, v, num_tiles, ignore_index)
+    return lse, label.logit, results[0], results[1], results[2], results[3]

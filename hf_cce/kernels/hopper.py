@@ -1,12 +1,12 @@
-"""Tiles of logits on Hopper: one warp brings the operands, two groups of four warps multiply them, in turns.
+"""Warp-specialised tiles of logits on Hopper: one warp loads operands, two groups of four warps multiply them.
 
-A tile has 128 tokens and 256 columns; each group has half of its tokens. A group that finishes a tile, with its exponentials
-and its stores, leaves the tensor cores to the other one, which is ahead or behind by as many stages of operands as shared
-memory holds. Programs stay for many tiles, so that the next tile's operands are under way before one is finished.
+A tile has 128 tokens and 256 columns; each group has half of its tokens. While one group computes exponentials and stores, the
+other uses the tensor cores; it may be ahead or behind by as many stages of operands as shared memory holds. Programs are
+persistent, so that the next tile's operands are loaded before a tile is finished.
 
-Written in Gluon, Triton's lower level, whose kernels the interpreter cannot run: everything here has a twin in
-hf_cce.kernels.forward or hf_cce.kernels.backward, and tests compare the two on a GPU. ``hf_cce.kernels.plan.specialised`` says
-when it runs.
+Written in Gluon, which the interpreter cannot run: each function has a twin in hf_cce.kernels.forward or hf_cce.kernels.backward,
+and tests compare the two on a GPU.
+``hf_cce.kernels.launch_config.specialised`` says when it runs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import ceil_div, padded
+from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
+from hf_cce.kernels.labels import LabelLogits
+from hf_cce.kernels.launch_config import ceil_div, padded
 
-BLOCK_M = 128  # tokens of a tile, whose flags in ``live`` say whether there is anything to do
+BLOCK_M = 128  # tokens of a tile, whose flags in ``active`` say whether there is anything to do
 BLOCK_N = 256
 # 240 registers for each group and 24 for the warp that loads are what a processor has.
 REGISTERS = gl.constexpr(240)
@@ -51,10 +52,10 @@ def _position(tile, num_row_blocks, num_col_blocks, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _depth(live, tile, num_row_blocks, num_col_blocks, hidden_size, GROUP_M: gl.constexpr):
-    """How much of the hidden size a tile multiplies: nothing where all its tokens are ignored, or beyond the last tile."""
+def _depth(active, tile, num_row_blocks, num_col_blocks, hidden_size, GROUP_M: gl.constexpr):
+    """The hidden size, or 0 where all tokens of the tile are ignored and beyond the last tile: nothing to multiply."""
     row_block, _ = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
-    return gl.load(live + row_block, mask=tile < num_row_blocks * num_col_blocks, other=0) * hidden_size
+    return gl.load(active + row_block, mask=tile < num_row_blocks * num_col_blocks, other=0) * hidden_size
 
 
 @gluon.jit
@@ -64,8 +65,8 @@ def _load_tile(
 ):  # fmt: skip
     for k in range(0, depth, BLOCK_K):
         mbarrier.wait(free.index(stage), phase)
-        # The condition always holds. Without a use of the depth inside the loop, Triton 3.6 takes the one that the
-        # caller carries from tile to tile for dead, and all tiles get the first one's: the program then waits forever.
+        # The condition always holds. Without a use of `depth` inside the loop, Triton 3.6 drops it from the caller's loop over
+        # tiles, all tiles get the first one's depth, and the program hangs.
         mbarrier.expect(ready.index(stage), hidden.block_type.nbytes + weight.block_type.nbytes, pred=k < depth)
         _load_block(hidden, [row, k], ready.index(stage), h_ring.index(stage))
         _load_block(weight, [col, k], ready.index(stage), w_ring.index(stage))
@@ -78,15 +79,15 @@ def _load_tile(
 
 @gluon.jit
 def _load(
-    hidden, weight, h_ring, w_ring, ready, free, live, num_row_blocks, num_col_blocks, first_col, hidden_size,
+    hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     stage, phase = 0, 1  # the first wait for a free stage is none
-    ahead = _depth(live, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+    ahead = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
     for tile in range(gl.program_id(0), num_row_blocks * num_col_blocks, gl.num_programs(0)):
         row_block, col_block = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
         depth = ahead
-        ahead = _depth(live, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+        ahead = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
         stage, phase = _load_tile(
             hidden, weight, h_ring, w_ring, ready, free, row_block * BLOCK_M, first_col + col_block * BLOCK_N, depth,
             stage, phase, BLOCK_K, STAGES,
@@ -103,7 +104,7 @@ def _multiply(
         mbarrier.wait(ready.index(stage), phase)
         h = h_ring.index(stage).slice(HALF * ROWS, ROWS, 0)
         acc = warpgroup_mma(h, w_ring.index(stage).permute((1, 0)), acc, is_async=True)
-        # One product may be under way: what the one before it read is free.
+        # One product may be in flight; the operands of the one before it are free.
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(free.index(before), count=1, pred=k > 0)
         before = stage
@@ -144,7 +145,7 @@ def _tile_statistics(
 
 @gluon.jit
 def _store(value, out, row, col, finished, HALF: gl.constexpr, STORE_N: gl.constexpr):
-    """Bring ``value`` [ROWS, BLOCK_N] to ``out``, STORE_N columns at a time, by way of the group's two parts of ``finished``."""
+    """Store ``value`` [ROWS, BLOCK_N] to ``out``, STORE_N columns at a time, through the group's buffers in ``finished``."""
     ROWS: gl.constexpr = value.shape[0]
     BLOCK_N: gl.constexpr = value.shape[1]
     if BLOCK_N > STORE_N:
@@ -152,7 +153,7 @@ def _store(value, out, row, col, finished, HALF: gl.constexpr, STORE_N: gl.const
         _store(left, out, row, col, finished, HALF, STORE_N)
         _store(right, out, row, col + BLOCK_N // 2, finished, HALF, STORE_N)
     else:
-        # What was here must have been read, and by all warps of the group be known to be.
+        # The buffer's last store must have read it, and all warps of the group must know.
         PARTS: gl.constexpr = finished.shape[0] // 2
         here = HALF * PARTS + col // STORE_N % PARTS
         tma.store_wait(PARTS - 1)
@@ -165,7 +166,7 @@ def _store(value, out, row, col, finished, HALF: gl.constexpr, STORE_N: gl.const
 
 @gluon.jit
 def _work(
-    h_ring, w_ring, ready, free, finished, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
+    h_ring, w_ring, ready, free, finished, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
     tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size, ignore_index, logit_scale,
     WANT_RATIO: gl.constexpr, STORE: gl.constexpr, GRADIENT: gl.constexpr, HAS_SCALE: gl.constexpr, STAT_N: gl.constexpr,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -175,15 +176,15 @@ def _work(
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     stage, phase = 0, 0
-    ahead = _depth(live, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+    ahead = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
     for tile in range(gl.program_id(0), num_row_blocks * num_col_blocks, gl.num_programs(0)):
         row_block, col_block = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
         depth = ahead
-        ahead = _depth(live, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+        ahead = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
         row, col = row_block * BLOCK_M + HALF * ROWS, first_col + col_block * BLOCK_N
         rows = row + gl.arange(0, ROWS, ROW)
         in_rows = rows < num_tokens
-        # Loaded before the products, and not looked at until they are done.
+        # Loaded before the products, which hide the latency.
         if STORE or GRADIENT:
             label = gl.load(labels + rows, mask=in_rows, other=ignore_index)
         if GRADIENT:
@@ -210,7 +211,7 @@ def _work(
             )  # fmt: skip
             if STORE:
                 BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, e.type.layout))
-                # An ignored token's label logit is as good as infinite: nothing is stored of it but zeros.
+                # Zeros for ignored tokens.
                 at_label = gl.where(label != ignore_index, at_label, float("inf"))
                 height = top - gl.convert_layout(at_label, BY_ROW)[:, None]
                 value = (e * gl.exp(gl.minimum(height, 60.0)).expand_dims(2)).reshape([ROWS, BLOCK_N])
@@ -221,20 +222,19 @@ def _work(
         tma.store_wait(0)
 
 
-# Numbers that change from step to step must not make Triton compile again, nor flags from the middle of an array.
-@Kernel
-@gluon.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"], do_not_specialize_on_alignment=["live"])
+# Neither numbers that change from step to step nor flags from the middle of an array may make Triton compile again.
+@gluon.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"], do_not_specialize_on_alignment=["active"])
 def _specialised_tiles_kernel(
     hidden,  # [N, D] descriptor of blocks [BLOCK_M, BLOCK_K]
     weight,  # [V, D] descriptor of blocks [BLOCK_N, BLOCK_K]
-    live,  # [row blocks] int32: 0 where all tokens of the block are ignored, else 1
+    active,  # [row blocks] int32: 0 where all tokens of the block are ignored, else 1
     labels,  # [N], if STORE or GRADIENT
     lse,  # [N], if GRADIENT
     grad_lse,  # [N], if GRADIENT
     label_logit,  # [N], if STORE
     tile_lse,  # unless GRADIENT: see _tile_stats_kernel, like the next
     tile_ratio,  # if WANT_RATIO
-    # [N, out_width] descriptor of blocks [BLOCK_M / 2, STORE_N], written; if STORE: see hf_cce.kernels.stored; if GRADIENT:
+    # [N, out_width] descriptor of blocks [BLOCK_M / 2, STORE_N], written; if STORE: see hf_cce.kernels.exp_cache; if GRADIENT:
     # that of the logits, without the labels' own term
     out,
     out_width,
@@ -274,19 +274,19 @@ def _specialised_tiles_kernel(
     gl.warp_specialize(
         [
             (_work, (
-                h_ring, w_ring, ready, free, finished, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
+                h_ring, w_ring, ready, free, finished, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
                 ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 0, BLOCK_M, BLOCK_N, BLOCK_K,
                 STAGES, GROUP_M, STORE_N,
             )),
             (_work, (
-                h_ring, w_ring, ready, free, finished, live, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
+                h_ring, w_ring, ready, free, finished, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
                 ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 1, BLOCK_M, BLOCK_N, BLOCK_K,
                 STAGES, GROUP_M, STORE_N,
             )),
             (_load, (
-                hidden, weight, h_ring, w_ring, ready, free, live, num_row_blocks, num_col_blocks, first_col, hidden_size,
+                hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size,
                 BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
         ],
@@ -295,10 +295,9 @@ def _specialised_tiles_kernel(
 
 
 def constants() -> dict[str, int]:
-    """The shapes of a launch. Stages are fine: of more stages one group can be ahead of the other by more.
+    """The shapes of a launch: small stages, so that one group can be further ahead of the other.
 
-    Measured on an H200 (hf_cce/bench/results/2026-11-22-h200-specialised-stores.txt and -quarters.txt). What is stored at a time
-    is a quarter of a group's half tile, so that eight stages fit beside it.
+    Measured on an H200 (hf_cce/bench/results/2026-11-22-h200-specialised-stores.txt and -quarters.txt).
     """
     return {
         "BLOCK_M": BLOCK_M,
@@ -322,73 +321,50 @@ def blocks(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
 
 
 def _launch(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    live: Tensor,
-    first_col: int,
-    width: int,
-    ignore_index: int,
-    logit_scale: float,
-    labels: Tensor | None = None,
-    lse: Tensor | None = None,
-    grad_lse: Tensor | None = None,
-    label_logit: Tensor | None = None,
-    tile_lse: Tensor | None = None,
-    tile_ratio: Tensor | None = None,
-    out: Tensor | None = None,
-    tile_stride: int = 16,
+    inputs: LogitInputs,
+    label: LabelLogits,
+    start: int,  # columns of the vocabulary
+    stop: int,
+    out: Tensor | None,  # [N, ·], written: exponentials, or with ``grads`` the gradient of the logits
+    grads: TokenGrads | None = None,
+    tiles: TileStats | None = None,
     stat_n: int = BLOCK_N,
 ) -> None:
-    (n, d), v, shapes = hidden.shape, weight.shape[0], constants()
-    assert live.numel() >= ceil_div(n, BLOCK_M)
-    device = None if hidden.is_meta else hidden.device
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    _specialised_tiles_kernel[(min(processors, ceil_div(n, BLOCK_M) * ceil_div(width, BLOCK_N)),)](
-        blocks(hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(weight, BLOCK_N, shapes["BLOCK_K"]), live, labels, lse, grad_lse,
-        label_logit, tile_lse, tile_ratio, None if out is None else blocks(out, BLOCK_M // 2, shapes["STORE_N"]),
-        16 if out is None else padded(out.shape[1]), tile_stride, n, v, first_col, width, d, ignore_index, logit_scale,
-        WANT_RATIO=tile_ratio is not None, STORE=label_logit is not None, GRADIENT=lse is not None,
-        HAS_SCALE=logit_scale != 1.0, STAT_N=stat_n, **shapes, num_warps=4,
+    (n, d, v, _), shapes = inputs.shape, constants()
+    assert label.active is not None and label.active.numel() >= ceil_div(n, BLOCK_M)
+    label_logit = None if out is None or grads is not None else label.logit
+    lse, grad_lse = (None, None) if grads is None else (grads.lse, grads.grad_lse)
+    tile_lse, ratio = (None, None) if tiles is None else (tiles.lse, tiles.ratio)
+    processors = torch.cuda.get_device_properties(inputs.hidden.device).multi_processor_count
+    _specialised_tiles_kernel[(min(processors, ceil_div(n, BLOCK_M) * ceil_div(stop - start, BLOCK_N)),)](
+        blocks(inputs.hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(inputs.weight, BLOCK_N, shapes["BLOCK_K"]), label.active,
+        None if out is None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,
+        None if out is None else blocks(out, BLOCK_M // 2, shapes["STORE_N"]), 16 if out is None else padded(out.shape[1]),
+        16 if tiles is None else padded(n), n, v, start, stop - start, d, inputs.ignore_index, inputs.logit_scale,
+        WANT_RATIO=ratio is not None, STORE=label_logit is not None, GRADIENT=grads is not None,
+        HAS_SCALE=inputs.logit_scale != 1.0, STAT_N=stat_n, **shapes, num_warps=4,
     )  # fmt: skip
 
 
 def tile_stats(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    labels: Tensor,  # [N]
-    live: Tensor,  # [⌈N / BLOCK_M⌉] int32
-    tile_lse: Tensor,
-    tile_ratio: Tensor | None,
-    label_logit: Tensor,  # [N], read with ``stored``
-    stored: Tensor | None,
-    stride: int,
+    inputs: LogitInputs,
+    tiles: TileStats,
+    label: LabelLogits,
+    exp_cache: Tensor | None,
     block_n: int,
-    ignore_index: int,
-    logit_scale: float,
 ) -> None:
-    """As ``hf_cce.kernels.forward.tile_stats``, of tiles of ``block_n`` columns, 128 or 256; leaves ``label_logit`` as it is."""
+    """As ``hf_cce.kernels.forward.tile_stats``, for tiles of ``block_n`` columns, 128 or 256."""
     assert BLOCK_N % block_n == 0
-    _launch(
-        hidden, weight, live, 0, weight.shape[0], ignore_index, logit_scale, None if stored is None else labels,
-        label_logit=None if stored is None else label_logit, tile_lse=tile_lse, tile_ratio=tile_ratio, out=stored,
-        tile_stride=stride, stat_n=block_n,
-    )  # fmt: skip
+    _launch(inputs, label, 0, inputs.shape.v, exp_cache, tiles=tiles, stat_n=block_n)
 
 
 def write_logit_gradient(
     out: Tensor,  # [N, width], written
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    labels: Tensor,  # [N]
-    live: Tensor,  # [⌈N / BLOCK_M⌉] int32
-    lse: Tensor,  # [N]
-    grad_lse: Tensor,  # [N]
+    inputs: LogitInputs,
+    grads: TokenGrads,
+    label: LabelLogits,
     start: int,
     stop: int,
-    ignore_index: int,
-    logit_scale: float,
 ) -> None:
     """As ``hf_cce.kernels.backward.write_logit_gradient``, without the labels' own term."""
-    _launch(
-        hidden, weight, live, start, stop - start, ignore_index, logit_scale, labels, lse=lse, grad_lse=grad_lse, out=out
-    )  # fmt: skip
+    _launch(inputs, label, start, stop, out, grads)

@@ -16,9 +16,9 @@ def tile_position(tile, num_row_blocks, num_col_blocks, GROUP_M: tl.constexpr):
 
 @triton.jit
 def softcapped(x, softcap):
-    """softcap · tanh(x / softcap), from the exponential of a negative number: no overflow, and the interpreter has it too.
+    """softcap · tanh(x / softcap), by the exponential of a negative number, which cannot overflow.
 
-    Near zero 1 − e⁻²ᵗ would cancel, so there it is the Taylor series of tanh, which at t² = 0.09 is off by 5e-8 of itself.
+    Near zero 1 − e⁻²ᵗ would cancel, so there it is the Taylor series of tanh, exact in float32 up to t² = 0.09.
     """
     t = x / softcap
     t2 = t * t
@@ -53,7 +53,7 @@ def tile_logits(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """softcap · tanh(logit_scale · (h Wᵀ + b) / softcap) of one tile, [BLOCK_M, BLOCK_N] float32. Outside V: whatever."""
+    """softcap · tanh(logit_scale · (h Wᵀ + b) / softcap) of one tile, [BLOCK_M, BLOCK_N] float32; undefined outside V."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     cols = col + tl.arange(0, BLOCK_N)
     if TMA and not GATHER:
@@ -98,10 +98,8 @@ def tile_gradient(
     col,  # the first of cols
     label,  # [BLOCK_M]
     valid,  # [BLOCK_M] not ignored
-    row_lse,  # [BLOCK_M], infinite where the label is ignored: p = 0 there this way, whatever the finite logits are
-    # [BLOCK_M] the gradient of lse, zero in ignored rows whatever comes from upstream: a sum over no tokens, divided by their
-    # number, brings infinity
-    g,
+    row_lse,  # [BLOCK_M], infinite where the label is ignored, so that p = 0 there
+    g,  # [BLOCK_M] the gradient of lse, zero in ignored rows: upstream gradients may be infinite there
     entropy,  # [N] and so on: pointers
     grad_label,
     grad_mean,

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_cce.calls import Call, Stats, outside
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import DeferredLogits
+from hf_cce.filter_state import FilterState
 from hf_cce.head import (
     LINEAR,
     PARTITIONED,
@@ -47,7 +48,6 @@ from hf_cce.head_input import HeadInput
 from hf_cce.patches import peft_tuner, tensor_parallel, trl, zero3
 from hf_cce.patches.refused import labels_position
 from hf_cce.policy import PolicyLogits
-from hf_cce.state import FilterState
 from hf_cce.terms import TermSum
 
 STATE = "_hf_cce"

@@ -239,7 +239,7 @@ def test_which_tiles_a_hopper_gpu_gets(version: str, end: str, monkeypatch: pyte
     assert doctor.hopper_tiles("9.0", "bfloat16", version).endswith(end)
     assert not doctor.hopper_tiles("8.9", "bfloat16", version) and not doctor.hopper_tiles("9.0", "float32", version)
     triton = pytest.importorskip("triton")
-    from hf_cce.kernels import plan
+    from hf_cce.kernels import launch_config
 
     monkeypatch.setattr(triton, "__version__", version)
-    assert plan.specialises() is end.startswith("of")
+    assert launch_config.specialises() is end.startswith("of")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,11 +102,8 @@ def test_what_the_filter_does_not_know_goes_another_way(options: Options, monkey
     assert taken["filtered"] == taken["filtered gradients"] == 0
 
 
-@pytest.mark.parametrize("stored", [0, 2])
-def test_inputs_that_are_not_contiguous(stored: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``stored``: where columns are, a kernel reads the hidden states as they come."""
+def test_inputs_that_are_not_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = force(monkeypatch, "filtered")
-    monkeypatch.setattr(FilterState, "expected", lambda self: (1.0, stored))
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
@@ -210,10 +205,10 @@ def test_what_rounded_logits_would_make_of_the_gradients(options: Options, monke
 @pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
 def test_what_rounded_logits_would_make_of_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 of 600 are measured; one in 24 is unsure, and moved by rounding more than the others."""
-    from hf_cce.kernels import layout
+    from hf_cce.kernels.filter import error
 
     force(monkeypatch, "filtered")
-    monkeypatch.setattr(layout, "SAMPLED", 16)
+    monkeypatch.setattr(error, "ROUNDED_TOKENS", 64)
     hidden, weight, labels = peaked(600, 32, 230, torch.float16, seed=5)
     hidden[torch.randperm(600, generator=torch.Generator().manual_seed(5))[:25]] *= 0.25
     state = FilterState()
@@ -245,12 +240,12 @@ def test_dropped_tiles_keep_their_mass(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the identity for hidden states the weight's gradient is that of the logits, and each of its tiles can be looked at."""
-    from hf_cce.kernels import filtered
+    from hf_cce.kernels.filter import run as filter_run
 
     force(monkeypatch, "filtered")
-    # What hf_cce.kernels.tilt adds to the weight's gradient has no tile of its own.
-    real = filtered.make_layout
-    monkeypatch.setattr(filtered, "make_layout", lambda *a: dataclasses.replace(real(*a), tilted=False))
+    # What hf_cce.kernels.filter.corrections adds to the weight's gradient has no tile of its own.
+    real = filter_run.plan_workspace
+    monkeypatch.setattr(filter_run, "plan_workspace", lambda *a: dataclasses.replace(real(*a), corrected=False))
     n, v = 48, 200
     g = torch.Generator().manual_seed(1)
     weight = 2 * torch.randn(v, n, generator=g) + 3 * torch.randn(v, 1, generator=g)
@@ -262,7 +257,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     exact, twin = (run_plain(inputs, labels, options, dtype)[2] for dtype in (torch.float64, torch.float32))
     actual = run(inputs, labels, 0.1, options, state)[2]
     assert actual is not None and state._vocabulary is not None
-    order, rank = (x.long() for x in (state._vocabulary[1].order, state._vocabulary[1].rank))
+    order, rank = (x.long() for x in (state._vocabulary[1].vocab_perm, state._vocabulary[1].inv_vocab_perm))
     rows = torch.where(labels >= 0, rank[labels.clamp_min(0)], v).argsort(stable=True)
     p = full_logits(inputs[0].double(), weight.double(), None, options).softmax(-1).t()
     dropped = 0
@@ -295,7 +290,7 @@ def test_tokens_in_the_order_of_their_labels(
     v: int, largest: int | None, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By column where most labels are, by block of columns beyond; ignored ones last, and equal ones as they came."""
-    from hf_cce.kernels import order
+    from hf_cce.kernels.filter import order
 
     if largest is not None:
         monkeypatch.setattr(order, "LARGEST", largest)
@@ -307,18 +302,19 @@ def test_tokens_in_the_order_of_their_labels(
     labels[3] = rank.argmax()  # the last column of all
     found = order.sort_tokens(labels, order.Vocabulary(rank.argsort().int(), rank), -100)
     columns = torch.where(labels < 0, v, rank[labels.clamp_min(0)].long())
-    assert torch.equal(found.labels.long(), columns[found.tokens])
+    assert torch.equal(found.labels.long(), columns[found.token_perm])
     fine = v if largest is not None else 16_384
     keys = torch.where(columns < fine, columns, fine + (columns - fine) // 128)
     keys[labels < 0] = v + 1
-    assert torch.equal(found.tokens, keys.argsort(stable=True))
+    assert torch.equal(found.token_perm, keys.argsort(stable=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "d", "v"), [(1, 8, 40), (70, 72, 131), (200, 600, 300)])
 def test_hidden_states_are_moved_where_their_labels_logits_are_made(n: int, d: int, v: int, dtype: torch.dtype) -> None:
-    from hf_cce.kernels.plan import filter_plan
-    from hf_cce.kernels.stored import label_logits
+    from hf_cce.kernels.inputs import LogitInputs
+    from hf_cce.kernels.labels import label_logits
+    from hf_cce.kernels.launch_config import filter_plan
 
     (wide, weight, _), labels = make_inputs(n, 2 * d, v, dtype, DEVICE)
     hidden, weight = wide[:, :d], weight[:, :d].contiguous()
@@ -327,37 +323,34 @@ def test_hidden_states_are_moved_where_their_labels_logits_are_made(n: int, d: i
     columns = torch.where(labels < 0, v, labels).int()[tokens]
     hidden[tokens[columns == v]] = float("nan")  # as padding may be: it must not get into what is read of the token
     in_order, plan = hidden[tokens], filter_plan(hidden, weight)
-    of_labels = (columns, v, 0.5, 5.0, plan, plan.block_m, order)
-    logit, live = label_logits(in_order, weight, None, *of_labels)
+    inputs, how = LogitInputs(hidden, weight, None, columns, v, 0.5, 5.0), (plan, plan.block_m, order)
+    logit, live = label_logits(inputs._replace(hidden=in_order), *how)
     moved = torch.full((n + 1, d), 7.0, dtype=dtype, device=DEVICE)
-    at_once, lives = label_logits(hidden, weight, None, *of_labels, tokens, moved[:n])
+    at_once, lives = label_logits(inputs, *how, tokens, moved[:n])
     assert torch.equal(moved[:n].view(torch.uint8), in_order.contiguous().view(torch.uint8))
     assert bool((moved[n] == 7.0).all())
     assert torch.equal(at_once, logit) and torch.equal(lives, live)
     assert n == 1 or (bool((columns == v).any()) and bool(logit.any()))
 
 
-def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows: bool, room: int | None) -> list[Any]:
+def force_workspace(
+    monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_weight: bool, room: int | None
+) -> list[Any]:
     """Filtered losses run in slabs of so many column blocks, with so much room in a pass; None: one. Returns their layouts."""
-    from hf_cce.kernels import filtered
+    from hf_cce.kernels.filter import run as filter_run
 
     used: list[Any] = []
 
-    def plan_and_layout(
-        hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int, expected: Any
-    ) -> Any:
-        plan = filtered.filter_plan(hidden, weight)
+    def plan_and_workspace(hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int) -> Any:
+        plan = filter_run.filter_plan(hidden, weight)
         n, v = hidden.shape[0], weight.shape[0]
         rows, cols = -(-n // plan.block_m), -(-v // plan.block_n)
         slab = v if blocks is None else blocks * plan.block_n
         slots, passes = (rows * cols, 1) if room is None else (room + rows, -(-rows * cols // room))
-        stored = 0 if expected is None else min(expected.stored, cols - 1)
-        used.append(filtered.Layout(slab, keep_rows, slots, room or slots, passes, n, True, stored, min(rows, 2)))
+        used.append(filter_run.Workspace(slab, keep_weight, slots, room or slots, passes, n, True))
         return plan, used[-1]
 
-    monkeypatch.setattr(filtered, "plan_and_layout", plan_and_layout)
-    # On a GPU it would ask for a layout too, to list the launches, unless an equal step was compiled before.
-    monkeypatch.setattr("hf_cce.kernels.ahead._begin", lambda problem: SimpleNamespace(count=0))
+    monkeypatch.setattr(filter_run, "plan_and_workspace", plan_and_workspace)
     return used
 
 
@@ -371,21 +364,12 @@ def force_layout(monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_rows:
 )
 @pytest.mark.parametrize("need_weight", [True, False], ids=["trained", "frozen"])
 def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_cce.kernels import filtered
 
     force(monkeypatch, "filtered")
     inputs, labels = filter_data(40, 32, 200)
-    results, waiting = [], []
-    select = filtered.select
-
-    def watched(*args: Any) -> Any:
-        kept = select(*args)
-        waiting.append(int(kept.aside))
-        return kept
-
-    monkeypatch.setattr(filtered, "select", watched)
-    # Of the last three, whose rows lie in order where the gradient will be, that of the weight from the first pass finds room to
-    # wait in one only; in the others its tiles are computed again.
+    results = []
+    # In the last three, the rows of the weight lie in order where its gradient will be. Of a pass for each column block, most
+    # gradients stay in that order until all passes are through; and the scratch has room for some columns of them at a time.
     for layout in (
         (None, True, None),
         (2, False, None),
@@ -394,12 +378,10 @@ def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monke
         (None, True, 15),
         (None, True, 9),
     ):
-        used, state = force_layout(monkeypatch, *layout), FilterState()
+        used, state = force_workspace(monkeypatch, *layout), FilterState()
         loss, hidden, weight = run(inputs, labels, wanted, SOFT, state, (True, need_weight))
         assert len(used) == 1
         results.append(([loss, hidden, *([weight] if need_weight else [])], state.stats()))
-    if wanted == KEEPS_ALL:
-        assert waiting == [0, 0, 0, 0, 5 if need_weight else 0, 0]
     first, stats = results[0]
     for other, other_stats in results[1:]:
         assert (other_stats["kept"], other_stats["tau"]) == (stats["kept"], stats["tau"])
@@ -408,193 +390,15 @@ def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monke
             assert_as_good(a, e, e, name)
 
 
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "frozen", "weight"])
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        ((3, False, 4), 0.0),
-        ((3, False, 4), 0.3),
-        ((None, True, 1), 0.3),
-        ((None, True, 15), 0.0),
-        ((None, True, 9), 0.0),
-    ],
-    ids=["gathered none", "gathered some", "one at a time", "waiting", "no room to wait"],
-)
-def test_more_tiles_than_expected(
-    layout: Any, expected: float, needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What passes were not launched for is computed all the same."""
-    from hf_cce.kernels import filtered
-
-    force(monkeypatch, "filtered")
-    inputs, labels = filter_data(40, 32, 200)
-    launched = {}
-    for name in ("_kept_tiles_kernel", "_rest_hidden_kernel", "_rest_weight_kernel"):
-        real = getattr(filtered, name)
-
-        class Counted:
-            def __getitem__(self, grid: Any, name: str = name, real: Any = real) -> Any:
-                launched[name] = launched.get(name, 0) + 1
-                return real[grid]
-
-        monkeypatch.setattr(filtered, name, Counted())
-    results = []
-    for share in (None, expected):
-        used = force_layout(monkeypatch, *layout)
-        known = None if share is None else (share, 0)
-        monkeypatch.setattr(FilterState, "expected", lambda self, known=known: known)
-        launched.clear()
-        results.append(run(inputs, labels, 0.03, SOFT, state := FilterState(), needs))
-        stats = state.stats()
-        if share is None:
-            assert "_rest_hidden_kernel" not in launched and "_rest_weight_kernel" not in launched
-    slots, passes = used[0].room, 1 + math.floor(filtered.MARGIN * expected * 21 / used[0].room)
-    assert stats["kept"] * 21 > slots * passes and passes < used[0].passes  # some are left
-    assert launched.get("_rest_hidden_kernel", 0) == needs[0] and launched.get("_rest_weight_kernel", 0) == needs[1]
-    first, other = results
-    for a, e, name in zip(other, first, ("loss", "hidden", "weight"), strict=True):
-        assert (a is None) == (e is None)
-        if a is not None and e is not None:
-            assert_as_good(a, e, e, name)
-
-
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
-@pytest.mark.parametrize("expected", [0.0, 0.3])
-def test_gradients_wait_for_more_passes_than_were_launched(expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The columns that wait, before the last pass with a tile, are then more than those whose gradients are there."""
-    from hf_cce.kernels import filtered
-
-    force(monkeypatch, "filtered")
-    inputs, labels = filter_data(40, 8, 200)
-    select, seen = filtered.select, []
-
-    def watched(*args: Any) -> Any:
-        kept = select(*args)
-        seen.append((int(kept.aside), kept.pass_block.tolist()))
-        return kept
-
-    monkeypatch.setattr(filtered, "select", watched)
-    results = []
-    for share in (None, expected):
-        used = force_layout(monkeypatch, None, True, 4)
-        known = None if share is None else (share, 0)
-        monkeypatch.setattr(FilterState, "expected", lambda self, known=known: known)
-        results.append(run(inputs, labels, KEEPS_ALL, SOFT, FilterState()))
-    launched = 1 + math.floor(filtered.MARGIN * expected * 21 / 4)
-    aside, first_blocks = seen[-1]
-    assert launched < used[0].passes and aside > first_blocks[launched]
-    for a, e, name in zip(*reversed(results), ("loss", "hidden", "weight"), strict=True):
-        assert_as_good(a, e, e, name)
-
-
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs; see test_filter_gpu.py")
-@pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "frozen", "weight"])
-@pytest.mark.parametrize(
-    ("layout", "stored"),
-    [
-        ((None, True, None), 2),
-        ((None, True, 15), 1),
-        ((None, True, 1), 4),
-        ((2, False, 4), 3),
-        ((3, False, None), 6),
-    ],
-    ids=["one pass", "waiting", "one at a time", "gathered", "all but one"],
-)
-def test_values_of_the_first_columns_are_kept(
-    layout: Any, stored: int, needs: tuple[bool, bool], options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is dropped of them, and they need not be computed again; tokens whose values do not fit are."""
-    from hf_cce.kernels import filtered
-
-    force(monkeypatch, "filtered")
-    inputs, labels = make_inputs(40, 32, 200, torch.float32, DEVICE, bias=True, ignored="some")
-    with torch.no_grad():  # one token is off by more than the values' limit, unless a softcap forbids it
-        inputs[0][7] *= 200
-    monkeypatch.setattr(FilterState, "expected", lambda self: (1.0, stored))
-    exact, twin = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
-    alone = tuple(None if x is None else x.detach() for x in (inputs[0][7:8], *inputs[1:]))
-    assert labels[7] >= 0 and run_plain(alone, labels[7:8])[0] > 60
-    listed, select = [], filtered.select
-
-    def watched(*args: Any) -> Any:
-        kept = select(*args)
-        listed.append((kept.tiles[: kept.start[-1]] // kept.place.shape[1], kept.place[:stored], int(kept.outlook[0])))
-        return kept
-
-    monkeypatch.setattr(filtered, "select", watched)
-    used = force_layout(monkeypatch, *layout)
-    actual = run(inputs, labels, KEEPS_ALL, options, FilterState(), needs)
-    assert used[0].stored == stored
-    columns, place, computed = listed[-1]
-    assert columns.min() >= stored and place.min() >= 0 and computed == len(columns) + stored * 3
-    for name, a, t, e, need in zip(("loss", "hidden", "weight"), actual, twin, exact, (True, *needs), strict=True):
-        assert (a is not None) == need
-        if a is not None:
-            assert_as_good(a, t, e, name)
-
-
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
-@pytest.mark.parametrize("stored", [0, 3])
-@pytest.mark.parametrize("tau", [0.01, 0.1])
-def test_what_is_worth_storing(tau: float, stored: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first columns that together have most kept tiles beyond a share of all; and what would be left to list then."""
-    from hf_cce.kernels import filtered
-
-    force(monkeypatch, "filtered")
-    monkeypatch.setattr(FilterState, "expected", lambda self: (1.0, stored))
-    monkeypatch.setattr(FilterState, "threshold", lambda *a: torch.tensor(tau))
-    hidden, weight, labels = peaked(120, 32, 460)
-    force_layout(monkeypatch, None, True, None)
-    select, seen = filtered.select, []
-    monkeypatch.setattr(filtered, "select", lambda *a: seen.append(select(*a)) or seen[-1])
-    for share in (0.3, 0.6):
-        monkeypatch.setattr(filtered, "WORTH_STORING_BOTH", share)
-        run((hidden, weight, None), labels, 0.1, PLAIN, FilterState())
-        kept = seen[-1]
-        rows = kept.place.shape[1]
-        dropped = kept.place < 0
-        largest = kept.energy[dropped].max()
-        counts = (kept.energy > largest).sum(1)  # ties aside, what the threshold keeps, in stored columns as in others
-        assert not dropped[:stored].any() and torch.equal(counts[stored:], (~dropped).sum(1)[stored:])
-        gains = [int(counts[:i].sum()) - i * math.ceil(share * rows) for i in range(len(counts) + 1)]
-        best = gains.index(max(gains))
-        listed = int(counts[stored:].sum())
-        assert kept.outlook.tolist() == [listed + stored * rows, best, int(counts[best:].sum()), int(counts.sum())]
-        assert int(kept.start[-1]) == listed
-        seen.clear()
-    assert 0 < best < len(counts)
-
-
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
-def test_steps_store_what_earlier_ones_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as a share was looked at, and no gradient is the worse for it."""
-    from hf_cce.kernels import filtered
-
-    force(monkeypatch, "filtered")
-    monkeypatch.setattr(filtered, "WORTH_STORING_BOTH", 0.3)
-    hidden, weight, labels = peaked(120, 32, 460)
-    used = force_layout(monkeypatch, None, True, None)
-    monkeypatch.setattr("hf_cce.state.POINTLESS", 2.0)  # filtered, whatever it keeps
-    state, found = FilterState(), []
-    for _ in range(4):
-        found.append(run((hidden, weight, None), labels, KEEPS_ALL, PLAIN, state))
-    assert [layout.stored > 0 for layout in used] == [False, False, True, True]
-    exact = run_plain((hidden, weight, None), labels)
-    for name, before, after, e in zip(("loss", "hidden", "weight"), found[0], found[-1], exact, strict=True):
-        assert_as_good(after, before, e, name)
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     n=st.integers(1, 40_000), d=st.integers(1, 8192), v=st.integers(1, 300_000), budget=st.integers(1 << 20, 1 << 31),
-    softcap=st.booleans(), need_weight=st.booleans(), half=st.booleans(), stored=st.integers(0, 3000),
+    softcap=st.booleans(), need_weight=st.booleans(), half=st.booleans(),
 )  # fmt: skip
 def test_layouts_stay_within_the_budget(
-    n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool, stored: int
+    n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool
 ) -> None:
-    check_layout(n, d, v, budget, softcap, need_weight, half, stored)
+    check_layout(n, d, v, budget, softcap, need_weight, half)
 
 
 @pytest.mark.parametrize("budget", [32 << 20, 64 << 20, 96 << 20, 128 << 20, 256 << 20, 1 << 30])
@@ -610,68 +414,52 @@ def test_layouts_of_usual_sizes(budget: int) -> None:
     ):
         for need_weight in (True, False):
             found += check_layout(n, d, v, budget, False, need_weight, True)
-            found += check_layout(n, d, v, budget, False, need_weight, True, 40)
     assert found or budget < 64 << 20
 
 
-def check_layout(
-    n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool, stored: int = 0
-) -> bool:
+def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool) -> bool:
     """Whether there is a layout; fails if what ``filtered`` allocates by it, counted anew here, exceeds the budget."""
-    from hf_cce.kernels.layout import MAX_PASSES, make_layout
-    from hf_cce.kernels.plan import Plan
+    from hf_cce.kernels.filter.workspace import MAX_PASSES, plan_workspace
+    from hf_cce.kernels.launch_config import Plan
 
     block_m, block_n = (128, 128) if half else (64, 64)
-    element = 2 if half else 4
-    given = (n, d, v, element, softcap, need_weight, Plan(block_m, block_n, 64, 4, 3, False, "ieee"), budget)
-    layout, without = make_layout(*given, stored), make_layout(*given)
+    dtype = torch.bfloat16 if half else torch.float32
+    element = dtype.itemsize
+    given = (n, d, v, dtype, softcap, need_weight, Plan(block_m, block_n, 64, 4, 3, False, "ieee"), budget)
+    layout = plan_workspace(*given)
     if layout is None:
         return False
     rows, cols = -(-n // block_m), -(-v // block_n)
     slots, room, passes = layout.slots, layout.room, layout.passes
-    assert 0 <= layout.stored <= min(stored, cols - 1)
-    # what is stored needs no passes, so that there may even be a better one
-    assert without is not None and (layout.keep_rows, layout.tilted) >= (without.keep_rows, without.tilted)
-    if not layout.stored:
-        assert layout == without
-    tiles = rows * (cols - layout.stored)
+    tiles = rows * cols
     assert layout.slab % block_n == 0 or layout.slab == v
-    assert min(n, 8) <= layout.sampled <= min(n, 64)
+    assert min(n, 4) <= layout.measured_at_once <= min(n, 64)
     assert passes == 1 or room + rows <= slots
     assert room * passes >= tiles and slots <= tiles and passes <= MAX_PASSES
     # all that lives from the forward pass to the end: the orders of vocabulary and tokens, their rows, blocks' means
     always = 8 * v + 12 * n + element * (cols + n) * d
-    always += element * (d * d + 16 * (v + d) * need_weight) * layout.tilted
+    always += element * (d * d + 16 * (v + d) * need_weight) * layout.corrected
     # rows of the weight in order; with a gradient of the weight its memory serves
-    in_order = element * v * d if layout.keep_rows and not need_weight else 0
+    in_order = element * v * d if layout.keep_weight and not need_weight else 0
     statistics = cols * n * (4 + 2 + (2 if softcap else 0))
-    tables = rows * cols * (4 + 4 + 4 + 8)  # place, tiles, tile_rows, row_tiles
+    tables = rows * cols * (4 + 4 + 4 + 8)  # kept_slot, tiles, tile_rows, row_tiles
     # with its sums over tokens and over column blocks, and below it, from the start, what the covariance is multiplied by
-    mass = element * (cols + d * layout.tilted) * n + 8 * cols * rows + 4 * -(-cols // 16) * n
-    # with what the second programs make of the row blocks with the longest lists
-    total, spread = 4 * (n + layout.split * block_m) * d, 4 * cols * d * need_weight
+    mass = element * (cols + d * layout.corrected) * n + 8 * cols * rows + 4 * -(-cols // 16) * n
+    total, spread = 4 * n * d, 4 * cols * d * need_weight
     scratch = slots * block_m * block_n * element
-    width = layout.stored * block_n
-    values = element * width * (n + (0 if layout.keep_rows else d))  # with the rows that go with them
-    of_stored = total * (width > 0) + element * width * d * need_weight  # what they give, there before the choice
     moments = {
-        "forward": statistics + values + (0 if layout.keep_rows else element * layout.slab * d),
-        "stored": statistics + values + of_stored,
-        "choice": statistics + of_stored + tables + mass,
-        "measurement": statistics
-        + of_stored
-        + tables
-        + mass
-        + layout.sampled * v * (4 + element * (1 if layout.keep_rows else 2)),
-        "covariance": (statistics + of_stored + tables + mass + 4 * d * d + max(16 << 20, element * block_n * d))
-        * layout.tilted,
-        "leaning": (statistics + of_stored + tables + mass + 4 * d * d + element * n * d + 64 * (v + 8 * d))
-        * layout.tilted
+        "forward": statistics + (0 if layout.keep_weight else element * layout.slab * d),
+        "choice": statistics + tables + mass,
+        "measurement": statistics + tables + mass + layout.measured_at_once * v * (24 if softcap else 16),
+        "covariance": (statistics + tables + mass + 4 * d * d + max(16 << 20, element * block_n * d))
+        * layout.corrected,
+        "leaning": (statistics + tables + mass + 4 * d * d + element * n * d + 64 * (v + 8 * d))
+        * layout.corrected
         * need_weight,
         # both factors of one product: means and covariance are copied for it
-        "mass of hidden": tables + mass + max(total, of_stored) + element * (cols + d) * d * layout.tilted,
-        "mass of weight": tables + mass + max(total, of_stored) + spread,
-        "products": tables + total + spread + scratch + element * width * d * need_weight,
+        "mass of hidden": tables + mass + total + element * (cols + d) * d * layout.corrected,
+        "mass of weight": tables + mass + total + spread,
+        "products": tables + total + spread + scratch,
     }
     for name, size in moments.items():
         assert always + in_order + size <= budget + 64 * n, f"{name}: {always + in_order + size} of {budget}, {layout}"

@@ -21,8 +21,8 @@ from transformers import TrainerCallback
 from ways import KEEPS_ALL, backward_of, force, peaked
 
 from hf_cce import CCECallback, CCEConfig, FilterState, apply_cce, linear_cross_entropy, remove_cce
-from hf_cce import state as state_module
-from hf_cce.kernels.layout import Report
+from hf_cce import filter_state as state_module
+from hf_cce.kernels.filter.workspace import FilterReport
 from hf_cce.patches.causal_lm import patch_of
 
 pytest.importorskip("triton")
@@ -64,12 +64,12 @@ ROUNDING = (
 )  # what "auto" is told that rounding the logits makes of the gradients of hidden states and weight
 
 
-def told(error: float, kept: int = 10, weight_error: float | None = None) -> Report:
+def told(error: float, kept: int = 10, weight_error: float | None = None) -> FilterReport:
     """What a backward pass reports; of a frozen weight where no error of its gradient is given."""
     of_weight = (None, None) if weight_error is None else (torch.tensor(weight_error), torch.tensor(ROUNDING[1]))
     errors = (torch.tensor(error), of_weight[0], torch.tensor(ROUNDING[0]), of_weight[1])
-    return Report(
-        torch.tensor([kept, 0, kept, kept], dtype=torch.int32),
+    return FilterReport(
+        torch.tensor(kept, dtype=torch.int32),
         100,
         torch.tensor([1.0]),
         50,
@@ -244,7 +244,7 @@ class Event:
 
 def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
     state, hidden, event = FilterState(), torch.zeros(1), Event()
-    state._share = state_module._Underway(torch.tensor([50, 3, 40, 90]), event, 100, state_module.READ_AFTER)
+    state._pending = state_module._PendingCount(torch.tensor(90), event, 100, state_module.READ_AFTER)
     for state._calls in range(
         state_module.READ_AFTER
     ):  # however soon it is there, the step that looks is always the same
@@ -253,10 +253,9 @@ def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
     rested = 0
     while state.threshold(0.01, hidden) is None:
         rested += 1
-    assert rested == state_module.DENSE_STEPS and state._share is None and event.waits == 1
-    state._share = state_module._Underway(torch.tensor([90, 3, 40, 50]), event, 100, 0)
-    assert state.threshold(0.01, hidden) is not None and state._share is None
-    assert state.expected() == (0.4, 3)
+    assert rested == state_module.PAUSE_STEPS and state._pending is None and event.waits == 1
+    state._pending = state_module._PendingCount(torch.tensor(50), event, 100, 0)
+    assert state.threshold(0.01, hidden) is not None and state._pending is None
 
 
 @pytest.mark.parametrize("wanted", ["auto", 0.02])
@@ -268,8 +267,8 @@ def test_after_a_rest_it_is_measured_as_at_first(wanted: Any) -> None:
         tau_of(state, wanted)
         state.report(told(target))
     assert not state.measure()
-    state._share = state_module._Underway(torch.tensor([90, 3, 40, 90]), Event(), 100, 0)
-    for _ in range(state_module.DENSE_STEPS):
+    state._pending = state_module._PendingCount(torch.tensor(90), Event(), 100, 0)
+    for _ in range(state_module.PAUSE_STEPS):
         assert state.threshold(wanted, torch.zeros(1, dtype=torch.bfloat16)) is None
     before, measured = tau_of(state, wanted), 0
     state.report(told(target / 3))
@@ -288,12 +287,12 @@ def test_a_step_while_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = force(monkeypatch, "filtered")
     state = FilterState()
     filtered = step(state)
-    state._share = state_module._Underway(torch.tensor([99, 0, 99, 99]), Event(), 100, 0)
+    state._pending = state_module._PendingCount(torch.tensor(99), Event(), 100, 0)
     exact = step(state)
     assert taken["filtered"] == taken["filtered gradients"] == 1 and sum(taken.values()) == 4
     assert state.stats()["dense"] == 1.0
     assert_as_good(exact, filtered, filtered, "weight")
-    state._dense = 0
+    state._paused = 0
     step(state)
     assert taken["filtered"] == 2 and state.stats()["dense"] == 0.0
 
@@ -302,36 +301,36 @@ def test_a_step_while_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_order_of_the_vocabulary_serves_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "SORT_EVERY", 3)
-    monkeypatch.setattr(state_module, "POINTLESS", 1.0)  # filtered, whatever it keeps
+    monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)  # filtered, whatever it keeps
     state, orders = FilterState(), []
     for _ in range(7):
         step(state)
         assert state._vocabulary is not None
         orders.append(state._vocabulary[1])
     for number, order in enumerate(orders):
-        assert (order.order is orders[number - 1].order) == (number % 3 != 0)
+        assert (order.vocab_perm is orders[number - 1].vocab_perm) == (number % 3 != 0)
     # Another head, or another dtype, whose tiles may differ: an order of its own.
     for options in ({"v": 70}, {"d": 24, "v": 70}, {"d": 24, "v": 70, "dtype": torch.float16}):
         state._calls = 1
-        before = state._vocabulary[1].order
+        before = state._vocabulary[1].vocab_perm
         step(state, **options)  # type: ignore[arg-type]
-        assert state._vocabulary[1].order is not before
-        assert torch.equal(state._vocabulary[1].order.sort().values[-70:], torch.arange(70, dtype=torch.int32))
+        assert state._vocabulary[1].vocab_perm is not before
+        assert torch.equal(state._vocabulary[1].vocab_perm.sort().values[-70:], torch.arange(70, dtype=torch.int32))
 
 
 @cpu_only
 def test_a_tilt_serves_several_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, "filtered")
-    for name, value in (("SORT_EVERY", 2), ("TILT_EVERY", 4), ("POINTLESS", 1.0)):
+    for name, value in (("SORT_EVERY", 2), ("COVARIANCE_EVERY", 4), ("PAUSE_SHARE", 1.0)):
         monkeypatch.setattr(state_module, name, value)
     state, found = FilterState(), []
     for _ in range(9):
         step(state)
-        assert state._vocabulary is not None and state._vocabulary[1].tilt is not None
+        assert state._vocabulary is not None and state._vocabulary[1].covariance is not None
         found.append(state._vocabulary[1])
     for number, (before, after) in enumerate(itertools.pairwise(found), 1):
         assert (after is before) == (number % 2 != 0)
-        assert (after.tilt is before.tilt) == (number % 4 != 0)
+        assert (after.covariance is before.covariance) == (number % 4 != 0)
 
 
 @cpu_only
@@ -339,7 +338,7 @@ def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(monkeypatch: pytes
     """Until the share it would keep is known, by a threshold that a measurement has moved; and again after each rest."""
     taken = force(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "AUTO_TAU", 0.05)
-    monkeypatch.setattr(state_module, "DENSE_STEPS", 2)
+    monkeypatch.setattr(state_module, "PAUSE_STEPS", 2)
     hidden, weight, labels = peaked(60, 32, 230, torch.bfloat16)
 
     def gradients(wanted: Any, state: FilterState, again: bool = False) -> list[Tensor]:
@@ -352,7 +351,7 @@ def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(monkeypatch: pytes
 
     whole = gradients("auto", FilterState(), again=True)
     for pointless, expected in ((0.99, "wwffff"), (0.0, "wwddwwddwwd")):
-        monkeypatch.setattr(state_module, "POINTLESS", pointless)
+        monkeypatch.setattr(state_module, "PAUSE_SHARE", pointless)
         state, found = FilterState(), ""
         for _ in expected:
             before = taken["filtered gradients"]
@@ -373,14 +372,14 @@ def test_the_first_rehearsal_looks_where_its_measurements_point(monkeypatch: pyt
     hidden, weight, labels = peaked(60, 32, 230, torch.bfloat16)
     weight.requires_grad_()
 
-    def rehearse(state: FilterState) -> None:
+    def probe(state: FilterState) -> None:
         linear_cross_entropy(hidden, weight, labels, config=CCEConfig("triton"), filter_state=state).backward()
 
     kept = []
     for first in (0.002, 0.05, 0.2):
         monkeypatch.setattr(state_module, "AUTO_TAU", first)
         state = FilterState()
-        rehearse(state)
+        probe(state)
         moved = state.stats()["tau"]
         assert_near(moved, tau_of(state, "auto"), "where the threshold goes")
         assert abs(moved / first - 1) > 0.1
@@ -388,7 +387,7 @@ def test_the_first_rehearsal_looks_where_its_measurements_point(monkeypatch: pyt
         again = FilterState()
         again.threshold("auto", torch.zeros(1, dtype=torch.bfloat16))
         again._calls, again._tau = state_module.MEASURE_FIRST, torch.tensor(moved)
-        rehearse(again)  # measures nothing
+        probe(again)  # measures nothing
         assert again.stats()["kept"] == kept[-1] and again.stats()["tau"] == moved
     assert kept[0] > kept[-1]
 
@@ -437,12 +436,12 @@ def test_stats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cpu_only
 def test_nothing_is_measured_where_nobody_keeps_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_cce.kernels import filtered
+    from hf_cce.kernels.filter import run as filter_run
 
     force(monkeypatch, "filtered")
     measured = []
-    real = filtered.hidden_error
-    monkeypatch.setattr(filtered, "hidden_error", lambda *a: measured.append(1) or real(*a))
+    real = filter_run.estimate_errors
+    monkeypatch.setattr(filter_run, "estimate_errors", lambda *a: measured.append(1) or real(*a))
     step(None)  # type: ignore[arg-type]
     assert not measured
     step(FilterState())
@@ -556,7 +555,7 @@ def test_the_state_lives_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @cpu_only
 def test_the_callback_logs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = force(monkeypatch, "filtered")
-    monkeypatch.setattr(state_module, "POINTLESS", 1.0)
+    monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
     seen: list[dict[str, Any]] = []
 
     class Later(TrainerCallback):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from losses import make_inputs
 from numerics import budget, relative_error
-from test_ahead import described
 from torch import Tensor
 from ways import KEEPS_ALL, force, peaked
 
@@ -128,66 +126,14 @@ def test_where_it_is_not_for(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not calls
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts launches in the interpreter")
-@pytest.mark.parametrize("needs", [(True, True), (True, False)], ids=["both", "frozen"])
-def test_what_is_launched_was_listed(needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rehearsal, of filtered steps, and of one that rests."""
-    from hf_cce.kernels import ahead, launch
-
-    force(monkeypatch, "filtered")
-    hidden, weight, labels = peaked(60, 32, 600, torch.bfloat16)
-    leaves = [x.requires_grad_(need) for x, need in zip((hidden, weight), needs, strict=True)]
-    launched, real = set(), launch.Kernel.__getitem__
-
-    def spy(self: Any, grid: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> None:
-            launched.add(described(self.jitted.fn.__name__, kwargs))
-            real(self, grid)(*args, **kwargs)
-
-        return run
-
-    state = FilterState()
-    with monkeypatch.context() as patch:
-        patch.setattr(launch.Kernel, "__getitem__", spy)
-        for known, resting in ((None, 0), (None, 0), ((1.0, 2), 0), (None, 1)):
-            state._seen, state._share, state._dense = known, None, resting
-            found = linear_log_probs(*leaves, labels, **WANTED, config=CCEConfig("triton"), filter_state=state)
-            found.log_probs.sum().backward()
-            state._trying = False
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
-    problem = ahead.Problem(
-        True, None, (*needs, False), torch.bfloat16, 600, 32, (32, 1), (32, 1), False, torch.int64, None, True,
-        -100, 1.0, 0.0, 0.0, torch.device("cuda", 0), 60, 256 << 20, (True, True),
-    )  # fmt: skip
-    with launch.listing() as launches:
-        ahead._step(problem, *ahead._without_memory(problem))
-    assert len(launched) > 10
-    assert launched <= {described(kernel.jitted.fn.__name__, kwargs) for kernel, _, kwargs in launches}
-
-
-def test_values_are_not_stored_beside_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile has no registers for both; steps to come are known by what they would have stored all the same."""
-    from hf_cce import kernels
-
-    force(monkeypatch, "filtered")
-    hidden, weight, labels = peaked(60, 32, 600, torch.bfloat16, DEVICE)
-    result = kernels.filtered_stats(
-        hidden, weight, None, labels, -100, 1.0, 0.0, True, True, True, 256 << 20, None, (0.1, 4)
-    )
-    assert result is not None and not result[1].layout.stored and result[1].expected == (0.1, 4)
-
-
 @pytest.mark.parametrize("kind", ["heavy", "both signs"])
 def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tokens weighed apart by orders of magnitude, and of gradients that nearly add up to nothing."""
     from hf_cce import kernels
 
-    monkeypatch.setattr("hf_cce.kernels.layout.SAMPLED", 16)
+    monkeypatch.setattr("hf_cce.kernels.filter.error.MEASURED_TOKENS", 16)
     hidden, weight, labels = peaked(128, 48, 600, torch.float32, DEVICE, seed=2)
-    found = kernels.filtered_stats(
-        hidden, weight, None, labels, -100, 1.0, 0.0, False, False, True, 256 << 20, None, None
-    )
+    found = kernels.filtered_stats(hidden, weight, None, labels, -100, 1.0, 0.0, False, False, True, 256 << 20, None)
     assert found is not None
     (lse, *_), saved = found
     noise = torch.randn(128, generator=torch.Generator().manual_seed(11)).to(DEVICE)
@@ -199,12 +145,12 @@ def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypat
     exact = kernels.logit_stats_backward(
         g, -g, None, None, hidden, weight, None, labels, lse, None, -100, 1.0, 0.0, True, True, False, 256 << 20
     )
-    tokens, tau = saved.order.tokens, torch.tensor(3e-2, device=DEVICE)
+    tokens, tau = saved.order.token_perm, torch.tensor(3e-2, device=DEVICE)
     *ours, report = kernels.token_filtered_gradients(
         saved, g[tokens], -g[tokens], weight, tau, 1.0, 0.0, True, True, True
     )
     wrong = [relative_error(a, b.double()) for a, b in zip(ours, exact, strict=False)]
-    assert 0 < report.outlook[3] < report.tiles
+    assert 0 < report.kept < report.tiles
     assert 0.5 < wrong[0] / float(report.error) < 2
     assert wrong[1] < 2 * wrong[0], "the weight's gradient"
 

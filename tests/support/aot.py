@@ -83,14 +83,14 @@ def launch_literals(name: str) -> dict[str, Any]:
 
 
 def _plan(kind: str, arch: int, dtype: Any, hidden_size: int) -> Any:
-    """What hf_cce.kernels.plan picks on that architecture for aligned tensors; ``kind``: forward, backward or filter."""
+    """What hf_cce.kernels.launch_config picks on that architecture for aligned tensors; ``kind``: forward, backward or filter."""
     import torch
 
-    from hf_cce.kernels import plan
+    from hf_cce.kernels import launch_config
 
     tensor = SimpleNamespace(
         device=SimpleNamespace(type="cuda"), dtype=dtype, shape=(8192, hidden_size), stride=lambda _: hidden_size,
-        element_size=lambda: dtype.itemsize, data_ptr=lambda: 0, is_meta=False,
+        element_size=lambda: dtype.itemsize, data_ptr=lambda: 0,
     )  # fmt: skip
     properties = SimpleNamespace(multi_processor_count=132)  # enters no kernel, only how many programs are launched
     with (
@@ -98,12 +98,14 @@ def _plan(kind: str, arch: int, dtype: Any, hidden_size: int) -> Any:
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
     ):
         return (
-            plan.filter_plan(tensor, tensor) if kind == "filter" else plan.make_plan(tensor, tensor, kind == "backward")
+            launch_config.filter_plan(tensor, tensor)
+            if kind == "filter"
+            else launch_config.make_plan(tensor, tensor, kind == "backward")
         )
 
 
 def _sparse(plan: Any, block_d: int, num_warps: int, num_stages: int) -> dict[str, Any]:
-    """The constants of a product with kept tiles: see hf_cce.kernels.filtered."""
+    """The constants of a product with kept tiles: see hf_cce.kernels.filter.sparse."""
     own = {"BLOCK_K": plan.sparse_block_k, "BLOCK_D": block_d, "num_warps": num_warps, "num_stages": num_stages}
     return {**plan.constants(), **own, "IN_PARTS": plan.in_parts}
 
@@ -126,7 +128,6 @@ PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "hidden gradient": ("filter", lambda p: _sparse(p, p.block_d, p.sparse_warps, p.hidden_stages)),
     "labels": ("forward", lambda plan: plan.label_constants()),
     "own blocks": ("forward", lambda plan: {}),  # the dtype alone
-    "rest": ("filter", lambda plan: plan.rest_constants()),
     "weight gradient": ("filter", lambda p: _sparse(p, p.weight_block_d, p.weight_warps, p.weight_stages)),
 }
 
@@ -183,7 +184,7 @@ def builds(arch: int) -> Iterator[Build]:
 
 def _function(spec: Spec) -> Any:
     module, _, name = spec.kernel.rpartition(".")
-    return getattr(import_module(f"hf_cce.kernels.{module}"), name).jitted
+    return getattr(import_module(f"hf_cce.kernels.{module}"), name)
 
 
 def _describe(dtype: Any, c: dict[str, Any]) -> str:

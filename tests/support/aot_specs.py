@@ -47,13 +47,14 @@ TYPES = {
     "tile_damping": "*bf16",
     "tile_stride": "i32:16",
     "order": "*i32",
-    "rank": "*i32",
+    "vocab_perm": "*i32",
+    "inv_vocab_perm": "*i32",
+    "token_perm": "*i64",
     "energy": "*fp32",
     "part": "*fp32",
     "tau": "*fp32",
-    "sampled": "*i64",
     "mass": "*T",
-    **dict.fromkeys(("place", "count", "counts", "sums", "start", "flags", "aside", "outlook"), "*i32"),
+    **dict.fromkeys(("kept_slot", "kept_counts", "counts", "sums", "first_kept", "flags"), "*i32"),
     **dict.fromkeys(("pass_of", "pass_block", "pass_start"), "*i32"),
     **dict.fromkeys(("tiles", "tile_rows", "row_pass", "row_order"), "*i32"),
     "row_tiles": "*i64",
@@ -64,12 +65,8 @@ TYPES = {
             "num_programs",
             "num_tiles",
             "pass_number",
-            "first_pass",
             "room",
-            "capacity",
             "first",
-            "num_columns",
-            "pays",
         ),
         "i32",
     ),
@@ -98,11 +95,11 @@ OF_TOKENS = {"WANT_ENTROPY": True, "WANT_TOP1": True}
 TOKEN_FLAGS = dict.fromkeys(("HAS_BIAS", "HAS_SCALE", "HAS_SOFTCAP"), True)
 WANTS = dict.fromkeys(("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1"), True)
 GATHERED = {"plain": {}, "gather": {"GATHER": True}}
-# Of 8,192 tokens and a vocabulary of 152,064: what the launches of hf_cce.kernels.filter compute
+# Of 8,192 tokens and a vocabulary of 152,064: what the launches of hf_cce.kernels.filter.select compute
 ROWS, COLS = {"ROWS": 64}, {"COLS": 2048}
 
 HOPPER = {
-    "live": "*i32",
+    "active": "*i32",
     "tile_ratio": "*bf16 if WANT_RATIO",
     "out_width": "i32:16",
     "first_col": "i32",
@@ -116,8 +113,8 @@ SPECS = (
         types={
             "tile_ratio": "*bf16 if WANT_RATIO",
             "tile_damping": "*bf16 if WANT_RATIO and HAS_SOFTCAP",
-            "stored": "*T if STORE",
-            "stored_width": "i32:16",
+            "exp_cache": "*T if STORE",
+            "cache_width": "i32:16",
             "first_col": "i32",
         },
         variants={
@@ -133,8 +130,8 @@ SPECS = (
         types={
             "tile_ratio": "*bf16 if WANT_RATIO",
             "tile_damping": "*bf16 if WANT_RATIO and HAS_SOFTCAP",
-            "stored": "*T if STORE",
-            "stored_width": "i32:16",
+            "exp_cache": "*T if STORE",
+            "cache_width": "i32:16",
             "first_col": "i32",
             "labels": "*i32",
         },
@@ -197,17 +194,17 @@ SPECS = (
         },
     ),
     Spec(
-        "sparse._kept_tiles_kernel",
+        "filter.sparse._kept_tiles_kernel",
         plan="kept tiles",
         types={"weight": "tile BLOCK_N BLOCK_K unless GATHER", "labels": "*i32", "scratch": "*T"},
         variants={
             **GATHERED,
             "everything": TOKEN_FLAGS,
-            "gather everything": {"GATHER": True, "AGAIN": True, **TOKEN_FLAGS},
+            "gather everything": {"GATHER": True, **TOKEN_FLAGS},
         },
     ),
     Spec(
-        "sparse._hidden_gradient_kernel",
+        "filter.sparse._hidden_gradient_kernel",
         plan="hidden gradient",
         types={
             "scratch": "tile BLOCK_M BLOCK_K",
@@ -215,144 +212,87 @@ SPECS = (
             "total": "*fp32",
             "tokens": "*i64",
             "out": "*T",
-            "split": "i32",
         },
         variants=GATHERED,
     ),
     Spec(
-        "sparse._weight_gradient_kernel",
+        "filter.sparse._weight_gradient_kernel",
         plan="weight gradient",
         types={
             "scratch": "tile BLOCK_K BLOCK_N",
             "hidden": "tile BLOCK_K BLOCK_D",
-            "spread": "*fp32",
-            "leans": "*fp32 if LEANS",
-            "along": "*T if LEANS",
-            "back": "*T if LEANS",
+            "block_sums": "*fp32",
+            "block_mass": "*fp32 if CORRECTED",
+            "row_coeffs": "*T if CORRECTED",
+            "basis": "*T if CORRECTED",
             "out": "*T",
         },
-        constants={"DIRECTIONS": 16},
-        variants={"plain": {"LEANS": True}, "odd": {"WAIT": True}},
-    ),
-    *(
-        Spec(
-            f"rest._rest_{name}_kernel",
-            plan="rest",
-            types={"hidden": "*T", "weight": "*T", "labels": "*i32", **types},
-            constants={"DIRECTIONS": 16},
-        )
-        for name, types in (
-            ("hidden", {"total": "*fp32", "tokens": "*i64", "out": "*T"}),
-            (
-                "weight",
-                {
-                    "spread": "*fp32",
-                    "leans": "*fp32 if LEANS",
-                    "along": "*T if LEANS",
-                    "back": "*T if LEANS",
-                    "out": "*T",
-                },
-            ),
-        )
+        constants={"RANK": 16},
+        variants={"plain": {"CORRECTED": True}, "odd": {"IN_PLACE": True}},
     ),
     Spec(
-        "sparse._join_kernel",
+        "filter.sparse._reorder_rows_kernel",
         plan="filter blocks",
-        types={"total": "*fp32", "tokens": "*i64", "out": "*T"},
-        constants={"BLOCK_D": 32},
+        types={"gradient": "*T", "buffer": "*T", "first": "i32:16", "width": "i32:16"},
     ),
-    Spec("sparse._aside_kernel", plan="filter blocks", types={"gradient": "*T", "scratch": "*T"}),
-    Spec("order._order_kernel", types={"by_logit": "*i64", "padded": "i32:16"}),
+    Spec("filter.order._order_kernel", types={"by_logit": "*i64", "padded": "i32:16"}),
     Spec(
-        "order._place_kernel",
+        "filter.order._place_kernel",
         types={"keys": "*i16", "columns": "*i32", "tokens": "*i64", "labels": "*i32"},
         constants={"BLOCK_R": 16},
     ),
-    Spec("order._key_kernel", types={"columns": "*i32", "keys": "*i16"}, constants={"FINE": 16384}),
+    Spec("filter.order._key_kernel", types={"columns": "*i32", "keys": "*i16"}, constants={"FINE": 16384}),
     Spec(
-        "order._permute_rows_kernel",
+        "filter.order._permute_rows_kernel",
         plan="filter blocks",
         types={"weight": "*T", "out": "*T", "means": "*T", "first_block": "i32", "stride": "i32:16"},
     ),
-    Spec("order._put_rows_kernel", types={"rows": "*T", "out": "*T"}, constants={"BLOCK_N": 32, "BLOCK_D": 128}),
-    Spec("tilt._gram_kernel", types={"vectors": "*fp32", "out": "*fp64"}, constants={"SIZE": 16, "STEP": 16}),
     Spec(
-        "tilt._turn_kernel",
-        types={"vectors": "*fp32", "factors": "*fp64", "out": "*fp32"},
-        constants={"SIZE": 16, "STEP": 16},
+        "filter.corrections._row_coeffs_kernel",
+        plan="filter blocks",
+        types={"product": "*fp32", "out": "*T"},
+        constants={"SIZE": 16},
     ),
     Spec(
-        "tilt._orthogonal_kernel",
-        types={"gram": "*fp64", "out": "*fp64", "num_parts": "i32"},
-        constants={"SIZE": 16, "SMALLEST": 1e-13},
-    ),
-    Spec("tilt._along_kernel", plan="filter blocks", types={"product": "*fp32", "out": "*T"}, constants={"SIZE": 16}),
-    Spec(
-        "tilt._tilted_rows_kernel",
+        "filter.corrections._mass_weighted_hidden_kernel",
         types={"hidden": "*T", "mass": "*fp32", "out": "*T", "num_tiles": "i32", "out_stride": "i32:16"},
         variants={"plain": {}, "transposed": {"TRANSPOSED": True}, "absolute": {"ABSOLUTE": True}},
     ),
     Spec(
-        "tilt._centred_rows_kernel",
+        "filter.corrections._centered_rows_kernel",
         plan="filter blocks",
         types={"weight": "*T", "scale": "*fp32", "out": "*T", "first_block": "i32", "stride": "i32:16"},
     ),
     Spec(
-        "filter._score_kernel",
+        "filter.select._score_kernel",
         plan="filter blocks",
         types={"labels": "*i32", "span": "i32"},
     ),
-    Spec("filter._count_kernel"),
-    Spec("filter._sum_counts_kernel"),
-    Spec("filter._columns_kernel", types={"stored": "i32"}, constants=ROWS),
-    Spec("filter._scan_kernel", types={"stored": "i32"}, constants=COLS),
-    Spec("filter._rows_kernel", types={"stored": "i32"}, constants={"PASSES_2": 16}),
-    Spec("filter._longest_first_kernel", constants=ROWS),
+    Spec("filter.select._count_kernel"),
+    Spec("filter.select._sum_counts_kernel"),
+    Spec("filter.select._columns_kernel", constants=ROWS),
+    Spec("filter.select._scan_kernel", constants=COLS),
+    Spec("filter.select._rows_kernel", constants={"PASSES_2": 16}),
+    Spec("filter.select._longest_first_kernel", constants=ROWS),
     Spec(
-        "filter._mass_kernel",
+        "filter.select._mass_kernel",
         plan="filter blocks",
         types={
             "labels": "*i32",
             "tile_damping": "*bf16 if HAS_DAMPING",
-            **dict.fromkeys(("dropped", "leaves", "of_token"), "*fp32"),
+            **dict.fromkeys(("probability", "tile_mass", "token_mass"), "*fp32"),
         },
         constants={"GROUP": 16},
     ),
-    Spec("residual._residual_kernel", plan="filter blocks", types={"z": "*fp32", "labels": "*i32", "out": "*T"}),
     Spec(
-        "residual._token_energy_kernel",
-        plan="filter blocks",
-        types={"labels": "*i32", "out": "*fp32", "place": "*i32 if DROPPED"},
-        variants={"dropped": {"DROPPED": True}, "likely": {"LIKELY": True}},
-    ),
-    Spec(
-        "residual._sample_kernel",
-        types={"dropped": "*fp32", "places": "*i64", "stands_for": "*fp32", "even": "fp32"}
-        | dict.fromkeys(("num_blocks", "count", "size"), "i32")
-        | {"block": "i32:16"},
-        constants={"BLOCK_S": 16},
-    ),
-    Spec(
-        "tilt._leans_of_rows_kernel",
-        plan="filter blocks",
-        types={"along": "*T", "leaves": "*fp32", "out": "*T"},
-        constants={"SIZE": 16, "BLOCK_R": 64},
-    ),
-    Spec("residual._rounding_kernel", types={"z": "*fp32", "labels": "*i32", "out": "*T", "squares": "*fp32"}),
-    Spec(
-        "residual._column_residual_kernel",
-        plan="filter blocks",
-        types={"z": "*fp32", "labels": "*i32", "out": "*T", "num_sampled": "i32"},
-    ),
-    Spec(
-        "stored._label_logit_kernel",
+        "labels._label_logit_kernel",
         plan="labels",
         types={
             "hidden": "*T",
             "weight": "*T",
             "out": "*fp32",
             "order": "*i32 if GATHER",
-            "live": "*i32 if BLOCK_M",
+            "active": "*i32 if BLOCK_M",
             "tokens": "*i64 if MOVE",
             "moved": "*T if MOVE",
         },
@@ -363,23 +303,23 @@ SPECS = (
         },
     ),
     Spec(
-        "stored._settle_kernel", plan="backward blocks", types={"values": "*T", "first_col": "i32", "width": "i32:16"}
+        "exp_cache._exp_to_dlogits_kernel",
+        plan="backward blocks",
+        types={"values": "*T", "first_col": "i32", "width": "i32:16"},
     ),
     Spec(
-        "scaled._factors_kernel",
+        "token_groups._factors_kernel",
         plan="backward blocks",
         types={
             "values": "*T",
             "scale": "*fp32",
             "of_label": "*fp32",
-            "first_col": "i32",
             "width": "i32",
             "stride": "i32:16",
         },
     ),
-    Spec("scaled._scale_rows_kernel", types={"hidden": "*T", "scale": "*fp32", "out": "*T"}),
     Spec(
-        "scaled._finish_hidden_kernel",
+        "token_groups._finish_hidden_kernel",
         types={
             **dict.fromkeys(("product", "scale", "of_label"), "*fp32"),
             "weight": "*T",
@@ -387,28 +327,12 @@ SPECS = (
             "first_row": "i32",
             "num_rows": "i32",
         },
+        constants={"BLOCK_R": 16},
     ),
-    Spec(
-        "scaled._finish_weight_kernel",
-        plan="backward blocks",
-        types={
-            "product": "*fp32",
-            "earlier": "*fp32 if HAS_EARLIER",
-            "of_label": "*fp32",
-            "hidden": "*T",
-            "labels": "*i32",
-            "tokens": "*i64",
-            "out": "*T",
-            **dict.fromkeys(("first_row", "first_block", "num_rows"), "i32"),
-        },
-        constants={"BLOCK_V": 16, "BLOCK_T": 64, "BLOCK_D": 128, "UPCAST": False},
-        variants={"plain": {}, "earlier": {"HAS_EARLIER": True}},
-    ),
-    Spec("measure._square_sums_kernel", plan="own blocks", types={"x": "*T", "out": "*fp32", "size": "i32:16"}),
-    Spec("grouped._multiply_kernel", plan="backward blocks", types={"x": "*T", "by": "*fp32", "size": "i32:16"}),
+    Spec("token_groups._multiply_kernel", plan="backward blocks", types={"x": "*T", "by": "*fp32", "size": "i32:16"}),
     # of logits in float32, and in the dtype of the inputs
     *(
-        Spec(f"dense._row_{name}_kernel", plan=plan, types={"logits": logits, "stride": "i32:16", **types})
+        Spec(f"materialized._row_{name}_kernel", plan=plan, types={"logits": logits, "stride": "i32:16", **types})
         for plan, logits in ((None, "*fp32"), ("own blocks", "*T"))
         for name, types in (("stats", {}), ("gradient", {"out": "*T", "out_stride": "i32:16"}))
     ),
@@ -422,10 +346,10 @@ SPECS = (
         },
     ),
     Spec(
-        "forward._survey_kernel",
+        "labels._validate_labels_kernel",
         types={"num_items": "*i64 if HAS_ITEMS", "divisor": "fp32", "ok": "*u1"},
         variants={"plain": {}, "items": {"HAS_ITEMS": True}, "divisor": {"HAS_DIVISOR": True}},
     ),
-    Spec("cross_entropy._total_loss_kernel", types={"mean_logit": "*fp32 if SMOOTH"}),
-    Spec("cross_entropy._token_gradients_kernel", types={"grad_mean": "*fp32 if SMOOTH"}),
+    Spec("loss._total_loss_kernel", types={"mean_logit": "*fp32 if SMOOTH"}),
+    Spec("loss._token_gradients_kernel", types={"grad_mean": "*fp32 if SMOOTH"}),
 )

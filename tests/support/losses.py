@@ -23,6 +23,7 @@ class Options:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     reduction: str = "mean"
+    frozen: bool = False  # hidden states alone get a gradient
 
 
 PLAIN = Options()
@@ -89,12 +90,16 @@ def loss_and_gradients(
 
     float16 gets the loss scale that float16 training has: without it, gradients underflow in plain PyTorch and here.
     """
-    leaves = [None if x is None else x.detach().to(dtype).requires_grad_() for x in inputs]
+    leaves = [None if x is None else x.detach().to(dtype) for x in inputs]
+    for x in leaves[: 1 if options.frozen else 3]:
+        if x is not None:
+            x.requires_grad_()
     result = loss(*leaves, labels, options)
     upstream = torch.linspace(0.5, 1.0, result.numel(), dtype=result.dtype, device=result.device).view(result.shape)
     (result * upstream / max(1, result.numel())).sum().mul(4096.0).backward()
     found = {"loss": result.detach()}
-    found.update({name: x.grad for name, x in zip(("hidden", "weight", "bias"), leaves, strict=True) if x is not None})
+    names = ("hidden", "weight", "bias")
+    found.update({k: x.grad for k, x in zip(names, leaves, strict=True) if x is not None and x.requires_grad})
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from typing import Any
 
@@ -16,10 +15,9 @@ from hf_cce import CCEConfig, dispatch, kernels
 
 # "dense": real logits in float32; "dense16": in the dtype of the inputs.
 # "narrow": a first slab of one tile's width is stored, and the others are computed twice.
-# "scaled": all of them are stored, and the gradients are formed without another pass over what is.
-# "grouped": of some tokens all of them are, and the gradients are formed in the forward pass, group after group.
-# "lent": likewise, and some of the first group's are where the weight's gradient will be.
-WAYS = ("dense", "dense16", "stored", "narrow", "scaled", "grouped", "lent", "filtered", "exact")
+# "grouped": of a frozen head; of some tokens all of them are, and gradients are formed in the forward pass, group after group.
+# "whole": likewise, with all tokens in one group.
+WAYS = ("dense", "dense16", "stored", "narrow", "grouped", "whole", "filtered", "exact")
 KEEPS_ALL = 1e-9  # a gradient_filter that drops nothing but what is zero
 # FILTER_FROM, DENSE_BYTES, NARROW_BYTES
 _THRESHOLDS = {
@@ -41,21 +39,26 @@ _FUNCTIONS = {
 
 
 def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
-    """Whether a loss with these options, and gradients of all inputs, can take that way; "exact" takes what no other does."""
+    """Whether a loss with these options can take that way; "exact" takes what no other does."""
     if options.reduction == "none" or options.label_smoothing:
         return way == "exact"
     if way == "dense16":
         return dtype != torch.float32
     if way in ("stored", "narrow"):
         return dtype != torch.float16  # has no range for it
-    if way in ("scaled", "grouped", "lent"):
-        return dtype != torch.float16 and not options.bias
+    if way in ("grouped", "whole"):
+        return dtype != torch.float16 and options.frozen
     return way != "filtered" or not options.bias
+
+
+def plain_options(way: str) -> Options:
+    """The default options, if that way is for them; else those of a frozen head."""
+    return Options(frozen=way in ("grouped", "whole"))
 
 
 def takes(way: str) -> str:
     """The name under which ``watch`` counts the forward pass of a way."""
-    return {"narrow": "stored", "scaled": "stored", "dense16": "dense", "lent": "grouped"}.get(way, way)
+    return {"narrow": "stored", "dense16": "dense", "whole": "grouped"}.get(way, way)
 
 
 def backward_of(way: str) -> str:
@@ -65,7 +68,7 @@ def backward_of(way: str) -> str:
         "dense16": "dense gradients",
         "filtered": "filtered gradients",
         "grouped": "formed gradients",
-        "lent": "formed gradients",
+        "whole": "formed gradients",
     }
     return own.get(way, "recomputed gradients")
 
@@ -77,47 +80,37 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 0)
     monkeypatch.setattr(dispatch, "DENSE_BYTES", dense_bytes)
     monkeypatch.setattr(dispatch, "NARROW_BYTES", narrow_bytes)
-    module = sys.modules["hf_cce.kernels.cross_entropy"]  # the package has a function of that name
-    scaled, grouped = (sys.modules[f"hf_cce.kernels.{name}"] for name in ("scaled", "grouped"))
-    monkeypatch.setattr(scaled, "TOKENS_PER_WIDTH", 0 if way == "scaled" else math.inf)
-    if way in ("scaled", "grouped", "lent"):  # several slabs of the product
-        monkeypatch.setattr(scaled, "BUFFER", 4 << 20 if torch.cuda.is_available() else 1 << 12)
-    if way in ("narrow", "exact", "grouped", "lent"):
+    from hf_cce.kernels import exp_cache, loss, token_groups
+
+    if way in ("grouped", "whole"):  # several slabs of the product
+        monkeypatch.setattr(token_groups, "BUFFER", 4 << 20 if torch.cuda.is_available() else 1 << 12)
+    if way in ("narrow", "exact", "grouped", "whole"):
         # a whole tile of every plan, on a GPU and in the interpreter
         width = (256 if torch.cuda.is_available() else 32) if way == "narrow" else 0
         monkeypatch.setattr(
-            module, "stored_width", lambda n, d, v, dtype, *_: 0 if dtype == torch.float16 else min(v, width)
+            exp_cache,
+            "_scratch_columns",
+            lambda shape, *_: 0 if shape.dtype == torch.float16 else min(shape.v, width),
         )
 
-    def group_sizes(n: int, d: int, v: int, dtype: torch.dtype, tiles: int, need_weight: bool, *rest: int) -> Any:
-        if way not in ("grouped", "lent") or dtype == torch.float16 or n == 0:
-            return None
-        size, block_n = 256 if torch.cuda.is_available() else 16, rest[1]  # whole row blocks of every plan
-        if way == "grouped" or not need_weight:
-            return grouped.Sizes(size, size)
-        if dtype != torch.float32:
-            size *= 10 if torch.cuda.is_available() else 4
-        lent = grouped.lent_columns(size, d, v, dtype.itemsize, 4, block_n)
-        half = grouped._rows_in_place(v, dtype, block_n)
-        # What of the sums is not in the weight's gradient takes the place of the columns before it.
-        fits = n > size and 4 * d * (v - half) <= dtype.itemsize * size * (half - lent)
-        return grouped.Sizes(size, size, lent if fits else 0)
+    def group_size(shape: Any, *_: Any) -> int:
+        if way not in ("grouped", "whole") or shape.dtype == torch.float16:
+            return 0
+        few = 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
+        return few if way == "grouped" else -(-shape.n // few) * few
 
-    monkeypatch.setattr(module, "group_sizes", group_sizes)
+    monkeypatch.setattr(loss, "group_size", group_size)
     return watch(monkeypatch)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each way is taken from now on."""
     taken: Counter[str] = Counter()
-    listing = getattr(sys.modules.get("hf_cce.kernels.launch"), "_listed", None)
 
     def counting(function: Any, name: str) -> Any:
         def wrapper(*args: Any) -> Any:
             result = function(*args)
-            if listing is not None and listing.get() is not None:  # not taken: what it would launch is being compiled
-                return result
-            if result is not None or name == "scaled gradients":  # None elsewhere: the budget does not allow it
+            if result is not None:  # else the budget does not allow it
                 taken[name] += 1
             return result
 
@@ -125,23 +118,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for function, name in _FUNCTIONS.items():
         monkeypatch.setattr(kernels, function, counting(getattr(kernels, function), name))
-    backward = sys.modules["hf_cce.kernels.backward"]
-    monkeypatch.setattr(backward, "scaled_gradients", counting(backward.scaled_gradients, "scaled gradients"))
     return taken
-
-
-def count_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of the groups that are added from now on: in how many parts their values lie."""
-    from hf_cce.kernels.grouped import Groups
-
-    counts, real = [], Groups.add
-
-    def add(self: Groups, group: Any, *others: Any) -> None:
-        counts.append(len(group.parts))
-        real(self, group, *others)
-
-    monkeypatch.setattr(Groups, "add", add)
-    return counts
 
 
 def config_of(way: str, **options: Any) -> CCEConfig:

@@ -111,4 +111,4 @@ def test_the_plans_are_those_of_the_architecture(monkeypatch: pytest.MonkeyPatch
 
 
 def test_literals_are_read_from_the_launches() -> None:
-    assert aot.launch_literals("_survey_kernel") == {"BLOCK": 4096, "num_warps": 8}
+    assert aot.launch_literals("_validate_labels_kernel") == {"BLOCK": 4096, "num_warps": 8}

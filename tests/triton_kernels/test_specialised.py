@@ -9,17 +9,19 @@ import torch
 from losses import PLAIN, Options, check_against_plain, fused_loss, make_inputs
 from numerics import assert_as_good
 from torch import Tensor
-from ways import WAYS, applies, config_of, force, takes
+from ways import WAYS, applies, config_of, force, plain_options, takes
 
 pytest.importorskip("triton")
 
 from hf_cce import linear_log_probs
-from hf_cce.kernels import plan
-from hf_cce.kernels.backward import OfLabels, write_logit_gradient
+from hf_cce.kernels import launch_config as plan
+from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.forward import tile_stats
-from hf_cce.kernels.stored import label_logits
+from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
+from hf_cce.kernels.labels import LabelLogits, label_logits
 
 IGNORE = -100
+SCALED = Options(logit_scale=0.7, z_loss=1e-2)
 # Neither tokens nor vocabularies are whole tiles, nor hidden sizes whole steps; 128 tokens a block, 256 columns a tile.
 SIZES = [(1, 64, 99), (129, 96, 257), (700, 1000, 1003), (2048, 64, 4099), (1100, 4096, 3001), (300, 768, 50257)]
 SIZES += [(8192, 64, 600), (8400, 64, 1003)]  # 64 row blocks, which share weight tiles, and some more
@@ -41,14 +43,15 @@ def test_which_losses_they_do(wanted: tuple[Any, ...], bias: bool, softcap: floa
     assert not plan.specialised(plan.replace(shapes, specialised=False), None, 0.0)
 
 
-def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, plan.Plan, Tensor, Tensor]:
+def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[LogitInputs, plan.Plan, LabelLogits]:
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, "cuda", spread=4.0)
     labels = torch.where(labels < 0, IGNORE, labels)
     labels[128:384] = IGNORE  # whole blocks
     shapes = plan.make_plan(hidden, weight)
-    logit, live = label_logits(hidden, weight, None, labels, IGNORE, 0.5, 0.0, shapes, 128)
-    assert live is not None and live.tolist() == [int((x != IGNORE).any()) for x in labels.split(128)]
-    return hidden, weight, labels, shapes, logit, live
+    inputs = LogitInputs(hidden, weight, None, labels, IGNORE, 0.5, 0.0)
+    label = label_logits(inputs, shapes, 128)
+    assert label.active is not None and label.active.tolist() == [int((x != IGNORE).any()) for x in labels.split(128)]
+    return inputs, shapes, label
 
 
 @pytest.fixture
@@ -63,23 +66,21 @@ def hopper() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["stats", "ratio", "stored"])
 def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtype: torch.dtype, kind: str) -> None:
-    hidden, weight, labels, shapes, logit, live = _case(n, d, v, dtype)
+    inputs, shapes, label = _case(n, d, v, dtype)
+    hidden, labels = inputs.hidden, inputs.labels
     assert shapes.specialised
     tiles = -(-v // shapes.block_n)
     found: list[list[Tensor]] = []
-    for flags in (None, live):
+    for active in (None, label.active):
         tile_lse = torch.zeros(tiles, plan.padded(n), device="cuda")
         ratio = torch.zeros(tiles, plan.padded(n), device="cuda", dtype=torch.bfloat16) if kind == "ratio" else None
         buffer = plan.empty_slab(hidden, n + 1, min(v, 512)).zero_() if kind == "stored" else None
         stored = None if buffer is None else buffer[:n]
-        at_label = logit.clone() if kind == "stored" else torch.full_like(logit, 7.0)
-        tile_stats(
-            hidden, weight, None, labels, [tile_lse, None, None, None, None], at_label, 0, IGNORE, 0.5, 0.0, shapes,
-            ratio, stored=stored, live=flags,
-        )  # fmt: skip
+        at_label = label.logit.clone() if kind == "stored" else torch.full_like(label.logit, 7.0)
+        tile_stats(inputs, TileStats(tile_lse, ratio=ratio), LabelLogits(at_label, active), shapes, exp_cache=stored)
         assert buffer is None or not buffer[n].any()
-        if flags is None:  # what tensor cores round is rounded alike
-            assert torch.equal(at_label[labels != IGNORE], logit[labels != IGNORE])
+        if active is None:  # what tensor cores round is rounded alike
+            assert torch.equal(at_label[labels != IGNORE], label.logit[labels != IGNORE])
         found.append([x for x in (tile_lse[:, :n], ratio, stored) if x is not None])
     for other, own in zip(*found, strict=True):
         assert torch.equal(own, other)
@@ -91,19 +92,18 @@ def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dty
 @pytest.mark.parametrize(("n", "d", "v"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtype: torch.dtype) -> None:
-    hidden, weight, labels, _, logit, live = _case(n, d, v, dtype)
+    inputs, _, label = _case(n, d, v, dtype)
+    hidden, weight, labels = inputs.hidden, inputs.weight, inputs.labels
     shapes = plan.make_plan(hidden, weight, backward=True)
     lse = torch.where(labels == IGNORE, 0.0, (0.5 * hidden.float() @ weight.float().t()).logsumexp(1))
     grad_lse = torch.where(labels == IGNORE, 0.0, torch.rand(n, device="cuda"))
-    vectors = (labels, lse, None, grad_lse, -grad_lse, None, None)
+    grads = TokenGrads(lse, grad_lse, -grad_lse)
     for start, stop in ((0, min(v, 640)), (v - min(v, 77), v)):
         found = []
-        for of_labels in (None, OfLabels(logit, live)):
+        for given in (None, label):
             buffer = plan.empty_slab(hidden, n + 1, 640).zero_()
             out = buffer[:n]
-            write_logit_gradient(
-                out, hidden, weight, None, vectors, start, stop, IGNORE, 0.5, 0.0, shapes, of_labels=of_labels
-            )
+            write_logit_gradient(out, inputs, grads, start, stop, shapes, label=given)
             assert not buffer[n].any()
             found.append(out[:, : stop - start])
         inside = (labels >= start) & (labels < stop)
@@ -157,9 +157,11 @@ def test_losses_are_right_with_and_without(
         inputs, labels = make_inputs(n, d, v, dtype, "cuda")
         labels[128:384] = IGNORE  # whole blocks
         labels[-1] = 7
-        for options in (PLAIN, Options(logit_scale=0.7, z_loss=1e-2)):
+        for options in (PLAIN, Options(frozen=True), Options(logit_scale=0.7, z_loss=1e-2, frozen=True), SCALED):
             if applies(way, options, dtype):
                 name = f"{n}×{d}×{v} {options}, {way}, {'' if special else 'not '}specialised"
                 check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, name)
     hopper_runs = special and plan.specialises() and torch.cuda.get_device_capability()[0] == 9
-    assert bool(ran) == (hopper_runs and takes(way) != "dense" and (way == "exact" or applies(way, PLAIN, dtype)))
+    assert bool(ran) == (
+        hopper_runs and takes(way) != "dense" and (way == "exact" or applies(way, plain_options(way), dtype))
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,10 @@ from alive import Alive
 from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
 from numerics import assert_as_good, relative_error
 from torch import Tensor
-from ways import WAYS, applies, backward_of, config_of, count_parts, force, takes, watch
+from ways import WAYS, applies, config_of, force, plain_options, takes, watch
 
 from hf_cce import CCEConfig, FilterState, dispatch, linear_cross_entropy, linear_log_probs, strategies
-from hf_cce import state as state_module
+from hf_cce import filter_state as state_module
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("way", WAYS)
 def test_strided_labels_and_bias(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Options(bias=way not in ("filtered", "scaled", "grouped", "lent"))
+    options = replace(plain_options(way), bias=way not in ("filtered", "grouped", "whole"))
     dtype = torch.float16 if way == "dense16" else torch.float32
     assert applies(way, options, dtype)
     taken = force(monkeypatch, way)
@@ -51,10 +52,11 @@ def test_a_word_of_the_vocabulary_as_ignore_index(
     way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where labels are padded with the tokenizer's pad token: bit for bit what -100 gives."""
-    if way != "portable" and not applies(way, PLAIN, dtype):
+    options = plain_options(way)
+    if way != "portable" and not applies(way, options, dtype):
         pytest.skip("the way does not apply")
     taken = Counter() if way == "portable" else force(monkeypatch, way)
-    n, d, v = (100, 96, 1700) if way == "lent" else (60, 96, 608)
+    n, d, v = 60, 96, 608
     if DEVICE == "cuda":
         n, d, v = 16 * n, 4 * d, 16 * v
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
@@ -66,7 +68,7 @@ def test_a_word_of_the_vocabulary_as_ignore_index(
         return linear_cross_entropy(hidden, weight, labels, ignore_index=ignored, config=config)
 
     usual, word = (
-        loss_and_gradients(loss, (hidden, weight, None), given, PLAIN, dtype)
+        loss_and_gradients(loss, (hidden, weight, None), given, options, dtype)
         for given in (labels, labels.where(labels >= 0, 3))
     )
     for name, value in usual.items():
@@ -74,7 +76,7 @@ def test_a_word_of_the_vocabulary_as_ignore_index(
     assert way == "portable" or taken[takes(way)] == 2
 
 
-@pytest.mark.parametrize("way", ["stored", "narrow", "scaled", "grouped", "lent"])
+@pytest.mark.parametrize("way", ["stored", "narrow", "grouped", "whole"])
 def test_what_has_no_range_to_be_stored_is_computed_anew(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """exp(z − z_label) of a token whose label is 100 nats away; the blocks of its neighbours are kept."""
     taken = force(monkeypatch, way)
@@ -83,8 +85,9 @@ def test_what_has_no_range_to_be_stored_is_computed_anew(way: str, monkeypatch: 
     weight[7, 0] = hidden[20, 0] = 10.0
     labels[20] = 8
     assert torch.nn.functional.cross_entropy(hidden[20] @ weight.t(), labels[20]) > 80
-    check_against_plain(fused_loss(config_of(way)), (hidden, weight, None), labels, PLAIN, torch.float32, f"far, {way}")
-    assert taken["scaled gradients"] == (way == "scaled")
+    inputs, options = (hidden, weight, None), plain_options(way)
+    check_against_plain(fused_loss(config_of(way)), inputs, labels, options, torch.float32, f"far, {way}")
+    assert taken[takes(way)] == 1
 
 
 @pytest.mark.parametrize("switch", ["torch.backends", "torch.backends.cuda.matmul"])
@@ -114,7 +117,7 @@ def test_the_default_dtype_changes_nothing(way: str, default: torch.dtype, monke
     config, found = CCEConfig("portable") if way == "portable" else config_of(way), []
     for dtype in (torch.float32, default):
         (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
-        leaves, state = [x.requires_grad_() for x in (hidden, weight)], FilterState()
+        leaves, state = [hidden.requires_grad_(), weight.requires_grad_(not plain_options(way).frozen)], FilterState()
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
@@ -123,7 +126,8 @@ def test_the_default_dtype_changes_nothing(way: str, default: torch.dtype, monke
             told = linear_log_probs(hidden.detach(), weight.detach(), labels, entropy=True, config=config)
         finally:
             torch.set_default_dtype(before)
-        found.append([loss.detach(), *(x.grad for x in leaves), told.log_probs, told.entropy])
+        grads = [x.grad for x in leaves if x.requires_grad]
+        found.append([loss.detach(), *grads, told.log_probs, told.entropy])
     for ours, usual in zip(*reversed(found), strict=True):
         assert ours.dtype == usual.dtype and torch.equal(ours, usual)
 
@@ -145,16 +149,17 @@ def test_no_tokens_have_no_gradient_whatever_they_are_divided_by(
     way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainer divides by the number of labels of a step, also where there are none: 0 · inf must not become NaN."""
-    if way != "portable" and not applies(way, PLAIN, dtype):
+    options = plain_options(way)
+    if way != "portable" and not applies(way, options, dtype):
         pytest.skip(f"{way} is not for {dtype}")
     taken = {} if way == "portable" else force(monkeypatch, way)
     config = CCEConfig("portable") if way == "portable" else config_of(way)
     (hidden, weight, _), labels = make_inputs(70, 40, 131, dtype, DEVICE, ignored="all")
-    leaves, state = [x.requires_grad_() for x in (hidden, weight)], FilterState()
+    leaves, state = [hidden.requires_grad_(), weight.requires_grad_(not options.frozen)], FilterState()
     total = linear_cross_entropy(*leaves, labels, reduction="sum", config=config, filter_state=state)
     (total / torch.zeros((), device=DEVICE)).backward()
     assert way == "portable" or taken[takes(way)] == 1
-    assert all(x.grad.count_nonzero() == 0 for x in leaves)  # NaN is not zero
+    assert all(x.grad.count_nonzero() == 0 for x in leaves if x.requires_grad)  # NaN is not zero
 
 
 @pytest.mark.parametrize("upstream", [float("nan"), float("inf")])
@@ -202,58 +207,30 @@ def test_plain_is_what_the_ways_are_compared_with() -> None:
     assert applies("exact", PLAIN, torch.float32) and not applies("filtered", Options(bias=True), torch.float32)
 
 
-@pytest.mark.parametrize(("d", "v"), [(72, 31), (17, 301), (16, 456)])
-def test_groups_add_up_where_their_result_will_lie(d: int, v: int) -> None:
-    """In bfloat16 half of the float32 sums of the weight's gradient are in its own memory; as good as all tokens at once."""
-    lent = v > 31
-    n, d, v = (4096, 520, 10 * v) if DEVICE == "cuda" else (90, d, v)
-    inputs, labels = make_inputs(n, d, v, torch.bfloat16, DEVICE)
-    exact = loss_and_gradients(plain_loss, inputs, labels, PLAIN, torch.float64)
-    errors = {}
-    for way in ("scaled", "grouped", "lent"):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            taken, parts = force(monkeypatch, way), count_parts(monkeypatch)
-            found = loss_and_gradients(fused_loss(config_of(way)), inputs, labels, PLAIN, torch.bfloat16)
-            assert taken[takes(way)] == taken[backward_of(way)] == 1
-            # At the end of the result's memory, before the half that is there, and of the other half.
-            assert set(parts) == ({1, 3} if lent and way == "lent" else {1} if way != "scaled" else set())
-        errors[way] = [relative_error(found[name], exact[name]) for name in ("hidden", "weight")]
-    for way in ("grouped", "lent"):
-        assert all(found < 1.02 * scaled for found, scaled in zip(errors[way], errors["scaled"], strict=True))
-
-
 def test_groups_are_formed_where_they_pay() -> None:
-    """Sizes that were measured on an H200: hf_cce/bench/results/2026-11-22-h200-groups.txt."""
-    from hf_cce.kernels.grouped import Sizes, group_sizes
-    from hf_cce.kernels.stored import stored_width
+    from hf_cce.kernels.inputs import Shape
+    from hf_cce.kernels.token_groups import group_size
 
-    def sizes(
-        n: int, d: int, v: int, mib: int, need_weight: bool = True, dtype: torch.dtype = torch.bfloat16
-    ) -> Sizes | None:
-        tiles, budget = -(-v // 128), mib << 20
-        slab = stored_width(n, d, v, dtype, tiles, 128, budget)
-        return group_sizes(n, d, v, dtype, tiles, need_weight, 128, 256, slab, budget)
+    def size(n: int, mib: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        return group_size(Shape(n, 768, 128256, dtype), 1002, 128, mib << 20)
 
-    assert sizes(8192, 768, 128256, 1280) == (4096, 4096, 0)
-    assert sizes(16384, 2048, 128256, 1024) == (1920, 1920, 0)
-    # The first group's are more where that saves one: two instead of three, thirteen instead of fourteen.
-    assert sizes(8192, 896, 151936, 1280) == (4864, 3328, 20224)
-    assert sizes(32768, 896, 151936, 1024) == (3584, 2432, 25088)
-    assert sizes(8192, 1024, 49152, 256) is sizes(8192, 4096, 128256, 1280) is sizes(8192, 768, 128256, 256) is None
-    assert sizes(8192, 1024, 49152, 1280) is sizes(8192, 4096, 32001, 768) is None  # everything fits
-    assert sizes(8192, 768, 128256, 256, need_weight=False) == (896, 896, 0)
-    assert sizes(8192, 768, 128256, 64, need_weight=False) is None
-    assert sizes(8192, 768, 128256, 1280, dtype=torch.float16) is sizes(0, 768, 128256, 1280) is None
+    assert size(8192, 256) == 896 and size(8192, 1280) == 4096 and size(8192, 4096) == 8192
+    assert size(300, 128) == 384  # all of few tokens
+    assert size(8192, 64) == size(8192, 1280, torch.float16) == size(0, 1280) == 0
 
 
 def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are those of an H200, and nothing is launched: for tensors without memory."""
-    from hf_cce.kernels import launch, plan
+    """Plans are those of an H200, and nothing is launched or multiplied: for tensors without memory."""
+    from triton.runtime.jit import KernelInterface
+
+    from hf_cce.kernels import backward, launch_config, token_groups
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(plan, "specialises", lambda: True)
-    monkeypatch.setattr(launch.Kernel, "__getitem__", lambda *_: lambda *args, **options: None)
+    monkeypatch.setattr(launch_config, "specialises", lambda: True)
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *args, **options: None)
+    for module in (backward, token_groups):
+        monkeypatch.setattr(module, "multiply_add", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -266,7 +243,8 @@ def test_what_is_stored_takes_no_more_than_the_budget(
     from hf_cce.kernels.backward import logit_stats_backward
 
     like_hopper(monkeypatch)
-    module = sys.modules["hf_cce.kernels.cross_entropy"]
+    from hf_cce.kernels import loss as module
+
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, factor = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
     form, lent = (-100, 1.0, 0.0), 0
@@ -275,7 +253,7 @@ def test_what_is_stored_takes_no_more_than_the_budget(
             found = module.stored_cross_entropy(hidden, weight, None, labels, factor, *form, 0.0, True, budget)
             if found is not None:
                 _, lse, stored = found
-                lent += stored.lent is not None
+                lent += len(stored.slabs) > 1
                 vectors = (factor.new_empty(n), factor.new_empty(n), None, None)
                 given = (hidden, weight, None, labels, lse, None, *form, True, True, False, budget)
                 del found
@@ -285,38 +263,25 @@ def test_what_is_stored_takes_no_more_than_the_budget(
     assert lent
 
 
-@pytest.mark.parametrize(
-    ("n", "d", "v", "dtype"),
-    [
-        (8192, 896, 151_936, torch.bfloat16),
-        # The scaled rows of a first group that is larger than those that need the room:
-        (32_768, 4096, 32_000, torch.bfloat16),
-        (16_384, 4096, 65_536, torch.float32),
-        (8192, 896, 151_936, torch.float32),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "d", "v"), [(8192, 1024, 49_152), (8192, 896, 151_936), (32_768, 4096, 32_000)])
 def test_groups_take_no_more_than_the_budget(
     n: int, d: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted on tensors without memory, by the plan of a Hopper GPU."""
     like_hopper(monkeypatch)
-    module = sys.modules["hf_cce.kernels.cross_entropy"]
-    sizes, real = [], module.group_sizes
-    monkeypatch.setattr(module, "group_sizes", lambda *args: sizes.append(real(*args)) or sizes[-1])
+    from hf_cce.kernels import loss as module
+
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, factor = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
     given = (hidden, weight, labels, factor)
-    lent = 0
-    for mib in (512, 768, 1024, 1280, 1536):
+    for mib in (512, 1024, 1536):
         with Alive({x.untyped_storage()._cdata for x in given}) as alive:
             found = module.grouped_cross_entropy(
-                hidden, weight, None, labels, factor, -100, 1.0, 0.0, 0.0, True, True, mib << 20
+                hidden, weight, None, labels, factor, -100, 1.0, 0.0, 0.0, True, False, mib << 20
             )
-        assert (found is None) == (sizes[-1] is None)
-        lent += sizes[-1] is not None and sizes[-1].lent > 0
-        if found is not None:
-            assert alive.peak - dtype.itemsize * (n + v) * d <= (mib << 20) + 64 * n
-    assert lent
+        assert found is not None
+        assert alive.peak - dtype.itemsize * n * d <= (mib << 20) + 64 * n
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -328,9 +293,10 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
     force(monkeypatch, "narrow")
     if DEVICE == "cuda":  # whose tiles are larger, as what is lent has to be
         n, d, v = 16 * n, max(d, 320), 16 * v
-    module = sys.modules["hf_cce.kernels.cross_entropy"]
-    seen, real = [], module._stored_columns
-    monkeypatch.setattr(module, "_stored_columns", lambda *args: seen.append(real(*args)) or seen[-1])
+    from hf_cce.kernels import loss as module
+
+    seen, real = [], module.plan_cache
+    monkeypatch.setattr(module, "plan_cache", lambda *args: seen.append(real(*args)) or seen[-1])
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
     labels[:2] = torch.tensor([8, v - 1])
     weight[7] = weight[8] = 0.0
@@ -343,10 +309,10 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
         check_against_plain(fused_loss(config_of("narrow")), inputs, labels, options, dtype, f"lent, {n}, {d}")
     exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
     found = [loss_and_gradients(fused_loss(config_of("narrow")), inputs, labels, options, dtype)]
-    assert all(lent >= 32 and width > 0 and lent * (n + d) < d * v for lent, width in seen)
+    assert all(lent >= 32 and width > 0 and lent * (n + d) < d * v for lent, width in filter(None, seen))
     if dtype == torch.float32:
         return
-    monkeypatch.setattr(module, "lent_columns", lambda *_: 0)
+    monkeypatch.setattr("hf_cce.kernels.exp_cache._dw_buffer_columns", lambda *_: 0)
     found.append(loss_and_gradients(fused_loss(config_of("narrow")), inputs, labels, options, dtype))
     assert seen[-1][0] == 0
     for name in ("hidden", "weight"):
@@ -357,7 +323,7 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
 @pytest.mark.parametrize("n", [24, 40])
 def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -> None:
     """Of 24 tokens they are smaller than the gradient of the weight, of 40 larger, which then goes into their memory."""
-    from hf_cce.kernels import dense
+    from hf_cce.kernels import materialized
 
     d, v, dtype = 64, 75, torch.float16
     g = torch.Generator().manual_seed(0)
@@ -365,8 +331,8 @@ def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -
     labels = torch.randint(v, (n,), generator=g).to(DEVICE)
     labels[::5] = -100
     factor, options = torch.tensor(1.0 / n, device=DEVICE), (-100, 1.0, 0.0)
-    saved, _ = dense.forward(dense.multiplied(hidden, weight, None, torch.float32), None, labels, *options)
-    found = dense.backward(
+    saved, _ = materialized.forward(materialized.logits_of(hidden, weight, None, torch.float32), None, labels, *options)
+    found = materialized.backward(
         saved, factor, factor * n * 64, hidden, weight, None, labels, *options, 0.0, True, True, False
     )
     assert saved.logits is None
@@ -427,17 +393,16 @@ def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
     v: int, ignored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a hidden size above 512 and an odd vocabulary; gradients of tokens without a label are zero."""
-    from hf_cce.kernels import dense
+    from hf_cce.kernels import materialized
 
     taken, made = force(monkeypatch, "dense16"), []
-    real = dense.forward
+    real = materialized.forward
 
     def forward(logits: Tensor, *others: Any) -> Any:
-        if not logits.is_meta:  # of a launch, not of a list of launches
-            made.append((logits.dtype, logits.data_ptr() % 16, logits.stride(0) % 16))
+        made.append((logits.dtype, logits.data_ptr() % 16, logits.stride(0) % 16))
         return real(logits, *others)
 
-    monkeypatch.setattr(dense, "forward", forward)
+    monkeypatch.setattr(materialized, "forward", forward)
     (hidden, weight, _), labels = make_inputs(70, 600, v, torch.float16, DEVICE, ignored=ignored)
     for options in (PLAIN, Options(0.7, 5.0, z_loss=1e-2), Options(reduction="sum")):
         inputs = (hidden, weight, None)
@@ -452,7 +417,7 @@ def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
     """Theirs alone, above the gradients: what the budget was asked for, and no more than full logits of PyTorch."""
-    from hf_cce.kernels import dense
+    from hf_cce.kernels import materialized
 
     n, d, v = 40, 24, 600
     (hidden, weight, bias), labels = make_inputs(n, d, v, dtype, DEVICE, bias=True)
@@ -461,8 +426,10 @@ def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
     vectors = 2 * 4 * n + 4 * v  # statistics of the tokens, and the bias's gradient before it is rounded
     given = {x.untyped_storage()._cdata for x in (hidden, weight, bias, labels, factor) if x is not None}
     with Alive(given) as alive:
-        saved, _ = dense.forward(dense.multiplied(hidden, weight, bias, dtype), bias, labels, *options)
-        found = dense.backward(saved, factor, factor, hidden, weight, bias, labels, *options, 0.0, True, True, True)
+        saved, _ = materialized.forward(materialized.logits_of(hidden, weight, bias, dtype), bias, labels, *options)
+        found = materialized.backward(
+            saved, factor, factor, hidden, weight, bias, labels, *options, 0.0, True, True, True
+        )
     assert all(x is not None and x.dtype == dtype for x in found)
     assert alive.peak - left <= 2 * n * (v + 15) + vectors
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
@@ -503,7 +470,7 @@ def test_memory_of_logits_of_16_bits_on_the_gpu(
 def test_the_product_comes_first_and_labels_are_looked_at_before_they_are_used(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_cce.kernels import dense
+    from hf_cce.kernels import materialized
 
     order: list[str] = []
 
@@ -517,7 +484,7 @@ def test_the_product_comes_first_and_labels_are_looked_at_before_they_are_used(
         monkeypatch.setattr(place, name, wrapper)
 
     force(monkeypatch, way)
-    for place, name in ((dense, "multiply_add"), (strategies, "validate_labels"), (dense, "forward")):
+    for place, name in ((materialized, "multiply_add"), (strategies, "validate_labels"), (materialized, "forward")):
         noting(place, name)
     for name in ("linear", "cross_entropy"):
         noting(torch.nn.functional, name)

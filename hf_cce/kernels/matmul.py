@@ -5,20 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# cuBLAS wants the length of a row of 16-bit numbers to be a multiple of this: a product with 50,257 columns takes an H200 three
-# to six times as long as one with 50,256 (hf_cce/bench/results/2026-11-22-h200-alignment.txt).
+# cuBLAS is several times slower on 16-bit numbers if the length of a row is no multiple of this
+# (hf_cce/bench/results/2026-11-22-h200-alignment.txt).
 ALIGNED = 8
 
 
 def _beyond(length: int, stride: int, x: Tensor) -> int:
-    """How many entries of a row of ``x`` lie beyond the last multiple of ``ALIGNED``; 0 where that does not matter."""
+    """Entries of a row of ``x`` after the last multiple of ``ALIGNED``, multiplied apart; 0 where it does not matter."""
     return length % ALIGNED if stride == 1 and length > ALIGNED and x.is_cuda and x.element_size() == 2 else 0
 
 
 def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """``total`` = a · b, added to what is there unless it is the ``first``, accumulated in float32 when ``total`` is."""
-    if total.is_meta:  # launches are listed; asking PyTorch for the shape would import a second's worth of modules
-        return
+    """``total`` += a · b, or = for the ``first`` product of a sum; summed in float32 if ``total`` is float32."""
     if columns := _beyond(b.shape[1], b.stride(0), b):
         multiply_add(total[:, :-columns], a, b[:, :-columns], first)
         multiply_add(total[:, -columns:], a, b[:, -columns:], first)

@@ -1,8 +1,7 @@
-"""The scalar loss for few tokens: real logits, whose memory the gradient of the logits then takes over.
+"""The scalar loss for few tokens: full logits, made once, whose memory the gradient of the logits then takes over.
 
-Below some size a step waits for the host, not for the GPU; this way needs the fewest launches, and less memory and time than
-full logits of PyTorch, which are upcast, copied and kept several times. The logits are in float32, or, where these do not fit, in
-the 16 bits of the inputs: then they are rounded once, as those of PyTorch are, and all that follows is in float32 as there.
+With few tokens a step waits for the host, not for the GPU, and this takes the fewest launches. The logits are float32, or, where
+these do not fit, have the dtype of the inputs: then they are rounded once, as PyTorch's are, and the rest is computed in float32.
 """
 
 from __future__ import annotations
@@ -14,22 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch import Kernel
-from hf_cce.kernels.plan import empty_slab, padded
-from hf_cce.kernels.products import multiply, multiply_add
+from hf_cce.kernels.launch_config import empty_slab, padded
+from hf_cce.kernels.matmul import multiply, multiply_add
 from hf_cce.kernels.tiles import softcapped
 
 
 @dataclass
-class Dense:
+class Materialized:
     """What the forward pass leaves."""
 
-    logits: Tensor | None  # [N, V], of ``multiplied``; None once the backward pass has used them
+    logits: Tensor | None  # [N, V], of ``logits_of``; None once the backward pass has used them
     lse: Tensor  # [N]
 
 
 @triton.jit
-def _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     if HAS_BIAS:
         x += tl.load(bias + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
     x *= logit_scale
@@ -38,7 +36,6 @@ def _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl.con
     return x
 
 
-@Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_stats_kernel(
     logits,  # [N, V], in float32 or as hidden and weight; rows `stride` apart
@@ -68,7 +65,7 @@ def _row_stats_kernel(
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         x = tl.load(start + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
-        x = _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x = _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         at_label += tl.where(cols == label, x, 0.0)
         x = tl.where(cols < vocab_size, x, float("-inf"))
         new = tl.maximum(top, x)
@@ -81,11 +78,10 @@ def _row_stats_kernel(
     tl.store(label_logit + row, tl.sum(at_label, 0))
 
 
-@Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_gradient_kernel(
     logits,  # [N, V], in float32 or as `out`
-    out,  # in the dtype of hidden and weight; if in the same memory, row i begins where row i of the logits does
+    out,  # [N, V] in the dtype of hidden and weight; may share memory with the logits if rows begin at the same places
     bias,  # [V]
     labels,  # [N]
     lse,  # [N]
@@ -113,19 +109,19 @@ def _row_gradient_kernel(
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         x = tl.load(start + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
-        x = _logits_of(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x = _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         gradient = tl.where(valid, tl.exp(x - row_lse), 0.0) * of_lse - tl.where(cols == label, g, 0.0)
         if HAS_SOFTCAP:
             gradient *= 1.0 - (x / softcap) * (x / softcap)
-        # What is written is at most as wide as what was read, but other threads may have to read it first.
+        # In shared memory, all threads must have read the logits of this block before any writes.
         tl.debug_barrier()
         tl.store(to + cols, (gradient * logit_scale).to(out.dtype.element_ty), mask=cols < vocab_size)
 
 
-def multiplied(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """h Wᵀ [N, V], in float32 or in the dtype of both, in 16 bits plus ``bias``; rows are aligned.
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """h Wᵀ [N, V] in ``dtype``, with aligned rows; in 16 bits the bias is added here.
 
-    It needs no labels, so the GPU can be at it while the host looks at these.
+    It needs no labels: the GPU computes it while the host checks them.
     """
     logits = empty_slab(torch.empty(0, dtype=dtype, device=hidden.device), hidden.shape[0], weight.shape[0])
     bias = bias if _rounded(logits) else None
@@ -136,18 +132,18 @@ def multiplied(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch
 
 
 def _rounded(logits: Tensor) -> bool:
-    """Whether the bias was added before they were rounded, as PyTorch adds it; the kernels add it to those of float32."""
+    """Whether the logits were rounded, with the bias as PyTorch adds it; to float32 logits the kernels add the bias."""
     return logits.element_size() < 4
 
 
 def forward(
-    logits: Tensor,  # [N, V], of ``multiplied``
+    logits: Tensor,  # [N, V], of ``logits_of``
     bias: Tensor | None,
     labels: Tensor,  # [N]
     ignore_index: int,
     logit_scale: float,
     softcap: float,
-) -> tuple[Dense, Tensor]:
+) -> tuple[Materialized, Tensor]:
     """(what the backward pass needs, the logit of each label [N])."""
     n, v = logits.shape
     bias = None if _rounded(logits) else bias
@@ -156,11 +152,11 @@ def forward(
         logits, bias, labels, lse, label_logit, v, logits.stride(0), ignore_index, logit_scale, softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,
     )  # fmt: skip
-    return Dense(logits, lse), label_logit
+    return Materialized(logits, lse), label_logit
 
 
 def backward(
-    saved: Dense,
+    saved: Materialized,
     grad: Tensor,  # scalar
     factor: Tensor,  # scalar
     hidden: Tensor,  # [N, D]
@@ -181,12 +177,12 @@ def backward(
     bias, labels = None if bias is None or _rounded(saved.logits) else bias.contiguous(), labels.contiguous()
     logits = saved.logits.as_strided((n, saved.logits.stride(0)), saved.logits.stride())  # with what lies between rows
     saved.logits = None
-    # Where the weight's gradient will take as much as float32 logits, that memory is free until then, and their own need not be
-    # held beside it: what is left above the gradients is the narrow copy, as with full logits.
+    # Copy float32 logits to the inputs' dtype if dW needs as much memory as they do: they are freed before dW is allocated, and
+    # only the copy stays beside dW.
     if element < logits.element_size() and need_weight and element * weight.numel() >= 4 * logits.numel():
         narrow = empty_slab(hidden, n, v)
     else:
-        narrow = logits.view(hidden.dtype)  # the logits themselves; of float32 ones twice as many of 16 bits
+        narrow = logits.view(hidden.dtype)  # in their own memory
     _row_gradient_kernel[(n,)](
         logits, narrow, bias, labels, saved.lse, grad, factor, v, logits.stride(0), narrow.stride(0), ignore_index, logit_scale,
         softcap or 1.0, z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,

@@ -1,4 +1,4 @@
-"""The plan of a launch: tile shapes, pipeline depth, slab widths. All choices that depend on the device are made here."""
+"""How kernels are launched: tile shapes, pipeline depth, slab widths. Everything that depends on the device is decided here."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ except ImportError:  # Triton before 3.4
 
 
 def specialises() -> bool:
-    """Whether hf_cce.kernels.hopper has run on a GPU with this version of Triton.
+    """Whether hf_cce.kernels.hopper has been run on a GPU with the installed version of Triton.
 
-    It compiles with later ones too, but where programs wait for each other a mistake of the compiler can make them wait forever:
-    one of 3.6 did.
+    It compiles with later versions, too. But its warps wait for each other, so a compiler bug can make a launch hang, and Triton
+    3.6 had one.
     """
     return re.fullmatch(r"3\.6\.\d+", triton.__version__) is not None
 
@@ -38,7 +38,7 @@ class Plan:
     precision: str  # of a float32 dot: "ieee" or "tf32"
     upcast: bool = False  # multiply in float32: the interpreter cannot multiply bfloat16
     group_m: int = 64  # row blocks that share weight tiles in L2
-    # of the kernels over kept tiles alone (hf_cce.kernels.sparse)
+    # of the kernels over kept tiles alone (hf_cce.kernels.filter.sparse)
     sparse_block_k: int = 64
     block_d: int = 128  # columns of a gradient's tile
     sparse_warps: int = 4
@@ -48,32 +48,18 @@ class Plan:
     weight_warps: int = 4
     tile_warps: int = 4
     programs: int = 264  # that share the kept tiles
-    # Add up tile by tile instead of in one long sum, whose error float32 and float16 would show: see sparse._add_in_parts.
+    # Sum each tile apart: the rounding error of one long sum shows in float32 and float16 (sparse._add_in_parts).
     in_parts: bool = False
     specialised: bool = False  # hf_cce.kernels.hopper can be used
 
-    def rest_constants(self) -> dict[str, Any]:
-        """Constants of hf_cce.kernels.rest, whose kernels hardly ever have work: what compiles everywhere without spilling."""
-        cpu = self.num_warps == 1
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": 32,
-            "BLOCK_D": 32 if cpu else 64,
-            "PRECISION": self.precision,
-            "UPCAST": self.upcast,
-            "num_warps": 1 if cpu else 8,
-            "num_stages": 1 if cpu else 2,
-        }
-
     def label_constants(self) -> dict[str, Any]:
-        """Constants of the kernel of labels' logits. Fewer than 64 rows are no product for Hopper's tensor cores."""
+        """Constants of ``labels._label_logit_kernel``. Hopper's tensor cores multiply no fewer than 64 rows."""
         return {
             "BLOCK_R": 16 if self.num_warps == 1 else 64,
             "BLOCK_K": self.block_k,
             "PRECISION": self.precision,
             "UPCAST": self.upcast,
-            # Four warps spill before Ampere, as they do in tiles of logits, whose number then serves here too.
+            # Four warps spill before Ampere.
             "num_warps": self.num_warps if self.block_m < 128 else 4,
             "num_stages": 4,
         }
@@ -93,22 +79,21 @@ class Plan:
 
 
 def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
-    """The plan for ``hidden`` [N, D] and ``weight`` [V, D].
+    """Pick the tiles for ``hidden`` [N, D] and ``weight`` [V, D], of the forward or the backward pass.
 
-    Hopper's shapes are the fastest of those measured, interleaved, on an H200 at D = 768 to 4,096; the numbers are in
-    ``hf_cce/bench/results/2026-11-21-h200-plans.txt``.
+    Hopper's are the fastest of those measured on an H200 (``hf_cce/bench/results/2026-11-21-h200-plans.txt``).
     """
     precision = "tf32" if hidden.dtype == torch.float32 and _allows_tf32() else "ieee"
     if hidden.device.type == "cpu":  # the interpreter: small tiles, so that tests cross tile borders
         return Plan(16, 32, 32, 1, 1, False, "ieee", upcast=True)
     if hidden.dtype == torch.float32:
         return Plan(64, 64, 32, 4, 3, False, precision)
-    major = torch.cuda.get_device_capability(_gpu(hidden))[0]
+    major = torch.cuda.get_device_capability(hidden.device)[0]
     if major < 8:
-        # ptxas has no registers for more: tiles of 128 by 128 spill thousands of bytes, and these with 4 warps hundreds
+        # Larger tiles, or four warps, spill registers.
         return Plan(64, 64, 32, 8, 3, False, precision)
     if major != 9:
-        # fits the shared memory of every GPU from compute capability 8.0 on
+        # Fits the shared memory of every GPU from compute capability 8.0 on.
         return Plan(128, 128, 32, 8, 3, False, precision)
     tma = _tma_ready(hidden) and _tma_ready(weight)
     special = tma and specialises()
@@ -120,18 +105,16 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
 
 
 def specialised(plan: Plan, bias: Tensor | None, softcap: float, *wanted: Any) -> bool:
-    """Whether hf_cce.kernels.hopper does it: plain logits, scaled perhaps, and none of the other statistics ``wanted``."""
+    """Whether hf_cce.kernels.hopper can compute these tiles: no bias, no softcap, and none of the statistics ``wanted``."""
     return (
         plan.specialised and bias is None and softcap == 0 and not any(x is not None and x is not False for x in wanted)
     )
 
 
 def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
-    """The plan of the filtered loss; its tiles of BLOCK_M by BLOCK_N are what is kept or dropped."""
+    """Pick the tiles of the filtered loss: the filter keeps or drops tiles of BLOCK_M by BLOCK_N."""
     plan = replace(make_plan(hidden, weight), in_parts=hidden.dtype == torch.float32)
-    if (
-        hidden.shape[1] * hidden.element_size() % 16
-    ):  # the kernels work on contiguous copies, whose rows then start anywhere
+    if hidden.shape[1] * hidden.element_size() % 16:  # rows of the contiguous copies in sorted order are not aligned
         plan = replace(plan, use_tma=False, specialised=False)
     if hidden.device.type == "cpu":
         return replace(
@@ -144,12 +127,12 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
             tile_warps=1,
             programs=3,
         )
-    processors = torch.cuda.get_device_properties(_gpu(hidden)).multi_processor_count
-    # Triton 3.9 does not compile it where accumulators are in tensor memory.
-    if hidden.dtype == torch.float16 and torch.cuda.get_device_capability(_gpu(hidden))[0] != 10:
+    processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    # Not on compute capability 10, where accumulators are in tensor memory: Triton 3.9 does not compile it.
+    if hidden.dtype == torch.float16 and torch.cuda.get_device_capability(hidden.device)[0] != 10:
         plan = replace(plan, in_parts=True)
     if plan.block_m != 128:  # float32, and GPUs before Ampere
-        # 4 warps of the product with gathered rows of the weight spill
+        # With four warps the product with gathered rows of the weight spills.
         plan = replace(plan, sparse_warps=8, weight_warps=plan.num_warps, tile_warps=plan.num_warps)
         return replace(plan, sparse_block_k=32, block_d=64, weight_block_d=64, programs=2 * processors)
     if not plan.use_tma:
@@ -162,15 +145,10 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
     return replace(plan, weight_block_d=256, weight_warps=8) if hidden.shape[1] % 256 == 0 else plan
 
 
-def _gpu(x: Tensor) -> torch.device | None:
-    """That of ``x``, or the current one where launches are only listed."""
-    return None if x.is_meta else x.device
-
-
 def _allows_tf32() -> bool:
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # set by the newer fp32_precision, as Transformers does for tf32=True, it cannot be asked for
+    except RuntimeError:  # raised once somebody used the newer fp32_precision, as Transformers does for tf32=True
         return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -185,7 +163,7 @@ def _tma_ready(x: Tensor) -> bool:
 
 
 def operand(x: Tensor, rows: int, plan: Plan) -> Any:
-    """``x`` as the kernels want it: a TMA descriptor for blocks [rows, BLOCK_K], or the tensor itself."""
+    """Wrap ``x`` for a kernel: a TMA descriptor of blocks [rows, BLOCK_K], or the tensor itself."""
     return TensorDescriptor.from_tensor(x, [rows, plan.block_k]) if plan.use_tma else x
 
 
@@ -195,17 +173,17 @@ def descriptor(x: Tensor, rows: int, cols: int, plan: Plan) -> Any:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """⌈a / b⌉. Triton's own serves kernels' constants too, and takes the host 5 µs a call where a step has forty."""
+    """⌈a / b⌉, without the host time of ``triton.cdiv``."""
     return -(-a // b)
 
 
 def power_of_2(x: int) -> int:
-    """The next from ``x`` on."""
+    """The smallest power of 2 that is at least ``x``."""
     return 1 << (x - 1).bit_length()
 
 
 def slab_width(n: int, v: int, bytes_per_logit: int, block_n: int, budget: int) -> int:
-    """Columns of the vocabulary whose logits' gradients fit the budget: a multiple of ``block_n``, slabs of even width."""
+    """Columns of a slab of the logits' gradient, so that it fits the budget: a multiple of ``block_n``, all slabs alike."""
     widest = max(block_n, budget // max(1, n * bytes_per_logit) // block_n * block_n)
     if widest >= v:
         return v
@@ -214,23 +192,21 @@ def slab_width(n: int, v: int, bytes_per_logit: int, block_n: int, budget: int) 
 
 
 def row_major(x: Tensor) -> Tensor:
-    """``x`` [·, D], or a copy where the entries of a row do not lie side by side, as the kernels read them."""
+    """``x`` [·, D], or a copy if the entries of a row are not side by side, as the kernels read them."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def padded(width: int) -> int:
-    """From one row of ``width`` numbers to the next, such that each begins aligned whatever the width is.
+    """The stride of rows of ``width`` numbers that keeps each row aligned.
 
-    cuBLAS takes several times as long where rows are not aligned; Triton would compile what reads them a second time.
+    On unaligned rows cuBLAS is several times slower, and Triton compiles a kernel once more.
     """
     return ceil_div(width, 16) * 16
 
 
 def empty_slab(like: Tensor, rows: int, width: int) -> Tensor:
-    """[rows, width], rows ``padded(width)`` apart."""
+    """Allocate [rows, width], rows ``padded(width)`` apart."""
     slab = like.new_empty((rows, padded(width)))
-    if (
-        not like.is_cuda
-    ):  # 16-bit products of PyTorch 2.13 on CPUs with AMX read the ends of rows, too, and 0 · NaN is NaN
+    if not like.is_cuda:  # on CPUs with AMX, PyTorch 2.13 multiplies what lies between rows, too, and 0 · NaN is NaN
         slab.zero_()
     return slab[:, :width]

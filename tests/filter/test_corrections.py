@@ -26,9 +26,9 @@ DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("v", "d", "chunk"), [(500, 40, 1 << 24), (517, 600, 1)])
 def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_cce.kernels import tilt
+    from hf_cce.kernels.filter import corrections
 
-    monkeypatch.setattr(tilt, "CHUNK", chunk)
+    monkeypatch.setattr(corrections, "CENTERED_BYTES", chunk)
     g = torch.Generator().manual_seed(0)
     # A mean that is ten times what the rows differ by, as in trained heads.
     weight = (torch.randn(v, d, generator=g) * 0.1 + torch.randn(d, generator=g)).to(DEVICE, dtype)
@@ -37,7 +37,7 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
     mass[1] = 0.0
     places = torch.randperm(v, generator=g).to(DEVICE)
     padded = torch.nn.functional.pad(places, (0, tiles * BLOCK - v)).int()
-    actual = tilt.covariance(weight, padded, mass, BLOCK)
+    actual = corrections.dropped_covariance(weight, padded, mass, BLOCK)
 
     def plain(dtype: torch.dtype) -> torch.Tensor:
         total = torch.zeros(d, d, dtype=dtype, device=DEVICE)
@@ -55,7 +55,9 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
         twin = (x.t() @ x / (tiles * BLOCK)).to(dtype)
     assert_as_good(actual, twin, exact, "covariance", dtype)
     # Where nothing is dropped, as in a step of ignored labels, all tiles count: other steps use what one has made.
-    nothing, evenly = (tilt.covariance(weight, padded, torch.full_like(mass, x), BLOCK) for x in (0.0, 1.0))
+    nothing, evenly = (
+        corrections.dropped_covariance(weight, padded, torch.full_like(mass, x), BLOCK) for x in (0.0, 1.0)
+    )
     assert evenly.any() and torch.equal(nothing, evenly)
 
 
@@ -63,7 +65,7 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
 @pytest.mark.parametrize(("n", "v", "d", "rank"), [(70, 500, 40, 16), (130, 517, 600, 9), (50, 100, 3, 3)])
 def test_leaning_where_few_directions_are_all_there_are(n: int, v: int, d: int, rank: int, sign: float) -> None:
     """Then it is the whole second moment times what each row differs by from the mean of its block."""
-    from hf_cce.kernels import tilt
+    from hf_cce.kernels.filter import corrections
 
     g = torch.Generator().manual_seed(0)
     hidden = (torch.randn(n, rank, generator=g) * 2.0 ** -torch.arange(rank) @ torch.randn(rank, d, generator=g)).to(
@@ -80,30 +82,30 @@ def test_leaning_where_few_directions_are_all_there_are(n: int, v: int, d: int, 
         moment = (h * m[:, None]).t() @ h / m.sum()
         return torch.cat([rows - rows.mean(0) for rows in weight[places].to(dtype).split(BLOCK)]) @ moment
 
-    found = tilt.leaning(hidden, weight, padded, mass, BLOCK)
-    assert found.along.shape == (v, 16) and found.back.shape == (16, d)
+    found = corrections.make_weight_correction(hidden, weight, padded, mass, BLOCK)
+    assert found.row_coeffs.shape == (v, 16) and found.basis.shape == (16, d)
     # By way of 16 directions: a product more for rounding to enter, twice.
-    assert_as_good(found.along @ found.back, plain(torch.float32), plain(torch.float64), "leaning")
-    nothing = tilt.leaning(hidden, weight, padded, torch.zeros_like(mass), BLOCK)
-    assert not (nothing.along @ nothing.back).any()
+    assert_as_good(found.row_coeffs @ found.basis, plain(torch.float32), plain(torch.float64), "leaning")
+    nothing = corrections.make_weight_correction(hidden, weight, padded, torch.zeros_like(mass), BLOCK)
+    assert not (nothing.row_coeffs @ nothing.basis).any()
 
 
 def test_directions_are_those_that_hold_most() -> None:
-    from hf_cce.kernels import tilt
+    from hf_cce.kernels.filter import corrections
 
     g = torch.Generator().manual_seed(1)
     hidden = (torch.randn(400, 64, generator=g) / torch.arange(1, 65)).to(DEVICE)
     weight = torch.randn(300, 64, generator=g).to(DEVICE)
     order = torch.nn.functional.pad(torch.arange(300), (0, -300 % BLOCK)).int().to(DEVICE)
     mass = torch.rand(-(-300 // BLOCK), 400, generator=g).to(DEVICE)
-    found = tilt.leaning(hidden, weight, order, mass, BLOCK)
+    found = corrections.make_weight_correction(hidden, weight, order, mass, BLOCK)
     m = mass.double().sum(0)
     moment = (hidden.double() * m[:, None]).t() @ hidden.double() / m.sum()
     rows = torch.cat([r - r.mean(0) for r in weight.double().split(BLOCK)])
     exact = rows @ moment
     first = torch.linalg.eigh(moment).eigenvectors[:, -16:]
     best = relative_error(rows @ first @ first.t() @ moment, exact)
-    assert best < relative_error(found.along.double() @ found.back.double(), exact) < 1.25 * best
+    assert best < relative_error(found.row_coeffs.double() @ found.basis.double(), exact) < 1.25 * best
 
 
 def test_what_is_not_finite_in_one_step_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +128,11 @@ def gradients(
     tau: float, tilted: bool, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[float], dict[str, float]]:
     """(errors in the gradients of hidden and weight, what the state says of it) of one filtered step."""
-    from hf_cce.kernels import filtered
+    from hf_cce.kernels.filter import run as filter_run
 
-    real = filtered.make_layout
+    real = filter_run.plan_workspace
     with monkeypatch.context() as patch:
-        patch.setattr(filtered, "make_layout", lambda *a: dataclasses.replace(real(*a), tilted=tilted))
+        patch.setattr(filter_run, "plan_workspace", lambda *a: dataclasses.replace(real(*a), corrected=tilted))
         force(patch, "filtered")
         hidden, weight, labels = peaked(128, 32, 1500, torch.float32, DEVICE)
         hidden = hidden / scale
@@ -159,7 +161,7 @@ def test_it_brings_back_most_of_what_uniform_mass_leaves_out(scale: float, monke
 
 def test_what_is_not_finite_in_an_ignored_token_stays_there() -> None:
     """As in plain PyTorch, where the gradient of an ignored token's hidden state is zero whatever that is."""
-    from hf_cce.kernels.tilt import tilted_rows
+    from hf_cce.kernels.filter.corrections import mass_weighted_hidden
 
     hidden = torch.randn(40, 24, device=DEVICE)
     mass = torch.rand(3, 40, device=DEVICE)
@@ -167,10 +169,10 @@ def test_what_is_not_finite_in_an_ignored_token_stays_there() -> None:
     expected = hidden.double() * (mass.double().sum(0) * 0.5)[:, None]
     expected[7:9] = 0.0
     twin = (hidden * (mass.sum(0) * 0.5)[:, None]).nan_to_num(0.0)
-    found = tilted_rows(hidden, mass, 0.5)
+    found = mass_weighted_hidden(hidden, mass, 0.5)
     assert_as_good(found, twin, expected, "rows")
     columns = torch.full((24, 48), float("nan"), device=DEVICE)
-    tilted_rows(hidden, mass, 0.5, columns[:, :40])
+    mass_weighted_hidden(hidden, mass, 0.5, columns[:, :40])
     assert torch.equal(columns[:, :40], found.t()) and not columns[:, 40:].any()
 
 
@@ -178,46 +180,45 @@ def test_what_is_not_finite_in_an_ignored_token_stays_there() -> None:
 @pytest.mark.parametrize(("n", "d"), [(1, 5), (33, 640), (70, 136)])
 def test_tilted_rows_transposed(n: int, d: int, dtype: torch.dtype) -> None:
     """The same numbers, zeros beyond the tokens, and nothing beyond the stride, whatever lies there."""
-    from hf_cce.kernels.plan import padded
-    from hf_cce.kernels.tilt import tilted_rows
+    from hf_cce.kernels.filter.corrections import mass_weighted_hidden
+    from hf_cce.kernels.launch_config import padded
 
     hidden = torch.randn(n, d, device=DEVICE).to(dtype)
     # whole numbers, whose sums are exact in whatever order
     mass = torch.randint(-9, 10, (3, padded(n)), device=DEVICE).float()[:, :n]
     around = torch.full((d + 2, padded(n)), float("nan"), dtype=dtype, device=DEVICE)
-    out = tilted_rows(hidden, mass, 0.5, around[1:-1, :n])
-    assert torch.equal(out, tilted_rows(hidden, mass, 0.5).t()) and out.any()
+    out = mass_weighted_hidden(hidden, mass, 0.5, around[1:-1, :n])
+    assert torch.equal(out, mass_weighted_hidden(hidden, mass, 0.5).t()) and out.any()
     assert not around[1:-1, n:].any() and around[[0, -1]].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stored", [0, 2])
 @pytest.mark.parametrize(("n", "d", "tiles"), [(70, 40, 9), (129, 136, 33)])
-def test_means_and_covariance_in_one_product(n: int, d: int, tiles: int, stored: int, dtype: torch.dtype) -> None:
-    """As good as a product with the means and one with the covariance, added to what is there where values were stored."""
-    from hf_cce.kernels.filter import Mass
-    from hf_cce.kernels.filtered import _of_dropped
-    from hf_cce.kernels.plan import padded
-    from hf_cce.kernels.products import multiply_add
-    from hf_cce.kernels.tilt import tilted_rows
+def test_means_and_covariance_in_one_product(n: int, d: int, tiles: int, dtype: torch.dtype) -> None:
+    """As good as a product with the means and one with the covariance."""
+    from hf_cce.kernels.filter.corrections import mass_weighted_hidden
+    from hf_cce.kernels.filter.run import _add_dropped_to_hidden
+    from hf_cce.kernels.filter.select import DroppedMass
+    from hf_cce.kernels.launch_config import padded
+    from hf_cce.kernels.matmul import multiply_add
 
-    hidden, means, tilt = (torch.randn(count, d, device=DEVICE).to(dtype) for count in (n, tiles, d))
+    hidden, means, covariance = (torch.randn(count, d, device=DEVICE).to(dtype) for count in (n, tiles, d))
     of_token = torch.randint(-9, 10, (3, n), device=DEVICE).float()
-    total = torch.randn(n, d, device=DEVICE) if stored else torch.full((n, d), float("nan"), device=DEVICE)
+    total = torch.full((n, d), float("nan"), device=DEVICE)
     every = torch.full((tiles + d, padded(n)), float("nan"), dtype=dtype, device=DEVICE)
     every[:tiles] = torch.randn(tiles, padded(n), device=DEVICE)
     every[:tiles, n:] = float("nan")
     unused = torch.empty(0, device=DEVICE)
-    saved: Any = SimpleNamespace(hidden=hidden, means=means, layout=SimpleNamespace(stored=stored))
+    saved: Any = SimpleNamespace(hidden=hidden, means=means, logit_scale=0.5)
 
     for tilted in (True, False):
-        mass = Mass(every[:tiles, :n], every[: tiles + d * tilted, :n], unused, unused, of_token)
+        mass = DroppedMass(every[:tiles, :n], every[: tiles + d * tilted, :n], unused, unused, of_token)
         actual, twin = total.clone(), total.clone()
-        _of_dropped(actual, saved, mass, tilt if tilted else None, 0.5)
-        multiply_add(twin, mass.rows.t(), means, first=not stored)
-        exact = mass.rows.double().t() @ means.double() + (total.double() if stored else 0.0)
+        _add_dropped_to_hidden(actual, saved, mass, covariance if tilted else None)
+        multiply_add(twin, mass.per_row.t(), means, first=True)
+        exact = mass.per_row.double().t() @ means.double()
         if tilted:
-            rows = tilted_rows(hidden, of_token, 0.5)
-            multiply_add(twin, rows, tilt, first=False)
-            exact += rows.double() @ tilt.double()
+            rows = mass_weighted_hidden(hidden, of_token, 0.5)
+            multiply_add(twin, rows, covariance, first=False)
+            exact += rows.double() @ covariance.double()
         assert_as_good(actual, twin, exact, f"tilted: {tilted}")

@@ -1,0 +1,181 @@
+"""Exponentials of logits, kept from the forward pass as far as the memory budget goes, so that backward need not multiply again.
+
+What is kept of a logit z is exp(z − z_label), times (1 − (z/softcap)²) with a softcap. It needs no logsumexp, and all it lacks
+to the gradient of the logit is a factor per token, and the label's own entry. bfloat16 has the range for it while a token's loss
+is below LIMIT; row blocks with a token above it are computed anew in the backward pass.
+
+This file keeps the first columns of all tokens. For a frozen head hf_cce.kernels.token_groups keeps all columns of one group of
+tokens after the other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.inputs import LogitInputs, Shape, TokenGrads
+from hf_cce.kernels.labels import LabelLogits
+from hf_cce.kernels.launch_config import ceil_div, empty_slab, padded
+from hf_cce.kernels.matmul import ALIGNED
+
+LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the ends of bfloat16
+
+
+class Slab(NamedTuple):
+    """Columns ``start`` to ``stop`` of the vocabulary, and the memory of their exponentials or gradients."""
+
+    start: int
+    stop: int
+    values: Tensor  # [N, stop − start, or more]
+
+
+class ExpCache(NamedTuple):
+    """What the forward pass leaves. The backward pass reuses the memory of the last slab for the columns after it."""
+
+    slabs: list[Slab]  # of consecutive columns, from the first on
+    label: LabelLogits
+    grad_weight: Tensor | None = None  # [V, D], to be written, if the first slab lies in its memory
+
+
+class CachePlan(NamedTuple):
+    """Columns of the vocabulary whose values are kept: the first ones in the dW buffer, those after them in scratch memory."""
+
+    in_dw_buffer: int
+    in_scratch: int
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
+def _exp_to_dlogits_kernel(
+    values,  # [N, width], in place; rows may be longer
+    label_logit,  # [N]
+    labels,  # [N]
+    lse,  # [N]
+    grad_lse,  # [N]
+    grad_label,  # [N]
+    flags,  # [row blocks] int32, written: whether the loss of a token of the block is above LIMIT
+    num_tokens,
+    first_col,  # the vocabulary entry of the first column of values
+    width,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_rows = rows < num_tokens
+    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
+    at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
+    p_label = tl.exp(at_label - tl.load(lse + rows, mask=in_rows, other=0.0))
+    # Upstream gradients of ignored tokens may be infinite: they are not read.
+    g = tl.load(grad_lse + rows, mask=label != ignore_index, other=0.0)
+    of_label = g * p_label + tl.load(grad_label + rows, mask=label != ignore_index, other=0.0)
+    if HAS_SOFTCAP:
+        of_label *= 1.0 - (at_label / softcap) * (at_label / softcap)
+    at = rows.to(tl.int64)[:, None] * width + cols[None, :]
+    mask = in_rows[:, None] & (cols < width)[None, :]
+    x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32) * (g * p_label * logit_scale)[:, None]
+    x = tl.where(cols[None, :] == (label - first_col)[:, None], (of_label * logit_scale)[:, None], x)
+    tl.store(values + at, x.to(values.dtype.element_ty), mask=mask)
+    if tl.program_id(1) == 0 and tl.program_id(0) * BLOCK_R % BLOCK_M == 0:
+        block = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_M)
+        inside = block < num_tokens
+        loss = tl.load(lse + block, mask=inside, other=0.0) - tl.load(label_logit + block, mask=inside, other=0.0)
+        beyond = inside & ((loss <= LIMIT) == 0)  # true for NaN
+        tl.store(flags + tl.program_id(0) * BLOCK_R // BLOCK_M, tl.max(beyond.to(tl.int32), 0))
+
+
+def plan_cache(
+    shape: Shape, num_tiles: int, block_n: int, dw_block_n: int, need_weight: bool, budget: int
+) -> CachePlan | None:
+    """Say how many columns to keep; None where the budget has no room for enough of them.
+
+    Args:
+        num_tiles: column blocks of the forward pass, whose statistics take memory too.
+        block_n: columns are kept in multiples of it.
+        dw_block_n: likewise, in the dW buffer.
+    """
+    width = _scratch_columns(shape, num_tiles, block_n, budget)
+    if width == 0:
+        return None
+    if need_weight and width < shape.v:
+        first = _dw_buffer_columns(shape, dw_block_n)
+        later = _scratch_columns(shape._replace(v=shape.v - first), num_tiles, block_n, budget, first > 0)
+        if later:
+            return CachePlan(first, later)
+    return CachePlan(0, width)
+
+
+def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, several: bool = False) -> int:
+    """Columns that scratch memory holds from the forward pass to the backward pass; 0 for none.
+
+    ``several``: other columns are kept before them, so dh is a sum of products even if all of these fit.
+    """
+    n, d, v, dtype = shape
+    if dtype == torch.float16 or n == 0:  # float16 has no range for it
+        return 0
+    element = dtype.itemsize
+    left = budget - 4 * n * num_tiles - 8 * n
+    accumulator = 4 * n * d if element < 4 else 0
+    if element * n * padded(v) + (accumulator if v % ALIGNED or several else 0) <= left:
+        return v
+    if 2 * accumulator > budget:
+        return 0
+    # The slabs after the first are as wide as it: where the statistics of tiles leave little room, keeping it makes all narrow.
+    width, later = (
+        x // (element * n) // block_n * block_n for x in (min(left, budget - accumulator), budget - accumulator)
+    )
+    return width if 4 * width >= 3 * later else 0
+
+
+def _dw_buffer_columns(shape: Shape, block_n: int) -> int:
+    """Columns whose values fit into the dW buffer behind the dW rows of the same columns."""
+    n, d, v, _ = shape
+    return max((d * v - 16) // (d + n), 0) // block_n * block_n
+
+
+def allocate_cache(inputs: LogitInputs, plan: CachePlan, label: LabelLogits) -> ExpCache:
+    """Allocate the memory of the values, which ``tile_stats`` then writes."""
+    n, d, v, _ = inputs.shape
+    first = plan.in_dw_buffer
+    rest = Slab(first, min(v, first + plan.in_scratch), empty_slab(inputs.hidden, n, plan.in_scratch))
+    if not first:
+        return ExpCache([rest], label)
+    grad_weight = inputs.weight.new_empty((v, d))
+    # At the end of the buffer: the dW rows of these columns, at its beginning, must not overwrite them while they are multiplied.
+    start = (v * d - n * first) // 16 * 16
+    in_dw_buffer = grad_weight.view(-1)[start : start + n * first].view(n, first)
+    return ExpCache([Slab(0, first, in_dw_buffer), rest], label, grad_weight)
+
+
+def exp_to_dlogits_(
+    values: Tensor,  # [N, width], in place
+    label_logit: Tensor,  # [N]
+    inputs: LogitInputs,
+    grads: TokenGrads,
+    block_m: int,
+    first_col: int = 0,
+) -> Tensor:
+    """Turn cached values into the gradient of the logits, in place.
+
+    Args:
+        first_col: the vocabulary entry of the first column of ``values``.
+
+    Returns:
+        Flags of the row blocks, [⌈N / block_m⌉] int32: those that are not zero have to be computed anew.
+    """
+    n, width = values.shape
+    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=values.device)
+    _exp_to_dlogits_kernel[(ceil_div(n, 4), ceil_div(width, 2048))](
+        values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, n, first_col, values.stride(0),
+        inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
+        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8,
+    )  # fmt: skip
+    return flags

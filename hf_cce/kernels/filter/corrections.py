@@ -1,0 +1,223 @@
+"""Corrections for what softmax prefers within dropped tiles, where the mean row of the weight stands for all of them.
+
+Of the rows of a dropped tile, a token prefers those that its hidden state h points to. If the rows are normally distributed with
+covariance C, their mean weighted by exp(h · w) is their plain mean plus C h, whatever the size of h (exponential tilting). One
+covariance, taken within all dropped tiles and weighted by their mass, corrects dh by one product of hidden states with it.
+
+dW lacks M G δ: M is the mass that dropped tokens leave to a row, G the second moment of the hidden states weighted by dropped
+mass, δ the row less the mean of its tile. A few directions Q hold most of G, so M (Gᵀ Q) (Qᵀ δ) of rank 16 corrects dW.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.launch_config import ceil_div
+from hf_cce.kernels.matmul import multiply_add
+
+CENTERED_BYTES = 16 << 20  # of the weight's rows, centered at a time
+RANK = tl.constexpr(16)  # the fewest columns that a tensor core multiplies
+SUBSPACE_ROUNDS = 3  # of: multiply by the second moment, orthonormalize
+NEGLIGIBLE = 1e-13  # squared length, of one, that a direction needs beyond those before it
+
+
+class WeightCorrection(NamedTuple):
+    """Rank-16 correction of dW: ``row_coeffs`` · ``basis``, times the mass that dropped tiles leave to each row."""
+
+    row_coeffs: Tensor  # [V, 16]: Qᵀ δ of each column
+    basis: Tensor  # [16, D]: Qᵀ G
+
+
+@triton.jit
+def _centered_rows_kernel(
+    weight,  # [V, D]
+    vocab_perm,  # [V padded] int32
+    scale,  # [T]: what the rows of each block are multiplied by
+    out,  # [rows, D], written
+    first_block,
+    v,
+    d,
+    stride,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    block = first_block + tl.program_id(0)
+    cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (cols < v)[:, None] & (ds < d)[None, :]
+    x = tl.load(weight + tl.load(vocab_perm + cols).to(tl.int64)[:, None] * stride + ds[None, :], mask=mask, other=0.0)
+    mean = tl.sum(x.to(tl.float32), 0) / tl.minimum(v - block * BLOCK_N, BLOCK_N).to(tl.float32)
+    y = tl.where(mask, (x.to(tl.float32) - mean[None, :]) * tl.load(scale + block), 0.0)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], y.to(out.dtype.element_ty), mask=(ds < d)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _mass_weighted_hidden_kernel(
+    hidden,  # [N, D]
+    mass,  # [G, N]: see DroppedMass.per_token
+    out,  # [N, D], written; [D, N] if TRANSPOSED, then up to the stride
+    num_tokens,
+    d,
+    hidden_stride,
+    tile_stride,
+    out_stride,
+    num_tiles,
+    logit_scale,
+    TRANSPOSED: tl.constexpr,
+    ABSOLUTE: tl.constexpr,  # by the size of the mass, whose sign is that of the token's gradient
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPAN: tl.constexpr,  # columns of a program
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < num_tokens
+    total = tl.zeros((BLOCK_T, BLOCK_M), tl.float32)
+    for first in range(0, num_tiles, BLOCK_T):
+        tiles = first + tl.arange(0, BLOCK_T)
+        inside = (tiles < num_tiles)[:, None] & in_rows[None, :]
+        total += tl.load(mass + tiles.to(tl.int64)[:, None] * tile_stride + rows[None, :], mask=inside, other=0.0)
+    factor = tl.sum(total, 0) * logit_scale
+    if ABSOLUTE:
+        factor = tl.abs(factor)
+    for first in range(0, SPAN, BLOCK_D):
+        ds = tl.program_id(1) * SPAN + first + tl.arange(0, BLOCK_D)
+        mask = in_rows[:, None] & (ds < d)[None, :]
+        x = tl.load(hidden + rows.to(tl.int64)[:, None] * hidden_stride + ds[None, :], mask=mask, other=0.0)
+        # Hidden states of ignored tokens need not be finite.
+        y = tl.where(factor[:, None] == 0.0, 0.0, x.to(tl.float32) * factor[:, None]).to(out.dtype.element_ty)
+        if TRANSPOSED:
+            # Zeros up to the stride: a mask by the number of tokens would keep stores from being vectors.
+            to = out + ds.to(tl.int64)[:, None] * out_stride + rows[None, :]
+            tl.store(to, tl.trans(y), mask=(ds < d)[:, None] & (rows < out_stride)[None, :])
+        else:
+            tl.store(out + rows.to(tl.int64)[:, None] * out_stride + ds[None, :], y, mask=mask)
+
+
+@triton.jit
+def _row_coeffs_kernel(
+    product,  # [V, 16] float32: the weight times the basis directions
+    vocab_perm,  # [V padded] int32
+    out,  # [V, 16], written: for each column, less the mean of its block
+    v,
+    BLOCK_N: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, SIZE)
+    mask = (cols < v)[:, None] & (ks < SIZE)[None, :]
+    x = tl.load(product + tl.load(vocab_perm + cols).to(tl.int64)[:, None] * SIZE + ks[None, :], mask=mask, other=0.0)
+    mean = tl.sum(x, 0) / tl.minimum(v - tl.program_id(0) * BLOCK_N, BLOCK_N).to(tl.float32)
+    tl.store(
+        out + cols.to(tl.int64)[:, None] * SIZE + ks[None, :], (x - mean[None, :]).to(out.dtype.element_ty), mask=mask
+    )
+
+
+def correction_bytes(d: int, v: int, element: int, need_hidden: bool, need_weight: bool) -> int:
+    """Memory of the results of ``dropped_covariance`` and ``make_weight_correction``."""
+    return element * (d * d * need_hidden + RANK.value * (v + d) * need_weight)
+
+
+def correction_scratch_bytes(n: int, d: int, v: int, element: int, block_n: int, need_weight: bool) -> int:
+    """Memory that ``dropped_covariance`` and ``make_weight_correction`` need besides their results, at most."""
+    of_weight = 4 * d * d + element * n * d + 4 * RANK.value * (v + 8 * d)
+    return max(4 * d * d + max(CENTERED_BYTES, element * block_n * d), of_weight * need_weight)
+
+
+def dropped_covariance(
+    weight: Tensor,  # [V, D]
+    vocab_perm: Tensor,  # [V padded]
+    mass: Tensor,  # [T] float32: the probability in the dropped rows of each column block
+    block_n: int,
+) -> Tensor:
+    """Return the covariance of the weight's rows within their column blocks, weighted by ``mass``: [D, D], in its dtype."""
+    (v, d), tiles = weight.shape, mass.numel()
+    whole = mass.sum()
+    # Weights of the order of one, as float16 has little range. Where nothing is dropped all blocks count alike: later steps
+    # use the covariance too.
+    scale = torch.where(whole > 0, mass * tiles / whole, 1.0).sqrt()
+    total = torch.empty((d, d), device=weight.device, dtype=torch.float32)
+    at_a_time = max(1, CENTERED_BYTES // (weight.element_size() * block_n * d))
+    for first in range(0, tiles, at_a_time):
+        count = min(at_a_time, tiles - first)
+        rows = weight.new_empty((count * block_n, d))
+        _centered_rows_kernel[(count, ceil_div(d, 128))](
+            weight, vocab_perm, scale, rows, first, v, d, weight.stride(0), BLOCK_N=block_n, BLOCK_D=128
+        )
+        multiply_add(total, rows.t(), rows, first=first == 0)
+        del rows  # before the next ones, and the copy below
+    # Infinities and NaN of one step must not stay for later ones.
+    return total.div_(tiles * block_n).to(weight.dtype).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def mass_weighted_hidden(
+    hidden: Tensor, mass: Tensor, logit_scale: float, columns: Tensor | None = None, absolute: bool = False
+) -> Tensor:
+    """Return each hidden state times the mass that its dropped tiles leave: [N, D] in the dtype of ``hidden``.
+
+    Args:
+        hidden: [N, D].
+        mass: [G, N], summed over G: see ``DroppedMass.per_token``.
+        columns: [D, N]; if given, the result is written there, transposed, with zeros beyond N up to its stride.
+        absolute: take the size of the mass, not its sign.
+    """
+    (n, d), out = hidden.shape, torch.empty_like(hidden) if columns is None else columns
+    _mass_weighted_hidden_kernel[(ceil_div(n, 32), ceil_div(d, 512))](
+        hidden, mass, out, n, d, hidden.stride(0), mass.stride(0), out.stride(0), mass.shape[0], logit_scale,
+        TRANSPOSED=columns is not None, ABSOLUTE=absolute, BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512,
+    )  # fmt: skip
+    return out
+
+
+def make_weight_correction(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    vocab_perm: Tensor,  # [V padded]
+    mass: Tensor,  # [G, N]: see ``DroppedMass.per_token``
+    block_n: int,
+) -> WeightCorrection:
+    """Find the directions of the second moment by subspace iteration; all is zero where nothing is dropped."""
+    (v, d), size = weight.shape, RANK.value
+    weighted = mass_weighted_hidden(hidden, mass, 1.0, absolute=True)
+    moment = torch.empty((d, d), device=weight.device, dtype=torch.float32)
+    multiply_add(moment, weighted.t(), hidden, first=True)
+    del weighted
+    # A mean over absolute mass: with signs, tokens whose gradients differ in sign would cancel.
+    total = torch.linalg.vector_norm(mass, 1, dtype=torch.float32)
+    # Infinities and NaN, as where nothing is dropped, must not stay for later steps.
+    moment.div_(total).nan_to_num_(0.0, 0.0, 0.0)
+    some = torch.arange(size, device=weight.device) * d // size
+    directions = _orthonormal(moment.index_select(1, some))
+    for _ in range(SUBSPACE_ROUNDS - 1):
+        product = torch.empty_like(directions)
+        multiply_add(product, moment, directions, first=True)
+        directions = _orthonormal(product)
+    basis = torch.empty((size, d), device=weight.device, dtype=torch.float32)
+    multiply_add(basis, directions.t(), moment, first=True)
+    product = torch.empty((v, size), device=weight.device, dtype=torch.float32)
+    multiply_add(product, weight, directions.to(weight.dtype), first=True)
+    row_coeffs = weight.new_empty((v, size))
+    _row_coeffs_kernel[(ceil_div(v, block_n),)](product, vocab_perm, row_coeffs, v, BLOCK_N=block_n, SIZE=size)
+    return WeightCorrection(row_coeffs, basis.to(weight.dtype))
+
+
+def _orthonormal(vectors: Tensor) -> Tensor:
+    """Return orthonormal columns with the span of those of ``vectors`` [D, 16]; near zero where a column adds nothing.
+
+    Cholesky QR in float64, as the Gram matrix has the square of the columns' condition number.
+    """
+    unit = torch.nn.functional.normalize(vectors.double(), dim=0, eps=torch.finfo(torch.float64).tiny)
+    gram = unit.t() @ unit
+    gram.diagonal().add_(NEGLIGIBLE)
+    factor = torch.linalg.cholesky_ex(gram).L
+    return (
+        torch.linalg.solve_triangular(factor, unit.t(), upper=False)
+        .t()
+        .to(vectors.dtype, memory_format=torch.contiguous_format)
+    )

@@ -1,0 +1,241 @@
+"""Estimate the error of filtered gradients on a sample of tokens and of rows of dW.
+
+Two errors are estimated, each for dh and for dW: what dropping tiles changes, and what a loss on full logits changes by rounding
+its logits to the dtype of the inputs. ``FilterState`` moves the threshold until the first is a fixed share of the second.
+
+This is plain PyTorch, since few steps are measured. The host reads no result, and results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_cce.kernels.filter.corrections import WeightCorrection
+from hf_cce.kernels.filter.select import DroppedMass, Kept
+from hf_cce.kernels.filter.workspace import MEASURED_TOKENS, BackwardRequest, FilterReport, SavedForward
+from hf_cce.kernels.matmul import multiply_add
+
+# Rounding errors need a larger sample than filter errors: a few tokens have most of them.
+ROUNDED_TOKENS = 4 * MEASURED_TOKENS
+MEASURED_ROWS = 256  # of dW
+
+
+@dataclass(frozen=True)
+class FilterErrors:
+    """Frobenius norms, as scalars on the device; None where the gradient is not needed."""
+
+    error: Tensor | None  # of dh, from dropped tiles
+    weight_error: Tensor | None  # of dW, from dropped tiles
+    rounding_error: Tensor | None  # of dh, from rounded logits
+    rounding_weight_error: Tensor | None  # of dW, from rounded logits
+
+
+def estimate_errors(
+    saved: SavedForward,
+    weight: Tensor,  # [V, D]
+    request: BackwardRequest,
+    kept: Kept,
+    mass: DroppedMass,
+    covariance: Tensor | None,  # [D, D]
+    correction: WeightCorrection | None,
+) -> FilterErrors:
+    """Estimate both errors of the gradients that ``request`` asks for, before the gradients are computed."""
+    step = _Step(saved, weight, request, kept, mass)
+    likely_rounded, dropped_energy = _token_energies(step)
+    rounding_hidden, rounding_weight = _rounding_errors(step, likely_rounded)
+    return FilterErrors(
+        _hidden_error(step, dropped_energy, covariance) if request.need_hidden else None,
+        _weight_error(step, correction) if request.need_weight else None,
+        rounding_hidden if request.need_hidden else None,
+        rounding_weight if request.need_weight else None,
+    )
+
+
+def relative_errors(report: FilterReport, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> FilterReport:
+    """Return ``report`` with each error divided by the norm of its gradient."""
+    relative = {}
+    for gradient, names in (
+        (grad_hidden, ("error", "rounding_error")),
+        (grad_weight, ("weight_error", "rounding_weight_error")),
+    ):
+        errors = {name: getattr(report, name) for name in names if getattr(report, name) is not None}
+        if errors and gradient is not None:
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            relative.update({name: error / norm for name, error in errors.items()})
+    return report._replace(**relative)
+
+
+def sample(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Draw ``count`` indices by systematic sampling, with probabilities proportional to ``weights`` [M].
+
+    Returns:
+        ``indices`` [count] in ascending order, and ``factors`` [count], float32: for any f [M] that is zero where ``weights``
+        are, ``(factors * f[indices]).sum()`` estimates ``f.sum()`` without bias.
+    """
+    if count >= len(weights):
+        return torch.arange(len(weights), device=weights.device), torch.ones_like(weights)
+    total = weights.sum(dtype=torch.float64)
+    share = weights / total
+    # Summed as integers: parallel prefix sums of floats do not repeat bit for bit.
+    upto = (share * 2.0**48).nan_to_num(0.0, 0.0, 0.0).long().cumsum(0)
+    targets = (2 * torch.arange(count, device=weights.device) + 1) * upto[-1] // (2 * count)
+    indices = torch.searchsorted(upto, targets, right=True).clamp_max(len(weights) - 1)
+    factors = torch.where(total == 0, 0.0, 1.0 / (count * share[indices]))
+    return indices, factors.float()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The filtered step that is measured. Vocabulary entries are in their own order, tokens in the order of rows."""
+
+    saved: SavedForward
+    weight: Tensor  # [V, D]
+    request: BackwardRequest
+    kept: Kept
+    mass: DroppedMass
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens whose logits may be held in float32 at the same time."""
+        return self.saved.workspace.measured_at_once
+
+    @property
+    def rows_at_once(self) -> int:
+        """Vocabulary entries or tiles, each with a number for every token, that fit the same memory."""
+        return max(1, self.tokens_at_once * len(self.weight) // len(self.saved.hidden))
+
+    def logits(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
+        """Return h Wᵀ + b of some tokens and some vocabulary entries, [R, C] float32; None: of all."""
+        hidden = self.saved.hidden if tokens is None else self.saved.hidden.index_select(0, tokens)
+        weight = self.weight if entries is None else self.weight.index_select(0, entries)
+        z = torch.empty((len(hidden), len(weight)), device=hidden.device, dtype=torch.float32)
+        multiply_add(z, hidden, weight.t(), first=True)
+        if self.saved.bias is not None:
+            z += self.saved.bias[self.columns(entries)]
+        return z
+
+    def columns(self, entries: Tensor | None) -> Tensor:
+        """Columns of some vocabulary entries, int64; None: of all."""
+        inv_vocab_perm = self.saved.vocabulary.inv_vocab_perm
+        return (inv_vocab_perm if entries is None else inv_vocab_perm[entries]).long()
+
+    def softmax_gradient(self, z: Tensor, tokens: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | float]:
+        """Return the gradient of logits ``z`` [R, C] without the label's term, and the derivative of the softcap.
+
+        Overwrites ``z``. Without ``lse`` [R], the softmax is normalized over each row of ``z``.
+        """
+        slope: Tensor | float = 1.0
+        z = z.mul_(self.saved.logit_scale)
+        if softcap := self.saved.softcap:
+            z.div_(softcap).tanh_()
+            slope = z.square().neg_().add_(1.0)
+            z.mul_(softcap)
+        p = torch.softmax(z, 1) if lse is None else z.sub_(lse[:, None]).exp_()
+        p.mul_(slope).mul_(self.request.grad_lse[tokens, None] * self.saved.logit_scale)
+        return p.masked_fill_(~self.valid(tokens)[:, None], 0.0), slope
+
+    def valid(self, tokens: Tensor) -> Tensor:
+        """True for tokens whose label is not ignored, [R]."""
+        return self.saved.order.labels[tokens] < len(self.weight)
+
+    def left_out(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
+        """Exact less filtered gradient of ``logits``, [R, C] in the dtype of the inputs; corrections are not counted."""
+        plan, v = self.saved.plan, len(self.weight)
+        z, tiles = self.logits(tokens, entries), self.columns(entries) // plan.block_n
+        tokens = torch.arange(len(z), device=z.device) if tokens is None else tokens
+        width = (v - tiles * plan.block_n).clamp_max(plan.block_n)
+        gradient, _ = self.softmax_gradient(z, tokens, self.saved.lse[tokens])
+        gradient -= self.mass.per_row[tiles, tokens[:, None]] / width.float()
+        kept = (self.kept.kept_slot >= 0)[tiles, tokens[:, None] // plan.block_m]
+        return gradient.masked_fill_(kept, 0.0).to(self.weight.dtype)
+
+
+def _token_energies(step: _Step) -> tuple[Tensor, Tensor]:
+    """Return, for each token, how much rounding is likely to change, and the energy of its dropped tiles; [N] each.
+
+    Energy is Σ (p − S/width)², times the token's squared gradient. Rounding logits by independent δ changes p by p (δ − Σ p δ).
+    With E the energy over all tiles, the square of that is about E (1 − √E)² if one entry has most of the probability, and
+    E (1 − E) if several share it evenly: the geometric mean of the two is taken.
+    """
+    saved, n = step.saved, len(step.saved.hidden)
+    tokens = torch.arange(n, device=step.weight.device)
+    valid, row_blocks = step.valid(tokens), tokens // saved.plan.block_m
+    in_all, in_dropped = torch.zeros((2, n), device=step.weight.device, dtype=torch.float32).unbind()
+    for start in range(0, len(saved.tile_lse), step.rows_at_once):
+        tiles = slice(start, start + step.rows_at_once)
+        energy = (saved.tile_lse[tiles, :n] - saved.lse).exp_().square_().mul_(saved.tile_ratio[tiles, :n])
+        in_all += energy.sum(0)
+        kept = (step.kept.kept_slot[tiles] >= 0).index_select(1, row_blocks)
+        in_dropped += energy.masked_fill_(kept, 0.0).sum(0)
+    e = in_all.clamp_max(1.0)
+    likely = e * (1.0 - e.sqrt()) * (1.0 - e).sqrt()
+    squared = step.request.grad_lse.square()
+    return torch.where(valid, likely * squared, 0.0), torch.where(valid, in_dropped * squared, 0.0)
+
+
+def _hidden_error(step: _Step, energy: Tensor, covariance: Tensor | None) -> Tensor:
+    """Estimate the norm of the error of dh from tokens drawn by the ``energy`` [N] of their dropped tiles."""
+    tokens, factors = sample(energy, min(len(energy), MEASURED_TOKENS))
+    total = torch.zeros((), device=tokens.device)
+    for some, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
+        wrong = torch.empty((len(some), step.weight.shape[1]), device=tokens.device)
+        multiply_add(wrong, step.left_out(some, None), step.weight, first=True)
+        if covariance is not None:
+            dropped = step.mass.per_token[:, some].sum(0)[:, None] * -step.saved.logit_scale
+            # Hidden states of ignored tokens need not be finite.
+            weighted = torch.where(dropped == 0.0, 0.0, step.saved.hidden[some] * dropped)
+            multiply_add(wrong, weighted.to(covariance.dtype), covariance, first=False)
+        total = total + (wrong.square().sum(1) * factor).sum()
+    return total.sqrt()
+
+
+def _weight_error(step: _Step, correction: WeightCorrection | None) -> Tensor:
+    """Estimate the norm of the error of dW from rows drawn by the energy of the dropped tiles of their column block."""
+    saved, kept, (v, d) = step.saved, step.kept, step.weight.shape
+    energy = torch.where(kept.kept_slot < 0, kept.energy, 0.0).sum(1).repeat_interleave(saved.plan.block_n)[:v]
+    columns, factors = sample(energy, min(v, MEASURED_ROWS))
+    total = torch.zeros((), device=columns.device)
+    for some, factor in zip(columns.split(step.rows_at_once), factors.split(step.rows_at_once), strict=True):
+        wrong = torch.empty((len(some), d), device=columns.device)
+        entries = saved.order.vocab_perm[some].long()
+        multiply_add(wrong, step.left_out(None, entries).t(), saved.hidden, first=True)
+        if correction is not None:
+            tiles = some // saved.plan.block_n
+            width = (v - tiles * saved.plan.block_n).clamp_max(saved.plan.block_n)
+            dropped = step.mass.per_tile.sum(1)[tiles] * -saved.logit_scale / width
+            coeffs = (correction.row_coeffs[some] * dropped[:, None]).to(correction.basis.dtype)
+            multiply_add(wrong, coeffs, correction.basis, first=False)
+        total = total + (wrong.square().sum(1) * factor).sum()
+    return total.sqrt()
+
+
+def _rounding_errors(step: _Step, likely: Tensor) -> tuple[Tensor, Tensor]:
+    """Estimate the norms of the errors of dh and dW if logits were rounded, from tokens drawn by ``likely`` [N].
+
+    Some tokens are drawn evenly. Rounding errors of different tokens are taken for independent, so the squares of their parts of
+    dW add up.
+    """
+    saved, request = step.saved, step.request
+    tokens, factors = sample(likely + 0.1 * likely.mean(), min(len(likely), ROUNDED_TOKENS))
+    of_hidden, of_weight = torch.zeros((2,), device=tokens.device).unbind()
+    for some, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
+        z = step.logits(some, None)
+        changed, rounded_slope = step.softmax_gradient(z.to(step.weight.dtype).float(), some, None)
+        exact, slope = step.softmax_gradient(z, some, saved.lse[some])
+        changed -= exact
+        del z, exact
+        if saved.softcap:
+            labels = saved.order.labels[some]
+            at_label = (rounded_slope - slope) * (request.grad_label[some] * saved.logit_scale)[:, None]
+            changed += torch.where(saved.vocabulary.inv_vocab_perm == labels[:, None], at_label, 0.0)
+            del at_label
+        changed = changed.to(step.weight.dtype)
+        product = torch.empty((len(some), step.weight.shape[1]), device=tokens.device)
+        multiply_add(product, changed, step.weight, first=True)
+        of_hidden = of_hidden + (product.square().sum(1) * factor).sum()
+        lengths = saved.hidden[some].float().square().sum(1)
+        of_weight = of_weight + (changed.float().square().sum(1) * lengths * factor).sum()
+    return of_hidden.sqrt(), of_weight.sqrt()

@@ -1,0 +1,161 @@
+"""The order of vocabulary and tokens in which tiles are cut, so that few tiles hold most of the gradient.
+
+Columns are vocabulary entries, sorted by their average logit. Rows are tokens, sorted by the column of their label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.filter.corrections import WeightCorrection
+from hf_cce.kernels.launch_config import ceil_div
+
+SAMPLE = 1024  # tokens whose mean gives the average logits
+FINE = 1 << 14  # columns in whose exact order tokens are sorted
+LARGEST = 128 * (1 << 14)  # vocabulary up to which 16-bit sort keys suffice
+COUNTED = 1 << 13  # tokens up to which counting smaller keys is faster than sorting
+
+
+@triton.jit
+def _order_kernel(by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(by_logit + at, mask=at < v, other=0).to(tl.int32)
+    tl.store(vocab_perm + at, entry, mask=at < padded)
+    tl.store(inv_vocab_perm + entry, at, mask=at < v)
+
+
+@triton.jit(do_not_specialize=["ignore_index", "num_tokens"])
+def _key_kernel(
+    labels, inv_vocab_perm, columns, keys, num_tokens, v, ignore_index, FINE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the column of each label (V where it is ignored), and the sort keys of ``sort_tokens``."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    label = tl.load(labels + at, mask=at < num_tokens, other=ignore_index)
+    good = (label != ignore_index) & (label >= 0) & (label < v)
+    column = tl.load(inv_vocab_perm + label, mask=good, other=v)
+    key = tl.minimum(column, FINE) + tl.maximum(column - FINE, 0) // 128
+    tl.store(columns + at, column, mask=at < num_tokens)
+    tl.store(keys + at, tl.where(good, key, key + 1), mask=at < num_tokens)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _place_kernel(
+    keys,  # [N] int16
+    columns,  # [N] int32
+    token_perm,  # [N] int64, written: the tokens by ascending key; of equal keys the first token first
+    labels,  # [N] int32, written: its column
+    num_tokens,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = rows < num_tokens
+    # Keys and the tokens' numbers in one, so that no two are equal.
+    mine = tl.load(keys + rows, mask=inside, other=0).to(tl.int32) * 65536 + rows
+    signs = tl.zeros((BLOCK_R, BLOCK), tl.int32)
+    for first in range(0, num_tokens, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        other = tl.load(keys + at, mask=at < num_tokens, other=32767).to(tl.int32) * 65536 + at
+        signs += (
+            other[None, :] - mine[:, None]
+        ) >> 31  # minus one where it is smaller: fewer instructions than to compare
+    before = -tl.sum(signs, 1)
+    tl.store(token_perm + before, rows.to(tl.int64), mask=inside)
+    tl.store(labels + before, tl.load(columns + rows, mask=inside, other=0), mask=inside)
+
+
+@triton.jit
+def _permute_rows_kernel(
+    weight,  # [V, D]
+    vocab_perm,  # [V padded] int32
+    out,  # [columns, D], written
+    means,  # [T, D]: mean over the rows of each block
+    first_block,
+    v,
+    d,
+    stride,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    block = first_block + tl.program_id(0)
+    cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (cols < v)[:, None] & (ds < d)[None, :]
+    x = tl.load(weight + tl.load(vocab_perm + cols).to(tl.int64)[:, None] * stride + ds[None, :], mask=mask, other=0.0)
+    tl.store(out + (cols - first_block * BLOCK_N).to(tl.int64)[:, None] * d + ds[None, :], x, mask=mask)
+    width = tl.minimum(v - block * BLOCK_N, BLOCK_N).to(tl.float32)
+    tl.store(means + block.to(tl.int64) * d + ds, tl.sum(x.to(tl.float32), 0) / width, mask=ds < d)
+
+
+@dataclass
+class Vocabulary:
+    """The order of the columns, and what is learned once for several steps that use it."""
+
+    vocab_perm: Tensor  # [V padded to whole tiles] int32: the vocabulary entry of each column
+    inv_vocab_perm: Tensor  # [V] int32: the column of each vocabulary entry
+    covariance: Tensor | None = None  # [D, D]: see hf_cce.kernels.filter.corrections, also for the next
+    weight_correction: WeightCorrection | None = None
+
+
+class Order(NamedTuple):
+    """The order of the columns and rows of one step."""
+
+    vocab_perm: Tensor  # [V padded to whole tiles] int32: the vocabulary entry of each column
+    token_perm: Tensor  # [N] int64: the token of each row
+    labels: Tensor  # [N] int32: the column of each row's label; V where it is ignored
+
+
+def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n: int) -> Vocabulary:
+    """Sort by the average logit over some tokens, the largest first.
+
+    Gradients are right in any order; in this one most tiles can be dropped.
+    """
+    v = weight.shape[0]
+    some = hidden[:: max(1, hidden.shape[0] // SAMPLE)]
+    average = torch.mv(weight, some.mean(0))
+    if bias is not None:
+        average = average + bias
+    by_logit = torch.sort(average, descending=True).indices
+    padded = ceil_div(v, block_n) * block_n
+    vocab_perm = torch.empty(padded, dtype=torch.int32, device=hidden.device)
+    inv_vocab_perm = torch.empty(v, dtype=torch.int32, device=hidden.device)
+    _order_kernel[(ceil_div(padded, 1024),)](by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK=1024)
+    return Vocabulary(vocab_perm, inv_vocab_perm)
+
+
+def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Order:
+    """Sort by the column of the label; ignored tokens come last.
+
+    Keys have 16 bits, as a radix sort takes a pass for each byte: exact for the first FINE columns, which most labels are in,
+    and for blocks of 128 columns after them. Few tokens are placed by counting, in one launch instead of eight.
+    """
+    n, v = labels.numel(), vocabulary.inv_vocab_perm.numel()
+    columns = torch.empty(n, dtype=torch.int32, device=labels.device)
+    keys = torch.empty(n, dtype=torch.int16 if v < LARGEST else torch.int32, device=labels.device)
+    _key_kernel[(ceil_div(n, 1024),)](
+        labels, vocabulary.inv_vocab_perm, columns, keys, n, v, ignore_index, FINE=FINE if v < LARGEST else v, BLOCK=1024
+    )  # fmt: skip
+    if n <= COUNTED and v < LARGEST:
+        token_perm = torch.empty(n, dtype=torch.int64, device=labels.device)
+        ordered = torch.empty_like(columns)
+        _place_kernel[(ceil_div(n, 16),)](keys, columns, token_perm, ordered, n, BLOCK_R=16, BLOCK=512, num_warps=4)
+        return Order(vocabulary.vocab_perm, token_perm, ordered)
+    token_perm = torch.sort(keys, stable=True).indices
+    return Order(vocabulary.vocab_perm, token_perm, columns.index_select(0, token_perm))
+
+
+def permute_rows(weight: Tensor, vocab_perm: Tensor, first: int, stop: int, means: Tensor, block_n: int) -> Tensor:
+    """Return the rows of ``weight`` for columns ``first`` to ``stop``; write their blocks' means to ``means`` [T, D]."""
+    v, d = weight.shape
+    out = weight.new_empty((stop - first, d))
+    _permute_rows_kernel[(ceil_div(stop - first, block_n), ceil_div(d, 128))](
+        weight, vocab_perm, out, means, first // block_n, v, d, weight.stride(0),
+        BLOCK_N=block_n, BLOCK_D=128, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,360 @@
+"""Choose which tiles of the logits' gradient are computed, and what stands for the others.
+
+Columns are vocabulary entries and rows are tokens, in an order in which what matters lies together (hf_cce.kernels.filter.order).
+The forward pass leaves, for each row of each tile, its mass S = Σ p (as a logsumexp) and its energy Σ (p − S/width)² over S²
+(``tile_ratio``). The backward pass drops the tiles of least energy while their sum stays under
+τ² Σ_i [(1 − p_label)² + Σ (p − S/width)²]. A dropped tile keeps its mass, spread evenly over its columns. A tile that holds a
+label is never dropped, so the label's term is exact. With a softcap, p stands for p (1 − (z/softcap)²), the size of the gradient;
+``tile_damping`` is the mean of the second factor.
+
+Everything is decided on the device, in integers or in a fixed order: results repeat bit for bit and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.filter.workspace import MASS_GROUP, SavedForward
+from hf_cce.kernels.launch_config import ceil_div, padded, power_of_2
+
+# Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last bin holds what must be kept.
+BINS = tl.constexpr(512)
+
+
+@triton.jit
+def _bin(energy):
+    known = (energy > 0.0) & (energy < float("inf"))
+    octaves = tl.log2(tl.where(known, energy, 1.0))
+    number = tl.minimum(tl.maximum(tl.floor(4.0 * octaves) + 400.0, 0.0), 510.0).to(tl.int32)
+    # Infinities and NaN are kept.
+    return tl.where(known, number, tl.where(energy == 0.0, 0, 511))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "span"])
+def _score_kernel(
+    tile_lse,  # [T, N]
+    tile_ratio,  # [T, N]
+    lse,  # [N]
+    label_logit,  # [N]
+    labels,  # [N], V where ignored
+    energy,  # [T, row blocks], written; infinite for a tile that holds a label
+    part,  # [programs], written: partial sums of the energy of the whole gradient
+    tile_stride,
+    num_tokens,
+    num_row_blocks,
+    num_col_blocks,
+    span,  # column blocks of a program
+    v,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    row_block, begin = tl.program_id(0), tl.program_id(1) * span
+    program = tl.program_id(1) * num_row_blocks + row_block
+    end = tl.minimum(begin + span, num_col_blocks)
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < num_tokens
+    label = tl.load(labels + rows, mask=in_rows, other=v)
+    valid = label < v
+    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+    at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
+    wrong = tl.where(valid, 1.0 - tl.exp(at_label - row_lse), 0.0)
+    if HAS_SOFTCAP:
+        wrong *= 1.0 - (at_label / softcap) * (at_label / softcap)
+    total = tl.where(begin == 0, tl.sum(wrong * wrong), 0.0)
+    label_block = label // BLOCK_N
+    for first in range(begin, end, BLOCK_T):
+        blocks = first + tl.arange(0, BLOCK_T)
+        inside = blocks < end
+        at = blocks.to(tl.int64)[:, None] * tile_stride + rows[None, :]
+        mask = inside[:, None] & valid[None, :]
+        mass = tl.exp(tl.load(tile_lse + at, mask=mask, other=float("-inf")) - row_lse[None, :])
+        e = tl.sum(mass * mass * tl.load(tile_ratio + at, mask=mask, other=0.0).to(tl.float32), 1)
+        held = tl.max(((label_block[None, :] == blocks[:, None]) & valid[None, :]).to(tl.int32), 1) > 0
+        total += tl.sum(tl.where(held, 0.0, e))
+        tl.store(energy + blocks * num_row_blocks + row_block, tl.where(held, float("inf"), e), mask=inside)
+    tl.store(part + program, total)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _count_kernel(energy, counts, num_tiles, BLOCK: tl.constexpr):
+    """Tiles by energy, [programs, BINS]."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    e = tl.load(energy + at, mask=at < num_tiles, other=float("inf"))
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(_bin(e), BINS))
+
+
+@triton.jit(do_not_specialize=["num_programs"])
+def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    bins = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH,), tl.int32)
+    for first in range(0, num_programs, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        total += tl.sum(
+            tl.load(counts + at[:, None] * BINS + bins[None, :], mask=(at < num_programs)[:, None], other=0), 0
+        )
+    tl.store(sums + bins, total)
+
+
+@triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
+def _columns_kernel(
+    energy,  # [T, row blocks]
+    part,  # [programs of _score_kernel]
+    sums,  # [BINS]: tiles by energy
+    tau,  # scalar
+    kept_slot,  # [T, row blocks] int32, written: see Kept, like the next
+    kept_counts,  # [T] int32, written
+    num_row_blocks,
+    num_programs,
+    ROWS: tl.constexpr,  # row blocks, or more
+    BLOCK: tl.constexpr,
+):
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, num_programs, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        total += tl.load(part + at, mask=at < num_programs, other=0.0)
+    bins = tl.arange(0, BINS)
+    # A bin's upper edge stands for its energies, so the sum is never taken too small.
+    below = tl.cumsum(tl.load(sums + bins).to(tl.float32) * tl.exp2((bins - 399).to(tl.float32) / 4.0), 0)
+    limit, whole = tl.load(tau), tl.sum(total)
+    # Where nothing is wrong, as with no label at all, tiles without energy are still nothing to compute.
+    empty = tl.where(whole == 0.0, 1, 0)  # bins
+    fits = ((below <= limit * limit * whole) | (bins < empty)) & (bins < 511)
+    cutoff = tl.sum(fits.to(tl.int32))
+    block = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    inside = rows < num_row_blocks
+    e = tl.load(energy + block * num_row_blocks + rows, mask=inside, other=0.0)
+    kept = inside & (_bin(e) >= cutoff)
+    before = tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(kept_slot + block * num_row_blocks + rows, tl.where(kept, before, -1), mask=inside)
+    tl.store(kept_counts + block, tl.sum(kept.to(tl.int32)))
+
+
+@triton.jit(do_not_specialize=["room", "PASSES"])
+def _scan_kernel(
+    kept_counts,  # [T]
+    first_kept,  # [T + 1], written: see Kept
+    pass_of,  # [T], written: the pass of each column block
+    pass_block,  # [P + 1], written: see Kept, like the next
+    pass_start,  # [P + 1], written
+    num_col_blocks,
+    room,
+    PASSES,
+    COLS: tl.constexpr,  # column blocks, or more
+):
+    cols = tl.arange(0, COLS)
+    inside = cols < num_col_blocks
+    counts = tl.load(kept_counts + cols, mask=inside, other=0)
+    upto = tl.cumsum(counts, 0)
+    number = (upto - counts) // room
+    tl.store(first_kept + cols, upto - counts, mask=inside)
+    tl.store(first_kept + num_col_blocks, tl.sum(counts))
+    tl.store(pass_of + cols, number, mask=inside)
+    for p in range(PASSES + 1):
+        earlier = inside & (number < p)
+        tl.store(pass_block + p, tl.sum(earlier.to(tl.int32)))
+        tl.store(pass_start + p, tl.sum(tl.where(earlier, counts, 0)))
+
+
+@triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
+def _rows_kernel(
+    kept_slot,  # [T, row blocks]
+    first_kept,  # [T + 1]
+    pass_of,  # [T]
+    pass_start,  # [P + 1]
+    tiles,  # [kept], written: see Kept, like the next three
+    tile_rows,  # [kept], written
+    row_tiles,  # [row blocks, T] int64, written
+    row_pass,  # [row blocks, P + 1], written
+    num_row_blocks,
+    num_col_blocks,
+    PASSES,
+    PASSES_2: tl.constexpr,  # PASSES + 1, or more
+    BLOCK: tl.constexpr,
+):
+    row_block = tl.program_id(0)
+    passes = tl.arange(0, PASSES_2)
+    before = tl.zeros((PASSES_2,), tl.int32)
+    done = 0
+    for first in range(0, num_col_blocks, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        inside = cols < num_col_blocks
+        index = tl.load(kept_slot + cols * num_row_blocks + row_block, mask=inside, other=-1)
+        kept = index >= 0
+        number = tl.load(pass_of + cols, mask=inside, other=0)
+        slot = tl.load(first_kept + cols, mask=inside, other=0) + index
+        at = row_block * num_col_blocks + done + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(tiles + slot, cols * num_row_blocks + row_block, mask=kept)
+        tl.store(tile_rows + slot, row_block + tl.zeros((BLOCK,), tl.int32), mask=kept)
+        in_pass = slot - tl.load(pass_start + number, mask=inside, other=0)
+        tl.store(row_tiles + at, in_pass.to(tl.int64) * 4294967296 + cols, mask=kept)
+        before += tl.sum((kept[:, None] & (number[:, None] < passes[None, :])).to(tl.int32), 0)
+        done += tl.sum(kept.to(tl.int32))
+    tl.store(row_pass + row_block * (PASSES + 1) + passes, before, mask=passes <= PASSES)
+
+
+@triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
+def _longest_first_kernel(
+    row_pass,  # [row blocks, P + 1]
+    row_order,  # [P, row blocks], written: see Kept
+    num_row_blocks,
+    PASSES,
+    ROWS: tl.constexpr,  # row blocks, or more
+):
+    row, number = tl.program_id(0), tl.program_id(1)
+    rows = tl.arange(0, ROWS)
+    inside = rows < num_row_blocks
+    at = row_pass + rows * (PASSES + 1) + number
+    lengths = tl.load(at + 1, mask=inside, other=0) - tl.load(at, mask=inside, other=0)
+    own = tl.sum(tl.where(rows == row, lengths, 0))
+    ahead = inside & ((lengths > own) | ((lengths == own) & (rows < row)))
+    tl.store(row_order + number * num_row_blocks + tl.sum(ahead.to(tl.int32)), row)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"], do_not_specialize_on_alignment=["tile_mass"])
+def _mass_kernel(
+    tile_lse,  # [T, N]
+    tile_damping,  # [T, N], if HAS_DAMPING
+    kept_slot,  # [T, row blocks]
+    lse,  # [N]
+    labels,  # [N], V where ignored
+    grad_lse,  # [N]
+    mass,  # [T, N], written: DroppedMass.per_row, and so on
+    probability,  # [T, row blocks], written
+    tile_mass,  # [T, row blocks], written
+    token_mass,  # [T / GROUP, N], written
+    tile_stride,
+    num_tokens,
+    num_row_blocks,
+    num_col_blocks,
+    v,
+    logit_scale,
+    HAS_DAMPING: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row_block = tl.program_id(0)
+    blocks = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows, known = rows < num_tokens, blocks < num_col_blocks
+    # Ignored tokens are left out by their values, not by masks, so that loads stay vectors.
+    gone = known & (tl.load(kept_slot + blocks * num_row_blocks + row_block, mask=known, other=0) < 0)
+    at = blocks.to(tl.int64)[:, None] * tile_stride + rows[None, :]
+    inside = gone[:, None] & in_rows[None, :]
+    part = tl.load(tile_lse + at, mask=inside, other=float("-inf"))
+    valid = tl.load(labels + rows, mask=in_rows, other=v) < v
+    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+    g = tl.where(valid, tl.load(grad_lse + rows, mask=in_rows, other=0.0) * logit_scale, 0.0)
+    p = tl.exp(part - row_lse[None, :])
+    p = tl.where(valid[None, :], p, 0.0)  # logits of ignored tokens may be NaN
+    sums = blocks * num_row_blocks + row_block
+    tl.store(probability + sums, tl.sum(p, 1), mask=known)
+    if HAS_DAMPING:
+        p *= tl.where(valid[None, :], tl.load(tile_damping + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+    p *= g[None, :]
+    tl.store(tile_mass + sums, tl.sum(p, 1), mask=known)
+    tl.store(token_mass + tl.program_id(1) * tile_stride + rows, tl.sum(p, 0), mask=in_rows)
+    tl.store(mass + at, p, mask=known[:, None] & in_rows[None, :])
+
+
+class Kept(NamedTuple):
+    """The kept tiles, listed by column block, by row block and by pass; all int32 on the device unless said otherwise."""
+
+    energy: Tensor  # [T, row blocks] float32, infinite for a tile that holds a label
+    kept_slot: Tensor  # [T, row blocks]: the number of a kept tile within its column block; −1 where dropped
+    kept_counts: Tensor  # [T]: kept tiles of each column block
+    first_kept: Tensor  # [T + 1]: kept tiles in the column blocks before
+    pass_block: Tensor  # [P + 1]: the first column block of each pass
+    pass_start: Tensor  # [P + 1]: kept tiles before each pass
+    tiles: Tensor  # [kept]: column block · row blocks + row block, by ascending column block
+    tile_rows: Tensor  # [kept]: the row block alone
+    row_tiles: (
+        Tensor  # [row blocks, T] int64: the kept tiles of each row block, as column block + 2³² · slot in its pass
+    )
+    row_pass: Tensor  # [row blocks, P + 1]: how many of them come before each pass
+    row_order: Tensor  # [P, row blocks]: the row blocks of each pass, those with most kept tiles first
+
+
+def select(saved: SavedForward, tau: Tensor) -> Kept:
+    """Choose the tiles to keep for the threshold ``tau``. A pass holds at most ``room`` tiles before its last column block."""
+    (rows, cols), passes = saved.tile_grid, saved.workspace.passes
+    energy, part, sums = _tile_energies(saved)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=tau.device)
+
+    kept = Kept(
+        energy=energy, kept_slot=ints(cols, rows), kept_counts=ints(cols), first_kept=ints(cols + 1),
+        pass_block=ints(passes + 1), pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
+        row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=tau.device), row_pass=ints(rows, passes + 1),
+        row_order=ints(passes, rows),
+    )  # fmt: skip
+    pass_of = ints(cols)
+    rows_2 = max(16, power_of_2(rows))
+    _columns_kernel[(cols,)](
+        energy, part, sums, tau, kept.kept_slot, kept.kept_counts, rows, len(part), ROWS=rows_2, BLOCK=1024
+    )
+    _scan_kernel[(1,)](
+        kept.kept_counts, kept.first_kept, pass_of, kept.pass_block, kept.pass_start, cols, saved.workspace.room,
+        PASSES=passes, COLS=max(16, power_of_2(cols)),
+    )  # fmt: skip
+    _rows_kernel[(rows,)](
+        kept.kept_slot, kept.first_kept, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,
+        rows, cols, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128,
+    )  # fmt: skip
+    _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=rows_2, num_warps=1)
+    return kept
+
+
+def _tile_energies(saved: SavedForward) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tiles' energies [T, row blocks], partial sums of the whole gradient's, and a histogram of tiles by energy."""
+    plan, (rows, cols), n, v = saved.plan, saved.tile_grid, saved.lse.numel(), saved.vocabulary.inv_vocab_perm.numel()
+    device = saved.lse.device
+    span = ceil_div(max(32, ceil_div(rows * cols, 2048)), 16) * 16  # some hundreds of programs
+    grid = (rows, ceil_div(cols, span))
+    energy = torch.empty((cols, rows), device=device, dtype=torch.float32)
+    part = torch.empty(grid[0] * grid[1], device=device, dtype=torch.float32)
+    _score_kernel[grid](
+        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.order.labels, energy, part, padded(n), n, rows,
+        cols, span, v, saved.softcap or 1.0, HAS_SOFTCAP=saved.softcap > 0,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
+    )  # fmt: skip
+    counting = ceil_div(rows * cols, 2048)
+    counts = torch.empty((counting, BINS.value), dtype=torch.int32, device=device)
+    sums = torch.empty(BINS.value, dtype=torch.int32, device=device)
+    _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
+    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)
+    return energy, part, sums
+
+
+class DroppedMass(NamedTuple):
+    """The gradient that dropped tiles keep as mass, and its sums."""
+
+    per_row: Tensor  # [T, N]: of each row of a tile, zero for kept tiles
+    stacked: Tensor  # [T + spare, N]: the same memory with rows below, not written yet
+    probability: Tensor  # [T, row blocks] float32: sums of p over dropped tiles
+    per_tile: Tensor  # [T, row blocks] float32: sums of ``per_row`` over the tile's rows
+    per_token: Tensor  # [T / MASS_GROUP, N] float32: sums of ``per_row`` over groups of column blocks
+
+
+def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, spare: int) -> DroppedMass:
+    """Compute the mass of dropped tiles, with ``spare`` rows allocated below ``per_row``."""
+    plan, (rows, cols), n, v = saved.plan, saved.tile_grid, saved.lse.numel(), saved.vocabulary.inv_vocab_perm.numel()
+    device = saved.lse.device
+    mass = torch.empty((cols + spare, padded(n)), dtype=saved.hidden.dtype, device=device)
+    probability, per_tile = torch.empty((2, cols, rows), device=device, dtype=torch.float32).unbind()
+    per_token = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=device, dtype=torch.float32)
+    _mass_kernel[(rows, len(per_token))](
+        saved.tile_lse, saved.tile_damping, kept.kept_slot, saved.lse, saved.order.labels, grad_lse, mass, probability,
+        per_tile, per_token, padded(n), n, rows, cols, v, saved.logit_scale,
+        HAS_DAMPING=saved.tile_damping is not None, BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2,
+    )  # fmt: skip
+    return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_tile, per_token[:, :n])

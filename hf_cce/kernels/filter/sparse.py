@@ -1,0 +1,488 @@
+"""Compute the kept tiles of the logits' gradient into slots of a scratch buffer, and multiply them from there.
+
+A slot holds one tile, [BLOCK_M, BLOCK_N]; the slots of a pass follow each other in the order of column blocks. A fixed number of
+programs shares the tiles, so that a pass without tiles costs its launches and no more.
+
+The weight in the order of columns may lie in the memory that dW will have. A pass covers consecutive column blocks and later
+passes do not read their rows again, so dW is written over them, and rows are put in the vocabulary's order after the last pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.filter.corrections import RANK, WeightCorrection
+from hf_cce.kernels.filter.select import Kept
+from hf_cce.kernels.filter.workspace import BackwardRequest, SavedForward
+from hf_cce.kernels.launch_config import Plan, ceil_div, descriptor, operand
+from hf_cce.kernels.tiles import tile_gradient, tile_logits
+
+
+# Its arguments are those of the kernel below.
+@triton.jit
+def _kept_tile(
+    row,
+    col,
+    hidden,
+    weight,
+    bias,
+    vocab_perm,
+    labels,
+    lse,
+    grad_lse,
+    grad_label,
+    num_tokens,
+    vocab_size,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
+    GATHER: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the gradient of one tile of logits, [BLOCK_M, BLOCK_N] float32; zero outside N and V."""
+    rows = row + tl.arange(0, BLOCK_M)
+    cols = col + tl.arange(0, BLOCK_N)
+    in_rows = rows < num_tokens
+    label = tl.load(labels + rows, mask=in_rows, other=vocab_size)
+    # Loaded before the products, which hide how long that takes.
+    row_lse = tl.where(label < vocab_size, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+    g = tl.where(label < vocab_size, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
+    z = tile_logits(
+        hidden, weight, bias, vocab_perm, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
+        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    gradient = tile_gradient(
+        z, rows, cols, in_rows, col, label, label < vocab_size, row_lse, g, None, grad_label, None, None,
+        vocab_size, logit_scale, softcap, False, False, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
+    )  # fmt: skip
+    if col + BLOCK_N > vocab_size:
+        gradient = tl.where((cols < vocab_size)[None, :], gradient, 0.0)
+    if row + BLOCK_M > num_tokens:  # beyond N, infinities of the weight would give NaN
+        gradient = tl.where(in_rows[:, None], gradient, 0.0)
+    return gradient
+
+
+@triton.jit
+def _add_dropped(
+    acc, block, ds, block_sums, block_mass, row_coeffs, basis, vocab_size, hidden_size,
+    CORRECTED: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add to ``acc`` [BLOCK_N, BLOCK_D] what the dropped tiles of a column block leave to its rows of dW."""
+    width = tl.minimum(vocab_size - block * BLOCK_N, BLOCK_N).to(tl.float32)
+    even = tl.load(block_sums + block.to(tl.int64) * hidden_size + ds, mask=ds < hidden_size, other=0.0) / width
+    acc += even[None, :]
+    if CORRECTED:
+        cols, js = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, RANK)
+        at = cols.to(tl.int64)[:, None] * RANK + js[None, :]
+        a = tl.load(row_coeffs + at, mask=(cols < vocab_size)[:, None], other=0.0)
+        b = tl.load(basis + js[:, None] * hidden_size + ds[None, :], mask=(ds < hidden_size)[None, :], other=0.0)
+        a = (a.to(tl.float32) * (tl.load(block_mass + block) / width)).to(b.dtype)
+        if UPCAST:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number"])
+def _kept_tiles_kernel(
+    hidden,  # [N, D] in the order of rows
+    weight,  # [V, D] in the order of columns, or as it is if GATHER
+    bias,  # [V] in the order of columns
+    vocab_perm,  # [V padded]
+    labels,  # [N]: the column of each label; V where ignored
+    lse,  # [N]
+    grad_lse,  # [N]
+    grad_label,  # [N]
+    tiles,  # [kept]: see hf_cce.kernels.filter.select.Kept, like the next
+    pass_start,  # [P + 1]
+    scratch,  # [slots · BLOCK_M, BLOCK_N]
+    pass_number,
+    num_tokens,
+    num_row_blocks,
+    vocab_size,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FLATTEN: tl.constexpr,  # one loop over tiles and the hidden size, whose loads run on from tile to tile
+    TMA: tl.constexpr,
+    GATHER: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    first = tl.load(pass_start + pass_number)
+    stop = tl.load(pass_start + pass_number + 1)
+    for tile in tl.range(first + tl.program_id(0), stop, tl.num_programs(0), flatten=FLATTEN):
+        code = tl.load(tiles + tile)
+        gradient = _kept_tile(
+            code % num_row_blocks * BLOCK_M, code // num_row_blocks * BLOCK_N,
+            hidden, weight, bias, vocab_perm, labels, lse, grad_lse, grad_label, num_tokens, vocab_size, hidden_size,
+            hidden_stride, weight_stride, logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION,
+            UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        slot = scratch + (tile - first).to(tl.int64) * (BLOCK_M * BLOCK_N)
+        tl.store(slot + at, gradient.to(scratch.dtype.element_ty))
+
+
+@triton.jit
+def _add_in_parts(acc, part, a, b, last, PRECISION: tl.constexpr):
+    """Return acc + a · b, summed tile by tile: tensor cores truncate, which adds up in one long sum."""
+    part = tl.dot(a, b, part, input_precision=PRECISION)
+    return tl.where(last, acc + part, acc), tl.where(last, 0.0, part)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
+def _hidden_gradient_kernel(
+    scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_M, BLOCK_K]
+    weight,  # [V, D] pointer, or TMA descriptor [BLOCK_K, BLOCK_D] of the rows in order
+    vocab_perm,  # [V padded], if GATHER
+    row_tiles,  # [row blocks, T] int64
+    row_pass,  # [row blocks, P + 1]
+    row_order,  # [P, row blocks]
+    total,  # [N, D] float32: the sum of dropped tiles and of earlier passes; added to for row blocks with tiles in later ones
+    token_perm,  # [N] int64
+    out,  # [N, D] in the tokens' own order, written once a row block has all its tiles
+    pass_number,
+    num_tokens,
+    num_row_blocks,
+    num_col_blocks,
+    vocab_size,
+    hidden_size,
+    weight_stride,
+    PASSES,
+    TMA: tl.constexpr,
+    GATHER: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    chunks = tl.cdiv(hidden_size, BLOCK_D)
+    job, d = tl.program_id(0) // chunks, tl.program_id(0) % chunks * BLOCK_D
+    row_block = tl.load(row_order + pass_number * num_row_blocks + job)
+    steps: tl.constexpr = BLOCK_N // BLOCK_K
+    begin = tl.load(row_pass + row_block * (PASSES + 1) + pass_number)
+    end = tl.load(row_pass + row_block * (PASSES + 1) + pass_number + 1)
+    first, stop = begin * steps, end * steps
+    ds = d + tl.arange(0, BLOCK_D)
+    ks = tl.arange(0, BLOCK_K)
+    if pass_number == 0 or end > begin:
+        mine = total + (row_block * BLOCK_M).to(tl.int64) * hidden_size + d
+        here = tl.arange(0, BLOCK_M)[:, None] * hidden_size + tl.arange(0, BLOCK_D)[None, :]
+        rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < num_tokens)[:, None] & (ds < hidden_size)[None, :]
+        acc = tl.load(mine + here, mask=mask, other=0.0)
+        part = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        listed = row_tiles + row_block * num_col_blocks
+        # Read one step ahead, so that the products need not wait for it.
+        now = tl.load(listed + first // steps, mask=first < stop, other=0)
+        for step in range(first, stop):
+            k = step % steps * BLOCK_K
+            col, slot = (now & 0xFFFFFFFF).to(tl.int32) * BLOCK_N + k, (now >> 32).to(tl.int32) * BLOCK_M
+            now = tl.load(listed + (step + 1) // steps, mask=step + 1 < stop, other=0)
+            if TMA:
+                g = scratch.load([slot, k])
+            else:
+                at = (slot + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * BLOCK_N
+                g = tl.load(scratch + at + (k + ks)[None, :])
+            if TMA and not GATHER:
+                w = weight.load([col, d])
+            else:
+                w_rows = tl.load(vocab_perm + col + ks) if GATHER else col + ks
+                w_in = (col + ks < vocab_size)[:, None] & (ds < hidden_size)[None, :]
+                w = tl.load(weight + w_rows.to(tl.int64)[:, None] * weight_stride + ds[None, :], mask=w_in, other=0.0)
+            if UPCAST:
+                g, w = g.to(tl.float32), w.to(tl.float32)
+            if IN_PARTS:
+                acc, part = _add_in_parts(acc, part, g, w, k == BLOCK_N - BLOCK_K, PRECISION)
+            else:
+                acc = tl.dot(g, w, acc, input_precision=PRECISION)
+        if end == tl.load(row_pass + row_block * (PASSES + 1) + PASSES):
+            to = tl.load(token_perm + rows, mask=rows < num_tokens, other=0)
+            tl.store(out + to[:, None] * hidden_size + ds[None, :], acc.to(out.dtype.element_ty), mask=mask)
+        else:
+            tl.store(mine + here, acc, mask=mask)
+
+
+@triton.jit
+def _rows_stay(pass_block, vocab_size, BLOCK_N: tl.constexpr):
+    """Whether rows of dW stay in the order of columns for now: later passes read rows of the weight in the same memory."""
+    return tl.load(pass_block + 1) < tl.cdiv(vocab_size, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "pass_number"])
+def _weight_gradient_kernel(
+    scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_K, BLOCK_N]
+    hidden,  # [N, D] pointer or TMA descriptor [BLOCK_K, BLOCK_D]
+    vocab_perm,  # [V padded]
+    tile_rows,  # [kept]: see hf_cce.kernels.filter.select.Kept, like the next three
+    first_kept,  # [T + 1]
+    pass_block,  # [P + 1]
+    pass_start,  # [P + 1]
+    block_sums,  # [T, D] float32: what dropped tiles leave to the rows of each column block together
+    block_mass,  # [T] float32: mass of dropped tiles, if CORRECTED, like the next two
+    row_coeffs,  # [V, 16]: see hf_cce.kernels.filter.corrections.WeightCorrection
+    basis,  # [16, D]
+    out,  # [V, D], written: in the vocabulary's own order, or in the order of columns while ``_rows_stay``
+    pass_number,
+    num_tokens,
+    vocab_size,
+    hidden_size,
+    hidden_stride,
+    IN_PLACE: tl.constexpr,  # out has the memory of the weight in the order of columns
+    CORRECTED: tl.constexpr,
+    RANK: tl.constexpr,
+    TMA: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    chunks = tl.cdiv(hidden_size, BLOCK_D)
+    steps: tl.constexpr = BLOCK_M // BLOCK_K
+    base = tl.load(pass_start + pass_number)
+    first_block, stop_block = tl.load(pass_block + pass_number), tl.load(pass_block + pass_number + 1)
+    stay = IN_PLACE and _rows_stay(pass_block, vocab_size, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    for job in range(first_block * chunks + tl.program_id(0), stop_block * chunks, tl.num_programs(0)):
+        block, d = job // chunks, job % chunks * BLOCK_D
+        ds = d + tl.arange(0, BLOCK_D)
+        first = tl.load(first_kept + block)
+        acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        part = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        stop = tl.load(first_kept + block + 1)
+        now = tl.load(tile_rows + first, mask=first < stop, other=0)
+        for step in range(first * steps, stop * steps):
+            k = step % steps * BLOCK_K
+            row, slot = now * BLOCK_M + k, (step // steps - base) * BLOCK_M + k
+            now = tl.load(tile_rows + (step + 1) // steps, mask=step + 1 < stop * steps, other=0)
+            if TMA:
+                g, h = scratch.load([slot, 0]), hidden.load([row, d])
+            else:
+                at = (slot + ks).to(tl.int64)[:, None] * BLOCK_N
+                g = tl.load(scratch + at + tl.arange(0, BLOCK_N)[None, :])
+                h_in = (row + ks < num_tokens)[:, None] & (ds < hidden_size)[None, :]
+                h = tl.load(
+                    hidden + (row + ks).to(tl.int64)[:, None] * hidden_stride + ds[None, :], mask=h_in, other=0.0
+                )
+            if UPCAST:
+                g, h = g.to(tl.float32), h.to(tl.float32)
+            if IN_PARTS:
+                acc, part = _add_in_parts(acc, part, tl.trans(g), h, k == BLOCK_M - BLOCK_K, PRECISION)
+            else:
+                acc = tl.dot(tl.trans(g), h, acc, input_precision=PRECISION)
+        acc = _add_dropped(
+            acc, block, ds, block_sums, block_mass, row_coeffs, basis, vocab_size, hidden_size, CORRECTED, RANK, PRECISION,
+            UPCAST, BLOCK_N,
+        )  # fmt: skip
+        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        entries = tl.where(stay, cols, tl.load(vocab_perm + cols))
+        mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
+        at = entries.to(tl.int64)[:, None] * hidden_size + ds[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _reorder_rows_kernel(
+    gradient,  # [V, D]: ``width`` of D from ``first`` on are read, or with BACK written at their vocabulary entries
+    vocab_perm,  # [V padded]
+    buffer,  # [V, width]
+    pass_block,  # [P + 1]
+    first,
+    width,
+    vocab_size,
+    hidden_size,
+    BACK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Copy a slice of dW, in the order of columns, to the buffer; or from there to its place in the vocabulary's order."""
+    if _rows_stay(pass_block, vocab_size, BLOCK_N):
+        cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        mask = (cols < vocab_size)[:, None] & (ds < width)[None, :]
+        here = buffer + cols.to(tl.int64)[:, None] * width + ds[None, :]
+        entries = tl.load(vocab_perm + cols) if BACK else cols
+        there = gradient + entries.to(tl.int64)[:, None] * hidden_size + (first + ds)[None, :]
+        if BACK:
+            tl.store(there, tl.load(here, mask=mask), mask=mask)
+        else:
+            tl.store(here, tl.load(there, mask=mask), mask=mask)
+
+
+@dataclass(frozen=True)
+class DroppedParts:
+    """What dropped tiles leave to the gradients."""
+
+    hidden: Tensor  # [N, D] float32: to dh
+    blocks: Tensor  # [T, D] float32: to the rows of dW of each column block together
+    block_mass: Tensor | None  # [T] float32: what the correction is multiplied by
+    correction: WeightCorrection | None  # of dW
+
+
+def multiply_kept(
+    saved: SavedForward, weight: Tensor, request: BackwardRequest, kept: Kept, parts: DroppedParts
+) -> tuple[Tensor, Tensor]:
+    """Return dh [N, D] and dW [V, D], from kept tiles and ``parts``; empty where not needed. Overwrites ``parts.hidden``."""
+    plan, workspace = saved.plan, saved.workspace
+    gather = saved.weight is None
+    source = weight if saved.weight is None else saved.weight
+    scratch = saved.hidden.new_empty((workspace.slots * plan.block_m, plan.block_n))
+    grad_hidden = torch.empty_like(saved.hidden) if request.need_hidden else saved.hidden.new_empty(0)
+    in_place = request.need_weight and not gather
+    if in_place:
+        grad_weight = source
+    elif request.need_weight:
+        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    else:
+        grad_weight = weight.new_empty(0)
+    launches = _Launches(saved, request, kept, parts, source, gather, scratch)
+    for number in range(workspace.passes):
+        launches.compute_tiles(number)
+        if request.need_hidden:
+            launches.multiply_by_weight(number, grad_hidden)
+        if request.need_weight:
+            launches.multiply_by_hidden(number, grad_weight, in_place and workspace.passes > 1)
+    if in_place and workspace.passes > 1:
+        _reorder_rows(grad_weight, saved.order.vocab_perm, scratch, kept.pass_block, plan.block_n)
+    return grad_hidden, grad_weight
+
+
+@dataclass(frozen=True)
+class _Launches:
+    """The three kernels of a pass."""
+
+    saved: SavedForward
+    request: BackwardRequest
+    kept: Kept
+    parts: DroppedParts
+    source: Tensor  # [V, D]: the weight, in the order of columns or, if ``gather``, its own
+    gather: bool
+    scratch: Tensor  # [slots · BLOCK_M, BLOCK_N]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """N, V, D."""
+        return len(self.saved.hidden), *self.source.shape
+
+    @cached_property
+    def tile_operands(self) -> tuple[Any, Any]:
+        """Hidden states and weight, as ``_kept_tiles_kernel`` reads them."""
+        plan = self.saved.plan
+        source = self.source if self.gather else operand(self.source, plan.block_n, plan)
+        return operand(self.saved.hidden, plan.block_m, plan), source
+
+    @cached_property
+    def hidden_operands(self) -> tuple[Any, Any]:
+        """Tiles and weight, as ``_hidden_gradient_kernel`` reads them."""
+        plan, scratch = self.saved.plan, self.scratch
+        source = self.source if self.gather else descriptor(self.source, plan.sparse_block_k, plan.block_d, plan)
+        return descriptor(scratch, plan.block_m, plan.sparse_block_k, plan), source
+
+    @cached_property
+    def weight_operands(self) -> tuple[Any, Any]:
+        """Tiles and hidden states, as ``_weight_gradient_kernel`` reads them."""
+        plan, scratch, hidden = self.saved.plan, self.scratch, self.saved.hidden
+        tiles = descriptor(scratch, plan.sparse_block_k, plan.block_n, plan)
+        return tiles, descriptor(hidden, plan.sparse_block_k, plan.weight_block_d, plan)
+
+    def compute_tiles(self, number: int) -> None:
+        """Write the kept tiles of a pass to the scratch."""
+        saved, plan, (n, v, d), (rows, cols) = self.saved, self.saved.plan, self.sizes, self.saved.tile_grid
+        # A flat loop takes registers, of which Triton 3.9 has none left; it was measured with the version that specialises.
+        _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
+            *self.tile_operands, saved.bias, saved.order.vocab_perm, saved.order.labels, saved.lse, self.request.grad_lse,
+            self.request.grad_label, self.kept.tiles, self.kept.pass_start, self.scratch, number, n, rows, v, d,
+            saved.hidden.stride(0), self.source.stride(0), saved.logit_scale, saved.softcap or 1.0,
+            HAS_BIAS=saved.bias is not None, HAS_SCALE=saved.logit_scale != 1.0, HAS_SOFTCAP=saved.softcap > 0,
+            FLATTEN=plan.specialised, TMA=plan.use_tma, GATHER=self.gather, PRECISION=plan.precision, UPCAST=plan.upcast,
+            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps,
+            num_stages=plan.num_stages,
+        )  # fmt: skip
+
+    def multiply_by_weight(self, number: int, grad_hidden: Tensor) -> None:
+        """Add tiles · weight to dh."""
+        saved, kept, plan, (n, v, d), (rows, cols) = (
+            self.saved,
+            self.kept,
+            self.saved.plan,
+            self.sizes,
+            self.saved.tile_grid,
+        )
+        _hidden_gradient_kernel[(rows * ceil_div(d, plan.block_d),)](
+            *self.hidden_operands, saved.order.vocab_perm, kept.row_tiles, kept.row_pass, kept.row_order, self.parts.hidden,
+            saved.order.token_perm, grad_hidden, number, n, rows, cols, v, d, self.source.stride(0),
+            PASSES=saved.workspace.passes, GATHER=self.gather,
+            BLOCK_D=plan.block_d, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages, **_product_constants(plan),
+        )  # fmt: skip
+
+    def multiply_by_hidden(self, number: int, grad_weight: Tensor, in_place: bool) -> None:
+        """Write tilesᵀ · hidden, and what dropped tiles leave, to the rows of dW of the pass's column blocks."""
+        saved, kept, parts, plan, (n, v, d) = self.saved, self.kept, self.parts, self.saved.plan, self.sizes
+        _weight_gradient_kernel[(min(plan.programs, saved.tile_grid[1] * ceil_div(d, plan.weight_block_d)),)](
+            *self.weight_operands, saved.order.vocab_perm, kept.tile_rows,
+            kept.first_kept, kept.pass_block, kept.pass_start, parts.blocks, parts.block_mass,
+            *(parts.correction or (None, None)), grad_weight, number, n, v, d, saved.hidden.stride(0), IN_PLACE=in_place,
+            CORRECTED=parts.correction is not None, RANK=RANK.value, BLOCK_D=plan.weight_block_d,
+            num_warps=plan.weight_warps, num_stages=plan.weight_stages, **_product_constants(plan),
+        )  # fmt: skip
+
+
+def _product_constants(plan: Plan) -> dict[str, Any]:
+    return {
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.sparse_block_k,
+        "TMA": plan.use_tma,
+        "PRECISION": plan.precision,
+        "UPCAST": plan.upcast,
+        "IN_PARTS": plan.in_parts,
+    }
+
+
+def _reorder_rows(gradient: Tensor, vocab_perm: Tensor, scratch: Tensor, pass_block: Tensor, block_n: int) -> None:
+    """Put rows of ``gradient`` [V, D], in the order of columns, in the vocabulary's order, by way of ``scratch``.
+
+    Does nothing where one pass has all tiles: its rows are in the vocabulary's order already.
+    """
+    v, d = gradient.shape
+    width = min(d, scratch.numel() // v)
+    if width > 16:
+        width -= width % 16  # rows that begin aligned
+    for first in range(0, d, width):
+        stop = min(d, first + width)
+        for back in (False, True):
+            _reorder_rows_kernel[(ceil_div(v, block_n), ceil_div(stop - first, 128))](
+                gradient, vocab_perm, scratch, pass_block, first, stop - first, v, d, BACK=back, BLOCK_N=block_n, BLOCK_D=128,
+            )  # fmt: skip

@@ -1,0 +1,170 @@
+"""What the loss reads of the labels before any tile of logits: whether they are valid, how many count, and their own logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.inputs import LogitInputs
+from hf_cce.kernels.launch_config import Plan, ceil_div
+from hf_cce.kernels.tiles import softcapped
+
+
+@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
+def _validate_labels_kernel(
+    labels,  # [N]
+    num_items,  # scalar, if HAS_ITEMS
+    divisor,
+    ok,  # scalar bool
+    factor,  # scalar
+    num_tokens,
+    vocab_size,
+    ignore_index,
+    HAS_ITEMS: tl.constexpr,
+    HAS_DIVISOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    bad = tl.zeros((BLOCK,), tl.int32)
+    count = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, num_tokens, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        label = tl.load(labels + at, mask=at < num_tokens, other=ignore_index)
+        valid = label != ignore_index
+        count += valid.to(tl.int32)
+        bad += (valid & ((label < 0) | (label >= vocab_size))).to(tl.int32)
+    tl.store(ok, tl.sum(bad) == 0)
+    if HAS_DIVISOR:
+        tl.store(factor, 1.0 / divisor)
+    else:
+        items = tl.load(num_items).to(tl.float32) if HAS_ITEMS else tl.sum(count).to(tl.float32)
+        tl.store(factor, tl.where(items == 0.0, 0.0, 1.0 / tl.where(items == 0.0, 1.0, items)))
+
+
+def survey_labels(
+    labels: Tensor, ignore_index: int, v: int, num_items: Tensor | None, divisor: float
+) -> tuple[Tensor, Tensor]:
+    """As ``hf_cce.reference.validate_labels``, in one launch."""
+    labels = labels.contiguous()
+    ok = torch.empty((), dtype=torch.bool, device=labels.device)
+    factor = torch.empty((), dtype=torch.float32, device=labels.device)
+    _validate_labels_kernel[(1,)](
+        labels, num_items, divisor, ok, factor, labels.numel(), v, ignore_index,
+        HAS_ITEMS=num_items is not None, HAS_DIVISOR=divisor > 0, BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return ok, factor
+
+
+@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
+def _label_logit_kernel(
+    hidden,  # [N, D]
+    weight,  # [V, D]
+    bias,  # [V]
+    labels,  # [N]
+    order,  # [V] int32, if GATHER: the row of weight of each label
+    out,  # [N], zero where the label is ignored
+    active,  # [row blocks] int32, if BLOCK_M: 1 where a token of the block has a label, else 0
+    tokens,  # [N] int64, if MOVE: the row of hidden of each token
+    moved,  # [N, D], if MOVE, written: hidden in the order of tokens
+    num_tokens,
+    vocab_size,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    GATHER: tl.constexpr,
+    MOVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The diagonal of hidden states times the weight rows of their labels.
+
+    A dot product per token would do, but a matrix product on tensor cores rounds as the tiles of logits do. The rounding then
+    cancels in logsumexp − label logit.
+    """
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    label = tl.load(labels + rows, mask=rows < num_tokens, other=ignore_index)
+    good = (label != ignore_index) & (label >= 0) & (label < vocab_size)
+    if GATHER:
+        label = tl.load(order + label, mask=good, other=0).to(tl.int64)
+    inside = rows < num_tokens
+    at = tl.load(tokens + rows, mask=inside, other=0) if MOVE else rows.to(tl.int64)
+    ks = tl.arange(0, BLOCK_K)
+    products = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
+    for k in range(0, hidden_size, BLOCK_K):
+        in_d = (k + ks < hidden_size)[None, :]
+        mask = good[:, None] & in_d
+        here = inside[:, None] & in_d if MOVE else mask
+        h = tl.load(hidden + at[:, None] * hidden_stride + (k + ks)[None, :], mask=here, other=0.0)
+        if MOVE:
+            tl.store(moved + rows.to(tl.int64)[:, None] * hidden_size + (k + ks)[None, :], h, mask=here)
+        w = tl.load(weight + label.to(tl.int64)[:, None] * weight_stride + (k + ks)[None, :], mask=mask, other=0.0)
+        if UPCAST:
+            h, w = h.to(tl.float32), w.to(tl.float32)
+        products = tl.dot(h, tl.trans(w), products, input_precision=PRECISION)
+    each = tl.arange(0, BLOCK_R)
+    acc = tl.sum(tl.where(each[:, None] == each[None, :], products, 0.0), 1)
+    if HAS_BIAS:
+        acc += tl.load(bias + label, mask=good, other=0.0).to(tl.float32)
+    acc *= logit_scale
+    if HAS_SOFTCAP:
+        acc = softcapped(acc, softcap)
+    if MOVE:  # hidden states of ignored tokens were multiplied too, and may hold NaN
+        acc = tl.where(good, acc, 0.0)
+    tl.store(out + rows, acc, mask=inside)
+    if BLOCK_M > 0:  # noqa: SIM102 (the second is no constant)
+        if tl.program_id(0) * BLOCK_R % BLOCK_M == 0:
+            block = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_M)
+            of_block = tl.load(labels + block, mask=block < num_tokens, other=ignore_index)
+            tl.store(active + tl.program_id(0) * BLOCK_R // BLOCK_M, tl.max((of_block != ignore_index).to(tl.int32), 0))
+
+
+class LabelLogits(NamedTuple):
+    logit: Tensor  # [N] float32, zero where the label is ignored
+    active: (
+        Tensor | None
+    )  # [row blocks] int32: 1 where a token of the block has a label, else 0; hf_cce.kernels.hopper wants it
+
+    def tokens(self, rows: slice, block_m: int) -> LabelLogits:
+        """Those of the tokens ``rows``, which begin with a row block of ``block_m`` tokens."""
+        active = None if self.active is None else self.active[rows.start // block_m :]
+        return LabelLogits(self.logit[rows], active)
+
+
+def label_logits(
+    inputs: LogitInputs,
+    plan: Plan,
+    block_m: int = 0,
+    order: Tensor | None = None,
+    tokens: Tensor | None = None,
+    moved: Tensor | None = None,
+) -> LabelLogits:
+    """Compute the logit of each token's label.
+
+    Args:
+        block_m: tokens of a row block, to find the active ones too; 0: do not.
+        order: [V] int32, the weight's row of each label, where that is not the label itself.
+        tokens: [N] int64, the row of hidden of each token, where that is not the token itself.
+        moved: [N, D] contiguous, written: the rows ``tokens`` of hidden, which are read anyway.
+    """
+    hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
+    n, d, v, _ = inputs.shape
+    logit = torch.empty(n, device=hidden.device, dtype=torch.float32)
+    active = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
+    shapes = plan.label_constants()
+    _label_logit_kernel[(ceil_div(n, shapes["BLOCK_R"]),)](
+        hidden, weight, bias, labels, order, logit, active, tokens, moved, n, v, d, hidden.stride(0), weight.stride(0),
+        ignore_index, logit_scale, softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0,
+        GATHER=order is not None, MOVE=moved is not None, BLOCK_M=block_m, **shapes,
+    )  # fmt: skip
+    return LabelLogits(logit, active)

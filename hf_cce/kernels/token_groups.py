@@ -1,0 +1,208 @@
+"""The gradient of a frozen head's hidden states, formed in the forward pass, a group of tokens at a time.
+
+With the exponentials of all columns a group's logits need not be computed a second time: two products instead of three. All that
+they lack is a factor per token and the label's own entry (see hf_cce.kernels.exp_cache). With S the exponentials, zero where the
+labels are, f the factors and c the labels' entries,
+
+    dh = f · (S W) + c · W[label]
+
+so cuBLAS multiplies S as it is, into float32, and the rest is done where its result is rounded. The gradient is for an upstream
+gradient of one; the backward pass multiplies it by the real one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.backward import write_logit_gradient
+from hf_cce.kernels.exp_cache import LIMIT
+from hf_cce.kernels.inputs import LogitInputs, Shape, TokenGrads
+from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, padded
+from hf_cce.kernels.matmul import multiply_add
+
+FEWEST_TOKENS = 512  # smaller groups leave the GPU idle (hf_cce/bench/results/2026-11-22-h200-groups.txt)
+# Bytes of a float32 product. They are as many tiles as keep cuBLAS busy, and stay in an H200's L2 cache until they are rounded.
+BUFFER = 32 << 20
+BLOCK_R = 16  # rows of it that a program rounds
+
+
+class PrecomputedGrads(NamedTuple):
+    """The gradient for an upstream gradient of one."""
+
+    grad_hidden: Tensor  # [N, D]
+
+
+@triton.jit(do_not_specialize=["num_tokens", "width", "ignore_index"])
+def _factors_kernel(
+    values,  # [N, width] S, rows `stride` apart; zeros are written where the labels are
+    label_logit,  # [N]
+    labels,  # [N]
+    lse,  # [N]
+    grad_lse,  # [N]
+    grad_label,  # [N]
+    flags,  # [row blocks] int32, written: whether the loss of a token of the block is above LIMIT
+    scale,  # [N], written: f
+    of_label,  # [N], written: c
+    num_tokens,
+    vocab_size,
+    width,  # of the vocabulary
+    stride,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < num_tokens
+    row_lse = tl.load(lse + rows, mask=in_rows, other=0.0)
+    z = tl.load(label_logit + rows, mask=in_rows, other=0.0)
+    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
+    valid = (label != ignore_index) & (label >= 0) & (label < vocab_size)
+    beyond = tl.max((in_rows & ((row_lse - z <= LIMIT) == 0)).to(tl.int32), 0)  # true for NaN
+    p = tl.exp(z - row_lse)
+    g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
+    c = g * p + tl.load(grad_label + rows, mask=in_rows, other=0.0)
+    if HAS_SOFTCAP:
+        c *= 1.0 - (z / softcap) * (z / softcap)
+    # A row block that is computed anew holds the gradient itself, its labels' entries included.
+    f = tl.where(beyond != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
+    mine = valid & (label < width)
+    c = tl.where((beyond == 0) & mine, c * logit_scale, 0.0)
+    zero = tl.zeros((BLOCK_M,), values.dtype.element_ty)
+    tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=in_rows & mine)
+    tl.store(flags + tl.program_id(0), beyond)
+    tl.store(scale + rows, f, mask=in_rows)
+    tl.store(of_label + rows, c, mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
+def _finish_hidden_kernel(
+    product,  # [rows, D] float32
+    weight,  # [V, D]
+    labels,  # [N]
+    scale,  # [N]
+    of_label,  # [N], zero where the label is ignored
+    out,  # [N, D], written
+    first_row,
+    num_rows,
+    d,
+    weight_stride,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    rows, here = first_row + at, at < num_rows
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = here[:, None] & (ds < d)[None, :]
+    c = tl.load(of_label + rows, mask=here, other=0.0)
+    f = tl.load(scale + rows, mask=here, other=0.0)
+    label = tl.load(labels + rows, mask=here & (c != 0.0), other=0)
+    w = tl.load(
+        weight + label.to(tl.int64)[:, None] * weight_stride + ds[None, :], mask=mask & (c != 0.0)[:, None], other=0.0
+    )
+    x = tl.load(product + at.to(tl.int64)[:, None] * d + ds[None, :], mask=mask, other=0.0)
+    x = x * f[:, None] + w.to(tl.float32) * c[:, None]
+    tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _multiply_kernel(x, by, size, BLOCK: tl.constexpr):
+    """x · by, in place, unless that is one. Zero stays zero: without tokens, the loss was divided by their number."""
+    factor = tl.load(by).to(tl.float32)
+    if factor != 1.0:
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+            at = first + tl.arange(0, BLOCK)
+            value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+            tl.store(x + at, tl.where(value == 0, 0.0, value * factor).to(x.dtype.element_ty), mask=at < size)
+
+
+def rows_at_a_time(d: int, most: int) -> int:
+    """Rows of a float32 product [rows, D], of ``most`` in all."""
+    return ceil_div(min(BUFFER // (4 * d), most), BLOCK_R) * BLOCK_R
+
+
+def label_factors(
+    values: Tensor,  # [N, width]: of the first columns of the vocabulary
+    label_logit: Tensor,  # [N]
+    inputs: LogitInputs,
+    grads: TokenGrads,
+    block_m: int,
+    v: int,
+    scale: Tensor,  # [N] float32, written: f
+    of_label: Tensor,  # [N] float32, written: c; zero where the label is none of the columns
+) -> Tensor:
+    """Write the factors, and zeros into ``values`` where the labels are.
+
+    Returns:
+        Flags of the row blocks, [⌈N / block_m⌉] int32: the values of those that are not zero have to be computed anew.
+    """
+    n, width = values.shape
+    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=values.device)
+    _factors_kernel[(ceil_div(n, block_m),)](
+        values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, of_label, n, v, width,
+        values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
+        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m,
+    )  # fmt: skip
+    return flags
+
+
+def hidden_gradient(
+    values: Tensor,  # [N, ·]: of the first columns of the vocabulary
+    weight: Tensor,  # [·, D]
+    labels: Tensor,  # [N]
+    scale: Tensor,  # [N]
+    of_label: Tensor,  # [N]
+    product: Tensor,  # [rows, D] float32, overwritten
+    out: Tensor,  # [N, D], written
+) -> None:
+    """dh, as many tokens at a time as ``product`` holds."""
+    (n, d), at_a_time = out.shape, product.shape[0]
+    for start in range(0, n, at_a_time):
+        stop = min(n, start + at_a_time)
+        multiply_add(product[: stop - start], values[start:stop], weight, first=True)
+        _finish_hidden_kernel[(ceil_div(stop - start, BLOCK_R), ceil_div(d, 256))](
+            product, weight, labels, scale, of_label, out, start, stop - start, d, weight.stride(0), BLOCK_R=BLOCK_R, BLOCK_D=256
+        )  # fmt: skip
+
+
+def group_size(shape: Shape, num_tiles: int, block_m: int, budget: int) -> int:
+    """Tokens of each group, the last one being smaller perhaps; 0 where the budget has no room for groups that pay."""
+    n, d, v, dtype = shape
+    if dtype == torch.float16 or n == 0:  # float16 has no range for exponentials
+        return 0
+    per_token = dtype.itemsize * padded(v) + 4 * num_tiles + 32
+    most = (budget - 4 * d * rows_at_a_time(d, n)) // per_token // block_m * block_m
+    if most < min(n, FEWEST_TOKENS):
+        return 0
+    return ceil_div(ceil_div(n, ceil_div(n, most)), block_m) * block_m
+
+
+def group_gradient(
+    inputs: LogitInputs,
+    values: Tensor,  # [N, V], the exponentials of all logits; overwritten
+    label_logit: Tensor,  # [N]
+    grads: TokenGrads,
+    plan: Plan,
+    out: Tensor,  # [N, D], written
+) -> None:
+    """The gradient of the hidden states of one group of tokens."""
+    n, d, v, _ = inputs.shape
+    scale, of_label = empty_slab(label_logit, 2, n).unbind()
+    flags = label_factors(values, label_logit, inputs, grads, plan.block_m, v, scale, of_label)
+    write_logit_gradient(values, inputs, grads, 0, v, plan, flags)
+    product = torch.empty((rows_at_a_time(d, n), d), device=values.device, dtype=torch.float32)
+    hidden_gradient(values, inputs.weight, inputs.labels, scale, of_label, product, out)
+
+
+def formed_gradients(formed: PrecomputedGrads, grad: Tensor) -> list[Tensor | None]:
+    """The gradients of hidden, weight and bias for the upstream gradient ``grad``, a scalar, in place."""
+    x = formed.grad_hidden
+    _multiply_kernel[(min(1024, ceil_div(x.numel(), 4096)),)](x, grad, x.numel(), BLOCK=4096, num_warps=8)
+    return [x, None, None]
