@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hf_cce.config import CCEConfig
 from hf_cce.fallback import FULL_PRECISION, fits_one_block
-from hf_cce.spec import Divisor, Inputs, LossSpec, Wanted
 from hf_cce.filter_state import FilterState
+from hf_cce.spec import Divisor, Inputs, LossSpec, Wanted
 from hf_cce.strategies import (
     SUM,
     Exact,

@@ -75,11 +75,8 @@ class FilterState:
         self._others: dict[torch.device, FilterState] = {}
         self._newest: FilterState | None = None  # of the others, if it was one of them that was asked for last
 
-    def __getstate__(self) -> dict[str, Any]:
-        return FilterState().__dict__
-
-    def __deepcopy__(self, memo: Any) -> FilterState:
-        return FilterState()
+    def __reduce__(self) -> tuple[type[FilterState], tuple[()]]:
+        return FilterState, ()  # copies and pickles begin anew
 
     def on(self, device: torch.device) -> FilterState:
         """Return the state for tensors on ``device``: this one on its first device, another one on each other.

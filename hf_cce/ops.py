@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import flops, reference
 from hf_cce.dispatch import choose_implementation, dispatch, dispatch_statistics, dispatch_traced, forms_gradients
-from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 from hf_cce.filter_state import FilterState
+from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 from hf_cce.strategies import FullLogits, Saved, Statistics, Strategy, recompute, stats_grads
 
 

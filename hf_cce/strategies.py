@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_cce import fallback, reference
-from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 from hf_cce.filter_state import FilterState
+from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 
 Gradients = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty where not needed
 Upstream = Sequence[Tensor | None]  # gradients of a strategy's outputs
@@ -327,7 +327,13 @@ class FilteredStatistics(Filtered):
         spec, wanted = self.spec, self.otherwise.wanted
         self.factor(x)
         result = kernels_module().filtered_stats(
-            *x, *spec.form, wanted.entropy, wanted.top1, spec.needs[1], spec.memory_budget, self.state.vocabulary(x.weight)
+            *x,
+            *spec.form,
+            wanted.entropy,
+            wanted.top1,
+            spec.needs[1],
+            spec.memory_budget,
+            self.state.vocabulary(x.weight),
         )
         if result is None:
             return self.otherwise.forward(x)

@@ -63,7 +63,9 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize(("n", "v", "d", "rank"), [(70, 500, 40, 16), (130, 517, 600, 9), (50, 100, 3, 3)])
-def test_leaning_where_few_directions_are_all_there_are(n: int, v: int, d: int, rank: int, sign: float) -> None:
+def test_weight_correction_where_few_directions_are_all_there_are(
+    n: int, v: int, d: int, rank: int, sign: float
+) -> None:
     """Then it is the whole second moment times what each row differs by from the mean of its block."""
     from hf_cce.kernels.filter import corrections
 
@@ -85,7 +87,7 @@ def test_leaning_where_few_directions_are_all_there_are(n: int, v: int, d: int, 
     found = corrections.make_weight_correction(hidden, weight, padded, mass, BLOCK)
     assert found.row_coeffs.shape == (v, 16) and found.basis.shape == (16, d)
     # By way of 16 directions: a product more for rounding to enter, twice.
-    assert_as_good(found.row_coeffs @ found.basis, plain(torch.float32), plain(torch.float64), "leaning")
+    assert_as_good(found.row_coeffs @ found.basis, plain(torch.float32), plain(torch.float64), "weight correction")
     nothing = corrections.make_weight_correction(hidden, weight, padded, torch.zeros_like(mass), BLOCK)
     assert not (nothing.row_coeffs @ nothing.basis).any()
 
@@ -125,14 +127,14 @@ def test_what_is_not_finite_in_one_step_stays_there(monkeypatch: pytest.MonkeyPa
 
 
 def gradients(
-    tau: float, tilted: bool, scale: float, monkeypatch: pytest.MonkeyPatch
+    tau: float, corrected: bool, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[float], dict[str, float]]:
     """(errors in the gradients of hidden and weight, what the state says of it) of one filtered step."""
     from hf_cce.kernels.filter import run as filter_run
 
     real = filter_run.plan_workspace
     with monkeypatch.context() as patch:
-        patch.setattr(filter_run, "plan_workspace", lambda *a: dataclasses.replace(real(*a), corrected=tilted))
+        patch.setattr(filter_run, "plan_workspace", lambda *a: dataclasses.replace(real(*a), corrected=corrected))
         force(patch, "filtered")
         hidden, weight, labels = peaked(128, 32, 1500, torch.float32, DEVICE)
         hidden = hidden / scale
@@ -178,7 +180,7 @@ def test_what_is_not_finite_in_an_ignored_token_stays_there() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "d"), [(1, 5), (33, 640), (70, 136)])
-def test_tilted_rows_transposed(n: int, d: int, dtype: torch.dtype) -> None:
+def test_mass_weighted_hidden_states_transposed(n: int, d: int, dtype: torch.dtype) -> None:
     """The same numbers, zeros beyond the tokens, and nothing beyond the stride, whatever lies there."""
     from hf_cce.kernels.filter.corrections import mass_weighted_hidden
     from hf_cce.kernels.launch_config import padded
@@ -211,14 +213,14 @@ def test_means_and_covariance_in_one_product(n: int, d: int, tiles: int, dtype: 
     unused = torch.empty(0, device=DEVICE)
     saved: Any = SimpleNamespace(hidden=hidden, means=means, logit_scale=0.5)
 
-    for tilted in (True, False):
-        mass = DroppedMass(every[:tiles, :n], every[: tiles + d * tilted, :n], unused, unused, of_token)
+    for corrected in (True, False):
+        mass = DroppedMass(every[:tiles, :n], every[: tiles + d * corrected, :n], unused, unused, of_token)
         actual, twin = total.clone(), total.clone()
-        _add_dropped_to_hidden(actual, saved, mass, covariance if tilted else None)
+        _add_dropped_to_hidden(actual, saved, mass, covariance if corrected else None)
         multiply_add(twin, mass.per_row.t(), means, first=True)
         exact = mass.per_row.double().t() @ means.double()
-        if tilted:
+        if corrected:
             rows = mass_weighted_hidden(hidden, of_token, 0.5)
             multiply_add(twin, rows, covariance, first=False)
             exact += rows.double() @ covariance.double()
-        assert_as_good(actual, twin, exact, f"tilted: {tilted}")
+        assert_as_good(actual, twin, exact, f"corrected: {corrected}")

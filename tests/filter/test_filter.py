@@ -336,7 +336,7 @@ def test_hidden_states_are_moved_where_their_labels_logits_are_made(n: int, d: i
 def force_workspace(
     monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_weight: bool, room: int | None
 ) -> list[Any]:
-    """Filtered losses run in slabs of so many column blocks, with so much room in a pass; None: one. Returns their layouts."""
+    """Filtered losses run in slabs of so many column blocks, with so much room in a pass; None: one. Returns their workspaces."""
     from hf_cce.kernels.filter import run as filter_run
 
     used: list[Any] = []
@@ -370,7 +370,7 @@ def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monke
     results = []
     # In the last three, the rows of the weight lie in order where its gradient will be. Of a pass for each column block, most
     # gradients stay in that order until all passes are through; and the scratch has room for some columns of them at a time.
-    for layout in (
+    for workspace in (
         (None, True, None),
         (2, False, None),
         (3, False, 4),
@@ -378,7 +378,7 @@ def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monke
         (None, True, 15),
         (None, True, 9),
     ):
-        used, state = force_workspace(monkeypatch, *layout), FilterState()
+        used, state = force_workspace(monkeypatch, *workspace), FilterState()
         loss, hidden, weight = run(inputs, labels, wanted, SOFT, state, (True, need_weight))
         assert len(used) == 1
         results.append(([loss, hidden, *([weight] if need_weight else [])], state.stats()))
@@ -395,14 +395,14 @@ def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monke
     n=st.integers(1, 40_000), d=st.integers(1, 8192), v=st.integers(1, 300_000), budget=st.integers(1 << 20, 1 << 31),
     softcap=st.booleans(), need_weight=st.booleans(), half=st.booleans(),
 )  # fmt: skip
-def test_layouts_stay_within_the_budget(
+def test_workspaces_stay_within_the_budget(
     n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool
 ) -> None:
-    check_layout(n, d, v, budget, softcap, need_weight, half)
+    check_workspace(n, d, v, budget, softcap, need_weight, half)
 
 
 @pytest.mark.parametrize("budget", [32 << 20, 64 << 20, 96 << 20, 128 << 20, 256 << 20, 1 << 30])
-def test_layouts_of_usual_sizes(budget: int) -> None:
+def test_workspaces_of_usual_sizes(budget: int) -> None:
     found = 0
     for n, d, v in (
         (2048, 896, 151936),
@@ -413,12 +413,12 @@ def test_layouts_of_usual_sizes(budget: int) -> None:
         (8192, 4096, 128256),
     ):
         for need_weight in (True, False):
-            found += check_layout(n, d, v, budget, False, need_weight, True)
+            found += check_workspace(n, d, v, budget, False, need_weight, True)
     assert found or budget < 64 << 20
 
 
-def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool) -> bool:
-    """Whether there is a layout; fails if what ``filtered`` allocates by it, counted anew here, exceeds the budget."""
+def check_workspace(n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool) -> bool:
+    """Whether there is a workspace; fails if what the filter allocates by it, counted anew here, exceeds the budget."""
     from hf_cce.kernels.filter.workspace import MAX_PASSES, plan_workspace
     from hf_cce.kernels.launch_config import Plan
 
@@ -426,41 +426,43 @@ def check_layout(n: int, d: int, v: int, budget: int, softcap: bool, need_weight
     dtype = torch.bfloat16 if half else torch.float32
     element = dtype.itemsize
     given = (n, d, v, dtype, softcap, need_weight, Plan(block_m, block_n, 64, 4, 3, False, "ieee"), budget)
-    layout = plan_workspace(*given)
-    if layout is None:
+    workspace = plan_workspace(*given)
+    if workspace is None:
         return False
     rows, cols = -(-n // block_m), -(-v // block_n)
-    slots, room, passes = layout.slots, layout.room, layout.passes
+    slots, room, passes = workspace.slots, workspace.room, workspace.passes
     tiles = rows * cols
-    assert layout.slab % block_n == 0 or layout.slab == v
-    assert min(n, 4) <= layout.measured_at_once <= min(n, 64)
+    assert workspace.slab % block_n == 0 or workspace.slab == v
+    assert min(n, 4) <= workspace.measured_at_once <= min(n, 64)
     assert passes == 1 or room + rows <= slots
     assert room * passes >= tiles and slots <= tiles and passes <= MAX_PASSES
     # all that lives from the forward pass to the end: the orders of vocabulary and tokens, their rows, blocks' means
     always = 8 * v + 12 * n + element * (cols + n) * d
-    always += element * (d * d + 16 * (v + d) * need_weight) * layout.corrected
+    always += element * (d * d + 16 * (v + d) * need_weight) * workspace.corrected
     # rows of the weight in order; with a gradient of the weight its memory serves
-    in_order = element * v * d if layout.keep_weight and not need_weight else 0
+    in_order = element * v * d if workspace.keep_weight and not need_weight else 0
     statistics = cols * n * (4 + 2 + (2 if softcap else 0))
     tables = rows * cols * (4 + 4 + 4 + 8)  # kept_slot, tiles, tile_rows, row_tiles
     # with its sums over tokens and over column blocks, and below it, from the start, what the covariance is multiplied by
-    mass = element * (cols + d * layout.corrected) * n + 8 * cols * rows + 4 * -(-cols // 16) * n
+    mass = element * (cols + d * workspace.corrected) * n + 8 * cols * rows + 4 * -(-cols // 16) * n
     total, spread = 4 * n * d, 4 * cols * d * need_weight
     scratch = slots * block_m * block_n * element
     moments = {
-        "forward": statistics + (0 if layout.keep_weight else element * layout.slab * d),
+        "forward": statistics + (0 if workspace.keep_weight else element * workspace.slab * d),
         "choice": statistics + tables + mass,
-        "measurement": statistics + tables + mass + layout.measured_at_once * v * (24 if softcap else 16),
+        "measurement": statistics + tables + mass + workspace.measured_at_once * v * (24 if softcap else 16),
         "covariance": (statistics + tables + mass + 4 * d * d + max(16 << 20, element * block_n * d))
-        * layout.corrected,
+        * workspace.corrected,
         "leaning": (statistics + tables + mass + 4 * d * d + element * n * d + 64 * (v + 8 * d))
-        * layout.corrected
+        * workspace.corrected
         * need_weight,
         # both factors of one product: means and covariance are copied for it
-        "mass of hidden": tables + mass + total + element * (cols + d) * d * layout.corrected,
+        "mass of hidden": tables + mass + total + element * (cols + d) * d * workspace.corrected,
         "mass of weight": tables + mass + total + spread,
         "products": tables + total + spread + scratch,
     }
     for name, size in moments.items():
-        assert always + in_order + size <= budget + 64 * n, f"{name}: {always + in_order + size} of {budget}, {layout}"
+        assert always + in_order + size <= budget + 64 * n, (
+            f"{name}: {always + in_order + size} of {budget}, {workspace}"
+        )
     return True

@@ -66,7 +66,7 @@ def test_no_step_waits_for_the_device(way: str, monkeypatch: pytest.MonkeyPatch)
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    if way == "filtered":  # the first steps are rehearsals
+    if way == "filtered":  # the first steps only probe
         assert taken.pop("recomputed gradients") == 2
     assert taken[way] == (18 if way != "full" else 0) and sum(taken.values()) == 2 * taken[way]
 
@@ -214,7 +214,7 @@ def test_the_error_asked_for(wanted: float, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_dense_products_where_the_filter_keeps_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real way to the host and back: an untrained head keeps nearly everything, so the filter rests, and comes back."""
+    """The real way to the host and back: an untrained head keeps nearly everything, so the filter pauses, and comes back."""
     taken = force(monkeypatch, "filtered")
     g = torch.Generator().manual_seed(0)
     n, d, v = 1024, 256, 8192
@@ -227,9 +227,9 @@ def test_dense_products_where_the_filter_keeps_too_much(monkeypatch: pytest.Monk
         before = taken["filtered"]
         gradients(leaves, labels, config, state)
         torch.cuda.synchronize()  # so that the share has arrived by the next step
-        seen["filtered" if taken["filtered"] > before else "rested"] += 1  # type: ignore[index]
+        seen["filtered" if taken["filtered"] > before else "paused"] += 1  # type: ignore[index]
     assert state.stats()["kept"] > state_module.PAUSE_SHARE
-    assert seen["rested"] >= state_module.PAUSE_STEPS and seen["filtered"] >= 2  # type: ignore[index]
+    assert seen["paused"] >= state_module.PAUSE_STEPS and seen["filtered"] >= 2  # type: ignore[index]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

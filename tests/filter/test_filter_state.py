@@ -242,7 +242,7 @@ class Event:
         self.waits += 1
 
 
-def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
+def test_it_pauses_where_it_keeps_too_much_and_comes_back() -> None:
     state, hidden, event = FilterState(), torch.zeros(1), Event()
     state._pending = state_module._PendingCount(torch.tensor(90), event, 100, state_module.READ_AFTER)
     for state._calls in range(
@@ -250,17 +250,17 @@ def test_it_rests_where_it_keeps_too_much_and_comes_back() -> None:
     ):  # however soon it is there, the step that looks is always the same
         assert state.threshold(0.01, hidden) is not None and event.waits == 0
     state._calls = state_module.READ_AFTER
-    rested = 0
+    paused = 0
     while state.threshold(0.01, hidden) is None:
-        rested += 1
-    assert rested == state_module.PAUSE_STEPS and state._pending is None and event.waits == 1
+        paused += 1
+    assert paused == state_module.PAUSE_STEPS and state._pending is None and event.waits == 1
     state._pending = state_module._PendingCount(torch.tensor(50), event, 100, 0)
     assert state.threshold(0.01, hidden) is not None and state._pending is None
 
 
 @pytest.mark.parametrize("wanted", ["auto", 0.02])
-def test_after_a_rest_it_is_measured_as_at_first(wanted: Any) -> None:
-    """A head goes on learning while the filter rests: the threshold from before says little about it."""
+def test_after_a_pause_it_is_measured_as_at_first(wanted: Any) -> None:
+    """A head goes on learning while the filter pauses: the threshold from before says little about it."""
     target, _ = targets_of(wanted, frozen=True)
     state = FilterState()
     for _ in range(10):
@@ -283,7 +283,7 @@ def test_after_a_rest_it_is_measured_as_at_first(wanted: Any) -> None:
 
 
 @cpu_only
-def test_a_step_while_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_while_it_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = force(monkeypatch, "filtered")
     state = FilterState()
     filtered = step(state)
@@ -319,7 +319,7 @@ def test_an_order_of_the_vocabulary_serves_several_steps(monkeypatch: pytest.Mon
 
 
 @cpu_only
-def test_a_tilt_serves_several_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_covariance_serves_several_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, "filtered")
     for name, value in (("SORT_EVERY", 2), ("COVARIANCE_EVERY", 4), ("PAUSE_SHARE", 1.0)):
         monkeypatch.setattr(state_module, name, value)
@@ -335,7 +335,7 @@ def test_a_tilt_serves_several_orders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cpu_only
 def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the share it would keep is known, by a threshold that a measurement has moved; and again after each rest."""
+    """Until the share it would keep is known, by a threshold that a measurement has moved; and again after each pause."""
     taken = force(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "AUTO_TAU", 0.05)
     monkeypatch.setattr(state_module, "PAUSE_STEPS", 2)
@@ -366,7 +366,7 @@ def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(monkeypatch: pytes
 
 
 @cpu_only
-def test_the_first_rehearsal_looks_where_its_measurements_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_probe_looks_where_its_estimates_point(monkeypatch: pytest.MonkeyPatch) -> None:
     """The share that decides whether the filter pays is not that of the threshold to begin with, which is a guess."""
     force(monkeypatch, "filtered")
     hidden, weight, labels = peaked(60, 32, 230, torch.bfloat16)
