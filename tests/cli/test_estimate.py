@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from hf_cce import ops
 from hf_cce.cli.app import app
 from hf_cce.diagnostics import estimate as diagnostics
-from hf_cce.diagnostics.activations import PRECISIONS, Activations, Model, weigh
+from hf_cce.diagnostics.activations import Activations, Model, weigh
 from hf_cce.diagnostics.shapes import SHAPES, config_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -292,18 +292,18 @@ def test_the_readme_shows_what_the_command_says() -> None:
         assert text in readme, f"hf-cce estimate {line}: write\n{text}"
 
 
-@pytest.mark.parametrize("dtype", PRECISIONS)
-@pytest.mark.parametrize(("batch", "sequence"), [(1, 4), (1, 512), (2, 2048), (4, 8192)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "mixed"])
+@pytest.mark.parametrize(("batch", "sequence"), [(1, 4), (4, 8192)])
 def test_what_is_held_adds_up_to_the_peak(batch: int, sequence: int, dtype: str) -> None:
     config = config_of(replace(SHAPES["smollm2-135m"], layers=2))
     found = diagnostics.estimate("two layers", batch, sequence, dtype, config=config)
-    for step in (*found.plain.values(), *found.checkpointing.values()):
+    for way, step in (*found.plain.items(), *found.checkpointing.items()):
         assert tuple(step.at_peak) == diagnostics.HELD and min(step.at_peak.values()) >= 0
         assert sum(step.at_peak.values()) == step.peak
         assert step.at_peak["weights and optimizer"] == found.weights + found.optimizer
         # Whole or not at all: what is left of the loss are gradients.
         assert step.at_peak["activations"] in (0, step.activations)
-        assert step.at_peak["logits and loss"] <= step.loss
+        assert step.at_peak["logits and loss"] <= diagnostics.loss_bytes(way, batch * sequence, found.model, dtype)[0]
 
 
 def test_a_model_type_is_its_class_s_default_and_says_so() -> None:
@@ -311,7 +311,7 @@ def test_a_model_type_is_its_class_s_default_and_says_so() -> None:
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.startswith("llama: LlamaForCausalLM, 6,738 million parameters, vocabulary 32,000")
     (note,) = [line for line in shown.stdout.splitlines() if line.startswith("Note:")]
-    assert "llama is a model type: the sizes are those that LlamaConfig has by default" in note
+    assert "llama is a model type: the sizes are the defaults of LlamaConfig" in note
     assert not diagnostics.estimate("qwen2.5-0.5b", 1, 64).notes
     found = command("vit")
     assert found.exit_code == 2 and "vit: no causal LM can be made" in found.stderr
