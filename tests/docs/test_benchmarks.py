@@ -118,13 +118,18 @@ def test_a_peer_whose_import_breaks_is_left_out(tmp_path: Path, monkeypatch: pyt
     assert set(losses) == {"eager"} and "TypeError: in no such place" in missing["quack"]
 
 
-def test_steps_in_processes_of_their_own(words: str, tmp_path: Path) -> None:
-    report = run(steps, tmp_path / "a.json", *small(words, "--losses", "eager", "hf_cce"))
-    assert report["reference"] == "eager" and not report["missing"]
-    for row in report["results"].values():
-        assert row["status"] == "ok" and len(row["losses"]) == 3 and row["peak_gib"] > 0
-        assert row["first_relative_difference"] <= budget(0.0, torch.bfloat16)
-        assert row["ms_spread"][0] <= row["ms"] <= row["ms_spread"][1]
+def test_steps_in_a_process_of_their_own(words: str, tmp_path: Path) -> None:
+    report = run(steps, tmp_path / "a.json", *small(words, "--losses", "hf_cce"))
+    row = report["results"]["hf_cce"]
+    assert row["status"] == "ok" and len(row["losses"]) == 3 and row["peak_gib"] > 0 and not report["missing"]
+    assert row["ms_spread"][0] <= row["ms"] <= row["ms_spread"][1]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_steps_are_compared_with_full_logits(words: str, tmp_path: Path) -> None:
+    report = run(steps, tmp_path / "a.json", *small(words, "--losses", "hf_cce", "eager"))
+    assert report["reference"] == "eager"
+    assert report["results"]["hf_cce"]["first_relative_difference"] <= budget(0.0, torch.bfloat16)
     lines = tables.step_rows([report])
     assert lines[2].startswith("| tiny, 2 × 32 | plain loop | **hf_cce** |") and len(lines) == 4
 
@@ -212,14 +217,15 @@ def test_curves_with_seeds(words: str, tmp_path: Path) -> None:
     assert len(tables.curve_rows(report)) == 8 and report["over_seeds"][curves.RANDOM]["hf_cce"]["seeds"] == 2
 
 
-@pytest.mark.parametrize("step", [[], ["--step"]])
-def test_first(step: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    sizes = ["--shape", "16", "64", "128", "--device", "cpu", "--times", "2", "--peers", "hf_cce"]
-    report = run(first, tmp_path / "a.json", *sizes, *step)
+    sizes = ["--shape", "16", "64", "128", "--device", "cpu", "--times", "1", "--peers", "hf_cce"]
+    report = run(first, tmp_path / "a.json", *sizes)
     found = report["results"]["hf_cce"]
-    assert found["first_s"] > 0 and len(found["later_s"]) == 1, found
+    assert found["first_s"] > 0 and found["later_s"] == [], found
     assert tables.first_rows(report)[2].startswith("| **hf_cce** |")
+    step = first.first_step("hf_cce", (16, 64, 128), torch.device("cpu"))
+    assert min(step.values()) > 0 and {"first_s", "second_s", "install_s"} == set(step)
 
 
 def test_fits_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
