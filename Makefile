@@ -93,7 +93,7 @@ notebooks: $(VENV)/.dev  ## run the notebooks and store their outputs
 	$(BIN)/python notebooks/execute.py
 
 docs: $(VENV)/.dev  ## make what is made in README and docs/: tables, pictures, the public names
-	$(BIN)/python -m hf_cce.bench.report
+	$(BIN)/python -m benchmarks.report
 	$(BIN)/python docs/make_api.py
 	$(BIN)/python docs/make_pictures.py
 

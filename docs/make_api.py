@@ -15,9 +15,9 @@ PAGE = Path(__file__).resolve().parent / "api.md"
 sys.path.insert(0, str(PAGE.parents[1]))  # this checkout, not one that happens to be installed
 
 import hf_cce  # noqa: E402
-from hf_cce.bench.files import whole_file  # noqa: E402
 from hf_cce.config import Implementation  # noqa: E402
 from hf_cce.deferred import DeferredLogits  # noqa: E402
+from hf_cce.diagnostics.files import whole_file  # noqa: E402
 from hf_cce.loss import LogProbs, Reduction  # noqa: E402
 from hf_cce.patches.causal_lm import cce_stats  # noqa: E402
 

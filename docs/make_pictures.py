@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import struct
 import sys
 from pathlib import Path
 
@@ -17,11 +16,12 @@ import nbformat
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))  # this checkout, not one that happens to be installed
 
-from hf_cce.bench.curves_plot import draw  # noqa: E402
-from hf_cce.bench.files import whole_file  # noqa: E402
-from hf_cce.bench.plots import CCE, FAINT, INK, PLAIN, quiet  # noqa: E402
-from hf_cce.bench.report import CURVES, QUACK, RESULTS, TRAINED, read  # noqa: E402
+from benchmarks.curves_plot import draw  # noqa: E402
+from benchmarks.report import RESULTS, read  # noqa: E402
+from hf_cce.diagnostics.files import whole_file  # noqa: E402
+from hf_cce.diagnostics.plots import CCE, FAINT, INK, PLAIN, quiet  # noqa: E402
 
+HEADS, QUACK, CURVES = "heads", "heads_quack", "curves"  # files of results
 NOTEBOOK = FOLDER.parent / "notebooks" / "kernel.ipynb"
 NAMES = ("order.png", "kept.png", "mass.png", "error.png")  # in the order in which the notebook shows them
 PROBLEM = "trained V49152 N=8192"
@@ -49,20 +49,7 @@ def of_the_notebook() -> dict[str, bytes]:
 
 def digest(name: str) -> str:
     """Of a file of results, for the picture that shows it."""
-    return hashlib.sha256((RESULTS / name).read_bytes()).hexdigest()[:16]
-
-
-def source_of(path: Path) -> str:
-    """The digest that a picture was drawn from, which stands in it as text."""
-    data, at = path.read_bytes(), 8
-    while at < len(data):
-        (length,) = struct.unpack(">I", data[at : at + 4])
-        if data[at + 4 : at + 8] == b"tEXt":
-            key, _, value = data[at + 8 : at + 8 + length].partition(b"\0")
-            if key == b"Source":
-                return value.decode()
-        at += length + 12
-    return ""
+    return hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()[:16]
 
 
 def time_and_memory() -> bytes:
@@ -70,7 +57,7 @@ def time_and_memory() -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    report = read(TRAINED)
+    report = read(HEADS)
     rows = {"quack": read(QUACK)["results"][PROBLEM]["rows"]["quack"], **report["results"][PROBLEM]["rows"]}
     figure = Figure(figsize=(7.6, 3.8), dpi=100, facecolor="white", layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -104,7 +91,7 @@ def time_and_memory() -> bytes:
         textcoords="offset points", va="top", fontsize=8, color="#5b6470",
     )  # fmt: skip
     stream = io.BytesIO()
-    canvas.print_png(stream, metadata={"Source": digest(TRAINED) + digest(QUACK), "Software": None})
+    canvas.print_png(stream, metadata={"Source": digest(HEADS) + digest(QUACK), "Software": None})
     return stream.getvalue()
 
 

@@ -1,1 +1,1 @@
-"""The command ``hf-cce``: one file a command, each thin; the work is done by ``hf_cce.bench`` and the public names."""
+"""The command ``hf-cce``: one thin file for each sub-command; ``hf_cce.diagnostics`` does the work."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,11 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_cce.bench.files import put_json
-from hf_cce.cli.common import FAILURES, consoles, ending, where
+from hf_cce.cli.common import JsonPath, consoles, ending, where
+from hf_cce.diagnostics.files import write_json
 
 if TYPE_CHECKING:
-    from hf_cce.bench.check import Report
+    from hf_cce.diagnostics.check import Report
 
 SHOWN = 5
 
@@ -32,10 +31,7 @@ def check(
     ] = False,
     device: Annotated[str, typer.Option(help="Such as cpu, cuda, cuda:1.")] = "cpu",
     details: Annotated[bool, typer.Option("--details", help="Show every gradient, not only the worst.")] = False,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write every comparison here; - is standard output, alone.", dir_okay=False),
-    ] = None,
+    json_path: JsonPath = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the exit code, and errors.")] = False,
 ) -> None:
     """Train one step of a model on random text without and with CCE, and compare loss, gradients and evaluation.
@@ -45,17 +41,17 @@ def check(
     """
     console, errors = consoles(quiet, json_path)
     numbers = where(json_path)
-    with ending(errors, 2, failures=(*FAILURES, ImportError)):
+    with ending(errors, 2):
         import torch
 
-        from hf_cce.bench import check as bench
+        from hf_cce.diagnostics import check as diagnostics
 
         with console.status("") as status:
-            report = bench.check(
-                bench.load(model, tiny, torch.device(device)), lambda what: status.update(escape(what))
+            report = diagnostics.check(
+                diagnostics.load(model, tiny, torch.device(device)), lambda what: status.update(escape(what))
             )
         if json_path:
-            put_json(json_path, {"command": shlex.join(["hf-cce", *sys.argv[1:]]), **report.to_json()})
+            write_json(json_path, {"command": shlex.join(["hf-cce", *sys.argv[1:]]), **report.to_json()})
     _show(console, report, details)
     if json_path:
         console.print(f"Numbers: {numbers}")

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hf_cce.bench.files import put_json
-from hf_cce.cli.common import consoles, ending, where
+from hf_cce.cli.common import JsonPath, consoles, ending, where
+from hf_cce.diagnostics.files import write_json
 
 
 class Precision(str, Enum):
@@ -52,12 +52,9 @@ def demo(
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(help="Text instead of Python's own sources: a file, a folder or a data set's name on the hub."),
+        typer.Option(help="Text file or folder instead of Python's own sources."),
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write all the numbers here; - is standard output, alone.", dir_okay=False),
-    ] = None,
+    json_path: JsonPath = None,
     plot_path: Annotated[
         Path | None, typer.Option("--plot", help="Draw losses and memory here (.png, .svg, .pdf).", dir_okay=False)
     ] = None,
@@ -74,17 +71,17 @@ def demo(
         if hidden % 64:
             raise ValueError(f"--hidden must be a multiple of 64 (the width of an attention head), got {hidden}")
         if plot_path:
-            from hf_cce.bench.plots import draw_demo, require_matplotlib
+            from hf_cce.diagnostics.plots import draw_demo, require_matplotlib
 
             require_matplotlib(plot_path)
         if model:
-            from hf_cce.bench.hub import config_named
+            from hf_cce.diagnostics.hub import config_named
 
             config_named(model, "leave --model out")
         if device and device != "cpu":
-            from hf_cce.bench.training import check_device
+            from hf_cce.diagnostics.machine import checked_device
 
-            check_device(device)
+            checked_device(device)
         options: dict[str, Any] = {
             "model": model, "vocabulary": vocab, "hidden": hidden, "layers": layers, "steps": steps, "batch": batch,
             "sequence": seq, "learning_rate": lr, "seed": seed, "dtype": dtype and dtype.value, "device": device,
@@ -93,7 +90,7 @@ def demo(
         report["command"] = shlex.join(["hf-cce", *sys.argv[1:]])
         _show(console, report)
         if json_path:
-            put_json(json_path, report)
+            write_json(json_path, report)
             console.print(f"Numbers: {numbers}")
         if plot_path:
             draw_demo(report, plot_path)
@@ -101,8 +98,8 @@ def demo(
 
 
 def _run(console: Console, options: dict[str, Any], dataset: str | None) -> dict[str, Any]:
-    from hf_cce.bench.text import prepare
-    from hf_cce.bench.training import Settings, twin
+    from hf_cce.diagnostics.demo import Settings, twin
+    from hf_cce.diagnostics.text import prepare
 
     with console.status("reading text") as status:
         corpus = prepare(
@@ -159,7 +156,7 @@ def _headline(common: dict[str, Any]) -> str:
 
 
 def _show(console: Console, report: dict[str, Any]) -> None:
-    from hf_cce.bench.training import why_no_speed
+    from hf_cce.diagnostics.demo import why_no_speed
 
     plain, cce = report["plain"], report["cce"]
     table = Table(title="The same training run, without and with CCE", title_justify="left", title_style="bold")

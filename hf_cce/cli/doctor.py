@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,20 +10,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_cce.bench.files import put_json
-from hf_cce.cli.common import consoles, ending, where
+from hf_cce.cli.common import JsonPath, consoles, ending, where
+from hf_cce.diagnostics.files import write_json
 
 if TYPE_CHECKING:
-    from hf_cce.bench.doctor import Diagnosis
+    from hf_cce.diagnostics.doctor import Diagnosis
 
 STYLE = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[bold red]wrong[/]"}
 
 
 def doctor(
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write all that was found here; - is standard output, alone.", dir_okay=False),
-    ] = None,
+    json_path: JsonPath = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Only what is wrong, with the commands that fix it.")
     ] = False,
@@ -35,13 +31,13 @@ def doctor(
     """
     console, errors = consoles(quiet, json_path)
     numbers = where(json_path)
-    with ending(errors, 1, failures=(OSError,)):
-        from hf_cce.bench.doctor import diagnose
+    with ending(errors, 1):
+        from hf_cce.diagnostics.doctor import diagnose
 
         with console.status("") as status:
             found = diagnose(lambda what: status.update(escape(what)))
         if json_path:
-            put_json(json_path, found.to_json())
+            write_json(json_path, found.to_json())
     _show(console, found)
     if json_path:
         console.print(f"Numbers: {numbers}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_cce.bench.files import put_json
-from hf_cce.cli.common import FAILURES, consoles, ending, where
+from hf_cce.cli.common import JsonPath, consoles, ending, where
+from hf_cce.diagnostics.files import write_json
 
 if TYPE_CHECKING:
-    from hf_cce.bench.estimate import Estimate
+    from hf_cce.diagnostics.estimate import Estimate
 
-WAYS = {"eager": "today", "compiled": "torch.compile\nof the loss", "cce": "with CCE"}
+WAYS = {"eager": "full logits", "compiled": "torch.compile\nof the loss", "cce": "with CCE"}
 ROWS = {"weights and optimizer": "weights, optimizer", "backward": "gradients"}
 CHECKPOINTED = {**ROWS, "backward": "gradients, a layer once more"}
 
@@ -37,7 +36,7 @@ def estimate(
         str,
         typer.Argument(
             help="A folder with a config.json, that file, a name on the hub, or qwen2.5-0.5b, smollm2-135m, "
-            "llama-3.2-1b; or a model type such as llama: its class's default sizes.",
+            "llama-3.2-1b; or a model type such as llama for its class's default sizes.",
             metavar="MODEL_OR_CONFIG",
             show_default=False,
         ),
@@ -53,32 +52,28 @@ def estimate(
     memory_budget: Annotated[
         int | None, typer.Option(min=1, help="MiB, as CCEConfig's.", show_default="256 for each 8,192 tokens")
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write all sizes here, in bytes; - is standard output, alone.", dir_okay=False),
-    ] = None,
+    json_path: JsonPath = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the sentence that says what CCE brings.")] = False,
 ) -> None:
     """Estimate the memory of a training step without and with CCE, and the largest batch that fits, from the configuration alone.
 
-    No weights are loaded or made. Counted is one process with AdamW that trains all weights, without gradient accumulation.
-    The largest batch leaves room for what PyTorch's allocator takes beyond the peak, as measured, and for CUDA's own memory.
+    No weights are loaded. Counted is one process with AdamW that trains all weights, without gradient accumulation. The
+    largest batch leaves room for what PyTorch's allocator takes beyond the peak, and for CUDA's own memory.
     """
     console, errors = consoles(quiet, json_path)
     numbers = where(json_path)
-    failures, advice = (*FAILURES, ImportError), "; hf-cce doctor says what is missing"
-    with ending(errors, 1, usage=2, failures=failures, no_import=advice):  # 2 as typer: an argument is wrong
+    with ending(errors, 1, usage=2):  # 2 as typer: an argument is wrong
         with console.status("running the model's code on tensors without data"):
-            from hf_cce.bench import estimate as bench
+            from hf_cce.diagnostics import estimate as diagnostics
 
-            size = bench.this_gpu() or 24.0 if gpu_memory is None else gpu_memory
+            size = diagnostics.this_gpu() or 24.0 if gpu_memory is None else gpu_memory
             budget = None if memory_budget is None else memory_budget << 20
-            found = bench.estimate(model, batch, seq, dtype.value, size, budget)
+            found = diagnostics.estimate(model, batch, seq, dtype.value, size, budget)
         if json_path:
-            put_json(json_path, found.to_json())
+            write_json(json_path, found.to_json())
     _show(console, found)
     if str(json_path) != "-":
-        typer.echo(bench.verdict(found))
+        typer.echo(diagnostics.verdict(found))
     if json_path:
         console.print(f"Numbers: {numbers}")
 
@@ -89,9 +84,8 @@ def _show(console: Console, found: Estimate) -> None:
         f"{escape(model.name)}: {model.architecture}, {model.parameters / 1e6:,.0f} million parameters, vocabulary "
         f"{model.vocabulary:,}, width {model.hidden:,}, {model.layers} layers; {found.dtype}\n"
         f"{found.batch} × {found.sequence:,} tokens make {found.logits / 1e6:,.0f} million logits. In GiB"
-        f"{', what is held when it is most' if found.plain else ''}:"
+        f"{', what is held at the peak' if found.plain else ''}:"
     )
-    gpu = f"{found.gpu_memory / 2**30:.4g} GiB"
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for heading in WAYS.values():
@@ -114,17 +108,17 @@ def _show(console: Console, found: Estimate) -> None:
             table.add_row(names.get(part, part), *(_gib(size) if size else "–" for size in sizes))
         table.add_row("[bold]peak[/]", *(f"[bold]{_gib(steps[way].peak)}[/]" for way in WAYS))
         rows = (f"{steps[way].largest_batch:,}" if steps[way].largest_batch else "none" for way in WAYS)
-        table.add_row(f"largest batch in {gpu}", *rows)
+        table.add_row(f"largest batch in {found.gpu_memory / 2**30:.4g} GiB", *rows)
     console.print(table)
     if found.plain:
-        from hf_cce.bench import room
+        from hf_cce.diagnostics.estimate import reserve
 
-        console.print(room.said())
+        console.print(reserve())
     if any(not all(step.at_peak.values()) for step in (*found.plain.values(), *found.checkpointing.values())):
         console.print("–: nothing of it is held at that moment, which with CCE is often after the loss.")
     if found.unknown:
         console.print(f"Activations, peak and largest batch are not known: {escape(found.unknown)}.")
-    for note in (*found.notes, *([found.small] if found.small else [])):
+    for note in found.notes:
         console.print(f"Note: {escape(note)}.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,15 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_cce.bench.files import put_json
-from hf_cce.cli.common import consoles, ending, where
+from hf_cce.cli.common import JsonPath, consoles, ending, where
+from hf_cce.diagnostics.files import write_json
 
 
 def models(
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write a list of objects here; - is standard output, alone.", dir_okay=False),
-    ] = None,
+    json_path: JsonPath = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the supported types, one a line.")] = False,
 ) -> None:
     """List the model types of the installed Transformers: supported, special and refused.
@@ -30,8 +26,7 @@ def models(
     """
     alone, (_, errors) = str(json_path) == "-", consoles(quiet, json_path)
     names = where(json_path)
-    no_import = "; hf-cce doctor says what is missing"
-    with ending(errors, 1, failures=(OSError, ImportError), no_import=no_import):
+    with ending(errors, 1):
         import transformers
 
         from hf_cce.families import families
@@ -39,7 +34,7 @@ def models(
         known = families()
         if json_path:
             rows = ({"type": x.model_type, "class": x.cls, "status": x.status, "reason": x.reason} for x in known)
-            put_json(json_path, list(rows))
+            write_json(json_path, list(rows))
     if alone:
         return
     if quiet:

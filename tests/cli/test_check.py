@@ -12,8 +12,8 @@ from models import anatomy, tiny_llama
 from torch import nn
 from typer.testing import CliRunner
 
-from hf_cce.bench import check as bench
 from hf_cce.cli.app import app
+from hf_cce.diagnostics import check as bench
 
 
 def run(*arguments: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ TROUBLE = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
 INTERNAL = {
     "module … has no attribute …": "Python's own words for a misspelt name",
     "… has no attribute …": "likewise, of the object that stands in for logits",
-    "unknown loss …; known: …": "of a function of hf_cce.bench; the command checks before",
     "no NVIDIA driver here": "a note of doctor",
     "the NVIDIA driver names no GPU": "likewise",
     "torch gives no reason": "likewise",
@@ -162,12 +162,6 @@ def test_what_goes_is_what_the_others_have(lines: list[str], stand_ins: dict[str
         assert relative_error(stand_ins["loss"], theirs) <= budget(0.0, torch.float32)
 
 
-def test_there_is_python_to_run() -> None:
-    assert {page.stem for page in WITH_CODE} >= {"guides", "migration", "accuracy"}
-    assert len(BEFORE) >= 6
-    assert len(code_of(ROOT / "docs/guides.md")) >= 10 and len(code_of(ROOT / "docs/migration.md")) >= 8
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_parse(page: Path) -> None:
     from test_readme import check_commands
@@ -188,10 +182,10 @@ def test_the_index_names_every_page() -> None:
     assert "](docs/README.md)" in (ROOT / "README.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", ["docs/performance.md", "docs/comparison.md", "docs/accuracy.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/performance.md", "docs/comparison.md", "docs/accuracy.md"])
 def test_tables_are_those_of_their_json(name: str) -> None:
-    from hf_cce.bench.report import PAGES as FILLED
-    from hf_cce.bench.report import filled
+    from benchmarks.report import PAGES as FILLED
+    from benchmarks.report import filled
 
     text = (ROOT / name).read_text("utf-8")
     assert name in FILLED and ("| **hf_cce** |" in text or '`"auto"`' in text)
@@ -203,201 +197,15 @@ def test_tables_are_those_of_their_json(name: str) -> None:
     )
 
 
-def test_every_measurement_is_on_the_page() -> None:
-    from hf_cce.bench.report import TABLES
+def test_every_result_and_every_table_is_on_a_page() -> None:
+    from benchmarks.report import RESULTS, TABLES
 
-    page = (ROOT / "docs/performance.md").read_text("utf-8")
-    for path in (ROOT / "hf_cce/bench/results").glob("*.json"):
-        assert path.name in page, f"{path.name}: run: make docs"
     pages = "".join(path.read_text("utf-8") for path in [*PAGES, ROOT / "README.md"])
+    for path in RESULTS.iterdir():
+        assert path.suffix == ".json" and path.name in pages, f"{path.name}: run make docs, or delete it"
+        assert {"date", "device"} <= set(json.loads(path.read_text("utf-8"))), path.name
     for name in TABLES:
         assert f"<!-- {name} table: begin" in pages, name
-
-
-def test_every_study_says_what_it_is() -> None:
-    """The page takes its first sentence from the comment that the file begins with."""
-    studies = sorted((ROOT / "hf_cce/bench/results").glob("*.txt"))
-    assert studies and all(path.read_text("utf-8").startswith("# ") for path in studies)
-
-
-def test_whoever_is_measured_stands_in_the_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A later file with more peers is taken instead; who is not in it stays in the list below, with that file's reason."""
-    import json
-    import shutil
-
-    from hf_cce.bench import report
-
-    assert report.most_compared(report.COMPARED["trained head"][0]) == report.TRAINED
-    assert report.most_compared(report.COMPARED["random data"][0]) == report.FLAT
-    shutil.copytree(report.RESULTS, tmp_path / "results")
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
-    later = report.read(report.TRAINED)
-    rows = later["results"][report.COMPARED["trained head"][0]]["rows"]
-    rows["trl"], rows["quack"] = rows["liger"] | {"ms": 77.7}, {"failed": "RuntimeError: no"}
-    later["missing"] = {"torch F.linear_cross_entropy": "too old"}
-    later["versions"] |= {"trl": "1.16.0", "quack-kernels": None}
-    (tmp_path / "results/2999-01-01.json").write_text(json.dumps(later))
-    table = report.compared_trained_table("docs/comparison.md")
-    assert (
-        "| TRL's fused head | 77.7 ms" in table and "trl 1.16.0; [`2999-01-01.json`]" in table and "Quack" not in table
-    )
-    assert "TRL" not in report.compared_flat_table("docs/comparison.md")
-    lines = report.not_compared_table("docs/comparison.md").splitlines()
-    assert [line for line in lines if "TRL" in line] == [
-        f"- TRL's fused head (random data): {report.UNMEASURED['trl']}."
-    ]
-    assert "- Quack (trained head): it failed: RuntimeError: no." in lines
-    assert "- torch's `F.linear_cross_entropy`, in chunks (trained head): too old." in lines
-    assert any(line.startswith("- Axolotl's fork") for line in lines) and not any("Liger" in line for line in lines)
-
-
-def test_the_comparison_rests_on_what_it_shows() -> None:
-    """Its figures are those of its tables, which are explained before them; whoever stands in one table stands in the other."""
-    page = (ROOT / "docs/comparison.md").read_text("utf-8")
-    assert page.index("In brackets behind each time") < page.index("\n|")
-    shown = [{row[0]: row for row in table} for table in tables("docs/comparison.md")[:2]]
-    errors = {}
-    for peer in ("Transformers (full logits)", "Apple's CCE", "Liger (fused linear cross-entropy)"):
-        errors[peer] = [[float(x) for x in table[peer][-1].split(", ")] for table in shown]
-    full, apple, liger = errors.values()
-    times = [f"{a[0] / b[0]:.0f}" for a, b in zip(apple, full, strict=True)]
-    assert f"{times[0]} to {times[1]} times as far" in page
-    assert round(max(a[1] / b[1] for a, b in zip(liger, full, strict=True))) == 3
-    assert "up to three times the error" in page
-    one_by_one, what_they_do = (
-        page.split(f"## {title}\n")[1].split("\n## ")[0] for title in ("One by one", "What they do")
-    )
-    for peer in (
-        "Liger",
-        "Apple's CCE",
-        "Axolotl's fork",
-        "TRL's fused head",
-        "Quack",
-        "torch's F.linear_cross_entropy",
-    ):
-        assert re.search(rf"^\| \*\*{peer}", one_by_one, re.MULTILINE), peer
-        assert re.search(rf"^\| {peer}", what_they_do, re.MULTILINE), peer
-
-
-def test_every_peer_has_a_title() -> None:
-    from hf_cce.bench import installed, names
-    from hf_cce.bench.peers import BUILDERS
-    from hf_cce.bench.report import PEERS
-
-    assert set(PEERS) == set(BUILDERS)
-    assert len(set(PEERS.values())) == len(PEERS)
-    assert all(names.title(loss) != loss for loss in (*BUILDERS, *installed.LOSSES, "hf_cce filter 0.003"))
-    assert names.title("hf_cce-256mib") == "**hf_cce**, `memory_budget` 256 MiB"
-    assert names.title("hf_cce_of_somebody_else") == "hf_cce_of_somebody_else"
-
-
-def test_losses_stand_in_one_order_however_a_file_has_them() -> None:
-    from hf_cce.bench import names
-
-    known = [*names.OURS, "hf_cce filter 0.003", *names.OTHERS]
-    assert names.ordered([*reversed(known), "later"]) == [*known, "later"]
-    steps = ["hf_cce", "hf_cce-exact", "hf_cce-256mib", "eager", "compiled", "liger", "apple"]
-    assert names.ordered(reversed(steps)) == steps
-
-
-def tables(page: str) -> list[list[list[str]]]:
-    """The cells of each table, row by row."""
-    found = re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text("utf-8"), re.MULTILINE)
-    return [
-        [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
-        for table in found
-    ]
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/performance.md", "docs/comparison.md"])
-def test_every_table_has_that_order_and_those_names(page: str) -> None:
-    from hf_cce.bench import names
-    from hf_cce.bench.report import PEERS
-
-    order, seen = [*PEERS.values()], 0
-    for table in tables(page):
-        places: dict[tuple[str, ...], list[int]] = {}
-        for row in table:
-            found = next((i for i, cell in enumerate(row) if cell in order), None)
-            if found is not None:
-                places.setdefault(tuple(row[:found]), []).append(order.index(row[found]))
-            assert not {"apple cce", "hf_cce exact", "eager", "compiled", "Liger's loss"} & set(row), row
-        assert all(group == sorted(group) for group in places.values()), table
-        seen += bool(places)
-        for row in table:
-            assert "torch.compile of" not in row[0] or row[0].startswith((names.OTHERS["torch.compile"], "**")), row
-    assert seen >= 4
-
-
-def test_what_was_superseded_stands_at_the_end_and_says_why() -> None:
-    from hf_cce.bench import older
-
-    now, _, old = (ROOT / "docs/performance.md").read_text("utf-8").partition("## Older runs\n")
-    assert old and "\n## " not in old
-    for name in older.FILES:
-        (line,) = [line for line in old.splitlines() if name in line]
-        assert name not in now and re.search(rf"{re.escape(name)}\)\)?: \S.{{30,}}\.$", line)
-
-
-def test_a_step_says_of_which_weights_it_is() -> None:
-    from hf_cce.bench import report
-
-    assert "| the same from random weights, in 31 GiB" in report.limited_table("README.md")
-
-
-def test_a_new_measurement_is_drawn_without_being_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_cce.bench import report
-
-    later = set(report.NAMED)
-    assert later <= {path.name for path in report.RESULTS.iterdir()}
-    monkeypatch.setattr(report, "NAMED", set())
-    section = report.newer_table("docs/performance.md")
-    assert all(section.count(f"](../hf_cce/bench/results/{name})") == 1 for name in later)
-    assert "| **hf_cce**, no filter | 4.6472 |" in section
-    steps = report.read(report.STEPS)
-    trained = f"trained for {steps['settings']['pretrain_steps']:,} steps"
-    row = f"| qwen2.5-0.5b, 4 × 8,192, {trained} | plain loop | **hf_cce** | {steps['results']['hf_cce']['ms']:.0f} ms"
-    assert row in section
-    assert (
-        "checkpointing, at most 31 GiB, random weights | plain loop | Transformers (full logits) | out of memory"
-        in section
-    )
-    assert "30 of 30 losses without logits" in report.newer_table("docs/performance.md")
-    long = report.read(report.LONG)["results"]["trained V49152 N=32768"]["rows"]["hf_cce"]
-    assert f"| **hf_cce** | {long['ms']:.2f} ms (" in section and "\n#" not in section
-
-
-def test_times_of_first_calls_are_drawn_too() -> None:
-    from hf_cce.bench import newer
-
-    rows = {"hf_cce": {"first_s": 3.0, "later_s": [1.0, 1.5]}, "liger": {"missing": "not installed"}}
-    table = newer.drawn({"shape": {"tokens": 8}, "results": rows})
-    assert table and "| **hf_cce** | 3.00 | 1.00, 1.50 |" in table and "| not installed |" in table
-    assert newer.drawn({"results": {"a": 1}}) is newer.drawn({}) is None
-
-
-def test_a_loss_that_was_asked_for_and_is_not_in_the_file_is_named() -> None:
-    from hf_cce.bench import loops, report
-
-    cut = "2026-11-22-h200-first.json"
-    found = report.read(cut)
-    said = "torch.compile of Transformers' loss and Liger (fused linear cross-entropy) were asked for too"
-    assert said in loops.first_calls(found, cut, str)
-    rows = found["results"]
-    whole = {**found, "results": {**rows, **dict.fromkeys(("torch.compile", "liger"), rows["hf_cce"])}}
-    assert "asked for" not in loops.first_calls(whole, cut, str)
-    assert "asked for" not in loops.first_calls(report.read(report.FIRST), report.FIRST, str)
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
-def test_of_a_trained_model_both_losses_are_told_apart(page: str) -> None:
-    from hf_cce.bench import report
-
-    losses = report.read(report.STEPS)["results"]["hf_cce"]["losses"]
-    said = (
-        f"loss {losses[0]:.1f} in the first of the {len(losses)} steps here, {sum(losses) / len(losses):.1f} on average"
-    )
-    assert said in (ROOT / page).read_text("utf-8") and "first measured" not in (ROOT / page).read_text("utf-8")
 
 
 def test_the_public_names_are_described_as_they_are() -> None:
@@ -406,15 +214,15 @@ def test_the_public_names_are_described_as_they_are() -> None:
 
 def test_pictures_are_those_of_the_notebook_and_of_the_results() -> None:
     pytest.importorskip("nbformat")
+    Image = pytest.importorskip("PIL.Image")
     maker = load(ROOT / "docs/make_pictures.py")
     taken = maker.of_the_notebook()
     assert len(taken) == 4
     for name, picture in taken.items():
         assert (ROOT / "docs/pictures" / name).read_bytes() == picture, "run: make docs"
-    for picture, results in (("time-memory.png", (maker.TRAINED, maker.QUACK)), ("curves.png", (maker.CURVES,))):
-        assert maker.source_of(ROOT / "docs/pictures" / picture) == "".join(map(maker.digest, results)), (
-            "run: make docs"
-        )
+    for picture, results in (("time-memory.png", (maker.HEADS, maker.QUACK)), ("curves.png", (maker.CURVES,))):
+        drawn_from = Image.open(ROOT / "docs/pictures" / picture).text["Source"]
+        assert drawn_from == "".join(map(maker.digest, results)), "run: make docs"
     shown = set(re.findall(r"\]\(pictures/([\w.-]+)\)", "".join(page.read_text("utf-8") for page in PAGES)))
     assert shown == {path.name for path in (ROOT / "docs/pictures").iterdir()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from functools import partial
@@ -14,7 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-FIRST_SCREEN = 45
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -66,10 +64,6 @@ def test_python_runs(number: int, namespace: dict[str, Any], monkeypatch: pytest
     for earlier in sorted({*range(number + 1)} - ran):
         exec(compile(PYTHON[earlier], "README.md", "exec"), namespace)
         ran.add(earlier)
-
-
-def test_there_is_python_to_run() -> None:
-    assert len(PYTHON) >= 6
 
 
 @pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
@@ -138,52 +132,9 @@ LINKING = [
 ]
 
 
-@pytest.mark.parametrize("name", [*LINKING, "hf_cce/bench/KERNELS.md"])
+@pytest.mark.parametrize("name", LINKING)
 def test_links_lead_somewhere(name: str) -> None:
     check_links(name)
-
-
-def test_the_first_screen_says_what_matters() -> None:
-    screen = "\n".join(README.splitlines()[:FIRST_SCREEN])
-    for words in (
-        "make demo",
-        "make test",
-        "pip install",
-        "+ apply_cce(model)",
-        "remove_cce",
-        "does not work yet",
-        "torch ≥",
-    ):
-        assert words in screen, words
-
-
-def test_who_has_no_gpu_is_told_of_the_cpu_build_where_torch_is_first_installed() -> None:
-    lines = README.splitlines()
-    (first, *_) = (i for i, line in enumerate(lines) if "pip install" in line)
-    near = "\n".join(lines[first : first + 6])
-    wheels = "torch --index-url https://download.pytorch.org/whl/cpu"
-    assert f"`pip install {wheels}`" in near and f'`make demo TORCH="{wheels}"`' in near and "NVIDIA GPU" in near
-
-
-def test_limits_that_a_user_meets_are_named() -> None:
-    (section,) = re.findall(r"What does not work yet(.*?)^## ", README, re.MULTILINE | re.DOTALL)
-    assert "](docs/limits.md)" in section
-    for words in (
-        "TRL",
-        "label_smoothing_factor",
-        "compute_loss_func",
-        "evaluate()",
-        "adapters on the LM head itself",
-        "retain_grad",
-    ):
-        assert words in section, words
-    assert "Where all labels are ignored the loss is 0" in README and "git clone" in README
-
-
-def test_empty_folders_are_called_planned() -> None:
-    for folder in ("recipes", "notebooks"):
-        if [path.name for path in (ROOT / folder).iterdir()] == ["README.md"]:
-            assert re.search(rf"^{folder}/ +planned: ", README, re.MULTILINE), folder
 
 
 def test_the_counters_are_shown_as_they_are(namespace: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,46 +146,6 @@ def test_the_counters_are_shown_as_they_are(namespace: dict[str, Any], capsys: p
     (shown,) = re.findall(r"\)  # (.*[01]\.0)$", block, re.MULTILINE)
     assert shown in capsys.readouterr().out.splitlines()
     assert "_hf_cce" not in README  # only what is public
-
-
-def demo_figures() -> tuple[str, str]:
-    """Where the demo ran and its table, as the README must show them."""
-    report = json.loads((ROOT / "hf_cce/bench/results/demo_cpu.json").read_text("utf-8"))
-    plain, cce = report["plain"], report["cce"]
-    peaks = [run["peak_bytes"] / 1e6 for run in (plain, cce)]
-    extras = [(run["peak_bytes"] - run["rest_bytes"]) / 1e6 for run in (plain, cce)]
-    settings, last = report["settings"], len(plain["losses"])
-    where = (
-        f"{report['device']}, {settings['dtype']}, {settings['batch']} × {settings['sequence']} tokens a step, "
-        f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']}"
-    )
-    table = f"""\
-| | without CCE | with CCE |
-|---|---|---|
-| peak memory of the process | {peaks[0]:,.0f} MB | {peaks[1]:,.0f} MB |
-| of which in a step | {extras[0]:,.0f} MB | {extras[1]:,.0f} MB |
-| loss, step {last} | {plain["losses"][-1]:.6f} | {cce["losses"][-1]:.6f} |
-"""
-    return where, table
-
-
-def test_the_demo_s_figures_are_those_of_its_json() -> None:
-    where, table = demo_figures()
-    assert where in README.replace("\n", " "), f"write: {where}"
-    assert table in README, f"write:\n{table}"
-
-
-def test_the_loss_table_is_that_of_its_json() -> None:
-    from hf_cce.bench.report import filled
-
-    assert filled(README) == README, "run: python -m hf_cce.bench.report README.md"
-    assert "13,970 MiB" in README  # the markers are there, and something between them
-
-
-def test_figures_come_from_saved_results() -> None:
-    """A table of measurements is followed by the name of the JSON it was taken from, and that file is there."""
-    for name in re.findall(r"hf_cce/bench/results/[\w./-]+\.json", README + CONTRIBUTING):
-        assert (ROOT / name).exists(), name
 
 
 def test_the_table_of_options_is_complete() -> None:

@@ -41,14 +41,13 @@ def load(name: str) -> ModuleType:
 
 
 def start(command: list[str], **environment: str) -> str:
-    """What ``command`` prints on its standard output; on CPUs only, as CI does."""
+    """Run ``command`` on the CPU; return its standard output."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     given = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **given, **environment}, capture_output=True, text=True, timeout=300, check=False
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "3/3" in done.stderr or "train.py" not in " ".join(command), "no progress was shown"
     return done.stdout
 
 
@@ -74,9 +73,7 @@ def trained(task: str, loss: str, config: str = "", batch: int = 2, launch: tupl
         assert load("train").main([*arguments, "--cpu"]) == 0
         return json.loads(target.read_text("utf-8"))
     printed = start([*LAUNCH, f"recipes/accelerate/{config}.yaml", *launch, "recipes/train.py", *arguments])
-    assert printed.count(f"{task} with loss {loss}") == 1, "only the main process prints"
-    for words in ("tokens/s", "peak memory", "first loss", "final loss"):
-        assert words in printed
+    assert printed.count(f"task: {task}") == 1, "only the main process prints"
     return json.loads(target.read_text("utf-8"))
 
 
@@ -91,25 +88,17 @@ def check_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert relative_error(a[-1:], b[-1:]) < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_trains_the_same_with_cce_and_without(task: str) -> None:
     if task == "lora":
         pytest.importorskip("trl"), pytest.importorskip("peft")
-    cce, eager = trained(task, "cce", "cpu"), trained(task, "eager")
+    cce, eager = trained(task, "cce"), trained(task, "eager")
     check_same(cce, eager)
     assert cce["cce"]["fused"] == cce["cce"]["calls"] == 3 and cce["cce"]["materialised"] == 0
-    assert eager["cce"] is None and "CCE" not in eager["how"]
+    assert eager["cce"] is None
     for report in (cce, eager):
-        assert report["task"] == task and report["steps"] == 3 and len(report["losses"]) == 3
-        assert report["processes"] == 1 and report["device_type"] == "cpu" and report["mixed_precision"] == "no"
-        assert report["first_loss"] == report["losses"][0][1] and report["final_loss"] == report["losses"][-1][1]
+        assert report["steps"] == len(report["losses"]) == 3 and report["tokens_per_second"] > 0
         assert 5 < report["first_loss"] < 8  # of 512 entries: near log 512 = 6.24
-        assert report["tokens_a_step"] == 2 * 64 and report["tokens_per_second"] > 0
-        assert report["peak_bytes"] >= report["bytes_before_by_process"][0] > 1 << 26
-        assert report["model"] == {"class": report["model"]["class"], "vocabulary": 512, "hidden": 64, "layers": 1}
-        assert "Python" in report["data"]["source"] and report["versions"]["torch"]
-    assert cce["model"]["class"] == ("PeftModelForCausalLM" if task == "lora" else "LlamaForCausalLM")
 
 
 @pytest.mark.slow
@@ -118,18 +107,19 @@ def test_two_processes_train_as_one_with_twice_the_batch(task: str) -> None:
     if task == "lora":
         pytest.importorskip("trl"), pytest.importorskip("peft")
     report = trained(task, "cce", "cpu_ddp", 1, ("--main_process_port", "0"))
-    assert report["processes"] == 2 and report["distributed"] == "MULTI_CPU" and report["tokens_a_step"] == 2 * 64
-    assert len(report["peak_bytes_by_process"]) == 2 and report["cce"]["fused"] == report["cce"]["calls"] == 3
+    assert report["processes"] == 2 and report["distributed"] == "MULTI_CPU"
+    assert report["cce"]["fused"] == report["cce"]["calls"] == 3
     check_same(report, trained(task, "eager"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["one_gpu", "ddp"])
-def test_configurations_for_gpus_fall_back_to_the_cpu(config: str) -> None:
+@pytest.mark.parametrize("config", ["cpu", "one_gpu", "ddp"])
+def test_configurations_run_on_a_cpu(config: str) -> None:
     processes = 2 if config == "ddp" else 1
     launch = ("--num_processes", "2", "--main_process_port", "0") if config == "ddp" else ()
     report = trained("pretrain", "cce", config, 2 // processes, launch)
-    assert report["processes"] == processes and report["mixed_precision"] == "bf16" and report["cce"]["fused"] == 3
+    precision = "no" if config == "cpu" else "bf16"
+    assert report["processes"] == processes and report["mixed_precision"] == precision and report["cce"]["fused"] == 3
     reference = losses(trained("pretrain", "eager"))[:1]
     assert relative_error(losses(report)[:1], reference) < torch.finfo(torch.bfloat16).eps
 
@@ -241,13 +231,11 @@ def test_commands_of_the_readme_parse() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
-        (["--loss", "liger", "--cpu"], {}, "liger"),
+        (["--loss", "liger", "--cpu"], {}, "pip install liger-kernel"),
         (["--loss", "liger", "--task", "lora"], {}, "TRL's SFTTrainer has a fused head of its own"),
         (["--cpu"], {"ACCELERATE_USE_FSDP": "true"}, "FSDP needs GPUs"),
         (["--hidden", "100"], {}, "--hidden must be a multiple of 64"),
         (["--cpu", "--dataset", "./no/such.txt"], {}, "no such file or folder"),
-        (["--cpu", "--json", "."], {}, "--json .: that is a folder"),
-        (["--cpu", "--task", "finetune", "--model", "./no/such"], {}, "./no/such: no such folder"),
     ],
 )
 def test_errors_are_one_line(
@@ -288,6 +276,6 @@ def test_what_one_task_saves_the_next_one_loads(tmp_path: Path, monkeypatch: pyt
     )
     assert tuned["first_loss"] < 6.1 < 6.23  # it has learnt something: log 512 = 6.24
     adapted = run("--task", "lora", "--model", second, "--dataset", str(rows), "--output", third)
-    assert adapted["data"]["rows"] == 6 and adapted["tokens_a_step"] is None and adapted["tokens_per_second"] > 0
+    assert adapted["tokens_per_second"] is None  # rows have no fixed number of tokens
     assert adapted["cce"]["fused"] == adapted["cce"]["calls"] == 3
     assert (Path(third) / "adapter_model.safetensors").exists() and (Path(second) / "tokenizer.json").exists()

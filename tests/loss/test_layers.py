@@ -61,8 +61,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"families", "patches", "deferred", "config"},
     "callback": {"api", "patches", "calls", "config"},
     "__init__": {"api", "callback", "patches", "loss", "filter_state", "config"},
-    "bench": {"__init__", "dispatch"},
-    "cli": {"__init__", "families", "bench"},
+    "diagnostics": {"__init__", "dispatch"},
+    "cli": {"__init__", "families", "diagnostics"},
     "__main__": {"cli"},
 }
 MODULES = sorted((ROOT / "hf_cce").rglob("*.py"))
@@ -131,9 +131,9 @@ def test_the_modules_have_no_cycle() -> None:
         done |= free
 
 
-def test_bench_and_cli_use_public_names_only() -> None:
+def test_diagnostics_and_cli_use_public_names_only() -> None:
     for path in MODULES:
-        if layer_of(name_of(path)) in ("bench", "cli"):
+        if layer_of(name_of(path)) in ("diagnostics", "cli"):
             for node in ast.walk(ast.parse(path.read_text("utf-8"))):
                 if isinstance(node, ast.ImportFrom) and node.module == "hf_cce":
                     assert {alias.name for alias in node.names} <= PUBLIC, name_of(path)

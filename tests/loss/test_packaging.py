@@ -75,7 +75,13 @@ def test_sdist_holds_all_that_git_does(sdist: Path) -> None:
     wanted = {name for name in tracked() if not name.startswith(".") and name != "patches"}  # the link
     assert wanted - found == set()
     assert found - wanted - made == set()
-    assert {"docs/guides.md", "notebooks/quickstart.ipynb", "recipes/train.py", "tests/support/numerics.py"} <= found
+    assert {
+        "docs/guides.md",
+        "notebooks/quickstart.ipynb",
+        "recipes/train.py",
+        "tests/support/numerics.py",
+        "benchmarks/results/heads.json",
+    } <= found
     assert sdist.stat().st_size < 3 << 20
 
 
@@ -89,9 +95,7 @@ def test_wheel_holds_the_patches_once_and_nothing_beside_hf_cce(wheels: dict[str
     assert {name for name in names if name.endswith(".py") and "patches" in name} == PATCHES
     assert "hf_cce/py.typed" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    results = {f"hf_cce/bench/results/{path.name}" for path in (ROOT / "hf_cce/bench/results").glob("*.json")}
-    assert results <= set(names)
-    known = {"hf_cce/py.typed", *results, *PATCHES} | {
+    known = {"hf_cce/py.typed", *PATCHES} | {
         str(path.relative_to(ROOT)) for path in (ROOT / "hf_cce").rglob("*.py") if "patches" not in path.parts
     }
     assert {name for name in names if name.startswith("hf_cce/")} == known
@@ -230,6 +234,6 @@ def test_the_top_level_is_tidy() -> None:
     top = {name.split("/")[0] for name in tracked()}
     allowed = {
         "pyproject.toml", "hf_cce", "patches", "recipes", "tests", "notebooks", "README.md", "LICENSE", "CHANGELOG.md",
-        "CONTRIBUTING.md", "Makefile", "MANIFEST.in", "docs",
+        "CONTRIBUTING.md", "Makefile", "MANIFEST.in", "docs", "benchmarks",
     }  # fmt: skip
     assert {name for name in top if not name.startswith(".")} <= allowed

@@ -21,8 +21,8 @@ from models import BATCH, anatomy, assert_same_training, exact, head_of, logits_
 from transformers import PreTrainedConfig
 
 from hf_cce import apply_cce, remove_cce
-from hf_cce.bench.tiny import KNOBS
-from hf_cce.bench.tiny_options import OPTIONS
+from hf_cce.diagnostics.tiny import KNOBS
+from hf_cce.diagnostics.tiny_options import OPTIONS
 from hf_cce.patches import refused
 from hf_cce.patches.refused import SPECIAL, why_refuse_class
 

@@ -10,8 +10,8 @@ import transformers
 from models import BATCH, LENGTH, batch, randomise
 from transformers.models.auto import modeling_auto
 
-from hf_cce.bench.tiny import WORDS, tiny_config
-from hf_cce.bench.tiny_options import OPTIONS
+from hf_cce.diagnostics.tiny import WORDS, tiny_config
+from hf_cce.diagnostics.tiny_options import OPTIONS
 
 
 def _classes(*mappings: str) -> set[str]:
@@ -125,7 +125,7 @@ def build(name: str) -> Any:
     return model.train()
 
 
-# What the tables here, and in hf_cce.bench, are made for. An older Transformers has fewer classes, and other configurations.
+# Version of Transformers that these tables are made for. An older one has fewer classes, and other configurations.
 MADE_FOR = (5, 23)
 OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < MADE_FOR
 

@@ -1,0 +1,60 @@
+"""What losses are called in tables, and their order: hf_cce first, then always the same.
+
+Result files have short names: "hf_cce exact 1.25 GiB", "apple cce"; in steps "hf_cce-256mib", "apple".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+OURS = ("hf_cce", "hf_cce exact", "hf_cce 64 MiB", "hf_cce exact 1.25 GiB")
+OTHERS = {
+    "eager": "Transformers (full logits)",
+    "torch.compile": "torch.compile of Transformers' loss",
+    "liger": "Liger (fused linear cross-entropy)",
+    "apple cce": "Apple's CCE",
+    "apple cce exact": "Apple's CCE, `cce_exact`",
+    "trl": "TRL's fused head",
+    "quack": "Quack",
+    "torch F.linear_cross_entropy": "torch's `F.linear_cross_entropy`, in chunks",
+    "reversed": "full logits, the rows of each batch reversed",
+}
+OF_STEPS = {"compiled": "torch.compile", "apple": "apple cce"}  # names in benchmarks.installed that differ
+
+
+def _usual(name: str) -> str:
+    """Return the name as benchmarks.peers has it."""
+    if name.startswith("hf_cce-"):  # of benchmarks.installed
+        name = re.sub(r"(\d)([kmg])ib\b", lambda found: f"{found[1]} {found[2].upper()}iB", name.replace("-", " "))
+    return OF_STEPS.get(name, name)
+
+
+def title(name: str) -> str:
+    """Return what ``name`` is called in a table; an unknown name stays as it is."""
+    name = _usual(name)
+    if not is_ours(name):
+        return OTHERS.get(name, name)
+    found = re.match(r"hf_cce( exact)?(?: filter (\S+))?(?: ([\d.]+ [KMG]iB))?$", name)
+    assert found, name
+    words = ["**hf_cce**"]
+    words += ["no filter"] if found[1] else []
+    words += [f"`gradient_filter={found[2]}`"] if found[2] else []
+    words += [f"`memory_budget` {found[3]}"] if found[3] else []
+    return ", ".join(words)
+
+
+def is_ours(name: str) -> bool:
+    return re.match(r"hf_cce(?![\w.])", name) is not None
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Sort as in every table: hf_cce, ``OTHERS``, unknown names as they come."""
+
+    def place(name: str) -> tuple[int, int]:
+        usual = _usual(name)
+        known = OURS if is_ours(usual) else tuple(OTHERS)
+        rank = known.index(usual) if usual in known else len(known)
+        return (0 if is_ours(usual) else 1 if usual in known else 2), rank
+
+    return sorted(names, key=place)

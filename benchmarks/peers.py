@@ -1,0 +1,122 @@
+"""Other ways to compute the loss of a linear head, under one signature, for ``benchmarks.loss`` and ``benchmarks.first``.
+
+A peer that is not installed, or needs an option which this version does not have, is left out with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_cce.diagnostics.bench import LOSSES, MIB, FusedLoss, Loss
+
+# Distributions that the peers come from: their versions go into each report.
+PACKAGES = ("transformers", "liger-kernel", "cut-cross-entropy", "trl", "quack-kernels", "nvidia-cutlass-dsl")
+# What TRL's function is called with, by position; another version's might compute something else.
+TRL_ARGUMENTS = (
+    "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "outputs",
+)  # fmt: skip
+
+
+class Unavailable(Exception):
+    """A peer cannot be made here; the message is the reason."""
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise Unavailable(f"{name} cannot be imported: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def _liger() -> Loss:
+    function = _module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
+
+    def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        result = function.apply(hidden_states, weight, labels)
+        return result[0] if isinstance(result, tuple) else result
+
+    return loss
+
+
+def _apple(**options: object) -> Loss:
+    apple = _module("cut_cross_entropy").linear_cross_entropy
+    return lambda hidden_states, weight, labels: apple(hidden_states, weight, labels, **options)
+
+
+def _trl() -> Loss:
+    """Return the mean of what TRL's fused head gives SFTTrainer, its other outputs off."""
+    utils = _module("trl.trainer.utils")
+    function: Any = getattr(utils, "_ChunkedLogProbFunction", None)
+    chunk: int | None = getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", None)
+    forward = getattr(function, "forward", None)
+    if forward is None or chunk is None or tuple(inspect.signature(forward).parameters) != TRL_ARGUMENTS:
+        raise Unavailable("this TRL has no fused head of the form that 1.16 has")
+
+    def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        log_probs, *_ = function.apply(hidden_states, weight, None, labels, 1.0, chunk, None, 1.0, ("log_probs",))
+        return -log_probs.mean()
+
+    return loss
+
+
+def _quack() -> Loss:
+    function = getattr(_module("quack.linear_cross_entropy"), "chunked_linear_cross_entropy", None)
+    if function is None:
+        raise Unavailable("this Quack has no chunked_linear_cross_entropy")
+    return lambda hidden_states, weight, labels: function(hidden_states, weight, labels)
+
+
+def _torch_linear_cross_entropy() -> Loss:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Unavailable(f"torch {torch.__version__} has no F.linear_cross_entropy; 2.13 has")
+    function = F.linear_cross_entropy
+    options = torch.nn.LinearCrossEntropyOptions()  # without, it makes full logits
+    return lambda hidden_states, weight, labels: function(hidden_states, weight, labels, options=options)
+
+
+BUILDERS: dict[str, Callable[[], Loss]] = {
+    **LOSSES,
+    "hf_cce 64 MiB": partial(FusedLoss, memory_budget=64 * MIB),
+    "hf_cce exact 1.25 GiB": partial(FusedLoss, gradient_filter=None, memory_budget=1280 * MIB),
+    "liger": _liger,
+    "apple cce": _apple,
+    "apple cce exact": partial(_apple, impl="cce_exact"),
+    "trl": _trl,
+    "quack": _quack,
+    "torch F.linear_cross_entropy": _torch_linear_cross_entropy,
+}
+
+
+def make_peers(names: Iterable[str] = (), filters: Iterable[float] = ()) -> tuple[dict[str, Loss], dict[str, str]]:
+    """Return (losses that can run here, the reason for each that cannot) by name.
+
+    Args:
+        names: keys of ``BUILDERS``; default: all.
+        filters: values of ``gradient_filter`` to run hf_cce with, too.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    names = list(dict.fromkeys(names)) or list(BUILDERS)
+    if unknown := sorted(set(names) - set(BUILDERS)):
+        raise ValueError(f"unknown peer {', '.join(map(repr, unknown))}; known: {', '.join(BUILDERS)}")
+    builders = {name: BUILDERS[name] for name in names}
+    builders |= {f"hf_cce filter {x:g}": partial(FusedLoss, gradient_filter=x) for x in filters}
+    losses, missing = {}, {}
+    for name, build in builders.items():
+        try:
+            losses[name] = build()
+        except (ImportError, Unavailable) as error:
+            missing[name] = str(error)
+    return losses, missing

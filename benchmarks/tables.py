@@ -1,0 +1,208 @@
+"""Markdown tables of result files, as lists of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks import names
+from hf_cce.diagnostics import bench
+
+Report = dict[str, Any]
+LOOPS = {"plain": "plain loop", "trainer": "Trainer", "sft": "SFTTrainer"}
+# SFTTrainer as released has a fused head of its own, and its use_liger_kernel exchanges more than the loss.
+IN_LOOP = {
+    ("sft", "eager"): "SFTTrainer as released",
+    ("sft", "liger"): "`use_liger_kernel=True` (norms and MLP too)",
+    ("sft", "hf_cce"): "**hf_cce** by `CCECallback`",
+    ("trainer", "hf_cce"): "**hf_cce** by `CCECallback`",
+}
+SCATTERS = 1.2  # most of the times by the least; above, a median alone says too little
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def head(*cells: object) -> list[str]:
+    return [row(*cells), "|---" * len(cells) + "|"]
+
+
+def versions(report: Report, *packages: str) -> str:
+    """Return those of ``packages`` that the report has a version of."""
+    return ", ".join(f"{name} {found}" for name in packages if (found := report["versions"].get(name)))
+
+
+def losses_of(report: Report) -> str:
+    """Return the first and the mean loss of trained weights: a first loss is one batch's, and batches differ."""
+    name = names.ordered(name for name, row in report["results"].items() if row["status"] == "ok")[0]
+    losses = report["results"][name]["losses"]
+    mean = f"{sum(losses) / len(losses):.1f} on average"
+    if len(losses) == 1:  # a trainer logs the mean of all
+        return f"loss {mean}"
+    return f"loss {losses[0]:.1f} in the first of the {len(losses)} steps here, {mean}"
+
+
+def loss_rows(title: str, result: dict[str, Any], leave_out: tuple[str, ...] = ()) -> list[str]:
+    """Time, memory and error of the loss alone, forward and backward."""
+    lines = head(title, "forward + backward", "memory above gradients", "error of the gradients")
+    for name in names.ordered(set(result["rows"]) - set(leave_out)):
+        figures = result["rows"][name]
+        if "ms" not in figures or " filter " in name:  # it failed, or belongs to a sweep
+            continue
+        least, most = figures["ms_spread"]
+        scatter = f"; {least:.1f}–{most:.1f} ms" if most > SCATTERS * least else ""
+        time = f"{figures['ms']:.1f} ms ({figures['gemm_multiple']:.2f}{scatter})"
+        errors = f"{figures['grad_hidden_error']:.1e}, {figures['grad_weight_error']:.1e}"
+        lines.append(row(names.title(name), time, f"{figures['extra_mib']:,.0f} MiB", errors))
+    return lines
+
+
+def mode_rows(result: dict[str, Any]) -> list[str]:
+    """Every loss in every mode."""
+    rows = result["rows"]
+    return bench.table({names.title(name): rows[name] for name in names.ordered(rows)})
+
+
+def step_rows(reports: Iterable[Report]) -> list[str]:
+    """Whole steps: each model and loop with each loss."""
+    lines = head("model, tokens a step", "loop", "loss", "time (least–most)", "tokens/s", "peak memory")
+    for report in reports:
+        settings, results = report["settings"], report["results"]
+        loop = settings.get("loop", "plain")
+        shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}"
+        shape += ", checkpointing" if settings["gradient_checkpointing"] else ""
+        shape += f", at most {settings['memory_limit']:g} GiB" if settings["memory_limit"] else ""
+        for name in names.ordered(results):
+            found = results[name]
+            figures: tuple[str, ...]
+            if found["status"] == "ok":
+                low, high = found["ms_spread"]
+                time = f"{found['ms']:.0f} ms ({low:.0f}–{high:.0f})"
+                figures = time, f"{found['tokens_per_second']:,.0f}", f"{found['peak_gib']:.2f} GiB"
+            elif found["status"] == "oom":
+                figures = f"out of memory, asked for {found.get('asked', 'more')}", "–", "–"
+            else:  # it failed; the file says why
+                continue
+            lines.append(row(shape, LOOPS[loop], IN_LOOP.get((loop, name), names.title(name)), *figures))
+    return lines
+
+
+def fit_rows(report: Report) -> list[str]:
+    """The largest batches of one model."""
+    sizes = [f"{size:g}" for size in sorted(report["settings"]["gib"])]
+    title = f"{report['settings']['model']}, rows of {report['settings']['sequence']:,} tokens"
+    lines = head(title, *(f"{size} GiB" for size in sizes))
+    for name in names.ordered(report["results"]):
+        found = report["results"][name]
+        if found["status"] == "ok":
+            lines.append(row(names.title(name), *(found["fits"][size] for size in sizes)))
+    return lines
+
+
+def turn_rows(report: Report) -> list[str]:
+    """Of benchmarks.alternate: each loss beside the first one of the same round."""
+    settings, results = report["settings"], report["results"]
+    loop = settings.get("loop", "plain")
+
+    def called(name: str) -> str:
+        return names.title(name) if names.is_ours(name) else IN_LOOP.get((loop, name), names.title(name))
+
+    shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}, {LOOPS[loop]}"
+    beside = f"more than {called(settings['losses'][0])} in the same round"
+    lines = head(f"{shape}; {settings['rounds']} rounds", "a step, median of rounds (least–most)", beside, "tokens/s")
+    for name in names.ordered(results):
+        found = results[name]
+        low, high = found["ms_spread"]
+        apart = found.get("apart_ms")
+        more = f"{apart['median']:+.2f} ms ({apart['least']:+.2f} to {apart['most']:+.2f})" if apart else "–"
+        tokens = settings["batch"] * settings["sequence"] / found["ms"] * 1e3
+        lines.append(row(called(name), f"{found['ms']:.1f} ms ({low:.1f}–{high:.1f})", more, f"{tokens:,.0f}"))
+    return lines
+
+
+def first_rows(report: Report) -> list[str]:
+    """Seconds of the first forward and backward of a process, of the loss or of a whole step."""
+    lines = head(report["of"], "first process, s", "later processes, s")
+    for name in names.ordered(report["results"]):
+        found = report["results"][name]
+        if "first_s" in found:
+            later = ", ".join(f"{seconds:.2f}" for seconds in found["later_s"])
+            lines.append(row(names.title(name), f"{found['first_s']:.2f}", later))
+    return lines
+
+
+def policy_rows(report: Report) -> list[str]:
+    """Log-probabilities and entropy of a GRPO-like step."""
+    s = report["settings"]
+    lines = head("completions × tokens, policy", "log-probabilities by", "step", "memory of the step")
+    shape = f"{s['groups'] * s['completions']} × {s['tokens']:,}, {s['hidden']} × {s['vocabulary']:,}"
+    for name, found in report["rows"].items():
+        title = "**hf_cce**, `linear_log_probs`" if name == "linear_log_probs" else name
+        lines.append(row(shape, title, f"{found['ms']:.0f} ms", f"{found['step_bytes'] / 2**30:.2f} GiB"))
+    return lines
+
+
+def few_rows(report: Report) -> list[str]:
+    """Few tokens: device and wall time of hf_cce and of full logits; on a CPU both times are the same."""
+    wall = ("hf_cce, wall", "full logits, wall") if report["dtype"] != "float32" else ()
+    lines = head("tokens × width × vocabulary", "hf_cce", "full logits", *wall, "memory, hf_cce", "memory, full logits")
+    for result in report["results"].values():
+        pair = [result["rows"][name] for name in ("hf_cce", "eager")]
+        times = [f"{found[key]:,.2f} ms" for key in (("ms", "wall_ms") if wall else ("ms",)) for found in pair]
+        shape = " × ".join(f"{result['problem'][x]:,}" for x in "NDV")
+        lines.append(row(shape, *times, *(f"{found['extra_mib']:,.0f} MiB" for found in pair)))
+    return lines
+
+
+def error_rows(report: Report, titles: dict[str, str]) -> list[str]:
+    """Errors of the gradients of hf_cce with each filter and of full logits; ``titles``: {problem: what it is called}."""
+    lines = head("head", "filter", "kept", "hidden states", "weight", "hidden states, frozen head")
+    known = {
+        "hf_cce": '`"auto"`',
+        "hf_cce exact": "none",
+        "eager": "full logits",
+        "torch.compile": "full logits, compiled",
+    }
+    for problem, title in titles.items():
+        rows = report["results"].get(problem, {}).get("rows", {})
+        for name in names.ordered(rows):
+            sweep = name.startswith("hf_cce filter ")
+            if not (name in known or sweep) or (name == "torch.compile" and "eager" in rows):
+                continue
+            found = rows[name]
+            kept = f"{found['filter']['kept']:.0%}" if found.get("filter") else "–"
+            errors = [f"{found[key]:.1e}" for key in ("grad_hidden_error", "grad_weight_error")]
+            frozen = f"{found['frozen_grad_hidden_error']:.1e}" if "frozen_grad_hidden_error" in found else "–"
+            lines.append(row(title, f"`{name.split()[-1]}`" if sweep else known[name], kept, *errors, frozen))
+    return lines
+
+
+def curve_rows(report: Report) -> list[str]:
+    """The same training with one loss after the other: means of the last quarter, and the distance to full logits."""
+    every = [report["settings"], *(each["settings"] for each in report.get("other_seeds", ()))]
+    lines = head("start", "loss", "mean loss, last quarter", "difference to full logits", "of each seed")
+    for start, runs in report["settings"].items():
+        steps = f" ({report['setup']['checkpoint_steps']:,} steps)" if "checkpoint" in start else ""
+        for name in names.ordered(runs):
+            of_seeds = [each[start][name] for each in every if name in each.get(start, {})]
+            late = sum(run["late_mean_loss"] for run in of_seeds) / len(of_seeds)
+            mean = report.get("over_seeds", {}).get(start, {}).get(name)
+            apart = f"{mean['late_mean_difference']:+.4f} ± {mean['standard_error']:.4f}" if mean else "–"
+            one_by_one = (
+                "–" if name == "eager" else ", ".join(f"{run['late_mean_difference']:+.4f}" for run in of_seeds)
+            )
+            cells = (text.replace("-", "−") for text in (apart, one_by_one))
+            lines.append(row(f"{start}{steps}", names.title(name), f"{late:.4f}", *cells))
+    return lines
+
+
+def demo_rows(report: Report) -> list[str]:
+    """The demo on a CPU."""
+    lines = head("the demo on a CPU", "without CCE", "with CCE")
+    runs = report["plain"], report["cce"]
+    lines.append(row("peak memory of the process", *(f"{run['peak_bytes'] / 1e6:,.0f} MB" for run in runs)))
+    extras = ((run["peak_bytes"] - run["rest_bytes"]) / 1e6 for run in runs)
+    lines.append(row("of which in a step", *(f"{extra:,.0f} MB" for extra in extras)))
+    last = len(report["plain"]["losses"])
+    return [*lines, row(f"loss, step {last}", *(f"{run['losses'][-1]:.6f}" for run in runs))]

@@ -1,0 +1,208 @@
+"""What autograd keeps of a model's forward pass on a GPU, counted on tensors without data."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hf_cce.diagnostics import hub
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of an element of weights, gradients and each of Adam's moments; and of an activation."""
+
+    weight: int
+    activation: int
+
+
+PRECISIONS = {
+    "bfloat16": Precision(2, 2),
+    "float16": Precision(2, 2),
+    "float32": Precision(4, 4),
+    "mixed": Precision(4, 2),  # float32 weights under bfloat16 autocast, as Trainer's bf16=True
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model's configuration decides its memory."""
+
+    name: str
+    architecture: str
+    parameters: int
+    vocabulary: int
+    hidden: int
+    layers: int
+    softcapped: bool  # the logits pass through tanh, which keeps more of them
+    attention: str | None  # as Transformers names it; "eager" keeps all scores
+    positions: int | None  # tokens a row may have
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that autograd keeps of a forward pass up to the head: ``fixed`` + ``row`` for each row of the batch."""
+
+    fixed: int
+    row: int
+    checkpointed: int | None  # of a row with gradient checkpointing; None: the model has no layers that can be
+    layer: int  # of a row in the largest layer: what checkpointing computes again
+    widest: int  # of a row: the largest single tensor
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Keeps what the attention kernels of a GPU keep; on CPU tensors PyTorch would write all scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, kv_heads: int) -> Tensor:
+        b, heads, n, _ = query.shape
+        out = query.new_empty(b, n, heads, value.shape[-1]).transpose(1, 2)  # as the kernels lay it out
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        # While a graph is traced, as here, keys and values come repeated for all heads (transformers' use_gqa_in_sdpa).
+        if 0 < kv_heads < key.shape[1] == query.shape[1]:
+            key, value = (x.new_empty(x.shape[0], kv_heads, *x.shape[2:]) for x in (key, value))
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError("only the forward pass is counted")
+
+
+class _OnGPU(TorchFunctionMode):
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.kv_heads = kv_heads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _FlashAttention.apply(*args[:3], self.kv_heads)
+        return func(*args, **(kwargs or {}))
+
+
+class _Count:
+    """Bytes of the storages that autograd keeps, each once and without parameters, in all and in each layer."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        self.own = {p.untyped_storage()._cdata for p in model.parameters()}
+        self.kept: dict[int, Any] = {}  # holds the storages: the address of a freed one may come again
+        self.total = self.widest = 0
+        self.inputs: list[int] = []
+        self.layers: list[int] = []
+        self.hooks = []
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                self.hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                self.hooks.append(module.register_forward_hook(self._leave))
+
+    def pack(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in self.own and storage._cdata not in self.kept:
+            self.kept[storage._cdata] = storage
+            self.total += storage.nbytes()
+            self.widest = max(self.widest, storage.nbytes())
+        return x
+
+    def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.inputs.append(hidden.numel() * hidden.element_size())
+        self.layers.append(-self.total)
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        self.layers[-1] += self.total
+
+
+def _counted(model: Any, batch: int, sequence: int, mixed: bool) -> _Count:
+    count = _Count(model)
+    kv_heads = getattr(model.config.get_text_config(), "num_key_value_heads", None) or 0
+    ids = torch.zeros(batch, sequence, dtype=torch.long)
+    with (
+        _OnGPU(kv_heads),
+        torch.autograd.graph.saved_tensors_hooks(count.pack, lambda x: x),
+        torch.autocast("cpu", torch.bfloat16, enabled=mixed),
+    ):
+        model.base_model(input_ids=ids, use_cache=False)
+    for hook in count.hooks:
+        hook.remove()
+    return count
+
+
+@contextmanager
+def _silent(logger: str) -> Iterator[None]:
+    """Keep quiet what is caught and reported in our words."""
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
+    """Build the LM of ``config``, with torch's SDPA if it can, else with its default attention."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.initialization import no_init_weights
+
+    why = ""
+    # Some initializers look at the weights, as in Gemma 3's vision tower; then weights are not initialized.
+    initializing: tuple[Callable[[], Any], ...] = (nullcontext, no_init_weights)
+    for made, options, context in product(
+        (AutoModelForCausalLM, AutoModelForImageTextToText), ({"attn_implementation": "sdpa"}, {}), initializing
+    ):
+        try:
+            with context():
+                # Transformers writes options into the configuration, so each try gets a copy.
+                lm = made.from_config(copy.deepcopy(config), dtype=dtype, **options)
+            lm.tie_weights()  # which no_init_weights leaves out
+            return lm.train()
+        except Exception as error:
+            why = why or hub.first_line(error)
+    raise ValueError(f"{name}: no causal LM can be made of this configuration: {why}")
+
+
+def weigh(name: str, config: Any, sequence: int, dtype: str) -> tuple[Model, Activations | str]:
+    """Return the model of ``config`` and what it keeps for rows of ``sequence`` tokens, or why that is not known.
+
+    Raises:
+        ValueError: Transformers has no causal LM for ``config``.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    wide = torch.float32 if dtype == "mixed" else getattr(torch, dtype)
+    with FakeTensorMode(), _silent("torch._subclasses.fake_tensor"), _silent("transformers"):
+        lm = _built(name, config, wide)
+        head = lm.get_output_embeddings()
+        if head is None or getattr(head, "weight", None) is None:
+            raise ValueError(f"{name}: {type(lm).__name__} has no LM head")
+        vocabulary, hidden = head.weight.shape
+        text = lm.config.get_text_config()
+        model = Model(
+            name, type(lm).__name__, sum(p.numel() for p in lm.parameters()), vocabulary, hidden,
+            getattr(text, "num_hidden_layers", 0), bool(getattr(text, "final_logit_softcapping", None)),
+            text._attn_implementation, getattr(text, "max_position_embeddings", None),
+        )  # fmt: skip
+        if not getattr(text, "num_attention_heads", None):
+            return model, f"{type(lm).__name__} has no attention, and what its own kernels keep on a GPU is not known"
+        try:
+            one, two = (_counted(lm, batch, sequence, dtype == "mixed") for batch in (1, 2))
+        except Exception as error:  # not all models run on tensors without data
+            return model, f"its forward does not run on tensors without data ({hub.first_line(error)})"
+    # Head and loss keep the last hidden states, the final norm's output.
+    last = sequence * hidden * PRECISIONS[dtype].activation
+    row = two.total - one.total
+    checkpointed = row - sum(two.layers) // 2 + sum(two.inputs) // 2 + last if two.layers else None
+    layer = max(two.layers, default=0) // 2
+    return model, Activations(one.total - row, row + last, checkpointed, layer, one.widest)

@@ -1,0 +1,59 @@
+"""Files and folders that are written completely or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; rename it to ``path`` if the block succeeds, remove it otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Keep the suffix last: matplotlib picks the format by it.
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # mkstemp makes files that only their owner can read
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Do the same for a folder. If another process was faster, its folder stays and this one is dropped."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        yield temporary
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as JSON to ``path``, or to standard output for "-"; each list of numbers takes one line."""
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    text = re.sub(r"\[\n[-+.\w\s,]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    with whole_file(path) as temporary:
+        temporary.write_text(text, "utf-8")

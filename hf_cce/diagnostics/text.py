@@ -1,0 +1,193 @@
+"""Real text without a download: Python's own sources, with a byte-level BPE tokenizer trained on them.
+
+Tokens and tokenizer are kept in the user's cache folder. Text may also come from a file or a folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import random
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from hf_cce.diagnostics import hub
+from hf_cce.diagnostics.files import whole_folder
+
+END_OF_TEXT = "<|endoftext|>"
+MAX_CHARACTERS = 32_000_000  # more text makes no better demo, only a longer wait
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text as token ids, and the tokenizer that made them."""
+
+    source: str
+    tokens_file: Path  # .npy, int32, one dimension
+    tokenizer_file: Path  # tokenizer.json of the tokenizers library
+    tokens: int
+    entries: int  # of the tokenizer; the model's vocabulary may be larger
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self.tokenizer_file))
+
+
+def cache_folder() -> Path:
+    """Return the platform's cache folder of hf_cce."""
+    return platformdirs.user_cache_path("hf_cce", appauthor=False)
+
+
+def prepare(
+    vocabulary: int,
+    *,
+    dataset: str | None = None,
+    model: str | None = None,
+    characters: int = MAX_CHARACTERS,
+    cache: Path | None = None,
+    say: Say = lambda message: None,
+) -> Corpus:
+    """Return the corpus, from the cache or made now.
+
+    Args:
+        vocabulary: most entries of the tokenizer; short text gives fewer.
+        dataset: a text file or a folder of text files; default: Python's own sources.
+        model: use the tokenizer of this model (name on the hub or folder) instead of training one.
+        characters: most characters of Python's sources.
+        cache: folder for tokenizer and tokens.
+        say: called with progress.
+
+    Raises:
+        ValueError: there is no such file or folder, or the model has no fast tokenizer.
+    """
+    say("reading text")
+    source, documents = _documents(dataset, vocabulary, characters)
+    # Keyed by the tokenizer's content: a folder may hold another model by the next run.
+    given = None if model is None else _tokenizer_of(model)
+    known_by = vocabulary if given is None else given.to_str()
+    digest = hashlib.sha256(repr((source, known_by, tokenizers.__version__)).encode())
+    for document in documents:
+        digest.update(document.encode("utf-8", "replace"))
+    folder = (cache or cache_folder()) / f"corpus-{digest.hexdigest()[:16]}"
+    if not folder.is_dir():
+        with whole_folder(folder) as fresh:
+            tokenizer = given
+            if tokenizer is None:
+                say(f"training a byte-level BPE tokenizer on {sum(map(len, documents)) / 1e6:.0f} MB of text")
+                tokenizer = train_tokenizer(documents, vocabulary)
+            tokenizer.save(str(fresh / "tokenizer.json"))
+            say("turning the text into tokens")
+            np.save(fresh / "tokens.npy", encode(tokenizer, documents))
+    tokens_file, tokenizer_file = folder / "tokens.npy", folder / "tokenizer.json"
+    tokens = len(np.load(tokens_file, mmap_mode="r"))
+    entries = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()
+    return Corpus(source, tokens_file, tokenizer_file, tokens, entries)
+
+
+def train_tokenizer(documents: Iterable[str], vocabulary: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer, like GPT-2's, of at most ``vocabulary`` entries."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, documents: Iterable[str]) -> np.ndarray:
+    """Return all documents as one row of token ids, each closed by the end-of-text token if there is one."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ending = [] if end is None else [end]
+    rows, rest = [], iter(documents)
+    # In small lots: the encodings of all the text at once would take gigabytes.
+    while lot := list(islice(rest, 64)):
+        for encoding in tokenizer.encode_batch_fast(lot, add_special_tokens=False):
+            rows.append(np.asarray(encoding.ids + ending, dtype=np.int32))
+    return np.concatenate(rows)
+
+
+def windows(tokens_file: str | Path, count: tuple[int, ...], sequence: int, seed: int) -> np.ndarray:
+    """Return [*count, sequence] token ids (int64): windows of the text, drawn by ``seed``.
+
+    Raises:
+        ValueError: the text is no longer than ``sequence``.
+    """
+    tokens = np.load(tokens_file, mmap_mode="r")
+    if len(tokens) <= sequence:
+        raise ValueError(f"the text has only {len(tokens)} tokens, too few for sequences of {sequence}")
+    starts = np.random.default_rng(seed).integers(len(tokens) - sequence, size=count)
+    drawn = np.stack([tokens[start : start + sequence] for start in starts.reshape(-1)])
+    return drawn.reshape(*count, sequence).astype(np.int64)
+
+
+def _documents(dataset: str | None, vocabulary: int, characters: int) -> tuple[str, list[str]]:
+    if dataset is None:
+        return _python_sources(vocabulary, characters)
+    path = Path(dataset)
+    if path.is_file():
+        return path.name, list(_read([path]))
+    if path.is_dir():
+        return path.name, list(_read(sorted(p for p in path.rglob("*") if p.suffix in {".txt", ".md", ".py", ".rst"})))
+    raise ValueError(f"--dataset {dataset}: no such file or folder")
+
+
+def _python_sources(vocabulary: int, characters: int = MAX_CHARACTERS) -> tuple[str, list[str]]:
+    """Return the standard library's files, shuffled, and installed packages where it has too few distinct words.
+
+    Some systems ship the library without its tests, which are two thirds of the text.
+    """
+    standard = Path(sysconfig.get_path("stdlib"))
+    packages = Path(sysconfig.get_path("purelib"))
+    files = [path for path in sorted(standard.rglob("*.py")) if not {"site-packages", "dist-packages"} & {*path.parts}]
+    source = f"the standard library of Python {platform.python_version()}"
+    documents = list(_capped(_read(files), characters))
+    # The whole library (31 MB in Python 3.11) gives 49,152 entries and more; without its tests, 40,000.
+    if sum(map(len, documents)) < (characters if characters > MAX_CHARACTERS else 500 * vocabulary):
+        more = sorted(packages.rglob("*.py"))
+        random.Random(0).shuffle(more)  # some of every package, not all of those that begin with an a
+        documents = list(_capped(dict.fromkeys(chain(documents, _capped(_read(more), characters))), characters))
+        source += " and installed packages"
+    random.Random(0).shuffle(documents)
+    return source, documents
+
+
+def _read(paths: Iterable[Path]) -> Iterator[str]:
+    for path in paths:
+        try:
+            text = path.read_text("utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue  # the library's tests hold files that are broken on purpose
+        if text.strip():
+            yield text
+
+
+def _capped(documents: Iterable[str], characters: int) -> Iterator[str]:
+    left = characters
+    for document in documents:
+        if left <= 0:
+            return
+        yield document[:left]
+        left -= len(document)
+
+
+def _tokenizer_of(model: str) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(hub.reachable(model))
+    if not tokenizer.is_fast:
+        raise ValueError(f"--model {model}: its tokenizer has no fast version, which the demo needs")
+    return tokenizer.backend_tokenizer

@@ -1,0 +1,281 @@
+"""Every script of benchmarks/ runs on a CPU at tiny sizes and writes a file that its table can be made of."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numerics import budget
+
+from benchmarks import (
+    alternate,
+    curves,
+    first,
+    fits,
+    installed,
+    job,
+    largest,
+    loss,
+    names,
+    onestep,
+    peers,
+    steps,
+    tables,
+)
+from hf_cce.diagnostics.shapes import SHAPES, config_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A little real text: one module of the standard library."""
+    path = tmp_path_factory.mktemp("words") / "argparse.txt"
+    path.write_text(Path(sys.modules["argparse"].__file__ or "").read_text("utf-8"), "utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process for each loss takes seconds to start; one test has them."""
+    monkeypatch.setattr(steps, "in_own_process", lambda job, timeout: onestep.run(job))
+
+
+def run(script: Any, path: Path, *arguments: str) -> dict[str, Any]:
+    """The JSON that the script writes."""
+    assert script.main([*arguments, "--json", str(path)]) == 0
+    report = json.loads(path.read_text("utf-8"))
+    assert {"date", "command", "device", "versions", "results"} <= {*report, "results"}
+    assert f"python -m {script.__name__}" in report["command"] and report["versions"]["torch"]
+    return report
+
+
+def small(words: str, *more: str) -> list[str]:
+    sizes = ["--model", "tiny", "--batch", "2", "--sequence", "32", "--warmup", "1", "--steps", "2", "--device", "cpu"]
+    return [*sizes, "--dataset", words, *more]
+
+
+def test_loss_on_a_trained_head_and_then_the_head_from_the_cache(words: str, tmp_path: Path) -> None:
+    head = ["--device", "cpu", "--head", "V512:256", "--head-seconds", "2", "--dataset", words, "--repeats", "1"]
+    arguments = ["--shape", "64,64,512", "--peers", "hf_cce,eager,liger", "--sweep", "1e-3", "--modes", "both"]
+    report = run(loss, tmp_path / "a.json", *head, *arguments)
+    assert list(report["results"]) == ["flat N=64 D=64 V=512", "trained V512 N=256"]
+    result, about = report["results"]["trained V512 N=256"], report["heads"]["V512"]
+    rows = {name for name, row in result["rows"].items() if "ms" in row}
+    assert rows | set(report["missing"]) >= {"hf_cce", "eager", "hf_cce filter 0.001"}
+    assert "| **hf_cce** |" in tables.loss_rows("head", result)[2]
+    assert "`gradient_filter=0.001`" in "".join(tables.mode_rows(result))
+    assert any('"auto"' in line for line in tables.error_rows(report, {"trained V512 N=256": "a head"}))
+    assert not about["from_cache"] and about["held_out_loss"] < np.log(512)
+    again = run(loss, tmp_path / "b.json", *head, "--peers", "hf_cce", "--modes", "forward")
+    assert again["heads"]["V512"] == {**about, "from_cache": True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "nobody"], "unknown peer 'nobody'"),
+        (["--head", "V7:100"], "--head 'V7:100': expected NAME:TOKENS"),
+        (["--modes", "sideways"], "unknown mode 'sideways'"),
+    ],
+)
+def test_loss_refuses_unknown_names(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert loss.main(["--device", "cpu", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("peer", ["trl", "torch F.linear_cross_entropy"])
+def test_a_peer_computes_the_same_loss(peer: str) -> None:
+    losses, missing = peers.make_peers([peer, "eager"])
+    if missing:
+        pytest.skip(missing[peer])
+    hidden, weight, labels = torch.randn(64, 16), torch.randn(300, 16), torch.arange(64)
+    found, wanted = (losses[name](hidden, weight, labels) for name in (peer, "eager"))
+    assert abs(found - wanted) <= budget(0.0, torch.float32) * wanted
+
+
+def test_a_peer_whose_import_breaks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quack").mkdir()
+    (tmp_path / "quack" / "linear_cross_entropy.py").write_text("raise TypeError('in no such place')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("quack", "quack.linear_cross_entropy"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    losses, missing = peers.make_peers(["quack", "eager"])
+    sys.modules.pop("quack", None)
+    assert set(losses) == {"eager"} and "TypeError: in no such place" in missing["quack"]
+
+
+def test_steps_in_a_process_of_their_own(words: str, tmp_path: Path) -> None:
+    report = run(steps, tmp_path / "a.json", *small(words, "--losses", "hf_cce"))
+    row = report["results"]["hf_cce"]
+    assert row["status"] == "ok" and len(row["losses"]) == 3 and row["peak_gib"] > 0 and not report["missing"]
+    assert row["ms_spread"][0] <= row["ms"] <= row["ms_spread"][1]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_steps_are_compared_with_full_logits(words: str, tmp_path: Path) -> None:
+    report = run(steps, tmp_path / "a.json", *small(words, "--losses", "hf_cce", "eager"))
+    assert report["reference"] == "eager"
+    assert report["results"]["hf_cce"]["first_relative_difference"] <= budget(0.0, torch.bfloat16)
+    lines = tables.step_rows([report])
+    assert lines[2].startswith("| tiny, 2 × 32 | plain loop | **hf_cce** |") and len(lines) == 4
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_steps_keep_trained_weights_for_a_later_run(words: str, tmp_path: Path) -> None:
+    state = ["--state", str(tmp_path / "state.pt"), "--pretrain-sequence", "32", "--losses", "eager"]
+    first, second = (
+        run(steps, tmp_path / f"{name}.json", *small(words, *state, "--pretrain-steps", "3")) for name in "ab"
+    )
+    assert "kept" not in first["pretraining"] and second["pretraining"]["kept"] is True
+    assert first["results"]["eager"]["losses"] == second["results"]["eager"]["losses"]
+    assert steps.main(small(words, *state, "--pretrain-steps", "2")) == 1  # other weights are not taken for these
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("loop", ["trainer", "sft"])
+def test_steps_of_trainers_come_to_the_same_loss(loop: str, words: str, tmp_path: Path) -> None:
+    for package in ["trl", "datasets"] if loop == "sft" else []:
+        pytest.importorskip(package)
+    more = ["--losses", "eager", "hf_cce", "--learning-rate", "0.0", "--loop"]
+    found = {each: run(steps, tmp_path / f"{each}.json", *small(words, *more, each)) for each in ("plain", loop)}
+    for name, row in found[loop]["results"].items():
+        expected = float(np.mean(found["plain"]["results"][name]["losses"]))
+        assert abs(row["losses"][0] - expected) <= budget(0.0, torch.bfloat16) * expected
+    assert "CCECallback" in found[loop]["results"]["hf_cce"]["installed"]
+    assert any("**hf_cce** by `CCECallback`" in line for line in tables.step_rows([found[loop]]))
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_steps_out_of_memory_are_a_result_and_missing_packages_have_a_reason(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def install(model: Any, name: str) -> str:
+        def loss_function(**_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 18.55 GiB. GPU 0 has …")
+
+        if name == "liger":
+            raise installed.Missing("no such package")
+        model.loss_function = loss_function
+        return ""
+
+    monkeypatch.setattr(onestep, "install", install)
+    report = run(steps, tmp_path / "a.json", *small(words, "--losses", "eager", "liger"))
+    row = report["results"]["eager"]
+    assert (row["status"], row["phase"], row["step"], row["asked"]) == ("oom", "forward", 1, "18.55 GiB")
+    assert report["missing"] == {"liger": "no such package"}
+    assert "out of memory, asked for 18.55 GiB" in tables.step_rows([report])[2]
+    assert onestep.out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert not onestep.out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_a_process_that_hangs_has_failed() -> None:
+    one = job.Job("eager", "tiny", 1, 16, 1, 0, "none.npy", 300)
+    assert steps.in_own_process(one, 0.01)["message"] == "took more than 0 s (--timeout)"
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("loop", ["plain", "trainer"])
+def test_alternate(loop: str, words: str, tmp_path: Path) -> None:
+    arguments = small(words, "--rounds", "2", "--settle", "1", "--loop", loop, "--losses", "eager", "hf_cce")
+    report = run(alternate, tmp_path / "a.json", *arguments)
+    ours, full = report["results"]["hf_cce"], report["results"]["eager"]
+    apart = [x - y for x, y in zip(ours["step_ms"], full["step_ms"], strict=True)]
+    assert len(apart) == 2 and ours["apart_ms"]["most"] == max(apart) and ours["stats"]["fused"] == 3
+    assert tables.turn_rows(report)[2].startswith("| **hf_cce** |")
+
+
+def test_curves_with_seeds(words: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = ["--plot", str(tmp_path / "curves.png")]
+    arguments = ["--preset", "tiny", "--dataset", words, "--losses", "reversed", "hf_cce", "--seeds", "2", *files]
+    assert curves.main([*arguments, "--json", str(tmp_path / "a.json")]) == 0
+    report = json.loads((tmp_path / "a.json").read_text("utf-8"))
+    assert list(report["settings"]) == [curves.RANDOM, curves.TRAINED] and len(report["other_seeds"]) == 1
+    for runs in report["settings"].values():
+        full = runs["eager"]["losses"]
+        for found in runs.values():
+            assert len(found["losses"]) == 12
+            assert abs(found["losses"][0] - full[0]) <= full[0] * budget(0.0, torch.bfloat16)  # same start, same data
+    # The second setting goes on where the checkpoint was: on the batches that the first one saw after it.
+    whole, after = (report["settings"][title]["eager"]["losses"] for title in (curves.RANDOM, curves.TRAINED))
+    assert all(abs(a - b) <= a * budget(0.0, torch.bfloat16) for a, b in zip(whole[8:], after, strict=False))
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len(tables.curve_rows(report)) == 8 and report["over_seeds"][curves.RANDOM]["hf_cce"]["seeds"] == 2
+
+
+def test_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    sizes = ["--shape", "16", "64", "128", "--device", "cpu", "--times", "1", "--peers", "hf_cce"]
+    report = run(first, tmp_path / "a.json", *sizes)
+    found = report["results"]["hf_cce"]
+    assert found["first_s"] > 0 and found["later_s"] == [], found
+    assert tables.first_rows(report)[2].startswith("| **hf_cce** |")
+    step = first.first_step("hf_cce", (16, 64, 128), torch.device("cpu"))
+    assert min(step.values()) > 0 and {"first_s", "second_s", "install_s"} == set(step)
+
+
+def test_fits_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fits.main(["--device", "cpu"])
+    assert "memory is measured on a CUDA device only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("start", "slope", "limit"), [(2.0, 1.5, 23.0), (2.0, 1.5, 1.0), (0.1, 0.01, 79.0)])
+def test_the_largest_batch_that_fits(start: float, slope: float, limit: float) -> None:
+    """Found with few tries, on peaks that grow a little unevenly; and the next one was tried too."""
+    seen: dict[int, float | None] = {}
+
+    def grown(batch: int) -> float:
+        return start + slope * (batch - 1) + 0.3 * slope * (batch % 3)
+
+    def peak(batch: int) -> float | None:
+        seen[batch] = grown(batch) if grown(batch) < 120 else None  # out of memory
+        return seen[batch]
+
+    found = largest._largest(limit, peak, seen)
+    fitting = [b for b in range(1, 20_000) if grown(b) <= limit]
+    assert len(seen) <= 14 and found + 1 in seen
+    assert found == 0 if not fitting else (found in fitting and found + 1 not in fitting)
+
+
+def test_token_ids_fit_the_vocabulary(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = steps.job_of(steps.parse(small(words)), {})
+    rank = job.token_ids(one)
+    assert rank.shape == (3, 2, 32) and np.array_equal(rank, job.token_ids(one))
+    monkeypatch.setitem(SHAPES, "large", replace(SHAPES["tiny"], vocabulary=2000))
+    spread = job.token_ids(replace(one, model="large", ids="spread"))
+    assert spread.max() < 2000 and np.array_equal(spread, rank * 2000 // one.entries)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("qwen2.5-0.5b", 494_032_768), ("smollm2-135m", 134_515_008), ("llama-3.2-1b", 1_235_814_400)],
+)
+def test_shapes_have_the_originals_number_of_parameters(name: str, parameters: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(SHAPES[name]))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_losses_have_titles_and_one_order() -> None:
+    known = [*names.OURS, *names.OTHERS]
+    assert names.ordered([*reversed(known), "later"]) == [*known, "later"]
+    every = [*peers.BUILDERS, *installed.LOSSES, "hf_cce filter 0.003"]
+    assert all(names.title(name) != name for name in every)
+    assert names.title("hf_cce-256mib") == "**hf_cce**, `memory_budget` 256 MiB"
