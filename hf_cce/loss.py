@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_cce import ops, sharded
 from hf_cce.choice import module_for, survey
 from hf_cce.config import CCEConfig
-from hf_cce.head import transformed
+from hf_cce.head_checks import transformed
 from hf_cce.log_probs import filtered_stats
 from hf_cce.state import FilterState
 

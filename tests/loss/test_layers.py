@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_LINES = 500
 PUBLIC = {
     "apply_cce",
     "remove_cce",
@@ -34,20 +33,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "choice": {"kernels", "portable", "early"},
     "flops": set(),
     "ops": {"choice", "portable", "state", "config", "flops"},
-    "head": {"config"},
+    "head_checks": set(),
     "sharded": {"ops"},
     "log_probs": {"choice", "ops", "state"},
-    "loss": {"choice", "log_probs", "head", "ops", "sharded", "state", "config"},
-    "symbolic": set(),
-    "calls": {"state", "config"},
-    "deferred": {"loss", "head", "sharded", "symbolic", "calls", "config"},
-    "policy": {"deferred", "loss", "symbolic", "config"},
-    "terms": {"deferred", "symbolic", "calls"},
-    "head_input": {"terms", "deferred", "loss", "head", "sharded", "symbolic", "calls"},
-    "patches": {"head_input", "policy", "terms", "deferred", "calls", "loss", "head", "sharded", "state", "config"},
+    "loss": {"choice", "log_probs", "head_checks", "ops", "sharded", "state", "config"},
+    "deferred": {"loss", "head_checks", "sharded", "state", "config"},
+    "patches": {"deferred", "loss", "head_checks", "sharded", "state", "config"},
     "families": {"patches"},
-    "api": {"families", "patches", "deferred", "config", "early"},
-    "callback": {"api", "patches", "calls", "config"},
+    "api": {"families", "patches", "config", "early"},
+    "callback": {"api", "patches", "deferred", "config"},
     "__init__": {"api", "callback", "patches", "loss", "state", "config"},
     "bench": {"__init__"},
     "cli": {"__init__", "families", "bench"},
@@ -128,10 +122,8 @@ def test_bench_and_cli_use_public_names_only() -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_are_short_and_say_what_they_are_for(path: Path) -> None:
-    text = path.read_text("utf-8")
-    assert text.count("\n") <= MAX_LINES, f"{path} has more than {MAX_LINES} lines"
-    assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+def test_modules_say_what_they_are_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text("utf-8"))), f"{path} has no docstring"
 
 
 def test_patches_copy_no_forward() -> None:
