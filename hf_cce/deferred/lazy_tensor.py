@@ -34,18 +34,13 @@ _FACTS = {
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)  # go by the graph
 _ATEN = torch.ops.aten
 _ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default, _ATEN.view_as.default}
-_CREATE_GRAPH = (
-    "the fused loss has no second derivative (create_graph=True); compute the loss from outputs.logits.materialize(), or use "
-    "the model without CCE (remove_cce)"
-)
 
 
 class LazyTensor:
     """Stands for a floating-point tensor."""
 
-    ANSWERS: ClassVar[
-        dict[str, Callable[..., Any]]
-    ] = {}  # by the name of a torch function; NotImplemented asks for values
+    # By the name of a torch function; NotImplemented asks for values
+    ANSWERS: ClassVar[dict[str, Callable[..., Any]]] = {}
     _written = False  # the real tensor was written to, so what was recorded is no longer true
 
     def _real(self, why: str) -> Tensor:
@@ -316,15 +311,17 @@ def multiply(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: t
 class Losses:
     """Results of the fused loss with their upstream gradients; their gradients, computed once, with respect to ``leaves``."""
 
-    def __init__(self, results: Any, upstream: Any, leaves: tuple[Tensor | None, ...]) -> None:
-        self.results, self.upstream, self.leaves = results, upstream, leaves
+    def __init__(self, results: Any, upstream: Any, leaves: tuple[Tensor | None, ...], call: Any) -> None:
+        self.results, self.upstream, self.leaves, self.call = results, upstream, leaves, call
         self.found: list[Tensor | None] | None = None
 
     def gradients(self) -> list[Tensor | None]:
         if self.found is None:
             wanted = [x for x in self.leaves if x is not None and x.requires_grad]
             # The graph is kept here and freed by autograd, with what ``Answer`` has saved
-            found = iter(torch.autograd.grad(self.results, wanted, self.upstream, retain_graph=True, allow_unused=True))
+            with self.call.weight_at_hand(self.leaves[1]):
+                made = torch.autograd.grad(self.results, wanted, self.upstream, retain_graph=True, allow_unused=True)
+            found = iter(made)
             self.found = [next(found) if x is not None and x.requires_grad else None for x in self.leaves]
         return self.found
 
@@ -369,7 +366,7 @@ class LazyGrad(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _asks_for_facts(func) or func in _AUTOGRAD or getattr(func, "__name__", "") in ("detach", "clone"):
+        if _asks_for_facts(func) or func in _AUTOGRAD or getattr(func, "__name__", "") == "clone":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "an operation")
@@ -387,12 +384,12 @@ class LazyGrad(Tensor):
         if isinstance(first, LazyGrad):
             same_view = func is _ATEN.view.default and list(args[1]) == list(first.shape)
             if func in _ALIASES or same_view:
-                return LazyGrad.of(first.like, first.losses, first.more, first.call)
-        if (
-            func is _ATEN.add.Tensor
-            and not kwargs
-            and all(isinstance(x, Tensor) and x.shape == first.shape for x in args)
-        ):
+                more = first.more
+                if more is not None and func is _ATEN.clone.default:
+                    more = more.clone()
+                return LazyGrad.of(first.like, first.losses, more, first.call)
+        alike = all(isinstance(x, Tensor) and x.shape == first.shape for x in args)
+        if func is _ATEN.add.Tensor and not kwargs and alike:
             return first.plus(args[1]) if isinstance(first, LazyGrad) else args[1].plus(first)
         if all(not isinstance(x, LazyGrad) or not x.losses for x in args):
             return func(*(x.more if isinstance(x, LazyGrad) else x for x in args), **(kwargs or {}))
@@ -400,11 +397,6 @@ class LazyGrad(Tensor):
             f"{func} of the gradient of deferred logits; in a hook compute with it in Python, or use the model without CCE "
             "(remove_cce)"
         )
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(_CREATE_GRAPH)
 
 
 class Root(torch.autograd.Function):
@@ -510,7 +502,11 @@ class Answer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_second_derivative()
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the fused loss has no second derivative (create_graph=True); compute the loss from outputs.logits.materialize() "
+                "or use the model without CCE (remove_cce)"
+            )
         if all(grad is None for grad in grads):
             return None, None, None
         saved, (count, leaves), native = ctx.saved_tensors, ctx.count, ctx.native
@@ -523,7 +519,7 @@ class Answer(torch.autograd.Function):
             made = native(logits)
             return torch.autograd.grad([made[i] for i in used], logits, [grads[i].to(made[i].dtype) for i in used])[0]
 
-        losses = Losses([results[i] for i in used], [grads[i] for i in used], leaves)
+        losses = Losses([results[i] for i in used], [grads[i] for i in used], leaves, recipe.call)
         return LazyGrad.of(ctx.like, ((losses, make),), None, recipe.call), None, None
 
 

@@ -217,6 +217,12 @@ USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "hook on the gradient that looks away": (as_it_is, hook_on_logits(lambda grad: None), False),
     "hook on the gradient that doubles": (as_it_is, hook_on_logits(lambda grad: 2 * grad), True),
     "hook on the gradient that writes": (as_it_is, hook_on_logits(lambda grad: (grad.mul_(2), None)[1]), True),
+    "hook on the gradient that writes to an alias": (
+        as_it_is, hook_on_logits(lambda grad: (grad.detach().mul_(2), None)[1]), True,
+    ),
+    "hook on the gradient that writes to a copy": (
+        as_it_is, hook_on_logits(lambda grad: (grad.clone().mul_(2), grad.sum(), grad.clone().zero_(), None)[3]), True,
+    ),
     "hook on the gradient of a softcap": (softcapped, hook_on_logits(lambda grad: 2 * grad), True),
     "softcap": (softcapped, own_loss, False),
     "gradient of two losses": (as_it_is, lambda o: o.loss + 0.1 * o.logits.logsumexp(-1).square().mean(), False),
