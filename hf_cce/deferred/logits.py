@@ -135,7 +135,7 @@ def lazy_logits(
     """
     recipe = Recipe(hidden_states, weight, bias, TrainingCall() if call is None else call, cast)
     if torch.compiler.is_compiling():
-        return _InGraph(recipe._replace(family=[]))
+        return LazyLogitsInGraph(recipe._replace(family=[]))
     return to_wrapper(recipe)
 
 
@@ -144,7 +144,7 @@ def to_wrapper(recipe: Recipe) -> Any:
     parts = recipe.parts
     leaves = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in parts)
     versions = versions_of(*leaves)
-    return _Eager.of(recipe.with_parts(*leaves)._replace(leaves=leaves, versions=versions, family=[]), *parts)
+    return LazyLogitsTensor.of(recipe.with_parts(*leaves)._replace(leaves=leaves, versions=versions, family=[]), *parts)
 
 
 Answers = dict[str, Callable[..., Any]]
@@ -466,7 +466,7 @@ class LazyLogits(LazyTensor):
     _answer: Any
 
 
-class _Eager(LazyLogits, Wrapper):
+class LazyLogitsTensor(LazyLogits, Wrapper):
     @staticmethod
     def _leaf(value: Tensor) -> Tensor:
         return value.detach().requires_grad_(value.requires_grad)
@@ -475,7 +475,7 @@ class _Eager(LazyLogits, Wrapper):
         return self._alias()
 
 
-class _InGraph(LazyLogits, StandIn):
+class LazyLogitsInGraph(LazyLogits, StandIn):
     """Inside a compiled graph: autograd sees hidden states, weight and bias themselves, and nobody hooks the logits."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -506,14 +506,16 @@ class _InGraph(LazyLogits, StandIn):
         return value
 
     def _detached(self) -> Any:
-        return _InGraph(self.recipe.with_parts(*(None if x is None else x.detach() for x in self.recipe.parts)))
+        return LazyLogitsInGraph(
+            self.recipe.with_parts(*(None if x is None else x.detach() for x in self.recipe.parts))
+        )
 
     def _expose(self) -> Tensor:
         return self._real("data").data
 
     def _derive(self, op: Any, change: Any, nonlinear: bool = False, other: Tensor | None = None) -> Any:
         self._check()
-        new = _InGraph(change(self.recipe))
+        new = LazyLogitsInGraph(change(self.recipe))
         return new if torch.is_grad_enabled() else new._detached()
 
     def _answer(self, compute: Any, native: Any) -> Any:

@@ -93,9 +93,9 @@ def _answer(
     outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
 ) -> tuple[Tensor | None, ...]:
     """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N], None where not asked for."""
-    weight, bias = _held(weight), None if bias is None else _held(bias)
-    reason = why_not_read(weight, bias)
-    if reason is None and any(hasattr(x, "ds_id") for x in (weight, bias)):
+    held, held_bias = _held(weight), None if bias is None else _held(bias)
+    reason = why_not_read(held, held_bias)
+    if reason is None and any(hasattr(x, "ds_id") for x in (held, held_bias)):
         reason = "DeepSpeed ZeRO-3 gathers the head for TRL's call alone, which makes its gradient at once"
     if reason is not None:
         call.note_refused(reason)
@@ -103,9 +103,9 @@ def _answer(
     # softcap · tanh(scale · z / softcap) / T is the softcap / T of scale / T.
     result = linear_log_probs(
         hidden,
-        weight.to(hidden.dtype),
+        held.to(hidden.dtype),
         targets,
-        bias=None if bias is None else bias.to(hidden.dtype),
+        bias=None if held_bias is None else held_bias.to(hidden.dtype),
         logit_scale=logit_scale / temperature,
         softcap=None if softcap is None else softcap / temperature,
         entropy="entropy" in outputs,

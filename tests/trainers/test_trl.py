@@ -357,7 +357,7 @@ def test_a_step_that_raises_is_over(
     monkeypatch.setattr(trainer.accelerator, "backward", raising)
     with pytest.raises(error, match="in a step"):
         run(trainer)
-    assert answered == [LazyLogits] * 2 and model.training
+    assert len(answered) == 2 and all(issubclass(kind, LazyLogits) for kind in answered) and model.training
     assert type(model(input_ids=inputs).logits) is torch.Tensor
     counted = copy.copy(stats(model))
     monkeypatch.undo()
