@@ -16,7 +16,7 @@ sys.path.insert(0, str(PAGE.parents[1]))  # this checkout, not one that happens 
 
 import hf_cce  # noqa: E402
 from hf_cce.config import Implementation  # noqa: E402
-from hf_cce.deferred import DeferredLogits  # noqa: E402
+from hf_cce.deferred.logits import LazyLogits  # noqa: E402
 from hf_cce.diagnostics.files import whole_file  # noqa: E402
 from hf_cce.loss import LogProbs, Reduction  # noqa: E402
 from hf_cce.patches.causal_lm import cce_stats  # noqa: E402
@@ -138,7 +138,7 @@ def page() -> str:
             out += [
                 "### outputs.logits.materialize()",
                 "",
-                described(inspect.getdoc(DeferredLogits.materialize) or ""),
+                described(inspect.getdoc(LazyLogits.materialize) or ""),
                 "",
             ]
     return "\n".join(out).strip() + "\n"

@@ -17,11 +17,10 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_cce.api import apply_cce, causal_lm
-from hf_cce.calls import Stats, outside
 from hf_cce.config import CCEConfig
+from hf_cce.deferred.training_call import Stats, outside
 from hf_cce.patches import evaluation, preference
 from hf_cce.patches.causal_lm import Patch, patch_of
-from hf_cce.patches.handler import stand_first
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +65,7 @@ class CCECallback(TrainerCallback):
     """``Trainer(..., callbacks=[CCECallback()])`` is ``apply_cce(model)`` plus a check, step by step, that it took effect.
 
     It patches when the Trainer has been built (before accelerate wraps the model) and again when training begins, for
-    callbacks added later and for ``model_init``, whose model is built only then. From then on it stands first among the Trainer's
-    callbacks, so that what it adds to the logs reaches W&B, TensorBoard and the others of ``report_to``.
+    callbacks added later and for ``model_init``, whose model is built only then.
 
     After the first step a line says which way the loss went; where micro-batches missed the fused loss, another at the end says
     how many. Both are logged (level INFO) and, unless that level is switched on, printed by the main process where Trainer shows
@@ -75,7 +73,9 @@ class CCECallback(TrainerCallback):
 
     The Trainer's logs get ``cce_fused`` (losses without logits so far), ``cce_materialised`` (times real logits were made
     nevertheless), on a GPU ``cce_peak_gib`` (PyTorch's largest allocation on the model's device since the process began, in GiB),
-    and, once the gradient filter has run, ``cce_kept`` and the others of ``model.cce_stats()``.
+    and, once the gradient filter has run, ``cce_kept`` and the others of ``model.cce_stats()``. Trainer calls the callbacks of
+    ``report_to`` (W&B, TensorBoard) before those that it is given, so they do not see these; to send them on, add this callback
+    first: ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
 
     Evaluation makes no logits where Trainer keeps the loss alone (no ``compute_metrics``, or ``prediction_loss_only``).
 
@@ -100,13 +100,11 @@ class CCECallback(TrainerCallback):
         self._policy = False  # the trainer is one of those that patches.preference knows
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        stand_first(self)
         if (model := kwargs.get("model")) is not None:  # None with model_init
             self._apply(model)
         evaluation.enter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        stand_first(self)
         patch = self._apply(kwargs["model"])
         self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
         self._run.begin_step(patch)
@@ -180,7 +178,7 @@ class CCECallback(TrainerCallback):
                 told["cce_peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
             found = patch.filter_state.stats().items()
             told |= {f"cce_{key}": round(value, 6) for key, value in found if math.isfinite(value)}  # JSON has no NaN
-            logs.update(told)  # for the callbacks that come after this one: all, as it stands first
+            logs.update(told)  # for the callbacks that come after this one
             if state.log_history:
                 state.log_history[-1].update(told)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_cce import dispatch, ops, sharded
 from hf_cce.config import CCEConfig
 from hf_cce.filter_state import FilterState
-from hf_cce.head import transformed
+from hf_cce.head_checks import transformed
 from hf_cce.reference import token_losses
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, Wanted
 

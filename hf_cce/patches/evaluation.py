@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
-
-from hf_cce.patches.handler import contexts
 
 # A callback's method of this name takes the model and returns a context manager: a step of an evaluation for the loss alone
 STEP = "_loss_only_step"
@@ -49,3 +47,12 @@ def _asking(original: Any) -> Any:
 
     setattr(prediction_step, STEP, True)
     return prediction_step
+
+
+def contexts(trainer: Any, method: str, model: Any) -> ExitStack:
+    """What those callbacks of ``trainer`` that have a method of this name return for ``model``: entered, in their order."""
+    with ExitStack() as stack:
+        for callback in trainer.callback_handler.callbacks:
+            if hasattr(callback, method):
+                stack.enter_context(getattr(callback, method)(model))
+        return stack.pop_all()

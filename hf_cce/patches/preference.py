@@ -6,7 +6,7 @@ with those known here, and another TRL is left alone. It can go when TRL gives t
 
 How: ``CCECallback`` knows the trainer by the type of its arguments, and lets the model defer its logits in training calls without
 labels while ``training_step`` of the trainer's class runs. That method is wrapped, because callbacks are not told of a step that
-raises. The functions that the trainer's module calls by name are given to an object that answers for ``PolicyLogits`` and passes
+raises. The functions that the trainer's module calls by name are given to an object that answers for ``LazyLogits`` and passes
 everything else on. One process only: what wraps a model for several looks for tensors in its output. The trainers with a
 reference model (A2PO, OnlineDPO) are left out: its log-probabilities, of which they take the difference to the policy's, would
 be rounded in another way; and those that need whole distributions (GKD, SDPO …).
@@ -19,8 +19,8 @@ import inspect
 import sys
 from typing import Any
 
-from hf_cce.patches.handler import contexts
-from hf_cce.policy import PolicyLogits
+from hf_cce.deferred.logits import LazyLogits
+from hf_cce.patches.evaluation import contexts
 
 ONE = "selective_log_softmax"
 TWO = "selective_log_softmax_and_entropy"
@@ -51,13 +51,13 @@ class _Dispatch:
         given.apply_defaults()
         asked = given.arguments
         logits = asked["logits"]
-        if not isinstance(logits, PolicyLogits):
+        if not isinstance(logits, LazyLogits):
             return self.original(*args, **kwargs)
-        if not logits.answers(asked["index"]) or asked["temperature"] <= 0:
+        if not logits.can_answer(asked["index"]) or asked["temperature"] <= 0:
             asked["logits"] = logits._real(self.original.__name__)
             return self.original(*given.args, **given.kwargs)
         found = logits.log_probs(asked["index"], asked["temperature"], asked["row_mask"], entropy=self.entropy)
-        logits.call.note_fused()
+        logits.recipe.call.note_fused()
         if not self.entropy:
             return found.log_probs
         assert found.entropy is not None
@@ -76,7 +76,7 @@ def knows(args: Any) -> bool:
 
 
 def ready(args: Any) -> bool:
-    """Whether the trainer with these arguments may get ``PolicyLogits``; its functions answer for them from now on.
+    """Whether the trainer with these arguments may get ``LazyLogits``; its functions answer for them from now on.
 
     From now on its class also runs every training step within what the trainer's callbacks return from their method ``STEP``.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_cce.head import output_embeddings
+from hf_cce.head_checks import output_embeddings
 
 _SEVERAL_HEADS = "it has one LM head per codebook and adds up their losses"
 _NO_LOSS = "its forward takes no labels, so it computes no loss"

@@ -22,10 +22,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_cce.calls import Call
-from hf_cce.head import why_not_read
+from hf_cce.deferred.training_call import TrainingCall
+from hf_cce.head_checks import gathered, why_not_read
 from hf_cce.loss import linear_log_probs
-from hf_cce.patches import zero3
 
 NAME = "_ChunkedLogProbFunction"
 ARGUMENTS = (
@@ -35,7 +34,7 @@ ARGUMENTS = (
 # What SFT asks for, and nobody else: of the others DPO wants mean logits too, and all of them compare their log-probabilities
 # with those of a call without gradients, from which the filter's differ by rounding.
 FINE_TUNING = {"entropy", "is_top1"}
-_current: ContextVar[Call | None] = ContextVar("hf_cce_trl_call", default=None)
+_current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", default=None)
 
 
 class _Dispatch:
@@ -52,7 +51,7 @@ class _Dispatch:
         return getattr(self.original, name)
 
 
-def enter(call: Call) -> bool:
+def enter(call: TrainingCall) -> bool:
     """From now on ``call`` answers, in this thread; False where this TRL cannot be answered."""
     utils = sys.modules.get("trl.trainer.utils")  # whoever calls with fused_lm_head=True has imported it
     function = getattr(utils, NAME, None)
@@ -67,7 +66,7 @@ def enter(call: Call) -> bool:
     return True
 
 
-def leave() -> Call | None:
+def leave() -> TrainingCall | None:
     """The call that was on its way, if any; it answers no more."""
     call = _current.get()
     if call is not None:
@@ -77,11 +76,11 @@ def leave() -> Call | None:
 
 def _held(parameter: Tensor) -> Tensor:
     """The values of a frozen parameter that ZeRO-3 has gathered, which stay when it lets the parameter go; or the parameter."""
-    return parameter.detach() if zero3.gathered(parameter) and not parameter.requires_grad else parameter
+    return parameter.detach() if gathered(parameter) and not parameter.requires_grad else parameter
 
 
 def _answer(
-    call: Call,
+    call: TrainingCall,
     original: Any,
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]
@@ -94,19 +93,19 @@ def _answer(
     outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
 ) -> tuple[Tensor | None, ...]:
     """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N], None where not asked for."""
-    frozen, frozen_bias = _held(weight), None if bias is None else _held(bias)
-    if why_not_read(frozen, frozen_bias) is None:  # of both, or of none
-        weight, bias = frozen, frozen_bias
-    reason = why_not_read(weight, bias)
+    held, held_bias = _held(weight), None if bias is None else _held(bias)
+    reason = why_not_read(held, held_bias)
+    if reason is None and any(hasattr(x, "ds_id") for x in (held, held_bias)):
+        reason = "DeepSpeed ZeRO-3 gathers the head for TRL's call alone, which makes its gradient at once"
     if reason is not None:
         call.note_refused(reason)
         return original.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
     # softcap · tanh(scale · z / softcap) / T is the softcap / T of scale / T.
     result = linear_log_probs(
         hidden,
-        weight.to(hidden.dtype),
+        held.to(hidden.dtype),
         targets,
-        bias=None if bias is None else bias.to(hidden.dtype),
+        bias=None if held_bias is None else held_bias.to(hidden.dtype),
         logit_scale=logit_scale / temperature,
         softcap=None if softcap is None else softcap / temperature,
         entropy="entropy" in outputs,

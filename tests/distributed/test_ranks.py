@@ -27,6 +27,8 @@ MISTAKES = {
 REASON = {
     "fsdp1_head_alone": "the head is an FSDP1 unit of its own",
     "tensor_parallel_logits_split": "redistribute asked for the logits themselves",
+    "tensor_parallel_plan": "Transformers' tensor parallelism",
+    "tensor_parallel_plan_tied": "Transformers' tensor parallelism",
     "tensor_parallel_lora": "tensor parallelism is applied to a layer inside the head",
 }
 
@@ -54,7 +56,7 @@ def test_a_head_that_an_evaluation_leaves_on_some_of_four_ranks(tmp_path: Path) 
     assert "failed" not in found, found["failed"]
     for name, error in found["errors"].items():
         assert error <= budget(found["twin"][name], torch.float32), name
-    assert found["same parameters"] and found["same meshes"] and found["told"] == []
+    assert found["same parameters"] and found["told"] == []
     assert found["stats"] == {"calls": 2, "fused": 2, "missed": 0, "materialised": 0}
 
 
@@ -85,8 +87,7 @@ def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str,
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if not engine.startswith("tensor_parallel")])
 def test_evaluation_leaves_parameters_as_without_us(engine: str, results: dict[str, Any]) -> None:
-    """A group of FSDP2's that stays whole for a training call must not for others: what is written into it would be lost."""
-    assert results[engine]["same parameters"] and results[engine]["same meshes"]
+    assert results[engine]["same parameters"]
 
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine.startswith("tensor_parallel")])

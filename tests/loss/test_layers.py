@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_LINES = 500
 PUBLIC = {
     "apply_cce",
     "remove_cce",
@@ -36,30 +35,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dispatch": {"strategies", "fallback", "spec", "filter_state", "config"},
     "flops": set(),
     "ops": {"dispatch", "strategies", "reference", "spec", "filter_state", "flops"},
-    "head": {"config"},
+    "head_checks": set(),
     "sharded": {"ops", "spec"},
-    "loss": {"dispatch", "reference", "spec", "head", "ops", "sharded", "filter_state", "config"},
-    "symbolic": set(),
-    "calls": {"filter_state", "config"},
-    "deferred": {"loss", "head", "sharded", "symbolic", "calls", "config"},
-    "policy": {"deferred", "loss", "symbolic", "config"},
-    "terms": {"deferred", "symbolic", "calls"},
-    "head_input": {"terms", "deferred", "loss", "head", "sharded", "symbolic", "calls"},
-    "patches": {
-        "head_input",
-        "policy",
-        "terms",
-        "deferred",
-        "calls",
-        "loss",
-        "head",
-        "sharded",
-        "filter_state",
-        "config",
-    },
+    "loss": {"dispatch", "reference", "spec", "head_checks", "ops", "sharded", "filter_state", "config"},
+    "deferred": {"loss", "head_checks", "sharded", "filter_state", "config"},
+    "patches": {"deferred", "loss", "head_checks", "sharded", "filter_state", "config"},
     "families": {"patches"},
-    "api": {"families", "patches", "deferred", "config"},
-    "callback": {"api", "patches", "calls", "config"},
+    "api": {"families", "patches", "config"},
+    "callback": {"api", "patches", "deferred", "config"},
     "__init__": {"api", "callback", "patches", "loss", "filter_state", "config"},
     "diagnostics": {"__init__", "dispatch"},
     "cli": {"__init__", "families", "diagnostics"},
@@ -140,10 +123,8 @@ def test_diagnostics_and_cli_use_public_names_only() -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_are_short_and_say_what_they_are_for(path: Path) -> None:
-    text = path.read_text("utf-8")
-    assert text.count("\n") <= MAX_LINES, f"{path} has more than {MAX_LINES} lines"
-    assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+def test_modules_say_what_they_are_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text("utf-8"))), f"{path} has no docstring"
 
 
 def test_patches_copy_no_forward() -> None:

@@ -1,4 +1,4 @@
-"""DeferredLogits against the tensor they stand for: the same values, gradients, shapes, errors, whatever is asked."""
+"""LazyLogits against the tensor they stand for: the same values, gradients, shapes, errors, whatever is asked."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from numerics import assert_as_good
 from torch import Tensor, nn
 
-from hf_cce.calls import Call
-from hf_cce.deferred import DeferredLogits
-from hf_cce.head_input import HeadInput
+from hf_cce.deferred.head_input import head_input
+from hf_cce.deferred.logits import LazyLogits, lazy_logits
+from hf_cce.deferred.training_call import TrainingCall
 
 B, S, D, V = 2, 6, 32, 99
 MASK = torch.tensor([[True, True, False, True, False, True], [False, True, True, False, True, True]])
@@ -43,19 +43,19 @@ def labels(count: int = B * S) -> Tensor:
 
 def outcome(
     ask: Callable[[Any], Any], dtype: torch.dtype, deferred: bool, bias: bool = True
-) -> tuple[Any, list[Any], Call]:
+) -> tuple[Any, list[Any], TrainingCall]:
     """What ``ask`` says to logits, real or deferred, with the gradients of its sum and what the call went through."""
     hidden_states, weight, extra = ingredients(dtype, bias)
-    call = Call()
+    call = TrainingCall()
     assert hidden_states is not None and weight is not None
     logits = (
-        DeferredLogits(hidden_states, weight, extra, call=call) if deferred else F.linear(hidden_states, weight, extra)
+        lazy_logits(hidden_states, weight, extra, call=call) if deferred else F.linear(hidden_states, weight, extra)
     )
     result = ask(logits)
     grads = []
-    if isinstance(result, (Tensor, DeferredLogits)) and result.requires_grad:
+    if isinstance(result, (Tensor, LazyLogits)) and result.requires_grad:
         used = [tensor for tensor in (hidden_states, weight, extra) if tensor is not None]
-        total = result.materialize() if isinstance(result, DeferredLogits) else result
+        total = result.materialize() if isinstance(result, LazyLogits) else result
         grads = list(torch.autograd.grad(total.sum(), used))
     return result, grads, call
 
@@ -100,6 +100,7 @@ FUSED: dict[str, Callable[[Any], Any]] = {
     "module": lambda x: nn.CrossEntropyLoss(reduction="sum")(x.view(-1, V), labels()),
     "keywords": lambda x: F.cross_entropy(input=x.reshape(-1, V), target=labels()),
     "float": lambda x: flat_loss(x.float()),
+    "cloned": lambda x: flat_loss(x.clone()),
     "scale": lambda x: flat_loss(x * 0.3),
     "scale from the left": lambda x: flat_loss(2 * x),
     "divided": lambda x: flat_loss(x / 3.0),
@@ -111,9 +112,6 @@ FUSED: dict[str, Callable[[Any], Any]] = {
     "scale, then softcap": lambda x: flat_loss(torch.tanh(x * 0.7 / 5.0) * 5.0),
     "softcap, then scale": lambda x: flat_loss(torch.tanh(x / 5.0) * 5.0 * 0.5),
     "tanh alone": lambda x: flat_loss(torch.tanh(x)),
-    "in place": lambda x: flat_loss(x.div_(5.0).mul_(2.0)),
-    "in place, operators": lambda x: flat_loss(operator.imul(operator.itruediv(x, 5.0), 2.0)),
-    "tanh in place": lambda x: flat_loss(x.div_(5.0).tanh_() * 5.0),
     "shifted": lambda x: flat_loss(x[..., :-1, :].contiguous()),
     "shifted otherwise": lambda x: flat_loss(x[:, :-1]),
     "sliced": lambda x: flat_loss(x[:, 2:5, :]),
@@ -174,6 +172,9 @@ def written(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 # Each needs the logits; the answer must be torch's own, to the bit.
 MATERIALISED: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda x: flat_loss(x.div_(5.0).mul_(2.0)),
+    "in place, operators": lambda x: flat_loss(operator.imul(operator.itruediv(x, 5.0), 2.0)),
+    "tanh in place": lambda x: flat_loss(x.div_(5.0).tanh_() * 5.0),
     "class weights": lambda x: flat_loss(x, weight=CLASS_WEIGHTS),
     "probabilities": lambda x: F.cross_entropy(x.view(-1, V), torch.full((B * S, V), 1 / V)),
     "class dimension first": lambda x: F.cross_entropy(x.transpose(1, 2), labels().view(B, S)),
@@ -205,11 +206,8 @@ MATERIALISED: dict[str, Callable[[Any], Any]] = {
     "wrong view": lambda x: x.view(-1, 3),
     "flattened whole": lambda x: x.flatten(),
     "logsumexp over tokens": lambda x: x.logsumexp(dim=1),
-    "argmax": lambda x: x.argmax(-1),
     "topk": lambda x: x.topk(3).indices,
     "softmax": lambda x: x.softmax(-1),
-    "detach": lambda x: x.detach(),
-    "clone": lambda x: x.clone(),
     "cpu": lambda x: x.cpu(),
     "item": lambda x: x.sum().item(),
     "tolist": lambda x: x.tolist(),
@@ -233,14 +231,14 @@ MATERIALISED: dict[str, Callable[[Any], Any]] = {
     "forbidden words, then some words": after_forbidding(lambda x: x[..., 3:]),
     "forbidden words, looked at": after_forbidding(lambda x: x.softmax(-1)),
     "capped, then forbidden words": lambda x: forbid(UNUSED)(torch.tanh(x / 5.0) * 5.0),
-    "looked at, then forbidden words": lambda x: (x.argmax(-1), forbid(UNUSED)(x))[1],
+    "looked at, then forbidden words": lambda x: (x.topk(2), forbid(UNUSED)(x))[1],
     "forbidden tokens": written(lambda x: _assign(x, 0, torch.finfo(x.dtype).min)),
     "added in place": written(lambda x: x.add_(CLASS_WEIGHTS)),
     "added in place, operator": written(lambda x: x.__iadd__(CLASS_WEIGHTS)),
     "multiplied in place by a tensor": written(lambda x: x.mul_(CLASS_WEIGHTS)),
     "masked in place": written(lambda x: x.masked_fill_(MASK[..., None], 0.5)),
     "divided in place after a write": written(lambda x: x.add_(1.0).div_(3.0)),
-    "written through an alias": written(lambda x: _assign(x.detach(), MASK, 0.25)),
+    "written through an alias": written(lambda x: _assign(x.data, MASK, 0.25)),
     "written through a transposed view": written(lambda x: x.transpose(0, 1).mul_(0.5)),
     "new shape in place": lambda x: flat_loss(x.unsqueeze_(0)[0]),
     "array of a dtype": lambda x: torch.from_numpy(np.asarray(x.detach(), dtype=np.float64)),
@@ -265,7 +263,7 @@ def test_everything_else_is_asked_of_real_logits(name: str, dtype: torch.dtype) 
     expected, expected_grads, _ = outcome(MATERIALISED[name], dtype, False)
     actual, grads, call = outcome(MATERIALISED[name], dtype, True)
     assert call.stats.materialised == 1 and call.fused == 0 and len(call.reasons) == 1
-    assert type(actual) is type(expected) or isinstance(actual, DeferredLogits)
+    assert type(actual) is type(expected) or isinstance(actual, LazyLogits)
     if isinstance(expected, (float, list)):
         assert actual == expected
         return
@@ -290,7 +288,7 @@ def test_materialises_what_the_forward_would_have_made(name: str, dtype: torch.d
     }
     expected, expected_grads, _ = outcome(steps[name], dtype, False)
     actual, grads, _ = outcome(steps[name], dtype, True)
-    assert isinstance(actual, DeferredLogits)
+    assert isinstance(actual, LazyLogits)
     assert (actual.shape, actual.dtype, actual.device) == (expected.shape, expected.dtype, expected.device)
     # Slices are multiplied as slices, and another shape may be summed in another order: rounding, no more.
     exact = outcome(steps[name], torch.float64, False)
@@ -332,7 +330,7 @@ def test_says_what_a_tensor_says_without_making_it() -> None:
         assert actual == expected, position
         assert call.stats.materialised == 0
     text, _, call = outcome(repr, torch.float32, True)
-    assert text == "DeferredLogits(shape=(2, 6, 99), dtype=torch.float32, device='cpu', not made)"
+    assert text == "LazyLogits(shape=(2, 6, 99), dtype=torch.float32, device='cpu', not made)"
     assert call.stats.materialised == 0
 
 
@@ -391,7 +389,7 @@ def test_a_read_before_the_loss_keeps_the_loss_fused() -> None:
 def test_logits_of_changed_weights_are_refused() -> None:
     hidden_states, weight, _ = ingredients()
     assert hidden_states is not None and weight is not None
-    logits = DeferredLogits(hidden_states, weight)
+    logits = lazy_logits(hidden_states, weight)
     part = logits[:, 1:]
     with torch.no_grad():
         weight.add_(1.0)
@@ -409,49 +407,61 @@ def test_logits_of_changed_weights_are_refused() -> None:
 def test_logits_of_a_changed_bias_are_refused() -> None:
     hidden_states, weight, bias = ingredients()
     assert hidden_states is not None and weight is not None and bias is not None
-    logits = DeferredLogits(hidden_states, weight, bias)
+    logits = lazy_logits(hidden_states, weight, bias)
     with torch.no_grad():
         bias.add_(1.0)
     with pytest.raises(RuntimeError, match="have changed since"):
         logits.materialize()
 
 
-def test_writing_through_the_real_logits_does_not_leave_a_view_behind() -> None:
-    hidden_states, weight, _ = ingredients()
-    assert hidden_states is not None and weight is not None
-    logits = DeferredLogits(hidden_states, weight)
-    view = logits[:, 1:]
-    logits.detach().add_(5.0)
-    with pytest.raises(RuntimeError, match="written to since"):
-        view.argmax(-1)
-    kept = DeferredLogits(hidden_states, weight)
-    alias = kept.detach()
-    kept.mul_(2.0)
-    assert torch.equal(alias, kept.materialize())
-
-
-def test_writing_under_a_living_view_is_refused() -> None:
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.mul_(2.0),
+        lambda x: x.detach().add_(5.0),
+        lambda x: x[..., ::2].zero_(),
+        lambda x: x.view(B * S, V).transpose(0, 1).mul_(0.5),
+        lambda x: x.data.zero_(),
+        lambda x: _assign(x, (..., UNUSED), torch.finfo(x.dtype).min),
+    ],
+    ids=["itself", "detached", "real view", "view of a view", "data", "forbidden words"],
+)
+def test_a_view_of_logits_that_were_written_to_is_refused(write: Callable[[Any], Any]) -> None:
     """Torch would show the write in the view; we cannot, so we do not pretend."""
     hidden_states, weight, _ = ingredients()
     assert hidden_states is not None and weight is not None
-    logits = DeferredLogits(hidden_states, weight)
-    view = logits[:, 1:]
-    for target in (logits, view):
-        with pytest.raises(RuntimeError, match="while a view of them is alive"):
-            target.mul_(2.0)
-    del view, target
+    logits = lazy_logits(hidden_states, weight)
+    view, copied = logits[:, 1:], logits.float() * 1.0
+    write(logits)
+    for read in (lambda: view.softmax(-1), lambda: flat_loss(view)):
+        with pytest.raises(RuntimeError, match="written to since"):
+            read()
+    assert torch.equal(copied.materialize(), F.linear(hidden_states, weight))
+
+
+def test_what_was_written_to_is_an_ordinary_tensor() -> None:
+    hidden_states, weight, _ = ingredients()
+    assert hidden_states is not None and weight is not None
+    logits = lazy_logits(hidden_states, weight)
     logits.mul_(2.0)
-    assert torch.equal(logits.materialize(), F.linear(hidden_states, weight) * 2.0)
+    logits.add_(1.0)
+    expected = F.linear(hidden_states, weight) * 2.0 + 1.0
+    assert torch.equal(logits.materialize(), expected) and torch.equal(logits[0].exp(), expected[0].exp())
 
 
 def test_copies_and_pickles_are_tensors() -> None:
     hidden_states, weight, bias = ingredients()
     assert hidden_states is not None and weight is not None
-    logits = DeferredLogits(hidden_states, weight, bias)
+    logits = lazy_logits(hidden_states, weight, bias)
     saved = io.BytesIO()
     torch.save({"logits": logits}, saved)
     saved.seek(0)
-    copies = [copy.copy(logits), copy.deepcopy(logits), pickle.loads(pickle.dumps(logits)), torch.load(saved)["logits"]]
+    copies = [
+        copy.copy(logits),
+        copy.deepcopy(logits.detach()),
+        pickle.loads(pickle.dumps(logits)),
+        torch.load(saved)["logits"],
+    ]
     for each in copies:
         assert type(each) is Tensor and torch.equal(each, logits.materialize())
 
@@ -462,8 +472,8 @@ def test_autocast_is_that_of_the_head() -> None:
     head = nn.Linear(D, V)
     head.weight, head.bias = nn.Parameter(weight), nn.Parameter(bias)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside, expected = head(HeadInput(hidden_states, Call())), head(hidden_states)
-    outside, expected_outside = head(HeadInput(hidden_states, Call())), head(hidden_states)
+        inside, expected = head(head_input(hidden_states, TrainingCall())), head(hidden_states)
+    outside, expected_outside = head(head_input(hidden_states, TrainingCall())), head(hidden_states)
     assert inside.dtype is torch.bfloat16 and torch.equal(inside.materialize(), expected)
     exact = flat_loss(F.linear(hidden_states.double(), head.weight.double(), head.bias.double()))
     assert_as_good(flat_loss(inside), flat_loss(expected.float()), exact, "autocast head, loss outside", torch.bfloat16)
@@ -475,7 +485,7 @@ def test_autocast_is_that_of_the_head() -> None:
 def test_head_input_gives_hidden_states_to_everything_but_the_head() -> None:
     hidden_states, weight, _ = ingredients()
     assert hidden_states is not None and weight is not None
-    given = HeadInput(hidden_states, Call())
+    given = head_input(hidden_states, TrainingCall())
     assert given.shape == hidden_states.shape and given.dtype is hidden_states.dtype
     asks: list[Callable[[Any], Any]] = [
         lambda x: F.dropout(x, 0.0),
@@ -491,6 +501,6 @@ def test_head_input_gives_hidden_states_to_everything_but_the_head() -> None:
     for ask in asks:
         assert torch.equal(ask(given), ask(hidden_states))
     deferred = F.linear(given.to(torch.float64), weight.double())
-    assert isinstance(deferred, DeferredLogits) and deferred.dtype is torch.float64
+    assert isinstance(deferred, LazyLogits) and deferred.dtype is torch.float64
     with pytest.raises(RuntimeError, match="dtype"):
         F.linear(given, weight.double())

@@ -37,7 +37,7 @@ from torch import nn
 
 import hf_cce
 from hf_cce import CCEConfig, apply_cce, remove_cce, supported_models
-from hf_cce.deferred import DeferredLogits
+from hf_cce.deferred.logits import LazyLogits
 from hf_cce.patches.causal_lm import patch_of
 from hf_cce.patches.refused import REFUSED
 
@@ -80,10 +80,10 @@ def test_a_second_call_changes_the_options_only() -> None:
 def test_the_options_reach_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models with different options stay apart."""
     seen = []
-    from hf_cce import deferred
+    from hf_cce.deferred import logits
 
-    real = deferred.linear_cross_entropy
-    monkeypatch.setattr(deferred, "linear_cross_entropy", lambda *a, **k: seen.append(k["config"]) or real(*a, **k))
+    real = logits.linear_cross_entropy
+    monkeypatch.setattr(logits, "linear_cross_entropy", lambda *a, **k: seen.append(k["config"]) or real(*a, **k))
     first, second = apply_cce(tiny_llama(), memory_budget=2 * MIB), apply_cce(tiny_llama(), memory_budget=3 * MIB)
     for model in (first, second, first):
         loss_and_grads(model, batch())
@@ -95,12 +95,16 @@ def test_outputs_of_a_training_call() -> None:
     inputs = batch()
     output = model(**inputs)
     assert type(output) is transformers.modeling_outputs.CausalLMOutputWithPast
-    assert isinstance(output.logits, DeferredLogits) and output.logits.shape == (*inputs["input_ids"].shape, VOCABULARY)
+    assert (
+        isinstance(output.logits, LazyLogits)
+        and isinstance(output.logits, torch.Tensor)
+        and output.logits.shape == (*inputs["input_ids"].shape, VOCABULARY)
+    )
     remove_cce(model)
     assert torch.equal(output.logits.argmax(-1), model(**inputs).logits.argmax(-1))
     apply_cce(model)
     loss, logits = model(**inputs, return_dict=False)[:2]
-    assert loss.requires_grad and isinstance(logits, DeferredLogits)
+    assert loss.requires_grad and isinstance(logits, LazyLogits)
 
 
 def test_moe_outputs_keep_their_class() -> None:
@@ -187,7 +191,7 @@ def test_an_exception_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     del model._loss_function
     model.eval()
     assert isinstance(model(**batch()).logits, torch.Tensor)
-    assert anatomy(model) == untouched
+    assert anatomy(apply_cce(model)) == untouched
 
 
 def test_a_call_inside_a_call() -> None:
@@ -236,7 +240,7 @@ def test_a_patched_model_inside_a_patched_model(first: str) -> None:
     interrupting.remove()
     inner = patched.language_model(input_ids=inputs["input_ids"])  # no labels: as if it were not patched
     assert isinstance(inner.logits, torch.Tensor)
-    assert anatomy(patched) == untouched
+    assert anatomy(apply_cce(patched)) == untouched
 
 
 def test_transforms_of_torch_func_get_full_logits(recwarn: pytest.WarningsRecorder) -> None:

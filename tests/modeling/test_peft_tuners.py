@@ -6,7 +6,6 @@ And its mixed model, which cannot be asked for the model inside, and X-LoRA, whi
 from __future__ import annotations
 
 import copy
-import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,6 @@ from numerics import assert_as_good
 
 from hf_cce import apply_cce, remove_cce
 from hf_cce.api import causal_lm
-from hf_cce.patches import peft_tuner
 from hf_cce.patches.causal_lm import patch_of
 
 peft = pytest.importorskip("peft")
@@ -275,30 +273,6 @@ def test_compiled(tuner: str, what: str) -> None:
     assert stats(patched).traced or stats(patched).fused == 1
     assert told == [] and stats(patched).missed == stats(patched).materialised == 0
     torch._dynamo.reset()
-
-
-def test_a_tuner_that_calls_the_model_is_left_alone() -> None:
-    """As the two may do in a PEFT to come, or a class of that name that has a way of its own to be called."""
-
-    class Calls:
-        def forward(self) -> Any:
-            return self.model()  # type: ignore[attr-defined]
-
-    class Answers:
-        def __call__(self) -> str:
-            return "its own"
-
-        def forward(self) -> Any:
-            return self.model.forward()  # type: ignore[attr-defined]
-
-    name = "peft.tuners.adalora.model"
-    for cls in (Calls, Answers):
-        before = dict(vars(cls))
-        module = types.ModuleType(name)
-        module.AdaLoraModel = cls  # type: ignore[attr-defined]
-        peft_tuner._mend(name, module, "_hf_cce")
-        assert dict(vars(cls)) == before
-    peft_tuner._mend(name, types.ModuleType(name), "_hf_cce")  # and a module without it is no error
 
 
 def test_mended_once() -> None:

@@ -1,4 +1,4 @@
-"""PolicyLogits against the tensor they stand for: what preference trainers ask of logits, without making them."""
+"""LazyLogits against the tensor they stand for: what preference trainers ask of logits, without making them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from models import VOCABULARY, logits_made
 from numerics import assert_as_good
 from torch import Tensor
 
-from hf_cce.calls import Call
 from hf_cce.config import CCEConfig
-from hf_cce.deferred import DeferredLogits
+from hf_cce.deferred.logits import LazyLogits, Recipe, lazy_logits
+from hf_cce.deferred.training_call import TrainingCall
 from hf_cce.patches.preference import ONE, TWO, _Dispatch
-from hf_cce.policy import PolicyLogits
 
 B, S, D, V = 4, 9, 16, VOCABULARY
 MASK = (torch.arange(B * S).view(B, S) % 3 != 1).long()
@@ -93,14 +92,14 @@ REAL: dict[str, Callable[[Any], Any]] = {
 
 def outcome(
     ask: Callable[[Any], Any], dtype: torch.dtype, deferred: bool, bias: bool
-) -> tuple[Any, list[Tensor], Call]:
+) -> tuple[Any, list[Tensor], TrainingCall]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((B, S, D), (V, D), (V,))[: 2 + bias]
     used = [(torch.randn(*shape, generator=generator) * 0.5).to(dtype).requires_grad_() for shape in shapes]
-    call = Call(CCEConfig(memory_budget=1 << 20), kind=PolicyLogits)
-    logits = PolicyLogits(*used, call=call) if deferred else F.linear(*used)
+    call = TrainingCall(CCEConfig(memory_budget=1 << 20), labels=False)
+    logits = lazy_logits(*used, call=call) if deferred else F.linear(*used)
     result = ask(logits)
-    total = result.materialize() if isinstance(result, DeferredLogits) else result
+    total = result.materialize() if isinstance(result, LazyLogits) else result
     grads = list(torch.autograd.grad(total.sum(), used, allow_unused=True)) if total.requires_grad else []
     return total, grads, call
 
@@ -142,31 +141,23 @@ def test_few_rows_at_a_time_find_the_same_words() -> None:
     """Also where logits are so many that they do not fit the budget at once."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(500, 8, generator=generator), torch.randn(3001, 8, generator=generator)
-    logits = PolicyLogits(hidden, weight, call=Call(CCEConfig(memory_budget=1 << 20), kind=PolicyLogits))
+    logits = lazy_logits(hidden, weight, call=TrainingCall(CCEConfig(memory_budget=1 << 20), labels=False))
     seen: list[int] = []
-    real = PolicyLogits._multiplied
+    real = Recipe.build
     try:
-        PolicyLogits._multiplied = lambda self: seen.append(self.numel()) or real(self)  # type: ignore
+        Recipe.build = lambda self: seen.append(self.shape.numel()) or real(self)  # type: ignore
         found = logits.argmax(-1)
     finally:
-        PolicyLogits._multiplied = real  # type: ignore
+        Recipe.build = real  # type: ignore
     assert torch.equal(found, (hidden @ weight.t()).argmax(-1))
     assert max(seen) * 4 <= 1 << 20 and sum(seen) == 500 * 3001
 
 
 def test_a_closed_call_tells_who_made_its_logits() -> None:
     """A trainer of another version that asks for something else gets it, and the warning of all who read logits."""
-    call = Call(kind=PolicyLogits)
-    logits = PolicyLogits(torch.randn(2, 3, D), torch.randn(V, D), call=call)
+    call = TrainingCall(labels=False)
+    logits = lazy_logits(torch.randn(2, 3, D), torch.randn(V, D), call=call)
     call.closed = True
     with pytest.warns(UserWarning, match="outputs.logits of a training call was used"):
         assert math.isfinite(float(logits.softmax(-1).sum()))
     assert call.stats.read == 1
-
-
-def test_writing_under_a_detached_view_is_refused() -> None:
-    logits = PolicyLogits(torch.randn(2, 3, D), torch.randn(V, D))
-    alias = logits.detach()
-    with pytest.raises(RuntimeError, match="while a view of them is alive"):
-        logits.mul_(2.0)
-    assert not alias.requires_grad

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_cce.api import causal_lm
-from hf_cce.head import find_head
+from hf_cce.deferred.lazy_tensor import LazyGrad, LazyTensor
+from hf_cce.head_checks import find_head
 from hf_cce.patches.causal_lm import patch_of
 
 VOCABULARY, HIDDEN, BATCH, LENGTH = 99, 32, 2, 24  # more tokens (48) than hidden sizes: [V, D] is smaller than logits
@@ -317,7 +318,8 @@ class _Spy(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
-            large = isinstance(value, Tensor) and value.numel() >= self.tokens * VOCABULARY
+            made_of_nothing = isinstance(value, (LazyTensor, LazyGrad))
+            large = isinstance(value, Tensor) and not made_of_nothing and value.numel() >= self.tokens * VOCABULARY
             if large and VOCABULARY in value.shape and tuple(value.shape) not in self.besides:
                 self.seen.append(f"{func} made {tuple(value.shape)}")
         return result

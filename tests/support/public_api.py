@@ -32,8 +32,8 @@ def current() -> Api:
     from typer.main import get_command
 
     import hf_cce
-    from hf_cce.calls import Stats
     from hf_cce.cli.app import app
+    from hf_cce.deferred.training_call import Stats
     from hf_cce.loss import LogProbs
 
     api: Api = {}

@@ -7,7 +7,6 @@ With more than OUT: on "cpu" or "cuda", a larger Llama, in "float32" or "bfloat1
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -38,8 +37,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_cce import apply_cce
-from hf_cce.deferred import DeferredLogits
-from hf_cce.head import _groups
+from hf_cce.deferred.logits import LazyLogits
 
 DEVICE = "cpu"  # or "cuda:<rank>"; main sets it
 ROWS = 4
@@ -91,10 +89,6 @@ def fsdp2_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
     """In a group of its own, which would free its weight right after its forward."""
     _layers(model)
     fully_shard(model.lm_head)
-    for group in _groups(
-        model.lm_head
-    ):  # another one than all ranks', as an integer reshard_after_forward makes of four
-        group.post_forward_mesh_info = copy.copy(group.post_forward_mesh_info)
     return patch(fully_shard(model))
 
 
@@ -330,7 +324,7 @@ def shared_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) 
     """As ``step`` where every rank has all rows, and no gradient is averaged; and the logits."""
     with torch.autocast(DEVICE.partition(":")[0], torch.bfloat16, enabled=mixed):
         output = model(**inputs, num_items_in_batch=torch.tensor(items))
-    logits = output.logits.materialize() if isinstance(output.logits, DeferredLogits) else output.logits
+    logits = output.logits.materialize() if isinstance(output.logits, LazyLogits) else output.logits
     output.loss.backward()
     found = {"loss": output.loss.detach()}
     for name, parameter in model.named_parameters():
@@ -357,10 +351,6 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
     for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **options))):
         model = engine(build().to(DEVICE), patch)
 
-        heads = [x for key, x in model.named_modules() if "lm_head" in key and hasattr(x, "_get_fsdp_state")]
-        groups = [group for head in heads for group in _groups(head)]
-        meshes = [group.post_forward_mesh_info for group in groups]
-
         def between(model: Any = model) -> None:
             if engine is fsdp2_forward_between:
                 with torch.no_grad():
@@ -381,8 +371,6 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
                     model.eval()(**inputs)
                 after[name] = {key: type(value).__name__ for key, value in model.named_parameters()}
         assert found.keys() == reference.keys()
-        same = all(group.post_forward_mesh_info is mesh for group, mesh in zip(groups, meshes, strict=True))
-        outcome["same meshes"] = outcome.get("same meshes", True) and same
         outcome[name] = {key: relative_error(value, reference[key]) for key, value in found.items()}
         whole_of = [torch.cat([x[key].double().flatten() for key in reference]) for x in (found, reference)]
         outcome[name]["everything"] = relative_error(*whole_of)

@@ -18,8 +18,8 @@ from numerics import assert_as_good, budget, relative_error
 from ways import KEEPS_ALL, force
 
 from hf_cce import CCECallback, CCEConfig, apply_cce
+from hf_cce.deferred.logits import LazyLogits
 from hf_cce.patches import trl as trl_patch
-from hf_cce.policy import PolicyLogits
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -220,7 +220,7 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
     function = trl.trainer.utils._ChunkedLogProbFunction
     original = getattr(function, "original", function)
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    call = trl_patch.Call()
+    call = trl_patch.TrainingCall()
 
     def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, offset)]
@@ -262,7 +262,7 @@ def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: boo
             asked.append(args)
             return ("TRL's",)
 
-    call = trl_patch.Call()
+    call = trl_patch.TrainingCall()
     found = trl_patch._answer(call, Original, hidden, *head.values(), targets, 1.0, 32)
     if trained or not whole:
         assert found == ("TRL's",) and asked[0][1] is head["weight"] and asked[0][2] is head["bias"]
@@ -357,7 +357,7 @@ def test_a_step_that_raises_is_over(
     monkeypatch.setattr(trainer.accelerator, "backward", raising)
     with pytest.raises(error, match="in a step"):
         run(trainer)
-    assert answered == [PolicyLogits] * 2 and model.training
+    assert len(answered) == 2 and all(issubclass(kind, LazyLogits) for kind in answered) and model.training
     assert type(model(input_ids=inputs).logits) is torch.Tensor
     counted = copy.copy(stats(model))
     monkeypatch.undo()
@@ -390,7 +390,7 @@ def test_a_preference_trainer_of_another_trl_is_left_alone(tmp_path: Path, monke
 
 def test_several_processes_are_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_cce.callback import _Run, _why
-    from hf_cce.calls import Stats
+    from hf_cce.deferred.training_call import Stats
 
     trainer = PREFERENCE["orpo"](tmp_path, apply_cce(tiny_llama()), [])
     for size, reason in ((2, "in several processes"), (1, "the model was never called with labels")):

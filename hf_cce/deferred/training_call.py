@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_cce.config import CCEConfig
 from hf_cce.filter_state import FilterState
+from hf_cce.sharded import local
 
 _LIBRARIES = {"accelerate", "deepspeed", "hf_cce", "peft", "torch", "transformers", "trl"}
 
@@ -39,39 +41,59 @@ class Stats:
 
 
 @dataclass
-class Call:
+class TrainingCall:
     """One training call: the options it runs with and what happened in it."""
 
     config: CCEConfig | None = None
     stats: Stats = field(default_factory=Stats)
     filter_state: FilterState | None = None
+    owner: Any = None  # the Patch of the model that was called
+    head: Any = None
+    labels: bool = True  # without them, what becomes of the logits is known after the call has returned
+    evaluation: bool = False  # without gradients, for the loss alone; nobody counts it
     fused: int = 0
     few_tokens: bool = False
     adapted: bool = False  # PEFT has wrapped the head
-    # Of the deferred logits of a call without labels; what becomes of them is known after it has returned
-    kind: Any = None
-    words: int | None = None  # of the vocabulary whose logits were deferred
+    vocab_size: int | None = None  # of the logits that were deferred
     reasons: list[str] = field(default_factory=list)
     full_logits: bool = False  # they were made, and counted, at least once
     traced: bool = False  # a graph that holds a fused cross entropy ran in it
     closed: bool = False  # it has returned
-    owner: Any = None  # the Patch of the model that was called
-    evaluation: bool = False  # without gradients, for the loss alone; nobody counts it
-    checkpoint: int | None = None  # in which the model is called
-    handles: list[Any] = field(default_factory=list)  # of hooks on the head, for the time of the call
-    kept_whole: list[Any] = field(default_factory=list)  # FSDP2 groups that keep their weights when the head has run
+    versions: Any = None  # of the head's parameters then
 
-    def unshard_before(self, result: Tensor) -> None:
-        """Have FSDP2 gather the head's weight for the gradient of ``result``: another forward may have freed it by then."""
-        if self.kept_whole and result.requires_grad:
-            result.register_hook(lambda _: [group.unshard() for group in self.kept_whole] and None)
+    @contextlib.contextmanager
+    def weight_at_hand(self, weight: Any) -> Iterator[None]:
+        """Have FSDP2 gather the head's ``weight`` where it has freed it right after the head's forward, for this block."""
+        part = weight if torch.compiler.is_compiling() else local(weight)
+        if torch.compiler.is_compiling() or part.numel() == 0 or part.untyped_storage().nbytes() > 0:
+            yield
+            return
+        groups = (
+            [] if self.head is None else [x for x in self.head.modules() if hasattr(x, "set_reshard_after_forward")]
+        )
+        if not groups or self.versions not in (None, versions_in(self.head)):
+            raise RuntimeError(
+                "these logits were deferred, and hidden states or LM head have changed since (optimizer.step()?); "
+                "read outputs.logits before the step, or keep outputs.logits.materialize()"
+            )
+        for group in groups:
+            group.unshard()
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.reshard()
+
+    def close(self) -> None:
+        self.closed = True
+        self.versions = None if self.head is None else versions_in(self.head)
 
     def note_fused(self) -> None:
         if torch.compiler.is_compiling():
             self.stats.traced = self.traced = True
         else:
             self.fused += 1
-            self.stats.fused += self.kind is None or self.fused == 1
+            self.stats.fused += self.labels or self.fused == 1
 
     def note_few_tokens(self) -> None:
         if not self.few_tokens:
@@ -105,6 +127,11 @@ class Call:
     def note_refused(self, why: str) -> None:
         if not torch.compiler.is_compiling():
             self.reasons.append(why)
+
+
+def versions_in(head: Any) -> list[int]:
+    """Of the parameters of a head, as an optimizer's step changes them."""
+    return [x._version for x in head.parameters() if not x.is_inference()]
 
 
 def outside() -> int:

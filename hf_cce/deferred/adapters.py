@@ -1,0 +1,171 @@
+"""What an LM head with adapters returns while its forward runs: a sum of products that have not been multiplied out.
+
+LoRA, DoRA, VeRA, LoKr, LoHa and IA3 add to the product of the head more products that end in the vocabulary, some multiplied by
+a vector with a number per word. All that is one linear head: Σ fᵢ ⊙ (xᵢ Wᵢᵀ) + b = [x₁, x₂ …] [f₁ ⊙ W₁, f₂ ⊙ W₂ …]ᵀ + b.
+``AdapterHead`` collects the terms; at the end of the head's forward ``deferred`` makes one head of them, whose gradient autograd
+takes apart again. Whatever else is asked of it gets the real logits.
+
+Shapes: xᵢ [..., Dᵢ], Wᵢ [V, Dᵢ], fᵢ [V] or a number, b [V] or None.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_cce.deferred.lazy_tensor import StandIn
+from hf_cce.deferred.logits import lazy_logits
+from hf_cce.deferred.operations import cast_targets, per_token_id
+from hf_cce.deferred.training_call import TrainingCall
+
+Factor = Tensor | float  # [V], or one for all words
+
+
+class Term(NamedTuple):
+    """factor ⊙ (hidden_states · weightᵀ)."""
+
+    hidden_states: Tensor  # [..., D]
+    weight: Tensor  # [V, D]
+    factor: Factor = 1.0
+
+
+class AdapterHead(StandIn):
+    """Stands for the sum of ``terms`` and ``bias``, of the dtype that torch would give it."""
+
+    def __init__(
+        self,
+        terms: tuple[Term, ...],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        call: TrainingCall,
+        cast: torch.dtype | None,
+    ) -> None:
+        self.terms = terms
+        self.bias = bias
+        self.dtype = dtype
+        self.call = call
+        self.cast = cast
+        self._finished: Any = None
+
+    @property
+    def shape(self) -> torch.Size:
+        first = self.terms[0]
+        return torch.Size((*first.hidden_states.shape[:-1], first.weight.shape[0]))
+
+    @property
+    def device(self) -> torch.device:
+        return self.terms[0].hidden_states.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.deferred().requires_grad
+
+    @property
+    def _written(self) -> bool:  # type: ignore[override]
+        """Somebody has written into the real logits (PEFT's aLoRA, through a view): the terms are stale."""
+        return self._finished is not None and self._finished._written
+
+    def deferred(self) -> Any:
+        """The lazy logits of one head that gives the sum."""
+        if self._finished is None:
+            self._finished = self._joined()
+        return self._finished
+
+    def _joined(self) -> Any:
+        first = self.terms[0]
+        inputs: list[Tensor] = []
+        weights: list[Tensor] = []
+        for term in self.terms:
+            x, weight = term.hidden_states.to(first.hidden_states.dtype), term.weight
+            if isinstance(term.factor, Tensor):
+                weight = weight * term.factor.unsqueeze(-1)
+            elif term.factor != 1.0:
+                x = x * term.factor
+            weight = weight.to(first.weight.dtype)
+            same = [i for i, each in enumerate(inputs) if each is x]
+            if same:  # LoHa and LoKr: a product of the same input with another weight
+                weights[same[0]] = weights[same[0]] + weight
+            else:
+                inputs.append(x)
+                weights.append(weight)
+        bias = None if self.bias is None else self.bias.to(first.weight.dtype)
+        one = len(inputs) == 1
+        made = lazy_logits(
+            inputs[0] if one else torch.cat(inputs, -1),
+            weights[0] if one else torch.cat(weights, 1),
+            bias,
+            call=self.call,
+            cast=self.cast,
+        )
+        return made if made.dtype == self.dtype else made.to(self.dtype)
+
+    def _of(self, terms: tuple[Term, ...], bias: Tensor | None, dtype: torch.dtype) -> AdapterHead:
+        return AdapterHead(terms, bias, dtype, self.call, self.cast)
+
+    def _real(self, why: str) -> Tensor:
+        return self.deferred()._real(why)
+
+
+def _to(x: AdapterHead, *args: Any, **kwargs: Any) -> Any:
+    targets = cast_targets(args, kwargs)
+    if targets is None or any(isinstance(each, torch.device) and each != x.device for each in targets):
+        return x.deferred().to(*args, **kwargs)
+    dtypes = [each for each in targets if isinstance(each, torch.dtype)]
+    return x._of(x.terms, x.bias, dtypes[-1] if dtypes else x.dtype)
+
+
+def _add(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
+    """Another sum for the same tokens, or a bias per vocabulary entry."""
+    alike = isinstance(other, AdapterHead) and x.shape == other.shape and x.cast == other.cast
+    if alike and not kwargs and not other._written:
+        terms = x.terms
+        for term in other.terms:
+            terms = _with(terms, term)
+        return x._of(terms, _plus(x.bias, other.bias), torch.promote_types(x.dtype, other.dtype))
+    bias = per_token_id(other, x)
+    if bias is None or kwargs:
+        return NotImplemented
+    return x._of(x.terms, _plus(x.bias, bias), torch.promote_types(x.dtype, bias.dtype))
+
+
+def _sub(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
+    """Without a bias per vocabulary entry, as DoRA takes the head's own away before it scales."""
+    taken = per_token_id(other, x)
+    if taken is None or kwargs:
+        return NotImplemented
+    bias = None if other is x.bias else _plus(x.bias, -taken)
+    return x._of(x.terms, bias, torch.promote_types(x.dtype, taken.dtype))
+
+
+def _mul(x: AdapterHead, other: Any) -> Any:
+    """By a number, or by one number per vocabulary entry."""
+    number = isinstance(other, (int, float)) and not isinstance(other, bool)
+    factor = float(other) if number else per_token_id(other, x)
+    if factor is None:
+        return NotImplemented
+    terms = tuple(term._replace(factor=term.factor * factor) for term in x.terms)
+    dtype = x.dtype if number else torch.promote_types(x.dtype, other.dtype)
+    return x._of(terms, None if x.bias is None else x.bias * factor, dtype)
+
+
+AdapterHead.ANSWERS = {
+    "to": _to, "float": lambda x: _to(x, torch.float32), "sub": _sub, "subtract": _sub, "__sub__": _sub,
+    **dict.fromkeys(("add", "__add__", "__radd__"), _add),
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _mul),
+}  # fmt: skip
+
+
+def _with(terms: tuple[Term, ...], new: Term) -> tuple[Term, ...]:
+    """``terms`` and one more; one that differs from another only in its factor joins it, as the head's own does in DoRA."""
+    for i, term in enumerate(terms):
+        if term.hidden_states is new.hidden_states and term.weight is new.weight:
+            return (*terms[:i], term._replace(factor=term.factor + new.factor), *terms[i + 1 :])
+    return (*terms, new)
+
+
+def _plus(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second

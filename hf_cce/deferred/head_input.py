@@ -1,0 +1,168 @@
+"""The input of an LM head that is to put off its multiplication; the head's own forward runs on it.
+
+And what a head answers whose vocabulary is spread over processes, until somebody asks for all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_cce.deferred.adapters import AdapterHead, Term
+from hf_cce.deferred.lazy_tensor import LazyTensor, StandIn, plain
+from hf_cce.deferred.logits import lazy_logits
+from hf_cce.deferred.training_call import TrainingCall
+from hf_cce.head_checks import why_not_read
+from hf_cce.loss import few_tokens
+from hf_cce.sharded import is_dtensor, why_not_share
+
+
+def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: TrainingCall) -> Any:
+    """The head's multiplication: put off where that pays and the weight will still be there for the loss; else done.
+
+    Where PEFT has wrapped the head (``call.adapted``) it gives an ``AdapterHead``. LoRA adds two more products, x Aᵀ and B on
+    that: the first, which is no product with a whole vocabulary, is done and goes on as the input of the second.
+    """
+    device = hidden_states.device.type
+    if call.vocab_size is not None and weight.shape[0] != call.vocab_size:
+        return head_input(F.linear(hidden_states, weight, bias), call)
+    cast = reason = None
+    if device == "meta":  # nor does anybody know of autocast there
+        reason = "the model is on the meta device, where tensors have no data"
+    elif not torch.is_grad_enabled() and not call.evaluation:
+        reason = "the head's forward runs without gradients, as in a checkpoint with use_reentrant=True"
+    else:
+        if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:  # which autocast leaves alone
+            cast = torch.get_autocast_dtype(device)
+        reason = _why_not(hidden_states, weight, bias, cast)
+    if reason is not None:
+        call.note_refused(reason)
+        call.note_full_logits()
+        return F.linear(hidden_states, weight, bias)
+    begun = call.adapted and call.vocab_size is not None  # the terms of one head go one way
+    if not begun and few_tokens(hidden_states, weight, call.config):
+        call.note_few_tokens()
+        return F.linear(hidden_states, weight, bias)
+    call.vocab_size = weight.shape[0]
+    if is_dtensor(hidden_states):
+        return ShardedLogits(hidden_states, weight, bias, call, cast)
+    if call.adapted:
+        return AdapterHead((Term(hidden_states, weight),), bias, weight.dtype if cast is None else cast, call, cast)
+    return lazy_logits(hidden_states, weight, bias, call=call, cast=cast)
+
+
+def _why_not(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: torch.dtype | None) -> str | None:
+    shared = is_dtensor(hidden_states)
+    reason = why_not_share(hidden_states, weight, bias) if shared else why_not_read(weight, bias)
+    if shared and torch.compiler.is_compiling():
+        return "a compiled graph does not defer a head whose vocabulary is spread over processes"
+    fits = cast is not None or hidden_states.dtype == weight.dtype
+    if reason is None and (hidden_states.device != weight.device or not fits):
+        return "hidden states and head differ in dtype or device"  # torch's own error is the right one
+    return reason
+
+
+class HeadInput(LazyTensor):
+    """Hidden states [..., D] on their way through a head that is more than a Linear; ``F.linear`` on them is ``linear``.
+
+    Every operation that is not in the table gets the hidden states themselves.
+    """
+
+    hidden_states: Tensor
+    call: TrainingCall
+
+    def _real(self, why: str) -> Tensor:
+        return self.hidden_states
+
+
+def head_input(hidden_states: Tensor, call: TrainingCall) -> Any:
+    """The ``HeadInput`` of hidden states [..., D]; in eager code they themselves, under another class."""
+    in_graph = torch.compiler.is_compiling() or is_dtensor(hidden_states)
+    made: Any = _PlainInput() if in_graph else hidden_states.as_subclass(_TensorInput)
+    made.hidden_states, made.call = hidden_states, call
+    return made
+
+
+def _mul(x: Any, other: Any) -> Any:
+    """By a number per hidden dimension (VeRA, IA3), within a head that PEFT has wrapped."""
+    made = x.hidden_states * plain(other)
+    return head_input(made, x.call) if x.call.adapted and made.shape == x.hidden_states.shape else made
+
+
+HeadInput.ANSWERS = {
+    "linear": lambda x, weight, bias=None: linear(x.hidden_states, weight, bias, x.call),
+    "to": lambda x, *args, **kwargs: head_input(x.hidden_states.to(*args, **kwargs), x.call),
+    "dropout": lambda x, *args, **kwargs: head_input(F.dropout(x.hidden_states, *args, **kwargs), x.call),
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _mul),
+}
+
+
+class _TensorInput(HeadInput, Tensor):
+    __torch_function__ = LazyTensor.__torch_function__
+
+
+class _PlainInput(HeadInput, StandIn):
+    @property
+    def shape(self) -> torch.Size:
+        return self.hidden_states.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden_states.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden_states.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.hidden_states.requires_grad
+
+
+class ShardedLogits(StandIn):
+    """Stands for the DTensor [..., V], split over V, that ``F.linear`` of a spread vocabulary gives.
+
+    Asked for the logits of the whole vocabulary, as the loss of every process needs them, it answers with lazy ones.
+    """
+
+    def __init__(
+        self, hidden_states: Any, weight: Any, bias: Any, call: TrainingCall, cast: torch.dtype | None
+    ) -> None:
+        self.hidden_states = hidden_states  # a DTensor, as weight and bias
+        self.weight = weight
+        self.bias = bias
+        self.call = call
+        self.cast = cast
+        self.shape = torch.Size((*hidden_states.shape[:-1], weight.shape[0]))
+        self.dtype = weight.dtype if cast is None else cast
+        self.device = hidden_states.device
+        self.requires_grad = any(x is not None and x.requires_grad for x in (hidden_states, weight, bias))
+        self.device_mesh = weight.device_mesh
+
+    @property
+    def placements(self) -> Any:
+        from torch.distributed.tensor import Shard
+
+        return (Shard(self.ndim - 1),)
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
+        """To every process: lazy logits. To any other placement: of the real ones."""
+        whole = placements is not None and all(each.is_replicate() for each in placements)
+        if not whole or device_mesh not in (None, self.device_mesh) or kwargs.get("forward_dtype") is not None:
+            return self._real("redistribute").redistribute(device_mesh, placements, **kwargs)  # type: ignore[attr-defined]
+        return self.full_tensor()
+
+    def full_tensor(self, **kwargs: Any) -> Any:
+        if kwargs.get("grad_placements") is not None:
+            return self._real("full_tensor").full_tensor(**kwargs)  # type: ignore[attr-defined]
+        return lazy_logits(self.hidden_states.to_local(), self.weight, self.bias, call=self.call, cast=self.cast)
+
+    def to_local(self, **kwargs: Any) -> Tensor:
+        return self._real("to_local").to_local(**kwargs)  # type: ignore[attr-defined]
+
+    def _real(self, why: str) -> Tensor:
+        self.call.note_materialised(why)
+        return F.linear(self.hidden_states, self.weight, self.bias)

@@ -1,0 +1,127 @@
+"""What can be recorded of an operation on logits [..., V], and what the record means for the loss."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Done to logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device), ("forbid", (token ids, number))
+Op = tuple[str, Any]
+
+
+def apply_ops(ops: tuple[Op, ...], logits: Tensor) -> Tensor:
+    """The real ``logits`` after all ``ops``."""
+    for name, value in ops:
+        if name == "forbid":
+            logits[..., value[0].to(logits.device)] = value[1]
+        else:
+            logits = logits.tanh() if name == "tanh" else getattr(logits, name)(value)
+    return logits
+
+
+def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
+    """(logit_scale, softcap) with which the loss gives what was recorded; None where there is no such pair.
+
+    Any run of scales, then at most one tanh, then any run of scales is ``c · tanh(s · z)``, which is a scale of
+    ``s · c`` with a softcap of ``c``. Casts and device moves do not matter: the loss is computed in float32.
+    """
+    scale, cap = 1.0, None
+    for name, value in ops:
+        if name == "tanh":
+            if cap is not None:
+                return None
+            cap = 1.0
+        elif name in ("mul", "div"):
+            if value == 0:
+                return None
+            factor = value if name == "mul" else 1.0 / value
+            if cap is None:
+                scale *= factor
+            else:
+                cap *= factor
+    if cap is not None:
+        scale *= cap
+    usable = scale > 0 and math.isfinite(scale) and (cap is None or (cap > 0 and math.isfinite(cap)))
+    return (scale, cap) if usable else None
+
+
+def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:
+    """The ``key`` of a [..., V] tensor of ``ndim`` dimensions as a key of a [..., D] tensor and a slice of V.
+
+    Returns:
+        (key, None) where the last dimension is left alone, (key, slice) where it is sliced, and None where it is
+        indexed in any other way or the key is no plain one (lists, arrays, booleans, strides, too many indices).
+    """
+    keys = key if isinstance(key, tuple) else (key,)
+    used = 0  # dimensions that the key consumes
+    for each in keys:
+        if isinstance(each, Tensor):
+            used += each.dim() if each.dtype in (torch.bool, torch.uint8) else 1
+        elif isinstance(each, slice) or (isinstance(each, int) and not isinstance(each, bool)):
+            used += 1
+        elif each is not None and each is not Ellipsis:
+            return None
+    dots = len([each for each in keys if each is Ellipsis])
+    if used > ndim or dots > 1:
+        return None
+    if not keys or keys[-1] is Ellipsis or (dots == 0 and used < ndim):
+        return keys, None
+    last = keys[-1]
+    if not isinstance(last, slice) or last.step not in (None, 1):
+        return None
+    whole = last.start is None and last.stop is None
+    return (*keys[:-1], slice(None)), None if whole else last
+
+
+def forbidden_ids(key: Any, value: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    """The token ids [W] to which ``logits[key] = value`` gives probability zero at every position; None where it does not.
+
+    ``logits`` are [..., V] of ``shape`` and ``dtype``; ``value`` is then the smallest number of the dtype, or less.
+    """
+    keys = key if isinstance(key, tuple) else (key,)
+    tokens, ids = keys[:-1], keys[-1]
+    everywhere = len(keys) == len(shape) and all(isinstance(each, slice) and each == slice(None) for each in tokens)
+    if not everywhere and not (len(tokens) == 1 and tokens[0] is Ellipsis):
+        return None
+    smallest = isinstance(value, (int, float)) and value <= torch.finfo(dtype).min
+    if not smallest or not isinstance(ids, (list, slice, Tensor)):
+        return None
+    chosen = torch.arange(shape[-1])[ids.cpu() if isinstance(ids, Tensor) else ids]
+    return chosen if chosen.dim() == 1 else None
+
+
+def cast_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.dtype | torch.device] | None:
+    """The floating dtypes and devices that ``Tensor.to`` is asked for; None where it is asked for something else besides."""
+    rest = {name: value for name, value in kwargs.items() if name != "non_blocking"}
+    targets = [rest.pop(name, None) for name in ("dtype", "device")]
+    for arg in args[:2]:
+        if hasattr(arg, "dtype"):
+            targets = [arg.dtype, arg.device]
+        elif not isinstance(arg, bool):
+            targets.append(arg)
+    targets = [target for target in targets if target is not None]
+    if rest or len(args) > 2 or not all(_floating_or_device(target) for target in targets):
+        return None
+    return [target if isinstance(target, torch.dtype) else _full_device(target) for target in targets]
+
+
+def _floating_or_device(target: Any) -> bool:
+    return target.is_floating_point if isinstance(target, torch.dtype) else isinstance(target, (torch.device, str, int))
+
+
+def _full_device(target: torch.device | str | int) -> torch.device:
+    """A device with its index, as tensors have it: ``"cuda"`` is the current GPU."""
+    device = torch.device(target)
+    return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
+
+
+def per_token_id(value: Any, like: Any) -> Tensor | None:
+    """``value`` as [V] where it is a floating tensor with one number per vocabulary entry of ``like`` [..., V]; or None."""
+    vocab_size = like.shape[-1]
+    fits = isinstance(value, Tensor) and value.dim() in range(1, like.ndim + 1) and value.shape[-1] == vocab_size
+    if not fits or value.numel() != vocab_size or not value.is_floating_point() or value.device != like.device:
+        return None
+    return value.reshape(-1)

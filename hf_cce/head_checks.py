@@ -1,0 +1,113 @@
+"""Why an LM head cannot put its multiplication off: every reason, in words that the user reads.
+
+A head defers only when its weight [V, D] can be read, whole, when the loss asks for it, some lines after the head's forward has
+returned. Each function below returns the reason why not, or None.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as _module
+
+# Modules of these packages pass their input to the Linear inside and add their own term in plain torch operations
+# (PEFT's LoRA layers and modules_to_save wrapper; containers and dropout of torch.nn): a lazy input is safe there.
+_TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear")
+# DeepSpeed ZeRO-3 puts a function that takes tensors only in its place, for every module of the process and for good.
+LINEAR = torch._C._nn.linear
+_HOOKED = "(register_full_backward_hook) asks for the gradient of the logits, which a compiled graph never makes"
+
+
+def output_embeddings(model: nn.Module) -> object:
+    """``model.get_output_embeddings()``, or that of the one language model inside that has any (BLIP, Nemotron Omni)."""
+    own = model.get_output_embeddings()  # type: ignore[operator]
+    if own is not None:
+        return own
+    getters: list[Any] = [getattr(child, "get_output_embeddings", None) for child in model.children()]
+    heads = [head for get in getters if callable(get) and (head := get()) is not None]
+    return heads[0] if len(heads) == 1 else None
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """The LM head: resolved at every call, so that resizing, quantising and adapters are seen."""
+    head = output_embeddings(model)
+    return head if isinstance(head, nn.Module) else None
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Whether ``head`` does what ``torch.nn.Linear`` does, and nobody has wrapped it."""
+    return type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
+
+
+def why_not_defer(head: nn.Module) -> str | None:
+    """Why the multiplication of ``head`` cannot be put off, judged by its structure."""
+    compiling = torch.compiler.is_compiling()
+    if transformed():
+        return "torch.func (grad, vmap, jvp) or forward-mode AD is at work, for which the fused loss has no rule"
+    if compiling and (_module._global_backward_hooks or _module._global_backward_pre_hooks):
+        return f"a backward hook on all modules {_HOOKED}"
+    if F.linear is not LINEAR and not is_plain(head):
+        return "torch.nn.functional.linear was replaced, as DeepSpeed ZeRO-3 does, and the head is no plain torch.nn.Linear"
+    for module in head.modules():
+        sharded = hasattr(module, "set_reshard_after_forward")
+        kind: Any = type(module).__bases__[-1] if sharded else type(module)  # FSDP2 makes a class of its own
+        if compiling and (module._backward_hooks or module._backward_pre_hooks):
+            return f"a backward hook on the head {_HOOKED}"
+        if compiling and sharded:
+            return "FSDP2 may reshard the head's weight right after its forward, which a compiled graph cannot see"
+        if kind.__name__ == "FullyShardedDataParallel":
+            return "the head is an FSDP1 unit of its own, which frees its weight after its forward; leave it to the root unit"
+        if kind.forward is not nn.Linear.forward and not kind.__module__.startswith(_TRANSPARENT):
+            return f"the head holds a {kind.__module__}.{kind.__qualname__}, which is no plain torch.nn.Linear"
+        if compiling and any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
+            return "DeepSpeed ZeRO-3 partitions the head's weight, and a compiled graph does not defer it"
+    return None
+
+
+def transformed(*tensors: Tensor | None) -> bool:
+    """Whether a transform of ``torch.func`` is at work, or forward-mode AD (on these ``tensors``, where any are given).
+
+    In a graph that is compiled nobody can tell.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return not tensors or any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def gathered(parameter: Any) -> bool:
+    """Whether a parameter has all its values at present; DeepSpeed ZeRO-3 gathers them for a module's own forward."""
+    return not hasattr(parameter, "ds_id") or bool(parameter.shape == getattr(parameter, "ds_shape", None))
+
+
+def why_not_read(weight: object, bias: object = None) -> str | None:
+    """Why this weight [V, D] (with bias [V] or None) cannot be read later, judged at the head's forward."""
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is None and name == "bias":
+            continue
+        if type(value) is not Tensor and type(value) is not nn.Parameter:
+            return f"the head's {name} is a {type(value).__name__} (tensor parallel, sharded or quantised)"
+        if not value.is_floating_point():
+            return f"the head's {name} is quantised to {value.dtype}"
+        if not gathered(value):
+            return f"DeepSpeed ZeRO-3 has not gathered the head's {name} for its forward"
+    assert isinstance(weight, Tensor)
+    if weight.dim() != 2 or weight.numel() == 0:
+        return f"the head's weight has shape {tuple(weight.shape)}, not [vocabulary, hidden]"
+    return None
+
+
+def adapter_in(head: nn.Module) -> str | None:
+    """What PEFT adds to the output of ``head`` at present ("lora", "ia3" …); None where it adds nothing."""
+    for module in head.modules():
+        room, _, name = type(module).__module__.partition(".tuners.")
+        if room == "peft" and not getattr(module, "merged", False) and not getattr(module, "disable_adapters", False):
+            return name.split(".")[0]
+    return None
