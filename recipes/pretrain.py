@@ -97,10 +97,10 @@ def main(arguments: list[str] | None = None) -> Trainer:
     parser = HfArgumentParser(kinds)
     parser.set_defaults(max_steps=1000, **machine_defaults())
     args, training = parser.parse_args_into_dataclasses(arguments)
+    documents = read_stream(args, args.train_split).shuffle(seed=training.seed, buffer_size=args.shuffle_buffer)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     if tokenizer.eos_token_id is None:
         raise SystemExit(f"--model_name_or_path {args.model_name_or_path}: its tokenizer has no end-of-text token")
-    documents = read_stream(args, args.train_split).shuffle(seed=training.seed, buffer_size=args.shuffle_buffer)
     evaluates = training.eval_strategy != "no"
 
     torch.manual_seed(training.seed)
