@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hf_cce import early
-from hf_cce.calls import Stats
 from hf_cce.config import CCEConfig
 from hf_cce.families import class_names, families
 from hf_cce.patches.causal_lm import patch, patch_of, unpatch
@@ -23,6 +22,7 @@ from hf_cce.patches.refused import why_refuse, why_refuse_class
 
 Target = TypeVar("Target")
 DISABLE = "HF_CCE_DISABLE"
+_NOTHING = dict.fromkeys(("calls", "fused", "few_tokens", "materialised", "missed"), 0.0)  # of model.cce_stats()
 logger = logging.getLogger(__name__)
 
 
@@ -50,7 +50,7 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
     _check_version()
     if disabled():
         if not isinstance(model, (str, type)):
-            causal_lm(model).cce_stats = functools.partial(dict, dict.fromkeys(vars(Stats()), 0.0))  # type: ignore[assignment]
+            causal_lm(model).cce_stats = functools.partial(dict, _NOTHING)  # type: ignore[assignment]
         return model
     if isinstance(model, (str, type)):
         cls = _class_of(model)

@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "head_input": {"terms", "deferred", "loss", "head", "sharded", "symbolic", "calls"},
     "patches": {"head_input", "policy", "terms", "deferred", "calls", "loss", "head", "sharded", "state", "config"},
     "families": {"patches"},
-    "api": {"families", "patches", "deferred", "calls", "config", "early"},
+    "api": {"families", "patches", "deferred", "config", "early"},
     "callback": {"api", "patches", "calls", "config"},
     "__init__": {"api", "callback", "patches", "loss", "state", "config"},
     "bench": {"__init__"},
