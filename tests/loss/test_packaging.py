@@ -75,7 +75,7 @@ def test_sdist_holds_all_that_git_does(sdist: Path) -> None:
     wanted = {name for name in tracked() if not name.startswith(".") and name != "patches"}  # the link
     assert wanted - found == set()
     assert found - wanted - made == set()
-    assert {"docs/guides.md", "notebooks/quickstart.ipynb", "recipes/train.py", "tests/support/numerics.py"} <= found
+    assert {"docs/guides.md", "notebooks/quickstart.ipynb", "recipes/sft.py", "tests/support/numerics.py"} <= found
     assert sdist.stat().st_size < 3 << 20
 
 
