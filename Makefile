@@ -71,7 +71,7 @@ test-newest: $(VENV)/.dev  ## TRL's trainers and the callback with the newest TR
 	PYTHONPATH=$(abspath $(VENV))/newest HF_CCE_NEWEST=1 $(BIN)/python -m pytest -n $(JOBS) tests/trainers/test_trl.py tests/trainers/test_trl_sft_data.py tests/trainers/test_callback.py tests/modeling/test_patching.py $(PYTEST_ARGS)
 
 # Each project pins its own PEFT, TRL and Transformers; an environment takes about 4 GB. LLaMA-Factory imports torchaudio: without a GPU
-# take TORCH="torch torchvision torchaudio --index-url https://download.pytorch.org/whl/cpu", or its run is skipped.
+# take TORCH="torch==2.11.* torchvision torchaudio --index-url https://download.pytorch.org/whl/cpu", or its run is skipped.
 test-places:  ## train with the released Axolotl, ms-swift and LLaMA-Factory, with hf_cce and without
 	set -e; for place in $(PLACES); do \
 		home=$(VENV)/places/$$place; \

@@ -113,11 +113,59 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+def make_image_text_model(folder: Path) -> None:
+    """A tiny Llava with tiny.py's tokenizer, and grey pictures with a question about their shade."""
+    from datasets import Dataset
+    from PIL import Image
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tiny = load("tiny")
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    content = (
+        "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+        "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
+    )
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template="{% for message in messages %}<|{{ message.role }}|>" + content + "<|end|>{% endfor %}",
+    )
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+        ),
+        text_config=tiny.make_model(len(tokenizer)).config,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+        image_seq_length=4,
+    )  # fmt: skip
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    rows = [
+        {
+            "images": [Image.new("RGB", (28, 28), (shade * 8,) * 3)],
+            "messages": [{"role": "user", "content": "Shade?"}, {"role": "assistant", "content": str(shade)}],
+        }
+        for shade in range(8)
+    ]
+    Dataset.from_list(rows).to_parquet(folder / "pictures.parquet")
+
+
+@pytest.mark.parametrize("run", [*RUNS, "image_text"])
 def test_the_same_losses_with_and_without(run: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = logged(train(*RUNS[run]), "loss")
+    pictures = ["--model_name_or_path", "llava", "--dataset_name", "llava/pictures.parquet", "--output_dir", "out"]
+    if run == "image_text":
+        pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+        make_image_text_model(here / "llava")
+    command = RUNS.get(run, ["sft", *pictures, *SHORT, "--max_length", "none"])
+    ours = logged(train(*command), "loss")
     monkeypatch.setenv("HF_CCE_DISABLE", "1")
-    plain = train(*RUNS[run])
+    plain = train(*command)
     theirs = logged(plain, "loss")
     assert len(ours) == len(theirs) == 3 and not logged(plain, "cce_fused")
     a, b = torch.tensor(ours), torch.tensor(theirs)
