@@ -4,12 +4,14 @@
 #   VENV    where it goes
 #   TORCH   what pip is asked for; on a machine without a GPU name a CPU build to spare yourself the CUDA packages
 #   TRL     what test-newest asks pip for
+#   PLACES  what test-places asks pip for, one environment each
 #   JOBS    test processes; each one loads torch (about 1 GB)
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch
 TRL ?= trl
+PLACES ?= axolotl==0.19.0 ms-swift==4.6.0 llamafactory==0.9.5
 JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?= --json demo.json --plot demo.png
@@ -21,7 +23,7 @@ BIN := $(VENV)/bin
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-oldest test-newest test-hopper test-gpu style quality types examples notebooks docs build clean
+.PHONY: help install demo test test-fast test-oldest test-newest test-places test-hopper test-gpu style quality types examples notebooks docs build clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -67,6 +69,20 @@ test-newest: $(VENV)/.dev  ## TRL's trainers and the callback with the newest TR
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/newest $(TRL)
 	PYTHONPATH=$(abspath $(VENV))/newest $(BIN)/python -c "import transformers, trl; print('transformers', transformers.__version__, 'trl', trl.__version__)"
 	PYTHONPATH=$(abspath $(VENV))/newest HF_CCE_NEWEST=1 $(BIN)/python -m pytest -n $(JOBS) tests/trainers/test_trl.py tests/trainers/test_trl_sft_data.py tests/trainers/test_callback.py tests/modeling/test_patching.py $(PYTEST_ARGS)
+
+# Each project pins its own PEFT, TRL and Transformers; an environment takes about 4 GB. LLaMA-Factory imports torchaudio: without a GPU
+# take TORCH="torch==2.11.* torchvision torchaudio --index-url https://download.pytorch.org/whl/cpu", or its run is skipped.
+test-places:  ## train with the released Axolotl, ms-swift and LLaMA-Factory, with hf_cce and without
+	set -e; for place in $(PLACES); do \
+		home=$(VENV)/places/$$place; \
+		if [ ! -e $$home/.done ]; then \
+			$(PYTHON) -m venv $$home; \
+			$$home/bin/python -m pip install --quiet $(TORCH); \
+			$$home/bin/python -m pip install --quiet $$place . pytest pytest-timeout; \
+			touch $$home/.done; \
+		fi; \
+		$$home/bin/python -m pytest tests/trainers/test_integrations.py -k "axolotl or swift or llama_factory" $(PYTEST_ARGS); \
+	done
 
 test-hopper: $(VENV)/.dev  ## that the tiles for Hopper's GPUs compile as they should with the Triton that runs them; needs no GPU
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/hopper "triton==3.6.*"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import logging
+import os
 import sys
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -13,9 +16,13 @@ from hf_cce.config import CCEConfig
 from hf_cce.families import class_names, families
 from hf_cce.patches.causal_lm import patch, patch_of, unpatch
 from hf_cce.patches.classes import patch_class, unpatch_class
+from hf_cce.patches.others import why_other
 from hf_cce.patches.refused import why_refuse, why_refuse_class
 
 Target = TypeVar("Target")
+DISABLE = "HF_CCE_DISABLE"
+_NOTHING = dict.fromkeys(("calls", "fused", "few_tokens", "materialised", "missed"), 0.0)  # of model.cce_stats()
+logger = logging.getLogger(__name__)
 
 
 def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) -> Target:
@@ -30,6 +37,7 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
 
     Returns:
         ``model``, the same object. It gains a method, ``model.cce_stats()``, which says for your logs what happened.
+        With ``HF_CCE_DISABLE=1`` in the environment nothing is patched, and its counters stay at 0.
 
     Raises:
         TypeError: an option does not exist, or ``config`` is no ``CCEConfig``.
@@ -39,13 +47,17 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
     """
     config = CCEConfig.of(config, **options)
     _check_version()
+    if disabled():
+        if not isinstance(model, (str, type)):
+            causal_lm(model).cce_stats = functools.partial(dict, _NOTHING)  # type: ignore[assignment]
+        return model
     if isinstance(model, (str, type)):
         cls = _class_of(model)
-        _refuse(cls, why_refuse_class(cls))
+        _refuse(cls, why_refuse_class(cls) or why_other(cls))
         patch_class(cls, config)
     else:
         base = causal_lm(model)
-        _refuse(type(base), why_refuse(base))
+        _refuse(type(base), why_refuse(base) or why_other(base))
         _forget_graphs(base, patched=True)
         patch(base, config)
     return model
@@ -66,6 +78,19 @@ def remove_cce(model: Target) -> Target:
     _forget_graphs(base, patched=False)
     unpatch(base)
     return model
+
+
+def disabled() -> bool:
+    """True where ``HF_CCE_DISABLE`` in the environment switches every patch off; the log says so once."""
+    if os.environ.get(DISABLE, "") in ("", "0"):
+        return False
+    _log_disabled()
+    return True
+
+
+@functools.cache
+def _log_disabled() -> None:
+    logger.warning("hf_cce is switched off by %s=%s: no model is patched", DISABLE, os.environ[DISABLE])
 
 
 def supported_models() -> list[str]:

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from hf_cce.api import apply_cce, causal_lm
+from hf_cce.api import apply_cce, causal_lm, disabled
 from hf_cce.config import CCEConfig
 from hf_cce.deferred.training_call import Stats, outside
 from hf_cce.patches import evaluation, preference
@@ -100,11 +100,15 @@ class CCECallback(TrainerCallback):
         self._policy = False  # the trainer is one of those that patches.preference knows
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if disabled():
+            return
         if (model := kwargs.get("model")) is not None:  # None with model_init
             self._apply(model)
         evaluation.enter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if disabled():
+            return
         patch = self._apply(kwargs["model"])
         self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
         self._run.begin_step(patch)

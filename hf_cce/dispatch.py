@@ -32,7 +32,7 @@ from hf_cce.strategies import (
 
 CAPABILITY = (8, 0)  # compute capability from which the kernels run
 
-# Thresholds, by measurement on an H200 (hf_cce/bench/results).
+# Thresholds, by measurement on an H200.
 # Tokens times hidden size times vocabulary from which the filter pays, and the tokens that fill a GPU with blocks:
 FILTER_FROM = 1.5e11
 FILTER_TOKENS = 2048

@@ -10,9 +10,7 @@ is compared is how the policy's log-probabilities are made, not what is learnt. 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import shlex
 import sys
 import time
@@ -23,8 +21,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -66,11 +62,17 @@ class Step:
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(args.seed)
+        heads = args.hidden // 64
         config = LlamaConfig(
-            vocab_size=args.vocabulary, hidden_size=args.hidden, intermediate_size=args.hidden * 8 // 3,
-            num_hidden_layers=args.layers, num_attention_heads=args.hidden // 64, tie_word_embeddings=True,
-        )  # fmt: skip
-        policy: Any = LlamaForCausalLM(config)
+            vocab_size=args.vocabulary,
+            hidden_size=args.hidden,
+            intermediate_size=args.hidden * 8 // 3,
+            num_hidden_layers=args.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            tie_word_embeddings=True,
+        )
+        policy: Any = LlamaForCausalLM(config)  # Any: transformers decorates .to() with a type of its own
         self.policy = policy.to(device, getattr(torch, args.dtype)).train()
         rows, length = args.groups * args.completions, args.prompt + args.tokens
         g = torch.Generator().manual_seed(args.seed)
@@ -101,22 +103,20 @@ class Step:
         return torch.cat([p.grad.flatten() for p in self.policy.parameters() if p.grad is not None])
 
 
-def measure(step: Step, way: LogProbs, repeats: int, device: torch.device) -> tuple[dict[str, Any], list[Tensor]]:
-    """Time and loss of a step, on a GPU its memory; its log p, entropy and gradients, moved to the CPU."""
-    gpu = device.type == "cuda"
-    wait = torch.cuda.synchronize if gpu else lambda: None
+def measure(step: Step, way: LogProbs, repeats: int) -> tuple[dict[str, Any], list[Tensor]]:
+    """Time, memory (on a GPU) and loss of a step; its log p, entropy and gradients, moved to the CPU."""
     step.run(way)  # warms up
     step.policy.zero_grad(set_to_none=True)
-    before = 0
+    gpu = step.ids.is_cuda
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated() if gpu else 0
     times = []
     for _ in range(repeats):
-        wait()
         start = time.perf_counter()
         loss, log_probs, entropy = step.run(way)
-        wait()
+        if gpu:
+            torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
     peak = torch.cuda.max_memory_allocated() - before if gpu else None
     row = {"ms": sorted(times)[len(times) // 2], "step_bytes": peak, "loss": loss.item()}
@@ -124,35 +124,29 @@ def measure(step: Step, way: LogProbs, repeats: int, device: torch.device) -> tu
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    device = torch.device(args.device)
-    step = Step(args, device)
-    ways = {"linear_log_probs": fused, "full logits": full_logits}
+    step = Step(args, torch.device(args.device))
     rows, values = {}, {}
-    for name, way in ways.items():
-        rows[name], values[name] = measure(step, way, args.repeats, device)
+    for name, way in {"linear_log_probs": fused, "full logits": full_logits}.items():
+        rows[name], values[name] = measure(step, way, args.repeats)
     ours, theirs = values.values()
     largest = [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
     return {
-        "date": datetime.date.today().isoformat(),
         "command": shlex.join(["recipes/log_probs.py", *sys.argv[1:]]),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()})",
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "device": torch.cuda.get_device_name() if step.ids.is_cuda else args.device,
+        "versions": {name: version(name) for name in ("torch", "transformers", "hf-cce")}
+        | {"triton": version("triton") if step.ids.is_cuda else None},
         "rows": rows,
         "largest_difference": {"log_probs": largest[0], "entropy": largest[1]},
-        "relative_difference_of_gradients": float((ours[2] - theirs[2]).norm() / theirs[2].norm()),
+        "relative_difference_of_gradients": float((ours[2] - theirs[2]).double().norm() / theirs[2].double().norm()),
     }
 
 
-def show(report: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"A GRPO-like step on {report['device']}", title_justify="left")
-    for column in ("log-probabilities by", "ms a step", "memory of a step", "loss"):
-        table.add_column(column, justify="left" if column.startswith("log") else "right")
+def show(report: dict[str, Any]) -> None:
     for name, row in report["rows"].items():
-        step = "not counted here" if row["step_bytes"] is None else f"{row['step_bytes'] / 2**20:,.1f} MiB"
-        table.add_row(name, f"{row['ms']:,.1f}", step, f"{row['loss']:.7f}")
-    console.print(table)
-    console.print(
+        memory = "" if row["step_bytes"] is None else f", {row['step_bytes'] / 2**20:,.1f} MiB"
+        print(f"{name:16} {row['ms']:10,.1f} ms a step{memory}, loss {row['loss']:.7f}")
+    print(
         f"Largest difference: log p {report['largest_difference']['log_probs']:.1e}, "
         f"entropy {report['largest_difference']['entropy']:.1e} nats; "
         f"gradients of the policy {report['relative_difference_of_gradients']:.1e} of their norm."
@@ -189,11 +183,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     report = run(args)
-    console = Console(highlight=False, soft_wrap=True)
-    show(report, console)
+    show(report)
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-        console.print(f"Numbers: {args.json}", markup=False)
     return 0
 
 

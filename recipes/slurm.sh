@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Several machines under SLURM: one launcher on each, which starts a process for each of its GPUs.
 #
-#   sbatch recipes/slurm.sh --task pretrain --model HuggingFaceTB/SmolLM2-135M --dataset owner/name --steps 1000 --output out
-#   CONFIG=recipes/accelerate/ddp.yaml sbatch --nodes 4 recipes/slurm.sh --task finetune …
+#   sbatch recipes/slurm.sh recipes/pretrain.py --model_name_or_path HuggingFaceTB/SmolLM2-135M --dataset_name … --output_dir out
+#   CONFIG=recipes/accelerate/ddp.yaml sbatch --nodes 4 recipes/slurm.sh recipes/sft.py …
 #
-# Start it in the repository's root, with the virtual environment active. The arguments are those of recipes/train.py.
+# Start it in the repository's root, with the virtual environment active. The arguments are a recipe and its flags.
 #
 #   CONFIG  accelerate's configuration
 #   GPUS    processes a machine
@@ -33,5 +33,5 @@ srun --kill-on-bad-exit=1 bash -c '
     accelerate launch --config_file "$CONFIG" \
         --num_machines "$SLURM_NNODES" --machine_rank "$SLURM_NODEID" --num_processes "$((SLURM_NNODES * GPUS))" \
         --main_process_ip "$MAIN" --main_process_port "$PORT" \
-        recipes/train.py "$@"
+        "$@"
 ' bash "$@"

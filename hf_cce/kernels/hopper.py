@@ -295,10 +295,7 @@ def _specialised_tiles_kernel(
 
 
 def constants() -> dict[str, int]:
-    """The shapes of a launch: small stages, so that one group can be further ahead of the other.
-
-    Measured on an H200 (hf_cce/bench/results/2026-11-22-h200-specialised-stores.txt and -quarters.txt).
-    """
+    """The shapes of a launch: small stages, so that one group can be further ahead of the other."""
     return {
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,

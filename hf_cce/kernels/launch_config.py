@@ -81,7 +81,7 @@ class Plan:
 def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
     """Pick the tiles for ``hidden`` [N, D] and ``weight`` [V, D], of the forward or the backward pass.
 
-    Hopper's are the fastest of those measured on an H200 (``hf_cce/bench/results/2026-11-21-h200-plans.txt``).
+    Hopper's are the fastest of those measured on an H200.
     """
     precision = "tf32" if hidden.dtype == torch.float32 and _allows_tf32() else "ieee"
     if hidden.device.type == "cpu":  # the interpreter: small tiles, so that tests cross tile borders

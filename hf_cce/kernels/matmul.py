@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# cuBLAS is several times slower on 16-bit numbers if the length of a row is no multiple of this
-# (hf_cce/bench/results/2026-11-22-h200-alignment.txt).
+# cuBLAS is several times slower on 16-bit numbers if the length of a row is no multiple of this.
 ALIGNED = 8
 
 

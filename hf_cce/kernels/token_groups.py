@@ -25,7 +25,7 @@ from hf_cce.kernels.inputs import LogitInputs, Shape, TokenGrads
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, padded
 from hf_cce.kernels.matmul import multiply_add
 
-FEWEST_TOKENS = 512  # smaller groups leave the GPU idle (hf_cce/bench/results/2026-11-22-h200-groups.txt)
+FEWEST_TOKENS = 512  # smaller groups leave the GPU idle
 # Bytes of a float32 product. They are as many tiles as keep cuBLAS busy, and stay in an H200's L2 cache until they are rounded.
 BUFFER = 32 << 20
 BLOCK_R = 16  # rows of it that a program rounds

@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "callback": {"api", "patches", "deferred", "config"},
     "__init__": {"api", "callback", "patches", "loss", "filter_state", "config"},
     "diagnostics": {"__init__", "dispatch"},
+    "integrations": {"__init__"},
     "cli": {"__init__", "families", "diagnostics"},
     "__main__": {"cli"},
 }
@@ -114,9 +115,9 @@ def test_the_modules_have_no_cycle() -> None:
         done |= free
 
 
-def test_diagnostics_and_cli_use_public_names_only() -> None:
+def test_diagnostics_cli_and_integrations_use_public_names_only() -> None:
     for path in MODULES:
-        if layer_of(name_of(path)) in ("diagnostics", "cli"):
+        if layer_of(name_of(path)) in ("diagnostics", "cli", "integrations"):
             for node in ast.walk(ast.parse(path.read_text("utf-8"))):
                 if isinstance(node, ast.ImportFrom) and node.module == "hf_cce":
                     assert {alias.name for alias in node.names} <= PUBLIC, name_of(path)
@@ -165,6 +166,7 @@ def run(code: str) -> str:
 def test_import_loads_neither_triton_nor_trl_nor_transformers() -> None:
     loaded = run("import sys, hf_cce; print(*sorted({name.split('.')[0] for name in sys.modules}))").split()
     assert not {"triton", "trl", "transformers", "peft", "accelerate", "matplotlib"} & set(loaded)
+    assert not {"axolotl", "swift", "llamafactory", "lightning", "pydantic"} & set(loaded)
 
 
 def test_the_command_line_shows_its_help_without_torch() -> None:

@@ -78,7 +78,7 @@ def test_sdist_holds_all_that_git_does(sdist: Path) -> None:
     assert {
         "docs/guides.md",
         "notebooks/quickstart.ipynb",
-        "recipes/train.py",
+        "recipes/sft.py",
         "tests/support/numerics.py",
         "benchmarks/results/heads.json",
     } <= found

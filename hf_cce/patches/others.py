@@ -1,0 +1,65 @@
+"""Liger, Apple's CCE and Unsloth: name the fused loss that is already on a model, so that two do not fight over it.
+
+Cause: each of them replaces the causal LM's ``forward``, its loss function or ``torch.nn.functional.cross_entropy`` by a function
+of its own, which never asks the head for logits, or reads them. Versions: read in liger-kernel 0.8.5, Axolotl 0.19.0,
+unsloth 2026.10.9 with unsloth_zoo 2026.10.9, and cut_cross_entropy.transformers of apple/ml-cross-entropy and of Axolotl's fork.
+It can go when none of them replaces a forward any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+# Where the replacement comes from, as its ``__module__`` begins; who that is; how to switch it off.
+_OTHERS = (
+    (
+        ("liger_kernel.",),
+        "Liger's cross-entropy",
+        'with liger_kernel_config={"fused_linear_cross_entropy": False, "cross_entropy": False} beside use_liger_kernel=True, '
+        "or the same two arguments of apply_liger_kernel_to_…(); its other kernels may stay",
+    ),
+    (
+        ("axolotl.integrations.liger.",),
+        "Liger's cross-entropy, from Axolotl's plugin,",
+        "with liger_fused_linear_cross_entropy: false and liger_cross_entropy: false in the YAML file",
+    ),
+    (
+        ("cut_cross_entropy.",),
+        "Apple's cut cross-entropy",
+        "by leaving out cce_patch(), or in Axolotl the CutCrossEntropyPlugin",
+    ),
+    (
+        ("unsloth.", "unsloth_zoo.", "unsloth_compiled_module_"),  # unsloth_zoo writes a module for each model type
+        "Unsloth",
+        "by loading the model with transformers.AutoModelForCausalLM, without importing unsloth",
+    ),
+)
+
+
+def why_other(model: nn.Module | type) -> str | None:
+    """Say which other fused loss is active on a model or a model class, and how to switch it off; None where there is none."""
+    for function in _functions(model):
+        module = getattr(function, "__module__", None) or ""
+        for prefixes, name, how in _OTHERS:
+            if module.startswith(prefixes):
+                where = f"{module}.{getattr(function, '__qualname__', '')}"
+                return f"{name} is active on it ({where}). Switch it off {how}, and start a new process"
+    return None
+
+
+def _functions(model: nn.Module | type) -> Iterator[Any]:
+    """Every function that a loss of ``model`` goes through and that others replace, and what each of them wraps."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    # Not model.loss_function: where there is no loss_type, that property logs a warning.
+    by_type = LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
+    loss = vars(model).get("_loss_function") or by_type
+    cls = model if isinstance(model, type) else type(model)
+    for function in (getattr(model, "forward", None), getattr(cls, "forward", None), loss, F.cross_entropy):
+        while function is not None:
+            yield function
+            function = getattr(function, "__func__", None) or getattr(function, "__wrapped__", None)

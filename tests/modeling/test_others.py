@@ -1,0 +1,129 @@
+"""A model on which Liger, Apple's CCE or Unsloth is active is refused by name; what they leave alone is not.
+
+The stand-ins are functions with the names and modules of the released ones, put where those packages put them: on the instance
+(``MethodType``), on the class, in ``LOSS_MAPPING``, on ``torch.nn.functional``. Where liger_kernel is installed, it runs itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from models import FAMILIES
+from transformers.loss import loss_utils
+
+from hf_cce import apply_cce
+from hf_cce.patches.others import why_other
+
+LLAMA = transformers.LlamaForCausalLM
+FORWARDS = {
+    "liger": ("liger_kernel.transformers.model.llama", "lce_forward", "Liger's cross-entropy", "liger_kernel_config="),
+    "axolotl": (
+        "axolotl.integrations.liger.models.deepseekv2", "lce_forward", "from Axolotl's plugin", "liger_cross_entropy: false",
+    ),
+    "apple": ("cut_cross_entropy.transformers.llama", "cce_forward", "Apple's cut cross-entropy", "cce_patch()"),
+    "unsloth": (
+        "unsloth.models.llama", "CausalLM_fast_forward.<locals>._CausalLM_fast_forward", "Unsloth", "AutoModelForCausalLM",
+    ),
+    "unsloth_compiled": ("unsloth_compiled_module_llama", "LlamaForCausalLM.forward", "Unsloth", "without importing unsloth"),
+}  # fmt: skip
+
+
+def function_of(module: str, name: str) -> Any:
+    def forward(self: Any, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        raise AssertionError("nothing here calls it")
+
+    forward.__module__, forward.__qualname__ = module, name
+    return forward
+
+
+def check(target: Any, who: str) -> None:
+    module, name, words, how = FORWARDS[who]
+    before = {key: value for key, value in vars(target).items() if key != "forward"}
+    with pytest.raises(ValueError, match="LlamaForCausalLM cannot be patched: ") as raised:
+        apply_cce(target)
+    text = str(raised.value)
+    assert words in text and f"({module}.{name})" in text and how in text and "Nothing was changed" in text
+    assert {key: value for key, value in vars(target).items() if key != "forward"} == before
+
+
+@pytest.mark.parametrize("who", FORWARDS)
+def test_on_the_instance(who: str) -> None:
+    model = FAMILIES["llama"].build()
+    model.forward = MethodType(function_of(*FORWARDS[who][:2]), model)
+    check(model, who)
+
+
+@pytest.mark.parametrize("who", FORWARDS)
+def test_on_the_class(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FAMILIES["llama"].build()
+    monkeypatch.setattr(LLAMA, "forward", function_of(*FORWARDS[who][:2]))
+    check(model, who)
+    check(LLAMA, who)
+
+
+def test_under_wrappers() -> None:
+    """accelerate and others wrap a forward once more, with or without its name; ``__wrapped__`` leads to it."""
+    inner = function_of(*FORWARDS["liger"][:2])
+    for assigned in (functools.WRAPPER_ASSIGNMENTS, ()):
+        outer = functools.wraps(inner, assigned=assigned)(lambda *args, labels=None, **kwargs: None)
+        assert assigned or outer.__module__ == __name__
+        model = FAMILIES["llama"].build()
+        model.forward = MethodType(outer, model)
+        check(model, "liger")
+
+
+def test_inside_peft() -> None:
+    peft = pytest.importorskip("peft")
+    model = FAMILIES["llama"].build()
+    model.forward = MethodType(function_of(*FORWARDS["apple"][:2]), model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="Apple's cut cross-entropy is active"):
+        apply_cce(adapted)
+
+
+def test_a_loss_function_by_unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """patch_loss_functions() writes into LOSS_MAPPING; the class keeps its own forward."""
+    theirs = function_of("unsloth_zoo.loss_utils", "patch_loss_functions.<locals>.UnslothForCausalLMLoss")
+    model, gpt2 = FAMILIES["llama"].build(), FAMILIES["gpt2"].build()
+    monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", theirs)
+    for target in (model, gpt2, LLAMA):
+        assert "Unsloth is active on it" in (why_other(target) or "")
+    model.loss_function = loss_utils.ForCausalLMLoss  # set by name on this model: what it uses
+    assert why_other(model) is None
+
+
+def test_a_functional_by_liger(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FAMILIES["llama"].build()
+    monkeypatch.setattr(F, "cross_entropy", function_of("liger_kernel.transformers.functional", "liger_cross_entropy"))
+    with pytest.raises(ValueError, match=r"Liger's cross-entropy is active on it .*liger_cross_entropy"):
+        apply_cce(model)
+
+
+def test_nothing_else_is_refused() -> None:
+    """Own forwards and wrappers of anybody, Liger's layers, names that merely begin alike; and our own patch, applied twice."""
+    model = FAMILIES["llama"].build()
+    model.model.norm.forward = MethodType(
+        function_of("liger_kernel.transformers.rms_norm", "forward"), model.model.norm
+    )
+    model.forward = MethodType(function_of("liger_kernel_of_mine.model", "forward"), model)
+    assert why_other(model) is None
+    fresh = FAMILIES["llama"].build()
+    assert why_other(apply_cce(fresh)) is None and apply_cce(fresh) is fresh
+
+
+def test_released_liger() -> None:
+    patches = pytest.importorskip("liger_kernel.transformers.monkey_patch")
+    options = {"rope": False, "rms_norm": False, "swiglu": False}
+    model = FAMILIES["llama"].build()
+    patches.apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=True, **options)
+    check(model, "liger")
+    model = FAMILIES["llama"].build()
+    patches.apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False, **options | {"rms_norm": True})
+    ours = apply_cce(model)
+    assert type(ours) is LLAMA and why_other(ours) is None and torch.is_tensor(ours.lm_head.weight)

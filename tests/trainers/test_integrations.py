@@ -1,0 +1,222 @@
+"""The plugins for other trainers: their interface here, and a real run where the project is installed (`make test-places`).
+
+Where Axolotl or ms-swift is missing, a package with the one class or dict that the plugin touches takes its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from models import batch, tiny_llama
+from test_callback import build, run
+
+from hf_cce import CCECallback, CCEConfig
+from hf_cce.patches.causal_lm import patch_of
+
+ROOT = Path(__file__).parents[2]
+SWIFT_FILE = ROOT / "hf_cce/integrations/ms_swift.py"
+
+
+def installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, **names: Any) -> None:
+    """A module with these names, and the packages around it."""
+    parts = module.split(".")
+    for i in range(1, len(parts) + 1):
+        made = ModuleType(".".join(parts[:i]))
+        made.__path__ = []  # type: ignore[attr-defined]
+        vars(made).update(names if i == len(parts) else {})
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+
+
+@pytest.fixture
+def axolotl_plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    if not installed("axolotl"):
+        stand_in(monkeypatch, "axolotl.integrations.base", BasePlugin=type("BasePlugin", (), {}))
+    monkeypatch.delitem(sys.modules, "hf_cce.integrations.axolotl_plugin", raising=False)
+    return importlib.import_module("hf_cce.integrations.axolotl_plugin")
+
+
+def test_axolotl_trains_without_logits(axolotl_plugin: Any, tmp_path: Path) -> None:
+    """In Axolotl's order: the model is loaded, the trainer built, then callbacks are added to it."""
+    from axolotl.integrations.base import BasePlugin
+
+    plugin = axolotl_plugin.CCEPlugin()
+    assert isinstance(plugin, BasePlugin)
+    cfg = SimpleNamespace(hf_cce={"gradient_filter": None, "memory_budget": 1 << 20})
+    trainer = build(tmp_path)
+    plugin.post_model_load(cfg, trainer.model)
+    patch = patch_of(trainer.model)
+    assert patch is not None and patch.config == CCEConfig(gradient_filter=None, memory_budget=1 << 20)
+    (callback,) = plugin.add_callbacks_post_trainer(cfg, trainer)
+    assert type(callback) is CCECallback and callback.config == patch.config
+    trainer.add_callback(callback)
+    assert run(trainer) == [] and trainer.model.cce_stats()["fused"] == 6
+    assert plugin._config(SimpleNamespace(hf_cce=None)) == CCEConfig()
+
+
+def test_axolotl_reads_the_options_of_the_yaml_file(axolotl_plugin: Any) -> None:
+    module, name = axolotl_plugin.CCEPlugin().get_input_args().rsplit(".", 1)
+    keys = getattr(importlib.import_module(module), name)  # as Axolotl finds it
+    given = {"gradient_filter": None, "memory_budget": 1 << 20}
+    assert keys(hf_cce=given).model_dump(exclude_none=True) == {"hf_cce": given}  # as Axolotl makes its cfg
+    assert keys().model_dump(exclude_none=True) == {}
+    for wrong, words in (({"filter": 1}, "unknown option filter"), ({"gradient_filter": 2}, "gradient_filter must be")):
+        with pytest.raises(ValueError, match=words):
+            keys(hf_cce=wrong)
+
+
+def test_the_axolotl_example_names_the_plugin_and_its_options(axolotl_plugin: Any) -> None:
+    example = yaml.safe_load((ROOT / "recipes/axolotl.yaml").read_text("utf-8"))
+    (name,) = example["plugins"]
+    module, _, cls = name.rpartition(".")
+    assert getattr(importlib.import_module(module), cls) is axolotl_plugin.CCEPlugin
+    assert CCEConfig(**axolotl_plugin.HfCCEArgs(**example).hf_cce) == CCEConfig()
+
+
+def test_ms_swift_finds_the_callback_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if not installed("swift"):
+        stand_in(monkeypatch, "swift.callbacks.mapping", callbacks_map={})
+    from swift.callbacks.mapping import callbacks_map
+
+    # By its path and under a name of ms-swift's making, with its folder on sys.path.
+    monkeypatch.syspath_prepend(str(SWIFT_FILE.parent))
+    spec = importlib.util.spec_from_file_location("_swift_external_0", SWIFT_FILE)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    callback = callbacks_map["hf_cce"](SimpleNamespace(), SimpleNamespace())
+    assert isinstance(callback, CCECallback)
+    trainer = build(tmp_path, callback)
+    assert run(trainer) == [] and trainer.model.cce_stats()["fused"] == 6
+
+
+def test_no_file_is_named_like_a_package() -> None:
+    """ms-swift puts the folder on sys.path: a file lightning.py there would be imported for the package."""
+    names = {path.stem for path in SWIFT_FILE.parent.glob("*.py")} - {"__init__"}
+    assert names and not any(installed(name) for name in names)
+
+
+def test_lightning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The example of docs/guides.md, on a tiny model."""
+    lightning = pytest.importorskip("lightning")
+    import transformers
+
+    guide = (ROOT / "docs/guides.md").read_text("utf-8")
+    (code,) = re.findall(r"^```py\n(import lightning.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: tiny_llama().eval())
+    if torch.cuda.is_available():
+        monkeypatch.setattr(
+            lightning, "Trainer", lambda **options: lightning.pytorch.Trainer(accelerator="cpu", **options)
+        )
+    rows = [{name: value[row] for name, value in batch(rows=4).items()} for row in range(4)]
+    names: dict[str, Any] = {"dataset": rows}
+    exec(compile(code, "docs/guides.md", "exec"), names)
+    stats = names["module"].model.cce_stats()
+    assert stats["fused"] == stats["calls"] == 2 and stats["materialised"] == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The released projects, each in an environment of its own: make test-places
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    subprocess.run([sys.executable, str(ROOT / "recipes/tiny.py"), str(tmp_path)], check=True, env=environment())
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    given = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **given, "AXOLOTL_DO_NOT_TRACK": "1", "TRITON_INTERPRET": "0"}
+
+
+def losses(folder: Path, *command: str, **more: str) -> tuple[list[float], list[float]]:
+    """The losses of three steps as they are printed, and how many of ours they count."""
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment() | more, capture_output=True, text=True, timeout=600, check=False
+    )  # fmt: skip
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed[-4000:]
+    assert ("computed without logits" in printed) is not bool(more)
+    return tuple([float(x) for x in re.findall(rf"'{key}': '?([\d.]+)", printed)] for key in ("loss", "cce_fused"))  # type: ignore[return-value]
+
+
+def check_the_same(folder: Path, *command: str) -> None:
+    """Three steps with hf_cce, each of them without logits, have the losses of three without it, to the digits shown."""
+    ours, fused = losses(folder, *command)
+    theirs, none = losses(folder, *command, HF_CCE_DISABLE="1")
+    assert len(ours) == 3 and fused == [1.0, 2.0, 3.0] and none == []
+    assert [round(x, 2) for x in ours] == [round(x, 2) for x in theirs]
+
+
+@pytest.mark.slow
+def test_released_axolotl(data: Path) -> None:
+    pytest.importorskip("axolotl.cli.config")
+    cfg = yaml.safe_load((ROOT / "recipes/axolotl.yaml").read_text("utf-8"))
+    cfg |= {"base_model": "model", "val_set_size": 0, "sequence_len": 256, "sample_packing": False, "bf16": False}
+    cfg["datasets"] = [{**cfg["datasets"][0], "path": "chat/train.jsonl", "ds_type": "json"}]
+    cfg |= {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 3, "logging_steps": 1}
+    cfg |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)  # they need CUDA
+    (data / "axolotl.yaml").write_text(yaml.safe_dump(cfg), "utf-8")
+    check_the_same(data, "-m", "axolotl.cli.train", "axolotl.yaml")
+
+
+@pytest.mark.slow
+def test_released_ms_swift(data: Path) -> None:
+    pytest.importorskip("swift.callbacks.mapping")
+    check_the_same(
+        data, "-m", "swift.cli.sft", "--external_plugins", str(SWIFT_FILE), "--callbacks", "hf_cce",
+        "--model", "model", "--model_type", "llama", "--template", "chatml", "--use_hf", "true", "--torch_dtype", "float32",
+        "--dataset", "chat/train.jsonl", "--split_dataset_ratio", "0", "--tuner_type", "lora", "--max_length", "128",
+        "--max_steps", "3", "--logging_steps", "1", "--per_device_train_batch_size", "2",
+        "--gradient_accumulation_steps", "1", "--report_to", "none", "--output_dir", "out",
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_released_llama_factory(data: Path) -> None:
+    try:
+        importlib.import_module("llamafactory.train.tuner")
+    except (ImportError, OSError, RuntimeError) as error:  # it needs torchaudio, whose build must fit that of torch
+        pytest.skip(f"LLaMA-Factory cannot be imported: {error}")
+    columns = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    entry = {
+        "file_name": "chat/train.jsonl",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": columns,
+    }
+    (data / "dataset_info.json").write_text(json.dumps({"chat": entry}), "utf-8")
+    cfg = {
+        "model_name_or_path": "model",
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "lora",
+        "dataset": "chat",
+    }
+    cfg |= {
+        "dataset_dir": ".",
+        "template": "default",
+        "cutoff_len": 128,
+        "output_dir": "out",
+        "overwrite_output_dir": True,
+    }
+    cfg |= {"per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1, "report_to": "none"}
+    (data / "factory.yaml").write_text(yaml.safe_dump(cfg), "utf-8")
+    check_the_same(data, str(ROOT / "recipes/llama_factory.py"), "factory.yaml")
