@@ -26,6 +26,8 @@ from hf_cce.spec import Inputs, LossSpec, TokenGrads, accumulation_dtype
 
 # Fewer tokens at a time and adding each block's product to the weight's gradient costs more than the product.
 LEAST_TOKENS = 128
+# Bytes of narrow logits up to which a CPU keeps them all: less would save little, and cost a fourth GEMM.
+ONE_BLOCK_CPU = 64 * MIB
 # Bytes of float32 logits at a time between two GEMMs: as many rows as keep a GPU busy; on a CPU they stay in its cache.
 CHUNK, CHUNK_CPU = 64 * MIB, 4 * MIB
 # float16 has few small numbers: probabilities are kept times this, where products accumulate in float32 or are scaled before.
@@ -39,8 +41,7 @@ def fits_one_block(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: boo
     """Whether ``one_block`` has room: logits in the inputs' dtype, and as much again for float32 chunks of them."""
     room = memory_budget // 2
     if on_cpu:
-        wanted = scratch_bytes(tokens, vocab_size, 4, memory_budget)
-        room = min(room, max(wanted, LEAST_TOKENS * vocab_size * dtype.itemsize))
+        room = min(room, max(ONE_BLOCK_CPU, scratch_bytes(tokens, vocab_size, 4, memory_budget)))
     return tokens * vocab_size * dtype.itemsize <= room
 
 

@@ -276,7 +276,8 @@ class _Fused(torch.autograd.Function):
         given = [grad for grad in upstream if grad is not None]
         if not given:
             return (None,) * 5
-        x, saved = Inputs(*ctx.saved_tensors[:4]), Saved(*ctx.saved_tensors[4:])
+        tensors = ctx.saved_tensors  # once: a checkpoint unpacks each a single time
+        x, saved = Inputs(*tensors[:4]), Saved(*tensors[4:])
         strategy, needs = ctx.strategy, ctx.needs_input_grad[1:4]
         # With create_graph=True gradients are enabled here, and it is the operator that refuses the second derivative.
         direct = not torch.is_grad_enabled() and not any(map(traced, given))

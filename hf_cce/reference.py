@@ -150,7 +150,7 @@ def logit_stats_backward(
         hidden, labels, lse = (tensor[rows] for tensor in (hidden, labels, lse))
         entropy = None if entropy is None else entropy[rows]
         grads = TokenGrads(*(None if g is None else g[rows] for g in grads))  # type: ignore[arg-type]
-    elif hidden.device.type != "cpu":  # masked instead of left out: p is exp(−inf) there
+    elif _would_wait(hidden):  # masked instead of left out: p is exp(−inf) there
         hidden, lse = torch.where(valid[:, None], hidden, 0), torch.where(valid, lse, math.inf)
         grads = TokenGrads(*(None if g is None else torch.where(valid, g, 0) for g in grads))  # type: ignore[arg-type]
     n = labels.numel()
@@ -185,9 +185,14 @@ def logit_stats_backward(
     return grad_hidden, grad_weight, grad_bias
 
 
+def _would_wait(x: Tensor) -> bool:
+    """Whether the host would wait for a device to know which tokens have a label."""
+    return x.device.type != "cpu"
+
+
 def _rows(valid: Tensor) -> Tensor | None:
     """The tokens with a label where some have none; None for all, and where asking would wait for a GPU."""
-    if valid.device.type != "cpu":
+    if _would_wait(valid):
         return None
     rows = valid.nonzero().squeeze(1)
     return None if rows.numel() == valid.numel() else rows

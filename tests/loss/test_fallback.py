@@ -1,0 +1,134 @@
+"""The loops of the PyTorch fallback, each forced, with a CPU's products and with those that a GPU has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from losses import (
+    EVERYTHING,
+    PLAIN,
+    Options,
+    check_against_plain,
+    fused_loss,
+    loss_and_gradients,
+    make_inputs,
+    plain_loss,
+)
+from numerics import assert_as_good
+from torch import Tensor
+
+from hf_cce import CCEConfig, dispatch, fallback, linear_cross_entropy, reference
+from hf_cce.dispatch import explain_dispatch
+
+SMALL = CCEConfig(memory_budget=1 << 20)  # so small that every loop takes several turns
+NARROW = (torch.bfloat16, torch.float16)
+GENERAL = Options(0.7, 5.0, False, 0.1, 1e-2, "mean")
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """As a GPU multiplies narrow tensors into float32."""
+    kind = torch.promote_types(a.dtype, torch.float32)
+    return a.to(kind) @ b.to(kind)
+
+
+def force(monkeypatch: pytest.MonkeyPatch, loop: str, wide: bool) -> list[str]:
+    """Send every scalar loss through ``loop``; returns what was taken."""
+    taken: list[str] = []
+    real = getattr(fallback, loop)
+    monkeypatch.setattr(dispatch, "one_pass_pays", lambda *_: True)
+    for name in ("one_block", "token_blocks", "column_blocks"):
+        monkeypatch.setattr(fallback, name, lambda *args: taken.append(loop) or real(*args))
+    if wide:
+        monkeypatch.setattr(fallback, "_wide_product", wide_product)
+        monkeypatch.setattr(fallback, "has_wide_products", lambda x: True)
+    return taken
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["float32 products", "rounded products"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *NARROW], ids=str)
+@pytest.mark.parametrize("options", [PLAIN, Options(reduction="sum"), GENERAL, EVERYTHING], ids=str)
+@pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
+def test_loss_and_gradients(
+    loop: str, options: Options, dtype: torch.dtype, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if loop == "one_block" and dtype not in NARROW:
+        pytest.skip("for narrow dtypes alone")
+    taken = force(monkeypatch, loop, wide)
+    for ignored in ("none", "some", "all"):
+        for n, d, v in ((300, 96, 3001), (70, 600, 34), (1, 64, 99)):
+            inputs, labels = make_inputs(n, d, v, dtype, bias=options.bias, ignored=ignored)
+            check_against_plain(fused_loss(SMALL), inputs, labels, options, dtype, f"{loop} {ignored} {n}×{d}×{v}")
+    assert taken == [loop] * 9
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["float32 products", "rounded products"])
+@pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_float16_with_a_grad_scaler(frozen: bool, loop: str, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale of 65,536, as GradScaler begins with, changes nothing but the scale; one that is too large overflows as usual."""
+    taken = force(monkeypatch, loop, wide)
+    (hidden, weight, _), labels = make_inputs(300, 96, 3001, torch.float16)
+
+    def gradients(loss, dtype: torch.dtype, scale: float) -> list[Tensor]:  # type: ignore[no-untyped-def]
+        leaves = [x.detach().to(dtype, copy=True) for x in (hidden, weight)]
+        leaves[0].requires_grad_()
+        leaves[1].requires_grad_(not frozen)
+        (loss(leaves[0], leaves[1], None, labels, PLAIN) * scale).backward()
+        return [x.grad for x in leaves if x.grad is not None]
+
+    ours = fused_loss(SMALL)
+    for scale in (1.0, 65536.0):
+        found, twins = (gradients(loss, torch.float16, scale) for loss in (ours, plain_loss))
+        for a, twin, exact in zip(found, twins, gradients(plain_loss, torch.float64, scale), strict=True):
+            assert_as_good(a, twin, exact, f"scale {scale}")
+    for a, twin in zip(
+        gradients(ours, torch.float16, 2.0**30), gradients(plain_loss, torch.float16, 2.0**30), strict=True
+    ):
+        assert not a.isfinite().all() and not twin.isfinite().all()
+    assert taken == [loop] * 3
+
+
+def test_a_grad_scaler_skips_the_step_that_overflows() -> None:
+    (hidden, weight, _), labels = make_inputs(60, 32, 99, torch.float32)
+    head = torch.nn.Parameter(weight.clone())
+    optimizer = torch.optim.SGD([head], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=1000)
+    steps = 0
+    for _ in range(40):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = linear_cross_entropy(hidden, head, labels)
+        scaler.scale(loss).backward()
+        before, scale = head.detach().clone(), scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(head, before) == (scaler.get_scale() < scale) and head.isfinite().all()
+        steps += scaler.get_scale() == scale
+    assert 0 < steps < 40 and loss < linear_cross_entropy(hidden, weight, labels)
+
+
+@pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
+def test_what_is_not_a_number_where_no_label_is_stays_there(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, loop, True)
+    (hidden, weight, _), labels = make_inputs(300, 16, 99, torch.bfloat16)
+    hidden[labels == -100] = float("nan")
+    found = loss_and_gradients(fused_loss(SMALL), (hidden, weight, None), labels, PLAIN, torch.bfloat16)
+    assert all(value.isfinite().all() for value in found.values()) and not found["hidden"][labels == -100].any()
+
+
+def test_masks_give_what_leaving_out_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would have to be waited for to know which tokens have a label."""
+    inputs, labels = make_inputs(70, 40, 131, torch.float32, bias=True)
+    monkeypatch.setattr(reference, "_would_wait", lambda x: True)
+    options = Options(0.7, 5.0, True, 0.1, 1e-2, "none")
+    check_against_plain(fused_loss(SMALL), inputs, labels, options, torch.float32, "masked")
+
+
+def test_float32_goes_to_the_library_that_multiplies_it_fastest() -> None:
+    found = explain_dispatch(8192, 896, 151_936, torch.float32)
+    assert (found.strategy, found.implementation) == ("one_pass", "portable")
+    assert explain_dispatch(8192, 896, 151_936, torch.float32, config=CCEConfig("triton")).strategy == "exact"
+    assert explain_dispatch(8192, 896, 151_936, torch.bfloat16, config=CCEConfig("portable")).strategy == "one_pass"
+    assert explain_dispatch(4096, 576, 49_152, torch.bfloat16, "cpu").strategy == "recompute"
+    assert explain_dispatch(4096, 576, 49_152, torch.bfloat16, "cpu", frozen=True).strategy == "one_pass"
+    assert explain_dispatch(128, 576, 49_152, torch.bfloat16, "cpu").strategy == "one_pass"
