@@ -23,6 +23,7 @@ from benchmarks import (
     largest,
     loss,
     names,
+    never_slower,
     onestep,
     peers,
     steps,
@@ -279,3 +280,17 @@ def test_losses_have_titles_and_one_order() -> None:
     every = [*peers.BUILDERS, *installed.LOSSES, "hf_cce filter 0.003"]
     assert all(names.title(name) != name for name in every)
     assert names.title("hf_cce-256mib") == "**hf_cce**, `memory_budget` 256 MiB"
+
+
+def test_never_slower() -> None:
+    case = never_slower.Case(130, 32, 500, "bfloat16", "cpu", "auto", False)
+    row = never_slower.measure(case, pairs=1)
+    assert row["full_ms"] > 0 and row["ours_ms"] > 0 and 0 < row["full_error"] < 0.1 and 0 < row["ours_error"] < 0.1
+    slow = {**row, "full_ms": 1.0, "ours_ms": 1.11, "ours_error": 2 * row["full_error"]}
+    assert never_slower.misses(slow) == ["time", "error"]
+    assert never_slower.misses({**slow, "ours_ms": 1.09, "ours_error": 0.0, "full_mib": 1.0, "ours_mib": 2.0}) == [
+        "memory"
+    ]
+    drawn = never_slower.draw("cuda", 120, 0)
+    assert drawn == never_slower.draw("cuda", 120, 0) and len(set(drawn)) == 120
+    assert {case.dtype for case in drawn} == set(never_slower.DTYPES)

@@ -1,0 +1,217 @@
+"""Hold the rule "never slower than full logits, never more memory, no larger error" on cases drawn from all combinations.
+
+    python -m benchmarks.never_slower --out benchmarks/results/never_slower.json [--cuda 120] [--cpu 24] [--seed 0]
+
+A case is (tokens, hidden size, vocabulary, dtype, device, implementation, frozen head). Both losses run in turn in one process;
+times are medians of pairs. Errors are of the gradients, relative to float64 full logits; of the two gradients the one is shown in
+which the fused loss compares worst. A row of ``full_ms: null`` is one where full logits ran out of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy
+
+HIDDEN_SIZES = (576, 768, 896, 1024, 1536, 2048, 2560, 3072, 4096)
+VOCAB_SIZES = (32_000, 32_001, 49_152, 50_257, 65_536, 128_256, 151_936, 200_019, 256_000, 262_144)
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float32 (TF32)": torch.float32,
+}
+# Floating-point operations of one loss that a case may take, so that all of them fit into minutes
+MOST_WORK, MOST_WORK_FLOAT32, MOST_WORK_CPU = 3e13, 4e12, 1e11
+SLOWER, SLOWER_MS, SLOWER_NARROW_FALLBACK = 1.05, 0.1, 1.15
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    device: str
+    implementation: str
+    frozen: bool
+
+    @property
+    def work(self) -> float:
+        return 6.0 * self.tokens * self.hidden_size * self.vocab_size
+
+
+def draw(device: str, count: int, seed: int) -> list[Case]:
+    """``count`` cases that go through dtypes, implementations and frozen heads in turn; sizes are drawn."""
+    rng = random.Random(f"{device} {seed}")
+    cases: list[Case] = []
+    dtypes = list(DTYPES) if device == "cuda" else ["float32", "bfloat16"]
+    kinds = [(d, i, f) for d in dtypes for i in ("auto", "portable") for f in (False, True)]
+    while len(cases) < count:
+        dtype, implementation, frozen = kinds[len(cases) % len(kinds)]
+        tokens = round(2 ** rng.uniform(7, 16 if device == "cuda" else 12))
+        tokens = tokens if rng.random() < 0.2 else max(128, 128 * round(tokens / 128))
+        case = Case(tokens, rng.choice(HIDDEN_SIZES), rng.choice(VOCAB_SIZES), dtype, device, implementation, frozen)
+        most = MOST_WORK_FLOAT32 if dtype == "float32" else MOST_WORK
+        if case.work <= (MOST_WORK_CPU if device == "cpu" else most):
+            cases.append(case)
+    return cases
+
+
+def measure(case: Case, pairs: int) -> dict[str, Any]:
+    torch.backends.cuda.matmul.allow_tf32 = case.dtype.endswith("(TF32)")
+    generator = torch.Generator(device=case.device).manual_seed(case.tokens + case.hidden_size + case.vocab_size)
+    kind, n, d, v = DTYPES[case.dtype], case.tokens, case.hidden_size, case.vocab_size
+    hidden = torch.randn(n, d, device=case.device, generator=generator).to(kind).requires_grad_()
+    weight = (
+        (0.02 * torch.randn(v, d, device=case.device, generator=generator)).to(kind).requires_grad_(not case.frozen)
+    )
+    labels = torch.randint(v, (n,), device=case.device, generator=generator)
+    config, state = CCEConfig(implementation=case.implementation), FilterState()  # type: ignore[arg-type]
+    losses = {
+        "full": lambda: F.cross_entropy(F.linear(hidden, weight).float(), labels),
+        "ours": lambda: linear_cross_entropy(hidden, weight, labels, config=config, filter_state=state),
+    }
+    parameters = [hidden] if case.frozen else [hidden, weight]
+    row: dict[str, Any] = asdict(case)
+    gradients: dict[str, list[Tensor]] = {}
+    steps: dict[str, Callable[[], None]] = {}
+    for name, loss in losses.items():
+        steps[name] = lambda loss=loss: step(loss, parameters)  # type: ignore[misc]
+        try:
+            row[f"{name}_mib"] = peak_mib(steps[name], parameters, case.device)
+            gradients[name] = [x.grad.clone() for x in parameters if x.grad is not None]
+        except torch.OutOfMemoryError:
+            row[f"{name}_mib"] = None
+        clear(parameters)
+    times = paired_times({name: steps[name] for name in gradients}, pairs, case.device)
+    for name in losses:
+        row[f"{name}_ms"] = statistics.median(times[name]) if name in times else None
+    clear(parameters)
+    if case.device == "cuda":
+        torch.cuda.empty_cache()
+    exact = reference(hidden.detach(), weight.detach(), labels, case.frozen)
+    errors = {name: [relative(x, y) for x, y in zip(found, exact, strict=True)] for name, found in gradients.items()}
+    worst = range(len(exact))
+    if "full" in errors and "ours" in errors:
+        worst = [max(range(len(exact)), key=lambda i: errors["ours"][i] / max(errors["full"][i], 1e-30))]  # type: ignore[assignment]
+    for name in losses:
+        row[f"{name}_error"] = max(errors[name][i] for i in worst) if name in errors else None
+    return row
+
+
+def step(loss: Callable[[], Tensor], parameters: list[Tensor]) -> None:
+    clear(parameters)
+    loss().backward()
+
+
+def clear(parameters: list[Tensor]) -> None:
+    for x in parameters:
+        x.grad = None
+
+
+def peak_mib(run: Callable[[], None], parameters: list[Tensor], device: str) -> float | None:
+    """Peak memory of the second step above what lay there before, gradients included; None on the CPU."""
+    run()
+    if device != "cuda":
+        return None
+    clear(parameters)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def paired_times(steps: dict[str, Callable[[], None]], pairs: int, device: str) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(pairs + 2):
+        for name, run in steps.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            run()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if index >= 2:
+                found[name].append((time.perf_counter() - began) * 1e3)
+    return found
+
+
+def reference(hidden: Tensor, weight: Tensor, labels: Tensor, frozen: bool) -> list[Tensor]:
+    """The gradients [N, D] and [V, D] in float64, a block of tokens at a time."""
+    wide, n = weight.double(), len(labels)
+    dh, dw = torch.empty(hidden.shape, dtype=torch.float64, device=hidden.device), torch.zeros_like(wide)
+    block = max(1, (1 << 29) // len(weight))
+    for start in range(0, n, block):
+        h, y = hidden[start : start + block].double(), labels[start : start + block]
+        g = (h @ wide.t()).softmax(1)
+        g[torch.arange(len(y), device=g.device), y] -= 1
+        g /= n
+        dh[start : start + block] = g @ wide
+        if not frozen:
+            dw.addmm_(g.t(), h)
+        del g
+    return [dh] if frozen else [dh, dw]
+
+
+def relative(x: Tensor, exact: Tensor) -> float:
+    """‖x − exact‖ / ‖exact‖, in float64, some rows at a time."""
+    parts = [(a.double() - b).square().sum() for a, b in zip(x.split(8192), exact.split(8192), strict=True)]
+    return float((torch.stack(parts).sum() / exact.square().sum()).sqrt())
+
+
+def misses(row: dict[str, Any]) -> list[str]:
+    """In what a row breaks the rule."""
+    if row["full_ms"] is None:
+        return []
+    narrow_fallback = row["implementation"] == "portable" and row["dtype"].startswith(("bf", "float16"))
+    most = SLOWER_NARROW_FALLBACK if narrow_fallback and row["device"] == "cuda" else SLOWER
+    found = []
+    if row["ours_ms"] > max(most * row["full_ms"], row["full_ms"] + SLOWER_MS):
+        found.append("time")
+    if row["full_mib"] is not None and row["ours_mib"] > row["full_mib"]:
+        found.append("memory")
+    if row["ours_error"] > row["full_error"]:
+        found.append("error")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cuda", type=int, default=120, help="cases on the GPU")
+    parser.add_argument("--cpu", type=int, default=24, help="cases on the CPU")
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after that time")
+    given = parser.parse_args()
+    began, rows = time.perf_counter(), []
+    for case in draw("cuda", given.cuda, given.seed) + draw("cpu", given.cpu, given.seed):
+        if time.perf_counter() - began > given.seconds:
+            print("out of time", flush=True)
+            break
+        row = measure(case, given.pairs)
+        rows.append(row)
+        shown = {k: round(x, 7) if isinstance(x, float) else x for k, x in row.items()}
+        print(*shown.values(), "MISSES " + ", ".join(misses(row)) if misses(row) else "", flush=True)
+        given.out.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    print(f"{len(rows)} rows, {sum(bool(misses(row)) for row in rows)} of them break the rule", flush=True)
+
+
+if __name__ == "__main__":
+    main()
