@@ -15,10 +15,10 @@ class CCEConfig:
     """How the fused loss runs. Immutable and hashable, so that one object can serve many models and calls.
 
     Args:
-        implementation: ``"auto"`` picks the Triton kernels on an NVIDIA GPU of compute capability 8.0 or newer and
-            portable PyTorch everywhere else; on a CUDA device, for up to 42 million logits that fit the budget (fewer
-            where the vocabulary is odd), PyTorch's own loss on full logits, which is then the fastest (a patched model keeps
-            its own). ``"triton"`` and ``"portable"`` run that one or raise.
+        implementation: ``"auto"`` picks the Triton kernels for float16 and bfloat16 on an NVIDIA GPU of compute capability
+            8.0 or newer, and PyTorch everywhere else. ``"triton"`` runs the kernels or raises; ``"portable"`` runs PyTorch.
+            On a CUDA device, all but ``"triton"`` leave up to 42 million logits that fit the budget (fewer where the
+            vocabulary is odd) to PyTorch's own loss on full logits, which is then the fastest; a patched model keeps its own.
         memory_budget: how many bytes of scratch memory one call may hold besides its inputs and gradients; at least 1 MiB. A few
             numbers for each token come on top (below 1 MiB for 8,192 tokens). None: 256 MiB for each 8,192 tokens, or part of
             them. Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed; some have no room for the gradient

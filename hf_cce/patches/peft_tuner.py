@@ -5,8 +5,8 @@ Cause: ``BaseTuner.forward`` of PEFT 0.18 to 0.20 is ``return self.model.forward
 penalty to the loss in place, ``AdaptionPromptModel.__init__`` makes the model's forward its own. Versions: read and tested with
 PEFT 0.18 and 0.21.2. It can go when none of the PEFT that are supported does so.
 
-How: where PEFT is installed, it is imported when a model is patched, and these three classes get a ``__call__`` that does what
-our hooks do around what it did: what they do with model and loss stays their own.
+How: where PEFT is installed, it is imported when a model is patched. An older ``BaseTuner`` gets the forward of 0.21. The other
+two get a ``__call__`` that does what our hooks do around what it did: what they do with model and loss stays their own.
 """
 
 from __future__ import annotations
@@ -32,10 +32,22 @@ def enter(state: str) -> None:
     except PackageNotFoundError:
         return
     older = release is not None and tuple(map(int, release.groups())) < CALLS_THE_MODEL
-    for name, tuner in {**TUNERS, **({"peft.tuners.tuners_utils": "BaseTuner"} if older else {})}.items():
+    base: Any = import_module("peft.tuners.tuners_utils").BaseTuner
+    if older and not hasattr(base.forward, state):
+        base.forward = _calling(base.forward, state)
+    for name, tuner in TUNERS.items():
         kind: Any = getattr(import_module(name), tuner)
         if not hasattr(vars(kind).get("__call__"), state):
             kind.__call__ = _around(kind.__call__, state)
+
+
+def _calling(original: Any, state: str) -> Any:
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs) if state in vars(self.model) else original(self, *args, **kwargs)
+
+    setattr(forward, state, True)
+    return forward
 
 
 def _around(original: Any, state: str) -> Any:

@@ -161,7 +161,10 @@ def test_trl_is_asked_whether_its_fused_head_reaches_ours(monkeypatch: pytest.Mo
 def test_on_a_gpu_the_kernels_run_and_are_tested() -> None:
     choices, check = doctor.self_test(torch.device("cuda", 0))
     assert check.status == doctor.OK, check
-    assert {(choice.dtype, choice.implementation) for choice in choices} == {(d, "triton") for d in doctor.DTYPES}
+    assert {(choice.dtype, choice.implementation) for choice in choices} == {
+        ("bfloat16", "triton"),
+        ("float32", "portable"),  # cuBLAS multiplies
+    }
 
 
 @pytest.mark.parametrize(

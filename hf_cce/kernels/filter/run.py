@@ -188,9 +188,9 @@ def forward(
     else:
         hidden, label = inputs.hidden.index_select(0, order.token_perm), LabelLogits(label_logit, None)
     in_order = of_columns._replace(hidden=hidden, bias=bias)
-    permuted = None
+    permuted = of_rows = None
     for first in range(0, v, workspace.slab):
-        permuted = None  # frees the slab before
+        permuted = of_rows = None  # frees the slab before
         stop, block = min(v, first + workspace.slab), first // plan.block_n
         permuted = permute_rows(weight, order.vocab_perm, first, stop, means, plan.block_n)
         of_slab = TileStats(*(None if x is None else x[block:] for x in tiles))  # type: ignore[arg-type]
