@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-oldest test-newest test-places test-hopper test-gpu style quality types examples notebooks docs build clean
+.PHONY: help install demo test test-slow test-oldest test-newest test-places test-hopper test-gpu style quality types examples notebooks docs build clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,11 +51,11 @@ install: $(VENV)/.dev  ## virtual environment with everything for development
 demo: $(or $(wildcard $(VENV)/.dev),$(VENV)/.bench)  ## train a small model without and with CCE, on this machine, with no download of data
 	$(BIN)/python -m hf_cce demo $(DEMO_ARGS)
 
-test: $(VENV)/.dev  ## all tests (those for a GPU are skipped where there is none)
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
-
-test-fast: $(VENV)/.dev  ## the tests without the slow ones
+test: $(VENV)/.dev  ## the tests, but for the slow ones (those for a GPU are skipped where there is none)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.dev  ## the slow ones: kernels compiled for every architecture, packaging, notebooks, launchers
+	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
 
 test-oldest: $(VENV)/.dev  ## every class with the oldest Transformers that is supported, adapters with the oldest PEFT
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/oldest "transformers==5.0.*"
