@@ -9,7 +9,7 @@ A step, file by file:
         exp_cache       exponentials of the first columns, as far as the memory budget goes
         token_groups    of a frozen head the gradient at once, a group of tokens after the other
         materialized    full logits of few tokens
-        filtered        the gradient filter, with its own files
+    filter/         the gradient filter: run has its forward and backward pass
     backward        slab by slab: cached exponentials or recomputed logits, then matmul
     launch_config   tile shapes and slab widths for the device
 """
