@@ -19,7 +19,7 @@ def _bytes(given: Any) -> int | str:
         return given
     if size and size[2] in _UNITS:
         number = int(float(size[1]) * _UNITS[size[2]])
-    elif isinstance(given, Integral) and type(given) is not bool:  # numpy's numbers too
+    elif type(given) is not bool and isinstance(given, Integral):  # numpy's numbers too
         number = int(given)
     else:
         raise ValueError(f"memory_budget must be 'auto', a number of bytes, or a size such as '512MiB', got {given!r}")
