@@ -27,6 +27,17 @@ def head_of(text: str) -> tuple[str, int]:
     return name, int(tokens)
 
 
+def shape_of(text: str) -> bench.Shape:
+    """Parse "8192,1024,49152"."""
+    try:
+        n, d, v = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--shape {text!r}: expected N,D,V, such as 8192,1024,49152") from None
+    if min(n, d) < 1 or v < 2:
+        raise ValueError(f"--shape {text!r}: N and D must be at least 1, V at least 2")
+    return n, d, v
+
+
 def words(given: str, separator: str | None = None) -> list[str]:
     return [word.strip() for word in given.split(separator) if word.strip()]
 
@@ -77,7 +88,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any], plan: bench.Plan, 
         if args.json:
             write_json(args.json, report)
 
-    for shape in map(bench.shape_of, words(args.shape)):
+    for shape in map(shape_of, words(args.shape)):
         problem = bench.random_problem(shape, plan.device, plan.dtype)
         add("flat N={} D={} V={}".format(*shape), problem, {"kind": "flat"})
     for name, tokens in map(head_of, words(args.head)):

@@ -1,4 +1,4 @@
-"""Time, memory and gradient error of losses on one problem, interleaved in one process and checked against exact gradients.
+"""Time, memory and gradient error of losses on one problem, interleaved in one process and compared with exact gradients.
 
 ``hf-cce bench`` measures hf_cce and full logits on random data; ``benchmarks/`` adds trained heads and other libraries.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -19,7 +20,8 @@ from torch import Tensor
 
 import hf_cce
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy
-from hf_cce.diagnostics import machine, memory
+from hf_cce.diagnostics import gradcheck, machine
+from hf_cce.dispatch import explain_dispatch
 
 MIB = 1 << 20
 Say = Callable[[str], None]
@@ -85,11 +87,11 @@ class FusedLoss:
         return linear_cross_entropy(hidden_states, weight, labels, config=self.config, filter_state=self.last)
 
 
-LOSSES: dict[str, Callable[[], Loss]] = {
+LOSSES: dict[str, Callable[..., Loss]] = {
     "hf_cce": FusedLoss,
     "hf_cce exact": partial(FusedLoss, gradient_filter=None),
-    "eager": lambda: full_logits,
-    "torch.compile": lambda: torch.compile(full_logits, dynamic=False),
+    "eager": lambda **_: full_logits,
+    "torch.compile": lambda **_: torch.compile(full_logits, dynamic=False),
 }
 
 
@@ -106,11 +108,7 @@ class Stopwatch:
 
     def run(self, function: Callable[[], Any]) -> None:
         if self.device.type != "cuda":
-            machine.synchronize(self.device)
-            start = time.perf_counter()
-            function()
-            machine.synchronize(self.device)
-            self.spans.append((time.perf_counter() - start) * 1e3)
+            self.spans.append(wall_ms(function, self.device, 1))
             return
         start_event, stop_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(24_000_000)  # about 12 ms: a busy host needs several to launch a step
@@ -136,40 +134,12 @@ def wall_ms(function: Callable[[], Any], device: torch.device, calls: int = 10) 
     return (time.perf_counter() - start) * 1e3 / calls
 
 
-def relative_error(x: Tensor, exact: Tensor) -> float:
-    """Return ‖x − exact‖ / ‖exact‖, summed in float64."""
-    exact = exact.double()
-    return float((x.double() - exact).norm() / exact.norm())
-
-
 def reference_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of exact gradients: float64, or float32 where float64 is missing or 64 times slower."""
     if device.type == "cuda" and dtype.itemsize == 2:
         fast = torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
         return torch.float64 if fast else torch.float32
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def exact_gradients(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (loss, ∂/∂hidden [N, D], ∂/∂weight [V, D]) computed in ``dtype`` by the textbook formula, tokens in chunks.
-
-    Shares no code with the losses that are measured.
-    """
-    weight = problem.weight.to(dtype)
-    n, grad_weight = len(problem.labels), torch.zeros_like(weight)
-    grad_hidden = torch.empty_like(problem.hidden_states, dtype=dtype)
-    loss = torch.zeros((), dtype=dtype, device=weight.device)
-    chunk = max(1, (1 << 26) // len(weight))  # 512 MiB of logits in float64
-    for start in range(0, n, chunk):
-        hidden = problem.hidden_states[start : start + chunk].to(dtype)
-        labels = problem.labels[start : start + chunk, None]
-        scores = hidden @ weight.t()
-        lse = scores.logsumexp(1, keepdim=True)
-        loss += (lse - scores.gather(1, labels)).sum()
-        scores.sub_(lse).exp_().scatter_add_(1, labels, torch.full_like(lse, -1.0)).div_(n)  # now ∂loss/∂scores
-        grad_hidden[start : start + chunk] = scores @ weight
-        grad_weight.addmm_(scores.t(), hidden)
-    return loss / n, grad_hidden, grad_weight
 
 
 def matrix_products(problem: Problem, modes: Iterable[str]) -> dict[str, Callable[[], None]]:
@@ -203,6 +173,8 @@ class Bench:
         self.hidden = problem.hidden_states.detach().requires_grad_()
         self.weight = problem.weight.detach().requires_grad_()
         self.frozen = problem.weight.detach()  # the same memory
+        # As in float16 training; the errors are those of the gradients without it.
+        self.scale = gradcheck.LOSS_SCALE.get(self.hidden.dtype, 1.0)
 
     def run(self, losses: dict[str, Loss], repeats: int) -> dict[str, Any]:
         """Measure all losses in turns.
@@ -213,29 +185,29 @@ class Bench:
             "grad_weight_error", "filter", and the same with "forward_" and "frozen_"; or {"failed": why}.
         """
         rows: dict[str, dict[str, Any]] = {}
-        alive = []
         self.say("exact gradients")
-        exact = exact_gradients(self.problem, reference_dtype(self.device, self.hidden.dtype))
+        inputs = gradcheck.Inputs(self.hidden, self.weight, self.problem.labels)
+        exact = gradcheck.with_full_logits(inputs, gradcheck.PLAIN, reference_dtype(self.device, self.hidden.dtype))
         for name, loss in losses.items():
             self.say(f"{name}: checking")
             if isinstance(loss, FusedLoss):
                 loss.begin()
             try:
                 rows[name] = self._checked(loss, exact)
-                alive.append(name)
             except Exception as error:  # another library may raise anything; the others are still measured
                 rows[name] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
             self._forget()
         del exact
         gc.collect()
-        dense = self._time(losses, alive, rows, repeats)
+        dense = self._time(losses, rows, repeats)
         result: dict[str, Any] = {"gemms_ms": dense, "rows": rows}
         if "both" in dense:
             result["three_gemms_ms"] = dense["both"]
         return result
 
-    def _time(self, losses: dict[str, Loss], alive: list[str], rows: dict[str, Any], repeats: int) -> dict[str, float]:
+    def _time(self, losses: dict[str, Loss], rows: dict[str, Any], repeats: int) -> dict[str, float]:
         """Add times to ``rows``; return those of the matrix products by mode."""
+        alive = [name for name, row in rows.items() if "failed" not in row]
         products = matrix_products(self.problem, self.modes)
         for product in products.values():
             product()
@@ -264,33 +236,30 @@ class Bench:
                 return loss(self.hidden, self.weight, self.problem.labels)
         self._forget()
         value = loss(self.hidden, self.frozen if mode == "frozen" else self.weight, self.problem.labels)
-        value.backward()
+        (value if self.scale == 1.0 else value * self.scale).backward()
         return value.detach()
 
     def _forget(self) -> None:
         self.hidden.grad = self.weight.grad = None
 
-    def _checked(self, loss: Loss, exact: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
-        """Return first call, errors and memory; times are taken when all losses are warm."""
+    def _error(self, gradient: Tensor | None, exact: Tensor) -> float:
+        assert gradient is not None, "the loss gave no gradient"
+        return gradcheck.relative_error(gradient.to(exact.dtype) / self.scale, exact)
+
+    def _checked(self, loss: Loss, exact: dict[str, Tensor]) -> dict[str, Any]:
+        """Return errors and memory; times are taken when all losses are warm."""
         row: dict[str, Any] = {}
         gc.collect()  # garbage of the loss before must not be freed, or counted, during this one
         for mode in self.modes:
             prefix = PREFIX[mode]
-            machine.synchronize(self.device)
-            start = time.perf_counter()
             self._step(loss, mode)
-            machine.synchronize(self.device)
-            row[f"{prefix}first_call_s"] = time.perf_counter() - start
             for _ in range(SETTLED if mode != "forward" and filter_stats(loss) else 0):
                 self._step(loss, mode)
-            row["loss_error"] = relative_error(self._step(loss, mode), exact[0])
+            row["loss_error"] = gradcheck.relative_error(self._step(loss, mode), exact["loss"])
             if mode != "forward":
-                assert self.hidden.grad is not None, "the loss gave no gradient of the hidden states"
-                row[f"{prefix}grad_hidden_error"] = relative_error(self.hidden.grad, exact[1])
+                row[f"{prefix}grad_hidden_error"] = self._error(self.hidden.grad, exact["∂hidden"])
             if mode == "both":
-                assert self.weight.grad is not None, "the loss gave no gradient of the weight"
-                row["grad_weight_error"] = relative_error(self.weight.grad, exact[2])
-            machine.synchronize(self.device)
+                row["grad_weight_error"] = self._error(self.weight.grad, exact["∂weight"])
             if mode != "forward" and (stats := filter_stats(loss)):
                 row[f"{prefix}filter"] = stats
             extra = self._extra_memory(loss, mode)
@@ -304,12 +273,12 @@ class Bench:
         On a CPU this is the memory of the whole process, accurate to some tenths of a MiB.
         """
         self._forget()
-        if not memory.reset_peak(self.device):
+        if not machine.reset_peak_memory(self.device):
             return None
-        before = memory.in_use(self.device)
+        before = machine.memory_in_use(self.device)
         self._step(loss, mode)
         machine.synchronize(self.device)
-        extra = memory.peak(self.device) - before
+        extra = machine.peak_memory(self.device) - before
         extra -= sum(x.grad.numel() * x.grad.element_size() for x in (self.hidden, self.weight) if x.grad is not None)
         return max(0.0, extra / MIB)
 
@@ -326,7 +295,7 @@ def measure(title: str, problem: Problem, losses: dict[str, Loss], plan: Plan, s
 
 
 def planned(device: str | None, dtype: str | None, repeats: int | None, modes: tuple[str, ...] = tuple(PREFIX)) -> Plan:
-    """Fill in what suits the device: on a GPU bfloat16 and 10 rounds, elsewhere float32 and 5.
+    """Fill in what suits the device: on a GPU its 16-bit dtype and 10 rounds, elsewhere float32 and 5.
 
     Raises:
         ValueError: the device cannot be used, or a mode is unknown.
@@ -336,10 +305,10 @@ def planned(device: str | None, dtype: str | None, repeats: int | None, modes: t
     if gpu:
         torch.cuda.set_device(place.index or 0)
     if not modes or (wrong := sorted(set(modes) - set(GEMMS))):
-        raise ValueError(
-            f"unknown mode {', '.join(map(repr, wrong)) if modes else repr('')}; known: {', '.join(GEMMS)}"
-        )
-    return Plan(place, DTYPES[dtype or ("bfloat16" if gpu else "float32")], repeats or (10 if gpu else 5), modes)
+        given = ", ".join(map(repr, wrong)) if modes else repr("")
+        raise ValueError(f"unknown mode {given}; known: {', '.join(GEMMS)}")
+    usual = machine.half_dtype(place) if gpu else torch.float32
+    return Plan(place, DTYPES[dtype] if dtype else usual, repeats or (10 if gpu else 5), modes)
 
 
 def header(command: list[str], plan: Plan, *packages: str) -> dict[str, Any]:
@@ -352,34 +321,32 @@ def header(command: list[str], plan: Plan, *packages: str) -> dict[str, Any]:
 
 
 def bench(
-    command: list[str], shapes: tuple[Shape, ...], names: tuple[str, ...], plan: Plan, say: Say
+    command: list[str], shapes: tuple[Shape, ...], losses: dict[str, Loss], plan: Plan, say: Say
 ) -> dict[str, Any]:
-    """Measure the losses called ``names`` (all for none) on random data of each shape (default: some that suit the device).
+    """Measure ``losses`` on random data of each shape (none: some that suit the device)."""
+    report = header(command, plan)
+    if plan.device.type == "cuda":
+        report["gpu"] = machine.gpu_facts(plan.device)
+    for shape in shapes or (GPU_SHAPES if plan.device.type == "cuda" else CPU_SHAPES):
+        title = "flat N={} D={} V={}".format(*shape)
+        result = measure(title, random_problem(shape, plan.device, plan.dtype), losses, plan, say)
+        n, d, v = shape
+        result["dispatch"] = explain_dispatch(n, d, v, plan.dtype, plan.device)._asdict()
+        result["dispatch"]["logits_dtype"] = str(result["dispatch"]["logits_dtype"])
+        report["results"][title] = result
+    return report
+
+
+def chosen_losses(names: list[str], plan: Plan, memory_budget: int | None) -> dict[str, Loss]:
+    """Return the losses called ``names``; none: all on a GPU, on a CPU not torch.compile, which takes minutes there.
 
     Raises:
         ValueError: a name is unknown.
     """
     if unknown := sorted(set(names) - set(LOSSES)):
         raise ValueError(f"unknown loss {', '.join(map(repr, unknown))}; known: {', '.join(LOSSES)}")
-    gpu = plan.device.type == "cuda"
-    # Compiling takes minutes on a CPU.
-    losses = {name: LOSSES[name]() for name in names or (LOSSES if gpu else tuple(LOSSES)[:3])}
-    report = header(command, plan)
-    for shape in shapes or (GPU_SHAPES if gpu else CPU_SHAPES):
-        title = "flat N={} D={} V={}".format(*shape)
-        report["results"][title] = measure(title, random_problem(shape, plan.device, plan.dtype), losses, plan, say)
-    return report
-
-
-def shape_of(text: str) -> Shape:
-    """Parse "8192,1024,49152"."""
-    try:
-        n, d, v = (int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"--shape {text!r}: expected N,D,V, such as 8192,1024,49152") from None
-    if min(n, d) < 1 or v < 2:
-        raise ValueError(f"--shape {text!r}: N and D must be at least 1, V at least 2")
-    return n, d, v
+    usual = list(LOSSES) if plan.device.type == "cuda" else list(LOSSES)[:3]
+    return {name: LOSSES[name](memory_budget=memory_budget) for name in names or usual}
 
 
 def table(rows: dict[str, dict[str, Any]]) -> list[str]:
@@ -413,3 +380,12 @@ def markdown(report: dict[str, Any]) -> str:
     if report["missing"]:
         parts.append("\n".join(["Not measured:", "", *(f"- {name}: {why}" for name, why in report["missing"].items())]))
     return "\n\n".join(parts) + "\n"
+
+
+def issue_report(report: dict[str, Any]) -> str:
+    """Return Markdown to attach to an issue: the tables, and every number folded below them."""
+    numbers = json.dumps(report, indent=1, ensure_ascii=False)
+    return (
+        f"# hf-cce bench on {report['device']}\n\n{markdown(report)}\n<details><summary>All numbers</summary>\n\n"
+        f"```json\n{numbers}\n```\n\n</details>\n"
+    )
