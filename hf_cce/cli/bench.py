@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 
 from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, command, positive, size
@@ -30,14 +29,17 @@ def run(options: argparse.Namespace, out: Output) -> int:
     """
     from hf_cce.diagnostics import bench
     from hf_cce.diagnostics.files import whole_file
+    from hf_cce.diagnostics.machine import checked_device
 
     given = (options.tokens, options.hidden_size, options.vocab_size)
     usual = (8192, 1024, 49_152)
     shapes = ((given[0] or usual[0], given[1] or usual[1], given[2] or usual[2]),) if any(given) else ()
-    plan = bench.planned(options.device, options.dtype, options.repeats)
+    device = checked_device(options.device)
     names = [word.strip() for word in options.losses.split(",") if word.strip()]
-    losses = bench.chosen_losses(names, plan, options.memory_budget)
-    report = bench.bench(shlex.split(command()), shapes, losses, plan, out.progress)
+    losses = bench.chosen_losses(names, device, options.memory_budget)
+    dtype = bench.DTYPES[options.dtype] if options.dtype else bench.default_dtype(device)
+    repeats = options.repeats or (10 if device.type == "cuda" else 5)
+    report = bench.bench(shapes, losses, device, dtype, repeats, out.progress) | {"command": command()}
     out.progress("")
     out.print(bench.markdown(report))
     if options.report:
