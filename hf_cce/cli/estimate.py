@@ -30,9 +30,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, {"--batch-size": "1", "--seq-length": "2,048"})
     parser.set_defaults(batch_size=1, seq_length=2048)
     adapters = parser.add_mutually_exclusive_group()
-    for name, kind in (("--lora", "LoRA"), ("--qlora", "QLoRA: LoRA over 4-bit weights")):
-        text = f"{kind} of this rank (default: 16) instead of training all weights"
-        adapters.add_argument(name, type=positive, nargs="?", const=16, metavar="RANK", help=text)
+    adapters.add_argument("--lora", action="store_true", help="train LoRA adapters instead of all weights")
+    adapters.add_argument("--qlora", action="store_true", help="the same over weights of 4 bits")
+    parser.add_argument(
+        "--lora-rank", type=positive, default=16, metavar="N", help="rank of the adapters (default: 16)"
+    )
     text = "of everything; mixed is float32 weights under bfloat16 autocast, Trainer's bf16 (default: bfloat16)"
     parser.add_argument("--dtype", choices=(*DTYPES, "mixed"), default="bfloat16", help=text)
     text = "such as 24GiB (default: this machine's GPU, or 24GiB)"
@@ -53,7 +55,6 @@ def run(options: argparse.Namespace, out: Output) -> int:
     from hf_cce.diagnostics.activations import Adapters
 
     out.progress("running the model's code on tensors without data")
-    rank = options.lora or options.qlora
     found = estimate.estimate(
         options.model_name_or_path,
         options.batch_size,
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         options.dtype,
         options.gpu_memory or estimate.this_gpu() or 24 << 30,
         options.memory_budget,
-        adapters=Adapters(rank, quantized=bool(options.qlora)) if rank else None,
+        adapters=Adapters(options.lora_rank, options.qlora) if options.lora or options.qlora else None,
     )
     out.progress("")
     out.verdict(estimate.verdict(found))

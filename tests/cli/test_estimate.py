@@ -177,7 +177,7 @@ def test_qlora_packs_the_weights_of_linear_layers() -> None:
     assert abs(lora.model.weights - qlora.model.weights - linear * (2 - 4.127 / 8)) < 1000
     assert lora.plain["cce"].activations == qlora.plain["cce"].activations
     assert lora.model.gradients == qlora.model.gradients and qlora.model.unpacked == 2 * 576 * 1536
-    for arguments in ((), ("--lora",), ("--qlora", "64")):
+    for arguments in ((), ("--lora",), ("--qlora", "--lora-rank", "64")):
         shown = command("smollm2-135m", "--seq-length", "1024", *arguments)
         assert shown.exit_code == 0 and ("rank 64" in shown.stdout) == ("64" in arguments)
 
