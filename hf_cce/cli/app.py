@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return options.run(options, out)
     except KeyboardInterrupt:
+        out.progress("")
         print("Interrupted.", file=sys.stderr)
         return 130
     except FAILURES as error:

@@ -65,7 +65,7 @@ class Output:
 
     def print(self, *lines: str) -> None:
         """Print unless ``--quiet`` or ``--json -`` was given."""
-        if not self.silent:
+        if lines and not self.silent:
             print(*lines, sep="\n")
 
     def verdict(self, text: str) -> None:
