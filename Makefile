@@ -14,7 +14,7 @@ TRL ?= trl
 PLACES ?= axolotl==0.19.0 ms-swift==4.6.0 llamafactory==0.9.5
 JOBS ?= 2
 PYTEST_ARGS ?=
-DEMO_ARGS ?= --json demo.json --plot demo.png
+DEMO_ARGS ?= --json demo.json
 
 ifeq ($(OS),Windows_NT)
 BIN := $(VENV)/Scripts
@@ -118,4 +118,4 @@ build: $(VENV)/.dev  ## sdist and wheel into dist/
 	$(BIN)/python -m build
 
 clean:  ## remove the virtual environment and what builds and tools leave behind
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache demo.json demo.png
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache demo.json

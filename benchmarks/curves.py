@@ -25,9 +25,9 @@ from torch import Tensor
 from benchmarks import tables
 from benchmarks.curves_plot import draw
 from benchmarks.installed import Missing, install
+from benchmarks.plots import require_matplotlib
 from hf_cce.diagnostics import machine, text
 from hf_cce.diagnostics.files import write_json
-from hf_cce.diagnostics.plots import require_matplotlib
 from hf_cce.diagnostics.shapes import Shape, config_of
 
 YARDSTICKS = ("compiled", "reversed")  # as correct as eager: their distance from it is what rounding does

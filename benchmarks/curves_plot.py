@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.plots import CCE, FAINT, INK, LINE, PLAIN, STATE, quiet
 from hf_cce.diagnostics.files import whole_file
-from hf_cce.diagnostics.plots import CCE, FAINT, INK, LINE, PLAIN, STATE, quiet
 
 EXACT = "#7a4f9a"
 STYLE: dict[str, dict[str, Any]] = {  # drawn in this order: the wide and pale ones lie below

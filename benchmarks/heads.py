@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.bench import full_logits
-from hf_cce.diagnostics.demo import fresh_model
 from hf_cce.diagnostics.files import whole_file
+from hf_cce.diagnostics.shapes import config_of, smollm2_like
 from hf_cce.diagnostics.text import Corpus, Say, cache_folder, prepare
 
 MAX_TOKENS = 32_768  # held-out tokens that a head keeps
@@ -118,7 +118,11 @@ def _trained(spec: HeadSpec, corpus: Corpus, seconds: float, device: torch.devic
         )
     learn, unseen = tokens[: -held_out - 1].to(device), tokens[-held_out - 1 :]
     torch.manual_seed(0)
-    model = fresh_model(spec.vocabulary, spec.dim, spec.layers).to(device)
+    from transformers import LlamaForCausalLM
+
+    shape = smollm2_like(spec.vocabulary, spec.dim, spec.layers)
+    model: Any = LlamaForCausalLM(config_of(shape))
+    model = model.to(device)
     steps, loss = _learn(model, learn, (batch, sequence), seconds, say)
     hidden_states, labels = _held_out(model, unseen, sequence, device)
     weight = model.lm_head.weight.detach().to("cpu", torch.bfloat16)

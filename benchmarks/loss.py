@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from benchmarks import measure as instrument
 from benchmarks.heads import HEADS, MAX_TOKENS, Head, train_head
 from benchmarks.peers import BUILDERS, PACKAGES, make_peers
 from hf_cce.diagnostics import bench, machine
 from hf_cce.diagnostics.files import write_json
+from hf_cce.diagnostics.gradcheck import Inputs
 
 
 def head_of(text: str) -> tuple[str, int]:
@@ -27,11 +29,22 @@ def head_of(text: str) -> tuple[str, int]:
     return name, int(tokens)
 
 
+def shape_of(text: str) -> bench.Shape:
+    """Parse "8192,1024,49152"."""
+    try:
+        n, d, v = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--shape {text!r}: expected N,D,V, such as 8192,1024,49152") from None
+    if min(n, d) < 1 or v < 2:
+        raise ValueError(f"--shape {text!r}: N and D must be at least 1, V at least 2")
+    return n, d, v
+
+
 def words(given: str, separator: str | None = None) -> list[str]:
     return [word.strip() for word in given.split(separator) if word.strip()]
 
 
-def trained_problem(head: Head, tokens: int, plan: bench.Plan) -> bench.Problem:
+def trained_problem(head: Head, tokens: int, plan: instrument.Plan) -> Inputs:
     """Put the first ``tokens`` of a trained head on the device.
 
     Raises:
@@ -43,7 +56,7 @@ def trained_problem(head: Head, tokens: int, plan: bench.Plan) -> bench.Problem:
         )
     # A copy: the rest of a longer head must not stay in memory.
     hidden = head.hidden_states[:tokens].to(plan.device, plan.dtype, copy=True)
-    return bench.Problem(hidden, head.weight.to(plan.device, plan.dtype), head.labels[:tokens].to(plan.device))
+    return Inputs(hidden, head.weight.to(plan.device, plan.dtype), head.labels[:tokens].to(plan.device))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -52,7 +65,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--head", default="", help=f"NAME:TOKENS of a trained head ({', '.join(HEADS)}), likewise")
     parser.add_argument("--peers", default="", help=f"between commas, default all: {', '.join(BUILDERS)}")
     parser.add_argument("--sweep", default="", help="gradient filters to run hf_cce with, too, between commas")
-    parser.add_argument("--modes", default=",".join(bench.PREFIX), help="default: %(default)s")
+    parser.add_argument("--modes", default=",".join(instrument.PREFIX), help="default: %(default)s")
     parser.add_argument("--repeats", type=int, help="timed rounds")
     parser.add_argument("--head-seconds", type=float, default=60.0, help="training time of a head")
     parser.add_argument("--dataset", help="text file or folder for the heads; default: Python's own sources")
@@ -63,7 +76,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measure(args: argparse.Namespace, report: dict[str, Any], plan: bench.Plan, say: bench.Say) -> None:
+def measure(args: argparse.Namespace, report: dict[str, Any], plan: instrument.Plan, say: bench.Say) -> None:
     """Add results to ``report`` and write it after each problem."""
     peers, filters = words(args.peers, ","), [float(x) for x in words(args.sweep, ",")]
     losses, report["missing"] = make_peers(peers, filters)
@@ -71,13 +84,13 @@ def measure(args: argparse.Namespace, report: dict[str, Any], plan: bench.Plan, 
         raise ValueError(f"none of these peers can run here: {report['missing']}")
     report["sweep"], report["heads"] = {f"hf_cce filter {x:g}": x for x in filters}, {}
 
-    def add(title: str, problem: bench.Problem, about: dict[str, Any]) -> None:
-        result = bench.measure(title, problem, losses, plan, say)
+    def add(title: str, problem: Inputs, about: dict[str, Any]) -> None:
+        result = instrument.measure(title, problem, losses, plan, say)
         report["results"][title] = {**result, "problem": {**about, **result["problem"]}}
         if args.json:
             write_json(args.json, report)
 
-    for shape in map(bench.shape_of, words(args.shape)):
+    for shape in map(shape_of, words(args.shape)):
         problem = bench.random_problem(shape, plan.device, plan.dtype)
         add("flat N={} D={} V={}".format(*shape), problem, {"kind": "flat"})
     for name, tokens in map(head_of, words(args.head)):
@@ -90,13 +103,13 @@ def measure(args: argparse.Namespace, report: dict[str, Any], plan: bench.Plan, 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
-        plan = bench.planned(args.device, args.dtype, args.repeats, tuple(words(args.modes, ",")))
-        report = bench.header(machine.this_command("benchmarks.loss", arguments), plan, *PACKAGES)
+        plan = instrument.planned(args.device, args.dtype, args.repeats, tuple(words(args.modes, ",")))
+        report = instrument.header(machine.this_command("benchmarks.loss", arguments), plan, *PACKAGES)
         measure(args, report, plan, lambda line: print(line, file=sys.stderr, flush=True))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    text = bench.markdown(report)
+    text = instrument.markdown(report)
     print(text)
     if args.markdown:
         args.markdown.write_text(text, "utf-8")

@@ -21,7 +21,7 @@ from benchmarks.installed import Missing, install
 from benchmarks.job import Job, Marks, token_ids
 from benchmarks.largest import search
 from benchmarks.trainers import train
-from hf_cce.diagnostics import machine, memory
+from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.shapes import SHAPES, config_of
 
 GIB = 1 << 30
@@ -168,7 +168,7 @@ def timed(job: Job, milliseconds: list[float], parts: int) -> dict[str, Any]:
 
 def memory_so_far(result: dict[str, Any], device: torch.device) -> None:
     """Peaks up to now, in GiB, into ``result``; on a CPU those of the whole process, and nothing is reserved."""
-    result["peak_gib"] = memory.peak(device) / GIB
+    result["peak_gib"] = machine.peak_memory(device) / GIB
     result["peak_ever_gib"] = max(result["peak_gib"], result.get("peak_ever_gib", 0.0))
     if device.type == "cuda":
         reserved = torch.cuda.max_memory_reserved(device) / GIB

@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks import names
+from benchmarks import measure, names
 from benchmarks.never_slower import misses
-from hf_cce.diagnostics import bench
 
 Report = dict[str, Any]
 LOOPS = {"plain": "plain loop", "trainer": "Trainer", "sft": "SFTTrainer"}
@@ -63,7 +62,7 @@ def loss_rows(title: str, result: dict[str, Any], leave_out: tuple[str, ...] = (
 def mode_rows(result: dict[str, Any]) -> list[str]:
     """Every loss in every mode."""
     rows = result["rows"]
-    return bench.table({names.title(name): rows[name] for name in names.ordered(rows)})
+    return measure.table({names.title(name): rows[name] for name in names.ordered(rows)})
 
 
 def step_rows(reports: Iterable[Report]) -> list[str]:

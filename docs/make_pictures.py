@@ -17,9 +17,9 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))  # this checkout, not one that happens to be installed
 
 from benchmarks.curves_plot import draw  # noqa: E402
+from benchmarks.plots import CCE, FAINT, INK, PLAIN, quiet  # noqa: E402
 from benchmarks.report import RESULTS, read  # noqa: E402
 from hf_cce.diagnostics.files import whole_file  # noqa: E402
-from hf_cce.diagnostics.plots import CCE, FAINT, INK, PLAIN, quiet  # noqa: E402
 
 HEADS, QUACK, CURVES = "heads", "heads_quack", "curves"  # files of results
 NOTEBOOK = FOLDER.parent / "notebooks" / "kernel.ipynb"

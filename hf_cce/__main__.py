@@ -3,4 +3,4 @@
 from hf_cce.cli.app import main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -242,7 +242,7 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
 
 
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_cross_entropy)
-flops.enter()
+flops.register()
 
 # PyTorch's own and private (2.13 and 2.15 have it): a release without it loses is_grads_batched=True, and nothing else.
 _is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)

@@ -1,57 +1,52 @@
-"""The command ``hf-cce``: puts the sub-commands together. Loads neither torch nor Transformers."""
+"""The command ``hf-cce``: one parser with a sub-command for each module here. Its help loads neither torch nor Transformers."""
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import sys
-from typing import Annotated
-
-import typer
+from pathlib import Path
 
 import hf_cce
-from hf_cce.cli.bench import bench
-from hf_cce.cli.check import check
-from hf_cce.cli.demo import demo
-from hf_cce.cli.doctor import doctor
-from hf_cce.cli.estimate import estimate
-from hf_cce.cli.gradcheck import gradcheck
-from hf_cce.cli.models import models
+from hf_cce.cli import bench, check, demo, doctor, estimate, gradcheck, models
+from hf_cce.cli.common import Output
 
-app = typer.Typer(
-    name="hf-cce",
-    help="Train Hugging Face language models without ever materialising logits.",
-    no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
-    rich_markup_mode="markdown",
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(demo)
-app.command()(bench)
-app.command()(gradcheck)
-app.command()(models)
-app.command()(check)
-app.command()(doctor)
-app.command()(estimate)
+COMMANDS = (doctor, estimate, check, demo, bench, gradcheck, models)  # what users need first comes first
+FAILURES = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"hf-cce {hf_cce.__version__}")
-        raise typer.Exit
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all sub-commands. A module's ``run`` has its help text; ``add_options`` adds its options."""
+    whole = argparse.ArgumentParser(prog="hf-cce", description="Train language models without materializing logits.")
+    whole.add_argument("--version", action="version", version=f"hf-cce {hf_cce.__version__}")
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        name, about = module.__name__.rpartition(".")[2], inspect.getdoc(module.run) or ""
+        one = commands.add_parser(
+            name, help=about.splitlines()[0], description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_options(one)
+        one.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here; - is standard output")
+        one.add_argument("-q", "--quiet", action="store_true", help="print only the answer, or nothing")
+        one.set_defaults(run=module.run)
+    return whole
 
 
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    """Train Hugging Face language models without ever materialising logits."""
-
-
-def main() -> None:
-    """Entry point of the console script."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run ``hf-cce`` and return its exit code; argparse exits with 2 where arguments are wrong."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?" instead of failing
-    app(prog_name="hf-cce")
+    options = parser().parse_args(arguments)
+    out = Output(options.quiet, options.json)
+    try:
+        return options.run(options, out)
+    except KeyboardInterrupt:
+        out.progress("")
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except FAILURES as error:
+        out.progress("")
+        advice = "; hf-cce doctor says what is missing" if isinstance(error, ImportError) else ""
+        print(f"Error: {str(error) or type(error).__name__}{advice}", file=sys.stderr)
+        return 2

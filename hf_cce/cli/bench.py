@@ -2,59 +2,50 @@
 
 from __future__ import annotations
 
-import sys
-from enum import Enum
-from typing import Annotated
+import argparse
+from pathlib import Path
 
-import typer
-from rich.markup import escape
-
-from hf_cce.cli.common import JsonPath, consoles, ending, where
-from hf_cce.diagnostics.files import write_json
+from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, command, positive, size
 
 
-class Dtype(str, Enum):
-    """Of hidden states and weight."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_sizes(parser, {"--tokens": "8,192", "--hidden-size": "1,024", "--vocab-size": "49,152"})
+    parser.add_argument("--losses", default="", help="of hf_cce, hf_cce exact, eager, torch.compile; between commas")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: 16-bit on a GPU (float16 on a T4), float32 elsewhere")
+    parser.add_argument("--memory-budget", type=size, metavar="SIZE", help="such as 256MiB; as in CCEConfig")
+    parser.add_argument("--repeats", type=positive, metavar="N", help="timed rounds (default: 10 on a GPU, else 5)")
+    add_device(parser)
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write Markdown to attach to an issue")
 
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
 
+def run(options: argparse.Namespace, out: Output) -> int:
+    """Measure time, memory and gradient error of the loss on random data.
 
-def bench(
-    shape: Annotated[
-        list[str] | None, typer.Option(help="N,D,V (tokens, width, vocabulary); can be repeated.", show_default="some")
-    ] = None,
-    losses: Annotated[
-        str, typer.Option(help="Of hf_cce, hf_cce exact, eager (full logits), torch.compile; between commas.")
-    ] = "",
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="Timed rounds.", show_default="10 on a GPU, 5 on a CPU")
-    ] = None,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="Of hidden states and weight.", show_default="bfloat16 on a GPU, float32 on a CPU"),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Such as cpu, cuda, cuda:1.", show_default="the best")] = None,
-    json_path: JsonPath = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables, errors only.")] = False,
-) -> None:
-    """Measure time, memory and gradient error of the loss on random data, beside full logits, interleaved in one process.
+    All losses are measured in turns in one process: hf_cce with and without gradient filter, full logits ("eager"), and on a
+    GPU torch.compile of these. Random data are the worst case: the gradient filter drops nothing, as at the start of
+    pretraining. Without --tokens, --hidden-size and --vocab-size, shapes that suit the device.
 
-    Random data are the worst case: the gradient filter leaves nothing out, as at the start of pretraining.
+    Exit code 0: measured. 1: one of the losses failed. 2: could not run.
     """
-    console, errors = consoles(quiet, json_path)
-    numbers = where(json_path)
-    with ending(errors, 1):
-        from hf_cce.diagnostics import bench as diagnostics
+    from hf_cce.diagnostics import bench
+    from hf_cce.diagnostics.files import whole_file
+    from hf_cce.diagnostics.machine import checked_device
 
-        shapes = tuple(diagnostics.shape_of(word) for text in shape or () for word in text.split())
-        names = tuple(word.strip() for word in losses.split(",") if word.strip())
-        plan = diagnostics.planned(device, dtype and dtype.value, repeats)
-        command = ["hf-cce", *sys.argv[1:]]
-        with console.status("") as status:
-            report = diagnostics.bench(command, shapes, names, plan, lambda what: status.update(escape(what)))
-        console.print(diagnostics.markdown(report), markup=False)
-        if json_path:
-            write_json(json_path, report)
-            console.print(f"Numbers: {numbers}")
+    given = (options.tokens, options.hidden_size, options.vocab_size)
+    usual = (8192, 1024, 49_152)
+    shapes = ((given[0] or usual[0], given[1] or usual[1], given[2] or usual[2]),) if any(given) else ()
+    device = checked_device(options.device)
+    names = [word.strip() for word in options.losses.split(",") if word.strip()]
+    losses = bench.chosen_losses(names, device, options.memory_budget)
+    dtype = bench.DTYPES[options.dtype] if options.dtype else bench.default_dtype(device)
+    repeats = options.repeats or (10 if device.type == "cuda" else 5)
+    report = bench.bench(shapes, losses, device, dtype, repeats, out.progress) | {"command": command()}
+    out.progress("")
+    out.print(bench.markdown(report))
+    if options.report:
+        with whole_file(options.report) as temporary:
+            temporary.write_text(bench.issue_report(report), "utf-8")
+        out.print(f"Report: {options.report}")
+    out.save(report)
+    failed = any("failed" in row for result in report["results"].values() for row in result["rows"].values())
+    return int(failed)

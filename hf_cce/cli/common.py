@@ -1,55 +1,106 @@
-"""Shared by all commands: where output goes, and how a command ends when something is in the way."""
+"""What all sub-commands share: options with one name for each idea, output, sizes such as 256MiB, exit codes.
+
+Exit codes: 0, the answer is good; 1, it is not; 2, there is no answer (wrong arguments, a missing package, no memory);
+130, interrupted.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
-from rich.console import Console
-from rich.markup import escape
+from hf_cce.diagnostics.files import write_json
 
-FAILURES: tuple[type[Exception], ...] = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
-JsonPath = Annotated[
-    Path | None,
-    typer.Option("--json", help="Write all numbers to this file; - is standard output, alone.", dir_okay=False),
-]
+UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+DTYPES = ("bfloat16", "float16", "float32")
 
 
-def consoles(quiet: bool, json_path: Path | None) -> tuple[Console, Console]:
-    """Return (console, error console). The first is silent where JSON goes to standard output."""
-    shown = Console(quiet=quiet or str(json_path) == "-", highlight=False, soft_wrap=True)
-    return shown, Console(stderr=True, highlight=False, soft_wrap=True)
-
-
-def where(path: Path | None) -> str:
-    """Return how to name ``path`` once it is written; call it before, to notice folders that will be created."""
-    if path is None:
-        return ""
-    made = [folder for folder in path.parents if not os.path.exists(folder)]
-    return f"[bold]{escape(str(path))}[/]" + (f" (created the folder {escape(str(made[-1]))})" if made else "")
-
-
-@contextmanager
-def ending(errors: Console, code: int, usage: int | None = None) -> Iterator[None]:
-    """End the command with one sentence instead of a traceback on Ctrl-C and on any of ``FAILURES``.
-
-    Args:
-        errors: where the sentence goes.
-        code: exit status after a failure; after Ctrl-C it is 130.
-        usage: exit status after a ValueError, where an argument is to blame; default: ``code``.
-    """
+def size(text: str) -> int:
+    """Return the bytes of "256MiB", "1.5 GiB" or "268435456"."""
+    found = re.fullmatch(r"\s*([\d.]+)\s*([a-z]*)\s*", text, re.IGNORECASE)
     try:
-        yield
-    except typer.Exit:  # a RuntimeError, too
-        raise
-    except KeyboardInterrupt:
-        errors.print("Interrupted; nothing was written.")
-        raise typer.Exit(130) from None
-    except FAILURES as error:
-        advice = "; hf-cce doctor says what is missing" if isinstance(error, ImportError) else ""
-        errors.print(f"[bold red]Error:[/] {escape((str(error) or type(error).__name__) + advice)}")
-        raise typer.Exit(code if usage is None or not isinstance(error, ValueError) else usage) from None
+        assert found is not None
+        return int(float(found[1]) * UNITS[found[2].upper()])
+    except (AssertionError, KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"expected a size such as 256MiB, got {text!r}") from None
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def add_sizes(parser: argparse.ArgumentParser, defaults: dict[str, str]) -> None:
+    """Add options for whole numbers; ``defaults`` maps each name to the default as the help shows it."""
+    meanings = {
+        "--tokens": "tokens, N",
+        "--batch-size": "sequences per step",
+        "--seq-length": "tokens per sequence",
+        "--hidden-size": "width of the hidden states, D",
+        "--vocab-size": "vocabulary entries, V",
+        "--layers": "decoder layers",
+        "--max-steps": "training steps",
+    }
+    for name, default in defaults.items():
+        parser.add_argument(name, type=positive, metavar="N", help=f"{meanings[name]} (default: {default})")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, mps (default: the best one)")
+
+
+class Output:
+    """Where a command writes: its answer to standard output, progress to a terminal, numbers to a JSON file."""
+
+    def __init__(self, quiet: bool, json_path: Path | None) -> None:
+        self.json_path, self.quiet = json_path, quiet
+        self.silent = quiet or str(json_path) == "-"
+
+    def print(self, *lines: str) -> None:
+        """Print unless ``--quiet`` or ``--json -`` was given."""
+        if lines and not self.silent:
+            print(*lines, sep="\n")
+
+    def verdict(self, text: str) -> None:
+        """Print the answer in one sentence, also with ``--quiet``."""
+        if str(self.json_path) != "-":
+            print(text)
+
+    def progress(self, text: str) -> None:
+        """Show what is going on in one line of the terminal; the empty text removes it."""
+        if not self.silent and sys.stderr.isatty():
+            print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
+
+    def save(self, report: Any) -> None:
+        """Write the JSON that was asked for; a dict gets the command first."""
+        if self.json_path is None:
+            return
+        if isinstance(report, dict):
+            report = {"command": command(), **report}
+        write_json(self.json_path, report)
+        self.print(f"Numbers: {self.json_path}")
+
+
+def command() -> str:
+    """Return the command line of this process."""
+    return shlex.join(["hf-cce", *sys.argv[1:]])
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return rows of cells as aligned text: the first ``left`` columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = (
+        (
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join("  ".join(row).rstrip() for row in cells)

@@ -2,65 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import argparse
+import sys
 
-import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from hf_cce.cli.common import JsonPath, consoles, ending, where
-from hf_cce.diagnostics.files import write_json
-
-if TYPE_CHECKING:
-    from hf_cce.diagnostics.doctor import Diagnosis
-
-STYLE = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[bold red]wrong[/]"}
+from hf_cce.cli.common import Output, table
 
 
-def doctor(
-    json_path: JsonPath = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Only what is wrong, with the commands that fix it.")
-    ] = False,
-) -> None:
-    """Look at this machine: packages, GPUs, which implementation runs and why, and a small self-test of each.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: doctor looks at everything."""
 
-    Exit code 0: all is well. 1: something is wrong; the command that fixes it stands beside it. 2: wrong usage.
+
+def run(options: argparse.Namespace, out: Output) -> int:
+    """Look at this machine: packages, GPUs, what runs on them, self-test.
+
+    Exit code 0: all is well. 1: something is wrong; the command that fixes it stands beside it. 2: could not run.
     """
-    console, errors = consoles(quiet, json_path)
-    numbers = where(json_path)
-    with ending(errors, 1):
-        from hf_cce.diagnostics.doctor import diagnose
+    from hf_cce.diagnostics.doctor import diagnose
 
-        with console.status("") as status:
-            found = diagnose(lambda what: status.update(escape(what)))
-        if json_path:
-            write_json(json_path, found.to_json())
-    _show(console, found)
-    if json_path:
-        console.print(f"Numbers: {numbers}")
-    if quiet and str(json_path) != "-":
-        for check in found.wrong:
-            errors.print(f"{escape(check.name)}: {escape(check.found)}; {escape(check.fix or '')}")
-    if found.wrong:
-        raise typer.Exit(1)
-
-
-def _show(console: Console, found: Diagnosis) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
-    for check in found.checks:
-        table.add_row(escape(check.name), STYLE[check.status], escape(check.found))
-    console.print(table)
+    found = diagnose(out.progress)
+    out.progress("")
+    wrong = len(found.wrong)
+    if wrong:
+        out.print(f"{wrong} thing{'s' * (wrong > 1)} wrong; see below for what can be done.\n")
+    else:
+        out.print("All is well.\n")
+    out.print(table([(check.name, check.status, check.found) for check in found.checks], left=3))
     if found.choices:
-        console.print("What [bold]auto[/] runs:")
-        for choice in found.choices:
-            console.print(f"  {choice.device}, {choice.dtype}: [bold]{choice.implementation}[/] — {escape(choice.why)}")
+        out.print("", "What a training runs, and what to expect beside full logits:")
+    for choice in found.choices:
+        name = {"triton": "Triton kernels", "portable": "PyTorch fallback"}[choice.implementation]
+        out.print(f"  {choice.device}, {choice.dtype}: {name}: {choice.expect}", f"    {choice.why}")
     fixes = [check for check in found.checks if check.fix]
     if fixes:
-        console.print("\nWhat can be done:")
-        for check in fixes:
-            console.print(f"  {escape(check.name)} ({check.status}): [bold]{escape(check.fix or '')}[/]")
-    wrong = len(found.wrong)
-    console.print(f"\n[bold red]{wrong} thing{'s' * (wrong > 1)} wrong.[/]" if wrong else "\nAll is well.")
+        out.print("", "What can be done:", *(f"  {check.name} ({check.status}): {check.fix}" for check in fixes))
+    out.save(found.to_json())
+    if out.quiet:
+        for check in found.wrong:
+            print(f"{check.name}: {check.found}; {check.fix or ''}", file=sys.stderr)
+    return int(bool(wrong))

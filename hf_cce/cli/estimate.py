@@ -2,124 +2,113 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+import argparse
+from typing import TYPE_CHECKING
 
-import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from hf_cce.cli.common import JsonPath, consoles, ending, where
-from hf_cce.diagnostics.files import write_json
+from hf_cce.cli.common import DTYPES, Output, add_sizes, positive, size, table
 
 if TYPE_CHECKING:
-    from hf_cce.diagnostics.estimate import Estimate
+    from hf_cce.diagnostics.estimate import Estimate, Step
 
-WAYS = {"eager": "full logits", "compiled": "torch.compile\nof the loss", "cce": "with CCE"}
-ROWS = {"weights and optimizer": "weights, optimizer", "backward": "gradients"}
-CHECKPOINTED = {**ROWS, "backward": "gradients, a layer once more"}
+ROWS = {"weights and optimizer": "weights, optimizer", "backward": "gradients, backward"}
 
 
-class DType(str, Enum):
-    """Of weights, activations, gradients and optimizer; mixed: float32 weights under bfloat16 autocast."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-    mixed = "mixed"
-
-
-def estimate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A folder with a config.json, that file, a name on the hub, or qwen2.5-0.5b, smollm2-135m, "
-            "llama-3.2-1b; or a model type such as llama for its class's default sizes.",
-            metavar="MODEL_OR_CONFIG",
-            show_default=False,
-        ),
-    ],
-    batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Rows a step.")] = 1,
-    seq: Annotated[int, typer.Option("--seq", "-s", min=2, help="Tokens a row.")] = 2048,
-    dtype: Annotated[
-        DType, typer.Option(help="Of everything; mixed is float32 weights under bfloat16 autocast (Trainer's bf16).")
-    ] = DType.bfloat16,
-    gpu_memory: Annotated[
-        float | None, typer.Option(min=0.1, help="GiB of the GPU.", show_default="this machine's GPU, or 24")
-    ] = None,
-    memory_budget: Annotated[
-        int | None, typer.Option(min=1, help="MiB, as CCEConfig's.", show_default="256 for each 8,192 tokens")
-    ] = None,
-    json_path: JsonPath = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the sentence that says what CCE brings.")] = False,
-) -> None:
-    """Estimate the memory of a training step without and with CCE, and the largest batch that fits, from the configuration alone.
-
-    No weights are loaded. Counted is one process with AdamW that trains all weights, without gradient accumulation. The
-    largest batch leaves room for what PyTorch's allocator takes beyond the peak, and for CUDA's own memory.
-    """
-    console, errors = consoles(quiet, json_path)
-    numbers = where(json_path)
-    with ending(errors, 1, usage=2):  # 2 as typer: an argument is wrong
-        with console.status("running the model's code on tensors without data"):
-            from hf_cce.diagnostics import estimate as diagnostics
-
-            size = diagnostics.this_gpu() or 24.0 if gpu_memory is None else gpu_memory
-            budget = None if memory_budget is None else memory_budget << 20
-            found = diagnostics.estimate(model, batch, seq, dtype.value, size, budget)
-        if json_path:
-            write_json(json_path, found.to_json())
-    _show(console, found)
-    if str(json_path) != "-":
-        typer.echo(diagnostics.verdict(found))
-    if json_path:
-        console.print(f"Numbers: {numbers}")
+def gpu_size(text: str) -> int:
+    """Return the bytes of "24GiB"; a plain number is GiB."""
+    found = size(f"{text}GiB" if text.replace(".", "").isdecimal() else text)
+    if found < 1 << 20:
+        raise argparse.ArgumentTypeError(f"expected a size such as 24GiB, got {text!r}")
+    return found
 
 
-def _show(console: Console, found: Estimate) -> None:
-    model = found.model
-    console.print(
-        f"{escape(model.name)}: {model.architecture}, {model.parameters / 1e6:,.0f} million parameters, vocabulary "
-        f"{model.vocabulary:,}, width {model.hidden:,}, {model.layers} layers; {found.dtype}\n"
-        f"{found.batch} × {found.sequence:,} tokens make {found.logits / 1e6:,.0f} million logits. In GiB"
-        f"{', what is held at the peak' if found.plain else ''}:"
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_name_or_path",
+        metavar="MODEL",
+        help="a folder or config.json, a name on the hub, qwen2.5-0.5b, smollm2-135m, llama-3.2-1b, or a type such as llama",
     )
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for heading in WAYS.values():
-        table.add_column(heading, justify="right")
+    add_sizes(parser, {"--batch-size": "1", "--seq-length": "2,048"})
+    parser.set_defaults(batch_size=1, seq_length=2048)
+    adapters = parser.add_mutually_exclusive_group()
+    adapters.add_argument("--lora", action="store_true", help="train LoRA adapters instead of all weights")
+    adapters.add_argument("--qlora", action="store_true", help="the same over weights of 4 bits")
+    parser.add_argument(
+        "--lora-rank", type=positive, default=16, metavar="N", help="rank of the adapters (default: 16)"
+    )
+    text = "of everything; mixed is float32 weights under bfloat16 autocast, Trainer's bf16 (default: bfloat16)"
+    parser.add_argument("--dtype", choices=(*DTYPES, "mixed"), default="bfloat16", help=text)
+    text = "such as 24GiB (default: this machine's GPU, or 24GiB)"
+    parser.add_argument("--gpu-memory", type=gpu_size, metavar="SIZE", help=text)
+    text = "such as 256MiB, as in CCEConfig (default: 256MiB for each 8,192 tokens)"
+    parser.add_argument("--memory-budget", type=size, metavar="SIZE", help=text)
+
+
+def run(options: argparse.Namespace, out: Output) -> int:
+    """Estimate the memory of a training step, and the largest batch that fits.
+
+    No weights are loaded, and no GPU is needed. Counted is one process with AdamW, without gradient accumulation. The largest
+    batch leaves room for what PyTorch's allocator takes beyond the peak, and for CUDA's own memory.
+
+    Exit code 0: estimated. 2: could not be estimated.
+    """
+    from hf_cce.diagnostics import estimate
+    from hf_cce.diagnostics.activations import Adapters
+
+    out.progress("running the model's code on tensors without data")
+    found = estimate.estimate(
+        options.model_name_or_path,
+        options.batch_size,
+        options.seq_length,
+        options.dtype,
+        options.gpu_memory or estimate.this_gpu() or 24 << 30,
+        options.memory_budget,
+        adapters=Adapters(options.lora_rank, options.qlora) if options.lora or options.qlora else None,
+    )
+    out.progress("")
+    out.verdict(estimate.verdict(found))
+    model = found.model
+    out.print(
+        "",
+        f"{model.name}: {model.architecture}, {model.parameters / 1e6:,.0f} million parameters, vocabulary "
+        f"{model.vocabulary:,}, hidden size {model.hidden:,}, {model.layers} layers; {found.dtype}",
+        f"{found.batch} × {found.sequence:,} tokens make {found.logits / 1e6:,.0f} million logits. In GiB"
+        f"{', what is held at the peak' if found.plain else ''}:\n",
+        _table(found),
+        "",
+    )
+    steps = (*found.plain.values(), *found.checkpointing.values())
+    if any(not all(step.at_peak.values()) for step in steps):
+        out.print("–: nothing of it is held at that moment, which with CCE is often after the loss.")
+    if found.unknown:
+        out.print(f"Activations, peak and largest batch are not known: {found.unknown}.")
+    out.print(*(f"Note: {note}." for note in found.notes))
+    out.save(found.to_json())
+    return 0
+
+
+def _table(found: Estimate) -> str:
+    rows = [("", "full logits", "with CCE")]
+
+    def add(title: str, cells: list[str]) -> None:
+        rows.append((title, cells[0], cells[1]))
+
     if not found.plain:
-        table.add_row("weights, optimizer", *[_gib(found.weights + found.optimizer)] * 3)
-        table.add_row("gradients, when all are there", *[_gib(found.gradients)] * 3)
-        table.add_row("logits and loss", *(_gib(found.loss[way]) for way in WAYS))
-    for title, names, steps in (
-        ("", ROWS, found.plain),
-        ("[bold]with gradient checkpointing[/]", CHECKPOINTED, found.checkpointing),
-    ):
+        add("weights, optimizer", [_gib(found.model.weights + found.optimizer)] * 2)
+        add("gradients, when all are there", [_gib(found.model.gradients)] * 2)
+        add("logits and loss", [_gib(size) for size in found.loss.values()])
+    for title, steps in (("", found.plain), ("with gradient checkpointing", found.checkpointing)):
         if not steps:
             continue
         if title:
-            table.add_section()
-            table.add_row(title)
-        for part in steps["cce"].at_peak:
-            sizes = (steps[way].at_peak[part] for way in WAYS)
-            table.add_row(names.get(part, part), *(_gib(size) if size else "–" for size in sizes))
-        table.add_row("[bold]peak[/]", *(f"[bold]{_gib(steps[way].peak)}[/]" for way in WAYS))
-        rows = (f"{steps[way].largest_batch:,}" if steps[way].largest_batch else "none" for way in WAYS)
-        table.add_row(f"largest batch in {found.gpu_memory / 2**30:.4g} GiB", *rows)
-    console.print(table)
-    if found.plain:
-        from hf_cce.diagnostics.estimate import reserve
-
-        console.print(reserve())
-    if any(not all(step.at_peak.values()) for step in (*found.plain.values(), *found.checkpointing.values())):
-        console.print("–: nothing of it is held at that moment, which with CCE is often after the loss.")
-    if found.unknown:
-        console.print(f"Activations, peak and largest batch are not known: {escape(found.unknown)}.")
-    for note in found.notes:
-        console.print(f"Note: {escape(note)}.")
+            add("", ["", ""])
+            add(title, ["", ""])
+        both: list[Step] = list(steps.values())
+        for part in both[0].at_peak:
+            add(ROWS.get(part, part), [_gib(held) if (held := step.at_peak[part]) else "–" for step in both])
+        add("peak", [_gib(step.peak) for step in both])
+        batches = [f"{step.largest_batch:,}" if step.largest_batch else "none" for step in both]
+        add(f"largest batch in {found.gpu_memory / 2**30:.4g} GiB", batches)
+    return table(rows)
 
 
 def _gib(size: int) -> str:

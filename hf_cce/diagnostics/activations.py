@@ -15,23 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hf_cce.diagnostics import hub
+from hf_cce.diagnostics.shapes import first_line
+
+# Bytes of an activation, by dtype of the training; mixed is float32 weights under bfloat16 autocast, as Trainer's bf16=True.
+ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "mixed": 2}
+NF4_BYTES = 4.127 / 8  # of a weight under QLoRA: 4-bit NormalFloat with double quantization
 
 
 @dataclass(frozen=True)
-class Precision:
-    """Bytes of an element of weights, gradients and each of Adam's moments; and of an activation."""
+class Adapters:
+    """LoRA of this rank on every linear layer but the head, in float32; ``quantized``: over weights of 4 bits (QLoRA)."""
 
-    weight: int
-    activation: int
-
-
-PRECISIONS = {
-    "bfloat16": Precision(2, 2),
-    "float16": Precision(2, 2),
-    "float32": Precision(4, 4),
-    "mixed": Precision(4, 2),  # float32 weights under bfloat16 autocast, as Trainer's bf16=True
-}
+    rank: int
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,10 @@ class Model:
     softcapped: bool  # the logits pass through tanh, which keeps more of them
     attention: str | None  # as Transformers names it; "eager" keeps all scores
     positions: int | None  # tokens a row may have
+    weights: int = 0  # bytes
+    gradients: int = 0  # bytes of all that is trained
+    trains_head: bool = True
+    unpacked: int = 0  # bytes of the largest weight of 4 bits once it is unpacked to be multiplied
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,32 @@ def _silent(logger: str) -> Iterator[None]:
         log.setLevel(before)
 
 
+class _LoRALinear(torch.nn.Module):
+    """A linear layer with an adapter as PEFT computes it: each layer casts its input to the adapter's float32."""
+
+    def __init__(self, base: torch.nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, rank, bias=False, dtype=torch.float32)
+        self.up = torch.nn.Linear(rank, base.out_features, bias=False, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base(x)
+        return (result + 2.0 * self.up(self.down(x.float()))).to(result.dtype)
+
+
+def _with_adapters(lm: Any, adapters: Adapters) -> list[Tensor]:
+    """Freeze ``lm`` and put adapters on its linear layers; return the weights of these."""
+    lm.requires_grad_(False)
+    head, adapted = lm.get_output_embeddings(), []
+    for parent in list(lm.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, torch.nn.Linear) and child is not head:
+                adapted.append(child.weight)
+                setattr(parent, name, _LoRALinear(child, adapters.rank))
+    return adapted
+
+
 def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
     """Build the LM of ``config``, with torch's SDPA if it can, else with its default attention."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -169,11 +195,13 @@ def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
             lm.tie_weights()  # which no_init_weights leaves out
             return lm.train()
         except Exception as error:
-            why = why or hub.first_line(error)
+            why = why or first_line(error)
     raise ValueError(f"{name}: no causal LM can be made of this configuration: {why}")
 
 
-def weigh(name: str, config: Any, sequence: int, dtype: str) -> tuple[Model, Activations | str]:
+def weigh(
+    name: str, config: Any, sequence: int, dtype: str, adapters: Adapters | None = None
+) -> tuple[Model, Activations | str]:
     """Return the model of ``config`` and what it keeps for rows of ``sequence`` tokens, or why that is not known.
 
     Raises:
@@ -184,25 +212,40 @@ def weigh(name: str, config: Any, sequence: int, dtype: str) -> tuple[Model, Act
     wide = torch.float32 if dtype == "mixed" else getattr(torch, dtype)
     with FakeTensorMode(), _silent("torch._subclasses.fake_tensor"), _silent("transformers"):
         lm = _built(name, config, wide)
-        head = lm.get_output_embeddings()
-        if head is None or getattr(head, "weight", None) is None:
-            raise ValueError(f"{name}: {type(lm).__name__} has no LM head")
-        vocabulary, hidden = head.weight.shape
-        text = lm.config.get_text_config()
-        model = Model(
-            name, type(lm).__name__, sum(p.numel() for p in lm.parameters()), vocabulary, hidden,
-            getattr(text, "num_hidden_layers", 0), bool(getattr(text, "final_logit_softcapping", None)),
-            text._attn_implementation, getattr(text, "max_position_embeddings", None),
-        )  # fmt: skip
-        if not getattr(text, "num_attention_heads", None):
+        model = _described(name, lm, adapters)
+        if not getattr(lm.config.get_text_config(), "num_attention_heads", None):
             return model, f"{type(lm).__name__} has no attention, and what its own kernels keep on a GPU is not known"
         try:
             one, two = (_counted(lm, batch, sequence, dtype == "mixed") for batch in (1, 2))
         except Exception as error:  # not all models run on tensors without data
-            return model, f"its forward does not run on tensors without data ({hub.first_line(error)})"
+            return model, f"its forward does not run on tensors without data ({first_line(error)})"
     # Head and loss keep the last hidden states, the final norm's output.
-    last = sequence * hidden * PRECISIONS[dtype].activation
+    last = sequence * model.hidden * ITEM[dtype]
     row = two.total - one.total
     checkpointed = row - sum(two.layers) // 2 + sum(two.inputs) // 2 + last if two.layers else None
     layer = max(two.layers, default=0) // 2
     return model, Activations(one.total - row, row + last, checkpointed, layer, one.widest)
+
+
+def _described(name: str, lm: Any, adapters: Adapters | None) -> Model:
+    """Return what of ``lm`` decides its memory, after ``adapters`` were put on it.
+
+    Raises:
+        ValueError: it has no LM head.
+    """
+    head = lm.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        raise ValueError(f"{name}: {type(lm).__name__} has no LM head")
+    vocabulary, hidden = head.weight.shape
+    text, parameters = lm.config.get_text_config(), sum(p.numel() for p in lm.parameters())
+    adapted = [] if adapters is None else _with_adapters(lm, adapters)
+    packed = adapted if adapters is not None and adapters.quantized else []
+    weights = sum(p.numel() * p.element_size() for p in lm.parameters())
+    weights -= sum(int(w.numel() * (w.element_size() - NF4_BYTES)) for w in packed)
+    return Model(
+        name, type(lm).__name__, parameters, vocabulary, hidden, getattr(text, "num_hidden_layers", 0),
+        bool(getattr(text, "final_logit_softcapping", None)), text._attn_implementation,
+        getattr(text, "max_position_embeddings", None), weights,
+        sum(p.numel() * p.element_size() for p in lm.parameters() if p.requires_grad), head.weight.requires_grad,
+        max((2 * w.numel() for w in packed), default=0),
+    )  # fmt: skip

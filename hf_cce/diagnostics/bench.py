@@ -1,17 +1,17 @@
-"""Time, memory and gradient error of losses on one problem, interleaved in one process and checked against exact gradients.
+"""``hf-cce bench``: time, memory and gradient error of the loss on random data, beside full logits, in one process.
 
-``hf-cce bench`` measures hf_cce and full logits on random data; ``benchmarks/`` adds trained heads and other libraries.
+``benchmarks/`` measures trained heads and other libraries with the same functions.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,48 +19,28 @@ from torch import Tensor
 
 import hf_cce
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy
-from hf_cce.diagnostics import machine, memory
+from hf_cce.diagnostics import machine
+from hf_cce.diagnostics.gradcheck import LOSS_SCALE, PLAIN, Inputs, relative_error, with_full_logits
+from hf_cce.dispatch import explain_dispatch
 
 MIB = 1 << 20
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # N, D, V
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_states [N, D], weight [V, D], labels [N]) -> mean loss
+Key = TypeVar("Key", bound=Hashable)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# By mode: prefix of its keys in a row, and how many matrix products a loss with full logits needs.
-PREFIX = {"both": "", "forward": "forward_", "frozen": "frozen_"}
-GEMMS = {"forward": 1, "frozen": 2, "both": 3}
 SETTLED = 6  # steps after which a gradient filter has found its threshold
 GPU_SHAPES: tuple[Shape, ...] = ((8192, 1024, 49_152), (4096, 4096, 128_256), (8192, 896, 151_936), (512, 896, 151_936))
 CPU_SHAPES: tuple[Shape, ...] = ((128, 256, 8192), (512, 256, 8192), (512, 256, 16_384))
-COLUMNS = "forward + backward | forward | frozen head | memory | errors (hidden states, weight) | tiles kept |"
 
 
-@dataclass(frozen=True)
-class Problem:
-    """hidden_states [N, D], weight [V, D], labels [N] on one device, hidden_states and weight of one dtype."""
-
-    hidden_states: Tensor
-    weight: Tensor
-    labels: Tensor
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How to measure: where, in which dtype, how many timed rounds, in which modes (keys of ``GEMMS``)."""
-
-    device: torch.device
-    dtype: torch.dtype
-    repeats: int
-    modes: tuple[str, ...] = tuple(PREFIX)
-
-
-def random_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
+def random_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
     """Draw a problem as at the start of pretraining: logits have standard deviation 0.02 √D."""
     n, d, v = shape
     g = torch.Generator(device=device).manual_seed(n + d + v)
     hidden = torch.randn(n, d, device=device, generator=g).to(dtype)
     weight = (0.02 * torch.randn(v, d, device=device, generator=g)).to(dtype)
-    return Problem(hidden, weight, torch.randint(v, (n,), device=device, generator=g))
+    return Inputs(hidden, weight, torch.randint(v, (n,), device=device, generator=g))
 
 
 def full_logits(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -85,61 +65,23 @@ class FusedLoss:
         return linear_cross_entropy(hidden_states, weight, labels, config=self.config, filter_state=self.last)
 
 
-LOSSES: dict[str, Callable[[], Loss]] = {
+LOSSES: dict[str, Callable[..., Loss]] = {
     "hf_cce": FusedLoss,
     "hf_cce exact": partial(FusedLoss, gradient_filter=None),
-    "eager": lambda: full_logits,
-    "torch.compile": lambda: torch.compile(full_logits, dynamic=False),
+    "eager": lambda **_: full_logits,
+    "torch.compile": lambda **_: torch.compile(full_logits, dynamic=False),
 }
 
 
-class Stopwatch:
-    """Time calls one after the other: on a GPU the device's own time, elsewhere wall time.
-
-    On a GPU each call is queued while the device sleeps, so that the time Python needs to launch kernels is not counted:
-    in training the device still works on the layers before. ``wall_ms`` measures the host as well.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.spans: list[Any] = []
-
-    def run(self, function: Callable[[], Any]) -> None:
-        if self.device.type != "cuda":
-            machine.synchronize(self.device)
-            start = time.perf_counter()
-            function()
-            machine.synchronize(self.device)
-            self.spans.append((time.perf_counter() - start) * 1e3)
-            return
-        start_event, stop_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(24_000_000)  # about 12 ms: a busy host needs several to launch a step
-        start_event.record()
-        function()
-        stop_event.record()
-        self.spans.append((start_event, stop_event))
-
-    def milliseconds(self) -> list[float]:
-        if self.device.type != "cuda":
-            return self.spans
-        torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(stop) for start, stop in self.spans]
+def filter_stats(loss: Loss) -> dict[str, Any]:
+    """Return what the gradient filter did in the last training step of ``loss``, empty where there is none."""
+    state = loss.last if isinstance(loss, FusedLoss) else None
+    return {} if state is None else state.stats()
 
 
-def wall_ms(function: Callable[[], Any], device: torch.device, calls: int = 10) -> float:
-    """Return milliseconds per call when calls follow each other without a pause."""
-    machine.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        function()
-    machine.synchronize(device)
-    return (time.perf_counter() - start) * 1e3 / calls
-
-
-def relative_error(x: Tensor, exact: Tensor) -> float:
-    """Return ‖x − exact‖ / ‖exact‖, summed in float64."""
-    exact = exact.double()
-    return float((x.double() - exact).norm() / exact.norm())
+def default_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype that a training on ``device`` multiplies in: 16 bits on an NVIDIA GPU."""
+    return machine.half_dtype(device) if device.type == "cuda" else torch.float32
 
 
 def reference_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -150,266 +92,169 @@ def reference_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def exact_gradients(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (loss, ∂/∂hidden [N, D], ∂/∂weight [V, D]) computed in ``dtype`` by the textbook formula, tokens in chunks.
+def exact_results(problem: Inputs) -> dict[str, Tensor]:
+    """Return the loss and its gradients in ``reference_dtype``, by ``gradcheck``'s names."""
+    return with_full_logits(problem, PLAIN, reference_dtype(problem.hidden.device, problem.hidden.dtype))
 
-    Shares no code with the losses that are measured.
+
+def interleaved(
+    functions: Mapping[Key, Callable[[], Any]], device: torch.device, repeats: int, say: Say
+) -> dict[Key, list[float]]:
+    """Return the milliseconds of each call, of the functions in turns, as clocks fall while a chip warms up.
+
+    On a GPU it is the device's own time: each call is queued while the device sleeps, so that the time Python needs to launch
+    kernels is not counted. In training the device still works on the layers before. Elsewhere it is wall time.
     """
-    weight = problem.weight.to(dtype)
-    n, grad_weight = len(problem.labels), torch.zeros_like(weight)
-    grad_hidden = torch.empty_like(problem.hidden_states, dtype=dtype)
-    loss = torch.zeros((), dtype=dtype, device=weight.device)
-    chunk = max(1, (1 << 26) // len(weight))  # 512 MiB of logits in float64
-    for start in range(0, n, chunk):
-        hidden = problem.hidden_states[start : start + chunk].to(dtype)
-        labels = problem.labels[start : start + chunk, None]
-        scores = hidden @ weight.t()
-        lse = scores.logsumexp(1, keepdim=True)
-        loss += (lse - scores.gather(1, labels)).sum()
-        scores.sub_(lse).exp_().scatter_add_(1, labels, torch.full_like(lse, -1.0)).div_(n)  # now ∂loss/∂scores
-        grad_hidden[start : start + chunk] = scores @ weight
-        grad_weight.addmm_(scores.t(), hidden)
-    return loss / n, grad_hidden, grad_weight
+    taken: dict[Key, list[Any]] = {key: [] for key in functions}
+    for turn in range(repeats):
+        say(f"timing, round {turn + 1} of {repeats}")
+        for key, function in functions.items():
+            if device.type == "cuda":
+                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                torch.cuda._sleep(24_000_000)  # about 12 ms: a busy host needs several to launch a step
+                start.record()
+                function()
+                stop.record()
+                taken[key].append((start, stop))
+                continue
+            machine.synchronize(device)
+            began = time.perf_counter()
+            function()
+            machine.synchronize(device)
+            taken[key].append((time.perf_counter() - began) * 1e3)
+    if device.type != "cuda":
+        return taken
+    torch.cuda.synchronize(device)
+    return {key: [start.elapsed_time(stop) for start, stop in events] for key, events in taken.items()}
 
 
-def matrix_products(problem: Problem, modes: Iterable[str]) -> dict[str, Callable[[], None]]:
-    """Return, for each mode, a call of the matrix products that full logits need: logits, ∂/∂hidden, ∂/∂weight."""
-    hidden, weight = problem.hidden_states.detach(), problem.weight.detach()
-    logits = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
-    grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
+def extra_mib(step: Callable[[], Any], leaves: Iterable[Tensor]) -> float | None:
+    """Return the peak of ``step`` in MiB above what was there and the gradients of ``leaves``; None where none is counted.
 
-    def run(count: int) -> None:
-        torch.mm(hidden, weight.t(), out=logits)
-        if count > 1:
-            torch.mm(logits, weight, out=grad_hidden)
-        if count > 2:
-            torch.mm(logits.t(), hidden, out=grad_weight)
-
-    return {mode: partial(run, GEMMS[mode]) for mode in modes}
-
-
-def filter_stats(loss: Loss) -> dict[str, Any]:
-    """Return what the gradient filter did in the last training step of ``loss``, empty where there is none."""
-    state = loss.last if isinstance(loss, FusedLoss) else None
-    return {} if state is None else state.stats()
+    On a CPU this is the memory of the whole process, accurate to some tenths of a MiB.
+    """
+    leaves = list(leaves)
+    device = leaves[0].device
+    if not machine.reset_peak_memory(device):
+        return None
+    before = machine.memory_in_use(device)
+    step()
+    machine.synchronize(device)
+    extra = machine.peak_memory(device) - before
+    extra -= sum(x.grad.numel() * x.grad.element_size() for x in leaves if x.grad is not None)
+    return max(0.0, extra / MIB)
 
 
-class Bench:
-    """Measure losses on one problem."""
+def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) -> dict[str, dict[str, Any]]:
+    """Measure forward and backward of all losses in turns.
 
-    def __init__(self, problem: Problem, modes: tuple[str, ...], say: Say) -> None:
-        self.problem, self.modes, self.say = problem, modes, say
-        self.device = problem.hidden_states.device
-        self.hidden = problem.hidden_states.detach().requires_grad_()
-        self.weight = problem.weight.detach().requires_grad_()
-        self.frozen = problem.weight.detach()  # the same memory
+    Returns:
+        By loss: "ms" (median), "ms_spread" (least, most), "extra_mib" (see ``extra_mib``), "loss_error", "grad_hidden_error",
+        "grad_weight_error", "filter"; or {"failed": why}.
+    """
+    hidden, weight = (x.detach().requires_grad_() for x in (problem.hidden, problem.weight))
+    scale = LOSS_SCALE.get(hidden.dtype, 1.0)  # as in float16 training; errors are those of the gradients without it
 
-    def run(self, losses: dict[str, Loss], repeats: int) -> dict[str, Any]:
-        """Measure all losses in turns.
-
-        Returns:
-            "gemms_ms" by mode, "three_gemms_ms", and "rows" by loss. A row has "ms" (median), "ms_spread" (least, most),
-            "gemm_multiple", "wall_ms", "extra_mib" (peak above inputs and gradients), "loss_error", "grad_hidden_error",
-            "grad_weight_error", "filter", and the same with "forward_" and "frozen_"; or {"failed": why}.
-        """
-        rows: dict[str, dict[str, Any]] = {}
-        alive = []
-        self.say("exact gradients")
-        exact = exact_gradients(self.problem, reference_dtype(self.device, self.hidden.dtype))
-        for name, loss in losses.items():
-            self.say(f"{name}: checking")
-            if isinstance(loss, FusedLoss):
-                loss.begin()
-            try:
-                rows[name] = self._checked(loss, exact)
-                alive.append(name)
-            except Exception as error:  # another library may raise anything; the others are still measured
-                rows[name] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
-            self._forget()
-        del exact
-        gc.collect()
-        dense = self._time(losses, alive, rows, repeats)
-        result: dict[str, Any] = {"gemms_ms": dense, "rows": rows}
-        if "both" in dense:
-            result["three_gemms_ms"] = dense["both"]
-        return result
-
-    def _time(self, losses: dict[str, Loss], alive: list[str], rows: dict[str, Any], repeats: int) -> dict[str, float]:
-        """Add times to ``rows``; return those of the matrix products by mode."""
-        products = matrix_products(self.problem, self.modes)
-        for product in products.values():
-            product()
-        reference = {mode: Stopwatch(self.device) for mode in self.modes}
-        watches = {(name, mode): Stopwatch(self.device) for name in alive for mode in self.modes}
-        for turn in range(repeats):  # in turns, as clocks fall while the chip warms up
-            self.say(f"timing, round {turn + 1} of {repeats}")
-            for mode, product in products.items():
-                reference[mode].run(product)
-            for (name, mode), watch in watches.items():
-                watch.run(partial(self._step, losses[name], mode))
-        dense = {mode: statistics.median(watch.milliseconds()) for mode, watch in reference.items()}
-        for (name, mode), watch in watches.items():
-            times, prefix = watch.milliseconds(), PREFIX[mode]
-            rows[name][f"{prefix}ms"] = statistics.median(times)
-            rows[name][f"{prefix}ms_spread"] = [min(times), max(times)]
-            rows[name][f"{prefix}gemm_multiple"] = statistics.median(times) / dense[mode]
-            if mode == "both" and self.device.type == "cuda":  # elsewhere both times are the same
-                rows[name]["wall_ms"] = wall_ms(partial(self._step, losses[name], mode), self.device)
-        self._forget()
-        return dense
-
-    def _step(self, loss: Loss, mode: str) -> Tensor:
-        if mode == "forward":
-            with torch.no_grad():
-                return loss(self.hidden, self.weight, self.problem.labels)
-        self._forget()
-        value = loss(self.hidden, self.frozen if mode == "frozen" else self.weight, self.problem.labels)
-        value.backward()
+    def step(loss: Loss) -> Tensor:
+        hidden.grad = weight.grad = None
+        value = loss(hidden, weight, problem.labels)
+        (value * scale).backward()
         return value.detach()
 
-    def _forget(self) -> None:
-        self.hidden.grad = self.weight.grad = None
-
-    def _checked(self, loss: Loss, exact: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
-        """Return first call, errors and memory; times are taken when all losses are warm."""
-        row: dict[str, Any] = {}
+    say("exact gradients")
+    exact = exact_results(problem)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, loss in losses.items():
+        say(f"{name}: checking")
         gc.collect()  # garbage of the loss before must not be freed, or counted, during this one
-        for mode in self.modes:
-            prefix = PREFIX[mode]
-            machine.synchronize(self.device)
-            start = time.perf_counter()
-            self._step(loss, mode)
-            machine.synchronize(self.device)
-            row[f"{prefix}first_call_s"] = time.perf_counter() - start
-            for _ in range(SETTLED if mode != "forward" and filter_stats(loss) else 0):
-                self._step(loss, mode)
-            row["loss_error"] = relative_error(self._step(loss, mode), exact[0])
-            if mode != "forward":
-                assert self.hidden.grad is not None, "the loss gave no gradient of the hidden states"
-                row[f"{prefix}grad_hidden_error"] = relative_error(self.hidden.grad, exact[1])
-            if mode == "both":
-                assert self.weight.grad is not None, "the loss gave no gradient of the weight"
-                row["grad_weight_error"] = relative_error(self.weight.grad, exact[2])
-            machine.synchronize(self.device)
-            if mode != "forward" and (stats := filter_stats(loss)):
-                row[f"{prefix}filter"] = stats
-            extra = self._extra_memory(loss, mode)
-            if extra is not None:
-                row[f"{prefix}extra_mib"] = extra
-        return row
-
-    def _extra_memory(self, loss: Loss, mode: str) -> float | None:
-        """Return the peak in MiB above inputs and gradients; None where the device counts no peak.
-
-        On a CPU this is the memory of the whole process, accurate to some tenths of a MiB.
-        """
-        self._forget()
-        if not memory.reset_peak(self.device):
-            return None
-        before = memory.in_use(self.device)
-        self._step(loss, mode)
-        machine.synchronize(self.device)
-        extra = memory.peak(self.device) - before
-        extra -= sum(x.grad.numel() * x.grad.element_size() for x in (self.hidden, self.weight) if x.grad is not None)
-        return max(0.0, extra / MIB)
+        if isinstance(loss, FusedLoss):
+            loss.begin()
+        try:
+            for _ in range(SETTLED):
+                value = step(loss)
+            assert hidden.grad is not None and weight.grad is not None
+            found = {"loss": value, "grad_hidden": hidden.grad / scale, "grad_weight": weight.grad / scale}
+            errors = zip(found.items(), (exact["loss"], exact["∂hidden"], exact["∂weight"]), strict=True)
+            rows[name] = {f"{what}_error": relative_error(x, right) for (what, x), right in errors}
+            del found, errors
+            hidden.grad = weight.grad = None
+            rows[name] |= {"filter": filter_stats(loss), "extra_mib": extra_mib(partial(step, loss), (hidden, weight))}
+        except Exception as error:  # a compiler may raise anything; the other losses are still measured
+            rows[name] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+        hidden.grad = weight.grad = None
+    del exact
+    steps = {name: partial(step, losses[name]) for name, row in rows.items() if "failed" not in row}
+    for name, times in interleaved(steps, hidden.device, repeats, say).items():
+        rows[name] |= {"ms": statistics.median(times), "ms_spread": [min(times), max(times)]}
+    return rows
 
 
-def measure(title: str, problem: Problem, losses: dict[str, Loss], plan: Plan, say: Say) -> dict[str, Any]:
-    """Measure ``losses`` on one problem and free everything afterwards."""
-    result = Bench(problem, plan.modes, lambda text: say(f"{title}: {text}")).run(losses, plan.repeats)
-    n, d = problem.hidden_states.shape
-    torch.compiler.reset()  # each problem compiles anew; otherwise Dynamo's recompile limit is reached
-    gc.collect()
-    if plan.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return {"problem": {"N": n, "D": d, "V": len(problem.weight)}, **result}
-
-
-def planned(device: str | None, dtype: str | None, repeats: int | None, modes: tuple[str, ...] = tuple(PREFIX)) -> Plan:
-    """Fill in what suits the device: on a GPU bfloat16 and 10 rounds, elsewhere float32 and 5.
-
-    Raises:
-        ValueError: the device cannot be used, or a mode is unknown.
-    """
-    place = machine.checked_device(device)
-    gpu = place.type == "cuda"
-    if gpu:
-        torch.cuda.set_device(place.index or 0)
-    if not modes or (wrong := sorted(set(modes) - set(GEMMS))):
-        raise ValueError(
-            f"unknown mode {', '.join(map(repr, wrong)) if modes else repr('')}; known: {', '.join(GEMMS)}"
-        )
-    return Plan(place, DTYPES[dtype or ("bfloat16" if gpu else "float32")], repeats or (10 if gpu else 5), modes)
-
-
-def header(command: list[str], plan: Plan, *packages: str) -> dict[str, Any]:
-    """Return the first entries of a report."""
-    found = machine.origin(command, plan.device, *packages)
-    found["versions"]["hf_cce"] = hf_cce.__version__
-    reference = reference_dtype(plan.device, plan.dtype)
-    dtypes = {"dtype": str(plan.dtype).removeprefix("torch."), "reference": str(reference).removeprefix("torch.")}
-    return {**found, **dtypes, "missing": {}, "results": {}}
-
-
-def bench(
-    command: list[str], shapes: tuple[Shape, ...], names: tuple[str, ...], plan: Plan, say: Say
-) -> dict[str, Any]:
-    """Measure the losses called ``names`` (all for none) on random data of each shape (default: some that suit the device).
+def chosen_losses(names: list[str], device: torch.device, memory_budget: int | None) -> dict[str, Loss]:
+    """Return the losses called ``names``; none: all on a GPU, on a CPU not torch.compile, which takes minutes there.
 
     Raises:
         ValueError: a name is unknown.
     """
     if unknown := sorted(set(names) - set(LOSSES)):
         raise ValueError(f"unknown loss {', '.join(map(repr, unknown))}; known: {', '.join(LOSSES)}")
-    gpu = plan.device.type == "cuda"
-    # Compiling takes minutes on a CPU.
-    losses = {name: LOSSES[name]() for name in names or (LOSSES if gpu else tuple(LOSSES)[:3])}
-    report = header(command, plan)
-    for shape in shapes or (GPU_SHAPES if gpu else CPU_SHAPES):
-        title = "flat N={} D={} V={}".format(*shape)
-        report["results"][title] = measure(title, random_problem(shape, plan.device, plan.dtype), losses, plan, say)
+    usual = list(LOSSES) if device.type == "cuda" else list(LOSSES)[:3]
+    return {name: LOSSES[name](memory_budget=memory_budget) for name in names or usual}
+
+
+def bench(
+    shapes: tuple[Shape, ...], losses: dict[str, Loss], device: torch.device, dtype: torch.dtype, repeats: int, say: Say
+) -> dict[str, Any]:
+    """Measure ``losses`` on random data of each shape (none: some that suit the device); return the report, ready for JSON."""
+    gpu = device.type == "cuda"
+    report = machine.origin([], device)
+    report["versions"]["hf_cce"] = hf_cce.__version__
+    names = (str(x).removeprefix("torch.") for x in (dtype, reference_dtype(device, dtype)))
+    report |= {**dict(zip(("dtype", "reference"), names, strict=True)), "results": {}}
+    if gpu:
+        torch.cuda.set_device(device.index or 0)
+        report["gpu"] = machine.gpu_facts(device)
+    for n, d, v in shapes or (GPU_SHAPES if gpu else CPU_SHAPES):
+        title = f"{n:,} tokens, hidden size {d:,}, vocabulary {v:,}"
+        say(title)
+        rows = measure(random_problem((n, d, v), device, dtype), losses, repeats, say)
+        found = explain_dispatch(n, d, v, dtype, device)
+        report["results"][title] = {"strategy": found.strategy, "implementation": found.implementation, "rows": rows}
+        torch.compiler.reset()  # each problem compiles anew; otherwise Dynamo's recompile limit is reached
+        gc.collect()
+        if gpu:
+            torch.cuda.empty_cache()
     return report
 
 
-def shape_of(text: str) -> Shape:
-    """Parse "8192,1024,49152"."""
-    try:
-        n, d, v = (int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"--shape {text!r}: expected N,D,V, such as 8192,1024,49152") from None
-    if min(n, d) < 1 or v < 2:
-        raise ValueError(f"--shape {text!r}: N and D must be at least 1, V at least 2")
-    return n, d, v
-
-
-def table(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a Markdown table with one line for each loss that did not fail, in the order of ``rows``."""
-    lines = [f"| loss | {COLUMNS}", "|---" * 7 + "|"]
-    for name, row in rows.items():
-        if "failed" in row:
-            continue
-        cells = [
-            f"{row[f'{mode}ms']:.2f} ms ({row[f'{mode}gemm_multiple']:.2f})" if f"{mode}ms" in row else "–"
-            for mode in PREFIX.values()
-        ]
-        cells.append(f"{row['extra_mib']:,.0f} MiB" if "extra_mib" in row else "–")
-        errors = [f"{row[f'grad_{what}_error']:.1e}" for what in ("hidden", "weight") if f"grad_{what}_error" in row]
-        cells.append(", ".join(errors) or "–")
-        cells.append(f"{row['filter']['kept']:.0%}" if row.get("filter") else "–")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
-
-
 def markdown(report: dict[str, Any]) -> str:
-    """Return the whole report: where it ran, one table for each problem, and which losses failed or are missing."""
+    """Return where it ran, one table for each problem, and which losses failed."""
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if number)
-    parts = [
-        f"{report['device']}, {report['dtype']}; {versions}.\n\nIn brackets: multiples of the matrix products that full "
-        f"logits need. Memory: peak above inputs and gradients. Errors: relative, against {report['reference']}."
+    lines = [
+        f"{report['device']}, {report['dtype']}; {versions}.",
+        "",
+        f"Memory: peak above inputs and gradients. Errors: relative, against {report['reference']}.",
     ]
     for title, result in report["results"].items():
-        failed = [f"- {name} failed: {row['failed']}" for name, row in result["rows"].items() if "failed" in row]
-        parts.append("\n".join([f"### {title}", "", *table(result["rows"]), *([""] if failed else []), *failed]))
-    if report["missing"]:
-        parts.append("\n".join(["Not measured:", "", *(f"- {name}: {why}" for name, why in report["missing"].items())]))
-    return "\n\n".join(parts) + "\n"
+        lines += ["", f"### {title}", "", f"Strategy: {result['strategy']}, {result['implementation']}", ""]
+        lines += [
+            "| loss | forward + backward | memory | error of hidden states' gradient | of the weight's | tiles kept |"
+        ]
+        lines += ["|---" * 6 + "|"]
+        for name, row in result["rows"].items():
+            if "failed" in row:
+                lines.append(f"| {name} | failed: {row['failed']} |")
+                continue
+            memory = "–" if row["extra_mib"] is None else f"{row['extra_mib']:,.0f} MiB"
+            kept = f"{row['filter']['kept']:.0%}" if row["filter"] else "–"
+            errors = f"{row['grad_hidden_error']:.1e} | {row['grad_weight_error']:.1e}"
+            lines.append(f"| {name} | {row['ms']:.2f} ms | {memory} | {errors} | {kept} |")
+    return "\n".join(lines) + "\n"
+
+
+def issue_report(report: dict[str, Any]) -> str:
+    """Return Markdown to attach to an issue: the tables, and every number folded below them."""
+    numbers = json.dumps(report, indent=1, ensure_ascii=False)
+    return (
+        f"# hf-cce bench on {report['device']}\n\n{markdown(report)}\n<details><summary>All numbers</summary>\n\n"
+        f"```json\n{numbers}\n```\n\n</details>\n"
+    )

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_cce import CCEConfig, apply_cce, remove_cce
-from hf_cce.diagnostics import hub
-from hf_cce.diagnostics.tiny import VOCABULARY, WORDS, tiny_config
-from hf_cce.diagnostics.tiny_options import OPTIONS
+from hf_cce.diagnostics.shapes import SHAPES, config_named, first_line, is_model_type
+from hf_cce.dispatch import why_no_triton
 
 ORDERS = 3  # further roundings of the unpatched model
 ROWS, LENGTH = 2, 24
@@ -35,12 +34,12 @@ class Difference:
     """How far the patched model is from the unpatched one in one result, relative to its norm."""
 
     name: str
-    apart: float
+    error: float
     allowed: float
 
     @property
     def ok(self) -> bool:
-        return self.apart <= self.allowed
+        return self.error <= self.allowed
 
 
 @dataclass
@@ -66,44 +65,75 @@ class Report:
         return self.stats["fused"] > 0 and self.stats["materialised"] == 0
 
     def to_json(self) -> dict[str, Any]:
-        rows = [{"name": x.name, "apart": x.apart, "allowed": x.allowed, "ok": x.ok} for x in self.differences]
+        rows = [{"name": x.name, "error": x.error, "allowed": x.allowed, "ok": x.ok} for x in self.differences]
         return {**vars(self), "differences": rows, "same": self.same, "saves": self.saves}
 
 
 def load(target: str, tiny: bool, device: torch.device) -> Any:
-    """The model of a model type, a folder or a name on the hub, in float32; ``tiny``: a small random one of its class.
+    """Return the model of a folder, a name on the hub or a model type, in float32.
+
+    Args:
+        tiny: a small model with random weights of the same class; always so for a model type.
 
     Raises:
         ValueError: there is none of that name, it is no causal LM, or the tiny one cannot be built.
     """
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    path = Path(target)
-    by_type = target in CONFIG_MAPPING and not path.exists()
-    config = CONFIG_MAPPING[target] if by_type else type(hub.config_named(target, hub.model_type(target)))
+    config = config_named(target)
     autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    auto = next((auto for auto in autos if config in auto._model_mapping), None)
+    auto: Any = next((auto for auto in autos if type(config) in auto._model_mapping), None)
     if auto is None:
-        raise ValueError(f"{target}: {config.__name__} belongs to no causal LM and to no model for images and text")
-    if not (tiny or by_type):
-        if path.is_file():
-            raise ValueError(f"{target}: a file, and the weights are needed, too; give its folder, or add --tiny")
-        if path.is_dir() and not any(any(path.glob(pattern)) for pattern in WEIGHTS):
-            raise ValueError(f"{target}: no weights in this folder; for a tiny random model of its class add --tiny")
-        loaded: Any = auto.from_pretrained(hub.reachable(target), dtype=torch.float32)
-        return loaded.to(device)
-    cls: Any = auto._model_mapping[config]
-    torch.manual_seed(0)
+        raise ValueError(
+            f"{target}: {type(config).__name__} belongs to no causal LM and to no model for images and text"
+        )
+    path = Path(target)
+    if tiny or is_model_type(target) or target.lower() in SHAPES:
+        return _tiny(target, auto, config).to(device)
+    if path.is_file():
+        raise ValueError(f"{target}: a file, and the weights are needed, too; give its folder, or add --tiny")
+    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in WEIGHTS):
+        raise ValueError(f"{target}: no weights in this folder; for a tiny random model of its class add --tiny")
+    return auto.from_pretrained(target, dtype=torch.float32).to(device)
+
+
+def _tiny(target: str, auto: Any, config: Any) -> Any:
+    """Build a model of ``config`` with two layers, two heads and few experts; vocabulary and the size of a head stay.
+
+    Raises:
+        ValueError: sizes of this configuration depend on each other in another way.
+    """
+    text = config.get_text_config()
     try:
-        model = cls(tiny_config(cls.config_class, OPTIONS.get(cls.__name__)))
+        heads = text.num_attention_heads
+        width = 2 * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+        experts = max(4, getattr(text, "num_experts_per_tok", None) or 0)
+        small = {
+            "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": width, "intermediate_size": 2 * width,
+            "num_key_value_heads": 2 if getattr(text, "num_key_value_heads", heads) == heads else 1,
+            "moe_intermediate_size": width, "num_experts": experts, "num_local_experts": experts,
+        }  # fmt: skip
+        for name, size in small.items():
+            if isinstance(getattr(text, name, None), int):
+                setattr(text, name, size)
+        for part in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", ()))):
+            for name in ("depth", "num_hidden_layers"):  # of a vision tower too, whose widths stay
+                if isinstance(getattr(part, name, None), int):
+                    setattr(part, name, 2)
+        for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+            if kinds := getattr(text, name, None):
+                setattr(text, name, [kinds[0], kinds[-1]])
+        torch.manual_seed(0)
+        model = auto.from_config(config, dtype=torch.float32)
     except Exception as error:
-        raise ValueError(f"{cls.__name__}: no tiny model of it can be built here: {error}") from error
+        raise ValueError(
+            f"{target}: no tiny model can be built of this configuration; give a folder with weights ({first_line(error)})"
+        ) from error
     with torch.no_grad():
-        head = model.get_output_embeddings()
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or parameter is getattr(head, "weight", None):
-                parameter.normal_(std=0.5)  # biases start at zero, and softcap and scale hardly show in small logits
-    return model.to(device)
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)  # they start at zero, where an error in them does not show
+    return model
 
 
 def check(model: Any, say: Say = lambda what: None) -> Report:
@@ -124,12 +154,17 @@ def check(model: Any, say: Say = lambda what: None) -> Report:
         with _reordered(model, seed):
             other, others = _train(model, inputs)
         loss_noise = max(loss_noise, abs(other - loss))
-        noise = {name: max(noise[name], _apart(others[name], grads[name])) for name in grads}
+        noise = {name: max(noise[name], _error(others[name], grads[name])) for name in grads}
         del others
     evaluated = _evaluate(model, inputs)
     say("with CCE")
-    # On a GPU so few tokens would be left to PyTorch, and nothing would be checked.
-    apply_cce(model, CCEConfig(implementation="triton" if device.type == "cuda" else "auto", gradient_filter=None))
+    # On a GPU so few tokens would be left to PyTorch, and nothing would be checked: kernels are asked for, or, where there are
+    # none, as on a T4, a budget that full logits do not fit.
+    if device.type == "cuda" and why_no_triton(device, torch.float32) is None:
+        config = CCEConfig("triton", gradient_filter=None)
+    else:
+        config = CCEConfig(memory_budget=1 << 20, gradient_filter=None)
+    apply_cce(model, config)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -142,7 +177,7 @@ def check(model: Any, say: Say = lambda what: None) -> Report:
     if patched.keys() != grads.keys():
         raise ValueError(f"gradients of {sorted(patched.keys() ^ grads.keys())} are there with or without CCE only")
     rows = [Difference("loss", abs(patched_loss - loss) / abs(loss), _allowed(loss_noise / abs(loss)))]
-    rows += [Difference(name, _apart(patched[name], grads[name]), _allowed(noise[name])) for name in grads]
+    rows += [Difference(name, _error(patched[name], grads[name]), _allowed(noise[name])) for name in grads]
     return Report(
         type(model).__name__,
         str(device),
@@ -158,9 +193,8 @@ def check(model: Any, say: Say = lambda what: None) -> Report:
 def _inputs(model: Any, device: torch.device) -> dict[str, Any]:
     """Random text with a padded row and labels that are not scored."""
     words = int(model.config.get_text_config().vocab_size)
-    ids = torch.randint(
-        3, WORDS if words == VOCABULARY else words, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1)
-    )
+    # The lower half: special tokens, such as those for images, stand at the end of most vocabularies.
+    ids = torch.randint(3, max(4, words // 2), (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, -5:] = 0
     labels = ids.masked_fill(mask == 0, -100)
@@ -214,11 +248,27 @@ def _reordered(model: Any, seed: int) -> Iterator[None]:
             head.forward = previous
 
 
-def _apart(value: Tensor, reference: Tensor) -> float:
+def _error(value: Tensor, reference: Tensor) -> float:
     size = float(reference.double().norm())
-    apart = float((value.double() - reference.double()).norm())
-    return apart / size if size > 0 else apart
+    error = float((value.double() - reference.double()).norm())
+    return error / size if size > 0 else error
 
 
 def _allowed(noise: float) -> float:
     return 2 * noise + 16 * torch.finfo(torch.float32).eps
+
+
+def verdict(report: Report) -> str:
+    """Return the result in one sentence."""
+    if not report.same:
+        wrong = sum(not row.ok for row in report.differences)
+        what = (
+            f"{wrong} of {len(report.differences)} results differ by more than rounding"
+            if wrong
+            else "evaluation differs"
+        )
+        return f"Do not train this model with hf_cce: {what}. Please report it, with the output of --json."
+    if not report.saves:
+        why = " ".join(report.warnings) or "Its loss was computed from logits."
+        return f"hf_cce trains this model correctly, but saves no memory. {why}"
+    return "hf_cce trains this model as it is trained without, and makes no logits."

@@ -17,17 +17,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import hf_cce
-from hf_cce.diagnostics import hub, machine
+from hf_cce.diagnostics import machine
+from hf_cce.diagnostics.shapes import config_of, smollm2_like
 from hf_cce.diagnostics.text import Corpus, windows
 
 if TYPE_CHECKING:  # torch is loaded by the processes that train, not by the one that shows their progress
-    import torch
+    pass
 
 Report = Callable[[dict[str, Any]], None]
-NEW_TOKENS = 24
-TIMED_STEPS, TIMED_SECONDS = 10, 1.0  # below, speed is not compared
-BUSY = 0.1  # share of the processor; a desktop at rest stays below
-PROMPT = "def __init__(self"
+TIMED_STEPS = 10  # below, speed is not compared
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class Settings:
     """One training run. None: what suits the device, see ``resolved``."""
 
     tokens_file: str
-    tokenizer_file: str
     model: str | None = None  # name or folder of pretrained weights; None: a fresh model of SmolLM2's shape
     vocabulary: int = 49_152
     hidden: int = 576
@@ -45,7 +42,7 @@ class Settings:
     sequence: int | None = None
     learning_rate: float = 1e-3
     seed: int = 0
-    dtype: str | None = None
+    dtype: str | None = None  # of autocast; the weights stay float32, as under Trainer's bf16=True
     device: str | None = None
     cce: bool = False
 
@@ -60,7 +57,8 @@ class Settings:
         if device.type == "cuda":
             size = torch.cuda.get_device_properties(device).total_memory >> 30
             batch, sequence = (8, 2048) if size >= 60 else (4, 1024) if size >= 14 else (2, 512)
-            suited = {"layers": 30, "steps": 100, "batch": batch, "sequence": sequence, "dtype": "bfloat16"}
+            dtype = str(machine.half_dtype(device)).removeprefix("torch.")
+            suited = {"layers": 30, "steps": 100, "batch": batch, "sequence": sequence, "dtype": dtype}
         chosen = {name: value for name, value in suited.items() if getattr(self, name) is None}
         return replace(self, device=str(device), **chosen)
 
@@ -70,7 +68,7 @@ def twin(settings: Settings, corpus: Corpus, report: Report = lambda event: None
 
     Args:
         settings: of both runs; ``cce`` is set here.
-        corpus: the text, for the record and to decode what the models write.
+        corpus: the text, for the record.
         report: called with an event for each run ("start") and step ("step").
 
     Returns:
@@ -82,13 +80,9 @@ def twin(settings: Settings, corpus: Corpus, report: Report = lambda event: None
     fused = in_own_process(replace(settings, cce=True), report)
     common = plain.pop("common")
     fused.pop("common")
-    tokenizer = corpus.tokenizer()
-    for run in (plain, fused):
-        run["generated"] = tokenizer.decode(run["generated_ids"])
     return {
         **common,
         "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries},
-        "prompt": PROMPT,
         "plain": plain,
         "cce": fused,
         "largest_difference": max(abs(a - b) for a, b in zip(plain["losses"], fused["losses"], strict=True)),
@@ -98,21 +92,12 @@ def twin(settings: Settings, corpus: Corpus, report: Report = lambda event: None
 
 def why_no_speed(report: dict[str, Any]) -> str | None:
     """Return why the speeds of the two runs cannot be compared, None where they can."""
-    runs = report["plain"], report["cce"]
-    timed = [run["step_seconds"][1:] for run in runs]  # the first step also warms up
+    timed = [report[run]["step_seconds"][1:] for run in ("plain", "cce")]  # the first step also warms up
     if (steps := len(timed[0])) < TIMED_STEPS:
-        return f"{steps} timed step{'s' * (steps != 1)} cannot show it (--steps {TIMED_STEPS + 1} or more can)"
-    if (seconds := min(map(sum, timed))) < TIMED_SECONDS:
-        return f"{steps} steps in {seconds:.2f} s are too short to show it (more --steps, or a larger --batch, can)"
-    others = max(run.get("cpu_used_by_others", 0.0) for run in runs)
-    if report["settings"]["device"] == "cpu" and others > BUSY:
-        return f"other programs used {others:.0%} of the processor meanwhile"
+        return f"{steps} timed steps are too few (--max-steps {TIMED_STEPS + 1} or more)"
     (a, _, b), (c, _, d) = (statistics.quantiles(each, n=4) for each in timed)
     if a <= d and c <= b:
-        return (
-            f"the middle half of the steps took {a * 1e3:,.1f} to {b * 1e3:,.1f} ms without CCE and {c * 1e3:,.1f} to "
-            f"{d * 1e3:,.1f} ms with it, which overlap"
-        )
+        return "the times of the steps of both runs overlap"
     return None
 
 
@@ -137,7 +122,7 @@ def in_own_process(settings: Settings, report: Report) -> dict[str, Any]:
         process.join()
         raise RuntimeError(
             f"the run {'with' if settings.cce else 'without'} CCE was killed (exit code {process.exitcode}); "
-            "out of memory? Try a smaller --batch, --seq or --layers"
+            "out of memory? Try a smaller --batch-size, --seq-length or --layers"
         ) from None
     finally:
         if process.pid is not None:
@@ -167,10 +152,8 @@ def _child(settings: Settings, pipe: Any) -> None:
 
 
 def train(settings: Settings, report: Report = lambda event: None) -> dict[str, Any]:
-    """Run once in this process: build, train, measure, generate a few tokens."""
+    """Run once in this process: build, train, measure."""
     import torch
-
-    from hf_cce.diagnostics import memory
 
     settings = settings.resolved()
     assert settings.steps and settings.batch and settings.sequence and settings.device
@@ -178,49 +161,64 @@ def train(settings: Settings, report: Report = lambda event: None) -> dict[str, 
     model = _built(settings).to(device).train()
     if settings.cce:
         hf_cce.apply_cce(model)
-    optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, betas=(0.9, 0.95), fused=True)
     batches = windows(settings.tokens_file, (settings.steps, settings.batch), settings.sequence, settings.seed)
     vocabulary = model.get_output_embeddings().weight.shape[0]
     if (largest := int(batches.max())) >= vocabulary:
         raise ValueError(f"token {largest} does not fit the model's vocabulary of {vocabulary}")
     common = _common(settings, model)
     report({"event": "start", "cce": settings.cce, "steps": settings.steps, "common": common})
+    losses, seconds = _steps(model, batches, settings, report)
+    gc.collect()
+    peak, rest = machine.peak_memory(device), machine.memory_in_use(device)
+    model.eval()
+    with torch.no_grad():
+        shape = list(model(input_ids=torch.from_numpy(batches[0, :1]).to(device)).logits.shape)
+    return {
+        "common": common,
+        "losses": losses,
+        "step_seconds": seconds,
+        "tokens_per_second": settings.batch * settings.sequence / statistics.median(seconds[1:] or seconds),
+        "peak_bytes": peak,
+        "rest_bytes": rest,
+        "eval_logits_shape": shape,
+    }
 
-    losses, seconds, others = [], [], machine.OtherPrograms()
+
+def _autocast(settings: Settings) -> Any:
+    import torch
+
+    kind = torch.device(str(settings.device)).type
+    half = torch.float16 if settings.dtype == "float16" else torch.bfloat16
+    return torch.autocast(kind, half, enabled=settings.dtype != "float32")
+
+
+def _steps(model: Any, batches: Any, settings: Settings, report: Report) -> tuple[list[float], list[float]]:
+    """Train on ``batches`` [steps, batch, sequence]; return the loss and the seconds of each step."""
+    import torch
+
+    device = torch.device(str(settings.device))
+    optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, betas=(0.9, 0.95), fused=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=settings.dtype == "float16")
+    losses, seconds = [], []
     for step, rows in enumerate(batches):
         ids = torch.from_numpy(rows).to(device)
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min(1.0, (step + 1) / 5)
         machine.synchronize(device)
         start = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+        with _autocast(settings):
             loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         machine.synchronize(device)
         seconds.append(time.perf_counter() - start)
-        others = machine.OtherPrograms() if step == 0 else others
         report({"event": "step", "cce": settings.cce, "step": step, "loss": losses[-1], "seconds": seconds[-1]})
         if not math.isfinite(losses[-1]):
-            raise RuntimeError(f"the loss became {losses[-1]} at step {step}; try a smaller --lr")
-    used = others.share()
-    del loss, ids
-    gc.collect()
-    peak, rest = memory.peak(device), memory.in_use(device)
-    written, shape = _generate(model, settings, device)
-    return {
-        "common": common,
-        "losses": losses,
-        "step_seconds": seconds,
-        "cpu_used_by_others": used,
-        "tokens_per_second": settings.batch * settings.sequence / statistics.median(seconds[1:] or seconds),
-        "peak_bytes": peak,
-        "rest_bytes": rest,
-        "eval_logits_shape": shape,
-        "generated_ids": written,
-    }
+            raise RuntimeError(f"the loss became {losses[-1]} at step {step}; try a smaller --learning-rate")
+    return losses, seconds
 
 
 def _built(settings: Settings) -> Any:
@@ -232,52 +230,9 @@ def _built(settings: Settings) -> Any:
     logging.disable_progress_bar()
     set_seed(settings.seed)
     if settings.model:
-        return AutoModelForCausalLM.from_pretrained(hub.reachable(settings.model), dtype=torch.float32)
-    return fresh_model(settings.vocabulary, settings.hidden, settings.layers or 1)
-
-
-def fresh_model(vocabulary: int, hidden: int, layers: int) -> Any:
-    """Build a Llama of SmolLM2-135M's shape: heads of 64, a third of them for keys and values, tied head."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    heads = max(1, hidden // 64)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 3 if heads % 3 == 0 else heads,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-        rms_norm_eps=1e-5,
-        initializer_range=1 / 24,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return LlamaForCausalLM(config)
-
-
-def _generate(model: Any, settings: Settings, device: torch.device) -> tuple[list[int], list[int]]:
-    """Return the tokens that the trained model writes after the prompt, and the shape of its logits in evaluation mode."""
-    import torch
-    from tokenizers import Tokenizer
-
-    model.eval()
-    prompt = Tokenizer.from_file(settings.tokenizer_file).encode(PROMPT, add_special_tokens=False).ids
-    ids = torch.tensor([prompt], device=device)
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
-        shape = list(model(input_ids=ids).logits.shape)
-        written = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            pad_token_id=0,
-        )
-    return written[0, len(prompt) :].tolist(), shape
+        return AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+    config = config_of(smollm2_like(settings.vocabulary, settings.hidden, settings.layers or 1))
+    return AutoModelForCausalLM.from_config(config)
 
 
 def _common(settings: Settings, model: Any) -> dict[str, Any]:
@@ -285,7 +240,7 @@ def _common(settings: Settings, model: Any) -> dict[str, Any]:
     import torch
 
     head = model.get_output_embeddings().weight
-    kept = {k: v for k, v in asdict(settings).items() if k not in ("cce", "tokens_file", "tokenizer_file")}
+    kept = {k: v for k, v in asdict(settings).items() if k not in ("cce", "tokens_file")}
     found = machine.origin([], torch.device(str(settings.device)), "transformers")
     found["versions"]["hf_cce"] = hf_cce.__version__
     sizes = {

@@ -1,4 +1,4 @@
-"""``hf-cce doctor``: what is installed, which implementation runs on which device and why, and whether it computes right.
+"""``hf-cce doctor``: what is installed, what runs on which device and what to expect of it, and whether it computes right.
 
 Nothing is imported before its check begins, so a machine without torch or Transformers is diagnosed too, and no failing
 check keeps the others from running.
@@ -10,29 +10,29 @@ import importlib
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_cce.diagnostics import machine
+from hf_cce.diagnostics.shapes import first_line
 
 if TYPE_CHECKING:
     import torch
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
-PYTHON = (3, 10)
 # As in pyproject.toml; a test compares.
 REQUIRED = {"torch": "2.8", "transformers": "5.0", "accelerate": "1.1", "numpy": "1.24", "tokenizers": "0.21"}
-OPTIONAL = {"peft": "0.18", "trl": "1.10", "matplotlib": "3.8"}
-WHAT_FOR = {"peft": "adapters", "trl": "its trainers", "matplotlib": "--plot"}
+OPTIONAL = {"peft": "0.18", "trl": "1.10"}
+WHAT_FOR = {"peft": "adapters", "trl": "its trainers"}
 TRITON = "3.4"
-HOPPER_TILES = r"3\.6\.\d+"  # versions of Triton, as in hf_cce.kernels.launch_config
-DTYPES = ("float32", "bfloat16")
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu126"
+EXPECT = {
+    "triton": "less memory and less time than full logits",
+    "portable": "less memory than full logits, not less time",
+}
 Say = Callable[[str], None]
 
 
@@ -54,6 +54,7 @@ class Choice:
     dtype: str
     implementation: str
     why: str
+    expect: str
 
 
 @dataclass
@@ -68,17 +69,13 @@ class Diagnosis:
         return [check for check in self.checks if check.status == WRONG]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "ok": not self.wrong,
-            "checks": [asdict(check) for check in self.checks],
-            "implementations": [asdict(choice) for choice in self.choices],
-        }
+        checks, choices = ([asdict(x) for x in found] for found in (self.checks, self.choices))
+        return {"ok": not self.wrong, "checks": checks, "implementations": choices}
 
 
 def diagnose(say: Say = lambda what: None) -> Diagnosis:
     """Run every check; ``say`` is told what is being checked."""
-    found = Diagnosis()
-    found.checks.append(_python())
+    found = Diagnosis([Check("python", OK, f"{platform.python_version()} ({platform.system()}, {platform.machine()})")])
     say("packages")
     for name in REQUIRED:
         found.checks.append(package(name, REQUIRED[name], imported=name in ("torch", "transformers")))
@@ -87,7 +84,7 @@ def diagnose(say: Say = lambda what: None) -> Diagnosis:
         say("devices")
         devices, checks = _devices()
         found.checks += checks
-        found.checks.append(triton(any(_capable(device) for device in devices)))
+        found.checks.append(triton(any(_runs_kernels(device) for device in devices)))
         for device in devices:
             say(f"self-test on {device}")
             choices, check = self_test(device)
@@ -96,11 +93,13 @@ def diagnose(say: Say = lambda what: None) -> Diagnosis:
         if "transformers" in good:
             say("a small model of Transformers")
             found.checks.append(_model())
-    else:
-        found.checks += _gpus_without_torch()
-    for name in OPTIONAL:
-        say(name)
-        found.checks.append(_optional(name, good))
+    elif gpus := machine.driver_gpus():
+        found.checks.append(Check("gpu", OK, f"{', '.join(gpus)}; not tested, as there is no torch"))
+    for name, least in OPTIONAL.items():
+        check = package(name, least)
+        if check.status == WRONG:
+            check = replace(check, status=NOTE, found=f"{check.found} (needed for {WHAT_FOR[name]} only)")
+        found.checks.append(check)
     return found
 
 
@@ -112,19 +111,8 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def _install(requirement: str, *options: str) -> str:
     return " ".join(["pip install", *options, f'"{requirement}"'])
-
-
-def _python() -> Check:
-    found = f"{platform.python_version()} ({platform.system()}, {platform.machine()})"
-    if sys.version_info[:2] >= PYTHON:
-        return Check("python", OK, found)
-    return Check("python", WRONG, f"{found}, but hf_cce needs 3.10 or newer", "python3.12 -m venv .venv")
 
 
 def package(name: str, least: str, *, imported: bool = False) -> Check:
@@ -138,11 +126,11 @@ def package(name: str, least: str, *, imported: bool = False) -> Check:
             build = f", {_build(module)}" if name == "torch" else ""
         except ModuleNotFoundError as error:
             if (error.name or name).split(".")[0] != name:
-                what = f"{version} cannot be loaded: {_first_line(error)}"
+                what = f"{version} cannot be loaded: {first_line(error)}"
                 return Check(name, WRONG, what, _install(str(error.name)))
             version = None
         except Exception as error:  # a library that is missing is an OSError, a mixed installation anything
-            what = f"{version} cannot be loaded: {type(error).__name__}: {_first_line(error)}"
+            what = f"{version} cannot be loaded: {type(error).__name__}: {first_line(error)}"
             return Check(name, WRONG, what, _install(f"{name}>={least}", "--force-reinstall"))
     if version is None:
         return Check(name, WRONG, "not installed", command)
@@ -161,47 +149,23 @@ def _build(torch: Any) -> str:
 def triton(wanted: bool) -> Check:
     """Check Triton; ``wanted``: there is a GPU that can run the kernels."""
     version = machine.versions("triton")["triton"]
-    name = "triton-windows" if sys.platform == "win32" else "triton"
-    if version is None and wanted:
-        return Check(
-            "triton", WRONG, "not installed: the GPU runs portable PyTorch, slower", _install(f"{name}>={TRITON}")
-        )
+    if not wanted:
+        return Check("triton", OK, f"{version or 'not installed'}; no GPU here needs it")
+    command = _install(f"{'triton-windows' if sys.platform == 'win32' else 'triton'}>={TRITON}", "--upgrade")
     if version is None:
-        return Check("triton", OK, "not installed, and nothing here needs it")
-    if release(version) < release(TRITON) and wanted:
-        command = _install(f"{name}>={TRITON}", "--upgrade")
+        return Check("triton", WRONG, "not installed: the GPU runs the slower PyTorch fallback", command)
+    if release(version) < release(TRITON):
         return Check("triton", WRONG, f"{version}, but the kernels need {TRITON} or newer", command)
-    return Check("triton", OK, version + ("" if wanted else ", which nothing here needs"))
+    return Check("triton", OK, version)
 
 
-def driver_gpus() -> list[str] | None:
-    """Return "name, driver version" of each GPU that NVIDIA's driver lists, None without a driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
-
-
-def _gpus_without_torch() -> list[Check]:
-    gpus = driver_gpus()
-    return [Check("gpu", OK, f"{', '.join(gpus)}; not tested, as there is no torch")] if gpus else []
-
-
-def _capable(device: torch.device) -> bool:
+def _runs_kernels(device: torch.device) -> bool:
     import torch
 
     from hf_cce.dispatch import CAPABILITY
 
-    return (
-        device.type == "cuda"
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(device) >= CAPABILITY
-    )
+    nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return nvidia and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def _devices() -> tuple[list[torch.device], list[Check]]:
@@ -210,41 +174,38 @@ def _devices() -> tuple[list[torch.device], list[Check]]:
 
     devices, checks = [torch.device("cpu")], []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        device = torch.device("cuda", i)
-        devices.append(device)
-        checks.append(_gpu(device))
+        devices.append(torch.device("cuda", i))
+        checks.append(_gpu(devices[-1]))
     if torch.backends.mps.is_available():
         devices.append(torch.device("mps"))
-        checks.append(Check("mps", OK, "an Apple GPU: portable PyTorch runs on it"))
+        checks.append(Check("mps", OK, "an Apple GPU: the PyTorch fallback runs on it"))
     elif len(devices) == 1:
-        checks.append(_no_cuda(driver_gpus(), torch.version.cuda))
+        checks.append(_no_cuda(machine.driver_gpus(), torch.version.cuda))
     return devices, checks
 
 
 def _gpu(device: torch.device) -> Check:
-    import torch
-
     from hf_cce.dispatch import CAPABILITY
 
-    properties = torch.cuda.get_device_properties(device)
-    memory = f"{properties.total_memory / 2**30:.1f} GiB"
-    if torch.version.cuda is None:
-        return Check(str(device), NOTE, f"{properties.name}, {memory}: no NVIDIA GPU, so portable PyTorch runs")
-    version = f"{properties.major}.{properties.minor}"
-    found = f"{properties.name}, compute capability {version}, {memory}, CUDA {torch.version.cuda}"
-    if (properties.major, properties.minor) < CAPABILITY:
-        return Check(str(device), NOTE, f"{found}: the kernels need 8.0 (A100) or newer, so portable PyTorch runs")
-    return Check(str(device), OK, found)
+    facts = machine.gpu_facts(device)
+    found = f"{facts['name']}, {facts['memory_gib']} GiB"
+    if facts["cuda"] is None:
+        return Check(str(device), NOTE, f"{found}: no NVIDIA GPU, so the PyTorch fallback runs")
+    found += f", compute capability {facts['capability']}, CUDA {facts['cuda']}"
+    if _runs_kernels(device):
+        return Check(str(device), OK, found)
+    need = ".".join(map(str, CAPABILITY))
+    return Check(str(device), NOTE, f"{found}: below {need}, so the PyTorch fallback runs, in float16 or float32")
 
 
 def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
     """Explain why torch sees no CUDA device: ``gpus`` of the driver, torch built for CUDA ``build``."""
     if not gpus:
         why = "no NVIDIA driver here" if gpus is None else "the NVIDIA driver names no GPU"
-        return Check("gpu", NOTE, f"none ({why}): portable PyTorch runs on the CPU")
+        return Check("gpu", NOTE, f"none ({why}): the PyTorch fallback runs on the CPU")
     there = f"the driver names {', '.join(gpus)}"
+    command = f"pip install --force-reinstall torch --index-url {CUDA_WHEELS}"
     if build is None:
-        command = f"pip install --force-reinstall torch --index-url {CUDA_WHEELS}"
         return Check("gpu", WRONG, f"{there}, but this torch is built without CUDA", command)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
@@ -255,83 +216,68 @@ def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
         torch.cuda.init()
         why = "torch gives no reason"
     except Exception as error:
-        why = _first_line(error)
-    command = f"pip install --force-reinstall torch --index-url {CUDA_WHEELS}"
+        why = first_line(error)
     found = f"{there}, but torch, built for CUDA {build}, cannot use it ({why}): take a newer driver or an older CUDA"
     return Check("gpu", WRONG, found, command)
 
 
 def self_test(device: torch.device) -> tuple[list[Choice], Check]:
     """Return what runs on ``device`` and why, and the check of loss and gradients of a small problem against float64."""
-    name = f"self-test {device}"
-    again = f"hf-cce gradcheck --device {device}"
+    from hf_cce.diagnostics import gradcheck
+
+    name, again = f"self-test {device}", f"hf-cce gradcheck --device {device}"
+    # Of odd sizes, so that tiles are cut; on a GPU large enough that several of them are there.
+    problem = gradcheck.Problem(300, 256, 4003) if device.type == "cuda" else gradcheck.Problem(150, 48, 1003)
+    dtypes = ("float32", str(machine.half_dtype(device)).removeprefix("torch."))
     try:
-        choices, compared, worse = _compared(device)
+        choices = [_choice(device, dtype) for dtype in dtypes]
+        report = gradcheck.gradcheck(problem, device, dtypes, cases=(gradcheck.PLAIN, gradcheck.EVERYTHING))
     except Exception as error:  # a kernel that cannot be compiled raises what its compiler likes
-        return [], Check(name, WRONG, f"{type(error).__name__}: {_first_line(error)}", again)
-    if worse:
-        row = max(worse, key=lambda row: row.share)
+        return [], Check(name, WRONG, f"{type(error).__name__}: {first_line(error)}", again)
+    compared = len(report.rows)
+    if report.failures:
+        row = max(report.failures, key=lambda row: row.share)
         found = (
-            f"{len(worse)} of {compared} results are less exact than allowed; the worst is {row.quantity} in {row.dtype} "
-            f"({row.implementation}): relative error {row.hf_cce[1]:.1e}, allowed {row.allowed:.1e}"
+            f"{len(report.failures)} of {compared} results are less exact than allowed; the worst is {row.quantity} "
+            f"({row.computed_by}): relative error {row.hf_cce:.1e}, allowed {row.allowed:.1e}"
         )
         return choices, Check(name, WRONG, found, again)
     return choices, Check(name, OK, f"{compared} results, loss and gradients, as close to float64 as full logits are")
 
 
-def _compared(device: torch.device) -> tuple[list[Choice], int, list[Any]]:
+def _choice(device: torch.device, dtype: str) -> Choice:
+    """Return what a training of usual size runs; ``hf_cce.dispatch`` knows."""
     import torch
 
-    from hf_cce import CCEConfig
-    from hf_cce.diagnostics import gradcheck
     from hf_cce.dispatch import explain_dispatch
 
-    # Of odd sizes, so that tiles are cut; on a GPU large enough that several of them are there.
-    problem = gradcheck.Problem(300, 256, 4003) if device.type == "cuda" else gradcheck.Problem(96, 48, 1003)
-    choices: list[Choice] = []
-    rows: list[gradcheck.Row] = []
-    for dtype in DTYPES:
-        if device.type == "cpu":
-            # gradcheck would also try the kernels in Triton's interpreter, which nobody trains with.
-            configs = [("portable", "", CCEConfig("portable"))]
-            why = "the kernels are for NVIDIA GPUs; on a CPU it is always portable PyTorch"
-        else:
-            configs, notes = gradcheck.configurations(device, dtype)
-            why = "; ".join(note.removeprefix("triton: ") for note in notes)
-        names = [implementation for implementation, _, _ in configs]
-        if not names:
-            raise RuntimeError(why)
-        chosen = explain_dispatch(8192, 1024, 49152, getattr(torch, dtype), device).implementation
-        if chosen == "triton":
-            capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            why = f"an NVIDIA GPU of compute capability {capability} with triton {machine.versions('triton')['triton']}"
-            why += hopper_tiles(capability, dtype, machine.versions("triton")["triton"] or "")
-        choices.append(Choice(str(device), dtype, chosen, why))
-        for case in (gradcheck.CASES[0], gradcheck.CASES[-1]):
-            rows += gradcheck.compare(problem, case, dtype, device, configs)
-    return choices, len(rows), [row for row in rows if not row.ok]
+    found = explain_dispatch(8192, 1024, 49_152, getattr(torch, dtype), device)
+    why = found.why.split(" (TRITON_INTERPRET")[0]  # which is for tests
+    if found.implementation == "triton":
+        why = "; ".join(filter(None, (why, hopper_kernels(device))))
+    return Choice(str(device), dtype, found.implementation, why, EXPECT[found.implementation])
 
 
-def hopper_tiles(capability: str, dtype: str, version: str) -> str:
-    """Return which kernels a Hopper GPU gets with this version of Triton, to end a sentence; "" for others and float32."""
-    if not capability.startswith("9.") or dtype == "float32":
+def hopper_kernels(device: torch.device) -> str:
+    """Return which kernels a Hopper GPU gets, "" for other GPUs."""
+    import torch
+
+    if torch.cuda.get_device_capability(device)[0] != 9:
         return ""
-    if re.fullmatch(HOPPER_TILES, version):
-        return "; with Hopper's own kernels"
-    return "; with the kernels of other GPUs: Hopper's own, which are faster, run with triton 3.6.x only"
+    from hf_cce.kernels.launch_config import specialises
+
+    return "Hopper's own kernels" if specialises() else "general kernels; Hopper's own are faster and need triton 3.6"
 
 
 def _tiny_model() -> Any:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+    from hf_cce.diagnostics.shapes import SHAPES, config_of
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return LlamaForCausalLM(config).train()
+        return LlamaForCausalLM(config_of(SHAPES["tiny"])).train()
 
 
 def _model() -> Check:
@@ -352,39 +298,7 @@ def _model() -> Check:
         loss.backward()
         ours, fused = float(loss.detach()), model.cce_stats()["fused"]
     except Exception as error:
-        return Check(name, WRONG, f"{type(error).__name__}: {_first_line(error)}", again)
+        return Check(name, WRONG, f"{type(error).__name__}: {first_line(error)}", again)
     if fused != 1 or abs(ours - own) > 1e-5 * own:
         return Check(name, WRONG, f"patched, its loss is {ours:.6f} instead of {own:.6f} ({fused:.0f} fused)", again)
     return Check(name, OK, f"apply_cce: the loss is the model's own, {own:.6f}, and no logits were made")
-
-
-def _optional(name: str, good: set[str]) -> Check:
-    check = package(name, OPTIONAL[name])
-    if check.status == WRONG:
-        return Check(name, NOTE, f"{check.found} (needed for {WHAT_FOR[name]} only)", check.fix)
-    return _trl(check) if name == "trl" and {"torch", "transformers"} <= good else check
-
-
-def _trl(check: Check) -> Check:
-    """Check that a call of TRL's fused head reaches hf_cce, with a tiny model."""
-    try:
-        import torch
-        from trl.trainer.utils import add_fused_lm_head
-
-        from hf_cce import apply_cce
-
-        model = _tiny_model()
-        ids = torch.arange(64).reshape(2, 32)
-        add_fused_lm_head(model)
-        apply_cce(model)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            model(input_ids=ids, labels=ids, fused_lm_head=True).loss.backward()
-        why = next((str(w.message) for w in said if "hf_cce" in str(w.message)), "")
-        fits = model.cce_stats()["fused"] == 1
-    except Exception as error:
-        fits, why = False, f"{type(error).__name__}: {_first_line(error)}"
-    if fits:
-        return Check("trl", OK, f"{check.found}: the fused head of its trainers computes by hf_cce")
-    about = f"{check.found}: its trainers train right, but not by hf_cce ({why or 'its fused head was not answered'})"
-    return Check("trl", NOTE, about, _install("trl==1.16.*"))

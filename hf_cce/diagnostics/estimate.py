@@ -1,32 +1,30 @@
 """``hf-cce estimate``: what a training step will hold in GPU memory, from the configuration alone, without and with CCE.
 
 Activations are counted on tensors without data; what the loss holds is arithmetic whose factors were measured (a test
-compares with ``benchmarks/results``). One process, AdamW, all weights trained, no gradient accumulation, packed rows.
+compares with ``benchmarks/results``). One process, AdamW, no gradient accumulation, packed rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from hf_cce import CCEConfig
-from hf_cce.diagnostics import hub
-from hf_cce.diagnostics.activations import PRECISIONS, Activations, Model, weigh
-from hf_cce.diagnostics.shapes import SHAPES, config_of
+from hf_cce.diagnostics.activations import ITEM, Activations, Adapters, Model, weigh
+from hf_cce.diagnostics.shapes import config_named, is_model_type
 from hf_cce.dispatch import DENSE_BYTES, EAGER_BYTES, Problem, explain_dispatch, materialized_bytes
 
 GIB = 1 << 30
-WAYS = ("eager", "compiled", "cce")  # full logits, torch.compile of the loss, CCE
+WAYS = ("full", "cce")  # full logits, CCE
 # "backward": gradients, what the backward pass of a layer takes on top, and with checkpointing the layer once more.
 HELD = ("weights and optimizer", "activations", "logits and loss", "backward", "cuBLAS")
 WORKSPACES = 64 << 20  # of cuBLAS: one for the forward and one for the backward pass's thread, 32 MiB on Hopper GPUs
 # What PyTorch's allocator takes from the GPU, as a multiple of the peak. With full logits those are the largest blocks, and
 # where they are small so is the multiple.
-RESERVED = {"eager": 1.112, "compiled": 1.1, "cce": 1.01}
+RESERVED = {"full": 1.112, "cce": 1.01}
 RESERVED_LEAST, RESERVED_OF_LOGITS = 1.08, 0.3
 # On top, in multiples of CCE's scratch, which is cut differently at each moment of a step: with gradient checkpointing, and
 # without (of so much scratch at most), where activations fill the gaps.
@@ -56,9 +54,7 @@ class Estimate:
     gpu_memory: int
     logits: int
     loss: dict[str, int]
-    weights: int
     optimizer: int
-    gradients: int
     few_tokens: bool
     plain: dict[str, Step] = field(default_factory=dict)
     checkpointing: dict[str, Step] = field(default_factory=dict)
@@ -70,49 +66,28 @@ class Estimate:
         return {**asdict(self), "verdict": verdict(self)}
 
 
-def this_gpu() -> float | None:
-    """Return the GiB of the first GPU, None where there is none."""
-    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
-
-
-def config_named(name: str) -> Any:
-    """Return the configuration of a name in ``SHAPES``, a folder or file, a model type, or a model on the hub.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
-    if name.lower() in SHAPES:
-        return config_of(SHAPES[name.lower()])
-    by_type = _of_type(name)
-    if by_type is not None:
-        return by_type()
-    return hub.config_named(name, f"one of {', '.join(SHAPES)}, or {hub.model_type(name)}")
-
-
-def _of_type(name: str) -> Any:
-    """Return the configuration class of a model type, None where ``name`` is none."""
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[name] if name in CONFIG_MAPPING and not Path(name).exists() else None
+def this_gpu() -> int | None:
+    """Return the bytes of the first GPU's memory, None where there is none."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def loss_bytes(way: str, tokens: int, model: Model, dtype: str, budget: int | None = None) -> tuple[int, int, bool]:
     """Return (peak with the gradients that the loss leaves, those gradients, whether few tokens keep the model's own loss)."""
-    item, logits = PRECISIONS[dtype].activation, tokens * model.vocabulary
-    weight = model.vocabulary * model.hidden
-    left = weight * PRECISIONS[dtype].weight + tokens * model.hidden * item
+    item, logits = ITEM[dtype], tokens * model.vocabulary
+    weight = 4 if dtype in ("mixed", "float32") else 2
+    left = model.trains_head * model.vocabulary * model.hidden * weight + tokens * model.hidden * item
     config, kind = CCEConfig(memory_budget=budget or "auto"), getattr(torch, "bfloat16" if dtype == "mixed" else dtype)
-    found = explain_dispatch(tokens, model.hidden, model.vocabulary, kind, config=config)
+    sizes = tokens, model.hidden, model.vocabulary
+    found = explain_dispatch(*sizes, kind, config=config, frozen=not model.trains_head)
     few = found.strategy == "full_logits"
-    if way == "eager" or (way == "cce" and few):
+    if way == "full" or few:
         # The gradients of hidden states and weight are made when two of the three blocks are free again.
         return max(EAGER_BYTES * logits, item * logits + left), left, few
-    if way == "compiled":  # of model.loss_function: the logits, which the head wrote before, and their gradient
-        return max(2 * item * logits, item * logits + left), left, few
-    problem = Problem(tokens, model.hidden, model.vocabulary, kind, torch.device("cuda"))
     narrow = found.logits_dtype if found.logits_dtype is not torch.float32 else None
     # float32 logits of all tokens are the most it has use for
-    most = materialized_bytes(problem, narrow) if narrow else min(config.scratch(tokens), 4 * logits)
+    most = min(found.memory_budget, 4 * logits)
+    if narrow:
+        most = materialized_bytes(Problem(*sizes, kind, torch.device("cuda")), narrow)
     return most + left, left, few
 
 
@@ -135,28 +110,28 @@ class Run:
 
     def at_peak(self, batch: int) -> dict[str, int]:
         """Return what is held, by ``HELD``, at the largest of three moments of a step."""
-        weights = self.model.parameters * PRECISIONS[self.dtype].weight
+        model = self.model
         kept, tokens = self.kept(batch), batch * self.sequence
-        loss, left, few = loss_bytes(self.way, tokens, self.model, self.dtype, self.budget)
+        loss, left, few = loss_bytes(self.way, tokens, model, self.dtype, self.budget)
         # Full logits leave their gradients after the peak of the loss, but for very few tokens.
-        logits = tokens * self.model.vocabulary * PRECISIONS[self.dtype].activation
+        logits = tokens * model.vocabulary * ITEM[self.dtype]
         made = left if (self.way == "cce" and not few) or loss == logits + left else 0
         # Backward through the last layer holds two of its largest gradients. What checkpointing computes again comes on top:
         # the first of those gradients takes its place when the second is made.
         widest, layer = self.activations.widest, self.activations.layer
-        again = batch * (widest + layer if self.checkpointing else 2 * widest)
+        again = batch * (widest + layer if self.checkpointing else 2 * widest) + model.unpacked
         # The loss differentiated; the last layer; all gradients, no activation left.
-        moments = ((kept, loss - made, made), (kept, 0, left + again), (0, 0, weights))
-        held = (3 * weights, *max(moments, key=sum), WORKSPACES)  # weights and Adam's two moments
+        moments = ((kept, loss - made, made), (kept, 0, left + again), (0, 0, model.gradients))
+        held = (model.weights + 2 * model.gradients, *max(moments, key=sum), WORKSPACES)  # Adam has two moments
         return dict(zip(HELD, held, strict=True))
 
     def reserved(self, peak: float, tokens: int) -> float:
         """Return the bytes that PyTorch's allocator takes from the GPU for a step of that ``peak``."""
         pieces, logits = 0.0, tokens * self.model.vocabulary
-        if self.way == "eager":
+        if self.way == "full":
             by_logits = peak + RESERVED_OF_LOGITS * EAGER_BYTES * logits
-            return max(RESERVED_LEAST * peak, min(RESERVED["eager"] * peak, by_logits))
-        if self.way == "cce" and 4 * logits > DENSE_BYTES:  # fewer are one tensor
+            return max(RESERVED_LEAST * peak, min(RESERVED["full"] * peak, by_logits))
+        if 4 * logits > DENSE_BYTES:  # fewer are one tensor
             scratch = min(CCEConfig(memory_budget=self.budget or "auto").scratch(tokens), 4 * logits)
             pieces = PIECES_CHECKPOINTED * scratch if self.checkpointing else PIECES * min(scratch, PIECES_OF)
         return RESERVED[self.way] * peak + pieces
@@ -167,7 +142,7 @@ class Run:
 
     def largest_batch(self, gpu_memory: int) -> int:
         """Return the largest batch that fits."""
-        checkpointed = Run(**{**vars(self), "checkpointing": True})
+        checkpointed = replace(self, checkpointing=True)
 
         def fits(batch: int) -> bool:
             most = self.taken(batch)
@@ -203,32 +178,33 @@ def estimate(
     batch: int,
     sequence: int,
     dtype: str = "bfloat16",
-    gpu_memory: float = 24.0,
+    gpu_memory: int = 24 * GIB,
     memory_budget: int | None = None,
     config: Any = None,
+    adapters: Adapters | None = None,
 ) -> Estimate:
-    """Return what a step of ``batch`` rows of ``sequence`` tokens holds, and the largest batch for ``gpu_memory`` GiB.
+    """Return what a step of ``batch`` rows of ``sequence`` tokens holds, and the largest batch for ``gpu_memory`` bytes.
 
     Raises:
         ValueError: ``name`` names no configuration of a language model.
     """
-    by_type = _of_type(name) if config is None else None
+    by_type = config is None and is_model_type(name)
     config = config_named(name) if config is None else config
-    model, activations = weigh(name, config, sequence, dtype)
+    model, activations = weigh(name, config, sequence, dtype, adapters)
     tokens = batch * sequence
-    weights = model.parameters * PRECISIONS[dtype].weight
     loss = {way: loss_bytes(way, tokens, model, dtype, memory_budget) for way in WAYS}
+    few = loss["cce"][2]
+    # CCE's peak without the gradients, which are counted in "backward":
+    peaks = {way: peak - left if way == "cce" and not few else peak for way, (peak, left, _) in loss.items()}
     found = Estimate(
-        model, batch, sequence, dtype, round(gpu_memory * GIB), tokens * model.vocabulary,
-        # CCE's peak without the gradients, which are counted in "gradients":
-        {way: peak - left if way == "cce" and not few else peak for way, (peak, left, few) in loss.items()},
-        weights, 2 * weights, weights, loss["cce"][2], notes=_notes(name, model, sequence, config, by_type),
+        model, batch, sequence, dtype, gpu_memory, tokens * model.vocabulary, peaks, 2 * model.gradients, few,
+        notes=_notes(model, sequence, config, adapters),
     )  # fmt: skip
+    if by_type:
+        found.notes.append(f"{name} is a model type: the sizes are the defaults of {type(config).__name__}")
     if isinstance(activations, str):
         found.unknown = activations
         return found
-    if model.attention == "eager":
-        found.notes.append("this model has no attention by torch's SDPA; with eager attention it keeps all scores")
     for checkpointing, steps in ((False, found.plain), (True, found.checkpointing)):
         if checkpointing and activations.checkpointed is None:
             continue
@@ -238,19 +214,19 @@ def estimate(
     return found
 
 
-def _notes(name: str, model: Model, sequence: int, config: Any, by_type: Any) -> list[str]:
+def _notes(model: Model, sequence: int, config: Any, adapters: Adapters | None) -> list[str]:
     notes = []
-    if by_type is not None:
-        notes.append(
-            f"{name} is a model type: the sizes are the defaults of {by_type.__name__}, not those of a model you may have in "
-            "mind; for that give its folder, its config.json or its name on the hub"
-        )
+    if adapters is not None:
+        kind = "QLoRA: weights of linear layers in 4 bits (NF4)" if adapters.quantized else "LoRA"
+        notes.append(f"{kind}, float32 adapters of rank {adapters.rank} on every linear layer but the head")
     if model.softcapped:
-        notes.append("this model caps its logits: without CCE they take more than is counted here")
+        notes.append("this model caps its logits: full logits take more than is counted here")
     if getattr(config, "vision_config", None) is not None:
         notes.append("only rows of text are counted; what the vision tower keeps comes on top")
     if model.positions and sequence > model.positions:
         notes.append(f"this model is made for rows of up to {model.positions:,} tokens")
+    if model.attention == "eager":
+        notes.append("this model has no attention by torch's SDPA; with eager attention it keeps all scores")
     return notes
 
 
@@ -262,13 +238,13 @@ def verdict(found: Estimate) -> str:
             f"CCE brings nothing here: {tokens:,} tokens make {found.logits / 1e6:.0f} million logits. Up to 42 million, if they "
             "fit memory_budget, a patched model keeps its own loss, which is then the faster one."
         )
-    saved = found.loss["eager"] - found.loss["cce"]
     if not found.plain:
+        saved = found.loss["full"] - found.loss["cce"]
         return f"CCE saves {saved / GIB:.1f} GiB of what the loss takes; the rest of the step is not known."
     shares = {}
     for name, steps in (("", found.plain), ("with gradient checkpointing ", found.checkpointing)):
         if steps:
-            before, after = steps["eager"].peak, steps["cce"].peak
+            before, after = steps["full"].peak, steps["cce"].peak
             shares[name] = (1 - after / before, before, after)
     words = "; ".join(
         f"{name}{share:.0%} of the peak, {before / GIB:.1f} → {after / GIB:.1f} GiB"
@@ -281,16 +257,6 @@ def verdict(found: Estimate) -> str:
     )
     if max(share for share, _, _ in shares.values()) >= LITTLE:
         return f"CCE brings little without gradient checkpointing: {words}; without it {why}."
-    if 3 * found.weights + found.gradients + WORKSPACES >= found.plain["eager"].peak:
+    if model.weights + 3 * model.gradients + WORKSPACES >= found.plain["full"].peak:
         why = f"{tokens:,} tokens are so few that weights, gradients and optimizer fill the memory"
     return f"CCE brings little here: {words}: {why}."
-
-
-def reserve() -> str:
-    """Say what the largest batches leave room for."""
-    beyond = {way: f"{factor - 1:.0%}" for way, factor in RESERVED.items()}
-    return (
-        f"Largest batches leave room for what PyTorch's allocator takes beyond the peak: full logits {RESERVED_LEAST - 1:.0%} "
-        f"to {beyond['eager']},\ncompiled {beyond['compiled']}, with CCE {beyond['cce']} and up to {PIECES_CHECKPOINTED:g} "
-        f"times its scratch; and for {CONTEXT / GIB:.1f} GiB of CUDA's own."
-    )

@@ -1,11 +1,10 @@
-"""Files and folders that are written completely or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; rename it to ``path`` if the block succeeds, remove it otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Keep the suffix last: matplotlib picks the format by it.
+    # The suffix stays last: matplotlib picks the format by it.
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
@@ -30,22 +29,6 @@ def whole_file(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Do the same for a folder. If another process was faster, its folder stays and this one is dropped."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        yield temporary
-        try:
-            os.replace(temporary, path)
-        except OSError:
-            if not path.is_dir():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +18,15 @@ from torch import Tensor
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs
 from hf_cce.diagnostics import machine
+from hf_cce.diagnostics.shapes import first_line
 
 IMPLEMENTATIONS: tuple[Literal["portable", "triton"], ...] = ("portable", "triton")
 DTYPES = ("float32", "bfloat16", "float16")
 IGNORED = -100
 CHUNK_BYTES = 128 << 20  # of float64 logits at a time; some five copies live at once
-ENOUGH_TOKENS = 128
 # As in float16 training: without a loss scale gradients underflow, with full logits and with ours.
 LOSS_SCALE = {torch.float16: 4096.0}
+ENOUGH_TOKENS = 128
 Say = Callable[[str], None]
 
 
@@ -55,15 +55,17 @@ class Case:
     learnt: bool = False  # half of the labels are the most probable entry, as after training
 
 
+PLAIN = Case("plain")
+EVERYTHING = Case("everything", 0.7, 5.0, 0.1, 1e-2, True, True)
 CASES = (
-    Case("plain"),
+    PLAIN,
     Case("peaked", spread=8.0, learnt=True),
     Case("softcap", logit_scale=0.7, softcap=5.0),
     Case("smoothing", label_smoothing=0.1),
     Case("z-loss", z_loss=1e-2),
     Case("bias", bias=True),
     Case("ignored", ignored=True),
-    Case("everything", 0.7, 5.0, 0.1, 1e-2, True, True),
+    EVERYTHING,
 )
 
 
@@ -73,52 +75,42 @@ def allowed(twin_error: float, dtype: torch.dtype) -> float:
     return twin_error + unit / 16 if dtype in (torch.float16, torch.bfloat16) else 2 * twin_error + 16 * unit
 
 
-@dataclass
-class Difference:
-    """Largest absolute and relative (norm) difference from the exact result, collected piece by piece."""
-
-    largest: float = 0.0
-    squares: float = 0.0
-    exact_squares: float = 0.0
-
-    def add(self, actual: Tensor, exact: Tensor, scale: float) -> None:
-        """Add a piece: both of one shape, ``exact`` in float64; ``actual`` carries the loss scale."""
-        off = actual.detach().to(exact.device).double().div_(scale).sub_(exact)
-        self.largest = max(self.largest, _or_infinite(float(off.abs().max())))
-        self.squares += _or_infinite(float(off.square().sum()))
-        self.exact_squares += float(exact.square().sum())
-
-    @property
-    def relative(self) -> float:
-        """Return ‖actual − exact‖ / ‖exact‖, or ‖actual‖ where ``exact`` is zero."""
-        return math.sqrt(self.squares / self.exact_squares if self.exact_squares else self.squares)
-
-
-def _or_infinite(x: float) -> float:
-    return math.inf if x != x else x
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """Return ‖x − exact‖ / ‖exact‖, or ‖x‖ where ``exact`` is zero, in ``exact``'s dtype; infinity for NaN."""
+    size = float(exact.norm())
+    error = float((x.detach().to(exact) - exact).norm()) / (size or 1.0)
+    return math.inf if math.isnan(error) else error
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. Errors are (largest absolute, relative); ``allowed`` is relative."""
+    """One comparison: relative errors of full logits and of hf_cce, and what is allowed."""
 
     dtype: str
     implementation: str
     gradient_filter: str  # "" where there is none
     case: str
     quantity: str
-    full_logits: tuple[float, float]
-    hf_cce: tuple[float, float]
+    full_logits: float
+    hf_cce: float
     allowed: float
 
     @property
     def ok(self) -> bool:
-        return self.hf_cce[1] <= self.allowed
+        return self.hf_cce <= self.allowed
 
     @property
     def share(self) -> float:
         """Return the share of what is allowed; more than 1 fails."""
-        return self.hf_cce[1] / self.allowed
+        return self.hf_cce / self.allowed
+
+    @property
+    def computed_by(self) -> str:
+        return ", ".join(filter(None, (self.dtype, self.implementation, self.gradient_filter)))
+
+    def to_json(self) -> dict[str, Any]:
+        values = {**asdict(self), "ok": self.ok}
+        return {name: "inf" if value == math.inf else value for name, value in values.items()}  # JSON has no infinity
 
 
 @dataclass
@@ -129,58 +121,28 @@ class Report:
     problem: Problem
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what could not be compared, and why
-    seconds: float = 0.0
 
     @property
     def failures(self) -> list[Row]:
         return [row for row in self.rows if not row.ok]
 
-    def groups(self) -> Iterator[tuple[str, list[Row]]]:
-        """Yield (dtype, implementation and filter in words, their rows), in order of appearance."""
-        found: dict[tuple[str, ...], list[Row]] = {}
-        for row in self.rows:
-            found.setdefault((row.dtype, row.implementation, row.gradient_filter), []).append(row)
-        for (dtype, implementation, gradient_filter), rows in found.items():
-            yield f"{dtype}, {implementation}" + (f", filter {gradient_filter}" if gradient_filter else ""), rows
-
     def to_json(self) -> dict[str, Any]:
-        def plain(x: float) -> float | str:
-            return x if math.isfinite(x) else "inf"  # JSON has no infinity
-
-        def errors(pair: tuple[float, float]) -> dict[str, float | str]:
-            return {"largest": plain(pair[0]), "relative": plain(pair[1])}
-
-        rows = [
-            {
-                **asdict(row),
-                "full_logits": errors(row.full_logits),
-                "hf_cce": errors(row.hf_cce),
-                "allowed": plain(row.allowed),
-                "ok": row.ok,
-            }
-            for row in self.rows
-        ]
-        return {
-            "device": self.device,
-            "versions": machine.versions("torch", "triton", "transformers"),
-            "problem": asdict(self.problem),
-            "ok": not self.failures,
-            "notes": self.notes,
-            "seconds": round(self.seconds, 1),
-            "rows": rows,
-        }
+        about = {"ok": not self.failures, "device": self.device, "problem": asdict(self.problem), "notes": self.notes}
+        versions = machine.versions("torch", "triton", "transformers")
+        return {**about, "versions": versions, "rows": [row.to_json() for row in self.rows]}
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]
-    bias: Tensor | None  # [V]
     labels: Tensor  # [N]
+    bias: Tensor | None = None  # [V]
 
-    def to(self, device: torch.device) -> Inputs:
-        bias = None if self.bias is None else self.bias.to(device)
-        return Inputs(self.hidden.to(device), self.weight.to(device), bias, self.labels.to(device))
+    def to(self, where: Any) -> Inputs:
+        """Return a detached copy on a device, or in a dtype, which labels do not get."""
+        bias = None if self.bias is None else self.bias.detach().to(where)
+        labels = self.labels.to(where) if isinstance(where, torch.device) else self.labels
+        return Inputs(self.hidden.detach().to(where), self.weight.detach().to(where), labels, bias)
 
 
 def make_inputs(problem: Problem, case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -196,7 +158,7 @@ def make_inputs(problem: Problem, case: Case, dtype: torch.dtype, device: torch.
         labels[::3] = IGNORED
         labels[n // 2 : n // 2 + n // 4] = IGNORED  # whole blocks of tokens without a label
     bias = torch.randn(v, generator=g).to(dtype) if case.bias else None
-    return Inputs(hidden, weight, bias, labels).to(device)
+    return Inputs(hidden, weight, labels, bias).to(device)
 
 
 def _from_logits(x: Tensor, labels: Tensor, case: Case, count: int) -> tuple[Tensor, Tensor]:
@@ -205,32 +167,33 @@ def _from_logits(x: Tensor, labels: Tensor, case: Case, count: int) -> tuple[Ten
     z = z if case.softcap is None else case.softcap * torch.tanh(z / case.softcap)
     z = z if z.dtype == torch.float64 else z.float()
     nll = F.cross_entropy(z, labels, reduction="none", ignore_index=IGNORED)
-    loss = F.cross_entropy(
-        z, labels, reduction="none", ignore_index=IGNORED, label_smoothing=case.label_smoothing
-    )  # of 0.0: the same
+    loss = nll
+    if case.label_smoothing:
+        smoothing = case.label_smoothing
+        loss = F.cross_entropy(z, labels, reduction="none", ignore_index=IGNORED, label_smoothing=smoothing)
     if case.z_loss:
         loss = loss + case.z_loss * z.logsumexp(-1).square() * (labels != IGNORED)
     return loss.sum() / count, -nll
 
 
 def with_full_logits(inputs: Inputs, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all quantities, computed with full logits in ``dtype``.
+    """Return all quantities, computed with full logits in ``dtype``; gradients carry its loss scale.
 
     Works in chunks of tokens where all logits would take too much memory, and adds the chunks up in float64, which makes
     the result slightly more exact than that of one chunk.
     """
     scale = LOSS_SCALE.get(dtype, 1.0)
-    hidden, weight = inputs.hidden.to(dtype), inputs.weight.detach().to(dtype).requires_grad_()
-    bias = None if inputs.bias is None else inputs.bias.detach().to(dtype).requires_grad_()
-    count = max(1, int((inputs.labels != IGNORED).sum()))
+    hidden, weight, all_labels, bias = inputs.to(dtype)
+    leaves = [x.requires_grad_() for x in (weight, bias) if x is not None]
+    count = max(1, int((all_labels != IGNORED).sum()))
     wide = torch.float32 if hidden.device.type == "mps" else torch.float64
     size = max(1, CHUNK_BYTES // (8 * len(weight)))
     loss, log_probs, grad_hidden = 0.0, [], []
     totals: list[Tensor] = []
-    for h, labels in zip(hidden.split(size), inputs.labels.split(size), strict=True):
+    for h, labels in zip(hidden.split(size), all_labels.split(size), strict=True):
         h = h.detach().requires_grad_()
         part, lp = _from_logits(F.linear(h, weight, bias), labels, case, count)
-        gradients = torch.autograd.grad(part * scale, [h, weight] if bias is None else [h, weight, bias])
+        gradients = torch.autograd.grad(part * scale, [h, *leaves])
         loss += float(part.detach())
         log_probs.append(lp.detach())
         grad_hidden.append(gradients[0])
@@ -240,34 +203,29 @@ def with_full_logits(inputs: Inputs, case: Case, dtype: torch.dtype) -> dict[str
         "loss": torch.tensor(loss, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
         "log-probs": torch.cat(log_probs),
         "∂hidden": torch.cat(grad_hidden),
-        "∂weight": totals[0].to(dtype),
     }
-    return found if bias is None else {**found, "∂bias": totals[1].to(dtype)}
+    return found | {name: x.to(dtype) for name, x in zip(("∂weight", "∂bias"), totals, strict=False)}
 
 
 def with_hf_cce(inputs: Inputs, case: Case, config: CCEConfig) -> dict[str, Tensor]:
     """Return the same quantities, computed by hf_cce."""
-    scale = LOSS_SCALE.get(inputs.hidden.dtype, 1.0)
-    hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.weight.detach().requires_grad_()
+    scale, state = LOSS_SCALE.get(inputs.hidden.dtype, 1.0), FilterState()
+    hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
     bias = None if inputs.bias is None else inputs.bias.detach().requires_grad_()
+    leaves = [hidden, weight] if bias is None else [hidden, weight, bias]
     options: dict[str, Any] = dict(bias=bias, logit_scale=case.logit_scale, softcap=case.softcap, config=config)
-    state = FilterState()
+    more: dict[str, Any] = dict(label_smoothing=case.label_smoothing, z_loss=case.z_loss, filter_state=state)
     # A gradient filter drops nothing in its first step, and needs a few to find its threshold.
-    for _ in range(4 if config.gradient_filter is not None and hidden.is_cuda else 1):
-        hidden.grad = weight.grad = None
-        if bias is not None:
-            bias.grad = None
-        loss = linear_cross_entropy(
-            hidden, weight, inputs.labels, label_smoothing=case.label_smoothing, z_loss=case.z_loss, filter_state=state,
-            **options,
-        )  # fmt: skip
+    for _ in range(4 if config.gradient_filter is not None and inputs.hidden.is_cuda else 1):
+        for leaf in leaves:
+            leaf.grad = None
+        loss = linear_cross_entropy(hidden, weight, inputs.labels, **options, **more)
         (loss * scale).backward()
         float(loss.detach())  # the host learns what was kept
     with torch.no_grad():
         log_probs = linear_log_probs(hidden, weight, inputs.labels, **options).log_probs
-    found = {"loss": loss.detach(), "log-probs": log_probs, "∂hidden": hidden.grad, "∂weight": weight.grad}
-    found["∂bias"] = None if bias is None else bias.grad
-    return {name: x for name, x in found.items() if x is not None}
+    gradients = {name: x.grad for name, x in zip(("∂hidden", "∂weight", "∂bias"), leaves, strict=False)}
+    return {"loss": loss.detach(), "log-probs": log_probs, **{k: x for k, x in gradients.items() if x is not None}}
 
 
 Config = tuple[str, str, CCEConfig]  # implementation, gradient filter, configuration
@@ -279,31 +237,20 @@ def compare(
     """Yield the rows of one case in one dtype for each of ``configs``."""
     dtype = getattr(torch, dtype_name)
     exact_device = torch.device("cpu") if device.type == "mps" else device  # Apple's GPUs have no float64
-    scale = LOSS_SCALE.get(dtype, 1.0)
-    theirs: dict[str, Difference] = {}
-    ours: dict[tuple[str, str], dict[str, Difference]] = {(name, of): {} for name, of, _ in configs}
-    for draw in range(draws(problem.tokens)):
-        inputs = make_inputs(replace(problem, seed=problem.seed + 1_000_003 * draw), case, dtype, device)
-        exact = with_full_logits(inputs.to(exact_device), case, torch.float64)
-        twin = with_full_logits(inputs, case, dtype)
-        for name, right in exact.items():
-            theirs.setdefault(name, Difference()).add(twin[name], right, scale if name.startswith("∂") else 1.0)
-        for implementation, gradient_filter, config in configs:
-            found, of = with_hf_cce(inputs, case, config), ours[implementation, gradient_filter]
-            for name, right in exact.items():
-                of.setdefault(name, Difference()).add(found[name], right, scale if name.startswith("∂") else 1.0)
-    for (implementation, gradient_filter), of in ours.items():
-        for name, difference in of.items():
-            full = theirs[name]
-            yield Row(
-                dtype_name, implementation, gradient_filter, case.name, name, (full.largest, full.relative),
-                (difference.largest, difference.relative), allowed(full.relative, dtype),
-            )  # fmt: skip
+    inputs = make_inputs(problem, case, dtype, device)
+    exact = with_full_logits(inputs.to(exact_device), case, torch.float64)
 
+    def errors(found: dict[str, Tensor]) -> dict[str, float]:
+        scale = LOSS_SCALE.get(dtype, 1.0)
+        scales = {name: scale if name.startswith("∂") else 1.0 for name in exact}
+        return {name: relative_error(found[name].to(right) / scales[name], right) for name, right in exact.items()}
 
-def draws(tokens: int) -> int:
-    """Return how often to draw inputs: with few tokens, which of two equally rounded results is closer is luck."""
-    return min(64, -(-ENOUGH_TOKENS // tokens))
+    full_logits = errors(with_full_logits(inputs, case, dtype))
+    for implementation, gradient_filter, config in configs:
+        for name, error in errors(with_hf_cce(inputs, case, config)).items():
+            theirs = full_logits[name]
+            most = allowed(theirs, dtype)
+            yield Row(dtype_name, implementation, gradient_filter, case.name, name, theirs, error, most)
 
 
 def configurations(device: torch.device, dtype_name: str) -> tuple[list[Config], list[str]]:
@@ -311,26 +258,26 @@ def configurations(device: torch.device, dtype_name: str) -> tuple[list[Config],
     dtype = getattr(torch, dtype_name)
     found: list[Config] = []
     notes = []
-    probe = make_inputs(Problem(4, 16, 32), CASES[0], dtype, device)
+    probe = make_inputs(Problem(4, 16, 32), PLAIN, dtype, device)
     try:
-        with_full_logits(probe, CASES[0], dtype)
+        with_full_logits(probe, PLAIN, dtype)
     except (RuntimeError, TypeError) as error:
-        return [], [f"{dtype_name}: PyTorch has none on {device.type}: {str(error).splitlines()[0]}"]
+        return [], [f"{dtype_name}: PyTorch has none on {device.type}: {first_line(error)}"]
     for implementation in IMPLEMENTATIONS:
         interpreted = implementation == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
         if interpreted and dtype == torch.bfloat16:
             notes.append("triton in bfloat16: Triton's interpreter truncates where a GPU rounds")
             continue
         try:
-            with_hf_cce(probe, CASES[0], CCEConfig(implementation))
+            with_hf_cce(probe, PLAIN, CCEConfig(implementation))
         except (RuntimeError, ImportError) as error:
-            notes.append(f"{implementation}: {str(error).splitlines()[0]}")
+            notes.append(f"{implementation}: {first_line(error)}")
             continue
         if implementation == "portable":  # only the kernels have a filter
             found.append((implementation, "", CCEConfig(implementation)))
             continue
-        found.append((implementation, "auto", CCEConfig(implementation, gradient_filter="auto")))
-        found.append((implementation, "exact", CCEConfig(implementation, gradient_filter=None)))
+        found.append((implementation, "filter auto", CCEConfig(implementation, gradient_filter="auto")))
+        found.append((implementation, "no filter", CCEConfig(implementation, gradient_filter=None)))
     return found, notes
 
 
@@ -339,21 +286,29 @@ def default_problem(device: torch.device) -> Problem:
     return Problem(2500, 2048, 32_003) if device.type == "cuda" else Problem(150, 72, 2003)
 
 
-def gradcheck(problem: Problem, device: torch.device, dtypes: tuple[str, ...] = DTYPES, say: Say = print) -> Report:
-    """Compare everything that ``device`` can compute; ``say`` is told what is being computed.
+def gradcheck(
+    problem: Problem,
+    device: torch.device,
+    dtypes: tuple[str, ...] = DTYPES,
+    say: Say = lambda what: None,
+    cases: tuple[Case, ...] | None = None,
+) -> Report:
+    """Compare everything that ``device`` can compute, in all ``CASES`` by default; ``say`` is told what is being computed.
 
     Raises:
-        ValueError: ``device`` can compute nothing of it.
+        ValueError: ``device`` can compute nothing of it, or tokens are so few that luck decides.
     """
-    start = time.perf_counter()
+    if problem.tokens < ENOUGH_TOKENS:
+        raise ValueError(
+            f"--tokens must be at least {ENOUGH_TOKENS}, got {problem.tokens}: of fewer, luck decides what is closer"
+        )
     report = Report(machine.device_name(device), problem)
     for dtype in dtypes:
         configs, notes = configurations(device, dtype)
         report.notes += [note for note in notes if note not in report.notes]
-        for case in CASES if configs else ():
+        for case in (cases or CASES) if configs else ():
             say(f"{dtype}, {case.name}")
             report.rows += compare(problem, case, dtype, device, configs)
-    report.seconds = time.perf_counter() - start
     if not report.rows:
         raise ValueError(f"nothing can be compared on {device}: {'; '.join(report.notes)}")
     return report

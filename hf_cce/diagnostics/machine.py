@@ -1,10 +1,14 @@
-"""Device name, package versions, date: where and when a figure was measured. Imports torch only where it is needed."""
+"""The machine: device names, package versions, usable dtypes and memory. Imports torch only where it is needed."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -65,12 +69,49 @@ def device_name(device: torch.device) -> str:
     return f"{name} ({platform.machine()}, {platform.system()}{threads})"
 
 
+def driver_gpus() -> list[str] | None:
+    """Return "name, driver version" of each GPU that NVIDIA's driver lists, None without a driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def gpu_facts(device: torch.device) -> dict[str, Any]:
+    """Return what decides the speed of a CUDA device, for a report from a GPU that nobody here has."""
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "memory_gib": round(found.total_memory / 2**30, 1),
+        "multiprocessors": found.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "driver": driver_gpus(),
+    }
+
+
 def best_device() -> torch.device:
     """Return the first NVIDIA GPU, else Apple's GPU, else the CPU."""
     import torch
 
     mps = torch.backends.mps.is_available()
     return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+
+
+def half_dtype(device: torch.device) -> torch.dtype:
+    """Return the 16-bit dtype that ``device`` trains in: float16 on NVIDIA GPUs below compute capability 8.0 such as a T4."""
+    import torch
+
+    old = device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0)
+    return torch.float16 if old else torch.bfloat16
 
 
 def checked_device(name: str | None) -> torch.device:
@@ -105,23 +146,55 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-class OtherPrograms:
-    """Share of all CPU cores that other programs use from now on."""
+def memory_in_use(device: torch.device) -> int:
+    """Return the bytes in use now: of the GPU's allocator, or of the whole process on a CPU."""
+    import psutil
+    import torch
 
-    def __init__(self) -> None:
-        self._since = self._seconds()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.current_allocated_memory()
+    return int(psutil.Process().memory_info().rss)
 
-    @staticmethod
-    def _seconds() -> tuple[float, float, float]:
-        """Return CPU seconds: of all cores, of those busy, of this process."""
-        import psutil  # not at the top: hf-cce doctor runs where packages are missing
 
-        times, own = psutil.cpu_times()._asdict(), psutil.Process().cpu_times()
-        # Linux counts guest time as user time, too.
-        whole = sum(value for name, value in times.items() if not name.startswith("guest"))
-        return whole, whole - times["idle"] - times.get("iowait", 0.0), own.user + own.system
+def peak_memory(device: torch.device) -> int:
+    """Return the largest number of bytes in use since the process began, or since ``reset_peak_memory``."""
+    import psutil
+    import torch
 
-    def share(self) -> float:
-        """Return the share, 0 to 1; 0 where the system counts no CPU time."""
-        whole, busy, own = (now - then for now, then in zip(self._seconds(), self._since, strict=True))
-        return min(1.0, max(0.0, busy - own) / whole) if whole > 0 else 0.0
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        # MPS counts no peak; its driver's pool is only given back under pressure, so its size is close to one.
+        return torch.mps.driver_allocated_memory()
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    if sys.platform == "linux":
+        # Not ru_maxrss: a child process starts with its parent's there, as the kernel carries it over exec.
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak_memory(device: torch.device) -> bool:
+    """Let ``peak_memory`` begin anew, after what was freed has been given back; False where that cannot be done."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    if device.type != "cpu" or sys.platform != "linux":
+        return False
+    with contextlib.suppress(AttributeError, OSError):  # of glibc: else freed small blocks still count as in use
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True

@@ -1,8 +1,10 @@
-"""Causal LMs of the shape of well-known ones, built from their configuration alone: random weights, no download."""
+"""Configurations without a download: of well-known shapes, of a model type, of a folder or a name on the hub."""
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 EOS = 0  # the tokenizer of hf_cce.diagnostics.text gives its end-of-text token this id
@@ -33,7 +35,7 @@ SHAPES = {
 
 
 def config_of(shape: Shape, sequence: int = 8192) -> Any:
-    """The configuration of Transformers for ``shape``, for up to ``sequence`` tokens; caches are off."""
+    """Return the configuration of Transformers for ``shape``, for up to ``sequence`` tokens; caches are off."""
     from transformers import LlamaConfig, Qwen2Config
 
     cls = {"llama": LlamaConfig, "qwen2": Qwen2Config}[shape.family]
@@ -53,3 +55,51 @@ def config_of(shape: Shape, sequence: int = 8192) -> Any:
         bos_token_id=EOS,
         eos_token_id=EOS,
     )
+
+
+def smollm2_like(vocabulary: int, hidden: int, layers: int) -> Shape:
+    """Return SmolLM2-135M's shape in another size: heads of 64, a third of them for keys and values."""
+    heads = max(1, hidden // 64)
+    kv_heads = heads // 3 if heads % 3 == 0 else heads
+    return Shape(
+        "llama", hidden, layers, heads, kv_heads, hidden * 8 // 3, vocabulary, rope_theta=100_000.0,
+        initializer_range=1 / 24,
+    )  # fmt: skip
+
+
+def is_model_type(name: str) -> bool:
+    """Return whether ``name`` is a model type of Transformers, and no file or folder."""
+    from transformers import CONFIG_MAPPING
+
+    return name in CONFIG_MAPPING and not Path(name).exists()
+
+
+def config_named(name: str) -> Any:
+    """Return the configuration of a shape above, a model type, a folder, a config.json, or a model on the hub.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if name.lower() in SHAPES:
+        return config_of(SHAPES[name.lower()])
+    if is_model_type(name):
+        return CONFIG_MAPPING[name]()
+    path, near = Path(name), difflib.get_close_matches(name.lower(), [*CONFIG_MAPPING, *SHAPES], cutoff=0.75)
+    ways = f"a folder with a config.json, a name on the hub, a model type such as llama, or one of {', '.join(SHAPES)}"
+    if not path.exists():
+        # A name on the hub has one slash at most; its client would ask for anything, several times.
+        if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".json":
+            raise ValueError(f"{name}: no such file or folder")
+        if "/" not in name and near:
+            raise ValueError(f"{name}: no configuration of this name; did you mean {' or '.join(near)}? Give {ways}")
+    try:
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:  # the hub's client has dozens
+        raise ValueError(f"{name}: no configuration found ({first_line(error)}). Give {ways}") from None
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message, or the type where there is none."""
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

@@ -8,19 +8,18 @@ from __future__ import annotations
 import hashlib
 import platform
 import random
+import shutil
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import platformdirs
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from hf_cce.diagnostics import hub
-from hf_cce.diagnostics.files import whole_folder
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_CHARACTERS = 32_000_000  # more text makes no better demo, only a longer wait
@@ -78,18 +77,32 @@ def prepare(
         digest.update(document.encode("utf-8", "replace"))
     folder = (cache or cache_folder()) / f"corpus-{digest.hexdigest()[:16]}"
     if not folder.is_dir():
-        with whole_folder(folder) as fresh:
-            tokenizer = given
-            if tokenizer is None:
-                say(f"training a byte-level BPE tokenizer on {sum(map(len, documents)) / 1e6:.0f} MB of text")
-                tokenizer = train_tokenizer(documents, vocabulary)
-            tokenizer.save(str(fresh / "tokenizer.json"))
-            say("turning the text into tokens")
-            np.save(fresh / "tokens.npy", encode(tokenizer, documents))
+        tokenizer = given
+        if tokenizer is None:
+            say(f"training a byte-level BPE tokenizer on {sum(map(len, documents)) / 1e6:.0f} MB of text")
+            tokenizer = train_tokenizer(documents, vocabulary)
+        say("turning the text into tokens")
+        _keep(folder, tokenizer, encode(tokenizer, documents))
     tokens_file, tokenizer_file = folder / "tokens.npy", folder / "tokenizer.json"
     tokens = len(np.load(tokens_file, mmap_mode="r"))
     entries = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()
     return Corpus(source, tokens_file, tokenizer_file, tokens, entries)
+
+
+def _keep(folder: Path, tokenizer: Tokenizer, tokens: np.ndarray) -> None:
+    """Write both files, then rename the folder; if another process was faster, its folder stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        tokenizer.save(str(temporary / "tokenizer.json"))
+        np.save(temporary / "tokens.npy", tokens)
+        try:
+            temporary.replace(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def train_tokenizer(documents: Iterable[str], vocabulary: int) -> Tokenizer:
@@ -135,31 +148,22 @@ def windows(tokens_file: str | Path, count: tuple[int, ...], sequence: int, seed
 
 
 def _documents(dataset: str | None, vocabulary: int, characters: int) -> tuple[str, list[str]]:
-    if dataset is None:
-        return _python_sources(vocabulary, characters)
-    path = Path(dataset)
-    if path.is_file():
-        return path.name, list(_read([path]))
-    if path.is_dir():
-        return path.name, list(_read(sorted(p for p in path.rglob("*") if p.suffix in {".txt", ".md", ".py", ".rst"})))
-    raise ValueError(f"--dataset {dataset}: no such file or folder")
-
-
-def _python_sources(vocabulary: int, characters: int = MAX_CHARACTERS) -> tuple[str, list[str]]:
-    """Return the standard library's files, shuffled, and installed packages where it has too few distinct words.
-
-    Some systems ship the library without its tests, which are two thirds of the text.
-    """
-    standard = Path(sysconfig.get_path("stdlib"))
-    packages = Path(sysconfig.get_path("purelib"))
+    if dataset is not None:
+        path = Path(dataset)
+        if not path.exists():
+            raise ValueError(f"--dataset {dataset}: no such file or folder")
+        suffixes = {".txt", ".md", ".py", ".rst"}
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in suffixes)
+        return path.name, list(_read(files))
+    standard, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
     files = [path for path in sorted(standard.rglob("*.py")) if not {"site-packages", "dist-packages"} & {*path.parts}]
     source = f"the standard library of Python {platform.python_version()}"
     documents = list(_capped(_read(files), characters))
-    # The whole library (31 MB in Python 3.11) gives 49,152 entries and more; without its tests, 40,000.
-    if sum(map(len, documents)) < (characters if characters > MAX_CHARACTERS else 500 * vocabulary):
+    # The whole library (31 MB in Python 3.11) gives 49,152 entries; some systems ship it without its tests, two thirds of it.
+    if (size := sum(map(len, documents))) < (characters if characters > MAX_CHARACTERS else 500 * vocabulary):
         more = sorted(packages.rglob("*.py"))
         random.Random(0).shuffle(more)  # some of every package, not all of those that begin with an a
-        documents = list(_capped(dict.fromkeys(chain(documents, _capped(_read(more), characters))), characters))
+        documents = list(dict.fromkeys([*documents, *_capped(_read(more), characters - size)]))
         source += " and installed packages"
     random.Random(0).shuffle(documents)
     return source, documents
@@ -176,18 +180,17 @@ def _read(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def _capped(documents: Iterable[str], characters: int) -> Iterator[str]:
-    left = characters
     for document in documents:
-        if left <= 0:
+        if characters <= 0:
             return
-        yield document[:left]
-        left -= len(document)
+        yield document[:characters]
+        characters -= len(document)
 
 
 def _tokenizer_of(model: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(hub.reachable(model))
+    tokenizer = AutoTokenizer.from_pretrained(model)
     if not tokenizer.is_fast:
-        raise ValueError(f"--model {model}: its tokenizer has no fast version, which the demo needs")
+        raise ValueError(f"--model-name-or-path {model}: its tokenizer has no fast version, which the demo needs")
     return tokenizer.backend_tokenizer

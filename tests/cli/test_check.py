@@ -8,22 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from command import Result, hf_cce
 from models import anatomy, tiny_llama
 from torch import nn
-from typer.testing import CliRunner
 
-from hf_cce.cli.app import app
 from hf_cce.diagnostics import check as bench
 
 
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["check", *arguments], env={"COLUMNS": "120"})
+def run(*arguments: str) -> Result:
+    return hf_cce("check", *arguments)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi", "mixtral", "chameleon", "qwen2_5_vl"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi", "mixtral"])
 def test_a_model_type_is_checked_on_a_tiny_model(model_type: str, tmp_path: Path) -> None:
     done = run(model_type, "--json", str(tmp_path / "found.json"))
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 0, done
     assert "trains this model as it is trained without, and makes no logits" in done.stdout
     found = json.loads((tmp_path / "found.json").read_text("utf-8"))
     assert found["same"] and found["saves"] and found["stats"]["fused"] == 1
@@ -35,7 +34,7 @@ def test_a_folder_is_loaded(tmp_path: Path) -> None:
     model = tiny_llama()
     model.save_pretrained(tmp_path)
     done = run(str(tmp_path), "--details")
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 0, done
     assert f"{model.num_parameters():,} parameters" in done.stdout and "model.layers.0.mlp.up_proj" in done.stdout
 
 
@@ -57,7 +56,7 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = bench.apply_cce
     monkeypatch.setattr(bench, "apply_cce", off)
     done = run("llama")
-    assert done.exit_code == 1 and "Do not train this model with hf_cce: " in done.stdout, done.output
+    assert done.exit_code == 1 and "Do not train this model with hf_cce: " in done.stdout, done
     assert "differs" in done.stdout and "Logits in evaluation: different" in done.stdout
 
 
@@ -75,22 +74,21 @@ def test_full_logits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.same and not report.saves and "no plain torch.nn.Linear" in report.warnings[0]
     monkeypatch.setattr(bench, "load", lambda *_: model)
     done = run("llama")
-    assert done.exit_code == 1 and "saves no memory" in done.stdout and "_Head" in done.stdout, done.output
+    assert done.exit_code == 1 and "saves no memory" in done.stdout and "_Head" in done.stdout, done
 
 
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
-        ("prophetnet", "ProphetNetForCausalLM cannot be patched: its loss goes over several"),
         ("t5", "T5Config belongs to no causal LM"),
         ("git", "GitForCausalLM does not run on text alone"),
-        ("no/such-folder", ""),
-        ("lama", "a model type such as llama; did you mean llama"),
+        ("./no/such-folder", "no such file or folder"),
+        ("lama", "no configuration of this name; did you mean llama"),
     ],
 )
 def test_what_cannot_be_checked(target: str, reason: str) -> None:
     done = run(target)
-    assert done.exit_code == 2 and "Error: " in done.stderr and reason in done.stderr, done.output
+    assert done.exit_code == 2 and "Error: " in done.stderr and reason in done.stderr, done
 
 
 def test_weights_that_are_not_there_are_missed(tmp_path: Path) -> None:
@@ -98,5 +96,6 @@ def test_weights_that_are_not_there_are_missed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}), "utf-8")
     for target, reason in ((tmp_path, "no weights in this folder"), (tmp_path / "config.json", "a file, and the")):
         done = run(str(target))
-        assert done.exit_code == 2 and reason in done.stderr and "--tiny" in done.stderr, done.output
-        assert run(str(target), "--tiny", "--quiet").exit_code == 0
+        assert done.exit_code == 2 and reason in done.stderr and "--tiny" in done.stderr, done
+        tiny = run(str(target), "--tiny", "--quiet")
+        assert tiny.exit_code == 0 and tiny.stdout.count("\n") == 1

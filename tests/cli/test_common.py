@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
-import typer
-from typer.main import get_command
-from typer.testing import CliRunner, Result
+from command import hf_cce
 
-from hf_cce.cli.app import app
-from hf_cce.cli.common import consoles, ending
-from hf_cce.diagnostics import doctor, gradcheck
-from hf_cce.diagnostics.files import whole_file, whole_folder, write_json
+from hf_cce import apply_cce, supported_models
+from hf_cce.cli import app
+from hf_cce.cli.common import size
+from hf_cce.diagnostics import gradcheck
+from hf_cce.diagnostics.files import whole_file, write_json
+from hf_cce.patches.refused import REFUSED
 
 ROOT = Path(__file__).parents[2]
-COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+SIZES = ["--tokens", "16", "--hidden-size", "8", "--vocab-size", "40"]
 QUICK = {
-    "gradcheck": ["-n", "8", "--hidden-size", "8", "--vocab-size", "40", "--dtype", "float32", "--device", "cpu"],
+    "gradcheck": [
+        "--tokens",
+        "128",
+        "--hidden-size",
+        "8",
+        "--vocab-size",
+        "40",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+    ],
     "check": ["llama"],
-    "bench": ["--device", "cpu", "--shape", "16,8,40", "--losses", "eager", "--repeats", "1"],
+    "bench": ["--device", "cpu", *SIZES, "--losses", "eager", "--repeats", "1"],
     "models": [],
     "estimate": ["tiny"],
     "doctor": [],
@@ -32,99 +43,78 @@ QUICK = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what takes long: importing TRL, the two trainings of the demo, kernels in Triton's interpreter."""
-    monkeypatch.setattr(doctor, "OPTIONAL", {})
+    """Leave out what takes long: the two trainings of the demo, kernels in Triton's interpreter."""
     monkeypatch.setattr(gradcheck, "IMPLEMENTATIONS", ("portable",))
     saved = json.loads((ROOT / "benchmarks/results/demo.json").read_text("utf-8"))
-    monkeypatch.setattr(import_module("hf_cce.cli.demo"), "_run", lambda *_: saved)
+    monkeypatch.setattr(app.demo, "_trained", lambda *_: saved)
 
 
-def run(name: str, *arguments: str) -> Result:
-    return CliRunner().invoke(app, [name, *QUICK[name], *arguments], env={"COLUMNS": "200"})
+def test_users_find_first_what_they_need_first() -> None:
+    names = [module.__name__.rpartition(".")[2] for module in app.COMMANDS]
+    assert names[:5] == ["doctor", "estimate", "check", "demo", "bench"] and set(names) == set(QUICK)
+    shown = hf_cce("--help").stdout
+    assert [shown.index(f"    {name}") for name in names] == sorted(shown.index(f"    {name}") for name in names)
 
 
-def test_every_command_is_tested_here() -> None:
-    assert set(COMMANDS) == set(QUICK)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", QUICK)
 def test_output_folders_and_quiet(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    alone = run(name, "--json", "-")
-    assert alone.exit_code == 0 and json.loads(alone.stdout), alone.output
-    shown = run(name, "--json", "new/deep/a.json")
-    assert shown.exit_code == 0 and "new/deep/a.json (created the folder new)" in shown.stdout, shown.output
-    assert "\x1b" not in shown.output  # no colour where there is no terminal
-    written = (tmp_path / "new/deep/a.json").read_text("utf-8")
-    assert json.loads(written)
-    quiet = run(name, "--quiet", "--json", "new/deep/a.json")
+    alone = hf_cce(name, *QUICK[name], "--json", "-")
+    assert alone.exit_code == 0 and json.loads(alone.stdout), alone
+    shown = hf_cce(name, *QUICK[name], "--json", "new/deep/a.json")
+    assert shown.exit_code == 0 and "new/deep/a.json" in shown.stdout and not shown.stderr, shown
+    assert "\x1b" not in shown.stdout  # no colour where there is no terminal
+    assert json.loads((tmp_path / "new/deep/a.json").read_text("utf-8"))
+    quiet = hf_cce(name, *QUICK[name], "--quiet", "--json", "new/deep/a.json")
     assert quiet.exit_code == 0 and not quiet.stderr and "a.json" not in quiet.stdout
 
 
-@pytest.mark.parametrize("name", ["models", "gradcheck"])
-def test_interrupted_while_writing_it_leaves_the_old_file(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("raised", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "Interrupted.\n"),
+        (ValueError("no such"), 2, "Error: no such\n"),
+        (RuntimeError("no"), 2, "Error: no\n"),
+        (ImportError("x"), 2, "Error: x; hf-cce doctor says what is missing\n"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("module", app.COMMANDS, ids=lambda module: module.__name__)
+def test_one_sentence_and_the_same_code_everywhere(
+    module: ModuleType, raised: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = tmp_path / "numbers.json"
-    kept.write_text("old")
+    def run(*_: object) -> int:
+        """Raise."""
+        raise raised
 
-    def half(self: Path, text: str, *_: Any) -> int:
-        self.write_bytes(text[: len(text) // 2].encode())
-        raise KeyboardInterrupt
+    monkeypatch.setattr(module, "run", run)
+    name = module.__name__.rpartition(".")[2]
+    assert hf_cce(name, *QUICK[name]) == (code, "", message)
 
-    monkeypatch.setattr(Path, "write_text", half)
-    shown = run(name, "--json", str(kept))
-    assert shown.exit_code == 130 and shown.stderr.startswith("Interrupted; ")
-    assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"] and kept.read_text() == "old"
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> int:
+        """Make a mistake."""
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(app.models, "run", run)
+    with pytest.raises(KeyError):
+        hf_cce("models")
 
 
 def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = run("models", "--json", str(tmp_path / "file/a.json"))
-    assert done.exit_code == 1 and done.stderr.startswith("Error: ") and str(tmp_path / "file") in done.stderr
+    done = hf_cce("models", "--json", str(tmp_path / "file/a.json"))
+    assert done.exit_code == 2 and done.stderr.startswith("Error: ") and str(tmp_path / "file") in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("raised", "usage", "code", "message"),
-    [
-        (KeyboardInterrupt(), None, 130, "Interrupted; nothing was written.\n"),
-        (ValueError("[no] such"), None, 1, "Error: [no] such\n"),
-        (ValueError("no such"), 2, 2, "Error: no such\n"),
-        (RuntimeError("no"), 2, 1, "Error: no\n"),
-        (ImportError("x"), None, 1, "Error: x; hf-cce doctor says what is missing\n"),
-        (typer.Exit(7), None, 7, ""),
-    ],
-    ids=str,
-)
-def test_one_sentence_and_a_code(
-    raised: BaseException, usage: int | None, code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(typer.Exit) as ended, ending(consoles(False, None)[1], 1, usage):
-        raise raised
-    assert ended.value.exit_code == code
-    assert capsys.readouterr().err == message
-
-
-def test_a_mistake_of_ours_keeps_its_traceback() -> None:
-    with pytest.raises(KeyError), ending(consoles(False, None)[1], 1):
-        raise KeyError("a mistake of ours")
-
-
-def test_files_and_folders_are_whole_or_not_there(tmp_path: Path) -> None:
-    path, folder = tmp_path / "a.json", tmp_path / "folder"
+def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
     path.write_text("old")
     with pytest.raises(KeyboardInterrupt), whole_file(path) as temporary:  # noqa: PT012
         temporary.write_text("ne")
         raise KeyboardInterrupt
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and path.read_text() == "old"
-    with pytest.raises(KeyboardInterrupt), whole_folder(folder) as temporary:  # noqa: PT012
-        (temporary / "half").write_text("")
-        raise KeyboardInterrupt
-    assert not folder.exists()
-    with whole_folder(folder) as first, whole_folder(folder) as second:  # two processes at once
-        (first / "by").write_text("first")
-        (second / "by").write_text("second")
-    assert (folder / "by").read_text() == "second" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_json_keeps_lists_of_numbers_on_one_line(tmp_path: Path) -> None:
@@ -132,3 +122,41 @@ def test_json_keeps_lists_of_numbers_on_one_line(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", value)
     written = (tmp_path / "a.json").read_text("utf-8")
     assert json.loads(written) == value and "[ 1.5, -2e-09, 3 ]" in written
+
+
+def test_sizes_have_units() -> None:
+    assert size("256MiB") == size("268435456") == size(" 0.25 gib ") == 256 << 20 and size("1GB") == 10**9
+    for wrong in ("256 apples", "MiB", "1.2.3MiB", "-1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="such as 256MiB"):
+            size(wrong)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["estimate", "estimate tiny --batch-size 0", "estimate tiny --lora --qlora", "estimate tiny --gpu-memory -1",
+     "estimate tiny --dtype int8", "gradcheck --dtype float64", "gradcheck --tokens 0", "bench --memory-budget much", "nothing"],
+)  # fmt: skip
+def test_wrong_arguments_are_errors(arguments: str) -> None:
+    done = hf_cce(*arguments.split())
+    assert done.exit_code == 2 and "error: " in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("name", ["gradcheck", "bench", "check llama", "demo"])
+def test_a_device_that_is_not_there(name: str) -> None:
+    for device in ("teapot", "cuda:99"):
+        done = hf_cce(*name.split(), "--device", device)
+        assert done.exit_code == 2 and done.stderr.startswith(f"Error: --device {device} cannot be used here: ")
+
+
+def test_the_models_listed_are_those_that_apply_cce_takes() -> None:
+    rows = json.loads(hf_cce("models", "--json", "-").stdout)
+    assert [row["type"] for row in rows if row["status"] != "refused"] == supported_models()
+    supported = [row["type"] for row in rows if row["status"] == "supported"]
+    assert hf_cce("models", "--quiet").stdout.split() == supported
+    refused = [row for row in rows if row["status"] == "refused"]
+    assert refused and all(REFUSED[row["class"]] == row["reason"] for row in refused)
+    shown = hf_cce("models").stdout
+    for row in refused:
+        assert f"{row['type']}: {row['reason']}" in shown
+        with pytest.raises(ValueError, match="cannot be patched"):
+            apply_cce(row["type"])

@@ -17,12 +17,21 @@ import psutil
 import pytest
 import torch
 from numerics import budget
+from transformers import LlamaForCausalLM
 
 from hf_cce.diagnostics import demo, text
 from hf_cce.diagnostics.demo import Settings
+from hf_cce.diagnostics.shapes import config_of, smollm2_like
 
 ROOT = Path(__file__).parents[2]
-SIZES = {"--vocab": 512, "--hidden": 64, "--layers": 1, "--steps": 3, "--batch": 2, "--seq": 32}
+SIZES = {
+    "--vocab-size": 512,
+    "--hidden-size": 64,
+    "--layers": 1,
+    "--max-steps": 3,
+    "--batch-size": 2,
+    "--seq-length": 32,
+}
 TINY = [str(word) for pair in SIZES.items() for word in pair] + ["--device", "cpu"]
 
 
@@ -44,6 +53,10 @@ def corpus(words: Path, cache: Path) -> text.Corpus:
     return text.prepare(512, dataset=str(words), cache=cache)
 
 
+def fresh_model(vocabulary: int, hidden: int, layers: int) -> Any:
+    return LlamaForCausalLM(config_of(smollm2_like(vocabulary, hidden, layers)))
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "hf_cce", "demo", *TINY, *arguments]
 
@@ -59,36 +72,38 @@ def hf_cce(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_whole_demo(words: Path, cache: Path, tmp_path: Path) -> None:
-    numbers, picture = tmp_path / "demo.json", tmp_path / "demo.png"
-    done = hf_cce(cache, "--dataset", str(words), "--json", str(numbers), "--plot", str(picture))
+    numbers = tmp_path / "demo.json"
+    done = hf_cce(cache, "--dataset", str(words), "--json", str(numbers))
     assert done.returncode == 0 and not done.stderr, done.stderr
     report = json.loads(numbers.read_text("utf-8"))
     assert report["model"]["vocabulary"] == report["data"]["tokenizer_entries"] == 512
     for run in (report["plain"], report["cce"]):
         assert len(run["losses"]) == len(run["step_seconds"]) == 3
         assert run["peak_bytes"] > 0 and run["rest_bytes"] > 0 and run["tokens_per_second"] > 0
-        assert run["eval_logits_shape"][2] == 512 and len(run["generated_ids"]) == demo.NEW_TOKENS
+        assert run["eval_logits_shape"][2] == 512
     # Every step at most doubles what rounding left in the weights.
     for step, (plain, fused) in enumerate(zip(report["plain"]["losses"], report["cce"]["losses"], strict=True)):
         assert abs(plain - fused) <= plain * budget(0.0, torch.float32) * 2**step, step
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    for shown in ("loss, step 3", "peak memory", "Speed is not compared: 2 timed steps", "Logits are still there"):
+    for shown in (
+        "loss, step 3",
+        "peak memory",
+        "Speed is not compared: 2 timed steps",
+        "In evaluation mode the trained model gives",
+    ):
         assert shown in done.stdout, shown
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "message"),
     [
-        (["--hidden", "100"], 2, "--hidden must be a multiple of 64"),
-        (["--dataset", "missing.txt"], 2, "--dataset missing.txt: no such file or folder"),
-        (["--seq", "1000000"], 1, "too few for sequences of 1000000"),
-        (["--device", "cuda:99"], 2, "--device cuda:99 cannot be used here: torch"),
-        (["--plot", "demo.xyz"], 2, "--plot demo.xyz: the name must end in one of ."),
+        (["--hidden-size", "100"], "--hidden-size must be a multiple of 64"),
+        (["--dataset", "missing.txt"], "--dataset missing.txt: no such file or folder"),
+        (["--seq-length", "1000000"], "too few for sequences of 1000000"),
     ],
 )
-def test_errors_are_one_line(arguments: list[str], code: int, message: str, words: Path, cache: Path) -> None:
+def test_errors_are_one_line(arguments: list[str], message: str, words: Path, cache: Path) -> None:
     done = hf_cce(cache, "--dataset", str(words), *arguments)
-    assert done.returncode == code and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_speed_is_compared_only_where_the_runs_can_show_it() -> None:
@@ -96,14 +111,11 @@ def test_speed_is_compared_only_where_the_runs_can_show_it() -> None:
     slow, fast = report["plain"]["step_seconds"], report["cce"]["step_seconds"]
     assert demo.why_no_speed(report) is None
 
-    def why(plain: list[float], cce: list[float], others: float = 0.0) -> str | None:
-        changed = {"step_seconds": cce, "cpu_used_by_others": others}
-        return demo.why_no_speed(report | {"plain": {"step_seconds": plain}, "cce": changed})
+    def why(plain: list[float], cce: list[float]) -> str | None:
+        return demo.why_no_speed({"plain": {"step_seconds": plain}, "cce": {"step_seconds": cce}})
 
     assert "2 timed steps" in (why(slow[:3], fast[:3]) or "")
-    assert "are too short" in (why(slow, [x / 100 for x in fast]) or "")
-    assert "which overlap" in (why(slow, [2.6, 3.1] * 8) or "")
-    assert "other programs used 50%" in (why(slow, fast, 0.5) or "")
+    assert "overlap" in (why(slow, [2.6, 3.1] * 8) or "")
 
 
 def processes_of(group: int) -> list[psutil.Process]:
@@ -118,7 +130,7 @@ def processes_of(group: int) -> list[psutil.Process]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for another process")
 def test_interruption_leaves_nothing_behind(words: Path, cache: Path, tmp_path: Path) -> None:
-    arguments = ["--dataset", str(words), "--steps", "100000", "--seq", "2", "--batch", "1"]
+    arguments = ["--dataset", str(words), "--max-steps", "100000", "--seq-length", "2", "--batch-size", "1"]
     process = subprocess.Popen(
         command(*arguments, "--json", str(tmp_path / "demo.json")), cwd=ROOT, env=environment(cache), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -130,7 +142,7 @@ def test_interruption_leaves_nothing_behind(words: Path, cache: Path, tmp_path: 
         assert line, "the demo ended before it began to train"
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to parent and child
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors.strip() == "Interrupted; nothing was written."
+    assert process.returncode == 130 and errors.strip() == "Interrupted."
     assert not list(tmp_path.iterdir())
     patience = time.monotonic() + 30
     while group := processes_of(process.pid):
@@ -142,12 +154,12 @@ def test_a_local_model_and_its_tokenizer(words: Path, corpus: text.Corpus, cache
     from transformers import PreTrainedTokenizerFast
 
     model = str(tmp_path / "model")
-    demo.fresh_model(600, 64, 1).save_pretrained(model)
+    fresh_model(600, 64, 1).save_pretrained(model)
     PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer()).save_pretrained(model)
     taken = text.prepare(600, dataset=str(words), model=model, cache=cache)
     assert np.array_equal(np.load(taken.tokens_file), np.load(corpus.tokens_file))
     sizes: dict[str, Any] = {"model": model, "steps": 2, "batch": 1, "sequence": 8, "device": "cpu"}
-    plain = demo.train(Settings(str(taken.tokens_file), str(taken.tokenizer_file), **sizes))
+    plain = demo.train(Settings(str(taken.tokens_file), **sizes))
     assert plain["common"]["model"]["vocabulary"] == 600 and plain["common"]["model"]["name"] == model
     # The folder now gets another tokenizer: its old tokens must not be taken.
     PreTrainedTokenizerFast(tokenizer_object=text.train_tokenizer(["some other words"], 300)).save_pretrained(model)
@@ -155,8 +167,7 @@ def test_a_local_model_and_its_tokenizer(words: Path, corpus: text.Corpus, cache
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(corpus: text.Corpus) -> None:
-    files = str(corpus.tokens_file), str(corpus.tokenizer_file)
-    settings = Settings(*files, vocabulary=257, hidden=64, layers=1, device="cpu")
+    settings = Settings(str(corpus.tokens_file), vocabulary=257, hidden=64, layers=1, device="cpu")
     with pytest.raises(RuntimeError, match="does not fit the model's vocabulary of 257"):
         demo.in_own_process(settings, lambda event: None)
 
@@ -165,16 +176,29 @@ def _dies(*_: Any) -> None:
     os._exit(9)
 
 
+def test_float16_is_trained_with_a_loss_scale(corpus: text.Corpus) -> None:
+    """As on a T4. The first loss is that of float32 but for rounding; with CCE and without they go together."""
+    sizes: dict[str, Any] = {"vocabulary": 512, "hidden": 64, "layers": 1, "steps": 3, "batch": 2, "sequence": 32}
+    losses = {}
+    for dtype, cce in (("float32", False), ("float16", False), ("float16", True)):
+        settings = Settings(str(corpus.tokens_file), **sizes, dtype=dtype, device="cpu", cce=cce)
+        losses[dtype, cce] = demo.train(settings)["losses"]
+    exact, plain, fused = losses.values()
+    assert abs(plain[0] - exact[0]) <= exact[0] * 16 * budget(0.0, torch.float16)
+    for step, (a, b) in enumerate(zip(plain, fused, strict=True)):
+        assert abs(a - b) <= a * 16 * budget(0.0, torch.float16) * 2**step, step
+
+
 def test_a_killed_run_is_reported(corpus: text.Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_child", _dies)
-    settings = Settings(str(corpus.tokens_file), str(corpus.tokenizer_file), cce=True)
+    settings = Settings(str(corpus.tokens_file), cce=True)
     with pytest.raises(RuntimeError, match=r"with CCE was killed \(exit code 9\)"):
         demo.in_own_process(settings, lambda event: None)
 
 
 def test_the_default_model_has_the_shape_of_smollm2() -> None:
     with torch.device("meta"):
-        model = demo.fresh_model(49_152, 576, 30)
+        model = fresh_model(49_152, 576, 30)
     assert sum(p.numel() for p in model.parameters()) == 134_515_008  # SmolLM2-135M's own count
 
 
@@ -197,12 +221,12 @@ def test_text_comes_back_from_its_tokens(words: Path, corpus: text.Corpus, cache
 def test_peak_memory_is_that_of_the_process_and_not_of_its_parent() -> None:
     code = """
 import sys, torch
-from hf_cce.diagnostics import memory
+from hf_cce.diagnostics import machine
 cpu = torch.device("cpu")
-before = memory.peak(cpu)
+before = machine.peak_memory(cpu)
 held = torch.ones(50_000_000)
 del held
-print(before, memory.peak(cpu), memory.in_use(cpu))
+print(before, machine.peak_memory(cpu), machine.memory_in_use(cpu))
 """
     ballast = torch.ones(250_000_000)  # 1 GB here, which the child must not report as its own
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

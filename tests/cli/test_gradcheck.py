@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from command import Result, hf_cce
 from numerics import assert_as_good, budget
-from typer.testing import CliRunner
 
-from hf_cce.cli.app import app
 from hf_cce.diagnostics import gradcheck as diagnostics
 
 CPU = torch.device("cpu")
-SMALL = diagnostics.Problem(20, 24, 67)
-SIZES = ("-n", "20", "--hidden-size", "24", "--vocab-size", "67", "--device", "cpu")
+SMALL = diagnostics.Problem(128, 24, 67)
+SIZES = ("--tokens", "128", "--hidden-size", "24", "--vocab-size", "67", "--device", "cpu")
 EVERYTHING = diagnostics.CASES[-1]
 
 
@@ -30,8 +29,8 @@ def portable_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "IMPLEMENTATIONS", ("portable",))
 
 
-def command(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["gradcheck", *arguments], env={"COLUMNS": "80"})
+def command(*arguments: str) -> Result:
+    return hf_cce("gradcheck", *arguments)
 
 
 def quiet(*_: Any) -> None: ...
@@ -56,13 +55,11 @@ def test_the_rule_is_that_of_the_tests(twin_error: float, dtype: torch.dtype) ->
 
 def test_every_case_and_quantity_is_compared_and_good(tmp_path: Path) -> None:
     found = command(*SIZES, "--seed", "3", "--json", str(tmp_path / "a.json"))
-    assert found.exit_code == 0, found.output
-    assert "20 tokens, width 24, vocabulary 67, seed 3" in found.stdout
+    assert found.exit_code == 0, found
+    assert "128 tokens, hidden size 24, vocabulary 67, seed 3" in found.stdout
     assert "are as close to the exact ones as full logits are" in found.stdout
     report = json.loads((tmp_path / "a.json").read_text("utf-8"))
-    assert report["ok"] and all(
-        0 < row["full_logits"]["relative"] < 1 for row in report["rows"] if row["quantity"] != "loss"
-    )
+    assert report["ok"] and all(0 < row["full_logits"] < 1 for row in report["rows"] if row["quantity"] != "loss")
     compared = {(row["dtype"], row["case"], row["quantity"]) for row in report["rows"]}
     names = ("loss", "log-probs", "∂hidden", "∂weight")
     assert compared == {
@@ -79,9 +76,9 @@ def test_the_kernels_are_compared_too_where_they_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(diagnostics, "IMPLEMENTATIONS", ("portable", "triton"))
     monkeypatch.setattr(diagnostics, "CASES", (EVERYTHING,))
     report = diagnostics.gradcheck(SMALL, CPU, ("float32", "bfloat16"), quiet)
-    titles = [title for title, _ in report.groups()]
-    triton = ["float32, triton, filter auto", "float32, triton, filter exact"]
-    assert titles == ["float32, portable", *triton, "bfloat16, portable"] and not report.failures
+    computed = list(dict.fromkeys(row.computed_by for row in report.rows))
+    triton = ["float32, triton, filter auto", "float32, triton, no filter"]
+    assert computed == ["float32, portable", *triton, "bfloat16, portable"] and not report.failures
     assert report.notes == ["triton in bfloat16: Triton's interpreter truncates where a GPU rounds"]
 
 
@@ -93,14 +90,6 @@ def test_chunks_change_nothing_but_the_order(monkeypatch: pytest.MonkeyPatch) ->
     for dtype, results in ((torch.float64, whole), (torch.float32, twin)):
         for name, x in diagnostics.with_full_logits(inputs, EVERYTHING, dtype).items():
             assert_as_good(x, results[name], whole[name], name, dtype)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_one_token_is_no_game_of_luck(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnostics, "CASES", diagnostics.CASES[:1])
-    assert diagnostics.draws(1) == 64 and diagnostics.draws(2047) == 1
-    report = diagnostics.gradcheck(diagnostics.Problem(1, 16, 99, seed), CPU, ("bfloat16", "float16"), quiet)
-    assert not report.failures
 
 
 @pytest.mark.parametrize("factor", [1.001, math.nan])
@@ -124,19 +113,3 @@ def test_what_cannot_be_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(diagnostics, "IMPLEMENTATIONS", ("triton",))
     found = command(*SIZES, "--dtype", "bfloat16")
     assert found.exit_code == 2 and "Error: nothing can be compared on cpu: triton" in found.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--device", "teapot"], "Error: --device teapot cannot be used here: "),
-        (["--dtype", "float64"], "--dtype"),
-        (["--tokens", "0"], "--tokens"),
-        (["--vocab-size", "1"], "--vocab-size"),
-    ],
-)
-def test_bad_arguments_are_errors_and_no_verdict(arguments: list[str], message: str) -> None:
-    found = command(*arguments)
-    assert found.exit_code == 2
-    assert message in " ".join(found.stderr.replace("│", " ").split())
-    assert "Traceback" not in found.output and not found.stdout

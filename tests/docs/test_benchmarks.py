@@ -22,6 +22,7 @@ from benchmarks import (
     job,
     largest,
     loss,
+    measure,
     names,
     never_slower,
     onestep,
@@ -67,6 +68,18 @@ def run(script: Any, path: Path, *arguments: str) -> dict[str, Any]:
 def small(words: str, *more: str) -> list[str]:
     sizes = ["--model", "tiny", "--batch", "2", "--sequence", "32", "--warmup", "1", "--steps", "2", "--device", "cpu"]
     return [*sizes, "--dataset", words, *more]
+
+
+def test_each_mode_has_times_and_errors(tmp_path: Path) -> None:
+    arguments = ["--shape", "64,64,512", "--peers", "hf_cce,eager", "--repeats", "2", "--device", "cpu"]
+    (result,) = run(loss, tmp_path / "modes.json", *arguments)["results"].values()
+    for row in result["rows"].values():
+        for mode, prefix in measure.PREFIX.items():
+            least, most = row[f"{prefix}ms_spread"]
+            assert 0 < least <= row[f"{prefix}ms"] <= most
+            assert row[f"{prefix}gemm_multiple"] == row[f"{prefix}ms"] / result["gemms_ms"][mode]
+    for error in ("loss_error", "grad_hidden_error", "grad_weight_error", "frozen_grad_hidden_error"):
+        assert result["rows"]["hf_cce"][error] <= budget(result["rows"]["eager"][error], torch.float32), error
 
 
 def test_loss_on_a_trained_head_and_then_the_head_from_the_cache(words: str, tmp_path: Path) -> None:

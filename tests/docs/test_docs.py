@@ -25,8 +25,6 @@ INTERNAL = {
     "no NVIDIA driver here": "a note of doctor",
     "the NVIDIA driver names no GPU": "likewise",
     "torch gives no reason": "likewise",
-    "the kernels are for NVIDIA GPUs; on a CPU it is always portable PyTorch": "likewise",
-    "an NVIDIA GPU of compute capability … with triton …": "likewise",
     "its vocabulary (…) is small against its layers (… of width …)": "of estimate's verdict",
     "… tokens are so few that weights, gradients and optimizer fill the memory": "likewise",
 }

@@ -557,11 +557,10 @@ def test_memory_stays_below_a_tenth_of_the_logits(dtype: torch.dtype, reduction:
 
 @pytest.mark.parametrize("first", ["import hf_cce.ops", "import torch.utils.flop_counter"])
 def test_the_flop_counter_counts_what_full_logits_cost(first: str) -> None:
-    """Whichever is imported first; nothing of ours imports the counter, which would load Triton."""
+    """Whichever is imported first."""
     code = f"""
-import sys, torch
+import torch
 {first}
-assert ("torch.utils.flop_counter" in sys.modules) == ("flop_counter" in {first!r})
 from hf_cce import linear_cross_entropy, linear_log_probs
 import hf_cce.ops
 from torch.utils.flop_counter import FlopCounterMode
@@ -577,7 +576,6 @@ for dtype in (torch.float32, torch.bfloat16):  # gradients formed in the forward
             with FlopCounterMode(display=False) as counter:
                 loss().backward()
             print(counter.get_total_flops(), (2 + head) * 2 * 6 * 8 * 11)
-assert not any(type(finder).__module__ == "hf_cce.flops" for finder in sys.meta_path)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -18,11 +18,11 @@ import tiny
 import torch
 import transformers
 from models import BATCH, anatomy, assert_same_training, exact, head_of, logits_made, loss_and_grads, stats
+from tiny_config import KNOBS
+from tiny_options import OPTIONS
 from transformers import PreTrainedConfig
 
 from hf_cce import apply_cce, remove_cce
-from hf_cce.diagnostics.tiny import KNOBS
-from hf_cce.diagnostics.tiny_options import OPTIONS
 from hf_cce.patches import refused
 from hf_cce.patches.refused import SPECIAL, why_refuse_class
 

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 HOLE = "…"
 # Raised to end the process or to speak to other code, not to a reader.
-SILENT = {"SystemExit", "typer.Exit", "NotImplementedError", "Unavailable", "Missing"}
+SILENT = {"SystemExit", "NotImplementedError", "Unavailable", "Missing"}
 WARNS = {"warnings.warn", "torch._assert_async"}
 TABLES = {"REFUSED", "SPECIAL"}
 REASONS = {"reason", "why"}  # names that reasons are given to

@@ -29,10 +29,8 @@ def _parameters(function: Any) -> list[dict[str, Any]]:
 
 def current() -> Api:
     """Of the code as it is: callables with their parameters, results with their fields, commands with their options."""
-    from typer.main import get_command
-
     import hf_cce
-    from hf_cce.cli.app import app
+    from hf_cce.cli.app import parser
     from hf_cce.deferred.training_call import Stats
     from hf_cce.loss import LogProbs
 
@@ -44,10 +42,10 @@ def current() -> Api:
             api[f"{name}.{method}"] = {"kind": "method", "parameters": _parameters(getattr(value, method))}
     api["LogProbs"] = {"kind": "result", "fields": list(LogProbs._fields)}
     api["Stats"] = {"kind": "result", "fields": [field.name for field in dataclasses.fields(Stats)]}
-    group: Any = get_command(app)
-    for name, command in group.commands.items():
-        options = sorted(word for parameter in command.params for word in parameter.opts if word != "--help")
-        api[f"hf-cce {name}"] = {"kind": "command", "fields": options}
+    (commands,) = (action for action in parser()._actions if action.dest == "command")
+    for name, command in dict(commands.choices or {}).items():
+        options = sorted(word for action in command._actions for word in action.option_strings or [action.dest])
+        api[f"hf-cce {name}"] = {"kind": "command", "fields": [x for x in options if x not in ("-h", "--help")]}
     return dict(sorted(api.items()))
 
 

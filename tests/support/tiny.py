@@ -8,10 +8,9 @@ import pytest
 import torch
 import transformers
 from models import BATCH, LENGTH, batch, randomise
+from tiny_config import WORDS, tiny_config
+from tiny_options import OPTIONS
 from transformers.models.auto import modeling_auto
-
-from hf_cce.diagnostics.tiny import WORDS, tiny_config
-from hf_cce.diagnostics.tiny_options import OPTIONS
 
 
 def _classes(*mappings: str) -> set[str]:

@@ -1,0 +1,244 @@
+"""Time, memory and gradient error of losses in three modes, interleaved in one process: the instrument of ``benchmarks.loss``.
+
+A mode is forward and backward, forward alone, or forward and backward with a frozen head. Times are also given as multiples of
+the matrix products that full logits need.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hf_cce
+from hf_cce.diagnostics import machine
+from hf_cce.diagnostics.bench import (
+    DTYPES,
+    SETTLED,
+    FusedLoss,
+    Loss,
+    Say,
+    default_dtype,
+    exact_results,
+    extra_mib,
+    filter_stats,
+    interleaved,
+    reference_dtype,
+)
+from hf_cce.diagnostics.gradcheck import LOSS_SCALE, Inputs, relative_error
+
+# By mode: prefix of its keys in a row, and how many matrix products a loss with full logits needs.
+PREFIX = {"both": "", "forward": "forward_", "frozen": "frozen_"}
+GEMMS = {"forward": 1, "frozen": 2, "both": 3}
+COLUMNS = "forward + backward | forward | frozen head | memory | errors (hidden states, weight) | tiles kept |"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to measure: where, in which dtype, how many timed rounds, in which modes (keys of ``GEMMS``)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    repeats: int
+    modes: tuple[str, ...] = tuple(PREFIX)
+
+
+def matrix_products(problem: Inputs, modes: Iterable[str]) -> dict[str, Callable[[], None]]:
+    """Return, for each mode, a call of the matrix products that full logits need: logits, ∂/∂hidden, ∂/∂weight."""
+    hidden, weight = problem.hidden.detach(), problem.weight.detach()
+    logits = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
+    grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def run(count: int) -> None:
+        torch.mm(hidden, weight.t(), out=logits)
+        if count > 1:
+            torch.mm(logits, weight, out=grad_hidden)
+        if count > 2:
+            torch.mm(logits.t(), hidden, out=grad_weight)
+
+    return {mode: partial(run, GEMMS[mode]) for mode in modes}
+
+
+def wall_ms(function: Callable[[], Any], device: torch.device, calls: int = 10) -> float:
+    """Return milliseconds per call when calls follow each other without a pause: the host's time, too."""
+    machine.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    machine.synchronize(device)
+    return (time.perf_counter() - start) * 1e3 / calls
+
+
+class Bench:
+    """Measure losses on one problem."""
+
+    def __init__(self, problem: Inputs, modes: tuple[str, ...], say: Say) -> None:
+        self.problem, self.modes, self.say = problem, modes, say
+        self.device = problem.hidden.device
+        self.hidden = problem.hidden.detach().requires_grad_()
+        self.weight = problem.weight.detach().requires_grad_()
+        self.frozen = problem.weight.detach()  # the same memory
+        # As in float16 training; the errors are those of the gradients without it.
+        self.scale = LOSS_SCALE.get(self.hidden.dtype, 1.0)
+
+    def run(self, losses: dict[str, Loss], repeats: int) -> dict[str, Any]:
+        """Measure all losses in turns.
+
+        Returns:
+            "gemms_ms" by mode, "three_gemms_ms", and "rows" by loss. A row has "ms" (median), "ms_spread" (least, most),
+            "gemm_multiple", "wall_ms", "extra_mib" (peak above inputs and gradients), "loss_error", "grad_hidden_error",
+            "grad_weight_error", "filter", and the same with "forward_" and "frozen_"; or {"failed": why}.
+        """
+        rows: dict[str, dict[str, Any]] = {}
+        self.say("exact gradients")
+        exact = exact_results(self.problem)
+        for name, loss in losses.items():
+            self.say(f"{name}: checking")
+            if isinstance(loss, FusedLoss):
+                loss.begin()
+            try:
+                rows[name] = self._checked(loss, exact)
+            except Exception as error:  # another library may raise anything; the others are still measured
+                rows[name] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+            self._forget()
+        del exact
+        gc.collect()
+        dense = self._time(losses, rows, repeats)
+        result: dict[str, Any] = {"gemms_ms": dense, "rows": rows}
+        if "both" in dense:
+            result["three_gemms_ms"] = dense["both"]
+        return result
+
+    def _time(self, losses: dict[str, Loss], rows: dict[str, Any], repeats: int) -> dict[str, float]:
+        """Add times to ``rows``; return those of the matrix products by mode."""
+        alive = [name for name, row in rows.items() if "failed" not in row]
+        products = matrix_products(self.problem, self.modes)
+        for product in products.values():
+            product()
+        functions: dict[tuple[str, str], Callable[[], Any]] = {("", mode): run for mode, run in products.items()}
+        functions |= {(name, mode): partial(self._step, losses[name], mode) for name in alive for mode in self.modes}
+        taken = interleaved(functions, self.device, repeats, self.say)
+        dense = {mode: statistics.median(taken.pop(("", mode))) for mode in products}
+        for (name, mode), times in taken.items():
+            prefix = PREFIX[mode]
+            rows[name][f"{prefix}ms"] = statistics.median(times)
+            rows[name][f"{prefix}ms_spread"] = [min(times), max(times)]
+            rows[name][f"{prefix}gemm_multiple"] = statistics.median(times) / dense[mode]
+            if mode == "both" and self.device.type == "cuda":  # elsewhere both times are the same
+                rows[name]["wall_ms"] = wall_ms(functions[name, mode], self.device)
+        self._forget()
+        return dense
+
+    def _step(self, loss: Loss, mode: str) -> Tensor:
+        if mode == "forward":
+            with torch.no_grad():
+                return loss(self.hidden, self.weight, self.problem.labels)
+        self._forget()
+        value = loss(self.hidden, self.frozen if mode == "frozen" else self.weight, self.problem.labels)
+        (value if self.scale == 1.0 else value * self.scale).backward()
+        return value.detach()
+
+    def _forget(self) -> None:
+        self.hidden.grad = self.weight.grad = None
+
+    def _error(self, gradient: Tensor | None, exact: Tensor) -> float:
+        assert gradient is not None, "the loss gave no gradient"
+        return relative_error(gradient.to(exact.dtype) / self.scale, exact)
+
+    def _checked(self, loss: Loss, exact: dict[str, Tensor]) -> dict[str, Any]:
+        """Return errors and memory; times are taken when all losses are warm."""
+        row: dict[str, Any] = {}
+        gc.collect()  # garbage of the loss before must not be freed, or counted, during this one
+        for mode in self.modes:
+            prefix = PREFIX[mode]
+            self._step(loss, mode)
+            for _ in range(SETTLED if mode != "forward" and filter_stats(loss) else 0):
+                self._step(loss, mode)
+            row["loss_error"] = relative_error(self._step(loss, mode), exact["loss"])
+            if mode != "forward":
+                row[f"{prefix}grad_hidden_error"] = self._error(self.hidden.grad, exact["∂hidden"])
+            if mode == "both":
+                row["grad_weight_error"] = self._error(self.weight.grad, exact["∂weight"])
+            if mode != "forward" and (stats := filter_stats(loss)):
+                row[f"{prefix}filter"] = stats
+            self._forget()
+            extra = extra_mib(partial(self._step, loss, mode), (self.hidden, self.weight))
+            if extra is not None:
+                row[f"{prefix}extra_mib"] = extra
+        return row
+
+
+def measure(title: str, problem: Inputs, losses: dict[str, Loss], plan: Plan, say: Say) -> dict[str, Any]:
+    """Measure ``losses`` on one problem and free everything afterwards."""
+    result = Bench(problem, plan.modes, lambda text: say(f"{title}: {text}")).run(losses, plan.repeats)
+    n, d = problem.hidden.shape
+    torch.compiler.reset()  # each problem compiles anew; otherwise Dynamo's recompile limit is reached
+    gc.collect()
+    if plan.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return {"problem": {"N": n, "D": d, "V": len(problem.weight)}, **result}
+
+
+def planned(device: str | None, dtype: str | None, repeats: int | None, modes: tuple[str, ...]) -> Plan:
+    """Fill in what suits the device: on a GPU its 16-bit dtype and 10 rounds, elsewhere float32 and 5.
+
+    Raises:
+        ValueError: the device cannot be used, or a mode is unknown.
+    """
+    place = machine.checked_device(device)
+    gpu = place.type == "cuda"
+    if gpu:
+        torch.cuda.set_device(place.index or 0)
+    if not modes or (wrong := sorted(set(modes) - set(GEMMS))):
+        given = ", ".join(map(repr, wrong)) if modes else repr("")
+        raise ValueError(f"unknown mode {given}; known: {', '.join(GEMMS)}")
+    return Plan(place, DTYPES[dtype] if dtype else default_dtype(place), repeats or (10 if gpu else 5), modes)
+
+
+def header(command: list[str], plan: Plan, *packages: str) -> dict[str, Any]:
+    """Return the first entries of a report."""
+    found = machine.origin(command, plan.device, *packages)
+    found["versions"]["hf_cce"] = hf_cce.__version__
+    reference = reference_dtype(plan.device, plan.dtype)
+    dtypes = {"dtype": str(plan.dtype).removeprefix("torch."), "reference": str(reference).removeprefix("torch.")}
+    return {**found, **dtypes, "missing": {}, "results": {}}
+
+
+def table(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a Markdown table with one line for each loss that did not fail, in the order of ``rows``."""
+    lines = [f"| loss | {COLUMNS}", "|---" * 7 + "|"]
+    for name, row in rows.items():
+        if "failed" in row:
+            continue
+        cells = [
+            f"{row[f'{mode}ms']:.2f} ms ({row[f'{mode}gemm_multiple']:.2f})" if f"{mode}ms" in row else "–"
+            for mode in PREFIX.values()
+        ]
+        cells.append(f"{row['extra_mib']:,.0f} MiB" if "extra_mib" in row else "–")
+        errors = [f"{row[f'grad_{what}_error']:.1e}" for what in ("hidden", "weight") if f"grad_{what}_error" in row]
+        cells.append(", ".join(errors) or "–")
+        cells.append(f"{row['filter']['kept']:.0%}" if row.get("filter") else "–")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Return the whole report: where it ran, one table for each problem, and which losses failed or are missing."""
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if number)
+    parts = [
+        f"{report['device']}, {report['dtype']}; {versions}.\n\nIn brackets: multiples of the matrix products that full "
+        f"logits need. Memory: peak above inputs and gradients. Errors: relative, against {report['reference']}."
+    ]
+    for title, result in report["results"].items():
+        failed = [f"- {name} failed: {row['failed']}" for name, row in result["rows"].items() if "failed" in row]
+        parts.append("\n".join([f"### {title}", "", *table(result["rows"]), *([""] if failed else []), *failed]))
+    if report["missing"]:
+        parts.append("\n".join(["Not measured:", "", *(f"- {name}: {why}" for name, why in report["missing"].items())]))
+    return "\n\n".join(parts) + "\n"
