@@ -225,7 +225,7 @@ class Sums:
         # Ascending: a row is read before its memory is written.
         for part in _chunks(rows, 4 * x.weight.shape[1], not by.is_cuda, spec.memory_budget, 1):
             self.grad_weight[part] = self.weight[part] * by
-        grads = reference.token_gradients(grad, factor, lse, spec.label_smoothing, spec.z_loss)
+        grads = reference.token_gradients(grad, factor, lse, spec)
         _later_rows(x, spec, lse, grads, self.grad_weight, rows)
         return [of_hidden, self.grad_weight, of_bias]
 

@@ -236,7 +236,7 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
         gradients = [g * grad.to(g.dtype) for g in ctx.gradients]
     else:
         # With create_graph=True it is the operator that refuses the second derivative.
-        grads = reference.token_gradients(grad, factor, lse, spec.label_smoothing, spec.z_loss)
+        grads = reference.token_gradients(grad, factor, lse, spec)
         gradients = recompute_by_operator(x, spec, lse, None, grads)
     return (*_only(needs, gradients), *[None] * 13)
 

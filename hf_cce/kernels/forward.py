@@ -6,6 +6,8 @@ waits for another and nothing is accumulated in memory, so results repeat bit fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from hf_cce.kernels.inputs import LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, specialised
 from hf_cce.kernels.tiles import tile_logits, tile_position
+from hf_cce.spec import Inputs, LossSpec, Stats, Wanted
 
 
 # do_not_specialize: numbers that change from step to step must not make Triton compile again.
@@ -198,9 +201,6 @@ def _combine_kernel(
         tl.store(is_top1 + rows, valid & (target >= z_max), mask=in_rows)
 
 
-_FLAGS = ("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1")
-
-
 def tile_stats(
     inputs: LogitInputs,
     tiles: TileStats,  # written
@@ -220,72 +220,53 @@ def tile_stats(
         return
     hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
     n, d, v, _ = inputs.shape
-    wants = [x is not None for x in tiles[1:5]]
     _tile_stats_kernel[(ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
         *tiles, label.logit, exp_cache, 0 if exp_cache is None else exp_cache.stride(0),
         padded(n), n, v, first_col, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
-        **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tiles.ratio is not None, STORE=exp_cache is not None,
-        **inputs.flags, **plan.constants(),
+        WANT_RATIO=tiles.ratio is not None, STORE=exp_cache is not None, **tiles.flags, **inputs.flags, **plan.constants(),
     )  # fmt: skip
 
 
 def combine(
     tiles: TileStats,
-    label_logit: Tensor,  # [N]
-    labels: Tensor,  # [N]
+    inputs: LogitInputs,
+    label_logit: Tensor,  # [N]; zeros are written where there is no valid label
     lse: Tensor,  # [N], written
-    outputs: list[Tensor | None],  # mean_logit, entropy, log_sum_sq, is_top1: written
-    v: int,
-    num_tiles: int,
-    ignore_index: int,
+    outputs: Sequence[Tensor | None] = (None,) * 4,  # mean_logit, entropy, log_sum_sq, is_top1; written
 ) -> None:
     """Fold the statistics of tiles into those of tokens."""
-    n = labels.numel()
+    n, stride = inputs.shape.n, padded(inputs.shape.n)
     _combine_kernel[(ceil_div(n, 32),)](
-        *tiles[:5], label_logit, labels, lse, *outputs, padded(n), n, v, num_tiles, ignore_index,
-        **dict(zip(_FLAGS, [x is not None for x in outputs], strict=True)), BLOCK_R=32, BLOCK_T=256, num_warps=8,
+        *tiles[:5], label_logit, inputs.labels, lse, *outputs, stride, n, inputs.shape.v, tiles.lse.numel() // stride,
+        inputs.ignore_index, **tiles.flags, BLOCK_R=32, BLOCK_T=256, num_warps=8,
     )  # fmt: skip
 
 
-def logit_stats(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-    labels: Tensor,  # [N]
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    want_mean: bool,
-    want_entropy: bool,
-    want_log_sum_sq: bool,
-    want_top1: bool,
-    memory_budget: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The statistics of ``hf_cce.reference.Stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
-    inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap).readable()
-    n, _, v, _ = inputs.shape
-    wants = (want_mean, want_entropy, want_log_sum_sq, want_top1)
-    lse = torch.empty(n, dtype=torch.float32, device=hidden.device)
-    label = LabelLogits(torch.empty_like(lse), None)
+def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
+    """As ``hf_cce.reference.logit_stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
+    inputs = LogitInputs.of(x, spec).readable()
+    (n, _, v, _), device = inputs.shape, x.hidden.device
+    lse = torch.empty(n, dtype=torch.float32, device=device)
+    label = LabelLogits(torch.empty_like(lse))
     results = [
-        torch.empty(n if want else 0, dtype=torch.bool if want and i == 3 else torch.float32, device=hidden.device)
-        for i, want in enumerate(wants)
+        torch.empty(n if want else 0, dtype=torch.bool if want and i == 3 else torch.float32, device=device)
+        for i, want in enumerate(wanted)
     ]
     plan = make_plan(inputs.hidden, inputs.weight)
     num_tiles = ceil_div(v, plan.block_n)
-    per_token = 4 * num_tiles * (1 + sum(wants))
-    group = max(plan.block_m, memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
-    if n and specialised(plan, bias, softcap, *wants):
+    per_token = 4 * num_tiles * (1 + sum(wanted))
+    group = max(plan.block_m, spec.memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
+    if n and specialised(plan, x.bias, spec.softcap, *wanted):
         label = label_logits(inputs, plan, plan.block_m)
     for start in range(0, n, group):
         rows = slice(start, min(n, start + group))
         of_group = inputs.tokens(rows)
         size = num_tiles * padded(of_group.shape.n)
         tiles = TileStats(
-            *(torch.empty(size, device=hidden.device, dtype=torch.float32) if want else None for want in (True, *wants))  # type: ignore[arg-type]
+            *(torch.empty(size, device=device, dtype=torch.float32) if want else None for want in (True, *wanted))  # type: ignore[arg-type]
         )
         tile_stats(of_group, tiles, label.tokens(rows, plan.block_m), plan)
-        outputs = [x[rows] if want else None for x, want in zip(results, wants, strict=True)]
-        combine(tiles, label.logit[rows], of_group.labels, lse[rows], outputs, v, num_tiles, ignore_index)
-    return lse, label.logit, results[0], results[1], results[2], results[3]
+        outputs = [result[rows] if want else None for result, want in zip(results, wanted, strict=True)]
+        combine(tiles, of_group, label.logit[rows], lse[rows], outputs)
+    return Stats(lse, label.logit, *results)

@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
+from hf_cce.kernels.exp_cache import Slab
+from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits
 from hf_cce.kernels.launch_config import ceil_div, padded
 
@@ -323,7 +324,7 @@ def _launch(
     start: int,  # columns of the vocabulary
     stop: int,
     out: Tensor | None,  # [N, ·], written: exponentials, or with ``grads`` the gradient of the logits
-    grads: TokenGrads | None = None,
+    grads: GradInputs | None = None,
     tiles: TileStats | None = None,
     stat_n: int = BLOCK_N,
 ) -> None:
@@ -356,12 +357,10 @@ def tile_stats(
 
 
 def write_logit_gradient(
-    out: Tensor,  # [N, width], written
+    slab: Slab,  # whose values are written
     inputs: LogitInputs,
-    grads: TokenGrads,
+    grads: GradInputs,
     label: LabelLogits,
-    start: int,
-    stop: int,
 ) -> None:
     """As ``hf_cce.kernels.backward.write_logit_gradient``, without the labels' own term."""
-    _launch(inputs, label, start, stop, out, grads)
+    _launch(inputs, label, *slab, grads)

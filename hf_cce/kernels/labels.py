@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_cce.kernels.inputs import LogitInputs
 from hf_cce.kernels.launch_config import Plan, ceil_div
 from hf_cce.kernels.tiles import softcapped
+from hf_cce.spec import Divisor
 
 
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
@@ -44,16 +45,14 @@ def _validate_labels_kernel(
         tl.store(factor, tl.where(items == 0.0, 0.0, 1.0 / tl.where(items == 0.0, 1.0, items)))
 
 
-def survey_labels(
-    labels: Tensor, ignore_index: int, v: int, num_items: Tensor | None, divisor: float
-) -> tuple[Tensor, Tensor]:
+def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor) -> tuple[Tensor, Tensor]:
     """As ``hf_cce.reference.validate_labels``, in one launch."""
     labels = labels.contiguous()
     ok = torch.empty((), dtype=torch.bool, device=labels.device)
     factor = torch.empty((), dtype=torch.float32, device=labels.device)
     _validate_labels_kernel[(1,)](
-        labels, num_items, divisor, ok, factor, labels.numel(), v, ignore_index,
-        HAS_ITEMS=num_items is not None, HAS_DIVISOR=divisor > 0, BLOCK=4096, num_warps=8,
+        labels, divisor.items, divisor.number, ok, factor, labels.numel(), v, ignore_index,
+        HAS_ITEMS=divisor.items is not None, HAS_DIVISOR=divisor.number > 0, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return ok, factor
 
@@ -131,9 +130,8 @@ def _label_logit_kernel(
 
 class LabelLogits(NamedTuple):
     logit: Tensor  # [N] float32, zero where the label is ignored
-    active: (
-        Tensor | None
-    )  # [row blocks] int32: 1 where a token of the block has a label, else 0; hf_cce.kernels.hopper wants it
+    # [row blocks] int32, for hf_cce.kernels.hopper: 1 where a token of the block has a label, else 0
+    active: Tensor | None = None
 
     def tokens(self, rows: slice, block_m: int) -> LabelLogits:
         """Those of the tokens ``rows``, which begin with a row block of ``block_m`` tokens."""

@@ -138,8 +138,6 @@ SPECS = (
         variants={
             "ratio": {"WANT_RATIO": True},
             "ratio everything": {"WANT_RATIO": True, **TOKEN_FLAGS},
-            "ratio store": {"WANT_RATIO": True, "STORE": True},
-            "ratio store everything": {"WANT_RATIO": True, "STORE": True, **TOKEN_FLAGS},
             "ratio tokens": {"WANT_RATIO": True, **OF_TOKENS},
         },
     ),
@@ -169,7 +167,6 @@ SPECS = (
         constants={"HALF": 64},
         variants={
             "store": {"STAT_N": 128, "STORE": True},
-            "store and ratio": {"STAT_N": 128, "STORE": True, "WANT_RATIO": True},
             "gradient": {"STAT_N": 128, "GRADIENT": True},
             "store everything": {"STAT_N": 256, "STORE": True, "HAS_SCALE": True},
             "gradient everything": {"STAT_N": 128, "GRADIENT": True, "HAS_SCALE": True},
@@ -314,7 +311,6 @@ SPECS = (
             "values": "*T",
             "scale": "*fp32",
             "of_label": "*fp32",
-            "width": "i32",
             "stride": "i32:16",
         },
     ),

@@ -16,8 +16,9 @@ pytest.importorskip("triton")
 from hf_cce import linear_log_probs
 from hf_cce.kernels import launch_config as plan
 from hf_cce.kernels.backward import write_logit_gradient
+from hf_cce.kernels.exp_cache import Slab
 from hf_cce.kernels.forward import tile_stats
-from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
+from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
 
 IGNORE = -100
@@ -97,13 +98,13 @@ def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtyp
     shapes = plan.make_plan(hidden, weight, backward=True)
     lse = torch.where(labels == IGNORE, 0.0, (0.5 * hidden.float() @ weight.float().t()).logsumexp(1))
     grad_lse = torch.where(labels == IGNORE, 0.0, torch.rand(n, device="cuda"))
-    grads = TokenGrads(lse, grad_lse, -grad_lse)
+    grads = GradInputs(lse, grad_lse, -grad_lse)
     for start, stop in ((0, min(v, 640)), (v - min(v, 77), v)):
         found = []
         for given in (None, label):
             buffer = plan.empty_slab(hidden, n + 1, 640).zero_()
             out = buffer[:n]
-            write_logit_gradient(out, inputs, grads, start, stop, shapes, label=given)
+            write_logit_gradient(Slab(start, stop, out), inputs, grads, shapes, label=given)
             assert not buffer[n].any()
             found.append(out[:, : stop - start])
         inside = (labels >= start) & (labels < stop)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.inputs import Shape
 from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.matmul import multiply_add
 
@@ -119,13 +120,15 @@ def _row_coeffs_kernel(
     )
 
 
-def correction_bytes(d: int, v: int, element: int, need_hidden: bool, need_weight: bool) -> int:
+def correction_bytes(shape: Shape, need_weight: bool) -> int:
     """Memory of the results of ``dropped_covariance`` and ``make_weight_correction``."""
-    return element * (d * d * need_hidden + RANK.value * (v + d) * need_weight)
+    _, d, v, dtype = shape
+    return dtype.itemsize * (d * d + RANK.value * (v + d) * need_weight)
 
 
-def correction_scratch_bytes(n: int, d: int, v: int, element: int, block_n: int, need_weight: bool) -> int:
+def correction_scratch_bytes(shape: Shape, block_n: int, need_weight: bool) -> int:
     """Memory that ``dropped_covariance`` and ``make_weight_correction`` need besides their results, at most."""
+    (n, d, v, _), element = shape, shape.dtype.itemsize
     of_weight = 4 * d * d + element * n * d + 4 * RANK.value * (v + 8 * d)
     return max(4 * d * d + max(CENTERED_BYTES, element * block_n * d), of_weight * need_weight)
 
