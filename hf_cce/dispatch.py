@@ -27,6 +27,7 @@ from hf_cce.strategies import (
     Recompute,
     Statistics,
     Strategy,
+    compile_failure,
     validate_labels,
 )
 
@@ -126,7 +127,7 @@ def why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     # Last: where the device is the reason, installing Triton changes nothing.
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install triton)"
-    return None
+    return compile_failure(device)
 
 
 def few_tokens(p: Problem, spec: LossSpec) -> bool:

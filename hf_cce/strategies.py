@@ -6,9 +6,10 @@ uses up what else ``forward`` left, and returns None where nothing is left: the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ Gradients = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty
 Upstream = Sequence[Tensor | None]  # gradients of a strategy's outputs
 Needs = tuple[bool, bool, bool]  # which gradients are needed, now that some may not be asked for
 SUM = Divisor(number=1.0)
+T = TypeVar("T")
 
 
 class Saved(NamedTuple):
@@ -47,6 +49,37 @@ def implementation(triton: bool) -> Any:
     return kernels_module() if triton else reference
 
 
+# Why Triton does not compile a kernel, by device: a fact of this process, which no later call needs to find out again.
+_compile_failures: dict[torch.device, str] = {}
+
+
+def compile_failure(device: torch.device) -> str | None:
+    """Why the kernels are not tried again on ``device``, or None."""
+    return _compile_failures.get(device)
+
+
+def with_fallback(compute: Callable[[bool], T], triton: bool, spec: LossSpec, device: torch.device) -> T:
+    """``compute(triton)``; where Triton cannot compile a kernel, warn once and return ``compute(False)``.
+
+    A new GPU or a new Triton may bring that. Errors are raised where ``implementation="triton"`` asks for the kernels.
+    """
+    if triton and device not in _compile_failures:
+        try:
+            return compute(True)
+        except Exception as error:
+            from triton.errors import TritonError  # late, like the kernels
+
+            if spec.implementation == "triton" or not (isinstance(error, TritonError) or "PassManager" in str(error)):
+                raise
+            why = next(iter(str(error).strip().splitlines()[-1:]), "")
+            _compile_failures[device] = f"Triton does not compile a kernel ({type(error).__name__}: {why})"
+        warnings.warn(
+            f"hf_cce fell back to PyTorch on {device}: {_compile_failures[device]}. The loss is correct, but slower.",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+    return compute(False)
+
+
 def validate_labels(labels: Tensor, spec: LossSpec, v: int, divisor: Divisor, triton: bool) -> Tensor:
     """What a sum of losses is multiplied by, a scalar on the device.
 
@@ -54,7 +87,9 @@ def validate_labels(labels: Tensor, spec: LossSpec, v: int, divisor: Divisor, tr
         ValueError: a label is out of range. On a CUDA device a device-side assertion fails instead, without synchronising.
     """
     index = spec.ignore_index
-    ok, factor = implementation(triton).validate_labels(labels, index, v, divisor)
+    ok, factor = with_fallback(
+        lambda triton: implementation(triton).validate_labels(labels, index, v, divisor), triton, spec, labels.device
+    )
     if ok.is_cuda:
         torch._assert_async(ok, f"hf_cce: labels must lie in [0, {v}) or equal ignore_index={index}")
     elif not bool(ok):
@@ -83,6 +118,10 @@ class Strategy:
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         """Outputs, and what to save. Runs without autograd and autocast, on the inputs' device."""
         raise NotImplementedError
+
+    def without_kernels(self) -> Strategy:
+        """The same outputs from plain PyTorch."""
+        return Recompute(self.spec, self.divisor, False)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
         """Gradients from what is left of the forward pass, which is used up; None where nothing is."""
@@ -281,6 +320,9 @@ class Statistics(Strategy):
         stats = implementation(self.triton).logit_stats(x, self.spec, self.wanted)
         return stats, Saved(stats.lse, stats.entropy if self.wanted.entropy else None)
 
+    def without_kernels(self) -> Strategy:
+        return Statistics(self.spec, self.wanted, False)
+
     def token_grads(self, saved: Saved, upstream: Upstream, triton: bool) -> TokenGrads:
         return stats_grads(saved.lse, upstream)
 
@@ -316,6 +358,9 @@ class FilteredStatistics(Filtered):
         stats, self.left = result
         self.state.keep_vocabulary(x.weight, self.left.vocabulary)
         return stats, Saved(stats.lse, stats.entropy if wanted.entropy else None)
+
+    def without_kernels(self) -> Strategy:
+        return self.otherwise.without_kernels()
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
         if upstream[3] is not None:

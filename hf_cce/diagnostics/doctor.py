@@ -30,7 +30,6 @@ REQUIRED = {"torch": "2.8", "transformers": "5.0", "accelerate": "1.1", "numpy":
 OPTIONAL = {"peft": "0.18", "trl": "1.10", "matplotlib": "3.8"}
 WHAT_FOR = {"peft": "adapters", "trl": "its trainers", "matplotlib": "--plot"}
 TRITON = "3.4"
-HOPPER_TILES = r"3\.6\.\d+"  # versions of Triton, as in hf_cce.kernels.launch_config
 DTYPES = ("float32", "bfloat16")
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu126"
 Say = Callable[[str], None]
@@ -305,20 +304,23 @@ def _compared(device: torch.device) -> tuple[list[Choice], int, list[Any]]:
         if chosen == "triton":
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
             why = f"an NVIDIA GPU of compute capability {capability} with triton {machine.versions('triton')['triton']}"
-            why += hopper_tiles(capability, dtype, machine.versions("triton")["triton"] or "")
+            why += hopper_tiles(capability, dtype)
         choices.append(Choice(str(device), dtype, chosen, why))
         for case in (gradcheck.CASES[0], gradcheck.CASES[-1]):
             rows += gradcheck.compare(problem, case, dtype, device, configs)
     return choices, len(rows), [row for row in rows if not row.ok]
 
 
-def hopper_tiles(capability: str, dtype: str, version: str) -> str:
-    """Return which kernels a Hopper GPU gets with this version of Triton, to end a sentence; "" for others and float32."""
+def hopper_tiles(capability: str, dtype: str) -> str:
+    """Return which kernels a Hopper GPU gets with the installed Triton, to end a sentence; "" for others and float32."""
     if not capability.startswith("9.") or dtype == "float32":
         return ""
-    if re.fullmatch(HOPPER_TILES, version):
+    from hf_cce.kernels import launch_config
+
+    if launch_config.specialises():
         return "; with Hopper's own kernels"
-    return "; with the kernels of other GPUs: Hopper's own, which are faster, run with triton 3.6.x only"
+    versions = " and ".join(f"{version}.x" for version in launch_config.HOPPER_VERSIONS)
+    return f"; with the kernels of other GPUs: Hopper's own, which are faster, run with triton {versions} only"
 
 
 def _tiny_model() -> Any:

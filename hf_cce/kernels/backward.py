@@ -16,7 +16,16 @@ from torch import Tensor
 from hf_cce.kernels.exp_cache import ExpCache, Slab, exp_to_dlogits_
 from hf_cce.kernels.inputs import GradInputs, LogitInputs
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, slab_width, specialised
+from hf_cce.kernels.launch_config import (
+    FP_FUSION,
+    Plan,
+    ceil_div,
+    empty_slab,
+    make_plan,
+    operand,
+    slab_width,
+    specialised,
+)
 from hf_cce.kernels.matmul import ALIGNED, multiply_add
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 from hf_cce.spec import Inputs, LossSpec, TokenGrads
@@ -194,7 +203,7 @@ def write_logit_gradient(
         hopper.write_logit_gradient(slab, inputs, grads, label)
         _label_entries_kernel[(ceil_div(n, 256),)](
             labels, grads.lse, grads.grad_lse, grads.grad_label, label.logit, out, start, stop - start, out.stride(0), n,
-            ignore_index, logit_scale, BLOCK=256, num_warps=4,
+            ignore_index, logit_scale, BLOCK=256, num_warps=4, **FP_FUSION,
         )  # fmt: skip
         return
     rows, cols = ceil_div(n, plan.block_m), ceil_div(stop - start, plan.block_n)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
 from hf_cce.kernels.labels import LabelLogits
-from hf_cce.kernels.launch_config import ceil_div, empty_slab, padded
+from hf_cce.kernels.launch_config import FP_FUSION, ceil_div, empty_slab, padded
 from hf_cce.kernels.matmul import ALIGNED
 
 LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the ends of bfloat16
@@ -172,6 +172,6 @@ def exp_to_dlogits_(
     _exp_to_dlogits_kernel[(ceil_div(n, 4), ceil_div(width, 2048))](
         values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, n, slab.start, values.stride(0),
         inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
-        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8,
+        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8, **FP_FUSION,
     )  # fmt: skip
     return flags

@@ -15,9 +15,42 @@ from torch import Tensor
 
 from hf_cce.kernels.inputs import LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, specialised
+from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, make_plan, operand, padded, specialised
 from hf_cce.kernels.tiles import tile_logits, tile_position
 from hf_cce.spec import Inputs, LossSpec, Stats, Wanted
+
+
+@triton.jit
+def _store_ratio(
+    e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write what hf_cce.kernels.filter.select reads of a tile's exponentials ``e`` [BLOCK_M, BLOCK_N]."""
+    some = tl.where(total > 0, total, 1.0)
+    if HAS_SOFTCAP:
+        e = tl.where(e > 0, e * slope, 0.0)  # outside V the slope is NaN
+        damped = tl.sum(e, 1)
+        tl.store(tile_damping + out, (damped / some).to(tl.bfloat16), mask=in_rows)
+    else:
+        damped = total
+    width = tl.minimum(vocab_size - col, BLOCK_N).to(tl.float32)
+    energy = tl.sum(e * e, 1) - damped * damped / width
+    tl.store(tile_ratio + out, (tl.maximum(energy, 0.0) / (some * some)).to(tl.bfloat16), mask=in_rows)
+
+
+@triton.jit
+def _store_exp(
+    e, slope, height, valid, row, col, in_rows, exp_cache, cache_width,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write exponentials for hf_cce.kernels.exp_cache; ``height``: the row's maximum less its label's logit."""
+    value = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
+    if HAS_SOFTCAP:
+        value *= slope
+    at = exp_cache + row.to(tl.int64) * cache_width + col
+    here = tl.arange(0, BLOCK_M)[:, None] * cache_width + tl.arange(0, BLOCK_N)[None, :]
+    in_cache = in_rows[:, None] & (col + tl.arange(0, BLOCK_N) < cache_width)[None, :]
+    tl.store(at + here, value.to(exp_cache.dtype.element_ty), mask=in_cache)
 
 
 # do_not_specialize: numbers that change from step to step must not make Triton compile again.
@@ -32,7 +65,7 @@ def _tile_stats_kernel(
     tile_expectation,  # [T, N] Σ z exp(z) / Σ exp(z), if WANT_ENTROPY
     tile_lse2,  # [T, N] logsumexp of 2 z, if WANT_SQ
     tile_max,  # [T, N], if WANT_TOP1
-    tile_ratio,  # [T, N], if WANT_RATIO: see hf_cce.kernels.filter.select, like the next
+    tile_ratio,  # [T, N] bfloat16, if WANT_RATIO: see hf_cce.kernels.filter.select, like the next
     tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP
     label_logit,  # [N], written where the label lies in the tile; if STORE, read
     exp_cache,  # [N, cache_width], if STORE: see hf_cce.kernels.exp_cache
@@ -92,32 +125,16 @@ def _tile_stats_kernel(
     if WANT_TOP1:
         tl.store(tile_max + out, top, mask=in_rows)
     top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
-    if (WANT_RATIO or STORE) and HAS_SOFTCAP:
-        slope = 1.0 - (z / softcap) * (z / softcap)
+    slope = 1.0 - (z / softcap) * (z / softcap) if HAS_SOFTCAP else 1.0
     z = z - top[:, None]
     e = tl.exp(z)
     total = tl.sum(e, 1)
     if WANT_RATIO:
-        some = tl.where(total > 0, total, 1.0)
-        if HAS_SOFTCAP:
-            e = tl.where(e > 0, e * slope, 0.0)  # outside V the slope is NaN
-            damped = tl.sum(e, 1)
-            tl.store(tile_damping + out, (damped / some).to(tl.bfloat16), mask=in_rows)
-        else:
-            damped = total
-        width = tl.minimum(vocab_size - col, BLOCK_N).to(tl.float32)
-        energy = tl.sum(e * e, 1) - damped * damped / width
-        tl.store(tile_ratio + out, (tl.maximum(energy, 0.0) / (some * some)).to(tl.bfloat16), mask=in_rows)
+        _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size, HAS_SOFTCAP, BLOCK_N)
     tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
     if STORE and col < cache_width:
         height = top - tl.load(label_logit + rows, mask=in_rows, other=0.0)
-        scaled = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
-        if HAS_SOFTCAP and not WANT_RATIO:  # with WANT_RATIO, e has the slope already
-            scaled *= slope
-        at = exp_cache + row.to(tl.int64) * cache_width + col
-        here = tl.arange(0, BLOCK_M)[:, None] * cache_width + tl.arange(0, BLOCK_N)[None, :]
-        in_store = in_rows[:, None] & (cols < cache_width)[None, :]
-        tl.store(at + here, scaled.to(exp_cache.dtype.element_ty), mask=in_store)
+        _store_exp(e, slope, height, valid, row, col, in_rows, exp_cache, cache_width, HAS_SOFTCAP, BLOCK_M, BLOCK_N)
     if WANT_ENTROPY:
         weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
         tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
@@ -239,7 +256,7 @@ def combine(
     n, stride = inputs.shape.n, padded(inputs.shape.n)
     _combine_kernel[(ceil_div(n, 32),)](
         *tiles[:5], label_logit, inputs.labels, lse, *outputs, stride, n, inputs.shape.v, tiles.lse.numel() // stride,
-        inputs.ignore_index, **tiles.flags, BLOCK_R=32, BLOCK_T=256, num_warps=8,
+        inputs.ignore_index, **tiles.flags, BLOCK_R=32, BLOCK_T=256, num_warps=8, **FP_FUSION,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ and tests compare the two on a GPU.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from hf_cce.kernels.exp_cache import Slab
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits
-from hf_cce.kernels.launch_config import ceil_div, padded
+from hf_cce.kernels.launch_config import FP_FUSION, ceil_div, padded
 
 BLOCK_M = 128  # tokens of a tile, whose flags in ``active`` say whether there is anything to do
 BLOCK_N = 256
@@ -295,7 +296,7 @@ def _specialised_tiles_kernel(
     )  # fmt: skip
 
 
-def constants() -> dict[str, int]:
+def constants() -> dict[str, Any]:
     """The shapes of a launch: small stages, so that one group can be further ahead of the other."""
     return {
         "BLOCK_M": BLOCK_M,
@@ -305,6 +306,7 @@ def constants() -> dict[str, int]:
         "GROUP_M": 64,
         "STORE_N": 64,
         "PARTS": 2,
+        **FP_FUSION,
     }
 
 

@@ -16,13 +16,25 @@ except ImportError:  # Triton before 3.4
     TensorDescriptor = None
 
 
-def specialises() -> bool:
-    """Whether hf_cce.kernels.hopper has been run on a GPU with the installed version of Triton.
+# What depends on the version of Triton.
+# With these hf_cce.kernels.hopper was proven right on a GPU. It compiles with others, too. But its warps wait for each other, so
+# a compiler bug can make a launch hang, and Triton 3.6 had one.
+HOPPER_VERSIONS = ("3.6", "3.9")
+# With these one flat loop over tiles and the hidden size is faster. It takes registers, of which Triton 3.9 has none left.
+FLATTEN_VERSIONS = ("3.6",)
+# For every launch: Triton 3.9 warns where a launch leaves it open, and the default of 3.10 is another.
+FP_FUSION = {"enable_fp_fusion": True}
 
-    It compiles with later versions, too. But its warps wait for each other, so a compiler bug can make a launch hang, and Triton
-    3.6 had one.
-    """
-    return re.fullmatch(r"3\.6\.\d+", triton.__version__) is not None
+
+def runs_on(versions: tuple[str, ...]) -> bool:
+    """Whether the installed Triton is a release of one of these minor versions."""
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+", triton.__version__)
+    return release is not None and release[1] in versions
+
+
+def specialises() -> bool:
+    """Whether hf_cce.kernels.hopper may be used with the installed version of Triton."""
+    return runs_on(HOPPER_VERSIONS)
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,11 @@ class Plan:
     in_parts: bool = False
     specialised: bool = False  # hf_cce.kernels.hopper can be used
 
+    @property
+    def flatten(self) -> bool:
+        """Whether the loops of ``sparse._kept_tiles_kernel`` are one."""
+        return self.specialised and runs_on(FLATTEN_VERSIONS)
+
     def label_constants(self) -> dict[str, Any]:
         """Constants of ``labels._label_logit_kernel``. Hopper's tensor cores multiply no fewer than 64 rows."""
         return {
@@ -62,6 +79,7 @@ class Plan:
             # Four warps spill before Ampere.
             "num_warps": self.num_warps if self.block_m < 128 else 4,
             "num_stages": 4,
+            **FP_FUSION,
         }
 
     def constants(self) -> dict[str, Any]:
@@ -75,6 +93,7 @@ class Plan:
             "UPCAST": self.upcast,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
+            **FP_FUSION,
         }
 
 

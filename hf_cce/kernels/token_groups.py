@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.exp_cache import LIMIT, Slab
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
-from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, padded
+from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, empty_slab, padded
 from hf_cce.kernels.matmul import multiply_add
 
 FEWEST_TOKENS = 512  # smaller groups leave the GPU idle
@@ -154,7 +154,7 @@ def group_gradient(
     _factors_kernel[(blocks,)](
         values, label_logit, labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, of_label, n, v,
         values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
-        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=plan.block_m,
+        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=plan.block_m, **FP_FUSION,
     )  # fmt: skip
     write_logit_gradient(slab, inputs, grads, plan, flags)
     product = torch.empty((rows_at_a_time(d, n), d), device=values.device, dtype=torch.float32)
@@ -162,12 +162,13 @@ def group_gradient(
         stop = min(n, start + len(product))
         multiply_add(product[: stop - start], values[start:stop], weight, first=True)
         _finish_hidden_kernel[(ceil_div(stop - start, BLOCK_R), ceil_div(d, 256))](
-            product, weight, labels, scale, of_label, out, start, stop - start, d, weight.stride(0), BLOCK_R=BLOCK_R, BLOCK_D=256
+            product, weight, labels, scale, of_label, out, start, stop - start, d, weight.stride(0), BLOCK_R=BLOCK_R,
+            BLOCK_D=256, **FP_FUSION,
         )  # fmt: skip
 
 
 def formed_gradients(formed: PrecomputedGrads, grad: Tensor) -> list[Tensor | None]:
     """The gradients of hidden, weight and bias for the upstream gradient ``grad``, a scalar, in place."""
     x = formed.grad_hidden
-    _multiply_kernel[(min(1024, ceil_div(x.numel(), 4096)),)](x, grad, x.numel(), BLOCK=4096, num_warps=8)
+    _multiply_kernel[(min(1024, ceil_div(x.numel(), 4096)),)](x, grad, x.numel(), BLOCK=4096, num_warps=8, **FP_FUSION)
     return [x, None, None]

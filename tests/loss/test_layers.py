@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"families", "patches", "config"},
     "callback": {"api", "patches", "deferred", "config"},
     "__init__": {"api", "callback", "patches", "loss", "filter_state", "config"},
-    "diagnostics": {"__init__", "dispatch"},
+    "diagnostics": {"__init__", "dispatch", "kernels"},
     "integrations": {"__init__"},
     "cli": {"__init__", "families", "diagnostics"},
     "__main__": {"cli"},

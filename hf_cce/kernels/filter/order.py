@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.filter.corrections import WeightCorrection
-from hf_cce.kernels.launch_config import ceil_div
+from hf_cce.kernels.launch_config import FP_FUSION, ceil_div
 
 SAMPLE = 1024  # tokens whose mean gives the average logits
 FINE = 1 << 14  # columns in whose exact order tokens are sorted
@@ -125,7 +125,7 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
     padded = ceil_div(v, block_n) * block_n
     vocab_perm = torch.empty(padded, dtype=torch.int32, device=hidden.device)
     inv_vocab_perm = torch.empty(v, dtype=torch.int32, device=hidden.device)
-    _order_kernel[(ceil_div(padded, 1024),)](by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK=1024)
+    _order_kernel[(ceil_div(padded, 1024),)](by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK=1024, **FP_FUSION)
     return Vocabulary(vocab_perm, inv_vocab_perm)
 
 
@@ -139,12 +139,15 @@ def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Or
     columns = torch.empty(n, dtype=torch.int32, device=labels.device)
     keys = torch.empty(n, dtype=torch.int16 if v < LARGEST else torch.int32, device=labels.device)
     _key_kernel[(ceil_div(n, 1024),)](
-        labels, vocabulary.inv_vocab_perm, columns, keys, n, v, ignore_index, FINE=FINE if v < LARGEST else v, BLOCK=1024
+        labels, vocabulary.inv_vocab_perm, columns, keys, n, v, ignore_index, FINE=FINE if v < LARGEST else v, BLOCK=1024,
+        **FP_FUSION,
     )  # fmt: skip
     if n <= COUNTED and v < LARGEST:
         token_perm = torch.empty(n, dtype=torch.int64, device=labels.device)
         ordered = torch.empty_like(columns)
-        _place_kernel[(ceil_div(n, 16),)](keys, columns, token_perm, ordered, n, BLOCK_R=16, BLOCK=512, num_warps=4)
+        _place_kernel[(ceil_div(n, 16),)](
+            keys, columns, token_perm, ordered, n, BLOCK_R=16, BLOCK=512, num_warps=4, **FP_FUSION
+        )
         return Order(vocabulary.vocab_perm, token_perm, ordered)
     token_perm = torch.sort(keys, stable=True).indices
     return Order(vocabulary.vocab_perm, token_perm, columns.index_select(0, token_perm))
@@ -156,6 +159,6 @@ def permute_rows(weight: Tensor, vocab_perm: Tensor, first: int, stop: int, mean
     out = weight.new_empty((stop - first, d))
     _permute_rows_kernel[(ceil_div(stop - first, block_n), ceil_div(d, 128))](
         weight, vocab_perm, out, means, first // block_n, v, d, weight.stride(0),
-        BLOCK_N=block_n, BLOCK_D=128, num_warps=4,
+        BLOCK_N=block_n, BLOCK_D=128, num_warps=4, **FP_FUSION,
     )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.filter.workspace import MASS_GROUP, SavedForward
-from hf_cce.kernels.launch_config import ceil_div, padded, power_of_2
+from hf_cce.kernels.launch_config import FP_FUSION, ceil_div, padded, power_of_2
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last bin holds what must be kept.
 BINS = tl.constexpr(512)
@@ -300,17 +300,19 @@ def select(saved: SavedForward, tau: Tensor) -> Kept:
     pass_of = ints(cols)
     rows_2 = max(16, power_of_2(rows))
     _columns_kernel[(cols,)](
-        energy, part, sums, tau, kept.kept_slot, kept.kept_counts, rows, len(part), ROWS=rows_2, BLOCK=1024
+        energy, part, sums, tau, kept.kept_slot, kept.kept_counts, rows, len(part), ROWS=rows_2, BLOCK=1024, **FP_FUSION
     )
     _scan_kernel[(1,)](
         kept.kept_counts, kept.first_kept, pass_of, kept.pass_block, kept.pass_start, cols, saved.workspace.room,
-        PASSES=passes, COLS=max(16, power_of_2(cols)),
+        PASSES=passes, COLS=max(16, power_of_2(cols)), **FP_FUSION,
     )  # fmt: skip
     _rows_kernel[(rows,)](
         kept.kept_slot, kept.first_kept, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,
-        rows, cols, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128,
+        rows, cols, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128, **FP_FUSION,
     )  # fmt: skip
-    _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=rows_2, num_warps=1)
+    _longest_first_kernel[(rows, passes)](
+        kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=rows_2, num_warps=1, **FP_FUSION
+    )
     return kept
 
 
@@ -325,13 +327,13 @@ def _tile_energies(saved: SavedForward) -> tuple[Tensor, Tensor, Tensor]:
     _score_kernel[grid](
         saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.order.labels, energy, part, padded(n), n, rows,
         cols, span, v, saved.softcap or 1.0, HAS_SOFTCAP=saved.softcap > 0,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4, **FP_FUSION,
     )  # fmt: skip
     counting = ceil_div(rows * cols, 2048)
     counts = torch.empty((counting, BINS.value), dtype=torch.int32, device=device)
     sums = torch.empty(BINS.value, dtype=torch.int32, device=device)
-    _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
-    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)
+    _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4, **FP_FUSION)
+    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1, **FP_FUSION)
     return energy, part, sums
 
 
@@ -355,6 +357,6 @@ def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, spare: int) 
     _mass_kernel[(rows, len(per_token))](
         saved.tile_lse, saved.tile_damping, kept.kept_slot, saved.lse, saved.order.labels, grad_lse, mass, probability,
         per_tile, per_token, padded(n), n, rows, cols, v, saved.logit_scale,
-        HAS_DAMPING=saved.tile_damping is not None, BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2,
+        HAS_DAMPING=saved.tile_damping is not None, BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2, **FP_FUSION,
     )  # fmt: skip
     return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_tile, per_token[:, :n])

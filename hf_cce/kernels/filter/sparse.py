@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_cce.kernels.filter.corrections import RANK, WeightCorrection
 from hf_cce.kernels.filter.select import Kept
 from hf_cce.kernels.filter.workspace import BackwardRequest, SavedForward
-from hf_cce.kernels.launch_config import Plan, ceil_div, descriptor, operand
+from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, descriptor, operand
 from hf_cce.kernels.tiles import tile_gradient, tile_logits
 
 
@@ -420,15 +420,14 @@ class _Launches:
     def compute_tiles(self, number: int) -> None:
         """Write the kept tiles of a pass to the scratch."""
         saved, plan, (n, v, d), (rows, cols) = self.saved, self.saved.plan, self.sizes, self.saved.tile_grid
-        # A flat loop takes registers, of which Triton 3.9 has none left; it was measured with the version that specialises.
         _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
             *self.tile_operands, saved.bias, saved.order.vocab_perm, saved.order.labels, saved.lse, self.request.grad_lse,
             self.request.grad_label, self.kept.tiles, self.kept.pass_start, self.scratch, number, n, rows, v, d,
             saved.hidden.stride(0), self.source.stride(0), saved.logit_scale, saved.softcap or 1.0,
             HAS_BIAS=saved.bias is not None, HAS_SCALE=saved.logit_scale != 1.0, HAS_SOFTCAP=saved.softcap > 0,
-            FLATTEN=plan.specialised, TMA=plan.use_tma, GATHER=self.gather, PRECISION=plan.precision, UPCAST=plan.upcast,
+            FLATTEN=plan.flatten, TMA=plan.use_tma, GATHER=self.gather, PRECISION=plan.precision, UPCAST=plan.upcast,
             BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps,
-            num_stages=plan.num_stages,
+            num_stages=plan.num_stages, **FP_FUSION,
         )  # fmt: skip
 
     def multiply_by_weight(self, number: int, grad_hidden: Tensor) -> None:
@@ -468,6 +467,7 @@ def _product_constants(plan: Plan) -> dict[str, Any]:
         "PRECISION": plan.precision,
         "UPCAST": plan.upcast,
         "IN_PARTS": plan.in_parts,
+        **FP_FUSION,
     }
 
 
@@ -485,4 +485,5 @@ def _reorder_rows(gradient: Tensor, vocab_perm: Tensor, scratch: Tensor, pass_bl
         for back in (False, True):
             _reorder_rows_kernel[(ceil_div(v, block_n), ceil_div(stop - first, 128))](
                 gradient, vocab_perm, scratch, pass_block, first, stop - first, v, d, BACK=back, BLOCK_N=block_n, BLOCK_D=128,
+                **FP_FUSION,
             )  # fmt: skip
