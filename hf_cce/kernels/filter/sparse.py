@@ -25,60 +25,6 @@ from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, descriptor, 
 from hf_cce.kernels.tiles import tile_gradient, tile_logits
 
 
-# Its arguments are those of the kernel below.
-@triton.jit
-def _kept_tile(
-    row,
-    col,
-    hidden,
-    weight,
-    bias,
-    vocab_perm,
-    labels,
-    lse,
-    grad_lse,
-    grad_label,
-    num_tokens,
-    vocab_size,
-    hidden_size,
-    hidden_stride,
-    weight_stride,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    TMA: tl.constexpr,
-    GATHER: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Return the gradient of one tile of logits, [BLOCK_M, BLOCK_N] float32; zero outside N and V."""
-    rows = row + tl.arange(0, BLOCK_M)
-    cols = col + tl.arange(0, BLOCK_N)
-    in_rows = rows < num_tokens
-    label = tl.load(labels + rows, mask=in_rows, other=vocab_size)
-    # Loaded before the products, which hide how long that takes.
-    row_lse = tl.where(label < vocab_size, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
-    g = tl.where(label < vocab_size, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
-    z = tile_logits(
-        hidden, weight, bias, vocab_perm, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
-        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    gradient = tile_gradient(
-        z, rows, cols, in_rows, col, label, label < vocab_size, row_lse, g, None, grad_label, None, None,
-        vocab_size, logit_scale, softcap, False, False, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
-    )  # fmt: skip
-    if col + BLOCK_N > vocab_size:
-        gradient = tl.where((cols < vocab_size)[None, :], gradient, 0.0)
-    if row + BLOCK_M > num_tokens:  # beyond N, infinities of the weight would give NaN
-        gradient = tl.where(in_rows[:, None], gradient, 0.0)
-    return gradient
-
-
 @triton.jit
 def _add_dropped(
     acc, block, ds, block_sums, block_mass, row_coeffs, basis, vocab_size, hidden_size,
@@ -138,12 +84,27 @@ def _kept_tiles_kernel(
     stop = tl.load(pass_start + pass_number + 1)
     for tile in tl.range(first + tl.program_id(0), stop, tl.num_programs(0), flatten=FLATTEN):
         code = tl.load(tiles + tile)
-        gradient = _kept_tile(
-            code % num_row_blocks * BLOCK_M, code // num_row_blocks * BLOCK_N,
-            hidden, weight, bias, vocab_perm, labels, lse, grad_lse, grad_label, num_tokens, vocab_size, hidden_size,
-            hidden_stride, weight_stride, logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION,
-            UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        row, col = code % num_row_blocks * BLOCK_M, code // num_row_blocks * BLOCK_N
+        rows = row + tl.arange(0, BLOCK_M)
+        cols = col + tl.arange(0, BLOCK_N)
+        in_rows = rows < num_tokens
+        label = tl.load(labels + rows, mask=in_rows, other=vocab_size)
+        # Loaded before the products, which hide how long that takes.
+        row_lse = tl.where(label < vocab_size, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+        g = tl.where(label < vocab_size, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
+        z = tile_logits(
+            hidden, weight, bias, vocab_perm, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
+            logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+        gradient = tile_gradient(
+            z, rows, cols, in_rows, col, label, label < vocab_size, row_lse, g, None, grad_label, None, None,
+            vocab_size, logit_scale, softcap, False, False, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
+        )  # fmt: skip
+        # Slots hold whole tiles: zero outside N and V.
+        if col + BLOCK_N > vocab_size:
+            gradient = tl.where((cols < vocab_size)[None, :], gradient, 0.0)
+        if row + BLOCK_M > num_tokens:  # beyond N, infinities of the weight would give NaN
+            gradient = tl.where(in_rows[:, None], gradient, 0.0)
         at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         slot = scratch + (tile - first).to(tl.int64) * (BLOCK_M * BLOCK_N)
         tl.store(slot + at, gradient.to(scratch.dtype.element_ty))
