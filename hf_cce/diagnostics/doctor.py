@@ -317,7 +317,7 @@ def hopper_tiles(capability: str, dtype: str) -> str:
         return ""
     from hf_cce.kernels import launch_config
 
-    if launch_config.specialises():
+    if launch_config.hopper_is_proven():
         return "; with Hopper's own kernels"
     versions = " and ".join(f"{version}.x" for version in launch_config.HOPPER_VERSIONS)
     return f"; with the kernels of other GPUs: Hopper's own, which are faster, run with triton {versions} only"

@@ -24,7 +24,7 @@ from hf_cce.kernels.launch_config import (
     make_plan,
     operand,
     slab_width,
-    specialised,
+    uses_hopper,
 )
 from hf_cce.kernels.matmul import ALIGNED, multiply_add
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
@@ -315,7 +315,7 @@ def logit_stats_backward(
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
     plan = make_plan(inputs.hidden, inputs.weight, backward=True)
     label = None
-    if specialised(plan, bias, spec.softcap, grads.mean, grads.entropy):
+    if uses_hopper(plan, bias, spec.softcap, grads.mean, grads.entropy):
         known = cache is not None and cache.label.active is not None
         label = cache.label if cache is not None and known else label_logits(inputs, plan, plan.block_m)
     _Backward(

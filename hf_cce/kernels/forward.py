@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_cce.kernels.inputs import LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, make_plan, operand, padded, specialised
+from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, make_plan, operand, padded, uses_hopper
 from hf_cce.kernels.tiles import tile_logits, tile_position
 from hf_cce.spec import Inputs, LossSpec, Stats, Wanted
 
@@ -274,7 +274,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
     num_tiles = ceil_div(v, plan.block_n)
     per_token = 4 * num_tiles * (1 + sum(wanted))
     group = max(plan.block_m, spec.memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
-    if n and specialised(plan, x.bias, spec.softcap, *wanted):
+    if n and uses_hopper(plan, x.bias, spec.softcap, *wanted):
         label = label_logits(inputs, plan, plan.block_m)
     for start in range(0, n, group):
         rows = slice(start, min(n, start + group))

@@ -17,7 +17,7 @@ from hf_cce.kernels.exp_cache import ExpCache, Slab, allocate_cache, plan_cache
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, empty_slab, make_plan, padded, specialised
+from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, empty_slab, make_plan, padded, uses_hopper
 from hf_cce.kernels.token_groups import PrecomputedGrads, group_gradient, group_size
 from hf_cce.spec import Inputs, LossSpec, TokenGrads, Wanted
 
@@ -128,7 +128,7 @@ def _stats_and_cache(
 
 
 def _labels(inputs: LogitInputs, plan: Plan) -> LabelLogits:
-    return label_logits(inputs, plan, plan.block_m if specialised(plan, inputs.bias, inputs.softcap) else 0)
+    return label_logits(inputs, plan, plan.block_m if uses_hopper(plan, inputs.bias, inputs.softcap) else 0)
 
 
 def _plans(inputs: LogitInputs) -> tuple[Plan, Plan]:
@@ -145,7 +145,7 @@ def cached_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Ten
     inputs = LogitInputs.of(x, spec).readable()
     plan, later = _plans(inputs)
     block_n = max(plan.block_n, later.block_n)
-    dw_block_n = block_n * (2 if specialised(plan, x.bias, spec.softcap) else 1)  # a multiple of every kernel's
+    dw_block_n = block_n * (2 if uses_hopper(plan, x.bias, spec.softcap) else 1)  # a multiple of every kernel's
     in_dw_buffer, num_tiles = spec.needs[1] and not spec.needs[2], ceil_div(inputs.shape.v, plan.block_n)
     columns = plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, in_dw_buffer, spec.memory_budget)
     if columns is None:

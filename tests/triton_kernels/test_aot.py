@@ -44,7 +44,7 @@ LOOPS = """
 import re
 from tests.support import aot
 for build in aot.builds(90):
-    if build.spec.name == "_specialised_tiles_kernel" and build.label.endswith(("stats", "ratio", "store", "gradient")):
+    if build.spec.name == "_hopper_tiles_kernel" and build.label.endswith(("stats", "ratio", "store", "gradient")):
         text = aot.compiled(build, 90).asm["ttgir"]
         carried = re.findall(r"scf.for .*? -> \\((.*?)\\) +:", re.sub("tensor<.*?>", "tensor", text))
         print(sorted(found.count(",") + 1 for found in carried))

@@ -46,10 +46,12 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_pytorch_takes_over_with_one_warning(where: str, options: Options, broken: Any) -> None:
     broken(where, "loss" if where == "forward" else where)
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=options.bias)
-    with pytest.warns(RuntimeWarning, match="fell back to PyTorch .* does not compile a kernel") as found:
-        check_against_plain(fused_loss(AUTO), inputs, labels, options, torch.float32, f"{where} fails")
-        check_against_plain(fused_loss(AUTO), inputs, labels, options, torch.float32, f"after {where} failed")
-    assert sum("fell back" in str(warning.message) for warning in found) == 1
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for what in (f"{where} fails", f"after {where} failed"):
+            check_against_plain(fused_loss(AUTO), inputs, labels, options, torch.float32, what)
+    told = [str(warning.message) for warning in found if "fell back to PyTorch" in str(warning.message)]
+    assert len(told) == 1 and "does not compile a kernel" in told[0]
     why = dispatch.why_no_triton(inputs[0].device, torch.float32)
     assert why is not None and "does not compile" in why
 
@@ -78,7 +80,6 @@ def test_who_asks_for_the_kernels_gets_the_error(broken: Any) -> None:
 
     broken("forward", "loss")
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
-    with warnings.catch_warnings(), pytest.raises(TritonError):
-        warnings.simplefilter("error", RuntimeWarning)
+    with pytest.raises(TritonError):
         fused_loss(CCEConfig("triton", gradient_filter=None))(*inputs, labels, PLAIN)
     assert strategies.compile_failure(inputs[0].device) is None

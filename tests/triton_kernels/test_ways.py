@@ -228,7 +228,7 @@ def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(launch_config, "specialises", lambda: True)
+    monkeypatch.setattr(launch_config, "hopper_is_proven", lambda: True)
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *args, **options: None)
     for module in (backward, token_groups):
         monkeypatch.setattr(module, "multiply_add", lambda *_, **__: None)

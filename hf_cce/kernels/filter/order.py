@@ -23,7 +23,7 @@ COUNTED = 1 << 13  # tokens up to which counting smaller keys is faster than sor
 
 
 @triton.jit
-def _order_kernel(by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK: tl.constexpr):
+def _invert_order_kernel(by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(by_logit + at, mask=at < v, other=0).to(tl.int32)
     tl.store(vocab_perm + at, entry, mask=at < padded)
@@ -31,7 +31,7 @@ def _order_kernel(by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK: tl.con
 
 
 @triton.jit(do_not_specialize=["ignore_index", "num_tokens"])
-def _key_kernel(
+def _sort_keys_kernel(
     labels, inv_vocab_perm, columns, keys, num_tokens, v, ignore_index, FINE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write the column of each label (V where it is ignored), and the sort keys of ``sort_tokens``."""
@@ -45,7 +45,7 @@ def _key_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _place_kernel(
+def _sort_by_counting_kernel(
     keys,  # [N] int16
     columns,  # [N] int32
     token_perm,  # [N] int64, written: the tokens by ascending key; of equal keys the first token first
@@ -125,7 +125,9 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
     padded = ceil_div(v, block_n) * block_n
     vocab_perm = torch.empty(padded, dtype=torch.int32, device=hidden.device)
     inv_vocab_perm = torch.empty(v, dtype=torch.int32, device=hidden.device)
-    _order_kernel[(ceil_div(padded, 1024),)](by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK=1024, **FP_FUSION)
+    _invert_order_kernel[(ceil_div(padded, 1024),)](
+        by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK=1024, **FP_FUSION
+    )
     return Vocabulary(vocab_perm, inv_vocab_perm)
 
 
@@ -138,14 +140,14 @@ def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Or
     n, v = labels.numel(), vocabulary.inv_vocab_perm.numel()
     columns = torch.empty(n, dtype=torch.int32, device=labels.device)
     keys = torch.empty(n, dtype=torch.int16 if v < LARGEST else torch.int32, device=labels.device)
-    _key_kernel[(ceil_div(n, 1024),)](
+    _sort_keys_kernel[(ceil_div(n, 1024),)](
         labels, vocabulary.inv_vocab_perm, columns, keys, n, v, ignore_index, FINE=FINE if v < LARGEST else v, BLOCK=1024,
         **FP_FUSION,
     )  # fmt: skip
     if n <= COUNTED and v < LARGEST:
         token_perm = torch.empty(n, dtype=torch.int64, device=labels.device)
         ordered = torch.empty_like(columns)
-        _place_kernel[(ceil_div(n, 16),)](
+        _sort_by_counting_kernel[(ceil_div(n, 16),)](
             keys, columns, token_perm, ordered, n, BLOCK_R=16, BLOCK=512, num_warps=4, **FP_FUSION
         )
         return Order(vocabulary.vocab_perm, token_perm, ordered)

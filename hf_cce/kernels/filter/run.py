@@ -27,7 +27,7 @@ from hf_cce.kernels.filter.workspace import BackwardRequest, FilterReport, Saved
 from hf_cce.kernels.forward import combine, tile_stats
 from hf_cce.kernels.inputs import LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import ceil_div, filter_plan, padded, row_major, specialised
+from hf_cce.kernels.launch_config import ceil_div, filter_plan, padded, row_major, uses_hopper
 from hf_cce.kernels.loss import total_loss
 from hf_cce.kernels.matmul import multiply_add
 from hf_cce.spec import Inputs, LossSpec, Stats, Wanted
@@ -118,7 +118,7 @@ def _forward(
     expectation, largest = (None if wanted is None else torch.empty_like(tile_lse) for wanted in (entropy, is_top1))
     tiles = TileStats(tile_lse, None, expectation, None, largest, tile_ratio, tile_damping)
     of_columns = inputs._replace(labels=order.labels, ignore_index=v)
-    if specialised(plan, bias, spec.softcap, entropy, is_top1):
+    if uses_hopper(plan, bias, spec.softcap, entropy, is_top1):
         # One kernel sorts the hidden states and reads them for the labels' logits. The Hopper kernel needs both.
         hidden = inputs.hidden.new_empty(inputs.hidden.shape)
         label = label_logits(of_columns, plan, plan.block_m, order.vocab_perm, order.token_perm, hidden)

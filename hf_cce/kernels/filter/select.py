@@ -36,7 +36,7 @@ def _bin(energy):
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "span"])
-def _score_kernel(
+def _tile_energy_kernel(
     tile_lse,  # [T, N]
     tile_ratio,  # [T, N]
     lse,  # [N]
@@ -104,9 +104,9 @@ def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: t
 
 
 @triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
-def _columns_kernel(
+def _choose_tiles_kernel(
     energy,  # [T, row blocks]
-    part,  # [programs of _score_kernel]
+    part,  # [programs of _tile_energy_kernel]
     sums,  # [BINS]: tiles by energy
     tau,  # scalar
     kept_slot,  # [T, row blocks] int32, written: see Kept, like the next
@@ -139,7 +139,7 @@ def _columns_kernel(
 
 
 @triton.jit(do_not_specialize=["room", "PASSES"])
-def _scan_kernel(
+def _divide_passes_kernel(
     kept_counts,  # [T]
     first_kept,  # [T + 1], written: see Kept
     pass_of,  # [T], written: the pass of each column block
@@ -165,7 +165,7 @@ def _scan_kernel(
 
 
 @triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
-def _rows_kernel(
+def _list_tiles_kernel(
     kept_slot,  # [T, row blocks]
     first_kept,  # [T + 1]
     pass_of,  # [T]
@@ -299,14 +299,14 @@ def select(saved: SavedForward, tau: Tensor) -> Kept:
     )  # fmt: skip
     pass_of = ints(cols)
     rows_2 = max(16, power_of_2(rows))
-    _columns_kernel[(cols,)](
+    _choose_tiles_kernel[(cols,)](
         energy, part, sums, tau, kept.kept_slot, kept.kept_counts, rows, len(part), ROWS=rows_2, BLOCK=1024, **FP_FUSION
     )
-    _scan_kernel[(1,)](
+    _divide_passes_kernel[(1,)](
         kept.kept_counts, kept.first_kept, pass_of, kept.pass_block, kept.pass_start, cols, saved.workspace.room,
         PASSES=passes, COLS=max(16, power_of_2(cols)), **FP_FUSION,
     )  # fmt: skip
-    _rows_kernel[(rows,)](
+    _list_tiles_kernel[(rows,)](
         kept.kept_slot, kept.first_kept, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,
         rows, cols, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128, **FP_FUSION,
     )  # fmt: skip
@@ -324,7 +324,7 @@ def _tile_energies(saved: SavedForward) -> tuple[Tensor, Tensor, Tensor]:
     grid = (rows, ceil_div(cols, span))
     energy = torch.empty((cols, rows), device=device, dtype=torch.float32)
     part = torch.empty(grid[0] * grid[1], device=device, dtype=torch.float32)
-    _score_kernel[grid](
+    _tile_energy_kernel[grid](
         saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.order.labels, energy, part, padded(n), n, rows,
         cols, span, v, saved.softcap or 1.0, HAS_SOFTCAP=saved.softcap > 0,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4, **FP_FUSION,
