@@ -21,6 +21,25 @@ from hf_cce.spec import Inputs, LossSpec, Stats, Wanted
 
 
 @triton.jit
+def _store_label_logit(label_logit, z, rows, cols, col, label, valid, in_rows, BLOCK_N: tl.constexpr):
+    hit = valid & (label >= col) & (label < col + BLOCK_N)
+    if tl.sum(hit.to(tl.int32)) > 0:
+        at_label = tl.sum(tl.where(cols[None, :] == label[:, None], z, 0.0), 1)
+        tl.store(label_logit + rows, at_label, mask=hit & in_rows)
+
+
+@triton.jit
+def _store_moments(
+    z, e, top, total, tile_expectation, tile_lse2, out, in_rows, WANT_ENTROPY: tl.constexpr, WANT_SQ: tl.constexpr
+):
+    if WANT_ENTROPY:
+        weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
+        tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
+    if WANT_SQ:
+        tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
+
+
+@triton.jit
 def _store_ratio(
     e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size,
     HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -114,11 +133,8 @@ def _tile_stats_kernel(
     out = col_block.to(tl.int64) * tile_stride + rows
     if WANT_MEAN:
         tl.store(tile_sum + out, tl.sum(tl.where((cols < vocab_size)[None, :], z, 0.0), 1), mask=in_rows)
-    label -= first_col
-    hit = valid & (label >= col) & (label < col + BLOCK_N)
-    if not STORE and tl.sum(hit.to(tl.int32)) > 0:
-        at_label = tl.sum(tl.where(cols[None, :] == label[:, None], z, 0.0), 1)
-        tl.store(label_logit + rows, at_label, mask=hit & in_rows)
+    if not STORE:
+        _store_label_logit(label_logit, z, rows, cols, col, label - first_col, valid, in_rows, BLOCK_N)
     if col + BLOCK_N > vocab_size:
         z = tl.where((cols < vocab_size)[None, :], z, float("-inf"))
     top = tl.max(z, 1)
@@ -135,11 +151,7 @@ def _tile_stats_kernel(
     if STORE and col < cache_width:
         height = top - tl.load(label_logit + rows, mask=in_rows, other=0.0)
         _store_exp(e, slope, height, valid, row, col, in_rows, exp_cache, cache_width, HAS_SOFTCAP, BLOCK_M, BLOCK_N)
-    if WANT_ENTROPY:
-        weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
-        tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
-    if WANT_SQ:
-        tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
+    _store_moments(z, e, top, total, tile_expectation, tile_lse2, out, in_rows, WANT_ENTROPY, WANT_SQ)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
@@ -278,12 +290,12 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
         label = label_logits(inputs, plan, plan.block_m)
     for start in range(0, n, group):
         rows = slice(start, min(n, start + group))
-        of_group = inputs.tokens(rows)
-        size = num_tiles * padded(of_group.shape.n)
+        group_inputs = inputs.tokens(rows)
+        size = num_tiles * padded(group_inputs.shape.n)
         tiles = TileStats(
             *(torch.empty(size, device=device, dtype=torch.float32) if want else None for want in (True, *wanted))  # type: ignore[arg-type]
         )
-        tile_stats(of_group, tiles, label.tokens(rows, plan.block_m), plan)
+        tile_stats(group_inputs, tiles, label.tokens(rows, plan.block_m), plan)
         outputs = [result[rows] if want else None for result, want in zip(results, wanted, strict=True)]
-        combine(tiles, of_group, label.logit[rows], lse[rows], outputs)
+        combine(tiles, group_inputs, label.logit[rows], lse[rows], outputs)
     return Stats(lse, label.logit, *results)

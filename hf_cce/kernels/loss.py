@@ -122,8 +122,8 @@ def _stats_and_cache(
     tile_lse = torch.empty(ceil_div(v, plan.block_n) * stride, device=lse.device, dtype=torch.float32)
     ends = [*(slab.start for slab in slabs[1:]), v]
     for slab, end in zip(slabs, ends, strict=True):
-        of_slab = TileStats(tile_lse[slab.start // plan.block_n * stride :])
-        tile_stats(inputs.columns(slab.start, end), of_slab, label, plan, slab.start, slab.values)
+        slab_tiles = TileStats(tile_lse[slab.start // plan.block_n * stride :])
+        tile_stats(inputs.columns(slab.start, end), slab_tiles, label, plan, slab.start, slab.values)
     combine(TileStats(tile_lse), inputs, label.logit, lse)
 
 
@@ -175,9 +175,9 @@ def grouped_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Te
     values = empty_slab(inputs.hidden, min(n, size), v)  # of one group after the other
     for start in range(0, n, size):
         rows = slice(start, min(n, start + size))
-        group, of_group = inputs.tokens(rows), label.tokens(rows, plan.block_m)
+        group, group_label = inputs.tokens(rows), label.tokens(rows, plan.block_m)
         slab = Slab(0, v, values[: group.shape.n])
-        _stats_and_cache(group, [slab], of_group, lse[rows], plan)
+        _stats_and_cache(group, [slab], group_label, lse[rows], plan)
         grads = GradInputs.of(lse[rows], None, token_gradients(one, factor, lse[rows], spec))
-        group_gradient(group, slab, of_group.logit, grads, later, grad_hidden[rows])
+        group_gradient(group, slab, group_label.logit, grads, later, grad_hidden[rows])
     return total_loss(lse, label.logit, factor, spec), lse, PrecomputedGrads(grad_hidden)

@@ -62,9 +62,8 @@ def _sort_by_counting_kernel(
     for first in range(0, num_tokens, BLOCK):
         at = first + tl.arange(0, BLOCK)
         other = tl.load(keys + at, mask=at < num_tokens, other=32767).to(tl.int32) * 65536 + at
-        signs += (
-            other[None, :] - mine[:, None]
-        ) >> 31  # minus one where it is smaller: fewer instructions than to compare
+        # Minus one where it is smaller: fewer instructions than to compare.
+        signs += (other[None, :] - mine[:, None]) >> 31
     before = -tl.sum(signs, 1)
     tl.store(token_perm + before, rows.to(tl.int64), mask=inside)
     tl.store(labels + before, tl.load(columns + rows, mask=inside, other=0), mask=inside)
@@ -103,10 +102,9 @@ class Vocabulary:
     weight_correction: WeightCorrection | None = None
 
 
-class Order(NamedTuple):
-    """The order of the columns and rows of one step."""
+class TokenOrder(NamedTuple):
+    """The order of the rows of one step."""
 
-    vocab_perm: Tensor  # [V padded to whole tiles] int32: the vocabulary entry of each column
     token_perm: Tensor  # [N] int64: the token of each row
     labels: Tensor  # [N] int32: the column of each row's label; V where it is ignored
 
@@ -131,7 +129,7 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
     return Vocabulary(vocab_perm, inv_vocab_perm)
 
 
-def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Order:
+def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> TokenOrder:
     """Sort by the column of the label; ignored tokens come last.
 
     Keys have 16 bits, as a radix sort takes a pass for each byte: exact for the first FINE columns, which most labels are in,
@@ -150,9 +148,9 @@ def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Or
         _sort_by_counting_kernel[(ceil_div(n, 16),)](
             keys, columns, token_perm, ordered, n, BLOCK_R=16, BLOCK=512, num_warps=4, **FP_FUSION
         )
-        return Order(vocabulary.vocab_perm, token_perm, ordered)
+        return TokenOrder(token_perm, ordered)
     token_perm = torch.sort(keys, stable=True).indices
-    return Order(vocabulary.vocab_perm, token_perm, columns.index_select(0, token_perm))
+    return TokenOrder(token_perm, columns.index_select(0, token_perm))
 
 
 def permute_rows(weight: Tensor, vocab_perm: Tensor, first: int, stop: int, means: Tensor, block_n: int) -> Tensor:

@@ -54,9 +54,9 @@ def filtered_stats(
     saved = _forward(x, spec, vocabulary, entropy if wanted.entropy else None, is_top1 if wanted.top1 else None)
     if saved is None:
         return None
-    of_rows, token_perm = (saved.lse, saved.label_logit, entropy, is_top1), saved.order.token_perm
+    by_row, token_perm = (saved.lse, saved.label_logit, entropy, is_top1), saved.order.token_perm
     lse, label_logit, entropy, is_top1 = (
-        torch.empty_like(of_row).index_copy_(0, token_perm, of_row) if of_row.numel() else of_row for of_row in of_rows
+        torch.empty_like(stat).index_copy_(0, token_perm, stat) if stat.numel() else stat for stat in by_row
     )
     empty = lse.new_empty(0)
     return Stats(lse, label_logit, empty, entropy, empty, is_top1), saved
@@ -107,8 +107,8 @@ def _forward(
     weight, device = inputs.weight, x.hidden.device
     if vocabulary is None:
         vocabulary = sort_vocabulary(inputs.hidden, weight, inputs.bias, plan.block_n)
-    order = sort_tokens(inputs.labels, vocabulary, spec.ignore_index)
-    bias = None if inputs.bias is None else inputs.bias.index_select(0, order.vocab_perm[:v])
+    vocab_perm, order = vocabulary.vocab_perm, sort_tokens(inputs.labels, vocabulary, spec.ignore_index)
+    bias = None if inputs.bias is None else inputs.bias.index_select(0, vocab_perm[:v])
     means = weight.new_empty((cols, d))
     # Padded, so that each begins aligned: Triton would compile another kernel for pointers that are not.
     lse, label_logit = torch.empty((2, padded(n)), device=device, dtype=torch.float32)[:, :n].unbind()
@@ -117,22 +117,22 @@ def _forward(
     tile_damping = torch.empty_like(tile_ratio) if spec.softcap > 0 else None
     expectation, largest = (None if wanted is None else torch.empty_like(tile_lse) for wanted in (entropy, is_top1))
     tiles = TileStats(tile_lse, None, expectation, None, largest, tile_ratio, tile_damping)
-    of_columns = inputs._replace(labels=order.labels, ignore_index=v)
+    by_column = inputs._replace(labels=order.labels, ignore_index=v)
     if uses_hopper(plan, bias, spec.softcap, entropy, is_top1):
         # One kernel sorts the hidden states and reads them for the labels' logits. The Hopper kernel needs both.
         hidden = inputs.hidden.new_empty(inputs.hidden.shape)
-        label = label_logits(of_columns, plan, plan.block_m, order.vocab_perm, order.token_perm, hidden)
+        label = label_logits(by_column, plan, plan.block_m, vocab_perm, order.token_perm, hidden)
     else:
         hidden, label = inputs.hidden.index_select(0, order.token_perm), LabelLogits(label_logit)
-    in_order = of_columns._replace(hidden=hidden, bias=bias)
-    permuted = of_rows = None
+    in_order = by_column._replace(hidden=hidden, bias=bias)
+    permuted = slab = None
     for first in range(0, v, workspace.slab):
-        permuted = of_rows = None  # frees the slab before
+        permuted = slab = None  # frees the slab before
         stop, block = min(v, first + workspace.slab), first // plan.block_n
-        permuted = permute_rows(weight, order.vocab_perm, first, stop, means, plan.block_n)
-        of_slab = TileStats(*(None if stat is None else stat[block:] for stat in tiles))  # type: ignore[arg-type]
-        of_rows = in_order._replace(weight=permuted, bias=None if bias is None else bias[first:stop])
-        tile_stats(of_rows, of_slab, label, plan, first)
+        permuted = permute_rows(weight, vocab_perm, first, stop, means, plan.block_n)
+        slab = in_order._replace(weight=permuted, bias=None if bias is None else bias[first:stop])
+        slab_tiles = TileStats(*(None if stat is None else stat[block:] for stat in tiles))  # type: ignore[arg-type]
+        tile_stats(slab, slab_tiles, label, plan, first)
     combine(tiles, in_order, label.logit, lse, [None, entropy, None, is_top1])
     return SavedForward(
         order, hidden, permuted if workspace.keep_weight else None, bias, means, lse, label.logit, tile_lse, tile_ratio,
@@ -151,7 +151,7 @@ class _Choice(NamedTuple):
 
 
 def _choose(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> _Choice:
-    plan, vocabulary, vocab_perm = saved.plan, saved.vocabulary, saved.order.vocab_perm
+    plan, vocabulary, vocab_perm = saved.plan, saved.vocabulary, saved.vocabulary.vocab_perm
     kept = select(saved, request.tau)
     # float16 has no range for the corrections.
     corrected = saved.workspace.corrected and saved.hidden.dtype != torch.float16
@@ -170,8 +170,7 @@ def _choose(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> _C
     rows, cols = saved.tile_grid
     report = FilterReport(kept.first_kept[-1], rows * cols, mass.probability, len(saved.hidden), request.tau)
     if request.measure:
-        errors = estimate_errors(saved, weight, request, kept, mass, covariance, correction)
-        report = report._replace(**vars(errors))
+        report = report._replace(**estimate_errors(saved, weight, request, kept, mass, covariance, correction))
     return _Choice(kept, mass, covariance, correction, report)
 
 
@@ -197,18 +196,18 @@ def _probe(
 def _backward(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> tuple[Tensor, Tensor, FilterReport]:
     """Return (dh [N, D] in the tokens' own order, dW [V, D], report), empty where not needed. Consumes ``saved``."""
     kept, mass, covariance, correction, report = _choose(saved, weight, request)
-    # Kept tiles are written to their memory.
+    # The kept tiles take over this memory.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     (n, d), (_, cols) = saved.hidden.shape, saved.tile_grid
-    of_hidden = torch.empty((n, d) if request.need_hidden else 0, device=weight.device, dtype=torch.float32)
+    dropped_hidden = torch.empty((n, d) if request.need_hidden else 0, device=weight.device, dtype=torch.float32)
     if request.need_hidden:
-        _add_dropped_to_hidden(of_hidden, saved, mass, covariance)
-    of_blocks = torch.empty((cols, d) if request.need_weight else 0, device=weight.device, dtype=torch.float32)
+        _add_dropped_to_hidden(dropped_hidden, saved, mass, covariance)
+    dropped_blocks = torch.empty((cols, d) if request.need_weight else 0, device=weight.device, dtype=torch.float32)
     if request.need_weight:
-        multiply_add(of_blocks, mass.per_row, saved.hidden, first=True)
+        multiply_add(dropped_blocks, mass.per_row, saved.hidden, first=True)
     block_mass = None if correction is None else mass.per_tile.sum(1) * saved.logit_scale
     del mass
-    parts = DroppedParts(of_hidden, of_blocks, block_mass, correction)
+    parts = DroppedParts(dropped_hidden, dropped_blocks, block_mass, correction)
     grad_hidden, grad_weight = multiply_kept(saved, weight, request, kept, parts)
     return grad_hidden, grad_weight, relative_errors(report, grad_hidden, grad_weight)
 

@@ -276,9 +276,8 @@ class Kept(NamedTuple):
     pass_start: Tensor  # [P + 1]: kept tiles before each pass
     tiles: Tensor  # [kept]: column block · row blocks + row block, by ascending column block
     tile_rows: Tensor  # [kept]: the row block alone
-    row_tiles: (
-        Tensor  # [row blocks, T] int64: the kept tiles of each row block, as column block + 2³² · slot in its pass
-    )
+    # [row blocks, T] int64: the kept tiles of each row block, as column block + 2³² · slot in its pass
+    row_tiles: Tensor
     row_pass: Tensor  # [row blocks, P + 1]: how many of them come before each pass
     row_order: Tensor  # [P, row blocks]: the row blocks of each pass, those with most kept tiles first
 

@@ -336,7 +336,7 @@ def multiply_kept(
         if request.need_weight:
             launches.multiply_by_hidden(number, grad_weight, in_place and workspace.passes > 1)
     if in_place and workspace.passes > 1:
-        _reorder_rows(grad_weight, saved.order.vocab_perm, scratch, kept.pass_block, plan.block_n)
+        _reorder_rows(grad_weight, saved.vocabulary.vocab_perm, scratch, kept.pass_block, plan.block_n)
     return grad_hidden, grad_weight
 
 
@@ -382,7 +382,7 @@ class _Launches:
         """Write the kept tiles of a pass to the scratch."""
         saved, plan, (n, v, d), (rows, cols) = self.saved, self.saved.plan, self.sizes, self.saved.tile_grid
         _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
-            *self.tile_operands, saved.bias, saved.order.vocab_perm, saved.order.labels, saved.lse, self.request.grad_lse,
+            *self.tile_operands, saved.bias, saved.vocabulary.vocab_perm, saved.order.labels, saved.lse, self.request.grad_lse,
             self.request.grad_label, self.kept.tiles, self.kept.pass_start, self.scratch, number, n, rows, v, d,
             saved.hidden.stride(0), self.source.stride(0), saved.logit_scale, saved.softcap or 1.0,
             HAS_BIAS=saved.bias is not None, HAS_SCALE=saved.logit_scale != 1.0, HAS_SOFTCAP=saved.softcap > 0,
@@ -393,15 +393,10 @@ class _Launches:
 
     def multiply_by_weight(self, number: int, grad_hidden: Tensor) -> None:
         """Add tiles · weight to dh."""
-        saved, kept, plan, (n, v, d), (rows, cols) = (
-            self.saved,
-            self.kept,
-            self.saved.plan,
-            self.sizes,
-            self.saved.tile_grid,
-        )
+        saved, kept, plan, (n, v, d) = self.saved, self.kept, self.saved.plan, self.sizes
+        rows, cols = saved.tile_grid
         _hidden_gradient_kernel[(rows * ceil_div(d, plan.block_d),)](
-            *self.hidden_operands, saved.order.vocab_perm, kept.row_tiles, kept.row_pass, kept.row_order, self.parts.hidden,
+            *self.hidden_operands, saved.vocabulary.vocab_perm, kept.row_tiles, kept.row_pass, kept.row_order, self.parts.hidden,
             saved.order.token_perm, grad_hidden, number, n, rows, cols, v, d, self.source.stride(0),
             PASSES=saved.workspace.passes, GATHER=self.gather,
             BLOCK_D=plan.block_d, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages, **_product_constants(plan),
@@ -411,7 +406,7 @@ class _Launches:
         """Write tilesᵀ · hidden, and what dropped tiles leave, to the rows of dW of the pass's column blocks."""
         saved, kept, parts, plan, (n, v, d) = self.saved, self.kept, self.parts, self.saved.plan, self.sizes
         _weight_gradient_kernel[(min(plan.programs, saved.tile_grid[1] * ceil_div(d, plan.weight_block_d)),)](
-            *self.weight_operands, saved.order.vocab_perm, kept.tile_rows,
+            *self.weight_operands, saved.vocabulary.vocab_perm, kept.tile_rows,
             kept.first_kept, kept.pass_block, kept.pass_start, parts.blocks, parts.block_mass,
             *(parts.correction or (None, None)), grad_weight, number, n, v, d, saved.hidden.stride(0), IN_PLACE=in_place,
             CORRECTED=parts.correction is not None, RANK=RANK.value, BLOCK_D=plan.weight_block_d,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hf_cce.kernels.filter.corrections import correction_bytes, correction_scratch_bytes
-from hf_cce.kernels.filter.order import Order, Vocabulary
+from hf_cce.kernels.filter.order import TokenOrder, Vocabulary
 from hf_cce.kernels.inputs import Shape
 from hf_cce.kernels.launch_config import Plan, ceil_div, padded
 
@@ -59,16 +59,17 @@ class _Needs:
 
     @property
     def element(self) -> int:
-        """Of an element of the inputs."""
+        """Bytes of an element of the inputs."""
         return self.shape.dtype.itemsize
 
     @property
     def rows(self) -> int:
-        """Row blocks, no bytes; likewise the column blocks below."""
+        """Number of row blocks."""
         return ceil_div(self.shape.n, self.plan.block_m)
 
     @property
     def cols(self) -> int:
+        """Number of column blocks."""
         return ceil_div(self.shape.v, self.plan.block_n)
 
     @property
@@ -169,7 +170,7 @@ class FilterReport(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardRequest:
-    """What a backward pass is asked for. N-long tensors are in the order of ``Order.token_perm``."""
+    """What a backward pass is asked for. N-long tensors are in the order of ``TokenOrder.token_perm``."""
 
     grad_lse: Tensor  # [N]
     grad_label: Tensor  # [N]
@@ -181,9 +182,9 @@ class BackwardRequest:
 
 @dataclass
 class SavedForward:
-    """What the forward pass leaves to the backward pass. N-long tensors are in the order of ``Order.token_perm``."""
+    """What the forward pass leaves to the backward pass. N-long tensors are in the order of ``TokenOrder.token_perm``."""
 
-    order: Order
+    order: TokenOrder
     hidden: Tensor  # [N, D]
     weight: Tensor | None  # [V, D] in the order of columns, if the workspace keeps it
     bias: Tensor | None  # [V], likewise
