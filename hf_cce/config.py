@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 Implementation = Literal["auto", "triton", "portable"]
 MIB = 1 << 20
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _bytes(given: Any) -> int | str:
+    """A memory budget as "auto" or a number of bytes."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", given) if isinstance(given, str) else None
+    if isinstance(given, str) and given == "auto":
+        return given
+    if size and size[2] in _UNITS:
+        number = int(float(size[1]) * _UNITS[size[2]])
+    elif type(given) is not bool and isinstance(given, Integral):  # numpy's numbers too
+        number = int(given)
+    else:
+        raise ValueError(f"memory_budget must be 'auto', a number of bytes, or a size such as '512MiB', got {given!r}")
+    if number < MIB:
+        raise ValueError(f"memory_budget must be at least 1 MiB, got {given!r}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -19,11 +37,14 @@ class CCEConfig:
             8.0 or newer, and PyTorch everywhere else. ``"triton"`` runs the kernels or raises; ``"portable"`` runs PyTorch.
             On a CUDA device, all but ``"triton"`` leave up to 42 million logits that fit the budget (fewer where the
             vocabulary is odd) to PyTorch's own loss on full logits, which is then the fastest; a patched model keeps its own.
-        memory_budget: how many bytes of scratch memory one call may hold besides its inputs and gradients; at least 1 MiB. A few
-            numbers for each token come on top (below 1 MiB for 8,192 tokens). None: 256 MiB for each 8,192 tokens, or part of
-            them. Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed; some have no room for the gradient
+        memory_budget: scratch memory that one call may hold besides its inputs and gradients: bytes, or a string such as
+            ``"512MiB"`` or ``"1.5GiB"``; at least 1 MiB. A few numbers for each token come on top (below 1 MiB for 8,192 tokens).
+            ``"auto"`` is 256 MiB for each 8,192 tokens, or part of them. Where nothing is left out of the gradients it takes more
+            if that pays: in all, as much as the gradient of a trained head takes, if that is more; the fallback on a GPU takes
+            twice as much in float32, and the size of that gradient besides. Few tokens have full logits of up to 480 MiB.
+            Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed; some have no room for the gradient
             filter. Where nothing is left out, the gradient of the weight may be allocated in the forward pass already; where
-            several losses are added up before one backward pass, each has one.
+            several losses are added up before one backward pass, each has one. Under torch.compile "auto" never takes more.
             Two floors: portable PyTorch works on at least 16 tokens with the whole vocabulary, or 16 entries of it with all
             tokens, and in float16 and bfloat16 it accumulates the gradient of the hidden states in float32.
         gradient_filter: the Triton kernels of the scalar loss may leave out tiles of the logits' gradient that hardly matter and
@@ -37,30 +58,24 @@ class CCEConfig:
     """
 
     implementation: Implementation = "auto"
-    memory_budget: int | None = None
+    memory_budget: int | str = "auto"
     gradient_filter: Literal["auto"] | float | None = "auto"
 
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):
             raise ValueError(f"implementation must be one of {get_args(Implementation)}, got {self.implementation!r}")
-        given: Any = self.memory_budget, self.gradient_filter
-        if isinstance(given[0], Integral) and type(given[0]) not in (bool, int):  # numpy's numbers
-            object.__setattr__(self, "memory_budget", int(given[0]))
-        if isinstance(given[1], Real) and type(given[1]) not in (bool, int, float):
-            object.__setattr__(self, "gradient_filter", float(given[1]))
-        if isinstance(self.memory_budget, bool) or not isinstance(self.memory_budget, (int, type(None))):
-            raise ValueError(f"memory_budget must be a number of bytes (int) or None, got {self.memory_budget!r}")
-        if self.memory_budget is not None and self.memory_budget < MIB:
-            raise ValueError(f"memory_budget must be at least {MIB} bytes (1 MiB), got {self.memory_budget}")
-
-        wanted = self.gradient_filter
+        object.__setattr__(self, "memory_budget", _bytes(self.memory_budget))
+        wanted: Any = self.gradient_filter
+        if isinstance(wanted, Real) and type(wanted) not in (bool, int, float):  # numpy's
+            object.__setattr__(self, "gradient_filter", wanted := float(wanted))
         number = isinstance(wanted, (int, float)) and not isinstance(wanted, bool)
         if wanted is not None and wanted != "auto" and not (number and 0.0 < wanted <= 0.1):
             raise ValueError(f"gradient_filter must be 'auto', None or a number in (0, 0.1], got {wanted!r}")
 
     def scratch(self, n: int) -> int:
-        """Bytes that a call with ``n`` tokens may hold: ``memory_budget``, or its default."""
-        return self.memory_budget or 256 * MIB * (1 + (max(n, 1) - 1) // 8192)
+        """Bytes that a call with ``n`` tokens may hold: ``memory_budget``, or what "auto" begins with."""
+        given = self.memory_budget
+        return 256 * MIB * (1 + (max(n, 1) - 1) // 8192) if isinstance(given, str) else given
 
     @classmethod
     def of(cls, config: CCEConfig | None, **options: Any) -> CCEConfig:

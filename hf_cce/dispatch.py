@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_cce.config import CCEConfig
-from hf_cce.fallback import FULL_PRECISION, fits_one_block
+from hf_cce.fallback import CHUNK, FULL_PRECISION, fits_one_block
 from hf_cce.filter_state import FilterState
 from hf_cce.spec import Divisor, Inputs, LossSpec, Wanted
 from hf_cce.strategies import (
@@ -82,6 +84,7 @@ class Explanation(NamedTuple):
     implementation: str
     logits_dtype: torch.dtype | None
     why: str
+    memory_budget: int  # bytes of scratch memory it may take
 
 
 WHY = {
@@ -121,13 +124,23 @@ def why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     elif device.type != "cuda" or torch.version.cuda is None:
         return f"the kernels are for NVIDIA GPUs and the tensors are on {device}"
     else:
-        capability = torch.cuda.get_device_capability(device)
+        capability = _capability(device)
         if capability < CAPABILITY:
             return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
     # Last: where the device is the reason, installing Triton changes nothing.
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return "the package triton is not installed (pip install triton)"
     return compile_failure(device)
+
+
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def few_tokens(p: Problem, spec: LossSpec) -> bool:
@@ -137,8 +150,31 @@ def few_tokens(p: Problem, spec: LossSpec) -> bool:
     if odd or not (0 < logits <= EAGER_LOGITS and p.device.type == "cuda" and spec.implementation != "triton"):
         return False
     # The weight's gradient, made last, takes over memory of the logits.
-    taken_over = 2 * p.vocab_size * p.hidden_size if spec.needs[1] else 0
-    return EAGER_BYTES * logits - taken_over <= spec.memory_budget and p.dtype != torch.float64
+    taken_over = _head_gradient_bytes(p, spec)
+    return EAGER_BYTES * logits - taken_over <= _budget(p, spec, "full_logits") and p.dtype != torch.float64
+
+
+def _head_gradient_bytes(p: Problem, spec: LossSpec) -> int:
+    return p.dtype.itemsize * p.vocab_size * p.hidden_size if spec.needs[1] else 0
+
+
+def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
+    """Bytes of scratch memory: what the user allows or, if "auto", what pays."""
+    if not spec.auto_budget:
+        return spec.memory_budget
+    if strategy == "full_logits":
+        return EAGER_BYTES * EAGER_LOGITS
+    if (
+        strategy == "one_pass" and p.device.type != "cpu"
+    ):  # blocks of logits, beside sums of the head's gradient in float32
+        logits, head = p.tokens * p.vocab_size, _head_gradient_bytes(p, spec)
+        wanted = max(spec.memory_budget * (p.dtype.itemsize // 2), EAGER_BYTES * logits // 10) + head
+        # No more than full logits: those of one block are all there is beside the head's gradient, which is made after them.
+        one_block = p.dtype.itemsize * logits + min(CHUNK, head)
+        return max(spec.memory_budget, min(wanted, max(EAGER_BYTES * logits - head, one_block)))
+    if strategy == "exact":
+        return max(spec.memory_budget, _head_gradient_bytes(p, spec))
+    return spec.memory_budget
 
 
 def may_filter(p: Problem, spec: LossSpec, wanted: Wanted | None = None) -> bool:
@@ -204,6 +240,8 @@ def unfiltered(p: Problem, spec: LossSpec, filtered: bool) -> Decision:
 def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
     """The strategy of a scalar loss."""
     p = Problem.of(x)
+    if few_tokens(p, spec):  # first, as the host is the slower side here
+        return FullLogits(spec, divisor)
     implementation = choose_implementation(p.device, p.dtype, spec.implementation)
     # "auto" promises an error, and keeps the promise by measurement: not without a state.
     tau, steered = None, state is not None
@@ -212,8 +250,8 @@ def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | N
         tau = state.threshold(spec.gradient_filter, x.hidden)  # type: ignore[arg-type]
     decision = decide(p, spec, implementation, tau is not None)
     if tau is None or state is None or decision.strategy != "filtered":
-        return _made(decision, spec, divisor)
-    return Filtered(spec, divisor, state, tau, steered, _made(unfiltered(p, spec, True), spec, divisor))
+        return _made(decision, p, spec, divisor)
+    return Filtered(spec, divisor, state, tau, steered, _made(unfiltered(p, spec, True), p, spec, divisor))
 
 
 def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: FilterState | None) -> Strategy:
@@ -241,10 +279,13 @@ def loss_factor(x: Inputs, spec: LossSpec, divisor: Divisor) -> Tensor:
     return validate_labels(x.labels, spec, x.weight.shape[0], divisor, triton)
 
 
-def _made(decision: Decision, spec: LossSpec, divisor: Divisor) -> Strategy:
+def _made(decision: Decision, p: Problem, spec: LossSpec, divisor: Divisor) -> Strategy:
+    budget = _budget(p, spec, decision.strategy)
+    if budget != spec.memory_budget:
+        spec = replace(spec, memory_budget=budget)
     if decision.logits_dtype is not None:
         return Materialized(spec, divisor, decision.logits_dtype)
-    kinds = {"full_logits": FullLogits, "one_pass": OnePass, "recompute": Recompute, "exact": Exact}
+    kinds = {"one_pass": OnePass, "recompute": Recompute, "exact": Exact}
     return kinds[decision.strategy](spec, divisor, decision.implementation == "triton")
 
 
@@ -270,7 +311,7 @@ def explain_dispatch(
     config, device = config or CCEConfig(), torch.device(device)
     spec = LossSpec(
         -100, 1.0, 0.0, needs=(True, not frozen, False), memory_budget=config.scratch(tokens),
-        implementation=config.implementation, gradient_filter=config.gradient_filter,
+        auto_budget=config.memory_budget == "auto", implementation=config.implementation, gradient_filter=config.gradient_filter,
     )  # fmt: skip
     p = Problem(tokens, hidden_size, vocab_size, dtype, device)
     absent = device.type == "cuda" and not torch.cuda.is_available()
@@ -282,4 +323,5 @@ def explain_dispatch(
         implementation = choose_implementation(device, dtype, implementation)
         why_not = why_no_triton(device, dtype) if config.implementation == "auto" else None
     found = decide(p, spec, implementation, implementation == "triton" and may_filter(p, spec))
-    return Explanation(*found, "; ".join(filter(None, (WHY[found.strategy], why_not))))
+    why = "; ".join(filter(None, (WHY[found.strategy], why_not)))
+    return Explanation(*found, why, _budget(p, spec, found.strategy))

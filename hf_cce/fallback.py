@@ -12,7 +12,8 @@ Products of narrow dtypes stay in them and accumulate in float32: no copy of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,8 +29,9 @@ from hf_cce.spec import Inputs, LossSpec, TokenGrads, accumulation_dtype
 LEAST_TOKENS = 128
 # Bytes of narrow logits up to which a CPU keeps them all: less would save little, and cost a fourth GEMM.
 ONE_BLOCK_CPU = 64 * MIB
-# Bytes of float32 logits at a time between two GEMMs: as many rows as keep a GPU busy; on a CPU they stay in its cache.
+# Bytes of float32 logits at a time between two GEMMs: at least as many rows as keep a GPU busy; on a CPU they stay in its cache.
 CHUNK, CHUNK_CPU = 64 * MIB, 4 * MIB
+PRODUCT = 32 * MIB  # bytes of a float32 product that is rounded at once: a GPU's cache holds it
 # float16 has few small numbers: probabilities are kept times this, where products accumulate in float32 or are scaled before.
 HALF_SCALE = 1024.0
 SLAB = 128 * MIB  # bytes of a slab of the vocabulary that is computed again
@@ -38,17 +40,23 @@ FULL_PRECISION = (torch.float32, torch.float64)
 
 
 def fits_one_block(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> bool:
-    """Whether ``one_block`` has room: logits in the inputs' dtype, and as much again for float32 chunks of them."""
-    room = memory_budget // 2
+    """Whether ``one_block`` has room: logits in the inputs' dtype, and float32 chunks of them."""
+    room = memory_budget - min(CHUNK, memory_budget // 2)
     if on_cpu:
-        room = min(room, max(ONE_BLOCK_CPU, scratch_bytes(tokens, vocab_size, 4, memory_budget)))
+        room = min(memory_budget // 2, max(ONE_BLOCK_CPU, scratch_bytes(tokens, vocab_size, 4, memory_budget)))
     return tokens * vocab_size * dtype.itemsize <= room
 
 
-def _chunks(n: int, row_bytes: int, on_cpu: bool, memory_budget: int, arrays: int) -> Iterator[slice]:
-    """Rows of ``row_bytes`` at a time, of which ``arrays`` tensors are there at once: at most half of the budget."""
-    size = max(1, min(CHUNK_CPU if on_cpu else CHUNK, memory_budget // (2 * arrays)) // row_bytes)
+def _chunks(n: int, row_bytes: int, most: int) -> Iterator[slice]:
+    """As many of ``n`` rows of ``row_bytes`` at a time as ``most`` bytes hold."""
+    size = max(1, most // row_bytes)
     return (slice(start, min(n, start + size)) for start in range(0, n, size))
+
+
+def _logits(hidden: Tensor, v: int, rows: int) -> Tensor:
+    """Memory for logits [rows, V]; aligned on a GPU, whose products of rows that are not are slow."""
+    stride = -(-v // ALIGNED) * ALIGNED if hidden.is_cuda else v
+    return hidden.new_empty((rows, stride))[:, :v]
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -63,10 +71,13 @@ def _logits_to_gradients(
 ) -> tuple[Tensor, Tensor]:
     """(loss [n], lse [n]), zero where ignored; the products ``z`` [n, V] become scale · ∂loss/∂z.
 
+    What ``z`` leaves of the budget is for float32 chunks of it.
     Rows that are ignored hold anything finite, if the hidden states there are zero.
     """
     valid = labels != spec.ignore_index
     y = torch.where(valid, labels, 0)[:, None]
+    least, room = (CHUNK if z.is_cuda else CHUNK_CPU), spec.memory_budget - z.element_size() * z.numel()
+    spec = replace(spec, memory_budget=max(room, min(least, spec.memory_budget // 2)) if z.is_cuda else least)
     convert = _plain_chunks if bias is None and _is_plain(spec) else _general_chunks
     loss, lse = (per_token[:, 0].masked_fill_(~valid, 0.0) for per_token in convert(z, bias, y, valid, spec, scale))
     return loss, lse
@@ -82,10 +93,9 @@ def _plain_chunks(
     """Without options: as few kernels for each chunk as possible, as a host may be slower than its GPU."""
     (n, v), wide = z.shape, accumulation_dtype(z.dtype)
     label_logit, at_label = z.gather(1, y).to(wide), torch.empty((n, 1), dtype=wide, device=z.device)
-    in_place = z.dtype == wide
-    for rows in [slice(0, n)] if in_place else _chunks(n, 4 * v, not z.is_cuda, spec.memory_budget, 1):
+    for rows in _chunks(n, wide.itemsize * v, spec.memory_budget):
         part = z[rows]
-        log_p = torch.log_softmax(part, 1, out=part) if in_place else F.log_softmax(part, 1, dtype=wide)
+        log_p = F.log_softmax(part, 1, dtype=wide)
         torch.gather(log_p, 1, y[rows], out=at_label[rows])
         if isinstance(scale, Tensor) or scale != 1.0:
             torch.mul(log_p.exp_(), scale, out=part)
@@ -103,7 +113,7 @@ def _general_chunks(
     (n, v), wide, smoothing = z.shape, accumulation_dtype(z.dtype), spec.label_smoothing
     by = torch.where(valid, scale, torch.zeros((), dtype=wide, device=z.device)).to(wide)[:, None] * spec.logit_scale
     losses, lses = (torch.empty((n, 1), dtype=wide, device=z.device) for _ in range(2))
-    for rows in _chunks(n, wide.itemsize * v, not z.is_cuda, spec.memory_budget, 5):
+    for rows in _chunks(n, 5 * wide.itemsize * v, spec.memory_budget):
         f = z[rows].to(wide, copy=True)
         if bias is not None:
             f.add_(bias)
@@ -163,48 +173,59 @@ class LogitGradients:
     def scaled(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
         """Times ``factor`` · ``grad``."""
         g, h, (need_hidden, need_weight, need_bias) = self.logits, self.hidden, spec.needs
-        (n, v), d, on_cpu = g.shape, h.shape[1], not g.is_cuda
-        by = (factor * grad).to(torch.float32) / self.scale
+        (n, v), d = g.shape, h.shape[1]
+        by = (factor * grad).to(accumulation_dtype(g.dtype)) / self.scale
         if g.dtype == torch.float16 and not has_wide_products(g):  # the products, in float16, would be out of range
-            for rows in _chunks(n, 4 * v, on_cpu, spec.memory_budget, 1):
+            for rows in _chunks(n, 4 * v, CHUNK_CPU):
                 torch.mul(g[rows].float(), by, out=g[rows])
             by = torch.ones_like(by)
         of_hidden = of_weight = of_bias = None
         if need_hidden:
             valid = torch.where(x.labels != spec.ignore_index, by, 0)[:, None]
             of_hidden = torch.mul(_wide_product(g, x.weight), valid, out=torch.empty_like(h))
-        if need_weight:
+        if need_weight and g.dtype in FULL_PRECISION:
+            of_weight = torch.mm(g.t(), h * by)
+        elif need_weight and g.device.type == "cpu" and not has_wide_products(g):
+            number = float(by)
+            exact = abs(math.frexp(number)[0]) == 0.5  # a power of two, which costs no rounding: see one_block
+            of_weight = torch.mm(g.t(), h * number if exact else h)
+            of_weight = of_weight if exact else of_weight.mul_(number)
+        elif need_weight:
             of_weight = x.weight.new_empty((v, d))
-            for rows in _chunks(v, 4 * d, on_cpu, spec.memory_budget, 1):
+            for rows in _chunks(v, 4 * d, PRODUCT):
                 torch.mul(_wide_product(g[:, rows].t(), h), by, out=of_weight[rows])
         if need_bias:
-            of_bias = torch.mul(g.sum(0, dtype=torch.float32), by).to(g.dtype)
+            of_bias = torch.mul(g.sum(0, dtype=by.dtype), by).to(g.dtype)
         return [of_hidden, of_weight, of_bias]
 
 
-def one_block(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, LogitGradients]:
-    """(``factor`` · Σ loss, lse [N], what the gradients are made of), narrow dtypes."""
+def one_block(
+    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor, Tensor, LogitGradients]:
+    """(factor · Σ loss, lse [N], factor, what the gradients are made of)."""
     hidden = _without_ignored(x, spec)
+    z = torch.mm(hidden, x.weight.t(), out=_logits(hidden, x.weight.shape[0], len(hidden)))
+    factor = make_factor()
     scale: Tensor | float = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
-    if hidden.device.type == "cpu":
+    if hidden.device.type == "cpu" and hidden.dtype not in FULL_PRECISION:
         # Products are rounded: with the mantissa of the factor, what is left to multiply by is usually a power of two.
         mantissa = torch.frexp(factor).mantissa
         scale = torch.where(mantissa == 0, 1.0, mantissa) * scale
-    z = torch.mm(hidden, x.weight.t())
     loss, lse = _logits_to_gradients(z, x.bias, x.labels, spec, scale)
-    return loss.sum() * factor, lse, LogitGradients(z, hidden, scale)
+    return loss.sum() * factor, lse, factor, LogitGradients(z, hidden, scale)
 
 
 @dataclass
 class Sums:
     """Of token blocks: ``scale`` times the gradients of Σ loss, accumulated in float32 (float64).
 
-    Of a narrow dtype's weight the first rows alone are there, in the memory that the gradient itself will take: as many as fit
-    in float32. The backward pass forms the others in slabs of the vocabulary.
+    Of a narrow dtype's weight the first rows are in the memory that the gradient itself will take: as many as fit in float32.
+    For the others ``rest`` is allocated where the budget has room; else the backward pass forms them in slabs of the vocabulary.
     """
 
     hidden: Tensor | None  # [N, D]
     weight: Tensor | None  # [V or fewer, D]
+    rest: Tensor | None  # [V less these, D]
     bias: Tensor | None  # [V]
     grad_weight: Tensor | None  # [V, D] in the weight's dtype
     scale: float
@@ -223,8 +244,11 @@ class Sums:
             return [of_hidden, rounded(self.weight, x.weight), of_bias]
         rows = self.weight.shape[0]
         # Ascending: a row is read before its memory is written.
-        for part in _chunks(rows, 4 * x.weight.shape[1], not by.is_cuda, spec.memory_budget, 1):
+        for part in _chunks(rows, 4 * x.weight.shape[1], PRODUCT):
             self.grad_weight[part] = self.weight[part] * by
+        if self.rest is not None:
+            torch.mul(self.rest, by, out=self.grad_weight[rows:])
+            return [of_hidden, self.grad_weight, of_bias]
         grads = reference.token_gradients(grad, factor, lse, spec)
         _later_rows(x, spec, lse, grads, self.grad_weight, rows)
         return [of_hidden, self.grad_weight, of_bias]
@@ -257,8 +281,8 @@ def _later_rows(x: Inputs, spec: LossSpec, lse: Tensor, grads: TokenGrads, grad_
         del z, p
 
 
-def token_blocks(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, Sums]:
-    """(``factor`` · Σ loss, lse [N], sums), from blocks of tokens with the whole vocabulary."""
+def token_blocks(x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor, Sums]:
+    """(factor · Σ loss, lse [N], factor, sums), from blocks of tokens with the whole vocabulary."""
     hidden, (n, d), v = _without_ignored(x, spec), x.hidden.shape, x.weight.shape[0]
     need_hidden, need_weight, need_bias = spec.needs
     dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
@@ -267,18 +291,23 @@ def token_blocks(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Ten
     sums = Sums(
         torch.zeros((n, d), dtype=wide, device=device) if need_hidden else None,
         None,
+        None,
         torch.zeros(v, dtype=wide, device=device) if need_bias else None,
         torch.empty_like(x.weight, memory_format=torch.contiguous_format) if need_weight else None,
         HALF_SCALE if half else 1.0,
     )
+    room = spec.memory_budget
     if sums.grad_weight is not None:
         fit = v if dtype == wide else v * dtype.itemsize // wide.itemsize // ALIGNED * ALIGNED
         sums.weight = sums.grad_weight.view(-1).view(wide)[: fit * d].view(fit, d).zero_()
-    block = _token_block(n, v, dtype, on_cpu, spec.memory_budget)
-    stride = v if on_cpu or dtype == wide else -(-v // ALIGNED) * ALIGNED
-    slab = torch.empty((min(block, n), stride), dtype=dtype, device=device)[:, :v]
+        rest = (v - fit) * d * wide.itemsize
+        if rest and has_wide_products(hidden) and room - rest >= min(room // 2, LEAST_TOKENS * v * wide.itemsize):
+            sums.rest, room = torch.zeros((v - fit, d), dtype=wide, device=device), room - rest
+    spec = replace(spec, memory_budget=room)
+    block = _token_block(n, v, dtype, on_cpu, room)
+    slab = _logits(hidden, v, min(block, n))
     losses, lse = (torch.empty(n, dtype=wide, device=device) for _ in range(2))
-    valid = (x.labels != spec.ignore_index)[:, None]
+    valid, factor = (x.labels != spec.ignore_index)[:, None], make_factor()
     for start in range(0, n, block):
         rows = slice(start, min(n, start + block))
         h = hidden[rows]
@@ -287,23 +316,32 @@ def token_blocks(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Ten
         if sums.hidden is not None:
             torch.mul(_wide_product(z, x.weight), valid[rows], out=sums.hidden[rows])
         if sums.weight is not None:
-            add_product(sums.weight, z[:, : sums.weight.shape[0]].t(), h)
+            fit = sums.weight.shape[0]
+            add_product(sums.weight, z[:, :fit].t(), h)
+            if sums.rest is not None:
+                add_product(sums.rest, z[:, fit:].t(), h)
         if sums.bias is not None:
             sums.bias.add_(z.sum(0, dtype=wide))
-    return losses.sum() * factor, lse, sums
+    return losses.sum() * factor, lse, factor, sums
 
 
 def _token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:
-    """Tokens of a block of ``token_blocks``."""
+    """Tokens of a block of ``token_blocks``: multiples of 128, of nearly one size."""
     room = scratch_bytes(n, v, dtype.itemsize, memory_budget) if on_cpu else memory_budget
-    room -= 0 if dtype in FULL_PRECISION else min(CHUNK_CPU if on_cpu else CHUNK, room // 2)
+    room -= min(CHUNK_CPU if on_cpu else CHUNK, room // 2)
     least = min(memory_budget // 2, LEAST_TOKENS * v * dtype.itemsize)
-    block = max(16, max(room, least) // (v * dtype.itemsize))
-    return block if block < 128 else block - block % 128
+    most = max(16, max(room, least) // (v * dtype.itemsize))
+    if most < 128:
+        return most
+    blocks = -(-n // (most - most % 128))
+    return -(-n // (128 * max(1, blocks))) * 128
 
 
-def column_blocks(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, PrecomputedGrads]:
-    """``factor`` · Σ over tokens of the loss, the tokens' lse [N], and the gradients of that sum; float32 and float64."""
+def column_blocks(
+    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor, Tensor, PrecomputedGrads]:
+    """(factor · Σ loss, lse [N], factor, gradients of that sum), float32 and float64 on a CPU."""
+    factor = make_factor()
     (hidden, weight, _, labels), (need_hidden, need_weight, need_bias) = x, spec.needs
     n_all, v, wide = labels.numel(), weight.shape[0], accumulation_dtype(hidden.dtype)
     picked = (labels != spec.ignore_index).nonzero().squeeze(1)
@@ -341,7 +379,7 @@ def column_blocks(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Te
             grads.weight.addmm_(z, h * weights[:, None], beta=0.0 if start == 0 else 1.0)
         if grads.bias is not None:
             grads.bias.add_(torch.mv(z, weights))
-    return total * factor, lse_all, grads
+    return total * factor, lse_all, factor, grads
 
 
 def _column_block(n: int, v: int, bytes_per_logit: int, memory_budget: int) -> int:

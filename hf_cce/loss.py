@@ -212,7 +212,7 @@ def _spec(
     needs = [value is not None and value.requires_grad and torch.is_grad_enabled() for value in x[:3]]
     return LossSpec(
         *form, label_smoothing, z_loss, (needs[0], needs[1], needs[2]), config.scratch(x.hidden.shape[0]),
-        config.implementation, config.gradient_filter,
+        config.implementation, config.gradient_filter, config.memory_budget == "auto",
     )  # fmt: skip
 
 
@@ -327,7 +327,10 @@ def few_tokens(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None =
     config = _checked(config)
     (v, d), n = weight.shape, hidden_states.numel() // max(1, hidden_states.shape[-1])
     needs = (False, weight.requires_grad and torch.is_grad_enabled(), False)
-    spec = LossSpec(-100, 1.0, 0.0, needs=needs, memory_budget=config.scratch(n), implementation=config.implementation)
+    spec = LossSpec(
+        -100, 1.0, 0.0, needs=needs, memory_budget=config.scratch(n), auto_budget=config.memory_budget == "auto",
+        implementation=config.implementation,
+    )  # fmt: skip
     return dispatch.few_tokens(dispatch.Problem(n, d, v, hidden_states.dtype, hidden_states.device), spec)
 
 

@@ -50,7 +50,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor) -> tuple[Tensor, Tensor]:
     """(whether every label is in [0, V) or ignored, what a sum of losses is multiplied by), scalars on the labels' device."""
     valid = labels != ignore_index
-    ok = (~valid | (labels.clamp(0, v - 1) == labels)).all()
+    inside = torch.where(valid, labels, 0)
+    ok = (inside.clamp(0, v - 1) == inside).all()
     if divisor.number > 0:
         return ok, torch.full((), 1 / divisor.number, dtype=torch.float64, device=labels.device)
     wide = torch.float32 if labels.device.type == "mps" else torch.float64

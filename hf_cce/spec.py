@@ -25,6 +25,7 @@ class LossSpec:
     memory_budget: int = 256 << 20  # bytes
     implementation: str = "auto"
     gradient_filter: Literal["auto"] | float | None = None
+    auto_budget: bool = False  # the user set none: hf_cce.dispatch takes more where that pays
 
     @property
     def form(self) -> tuple[int, float, float]:

@@ -23,6 +23,7 @@ Gradients = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty
 Upstream = Sequence[Tensor | None]  # gradients of a strategy's outputs
 Needs = tuple[bool, bool, bool]  # which gradients are needed, now that some may not be asked for
 SUM = Divisor(number=1.0)
+_SUM_REDUCTION = 2  # as ATen counts them
 T = TypeVar("T")
 
 
@@ -147,23 +148,30 @@ class Strategy:
 class FullLogits(Strategy):
     """PyTorch's own operators on full logits, as Transformers computes the loss; autograd records them."""
 
+    def __init__(self, spec: LossSpec, divisor: Divisor) -> None:
+        super().__init__(spec, divisor, False)
+
     def loss(self, x: Inputs) -> Tensor:
         spec = self.spec
-        # First, so that the GPU has work while the host goes on; the labels are checked before anything depends on them.
         z = F.linear(x.hidden, x.weight, x.bias)
         z = z if z.dtype == torch.float64 else z.float()
         if spec.logit_scale != 1.0:
             z = z * spec.logit_scale
         if spec.softcap:
             z = spec.softcap * torch.tanh(z / spec.softcap)
-        factor = self.factor(x)
-        total = F.cross_entropy(
-            z, x.labels, ignore_index=spec.ignore_index, reduction="sum", label_smoothing=spec.label_smoothing
-        )
-        if spec.z_loss:
-            ignored = x.labels == spec.ignore_index
-            total = total + spec.z_loss * z.logsumexp(1).square().masked_fill(ignored, 0.0).sum()
-        return total * factor.to(total.dtype)
+        log_p = z.log_softmax(1)
+        # The operator behind F.nll_loss also returns the number of labels. On a GPU it asserts that they are in range.
+        total, items = torch.ops.aten.nll_loss_forward(log_p, x.labels, None, _SUM_REDUCTION, spec.ignore_index)
+        if spec.label_smoothing or spec.z_loss:
+            valid = x.labels != spec.ignore_index
+            total = total * (1 - spec.label_smoothing) - spec.label_smoothing * log_p.mean(1).where(valid, 0.0).sum()
+            total = total + spec.z_loss * z.logsumexp(1).square().where(valid, 0.0).sum()
+        if self.divisor.number > 0:
+            return total / self.divisor.number
+        if self.divisor.items is None:  # of no label the sum is zero, whatever it is divided by
+            return total / items.clamp(min=1)
+        items = self.divisor.items
+        return torch.where(items == 0, 0.0, total / torch.where(items == 0, 1.0, items))
 
 
 class OnePass(Strategy):
@@ -172,13 +180,13 @@ class OnePass(Strategy):
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         spec, (n, _), on_cpu = self.spec, x.hidden.shape, x.hidden.device.type == "cpu"
         dtype = x.hidden.dtype
-        factor = self.factor(x).to(accumulation_dtype(dtype))
-        if dtype in fallback.FULL_PRECISION:
-            loop: Any = fallback.column_blocks if on_cpu else fallback.token_blocks
+        one = any(spec.needs) and fallback.fits_one_block(n, x.weight.shape[0], dtype, on_cpu, spec.memory_budget)
+        if on_cpu and dtype in fallback.FULL_PRECISION:
+            loop: Any = fallback.column_blocks
         else:
-            one = any(spec.needs) and fallback.fits_one_block(n, x.weight.shape[0], dtype, on_cpu, spec.memory_budget)
             loop = fallback.one_block if one else fallback.token_blocks
-        loss, lse, self.left = loop(x, spec, factor)
+        # A GPU is given its first product before the host looks at the labels.
+        loss, lse, factor, self.left = loop(x, spec, lambda: self.factor(x).to(accumulation_dtype(dtype)))
         return (loss,), Saved(lse, factor=factor)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:

@@ -101,7 +101,7 @@ def loss_bytes(way: str, tokens: int, model: Model, dtype: str, budget: int | No
     item, logits = PRECISIONS[dtype].activation, tokens * model.vocabulary
     weight = model.vocabulary * model.hidden
     left = weight * PRECISIONS[dtype].weight + tokens * model.hidden * item
-    config, kind = CCEConfig(memory_budget=budget), getattr(torch, "bfloat16" if dtype == "mixed" else dtype)
+    config, kind = CCEConfig(memory_budget=budget or "auto"), getattr(torch, "bfloat16" if dtype == "mixed" else dtype)
     found = explain_dispatch(tokens, model.hidden, model.vocabulary, kind, config=config)
     few = found.strategy == "full_logits"
     if way == "eager" or (way == "cce" and few):
@@ -157,7 +157,7 @@ class Run:
             by_logits = peak + RESERVED_OF_LOGITS * EAGER_BYTES * logits
             return max(RESERVED_LEAST * peak, min(RESERVED["eager"] * peak, by_logits))
         if self.way == "cce" and 4 * logits > DENSE_BYTES:  # fewer are one tensor
-            scratch = min(CCEConfig(memory_budget=self.budget).scratch(tokens), 4 * logits)
+            scratch = min(CCEConfig(memory_budget=self.budget or "auto").scratch(tokens), 4 * logits)
             pieces = PIECES_CHECKPOINTED * scratch if self.checkpointing else PIECES * min(scratch, PIECES_OF)
         return RESERVED[self.way] * peak + pieces
 

@@ -4,7 +4,7 @@
       - hf_cce.integrations.axolotl_plugin.CCEPlugin
     hf_cce:
       gradient_filter: auto
-      memory_budget: 268435456
+      memory_budget: 512MiB
 
 Read and tested with Axolotl 0.19.0, whose ``BasePlugin`` says when each method is called.
 """

@@ -51,14 +51,23 @@ def force(monkeypatch: pytest.MonkeyPatch, loop: str, wide: bool) -> list[str]:
 def test_loss_and_gradients(
     loop: str, options: Options, dtype: torch.dtype, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if loop == "one_block" and dtype not in NARROW:
-        pytest.skip("for narrow dtypes alone")
     taken = force(monkeypatch, loop, wide)
     for ignored in ("none", "some", "all"):
         for n, d, v in ((300, 96, 3001), (70, 600, 34), (1, 64, 99)):
             inputs, labels = make_inputs(n, d, v, dtype, bias=options.bias, ignored=ignored)
             check_against_plain(fused_loss(SMALL), inputs, labels, options, dtype, f"{loop} {ignored} {n}×{d}×{v}")
     assert taken == [loop] * 9
+
+
+@pytest.mark.parametrize("options", [PLAIN, GENERAL], ids=str)
+def test_with_room_no_row_of_the_weight_gradient_is_recomputed(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(monkeypatch, "token_blocks", True)
+    monkeypatch.setattr(fallback, "_later_rows", lambda *_: pytest.fail("recomputed"))
+    inputs, labels = make_inputs(300, 96, 3001, torch.bfloat16)
+    roomy = fused_loss(CCEConfig(memory_budget="3MiB"))
+    check_against_plain(roomy, inputs, labels, options, torch.bfloat16, "with room")
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["float32 products", "rounded products"])
@@ -132,3 +141,13 @@ def test_float32_goes_to_the_library_that_multiplies_it_fastest() -> None:
     assert explain_dispatch(4096, 576, 49_152, torch.bfloat16, "cpu").strategy == "recompute"
     assert explain_dispatch(4096, 576, 49_152, torch.bfloat16, "cpu", frozen=True).strategy == "one_pass"
     assert explain_dispatch(128, 576, 49_152, torch.bfloat16, "cpu").strategy == "one_pass"
+
+
+@pytest.mark.parametrize("options", [PLAIN, Options(reduction="sum"), GENERAL, EVERYTHING], ids=str)
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+def test_full_logits_of_few_tokens(options: Options, ignored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU gets for few tokens."""
+    monkeypatch.setattr(dispatch, "few_tokens", lambda *_: True)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs, labels = make_inputs(70, 40, 131, dtype, bias=options.bias, ignored=ignored)
+        check_against_plain(fused_loss(CCEConfig()), inputs, labels, options, dtype, "few tokens")

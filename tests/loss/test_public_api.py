@@ -55,7 +55,7 @@ BREAKING: dict[str, Callable[[Api], object]] = {
     "CCEConfig: the default of gradient_filter was 'auto', is None": lambda api: parameter(
         api, "gradient_filter", "CCEConfig"
     ).update(default="None"),
-    "CCEConfig: memory_budget was int | None, is int": lambda api: parameter(api, "memory_budget", "CCEConfig").update(
+    "CCEConfig: memory_budget was int | str, is int": lambda api: parameter(api, "memory_budget", "CCEConfig").update(
         annotation="int"
     ),
     "LogProbs has no entropy any more": lambda api: api["LogProbs"]["fields"].remove("entropy"),
