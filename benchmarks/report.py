@@ -151,6 +151,12 @@ def not_compared(page: str) -> list[str]:
     return [f"- {names.title(name)}: {missing[name]}." for name in names.ordered(missing)]
 
 
+def never_slower(page: str) -> list[str]:
+    """Cases drawn at random, beside full logits: a file of rows, without a heading."""
+    rows: Any = read("never_slower")
+    return [*tables.never_slower_rows(rows), "", f"{len(rows)} cases; {link('never_slower', page)}."]
+
+
 def of_loops(kind: str) -> tuple[str, ...]:
     """Return the files of steps of one kind of weights: the plain loop first, then the trainers."""
     found = [path.stem for path in RESULTS.glob(f"steps_{kind}_*.json")]
@@ -187,6 +193,7 @@ TABLES: dict[str, Table] = {
     "odd-50257": modes("flat_odd", "flat N=8192 D=768 V=50257"),
     "odd-32001": modes("flat_odd", "flat N=8192 D=4096 V=32001"),
     "few": one("flat_few", tables.few_rows),
+    "never-slower": never_slower,
     "cpu": one("flat_cpu", tables.few_rows),
     "demo": one("demo", tables.demo_rows),
     "errors": errors,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
 from benchmarks import names
+from benchmarks.never_slower import misses
 from hf_cce.diagnostics import bench
 
 Report = dict[str, Any]
@@ -152,6 +154,27 @@ def few_rows(report: Report) -> list[str]:
         times = [f"{found[key]:,.2f} ms" for key in (("ms", "wall_ms") if wall else ("ms",)) for found in pair]
         shape = " × ".join(f"{result['problem'][x]:,}" for x in "NDV")
         lines.append(row(shape, *times, *(f"{found['extra_mib']:,.0f} MiB" for found in pair)))
+    return lines
+
+
+def never_slower_rows(rows: list[dict[str, Any]]) -> list[str]:
+    """The rule by device, dtype and implementation, then every row that misses it."""
+    kinds: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for found in rows:
+        kinds.setdefault((found["device"], found["dtype"], found["implementation"]), []).append(found)
+    lines = head("device", "dtype", "implementation", "cases", "time by full logits', median", "largest", "slower")
+    for kind, of_kind in kinds.items():
+        ratios = [found["ours_ms"] / found["full_ms"] for found in of_kind if found["full_ms"]]
+        slower = sum("time" in misses(found) for found in of_kind)
+        lines.append(row(*kind, len(of_kind), f"{statistics.median(ratios):.2f}", f"{max(ratios):.2f}", slower or ""))
+    lines += ["", *head("case", "dtype", "implementation", "head", "hf_cce", "full logits", "memory", "rule")]
+    for found in sorted(rows, key=lambda found: -found["ours_ms"] / (found["full_ms"] or 1e9)):
+        if misses(found):
+            size = f"{found['tokens']:,} × {found['hidden_size']:,} × {found['vocab_size']:,}, {found['device']}"
+            memory = f"{found['ours_mib']:,.0f} of {found['full_mib']:,.0f} MiB" if found["full_mib"] else ""
+            kind = (found["dtype"], found["implementation"], "frozen" if found["frozen"] else "trained")
+            times = (f"{found['ours_ms']:.2f} ms", f"{found['full_ms']:.2f} ms")
+            lines.append(row(size, *kind, *times, memory, ", ".join(misses(found))))
     return lines
 
 

@@ -74,12 +74,12 @@ def _logits_to_gradients(
     What ``z`` leaves of the budget is for float32 chunks of it.
     Rows that are ignored hold anything finite, if the hidden states there are zero.
     """
-    valid = labels != spec.ignore_index
-    y = torch.where(valid, labels, 0)[:, None]
+    ignored = labels == spec.ignore_index
+    y = labels.masked_fill(ignored, 0)[:, None]
     least, room = (CHUNK if z.is_cuda else CHUNK_CPU), spec.memory_budget - z.element_size() * z.numel()
     spec = replace(spec, memory_budget=max(room, min(least, spec.memory_budget // 2)) if z.is_cuda else least)
     convert = _plain_chunks if bias is None and _is_plain(spec) else _general_chunks
-    loss, lse = (per_token[:, 0].masked_fill_(~valid, 0.0) for per_token in convert(z, bias, y, valid, spec, scale))
+    loss, lse = (per_token[:, 0].masked_fill_(ignored, 0.0) for per_token in convert(z, bias, y, ignored, spec, scale))
     return loss, lse
 
 
@@ -88,30 +88,31 @@ def _is_plain(spec: LossSpec) -> bool:
 
 
 def _plain_chunks(
-    z: Tensor, bias: Tensor | None, y: Tensor, valid: Tensor, spec: LossSpec, scale: Tensor | float
+    z: Tensor, bias: Tensor | None, y: Tensor, ignored: Tensor, spec: LossSpec, scale: Tensor | float
 ) -> tuple[Tensor, Tensor]:
     """Without options: as few kernels for each chunk as possible, as a host may be slower than its GPU."""
-    (n, v), wide = z.shape, accumulation_dtype(z.dtype)
+    (n, v), wide, plain = z.shape, accumulation_dtype(z.dtype), not isinstance(scale, Tensor) and scale == 1.0
     label_logit, at_label = z.gather(1, y).to(wide), torch.empty((n, 1), dtype=wide, device=z.device)
     for rows in _chunks(n, wide.itemsize * v, spec.memory_budget):
         part = z[rows]
         log_p = F.log_softmax(part, 1, dtype=wide)
         torch.gather(log_p, 1, y[rows], out=at_label[rows])
-        if isinstance(scale, Tensor) or scale != 1.0:
+        if not plain:
             torch.mul(log_p.exp_(), scale, out=part)
         elif any(spec.needs):
             torch.exp(log_p, out=part)
         del log_p  # or it would still be there while the next is made
-    z.scatter_(1, y, (at_label.expm1() * scale).to(z.dtype))
+    gradient = at_label.expm1()
+    z.scatter_(1, y, (gradient if plain else gradient * scale).to(z.dtype))
     return -at_label, label_logit - at_label
 
 
 def _general_chunks(
-    z: Tensor, bias: Tensor | None, y: Tensor, valid: Tensor, spec: LossSpec, scale: Tensor | float
+    z: Tensor, bias: Tensor | None, y: Tensor, ignored: Tensor, spec: LossSpec, scale: Tensor | float
 ) -> tuple[Tensor, Tensor]:
     """With any option; what is ignored becomes zero."""
     (n, v), wide, smoothing = z.shape, accumulation_dtype(z.dtype), spec.label_smoothing
-    by = torch.where(valid, scale, torch.zeros((), dtype=wide, device=z.device)).to(wide)[:, None] * spec.logit_scale
+    by = torch.where(ignored, torch.zeros((), dtype=wide, device=z.device), scale).to(wide)[:, None] * spec.logit_scale
     losses, lses = (torch.empty((n, 1), dtype=wide, device=z.device) for _ in range(2))
     for rows in _chunks(n, 5 * wide.itemsize * v, spec.memory_budget):
         f = z[rows].to(wide, copy=True)
