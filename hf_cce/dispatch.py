@@ -29,6 +29,7 @@ from hf_cce.strategies import (
     Recompute,
     Statistics,
     Strategy,
+    compile_failure,
     validate_labels,
 )
 
@@ -129,7 +130,7 @@ def why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     # Last: where the device is the reason, installing Triton changes nothing.
     if not _has_triton():
         return "the package triton is not installed (pip install triton)"
-    return None
+    return compile_failure(device)
 
 
 @lru_cache

@@ -251,7 +251,7 @@ class Sums:
         if self.rest is not None:
             torch.mul(self.rest, by, out=self.grad_weight[rows:])
             return [of_hidden, self.grad_weight, of_bias]
-        grads = reference.token_gradients(grad, factor, lse, spec.label_smoothing, spec.z_loss)
+        grads = reference.token_gradients(grad, factor, lse, spec)
         _later_rows(x, spec, lse, grads, self.grad_weight, rows)
         return [of_hidden, self.grad_weight, of_bias]
 

@@ -19,7 +19,7 @@ from hf_cce import flops, reference
 from hf_cce.dispatch import choose_implementation, dispatch, dispatch_statistics, dispatch_traced, forms_gradients
 from hf_cce.filter_state import FilterState
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
-from hf_cce.strategies import FullLogits, Saved, Statistics, Strategy, recompute, stats_grads
+from hf_cce.strategies import FullLogits, Saved, Statistics, Strategy, recompute, stats_grads, with_fallback
 
 
 def _computing(x: Tensor) -> AbstractContextManager[Any]:
@@ -33,6 +33,17 @@ def _computing(x: Tensor) -> AbstractContextManager[Any]:
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         stack.enter_context(torch.cuda.device(x.device))
     return stack
+
+
+def _forward(strategy: Strategy, x: Inputs) -> tuple[Strategy, tuple[Tensor, ...], Saved]:
+    """Outputs and what to save, with the strategy that has computed them: another one where a kernel does not compile."""
+
+    def compute(triton: bool) -> tuple[Strategy, tuple[Tensor, ...], Saved]:
+        used = strategy if triton == strategy.triton else strategy.without_kernels()
+        return used, *used.forward(x)
+
+    with _computing(x.hidden):
+        return with_fallback(compute, strategy.triton, strategy.spec, x.hidden.device)
 
 
 @torch.library.custom_op("hf_cce::logit_stats", mutates_args=())
@@ -55,8 +66,7 @@ def logit_stats(
     x = Inputs(hidden, weight, bias, labels)
     spec = LossSpec(ignore_index, logit_scale, softcap, memory_budget=memory_budget, implementation=implementation)
     strategy = dispatch_statistics(x, spec, Wanted(want_mean, want_entropy, want_log_sum_sq, want_top1), None)
-    with _computing(hidden):
-        return tuple(strategy.forward(x)[0])  # type: ignore[return-value]
+    return tuple(_forward(strategy, x)[1])  # type: ignore[return-value]
 
 
 @logit_stats.register_fake
@@ -102,9 +112,11 @@ def logit_stats_backward(
     needs = (need_hidden, need_weight, need_bias)
     spec = LossSpec(ignore_index, logit_scale, softcap, 0.0, 0.0, needs, memory_budget, implementation)
     triton = choose_implementation(hidden.device, hidden.dtype, implementation) == "triton"
-    grads = TokenGrads(grad_lse, grad_label, grad_mean, grad_entropy)
+    x, grads = Inputs(hidden, weight, bias, labels), TokenGrads(grad_lse, grad_label, grad_mean, grad_entropy)
     with _computing(hidden):
-        return recompute(Inputs(hidden, weight, bias, labels), spec, lse, entropy, grads, triton)
+        return with_fallback(
+            lambda triton: recompute(x, spec, lse, entropy, grads, triton), triton, spec, hidden.device
+        )
 
 
 def _fake_gradients(hidden: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,9 +204,8 @@ def cross_entropy_op(
     """
     x, needs = Inputs(hidden, weight, bias, labels), (need_hidden, need_weight, need_bias)
     spec = LossSpec(ignore_index, logit_scale, softcap, label_smoothing, z_loss, needs, memory_budget, implementation)
-    strategy = dispatch_traced(x, spec, Divisor(num_items, divisor))
+    strategy, (loss,), saved = _forward(dispatch_traced(x, spec, Divisor(num_items, divisor)), x)
     with _computing(hidden):
-        (loss,), saved = strategy.forward(x)
         gradients = strategy.backward(x, saved, (torch.ones_like(loss),), needs) or (None, None, None)
     assert saved.factor is not None
     empty = hidden.new_empty
@@ -236,7 +247,7 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
         gradients = [g * grad.to(g.dtype) for g in ctx.gradients]
     else:
         # With create_graph=True it is the operator that refuses the second derivative.
-        grads = reference.token_gradients(grad, factor, lse, spec.label_smoothing, spec.z_loss)
+        grads = reference.token_gradients(grad, factor, lse, spec)
         gradients = recompute_by_operator(x, spec, lse, None, grads)
     return (*_only(needs, gradients), *[None] * 13)
 
@@ -263,8 +274,7 @@ class _Fused(torch.autograd.Function):
         ctx: Any, strategy: Strategy, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
     ) -> tuple[Tensor, ...]:
         x = Inputs(hidden, weight, bias, labels)
-        with _computing(hidden):
-            outputs, saved = strategy.forward(x)
+        strategy, outputs, saved = _forward(strategy, x)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*strategy.undifferentiable(outputs))
         ctx.save_for_backward(*x, *saved)
@@ -281,16 +291,21 @@ class _Fused(torch.autograd.Function):
         strategy, needs = ctx.strategy, ctx.needs_input_grad[1:4]
         # With create_graph=True gradients are enabled here, and it is the operator that refuses the second derivative.
         direct = not torch.is_grad_enabled() and not any(map(traced, given))
+
+        def compute(triton: bool) -> Any:
+            if direct and triton == strategy.triton:
+                gradients = strategy.backward(x, saved, upstream, needs)
+                if gradients is not None:
+                    return gradients
+            strategy.release()
+            grads = strategy.token_grads(saved, upstream, direct and triton)
+            lse, spec = saved.in_token_order(), replace(strategy.spec, needs=needs)
+            if direct:
+                return recompute(x, spec, lse, saved.entropy, grads, triton)
+            return recompute_by_operator(x, spec, lse, saved.entropy, grads)
+
         with _computing(x.hidden):
-            gradients = strategy.backward(x, saved, upstream, needs) if direct else None
-            if gradients is None:
-                strategy.release()
-                grads = strategy.token_grads(saved, upstream, direct and strategy.triton)
-                lse, spec = saved.in_token_order(), replace(strategy.spec, needs=needs)
-                if direct:
-                    gradients = recompute(x, spec, lse, saved.entropy, grads, strategy.triton)
-                else:
-                    gradients = recompute_by_operator(x, spec, lse, saved.entropy, grads)
+            gradients = with_fallback(compute, strategy.triton, strategy.spec, x.hidden.device)
         return (None, *_only(needs, gradients), None)
 
 

@@ -69,12 +69,13 @@ def token_losses(stats: Stats, spec: LossSpec) -> Tensor:
     return loss + spec.z_loss * stats.lse.square() if spec.z_loss else loss
 
 
-def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, label_smoothing: float, z_loss: float) -> TokenGrads:
+def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -> TokenGrads:
     """Gradients in the statistics of ``grad`` · ``factor`` · Σ loss."""
     g = (grad * factor).to(lse.dtype).expand_as(lse)
-    of_lse = g * (1 + 2 * z_loss * lse) if z_loss else g.contiguous()
-    of_label = (g * (label_smoothing - 1)).contiguous()
-    return TokenGrads(of_lse, of_label, (g * -label_smoothing).contiguous() if label_smoothing else None)
+    of_lse = g * (1 + 2 * spec.z_loss * lse) if spec.z_loss else g.contiguous()
+    smoothing = spec.label_smoothing
+    of_label = (g * (smoothing - 1)).contiguous()
+    return TokenGrads(of_lse, of_label, (g * -smoothing).contiguous() if smoothing else None)
 
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:

@@ -6,9 +6,10 @@ uses up what else ``forward`` left, and returns None where nothing is left: the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from hf_cce import fallback, reference
 from hf_cce.filter_state import FilterState
-from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
+from hf_cce.spec import Divisor, Inputs, LossSpec, TokenGrads, Wanted, accumulation_dtype
 
 Gradients = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty where not needed
 Upstream = Sequence[Tensor | None]  # gradients of a strategy's outputs
 Needs = tuple[bool, bool, bool]  # which gradients are needed, now that some may not be asked for
 SUM = Divisor(number=1.0)
 _SUM_REDUCTION = 2  # as ATen counts them
+T = TypeVar("T")
 
 
 class Saved(NamedTuple):
@@ -43,6 +45,42 @@ def kernels_module() -> Any:
     return kernels
 
 
+def implementation(triton: bool) -> Any:
+    """The module of the kernels, or of the same functions in PyTorch."""
+    return kernels_module() if triton else reference
+
+
+# Why Triton does not compile a kernel, by device: a fact of this process, which no later call needs to find out again.
+_compile_failures: dict[torch.device, str] = {}
+
+
+def compile_failure(device: torch.device) -> str | None:
+    """Why the kernels are not tried again on ``device``, or None."""
+    return _compile_failures.get(device)
+
+
+def with_fallback(compute: Callable[[bool], T], triton: bool, spec: LossSpec, device: torch.device) -> T:
+    """``compute(triton)``; where Triton cannot compile a kernel, warn once and return ``compute(False)``.
+
+    A new GPU or a new Triton may bring that. Errors are raised where ``implementation="triton"`` asks for the kernels.
+    """
+    if triton and device not in _compile_failures:
+        try:
+            return compute(True)
+        except Exception as error:
+            from triton.errors import TritonError  # late, like the kernels
+
+            if spec.implementation == "triton" or not (isinstance(error, TritonError) or "PassManager" in str(error)):
+                raise
+            why = next(iter(str(error).strip().splitlines()[-1:]), "")
+            _compile_failures[device] = f"Triton does not compile a kernel ({type(error).__name__}: {why})"
+        warnings.warn(
+            f"hf_cce fell back to PyTorch on {device}: {_compile_failures[device]}. The loss is correct, but slower.",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+    return compute(False)
+
+
 def validate_labels(labels: Tensor, spec: LossSpec, v: int, divisor: Divisor, triton: bool) -> Tensor:
     """What a sum of losses is multiplied by, a scalar on the device.
 
@@ -50,10 +88,9 @@ def validate_labels(labels: Tensor, spec: LossSpec, v: int, divisor: Divisor, tr
         ValueError: a label is out of range. On a CUDA device a device-side assertion fails instead, without synchronising.
     """
     index = spec.ignore_index
-    if triton:
-        ok, factor = kernels_module().survey_labels(labels, index, v, *divisor)
-    else:
-        ok, factor = reference.validate_labels(labels, index, v, divisor)
+    ok, factor = with_fallback(
+        lambda triton: implementation(triton).validate_labels(labels, index, v, divisor), triton, spec, labels.device
+    )
     if ok.is_cuda:
         torch._assert_async(ok, f"hf_cce: labels must lie in [0, {v}) or equal ignore_index={index}")
     elif not bool(ok):
@@ -65,22 +102,11 @@ def validate_labels(labels: Tensor, spec: LossSpec, v: int, divisor: Divisor, tr
     return factor
 
 
-def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted, triton: bool) -> Stats:
-    """The statistics that are ``wanted``."""
-    if triton:
-        return Stats(*kernels_module().logit_stats(*x, *spec.form, *wanted, spec.memory_budget))
-    return reference.logit_stats(x, spec, wanted)
-
-
 def recompute(
     x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads, triton: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the inputs from those of the statistics, empty where not needed."""
-    if triton:
-        return kernels_module().logit_stats_backward(
-            *grads, *x, lse, entropy, *spec.form, *spec.needs, spec.memory_budget
-        )
-    return reference.logit_stats_backward(x, spec, lse, entropy, grads)
+    return implementation(triton).logit_stats_backward(x, spec, lse, entropy, grads)
 
 
 class Strategy:
@@ -94,6 +120,10 @@ class Strategy:
         """Outputs, and what to save. Runs without autograd and autocast, on the inputs' device."""
         raise NotImplementedError
 
+    def without_kernels(self) -> Strategy:
+        """The same outputs from plain PyTorch."""
+        return Recompute(self.spec, self.divisor, False)
+
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
         """Gradients from what is left of the forward pass, which is used up; None where nothing is."""
         return None
@@ -106,11 +136,7 @@ class Strategy:
         """Upstream gradients as those of the statistics: what ``recompute`` takes."""
         grad, factor = upstream[0], saved.factor
         assert grad is not None and factor is not None
-        module = kernels_module() if triton else reference
-        spec = self.spec
-        return TokenGrads(
-            *module.token_gradients(grad, factor, saved.in_token_order(), spec.label_smoothing, spec.z_loss)
-        )
+        return implementation(triton).token_gradients(grad, factor, saved.in_token_order(), self.spec)
 
     def undifferentiable(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         return []
@@ -178,10 +204,7 @@ class Recompute(Strategy):
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         factor, spec = self.factor(x), self.spec
         if self.triton:
-            smoothing, z_loss = spec.label_smoothing, spec.z_loss
-            loss, lse, *_ = kernels_module().cross_entropy(
-                *x, factor, *spec.form, smoothing, z_loss, *spec.needs, spec.memory_budget
-            )
+            loss, lse = kernels_module().cross_entropy(x, spec, factor)
         else:
             stats = reference.logit_stats(x, spec, Wanted(mean=spec.label_smoothing > 0))
             factor = factor.to(stats.lse.dtype)
@@ -194,17 +217,15 @@ class Exact(Recompute):
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         spec, kernels = self.spec, kernels_module()
-        need_hidden, need_weight, need_bias = spec.needs
-        if spec.label_smoothing or not (need_hidden or need_weight):
+        if spec.label_smoothing or not any(spec.needs[:2]):
             return super().forward(x)
         factor = self.factor(x)
-        common = (*x, factor, *spec.form, spec.z_loss)
-        result = None if need_bias else kernels.grouped_cross_entropy(*common, *spec.needs[:2], spec.memory_budget)
+        result = kernels.grouped_cross_entropy(x, spec, factor)
         self.formed = result is not None
         if result is None:
-            result = kernels.stored_cross_entropy(*common, need_weight and not need_bias, spec.memory_budget)
+            result = kernels.cached_cross_entropy(x, spec, factor)
         if result is None:
-            loss, lse, *_ = kernels.cross_entropy(*common[:8], 0.0, spec.z_loss, *spec.needs, spec.memory_budget)
+            loss, lse = kernels.cross_entropy(x, spec, factor)
         else:
             loss, lse, self.left = result
         return (loss,), Saved(lse, factor=factor)
@@ -215,11 +236,8 @@ class Exact(Recompute):
             return None
         if self.formed:
             return kernels_module().formed_gradients(left, upstream[0])
-        grads = self.token_grads(saved, upstream, True)
-        spec = self.spec
-        return kernels_module().logit_stats_backward(
-            *grads, *x, saved.lse, None, *spec.form, *needs, spec.memory_budget, left
-        )
+        spec, grads = replace(self.spec, needs=needs), self.token_grads(saved, upstream, True)
+        return kernels_module().logit_stats_backward(x, spec, saved.lse, None, grads, left)
 
 
 class Materialized(Strategy):
@@ -232,17 +250,17 @@ class Materialized(Strategy):
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         kernels, spec = kernels_module(), self.spec
         # First, so that the GPU has work while the host goes on: it needs no labels.
-        logits = kernels.dense_logits(x.hidden, x.weight, x.bias, self.logits_dtype)
+        logits = kernels.materialized_logits(x, self.logits_dtype)
         factor = self.factor(x)
-        loss, lse, self.left = kernels.dense_cross_entropy(logits, x.bias, x.labels, factor, *spec.form, spec.z_loss)
-        return (loss,), Saved(lse, factor=factor)
+        loss, self.left = kernels.materialized_cross_entropy(logits, x, spec, factor)
+        return (loss,), Saved(self.left.lse, factor=factor)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
         left, self.left = self.left, None
         if left is None:
             return None
-        spec = self.spec
-        return kernels_module().dense_gradients(left, upstream[0], saved.factor, *x, *spec.form, spec.z_loss, *needs)
+        spec = replace(self.spec, needs=needs)
+        return kernels_module().materialized_gradients(left, x, spec, upstream[0], saved.factor)
 
 
 class Filtered(Strategy):
@@ -255,11 +273,8 @@ class Filtered(Strategy):
         self.state, self.tau, self.steered, self.otherwise = state, tau, steered, otherwise
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        spec = self.spec
         factor = self.factor(x)
-        result = kernels_module().filtered_cross_entropy(
-            *x, factor, *spec.form, spec.z_loss, spec.needs[1], spec.memory_budget, self.state.vocabulary(x.weight)
-        )
+        result = kernels_module().filtered_cross_entropy(x, self.spec, factor, self.state.vocabulary(x.weight))
         if result is None:
             return self.otherwise.forward(x)
         loss, self.left = result
@@ -270,14 +285,22 @@ class Filtered(Strategy):
         filtered, self.left = self.left, None
         if filtered is None:
             return self.otherwise.backward(x, saved, upstream, needs)
-        spec, state = self.spec, self.state
-        measure = self.steered and state.measure()  # nobody would read what an unsteered call measures
         dh, dw, report = kernels_module().filtered_gradients(
-            filtered, upstream[0], saved.factor, x.weight, self.tau, *spec.form[1:], spec.z_loss, *needs[:2], measure,
-            self.in_full(x, saved, upstream, needs), state.next_tau,
+            filtered, x.weight, self.request(filtered, saved, upstream, needs), self.in_full(x, saved, upstream, needs),
+            self.state.next_tau,
         )  # fmt: skip
-        state.report(report)
+        self.state.report(report)
         return dh, dw, None
+
+    def request(self, filtered: Any, saved: Saved, upstream: Upstream, needs: Needs) -> Any:
+        """What the kernels are asked for."""
+        measure = self.steered and self.state.measure()  # nobody would read what an unsteered call measures
+        grads = self.sorted_grads(filtered, saved, upstream)
+        return kernels_module().BackwardRequest(grads.lse, grads.label, self.tau, *needs[:2], measure)
+
+    def sorted_grads(self, filtered: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
+        """Upstream gradients as those of the statistics, in the order of the filter's rows."""
+        return kernels_module().token_gradients(upstream[0], saved.factor, filtered.lse, self.spec)
 
     def release(self) -> None:
         super().release()
@@ -302,8 +325,11 @@ class Statistics(Strategy):
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         self.factor(x)
-        stats = logit_stats(x, self.spec, self.wanted, self.triton)
+        stats = implementation(self.triton).logit_stats(x, self.spec, self.wanted)
         return stats, Saved(stats.lse, stats.entropy if self.wanted.entropy else None)
+
+    def without_kernels(self) -> Strategy:
+        return Statistics(self.spec, self.wanted, False)
 
     def token_grads(self, saved: Saved, upstream: Upstream, triton: bool) -> TokenGrads:
         return stats_grads(saved.lse, upstream)
@@ -332,36 +358,26 @@ class FilteredStatistics(Filtered):
     otherwise: Statistics
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        spec, wanted = self.spec, self.otherwise.wanted
+        wanted = self.otherwise.wanted
         self.factor(x)
-        result = kernels_module().filtered_stats(
-            *x,
-            *spec.form,
-            wanted.entropy,
-            wanted.top1,
-            spec.needs[1],
-            spec.memory_budget,
-            self.state.vocabulary(x.weight),
-        )
+        result = kernels_module().filtered_stats(x, self.spec, wanted, self.state.vocabulary(x.weight))
         if result is None:
             return self.otherwise.forward(x)
-        (lse, label_logit, entropy, is_top1), self.left = result
+        stats, self.left = result
         self.state.keep_vocabulary(x.weight, self.left.vocabulary)
-        stats = Stats(lse, label_logit, lse.new_empty(0), entropy, lse.new_empty(0), is_top1)
-        return stats, Saved(lse, entropy if wanted.entropy else None)
+        return stats, Saved(stats.lse, stats.entropy if wanted.entropy else None)
+
+    def without_kernels(self) -> Strategy:
+        return self.otherwise.without_kernels()
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
-        filtered, self.left = self.left, None
-        if filtered is None or upstream[3] is not None:
-            return None
-        spec, state, tokens = self.spec, self.state, filtered.order.token_perm
-        grads = stats_grads(saved.lse, upstream)
-        dh, dw, report = kernels_module().token_filtered_gradients(
-            filtered, grads.lse.index_select(0, tokens), grads.label.index_select(0, tokens), x.weight, self.tau,
-            *spec.form[1:], *needs[:2], state.measure(), self.in_full(x, saved, upstream, needs), state.next_tau,
-        )  # fmt: skip
-        state.report(report)
-        return dh, dw, None
+        if upstream[3] is not None:
+            self.left = None
+        return super().backward(x, saved, upstream, needs)
+
+    def sorted_grads(self, filtered: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
+        tokens, grads = filtered.order.token_perm, stats_grads(saved.lse, upstream)
+        return TokenGrads(grads.lse.index_select(0, tokens), grads.label.index_select(0, tokens))
 
     def token_grads(self, saved: Saved, upstream: Upstream, triton: bool) -> TokenGrads:
         return self.otherwise.token_grads(saved, upstream, triton)

@@ -264,9 +264,11 @@ def hopper_kernels(device: torch.device) -> str:
 
     if torch.cuda.get_device_capability(device)[0] != 9:
         return ""
-    from hf_cce.kernels.launch_config import specialises
+    from hf_cce.kernels.launch_config import HOPPER_VERSIONS, hopper_is_proven
 
-    return "Hopper's own kernels" if specialises() else "general kernels; Hopper's own are faster and need triton 3.6"
+    if hopper_is_proven():
+        return "Hopper's own kernels"
+    return f"general kernels; Hopper's own are faster and need triton {' or '.join(HOPPER_VERSIONS)}"
 
 
 def _tiny_model() -> Any:

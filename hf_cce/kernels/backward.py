@@ -14,11 +14,21 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.exp_cache import ExpCache, Slab, exp_to_dlogits_
-from hf_cce.kernels.inputs import LogitInputs, TokenGrads
+from hf_cce.kernels.inputs import GradInputs, LogitInputs
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, slab_width, specialised
+from hf_cce.kernels.launch_config import (
+    FP_FUSION,
+    Plan,
+    ceil_div,
+    empty_slab,
+    make_plan,
+    operand,
+    slab_width,
+    uses_hopper,
+)
 from hf_cce.kernels.matmul import ALIGNED, multiply_add
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
+from hf_cce.spec import Inputs, LossSpec, TokenGrads
 
 
 # The arguments of _gradient_tile are those of the kernel below.
@@ -177,28 +187,23 @@ def _label_entries_kernel(
 
 
 def write_logit_gradient(
-    out: Tensor,  # [N, width], written
+    slab: Slab,  # whose values are written
     inputs: LogitInputs,
-    grads: TokenGrads,
-    start: int,
-    stop: int,
+    grads: GradInputs,
     plan: Plan,
-    flags: Tensor | None = None,
-    label: LabelLogits | None = None,
+    flags: Tensor | None = None,  # [row blocks] int32: compute only the row blocks where they are not zero
+    label: LabelLogits | None = None,  # without flags: let hf_cce.kernels.hopper compute the tiles
 ) -> None:
-    """The gradient of the logits of columns ``start`` to ``stop``; with ``flags`` only of flagged row blocks.
-
-    With ``label``, and without flags, hf_cce.kernels.hopper does it.
-    """
+    """Write the gradient of the logits of a slab's columns."""
+    (start, stop, out), (n, d, v, _) = slab, inputs.shape
     hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
-    n, d, v, _ = inputs.shape
     if label is not None and flags is None:
         from hf_cce.kernels import hopper
 
-        hopper.write_logit_gradient(out, inputs, grads, label, start, stop)
+        hopper.write_logit_gradient(slab, inputs, grads, label)
         _label_entries_kernel[(ceil_div(n, 256),)](
             labels, grads.lse, grads.grad_lse, grads.grad_label, label.logit, out, start, stop - start, out.stride(0), n,
-            ignore_index, logit_scale, BLOCK=256, num_warps=4,
+            ignore_index, logit_scale, BLOCK=256, num_warps=4, **FP_FUSION,
         )  # fmt: skip
         return
     rows, cols = ceil_div(n, plan.block_m), ceil_div(stop - start, plan.block_n)
@@ -216,7 +221,7 @@ class _Backward:
     """Forms the gradients of one loss, in one pass over the logits or in several."""
 
     inputs: LogitInputs
-    grads: TokenGrads
+    grads: GradInputs
     plan: Plan
     cache: ExpCache | None
     label: LabelLogits | None  # if hf_cce.kernels.hopper computes the tiles
@@ -256,11 +261,12 @@ class _Backward:
         # In the result's own memory where its dtype is float32 or one product is all there is.
         apart = for_hidden and several and hidden.element_size() < 4
         total = torch.empty_like(hidden, dtype=torch.float32) if apart else self.grad_hidden[rows]
-        for number, (start, stop, values) in enumerate(slabs):
+        for number, slab in enumerate(slabs):
             flags = None
             if self.cache is not None and number < cached:
-                flags = exp_to_dlogits_(values, self.cache.label.logit, inputs, grads, self.plan.block_m, start)
-            write_logit_gradient(values, inputs, grads, start, stop, self.plan, flags, label)
+                flags = exp_to_dlogits_(slab, self.cache.label.logit, inputs, grads, self.plan.block_m)
+            write_logit_gradient(slab, inputs, grads, self.plan, flags, label)
+            start, stop, values = slab
             gradient = values[:, : stop - start]  # [tokens, slab]
             if for_vocabulary:
                 if self.grad_weight.numel():
@@ -288,24 +294,7 @@ class _Backward:
 
 
 def logit_stats_backward(
-    grad_lse: Tensor,  # [N]
-    grad_label: Tensor,  # [N]
-    grad_mean: Tensor | None,
-    grad_entropy: Tensor | None,
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-    labels: Tensor,  # [N]
-    lse: Tensor,  # [N]
-    entropy: Tensor | None,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    memory_budget: int,
-    cache: ExpCache | None = None,
+    x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads, cache: ExpCache | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients as ``hf_cce.reference.logit_stats_backward``.
 
@@ -313,7 +302,8 @@ def logit_stats_backward(
     gradient [N, D]. Where that accumulator would take more than half of the budget, the two gradients are formed in two
     passes, the second over groups of tokens. ``cache`` brings the first columns, and the memory for the others.
     """
-    inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap).readable()
+    (hidden, weight, bias, _), (need_hidden, need_weight, need_bias) = x, spec.needs
+    inputs = LogitInputs.of(x, spec).readable()
     n, d, v, _ = inputs.shape
     grad_hidden = hidden.new_empty((n, d) if need_hidden else 0)  # rows in one piece, whatever those of hidden overlap
     if cache is not None and cache.grad_weight is not None:
@@ -324,10 +314,11 @@ def logit_stats_backward(
     if n == 0:
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
     plan = make_plan(inputs.hidden, inputs.weight, backward=True)
-    grads = TokenGrads(lse, grad_lse, grad_label, entropy, grad_mean, grad_entropy).contiguous()
     label = None
-    if specialised(plan, bias, softcap, grad_mean, grad_entropy):
+    if uses_hopper(plan, bias, spec.softcap, grads.mean, grads.entropy):
         known = cache is not None and cache.label.active is not None
         label = cache.label if cache is not None and known else label_logits(inputs, plan, plan.block_m)
-    _Backward(inputs, grads, plan, cache, label, grad_hidden, grad_weight, grad_bias, memory_budget).run()
+    _Backward(
+        inputs, GradInputs.of(lse, entropy, grads), plan, cache, label, grad_hidden, grad_weight, grad_bias, spec.memory_budget
+    ).run()  # fmt: skip
     return grad_hidden, grad_weight, grad_bias

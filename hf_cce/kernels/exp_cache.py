@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.inputs import LogitInputs, Shape, TokenGrads
+from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
 from hf_cce.kernels.labels import LabelLogits
-from hf_cce.kernels.launch_config import ceil_div, empty_slab, padded
+from hf_cce.kernels.launch_config import FP_FUSION, ceil_div, empty_slab, padded
 from hf_cce.kernels.matmul import ALIGNED
 
 LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the ends of bfloat16
@@ -156,26 +156,22 @@ def allocate_cache(inputs: LogitInputs, plan: CachePlan, label: LabelLogits) -> 
 
 
 def exp_to_dlogits_(
-    values: Tensor,  # [N, width], in place
+    slab: Slab,
     label_logit: Tensor,  # [N]
     inputs: LogitInputs,
-    grads: TokenGrads,
+    grads: GradInputs,
     block_m: int,
-    first_col: int = 0,
 ) -> Tensor:
-    """Turn cached values into the gradient of the logits, in place.
-
-    Args:
-        first_col: the vocabulary entry of the first column of ``values``.
+    """Turn the cached exponentials of a slab into the gradient of the logits, in place.
 
     Returns:
         Flags of the row blocks, [⌈N / block_m⌉] int32: those that are not zero have to be computed anew.
     """
-    n, width = values.shape
+    values, (n, width) = slab.values, slab.values.shape
     flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=values.device)
     _exp_to_dlogits_kernel[(ceil_div(n, 4), ceil_div(width, 2048))](
-        values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, n, first_col, values.stride(0),
+        values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, n, slab.start, values.stride(0),
         inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
-        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8,
+        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8, **FP_FUSION,
     )  # fmt: skip
     return flags

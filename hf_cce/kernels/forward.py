@@ -6,6 +6,8 @@ waits for another and nothing is accumulated in memory, so results repeat bit fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -13,8 +15,61 @@ from torch import Tensor
 
 from hf_cce.kernels.inputs import LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, specialised
+from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, make_plan, operand, padded, uses_hopper
 from hf_cce.kernels.tiles import tile_logits, tile_position
+from hf_cce.spec import Inputs, LossSpec, Stats, Wanted
+
+
+@triton.jit
+def _store_label_logit(label_logit, z, rows, cols, col, label, valid, in_rows, BLOCK_N: tl.constexpr):
+    hit = valid & (label >= col) & (label < col + BLOCK_N)
+    if tl.sum(hit.to(tl.int32)) > 0:
+        at_label = tl.sum(tl.where(cols[None, :] == label[:, None], z, 0.0), 1)
+        tl.store(label_logit + rows, at_label, mask=hit & in_rows)
+
+
+@triton.jit
+def _store_moments(
+    z, e, top, total, tile_expectation, tile_lse2, out, in_rows, WANT_ENTROPY: tl.constexpr, WANT_SQ: tl.constexpr
+):
+    if WANT_ENTROPY:
+        weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
+        tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
+    if WANT_SQ:
+        tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
+
+
+@triton.jit
+def _store_ratio(
+    e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write what hf_cce.kernels.filter.select reads of a tile's exponentials ``e`` [BLOCK_M, BLOCK_N]."""
+    some = tl.where(total > 0, total, 1.0)
+    if HAS_SOFTCAP:
+        e = tl.where(e > 0, e * slope, 0.0)  # outside V the slope is NaN
+        damped = tl.sum(e, 1)
+        tl.store(tile_damping + out, (damped / some).to(tl.bfloat16), mask=in_rows)
+    else:
+        damped = total
+    width = tl.minimum(vocab_size - col, BLOCK_N).to(tl.float32)
+    energy = tl.sum(e * e, 1) - damped * damped / width
+    tl.store(tile_ratio + out, (tl.maximum(energy, 0.0) / (some * some)).to(tl.bfloat16), mask=in_rows)
+
+
+@triton.jit
+def _store_exp(
+    e, slope, height, valid, row, col, in_rows, exp_cache, cache_width,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write exponentials for hf_cce.kernels.exp_cache; ``height``: the row's maximum less its label's logit."""
+    value = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
+    if HAS_SOFTCAP:
+        value *= slope
+    at = exp_cache + row.to(tl.int64) * cache_width + col
+    here = tl.arange(0, BLOCK_M)[:, None] * cache_width + tl.arange(0, BLOCK_N)[None, :]
+    in_cache = in_rows[:, None] & (col + tl.arange(0, BLOCK_N) < cache_width)[None, :]
+    tl.store(at + here, value.to(exp_cache.dtype.element_ty), mask=in_cache)
 
 
 # do_not_specialize: numbers that change from step to step must not make Triton compile again.
@@ -29,7 +84,7 @@ def _tile_stats_kernel(
     tile_expectation,  # [T, N] Σ z exp(z) / Σ exp(z), if WANT_ENTROPY
     tile_lse2,  # [T, N] logsumexp of 2 z, if WANT_SQ
     tile_max,  # [T, N], if WANT_TOP1
-    tile_ratio,  # [T, N], if WANT_RATIO: see hf_cce.kernels.filter.select, like the next
+    tile_ratio,  # [T, N] bfloat16, if WANT_RATIO: see hf_cce.kernels.filter.select, like the next
     tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP
     label_logit,  # [N], written where the label lies in the tile; if STORE, read
     exp_cache,  # [N, cache_width], if STORE: see hf_cce.kernels.exp_cache
@@ -78,48 +133,25 @@ def _tile_stats_kernel(
     out = col_block.to(tl.int64) * tile_stride + rows
     if WANT_MEAN:
         tl.store(tile_sum + out, tl.sum(tl.where((cols < vocab_size)[None, :], z, 0.0), 1), mask=in_rows)
-    label -= first_col
-    hit = valid & (label >= col) & (label < col + BLOCK_N)
-    if not STORE and tl.sum(hit.to(tl.int32)) > 0:
-        at_label = tl.sum(tl.where(cols[None, :] == label[:, None], z, 0.0), 1)
-        tl.store(label_logit + rows, at_label, mask=hit & in_rows)
+    if not STORE:
+        _store_label_logit(label_logit, z, rows, cols, col, label - first_col, valid, in_rows, BLOCK_N)
     if col + BLOCK_N > vocab_size:
         z = tl.where((cols < vocab_size)[None, :], z, float("-inf"))
     top = tl.max(z, 1)
     if WANT_TOP1:
         tl.store(tile_max + out, top, mask=in_rows)
     top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
-    if (WANT_RATIO or STORE) and HAS_SOFTCAP:
-        slope = 1.0 - (z / softcap) * (z / softcap)
+    slope = 1.0 - (z / softcap) * (z / softcap) if HAS_SOFTCAP else 1.0
     z = z - top[:, None]
     e = tl.exp(z)
     total = tl.sum(e, 1)
     if WANT_RATIO:
-        some = tl.where(total > 0, total, 1.0)
-        if HAS_SOFTCAP:
-            e = tl.where(e > 0, e * slope, 0.0)  # outside V the slope is NaN
-            damped = tl.sum(e, 1)
-            tl.store(tile_damping + out, (damped / some).to(tl.bfloat16), mask=in_rows)
-        else:
-            damped = total
-        width = tl.minimum(vocab_size - col, BLOCK_N).to(tl.float32)
-        energy = tl.sum(e * e, 1) - damped * damped / width
-        tl.store(tile_ratio + out, (tl.maximum(energy, 0.0) / (some * some)).to(tl.bfloat16), mask=in_rows)
+        _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size, HAS_SOFTCAP, BLOCK_N)
     tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
     if STORE and col < cache_width:
         height = top - tl.load(label_logit + rows, mask=in_rows, other=0.0)
-        scaled = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
-        if HAS_SOFTCAP and not WANT_RATIO:  # with WANT_RATIO, e has the slope already
-            scaled *= slope
-        at = exp_cache + row.to(tl.int64) * cache_width + col
-        here = tl.arange(0, BLOCK_M)[:, None] * cache_width + tl.arange(0, BLOCK_N)[None, :]
-        in_store = in_rows[:, None] & (cols < cache_width)[None, :]
-        tl.store(at + here, scaled.to(exp_cache.dtype.element_ty), mask=in_store)
-    if WANT_ENTROPY:
-        weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
-        tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
-    if WANT_SQ:
-        tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
+        _store_exp(e, slope, height, valid, row, col, in_rows, exp_cache, cache_width, HAS_SOFTCAP, BLOCK_M, BLOCK_N)
+    _store_moments(z, e, top, total, tile_expectation, tile_lse2, out, in_rows, WANT_ENTROPY, WANT_SQ)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
@@ -198,9 +230,6 @@ def _combine_kernel(
         tl.store(is_top1 + rows, valid & (target >= z_max), mask=in_rows)
 
 
-_FLAGS = ("WANT_MEAN", "WANT_ENTROPY", "WANT_SQ", "WANT_TOP1")
-
-
 def tile_stats(
     inputs: LogitInputs,
     tiles: TileStats,  # written
@@ -220,72 +249,53 @@ def tile_stats(
         return
     hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
     n, d, v, _ = inputs.shape
-    wants = [x is not None for x in tiles[1:5]]
     _tile_stats_kernel[(ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
         *tiles, label.logit, exp_cache, 0 if exp_cache is None else exp_cache.stride(0),
         padded(n), n, v, first_col, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
-        **dict(zip(_FLAGS, wants, strict=True)), WANT_RATIO=tiles.ratio is not None, STORE=exp_cache is not None,
-        **inputs.flags, **plan.constants(),
+        WANT_RATIO=tiles.ratio is not None, STORE=exp_cache is not None, **tiles.flags, **inputs.flags, **plan.constants(),
     )  # fmt: skip
 
 
 def combine(
     tiles: TileStats,
-    label_logit: Tensor,  # [N]
-    labels: Tensor,  # [N]
+    inputs: LogitInputs,
+    label_logit: Tensor,  # [N]; zeros are written where there is no valid label
     lse: Tensor,  # [N], written
-    outputs: list[Tensor | None],  # mean_logit, entropy, log_sum_sq, is_top1: written
-    v: int,
-    num_tiles: int,
-    ignore_index: int,
+    outputs: Sequence[Tensor | None] = (None,) * 4,  # mean_logit, entropy, log_sum_sq, is_top1; written
 ) -> None:
     """Fold the statistics of tiles into those of tokens."""
-    n = labels.numel()
+    n, stride = inputs.shape.n, padded(inputs.shape.n)
     _combine_kernel[(ceil_div(n, 32),)](
-        *tiles[:5], label_logit, labels, lse, *outputs, padded(n), n, v, num_tiles, ignore_index,
-        **dict(zip(_FLAGS, [x is not None for x in outputs], strict=True)), BLOCK_R=32, BLOCK_T=256, num_warps=8,
+        *tiles[:5], label_logit, inputs.labels, lse, *outputs, stride, n, inputs.shape.v, tiles.lse.numel() // stride,
+        inputs.ignore_index, **tiles.flags, BLOCK_R=32, BLOCK_T=256, num_warps=8, **FP_FUSION,
     )  # fmt: skip
 
 
-def logit_stats(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-    labels: Tensor,  # [N]
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    want_mean: bool,
-    want_entropy: bool,
-    want_log_sum_sq: bool,
-    want_top1: bool,
-    memory_budget: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The statistics of ``hf_cce.reference.Stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
-    inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap).readable()
-    n, _, v, _ = inputs.shape
-    wants = (want_mean, want_entropy, want_log_sum_sq, want_top1)
-    lse = torch.empty(n, dtype=torch.float32, device=hidden.device)
-    label = LabelLogits(torch.empty_like(lse), None)
+def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
+    """As ``hf_cce.reference.logit_stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
+    inputs = LogitInputs.of(x, spec).readable()
+    (n, _, v, _), device = inputs.shape, x.hidden.device
+    lse = torch.empty(n, dtype=torch.float32, device=device)
+    label = LabelLogits(torch.empty_like(lse))
     results = [
-        torch.empty(n if want else 0, dtype=torch.bool if want and i == 3 else torch.float32, device=hidden.device)
-        for i, want in enumerate(wants)
+        torch.empty(n if want else 0, dtype=torch.bool if want and i == 3 else torch.float32, device=device)
+        for i, want in enumerate(wanted)
     ]
     plan = make_plan(inputs.hidden, inputs.weight)
     num_tiles = ceil_div(v, plan.block_n)
-    per_token = 4 * num_tiles * (1 + sum(wants))
-    group = max(plan.block_m, memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
-    if n and specialised(plan, bias, softcap, *wants):
+    per_token = 4 * num_tiles * (1 + sum(wanted))
+    group = max(plan.block_m, spec.memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
+    if n and uses_hopper(plan, x.bias, spec.softcap, *wanted):
         label = label_logits(inputs, plan, plan.block_m)
     for start in range(0, n, group):
         rows = slice(start, min(n, start + group))
-        of_group = inputs.tokens(rows)
-        size = num_tiles * padded(of_group.shape.n)
+        group_inputs = inputs.tokens(rows)
+        size = num_tiles * padded(group_inputs.shape.n)
         tiles = TileStats(
-            *(torch.empty(size, device=hidden.device, dtype=torch.float32) if want else None for want in (True, *wants))  # type: ignore[arg-type]
+            *(torch.empty(size, device=device, dtype=torch.float32) if want else None for want in (True, *wanted))  # type: ignore[arg-type]
         )
-        tile_stats(of_group, tiles, label.tokens(rows, plan.block_m), plan)
-        outputs = [x[rows] if want else None for x, want in zip(results, wants, strict=True)]
-        combine(tiles, label.logit[rows], of_group.labels, lse[rows], outputs, v, num_tiles, ignore_index)
-    return lse, label.logit, results[0], results[1], results[2], results[3]
+        tile_stats(group_inputs, tiles, label.tokens(rows, plan.block_m), plan)
+        outputs = [result[rows] if want else None for result, want in zip(results, wanted, strict=True)]
+        combine(tiles, group_inputs, label.logit[rows], lse[rows], outputs)
+    return Stats(lse, label.logit, *results)

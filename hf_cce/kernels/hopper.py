@@ -1,4 +1,4 @@
-"""Warp-specialised tiles of logits on Hopper: one warp loads operands, two groups of four warps multiply them.
+"""Warp-specialized tiles of logits on Hopper: one warp loads operands, two groups of four warps multiply them.
 
 A tile has 128 tokens and 256 columns; each group has half of its tokens. While one group computes exponentials and stores, the
 other uses the tensor cores; it may be ahead or behind by as many stages of operands as shared memory holds. Programs are
@@ -6,12 +6,13 @@ persistent, so that the next tile's operands are loaded before a tile is finishe
 
 Written in Gluon, which the interpreter cannot run: each function has a twin in hf_cce.kernels.forward or hf_cce.kernels.backward,
 and tests compare the two on a GPU.
-``hf_cce.kernels.launch_config.specialised`` says when it runs.
+``hf_cce.kernels.launch_config.uses_hopper`` says when it runs.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
+from hf_cce.kernels.exp_cache import Slab
+from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits
-from hf_cce.kernels.launch_config import ceil_div, padded
+from hf_cce.kernels.launch_config import FP_FUSION, ceil_div, padded
 
 BLOCK_M = 128  # tokens of a tile, whose flags in ``active`` say whether there is anything to do
 BLOCK_N = 256
@@ -224,7 +226,7 @@ def _work(
 
 # Neither numbers that change from step to step nor flags from the middle of an array may make Triton compile again.
 @gluon.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"], do_not_specialize_on_alignment=["active"])
-def _specialised_tiles_kernel(
+def _hopper_tiles_kernel(
     hidden,  # [N, D] descriptor of blocks [BLOCK_M, BLOCK_K]
     weight,  # [V, D] descriptor of blocks [BLOCK_N, BLOCK_K]
     active,  # [row blocks] int32: 0 where all tokens of the block are ignored, else 1
@@ -294,7 +296,7 @@ def _specialised_tiles_kernel(
     )  # fmt: skip
 
 
-def constants() -> dict[str, int]:
+def constants() -> dict[str, Any]:
     """The shapes of a launch: small stages, so that one group can be further ahead of the other."""
     return {
         "BLOCK_M": BLOCK_M,
@@ -304,6 +306,7 @@ def constants() -> dict[str, int]:
         "GROUP_M": 64,
         "STORE_N": 64,
         "PARTS": 2,
+        **FP_FUSION,
     }
 
 
@@ -323,7 +326,7 @@ def _launch(
     start: int,  # columns of the vocabulary
     stop: int,
     out: Tensor | None,  # [N, ·], written: exponentials, or with ``grads`` the gradient of the logits
-    grads: TokenGrads | None = None,
+    grads: GradInputs | None = None,
     tiles: TileStats | None = None,
     stat_n: int = BLOCK_N,
 ) -> None:
@@ -333,7 +336,7 @@ def _launch(
     lse, grad_lse = (None, None) if grads is None else (grads.lse, grads.grad_lse)
     tile_lse, ratio = (None, None) if tiles is None else (tiles.lse, tiles.ratio)
     processors = torch.cuda.get_device_properties(inputs.hidden.device).multi_processor_count
-    _specialised_tiles_kernel[(min(processors, ceil_div(n, BLOCK_M) * ceil_div(stop - start, BLOCK_N)),)](
+    _hopper_tiles_kernel[(min(processors, ceil_div(n, BLOCK_M) * ceil_div(stop - start, BLOCK_N)),)](
         blocks(inputs.hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(inputs.weight, BLOCK_N, shapes["BLOCK_K"]), label.active,
         None if out is None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,
         None if out is None else blocks(out, BLOCK_M // 2, shapes["STORE_N"]), 16 if out is None else padded(out.shape[1]),
@@ -356,12 +359,10 @@ def tile_stats(
 
 
 def write_logit_gradient(
-    out: Tensor,  # [N, width], written
+    slab: Slab,  # whose values are written
     inputs: LogitInputs,
-    grads: TokenGrads,
+    grads: GradInputs,
     label: LabelLogits,
-    start: int,
-    stop: int,
 ) -> None:
     """As ``hf_cce.kernels.backward.write_logit_gradient``, without the labels' own term."""
-    _launch(inputs, label, start, stop, out, grads)
+    _launch(inputs, label, *slab, grads)

@@ -1,4 +1,4 @@
-"""What the kernels' host functions hand to each other: the inputs of the logits, statistics of tiles, upstream gradients."""
+"""What the kernels' host functions hand to each other: what logits and their gradients are made of, statistics of tiles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_cce.kernels.launch_config import row_major
+from hf_cce.spec import Inputs, LossSpec, TokenGrads
 
 
 class Shape(NamedTuple):
@@ -29,6 +30,10 @@ class LogitInputs(NamedTuple):
     ignore_index: int
     logit_scale: float
     softcap: float  # 0: none
+
+    @classmethod
+    def of(cls, x: Inputs, spec: LossSpec) -> LogitInputs:
+        return cls(*x, *spec.form)
 
     @property
     def shape(self) -> Shape:
@@ -71,9 +76,19 @@ class TileStats(NamedTuple):
     ratio: Tensor | None = None  # bfloat16, see hf_cce.kernels.filter, like the next
     damping: Tensor | None = None
 
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The constants by which kernels leave out statistics of tokens that are not wanted."""
+        return {
+            "WANT_MEAN": self.z_sum is not None,
+            "WANT_ENTROPY": self.expectation is not None,
+            "WANT_SQ": self.lse2 is not None,
+            "WANT_TOP1": self.z_max is not None,
+        }
 
-class TokenGrads(NamedTuple):
-    """Upstream gradients of the statistics of tokens, and the statistics that the logits' gradient is made of: [N] each."""
+
+class GradInputs(NamedTuple):
+    """What the gradient of logits is made of besides the logits: statistics of the tokens and their gradients, [N] each."""
 
     lse: Tensor
     grad_lse: Tensor
@@ -82,8 +97,10 @@ class TokenGrads(NamedTuple):
     grad_mean: Tensor | None = None
     grad_entropy: Tensor | None = None
 
-    def tokens(self, rows: slice) -> TokenGrads:
-        return TokenGrads(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+    @classmethod
+    def of(cls, lse: Tensor, entropy: Tensor | None, grads: TokenGrads) -> GradInputs:
+        vectors = (lse, grads.lse, grads.label, entropy, grads.mean, grads.entropy)
+        return cls(*(None if x is None else x.contiguous() for x in vectors))  # type: ignore[arg-type]
 
-    def contiguous(self) -> TokenGrads:
-        return TokenGrads(*(None if x is None else x.contiguous() for x in self))  # type: ignore[arg-type]
+    def tokens(self, rows: slice) -> GradInputs:
+        return GradInputs(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.inputs import LogitInputs
-from hf_cce.kernels.launch_config import Plan, ceil_div
+from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div
 from hf_cce.kernels.tiles import softcapped
+from hf_cce.spec import Divisor
 
 
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
@@ -44,16 +45,14 @@ def _validate_labels_kernel(
         tl.store(factor, tl.where(items == 0.0, 0.0, 1.0 / tl.where(items == 0.0, 1.0, items)))
 
 
-def survey_labels(
-    labels: Tensor, ignore_index: int, v: int, num_items: Tensor | None, divisor: float
-) -> tuple[Tensor, Tensor]:
+def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor) -> tuple[Tensor, Tensor]:
     """As ``hf_cce.reference.validate_labels``, in one launch."""
     labels = labels.contiguous()
     ok = torch.empty((), dtype=torch.bool, device=labels.device)
     factor = torch.empty((), dtype=torch.float32, device=labels.device)
     _validate_labels_kernel[(1,)](
-        labels, num_items, divisor, ok, factor, labels.numel(), v, ignore_index,
-        HAS_ITEMS=num_items is not None, HAS_DIVISOR=divisor > 0, BLOCK=4096, num_warps=8,
+        labels, divisor.items, divisor.number, ok, factor, labels.numel(), v, ignore_index,
+        HAS_ITEMS=divisor.items is not None, HAS_DIVISOR=divisor.number > 0, BLOCK=4096, num_warps=8, **FP_FUSION,
     )  # fmt: skip
     return ok, factor
 
@@ -64,11 +63,11 @@ def _label_logit_kernel(
     weight,  # [V, D]
     bias,  # [V]
     labels,  # [N]
-    order,  # [V] int32, if GATHER: the row of weight of each label
+    vocab_perm,  # [V] int32, if GATHER: the row of weight of each label
     out,  # [N], zero where the label is ignored
     active,  # [row blocks] int32, if BLOCK_M: 1 where a token of the block has a label, else 0
-    tokens,  # [N] int64, if MOVE: the row of hidden of each token
-    moved,  # [N, D], if MOVE, written: hidden in the order of tokens
+    token_perm,  # [N] int64, if SORT: the row of hidden of each token
+    sorted_hidden,  # [N, D], if SORT, written: hidden in the order of token_perm
     num_tokens,
     vocab_size,
     hidden_size,
@@ -80,7 +79,7 @@ def _label_logit_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     GATHER: tl.constexpr,
-    MOVE: tl.constexpr,
+    SORT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -96,18 +95,18 @@ def _label_logit_kernel(
     label = tl.load(labels + rows, mask=rows < num_tokens, other=ignore_index)
     good = (label != ignore_index) & (label >= 0) & (label < vocab_size)
     if GATHER:
-        label = tl.load(order + label, mask=good, other=0).to(tl.int64)
+        label = tl.load(vocab_perm + label, mask=good, other=0).to(tl.int64)
     inside = rows < num_tokens
-    at = tl.load(tokens + rows, mask=inside, other=0) if MOVE else rows.to(tl.int64)
+    at = tl.load(token_perm + rows, mask=inside, other=0) if SORT else rows.to(tl.int64)
     ks = tl.arange(0, BLOCK_K)
     products = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
     for k in range(0, hidden_size, BLOCK_K):
         in_d = (k + ks < hidden_size)[None, :]
         mask = good[:, None] & in_d
-        here = inside[:, None] & in_d if MOVE else mask
+        here = inside[:, None] & in_d if SORT else mask
         h = tl.load(hidden + at[:, None] * hidden_stride + (k + ks)[None, :], mask=here, other=0.0)
-        if MOVE:
-            tl.store(moved + rows.to(tl.int64)[:, None] * hidden_size + (k + ks)[None, :], h, mask=here)
+        if SORT:
+            tl.store(sorted_hidden + rows.to(tl.int64)[:, None] * hidden_size + (k + ks)[None, :], h, mask=here)
         w = tl.load(weight + label.to(tl.int64)[:, None] * weight_stride + (k + ks)[None, :], mask=mask, other=0.0)
         if UPCAST:
             h, w = h.to(tl.float32), w.to(tl.float32)
@@ -119,7 +118,7 @@ def _label_logit_kernel(
     acc *= logit_scale
     if HAS_SOFTCAP:
         acc = softcapped(acc, softcap)
-    if MOVE:  # hidden states of ignored tokens were multiplied too, and may hold NaN
+    if SORT:  # hidden states of ignored tokens were multiplied too, and may hold NaN
         acc = tl.where(good, acc, 0.0)
     tl.store(out + rows, acc, mask=inside)
     if BLOCK_M > 0:  # noqa: SIM102 (the second is no constant)
@@ -131,9 +130,8 @@ def _label_logit_kernel(
 
 class LabelLogits(NamedTuple):
     logit: Tensor  # [N] float32, zero where the label is ignored
-    active: (
-        Tensor | None
-    )  # [row blocks] int32: 1 where a token of the block has a label, else 0; hf_cce.kernels.hopper wants it
+    # [row blocks] int32, for hf_cce.kernels.hopper: 1 where a token of the block has a label, else 0
+    active: Tensor | None = None
 
     def tokens(self, rows: slice, block_m: int) -> LabelLogits:
         """Those of the tokens ``rows``, which begin with a row block of ``block_m`` tokens."""
@@ -145,17 +143,17 @@ def label_logits(
     inputs: LogitInputs,
     plan: Plan,
     block_m: int = 0,
-    order: Tensor | None = None,
-    tokens: Tensor | None = None,
-    moved: Tensor | None = None,
+    vocab_perm: Tensor | None = None,
+    token_perm: Tensor | None = None,
+    sorted_hidden: Tensor | None = None,
 ) -> LabelLogits:
     """Compute the logit of each token's label.
 
     Args:
         block_m: tokens of a row block, to find the active ones too; 0: do not.
-        order: [V] int32, the weight's row of each label, where that is not the label itself.
-        tokens: [N] int64, the row of hidden of each token, where that is not the token itself.
-        moved: [N, D] contiguous, written: the rows ``tokens`` of hidden, which are read anyway.
+        vocab_perm: [V] int32, the weight's row of each label, where that is not the label itself.
+        token_perm: [N] int64, the row of hidden of each token, where that is not the token itself.
+        sorted_hidden: [N, D] contiguous, written: the rows ``token_perm`` of hidden, which are read anyway.
     """
     hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
     n, d, v, _ = inputs.shape
@@ -163,8 +161,8 @@ def label_logits(
     active = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
     shapes = plan.label_constants()
     _label_logit_kernel[(ceil_div(n, shapes["BLOCK_R"]),)](
-        hidden, weight, bias, labels, order, logit, active, tokens, moved, n, v, d, hidden.stride(0), weight.stride(0),
-        ignore_index, logit_scale, softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0,
-        GATHER=order is not None, MOVE=moved is not None, BLOCK_M=block_m, **shapes,
+        hidden, weight, bias, labels, vocab_perm, logit, active, token_perm, sorted_hidden, n, v, d, hidden.stride(0),
+        weight.stride(0), ignore_index, logit_scale, softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0,
+        GATHER=vocab_perm is not None, SORT=sorted_hidden is not None, BLOCK_M=block_m, **shapes,
     )  # fmt: skip
     return LabelLogits(logit, active)

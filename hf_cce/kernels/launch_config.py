@@ -16,13 +16,25 @@ except ImportError:  # Triton before 3.4
     TensorDescriptor = None
 
 
-def specialises() -> bool:
-    """Whether hf_cce.kernels.hopper has been run on a GPU with the installed version of Triton.
+# What depends on the version of Triton.
+# With these hf_cce.kernels.hopper was proven right on a GPU. It compiles with others, too. But its warps wait for each other, so
+# a compiler bug can make a launch hang, and Triton 3.6 had one.
+HOPPER_VERSIONS = ("3.6", "3.9")
+# With these one flat loop over tiles and the hidden size is faster. It takes registers, of which Triton 3.9 has none left.
+FLATTEN_VERSIONS = ("3.6",)
+# For every launch: Triton 3.9 warns where a launch leaves it open, and the default of 3.10 is another.
+FP_FUSION = {"enable_fp_fusion": True}
 
-    It compiles with later versions, too. But its warps wait for each other, so a compiler bug can make a launch hang, and Triton
-    3.6 had one.
-    """
-    return re.fullmatch(r"3\.6\.\d+", triton.__version__) is not None
+
+def runs_on(versions: tuple[str, ...]) -> bool:
+    """Whether the installed Triton is a release of one of these minor versions."""
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+", triton.__version__)
+    return release is not None and release[1] in versions
+
+
+def hopper_is_proven() -> bool:
+    """Whether hf_cce.kernels.hopper may be used with the installed version of Triton."""
+    return runs_on(HOPPER_VERSIONS)
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,12 @@ class Plan:
     programs: int = 264  # that share the kept tiles
     # Sum each tile apart: the rounding error of one long sum shows in float32 and float16 (sparse._add_in_parts).
     in_parts: bool = False
-    specialised: bool = False  # hf_cce.kernels.hopper can be used
+    hopper: bool = False  # hf_cce.kernels.hopper can be used
+
+    @property
+    def flatten(self) -> bool:
+        """Whether the loops of ``sparse._kept_tiles_kernel`` are one."""
+        return self.hopper and runs_on(FLATTEN_VERSIONS)
 
     def label_constants(self) -> dict[str, Any]:
         """Constants of ``labels._label_logit_kernel``. Hopper's tensor cores multiply no fewer than 64 rows."""
@@ -62,6 +79,7 @@ class Plan:
             # Four warps spill before Ampere.
             "num_warps": self.num_warps if self.block_m < 128 else 4,
             "num_stages": 4,
+            **FP_FUSION,
         }
 
     def constants(self) -> dict[str, Any]:
@@ -75,6 +93,7 @@ class Plan:
             "UPCAST": self.upcast,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
+            **FP_FUSION,
         }
 
 
@@ -96,26 +115,24 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
         # Fits the shared memory of every GPU from compute capability 8.0 on.
         return Plan(128, 128, 32, 8, 3, False, precision)
     tma = _tma_ready(hidden) and _tma_ready(weight)
-    special = tma and specialises()
+    special = tma and hopper_is_proven()
     if backward:
-        return Plan(128, 128, 64, 8, 3, tma, precision, specialised=special)
+        return Plan(128, 128, 64, 8, 3, tma, precision, hopper=special)
     if hidden.shape[1] >= 3072:
-        return Plan(128, 256, 64, 8, 3, tma, precision, specialised=special)
-    return Plan(128, 128, 64, 4, 3, tma, precision, specialised=special)
+        return Plan(128, 256, 64, 8, 3, tma, precision, hopper=special)
+    return Plan(128, 128, 64, 4, 3, tma, precision, hopper=special)
 
 
-def specialised(plan: Plan, bias: Tensor | None, softcap: float, *wanted: Any) -> bool:
+def uses_hopper(plan: Plan, bias: Tensor | None, softcap: float, *wanted: Any) -> bool:
     """Whether hf_cce.kernels.hopper can compute these tiles: no bias, no softcap, and none of the statistics ``wanted``."""
-    return (
-        plan.specialised and bias is None and softcap == 0 and not any(x is not None and x is not False for x in wanted)
-    )
+    return plan.hopper and bias is None and softcap == 0 and not any(x is not None and x is not False for x in wanted)
 
 
 def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
     """Pick the tiles of the filtered loss: the filter keeps or drops tiles of BLOCK_M by BLOCK_N."""
     plan = replace(make_plan(hidden, weight), in_parts=hidden.dtype == torch.float32)
     if hidden.shape[1] * hidden.element_size() % 16:  # rows of the contiguous copies in sorted order are not aligned
-        plan = replace(plan, use_tma=False, specialised=False)
+        plan = replace(plan, use_tma=False, hopper=False)
     if hidden.device.type == "cpu":
         return replace(
             plan,

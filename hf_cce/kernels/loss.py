@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels import materialized
-from hf_cce.kernels.exp_cache import CachePlan, ExpCache, Slab, allocate_cache, plan_cache
+from hf_cce.kernels.exp_cache import ExpCache, Slab, allocate_cache, plan_cache
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
-from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
+from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, padded, specialised
+from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, empty_slab, make_plan, padded, uses_hopper
 from hf_cce.kernels.token_groups import PrecomputedGrads, group_gradient, group_size
+from hf_cce.spec import Inputs, LossSpec, TokenGrads, Wanted
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -78,55 +78,35 @@ def _token_gradients_kernel(
         tl.store(grad_mean + at, -g * label_smoothing, mask=mask)
 
 
-def token_gradients(
-    grad: Tensor, factor: Tensor, lse: Tensor, label_smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -> TokenGrads:
     """As ``hf_cce.reference.token_gradients``, in one launch."""
-    n, smooth = lse.numel(), label_smoothing > 0
+    n, smooth = lse.numel(), spec.label_smoothing > 0
     vectors = empty_slab(lse, 3 if smooth else 2, n)
     grad_lse, grad_label, grad_mean = vectors[0], vectors[1], vectors[2] if smooth else None
     if n:
         _token_gradients_kernel[(ceil_div(n, 1024),)](
-            grad, factor, lse, grad_lse, grad_label, grad_mean, n, label_smoothing, z_loss,
-            SMOOTH=smooth, Z_LOSS=z_loss > 0, BLOCK=1024,
+            grad, factor, lse, grad_lse, grad_label, grad_mean, n, spec.label_smoothing, spec.z_loss,
+            SMOOTH=smooth, Z_LOSS=spec.z_loss > 0, BLOCK=1024, **FP_FUSION,
         )  # fmt: skip
-    return grad_lse, grad_label, grad_mean
+    return TokenGrads(grad_lse, grad_label, grad_mean)
 
 
 def total_loss(
-    lse: Tensor, label_logit: Tensor, mean_logit: Tensor | None, factor: Tensor, label_smoothing: float, z_loss: float
+    lse: Tensor, label_logit: Tensor, factor: Tensor, spec: LossSpec, mean_logit: Tensor | None = None
 ) -> Tensor:
+    """The sum of the tokens' losses times ``factor``; ``mean_logit`` is read with label smoothing alone."""
     loss = torch.empty((), dtype=torch.float32, device=lse.device)
     _total_loss_kernel[(1,)](
-        lse, label_logit, mean_logit, factor, loss, lse.numel(), label_smoothing, z_loss,
-        SMOOTH=label_smoothing > 0, Z_LOSS=z_loss > 0, BLOCK=4096, num_warps=8,
+        lse, label_logit, mean_logit, factor, loss, lse.numel(), spec.label_smoothing, spec.z_loss,
+        SMOOTH=spec.label_smoothing > 0, Z_LOSS=spec.z_loss > 0, BLOCK=4096, num_warps=8, **FP_FUSION,
     )  # fmt: skip
     return loss
 
 
-def cross_entropy(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-    labels: Tensor,  # [N]
-    factor: Tensor,  # scalar
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    label_smoothing: float,
-    z_loss: float,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    memory_budget: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As ``hf_cce.reference.cross_entropy``, keeping nothing: the backward pass recomputes all logits."""
-    lse, label_logit, mean_logit, *_ = logit_stats(
-        hidden, weight, bias, labels, ignore_index, logit_scale, softcap, label_smoothing > 0, False, False, False,
-        memory_budget,
-    )  # fmt: skip
-    loss = total_loss(lse, label_logit, mean_logit, factor, label_smoothing, z_loss)
-    return loss, lse, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+def cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, lse [N]), keeping nothing else: the backward pass recomputes all logits. ``factor`` is a scalar."""
+    stats = logit_stats(x, spec, Wanted(mean=spec.label_smoothing > 0))
+    return total_loss(stats.lse, stats.label_logit, factor, spec, stats.mean_logit), stats.lse
 
 
 def _stats_and_cache(
@@ -138,104 +118,66 @@ def _stats_and_cache(
 ) -> None:
     """Compute the logsumexp of each token, and the exponentials to keep."""
     n, _, v, _ = inputs.shape
-    num_tiles, stride = ceil_div(v, plan.block_n), padded(n)
-    tile_lse = torch.empty(num_tiles * stride, device=lse.device, dtype=torch.float32)
+    stride = padded(n)
+    tile_lse = torch.empty(ceil_div(v, plan.block_n) * stride, device=lse.device, dtype=torch.float32)
     ends = [*(slab.start for slab in slabs[1:]), v]
     for slab, end in zip(slabs, ends, strict=True):
-        of_slab = TileStats(tile_lse[slab.start // plan.block_n * stride :])
-        tile_stats(inputs.columns(slab.start, end), of_slab, label, plan, slab.start, slab.values)
-    combine(TileStats(tile_lse), label.logit, inputs.labels, lse, [None] * 4, v, num_tiles, inputs.ignore_index)
+        slab_tiles = TileStats(tile_lse[slab.start // plan.block_n * stride :])
+        tile_stats(inputs.columns(slab.start, end), slab_tiles, label, plan, slab.start, slab.values)
+    combine(TileStats(tile_lse), inputs, label.logit, lse)
 
 
-def _cache_plan(inputs: LogitInputs, need_weight: bool, budget: int) -> CachePlan | None:
-    plan, later = (make_plan(inputs.hidden, inputs.weight, backward) for backward in (False, True))
-    block_n = max(plan.block_n, later.block_n)
-    dw_block_n = block_n * (2 if specialised(plan, inputs.bias, inputs.softcap) else 1)  # a multiple of every kernel's
-    num_tiles = ceil_div(inputs.shape.v, plan.block_n)
-    return plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, need_weight, budget)
+def _labels(inputs: LogitInputs, plan: Plan) -> LabelLogits:
+    return label_logits(inputs, plan, plan.block_m if uses_hopper(plan, inputs.bias, inputs.softcap) else 0)
 
 
-def stored_cross_entropy(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-    labels: Tensor,  # [N]
-    factor: Tensor,  # scalar
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    z_loss: float,
-    in_dw_buffer: bool,
-    memory_budget: int,
-) -> tuple[Tensor, Tensor, ExpCache] | None:
+def _plans(inputs: LogitInputs) -> tuple[Plan, Plan]:
+    """Those of the forward and of the backward pass."""
+    return make_plan(inputs.hidden, inputs.weight), make_plan(inputs.hidden, inputs.weight, backward=True)
+
+
+def cached_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, ExpCache] | None:
     """(loss, lse [N], the exponentials kept for ``logit_stats_backward``), or None where the budget has no room for any.
 
-    With ``in_dw_buffer`` the weight's gradient is allocated here, and its memory used until it is written.
+    Where the weight needs a gradient and the bias none, that of the weight may be allocated here, and its memory used until
+    it is written.
     """
-    inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap).readable()
-    columns = _cache_plan(inputs, in_dw_buffer, memory_budget)
+    inputs = LogitInputs.of(x, spec).readable()
+    plan, later = _plans(inputs)
+    block_n = max(plan.block_n, later.block_n)
+    dw_block_n = block_n * (2 if uses_hopper(plan, x.bias, spec.softcap) else 1)  # a multiple of every kernel's
+    in_dw_buffer, num_tiles = spec.needs[1] and not spec.needs[2], ceil_div(inputs.shape.v, plan.block_n)
+    columns = plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, in_dw_buffer, spec.memory_budget)
     if columns is None:
         return None
-    plan = make_plan(inputs.hidden, inputs.weight)
-    block_m = plan.block_m if specialised(plan, bias, softcap) else 0
-    cache = allocate_cache(inputs, columns, label_logits(inputs, plan, block_m))
+    cache = allocate_cache(inputs, columns, _labels(inputs, plan))
     lse = torch.empty_like(cache.label.logit)
     _stats_and_cache(inputs, cache.slabs, cache.label, lse, plan)
-    return total_loss(lse, cache.label.logit, None, factor, 0.0, z_loss), lse, cache
+    return total_loss(lse, cache.label.logit, factor, spec), lse, cache
 
 
-def grouped_cross_entropy(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-    labels: Tensor,  # [N]
-    factor: Tensor,  # scalar
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    z_loss: float,
-    need_hidden: bool,
-    need_weight: bool,
-    memory_budget: int,
-) -> tuple[Tensor, Tensor, PrecomputedGrads] | None:
-    """(loss, lse [N], the gradient of the hidden states but for a factor), or None where the weight needs a gradient, too.
+def grouped_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, PrecomputedGrads] | None:
+    """(loss, lse [N], the gradient of the hidden states but for a factor), or None where not they alone need a gradient.
 
     Likewise where the budget has no room for groups of tokens that pay.
     """
-    if need_weight or not need_hidden:
+    if spec.needs != (True, False, False):
         return None
-    inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap).readable()
+    inputs = LogitInputs.of(x, spec).readable()
     n, _, v, _ = inputs.shape
-    plan, later = (make_plan(inputs.hidden, inputs.weight, backward) for backward in (False, True))
-    size = group_size(inputs.shape, ceil_div(v, plan.block_n), max(plan.block_m, later.block_m), memory_budget)
+    plan, later = _plans(inputs)
+    size = group_size(inputs.shape, ceil_div(v, plan.block_n), max(plan.block_m, later.block_m), spec.memory_budget)
     if size == 0:
         return None
-    label = label_logits(inputs, plan, plan.block_m if specialised(plan, bias, softcap) else 0)
-    lse, one = torch.empty_like(label.logit), torch.ones((), device=hidden.device, dtype=torch.float32)
+    label = _labels(inputs, plan)
+    lse, one = torch.empty_like(label.logit), torch.ones((), device=x.hidden.device, dtype=torch.float32)
     grad_hidden = torch.empty_like(inputs.hidden, memory_format=torch.contiguous_format)
     values = empty_slab(inputs.hidden, min(n, size), v)  # of one group after the other
     for start in range(0, n, size):
         rows = slice(start, min(n, start + size))
-        group, of_group = inputs.tokens(rows), label.tokens(rows, plan.block_m)
+        group, group_label = inputs.tokens(rows), label.tokens(rows, plan.block_m)
         slab = Slab(0, v, values[: group.shape.n])
-        _stats_and_cache(group, [slab], of_group, lse[rows], plan)
-        grad_lse, grad_label, _ = token_gradients(one, factor, lse[rows], 0.0, z_loss)
-        grads = TokenGrads(lse[rows], grad_lse, grad_label)
-        group_gradient(group, slab.values, of_group.logit, grads, later, grad_hidden[rows])
-    return total_loss(lse, label.logit, None, factor, 0.0, z_loss), lse, PrecomputedGrads(grad_hidden)
-
-
-def dense_cross_entropy(
-    logits: Tensor,  # [N, V], of ``materialized.logits_of``; used up by ``dense_gradients``
-    bias: Tensor | None,  # [V]
-    labels: Tensor,  # [N]
-    factor: Tensor,  # scalar
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    z_loss: float,
-) -> tuple[Tensor, Tensor, materialized.Materialized]:
-    """(loss, lse [N], what ``dense_gradients`` needs): for few tokens, with real logits."""
-    bias, labels = None if bias is None else bias.contiguous(), labels.contiguous()
-    saved, label_logit = materialized.forward(logits, bias, labels, ignore_index, logit_scale, softcap)
-    return total_loss(saved.lse, label_logit, None, factor, 0.0, z_loss), saved.lse, saved
+        _stats_and_cache(group, [slab], group_label, lse[rows], plan)
+        grads = GradInputs.of(lse[rows], None, token_gradients(one, factor, lse[rows], spec))
+        group_gradient(group, slab, group_label.logit, grads, later, grad_hidden[rows])
+    return total_loss(lse, label.logit, factor, spec), lse, PrecomputedGrads(grad_hidden)

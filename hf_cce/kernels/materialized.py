@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch_config import empty_slab, padded
+from hf_cce.kernels.launch_config import FP_FUSION, empty_slab, padded
+from hf_cce.kernels.loss import total_loss
 from hf_cce.kernels.matmul import multiply, multiply_add
 from hf_cce.kernels.tiles import softcapped
+from hf_cce.spec import Inputs, LossSpec
 
 
 @dataclass
@@ -118,16 +120,16 @@ def _row_gradient_kernel(
         tl.store(to + cols, (gradient * logit_scale).to(out.dtype.element_ty), mask=cols < vocab_size)
 
 
-def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def logits_of(x: Inputs, dtype: torch.dtype) -> Tensor:
     """h Wᵀ [N, V] in ``dtype``, with aligned rows; in 16 bits the bias is added here.
 
     It needs no labels: the GPU computes it while the host checks them.
     """
-    logits = empty_slab(torch.empty(0, dtype=dtype, device=hidden.device), hidden.shape[0], weight.shape[0])
-    bias = bias if _rounded(logits) else None
+    logits = empty_slab(torch.empty(0, dtype=dtype, device=x.hidden.device), x.hidden.shape[0], x.weight.shape[0])
+    bias = x.bias if _rounded(logits) else None
     if bias is not None:
         logits.copy_(bias)
-    multiply_add(logits, hidden, weight.t(), first=bias is None)
+    multiply_add(logits, x.hidden, x.weight.t(), first=bias is None)
     return logits
 
 
@@ -136,61 +138,55 @@ def _rounded(logits: Tensor) -> bool:
     return logits.element_size() < 4
 
 
-def forward(
-    logits: Tensor,  # [N, V], of ``logits_of``
-    bias: Tensor | None,
-    labels: Tensor,  # [N]
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-) -> tuple[Materialized, Tensor]:
-    """(what the backward pass needs, the logit of each label [N])."""
-    n, v = logits.shape
-    bias = None if _rounded(logits) else bias
+def _bias_and_labels(x: Inputs, logits: Tensor) -> tuple[Tensor | None, Tensor]:
+    """As the kernels read them; None for a bias that the logits have already."""
+    return None if x.bias is None or _rounded(logits) else x.bias.contiguous(), x.labels.contiguous()
+
+
+def cross_entropy(
+    logits: Tensor,  # [N, V], of ``logits_of``; used up by ``gradients``
+    x: Inputs,
+    spec: LossSpec,
+    factor: Tensor,  # scalar
+) -> tuple[Tensor, Materialized]:
+    """(loss, what ``gradients`` needs)."""
+    (n, v), (bias, labels) = logits.shape, _bias_and_labels(x, logits)
     lse, label_logit = torch.empty((2, padded(n)), device=logits.device, dtype=torch.float32)[:, :n].unbind()
     _row_stats_kernel[(n,)](
-        logits, bias, labels, lse, label_logit, v, logits.stride(0), ignore_index, logit_scale, softcap or 1.0,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,
+        logits, bias, labels, lse, label_logit, v, logits.stride(0), *spec.form[:2], spec.softcap or 1.0,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0, BLOCK=2048, num_warps=8, **FP_FUSION,
     )  # fmt: skip
-    return Materialized(logits, lse), label_logit
+    return total_loss(lse, label_logit, factor, spec), Materialized(logits, lse)
 
 
-def backward(
+def gradients(
     saved: Materialized,
+    x: Inputs,
+    spec: LossSpec,
     grad: Tensor,  # scalar
     factor: Tensor,  # scalar
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,
-    labels: Tensor,  # [N]
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    z_loss: float,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias; None where not needed. Consumes ``saved``."""
     assert saved.logits is not None
-    (n, v), element = saved.logits.shape, hidden.element_size()
-    bias, labels = None if bias is None or _rounded(saved.logits) else bias.contiguous(), labels.contiguous()
+    (n, v), element, (need_hidden, need_weight, need_bias) = saved.logits.shape, x.hidden.element_size(), spec.needs
+    bias, labels = _bias_and_labels(x, saved.logits)
     logits = saved.logits.as_strided((n, saved.logits.stride(0)), saved.logits.stride())  # with what lies between rows
     saved.logits = None
     # Copy float32 logits to the inputs' dtype if dW needs as much memory as they do: they are freed before dW is allocated, and
     # only the copy stays beside dW.
-    if element < logits.element_size() and need_weight and element * weight.numel() >= 4 * logits.numel():
-        narrow = empty_slab(hidden, n, v)
+    if element < logits.element_size() and need_weight and element * x.weight.numel() >= 4 * logits.numel():
+        narrow = empty_slab(x.hidden, n, v)
     else:
-        narrow = logits.view(hidden.dtype)  # in their own memory
+        narrow = logits.view(x.hidden.dtype)  # in their own memory
     _row_gradient_kernel[(n,)](
-        logits, narrow, bias, labels, saved.lse, grad, factor, v, logits.stride(0), narrow.stride(0), ignore_index, logit_scale,
-        softcap or 1.0, z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0, BLOCK=2048, num_warps=8,
+        logits, narrow, bias, labels, saved.lse, grad, factor, v, logits.stride(0), narrow.stride(0), *spec.form[:2],
+        spec.softcap or 1.0, spec.z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0, BLOCK=2048, num_warps=8,
+        **FP_FUSION,
     )  # fmt: skip
     del logits
     gradient = narrow[:, :v]
     return (
-        multiply(gradient, weight) if need_hidden else None,
-        gradient.t() @ hidden if need_weight else None,
-        gradient.sum(0, dtype=torch.float32).to(weight.dtype) if need_bias else None,
+        multiply(gradient, x.weight) if need_hidden else None,
+        gradient.t() @ x.hidden if need_weight else None,
+        gradient.sum(0, dtype=torch.float32).to(x.weight.dtype) if need_bias else None,
     )

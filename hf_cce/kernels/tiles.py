@@ -32,7 +32,7 @@ def tile_logits(
     hidden,  # [N, D] pointer or TMA descriptor
     weight,  # [V, D] pointer or TMA descriptor
     bias,  # [V] pointer
-    order,  # [V padded to whole tiles] int32: the row of weight of each column, if GATHER
+    vocab_perm,  # [V padded to whole tiles] int32: the row of weight of each column, if GATHER
     row,  # first token of the tile
     col,  # first vocabulary entry of the tile
     num_tokens,
@@ -61,7 +61,7 @@ def tile_logits(
             acc = tl.dot(hidden.load([row, k]), weight.load([col, k]).T, acc)
     elif TMA:
         ks = tl.arange(0, BLOCK_K)
-        w_rows = tl.load(order + cols)
+        w_rows = tl.load(vocab_perm + cols)
         w_ptr = weight + w_rows.to(tl.int64)[:, None] * weight_stride + ks[None, :]
         for k in range(0, hidden_size, BLOCK_K):
             w = tl.load(w_ptr + k, mask=(ks < hidden_size - k)[None, :], other=0.0)
@@ -70,7 +70,7 @@ def tile_logits(
         rows = row + tl.arange(0, BLOCK_M)
         ks = tl.arange(0, BLOCK_K)
         h_ptr = hidden + rows.to(tl.int64)[:, None] * hidden_stride + ks[None, :]
-        w_rows = tl.load(order + cols) if GATHER else cols
+        w_rows = tl.load(vocab_perm + cols) if GATHER else cols
         w_ptr = weight + w_rows.to(tl.int64)[:, None] * weight_stride + ks[None, :]
         row_in, col_in = (rows < num_tokens)[:, None], (cols < vocab_size)[:, None]
         for k in range(0, hidden_size, BLOCK_K):

@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
-from hf_cce.kernels.exp_cache import LIMIT
-from hf_cce.kernels.inputs import LogitInputs, Shape, TokenGrads
-from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, padded
+from hf_cce.kernels.exp_cache import LIMIT, Slab
+from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
+from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, empty_slab, padded
 from hf_cce.kernels.matmul import multiply_add
 
 FEWEST_TOKENS = 512  # smaller groups leave the GPU idle
@@ -37,9 +37,9 @@ class PrecomputedGrads(NamedTuple):
     grad_hidden: Tensor  # [N, D]
 
 
-@triton.jit(do_not_specialize=["num_tokens", "width", "ignore_index"])
+@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _factors_kernel(
-    values,  # [N, width] S, rows `stride` apart; zeros are written where the labels are
+    values,  # [N, V] S, rows `stride` apart; zeros are written where the labels are
     label_logit,  # [N]
     labels,  # [N]
     lse,  # [N]
@@ -50,7 +50,6 @@ def _factors_kernel(
     of_label,  # [N], written: c
     num_tokens,
     vocab_size,
-    width,  # of the vocabulary
     stride,
     ignore_index,
     logit_scale,
@@ -72,10 +71,9 @@ def _factors_kernel(
         c *= 1.0 - (z / softcap) * (z / softcap)
     # A row block that is computed anew holds the gradient itself, its labels' entries included.
     f = tl.where(beyond != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
-    mine = valid & (label < width)
-    c = tl.where((beyond == 0) & mine, c * logit_scale, 0.0)
+    c = tl.where((beyond == 0) & valid, c * logit_scale, 0.0)
     zero = tl.zeros((BLOCK_M,), values.dtype.element_ty)
-    tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=in_rows & mine)
+    tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=in_rows & valid)
     tl.store(flags + tl.program_id(0), beyond)
     tl.store(scale + rows, f, mask=in_rows)
     tl.store(of_label + rows, c, mask=in_rows)
@@ -128,50 +126,6 @@ def rows_at_a_time(d: int, most: int) -> int:
     return ceil_div(min(BUFFER // (4 * d), most), BLOCK_R) * BLOCK_R
 
 
-def label_factors(
-    values: Tensor,  # [N, width]: of the first columns of the vocabulary
-    label_logit: Tensor,  # [N]
-    inputs: LogitInputs,
-    grads: TokenGrads,
-    block_m: int,
-    v: int,
-    scale: Tensor,  # [N] float32, written: f
-    of_label: Tensor,  # [N] float32, written: c; zero where the label is none of the columns
-) -> Tensor:
-    """Write the factors, and zeros into ``values`` where the labels are.
-
-    Returns:
-        Flags of the row blocks, [⌈N / block_m⌉] int32: the values of those that are not zero have to be computed anew.
-    """
-    n, width = values.shape
-    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=values.device)
-    _factors_kernel[(ceil_div(n, block_m),)](
-        values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, of_label, n, v, width,
-        values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
-        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m,
-    )  # fmt: skip
-    return flags
-
-
-def hidden_gradient(
-    values: Tensor,  # [N, ·]: of the first columns of the vocabulary
-    weight: Tensor,  # [·, D]
-    labels: Tensor,  # [N]
-    scale: Tensor,  # [N]
-    of_label: Tensor,  # [N]
-    product: Tensor,  # [rows, D] float32, overwritten
-    out: Tensor,  # [N, D], written
-) -> None:
-    """dh, as many tokens at a time as ``product`` holds."""
-    (n, d), at_a_time = out.shape, product.shape[0]
-    for start in range(0, n, at_a_time):
-        stop = min(n, start + at_a_time)
-        multiply_add(product[: stop - start], values[start:stop], weight, first=True)
-        _finish_hidden_kernel[(ceil_div(stop - start, BLOCK_R), ceil_div(d, 256))](
-            product, weight, labels, scale, of_label, out, start, stop - start, d, weight.stride(0), BLOCK_R=BLOCK_R, BLOCK_D=256
-        )  # fmt: skip
-
-
 def group_size(shape: Shape, num_tiles: int, block_m: int, budget: int) -> int:
     """Tokens of each group, the last one being smaller perhaps; 0 where the budget has no room for groups that pay."""
     n, d, v, dtype = shape
@@ -186,23 +140,35 @@ def group_size(shape: Shape, num_tiles: int, block_m: int, budget: int) -> int:
 
 def group_gradient(
     inputs: LogitInputs,
-    values: Tensor,  # [N, V], the exponentials of all logits; overwritten
+    slab: Slab,  # the exponentials of all logits; overwritten
     label_logit: Tensor,  # [N]
-    grads: TokenGrads,
+    grads: GradInputs,
     plan: Plan,
     out: Tensor,  # [N, D], written
 ) -> None:
     """The gradient of the hidden states of one group of tokens."""
-    n, d, v, _ = inputs.shape
+    (n, d, v, _), values, labels, weight = inputs.shape, slab.values, inputs.labels, inputs.weight
     scale, of_label = empty_slab(label_logit, 2, n).unbind()
-    flags = label_factors(values, label_logit, inputs, grads, plan.block_m, v, scale, of_label)
-    write_logit_gradient(values, inputs, grads, 0, v, plan, flags)
+    blocks = ceil_div(n, plan.block_m)
+    flags = torch.empty(blocks, dtype=torch.int32, device=values.device)
+    _factors_kernel[(blocks,)](
+        values, label_logit, labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, of_label, n, v,
+        values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
+        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=plan.block_m, **FP_FUSION,
+    )  # fmt: skip
+    write_logit_gradient(slab, inputs, grads, plan, flags)
     product = torch.empty((rows_at_a_time(d, n), d), device=values.device, dtype=torch.float32)
-    hidden_gradient(values, inputs.weight, inputs.labels, scale, of_label, product, out)
+    for start in range(0, n, len(product)):
+        stop = min(n, start + len(product))
+        multiply_add(product[: stop - start], values[start:stop], weight, first=True)
+        _finish_hidden_kernel[(ceil_div(stop - start, BLOCK_R), ceil_div(d, 256))](
+            product, weight, labels, scale, of_label, out, start, stop - start, d, weight.stride(0), BLOCK_R=BLOCK_R,
+            BLOCK_D=256, **FP_FUSION,
+        )  # fmt: skip
 
 
 def formed_gradients(formed: PrecomputedGrads, grad: Tensor) -> list[Tensor | None]:
     """The gradients of hidden, weight and bias for the upstream gradient ``grad``, a scalar, in place."""
     x = formed.grad_hidden
-    _multiply_kernel[(min(1024, ceil_div(x.numel(), 4096)),)](x, grad, x.numel(), BLOCK=4096, num_warps=8)
+    _multiply_kernel[(min(1024, ceil_div(x.numel(), 4096)),)](x, grad, x.numel(), BLOCK=4096, num_warps=8, **FP_FUSION)
     return [x, None, None]

@@ -148,7 +148,7 @@ def test_on_a_gpu_the_kernels_run_and_are_tested() -> None:
     }
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.9.1", "3.6.0+git1"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.1", "3.7.0", "3.6.0+git1"])
 def test_which_kernels_a_hopper_gpu_gets(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
     from hf_cce.kernels import launch_config
@@ -157,7 +157,7 @@ def test_which_kernels_a_hopper_gpu_gets(version: str, monkeypatch: pytest.Monke
     for capability in ((9, 0), (8, 9)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
         told = doctor.hopper_kernels(torch.device("cuda", 0))
-        assert told == "" if capability == (8, 9) else told.startswith("Hopper's") is launch_config.specialises()
+        assert told == "" if capability == (8, 9) else told.startswith("Hopper's") is launch_config.hopper_is_proven()
 
 
 def test_an_older_gpu_is_told_of_and_tested_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,19 +338,19 @@ def force_workspace(
 ) -> list[Any]:
     """Filtered losses run in slabs of so many column blocks, with so much room in a pass; None: one. Returns their workspaces."""
     from hf_cce.kernels.filter import run as filter_run
+    from hf_cce.kernels.filter.workspace import Workspace
 
     used: list[Any] = []
 
-    def plan_and_workspace(hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int) -> Any:
-        plan = filter_run.filter_plan(hidden, weight)
-        n, v = hidden.shape[0], weight.shape[0]
+    def plan_workspace(shape: Any, plan: Any, softcap: bool, need_weight: bool, budget: int) -> Any:
+        n, _, v, _ = shape
         rows, cols = -(-n // plan.block_m), -(-v // plan.block_n)
         slab = v if blocks is None else blocks * plan.block_n
         slots, passes = (rows * cols, 1) if room is None else (room + rows, -(-rows * cols // room))
-        used.append(filter_run.Workspace(slab, keep_weight, slots, room or slots, passes, n, True))
-        return plan, used[-1]
+        used.append(Workspace(slab, keep_weight, slots, room or slots, passes, n, True))
+        return used[-1]
 
-    monkeypatch.setattr(filter_run, "plan_and_workspace", plan_and_workspace)
+    monkeypatch.setattr(filter_run, "plan_workspace", plan_workspace)
     return used
 
 
@@ -420,13 +420,14 @@ def test_workspaces_of_usual_sizes(budget: int) -> None:
 def check_workspace(n: int, d: int, v: int, budget: int, softcap: bool, need_weight: bool, half: bool) -> bool:
     """Whether there is a workspace; fails if what the filter allocates by it, counted anew here, exceeds the budget."""
     from hf_cce.kernels.filter.workspace import MAX_PASSES, plan_workspace
+    from hf_cce.kernels.inputs import Shape
     from hf_cce.kernels.launch_config import Plan
 
     block_m, block_n = (128, 128) if half else (64, 64)
     dtype = torch.bfloat16 if half else torch.float32
     element = dtype.itemsize
-    given = (n, d, v, dtype, softcap, need_weight, Plan(block_m, block_n, 64, 4, 3, False, "ieee"), budget)
-    workspace = plan_workspace(*given)
+    plan = Plan(block_m, block_n, 64, 4, 3, False, "ieee")
+    workspace = plan_workspace(Shape(n, d, v, dtype), plan, softcap, need_weight, budget)
     if workspace is None:
         return False
     rows, cols = -(-n // block_m), -(-v // block_n)

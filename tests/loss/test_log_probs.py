@@ -13,6 +13,7 @@ from torch import Tensor
 from ways import KEEPS_ALL, force, peaked
 
 from hf_cce import CCEConfig, FilterState, dispatch, linear_log_probs
+from hf_cce.spec import Inputs, LossSpec, TokenGrads, Wanted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WANTED = {"entropy": True, "is_top1": True}
@@ -133,7 +134,8 @@ def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypat
 
     monkeypatch.setattr("hf_cce.kernels.filter.error.MEASURED_TOKENS", 16)
     hidden, weight, labels = peaked(128, 48, 600, torch.float32, DEVICE, seed=2)
-    found = kernels.filtered_stats(hidden, weight, None, labels, -100, 1.0, 0.0, False, False, True, 256 << 20, None)
+    x, spec = Inputs(hidden, weight, None, labels), LossSpec(-100, 1.0, 0.0, needs=(True, True, False))
+    found = kernels.filtered_stats(x, spec, Wanted(), None)
     assert found is not None
     (lse, *_), saved = found
     noise = torch.randn(128, generator=torch.Generator().manual_seed(11)).to(DEVICE)
@@ -142,13 +144,10 @@ def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypat
     g = torch.where(live, g, 0.0)
     if kind == "both signs":
         g -= torch.where(live, g.sum() / live.sum() - 1e-4, 0.0)
-    exact = kernels.logit_stats_backward(
-        g, -g, None, None, hidden, weight, None, labels, lse, None, -100, 1.0, 0.0, True, True, False, 256 << 20
-    )
+    exact = kernels.logit_stats_backward(x, spec, lse, None, TokenGrads(g, -g))
     tokens, tau = saved.order.token_perm, torch.tensor(3e-2, device=DEVICE)
-    *ours, report = kernels.token_filtered_gradients(
-        saved, g[tokens], -g[tokens], weight, tau, 1.0, 0.0, True, True, True
-    )
+    request = kernels.BackwardRequest(g[tokens], -g[tokens], tau, True, True, True)
+    *ours, report = kernels.filtered_gradients(saved, weight, request)
     wrong = [relative_error(a, b.double()) for a, b in zip(ours, exact, strict=False)]
     assert 0 < report.kept < report.tiles
     assert 0.5 < wrong[0] / float(report.error) < 2

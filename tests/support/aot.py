@@ -123,7 +123,7 @@ PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "filter blocks": ("filter", _blocks),
     "kept tiles": (
         "filter",
-        lambda plan: {**plan.constants(), "FLATTEN": plan.specialised, "num_warps": plan.tile_warps},
+        lambda plan: {**plan.constants(), "FLATTEN": plan.flatten, "num_warps": plan.tile_warps},
     ),
     "hidden gradient": ("filter", lambda p: _sparse(p, p.block_d, p.sparse_warps, p.hidden_stages)),
     "labels": ("forward", lambda plan: plan.label_constants()),
@@ -271,6 +271,7 @@ def compiled(build: Build, arch: int) -> Any:
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(fn=_function(build.spec), signature=types, constexprs=constexprs, attrs=attributes)
     options = {name: build.constants[name] for name in ("num_warps", "num_stages") if name in build.constants}
+    options |= import_module("hf_cce.kernels.launch_config").FP_FUSION
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -26,13 +26,13 @@ _THRESHOLDS = {
     "filtered": (0.0, 0.0, 0.0),
 }
 _FUNCTIONS = {
-    "dense_cross_entropy": "dense",
-    "stored_cross_entropy": "stored",
+    "materialized_cross_entropy": "dense",
+    "cached_cross_entropy": "stored",
     "grouped_cross_entropy": "grouped",
     "formed_gradients": "formed gradients",
     "filtered_cross_entropy": "filtered",
     "cross_entropy": "exact",
-    "dense_gradients": "dense gradients",
+    "materialized_gradients": "dense gradients",
     "filtered_gradients": "filtered gradients",
     "logit_stats_backward": "recomputed gradients",
 }

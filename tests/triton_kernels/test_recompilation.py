@@ -17,6 +17,7 @@ import torch
 from triton.runtime.jit import KernelInterface
 from triton.tools.tensor_descriptor import TensorDescriptor
 from hf_cce import kernels
+from hf_cce.spec import Divisor, Inputs, LossSpec, TokenGrads, Wanted
 
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, total_memory=140 << 30)
@@ -44,6 +45,7 @@ def launches(n, v, strategy):
 
     def record(self, grid):
         def run(*args, **options):
+            assert options.pop("enable_fp_fusion") is True, self.fn.__name__  # Triton 3.10's default is another
             options.pop("ROWS", None)  # the row blocks' number up to a power of 2, for two small kernels that sort
             given = options | {p.name: x for x, p in zip(args, self.params)}
             kinds = {p.name: kind(given[p.name], p) for p in self.params if p.name in given and not p.is_constexpr}
@@ -60,33 +62,36 @@ def step(n, v, strategy):
     d, dtype, frozen = 1024, torch.bfloat16, strategy in ("frozen", "grouped", "whole")
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, scalar = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
-    form, needs = (-100, 1.0, 0.0), (True, not frozen, False)
+    x = Inputs(hidden, weight, None, labels)
     budget = {"grouped": 640, "whole": 1280}.get(strategy, 256) << 20
-    kernels.survey_labels(labels, -100, v, None, 0.0)
-    common = (hidden, weight, None, labels, scalar, *form, 0.0)
-    if strategy in ("filtered", "frozen"):
-        _, saved = kernels.filtered_cross_entropy(*common, needs[1], budget, None)
-        kernels.filtered_gradients(saved, scalar, scalar, weight, scalar, *form[1:], 0.0, *needs[:2], True)
-    elif strategy == "statistics":
-        _, saved = kernels.filtered_stats(*common[:4], *form, True, True, True, budget, None)
-        per_token = torch.empty(n, device="meta")
-        kernels.token_filtered_gradients(saved, per_token, per_token, weight, scalar, *form[1:], True, True, True)
-    elif strategy == "dense":
-        logits = kernels.dense_logits(hidden, weight, None, torch.float32)
-        _, _, saved = kernels.dense_cross_entropy(logits, *common[2:])
-        kernels.dense_gradients(saved, scalar, scalar, hidden, weight, None, labels, *form, 0.0, *needs)
+    spec = LossSpec(-100, 1.0, 0.0, needs=(True, not frozen, False), memory_budget=budget)
+    kernels.validate_labels(labels, -100, v, Divisor())
+    if strategy in ("filtered", "frozen", "statistics"):
+        if strategy == "statistics":
+            _, saved = kernels.filtered_stats(x, spec, Wanted(entropy=True, top1=True), None)
+            per_token = torch.empty(n, device="meta")
+            grads = TokenGrads(per_token, per_token)
+        else:
+            _, saved = kernels.filtered_cross_entropy(x, spec, scalar, None)
+            grads = kernels.token_gradients(scalar, scalar, saved.lse, spec)
+        request = kernels.BackwardRequest(grads.lse, grads.label, scalar, *spec.needs[:2], True)
+        kernels.filtered_gradients(saved, weight, request)
+    elif strategy == "materialized":
+        logits = kernels.materialized_logits(x, torch.float32)
+        _, saved = kernels.materialized_cross_entropy(logits, x, spec, scalar)
+        kernels.materialized_gradients(saved, x, spec, scalar, scalar)
     elif strategy in ("grouped", "whole"):
-        _, _, formed = kernels.grouped_cross_entropy(*common, *needs[:2], budget)
+        _, _, formed = kernels.grouped_cross_entropy(x, spec, scalar)
         kernels.formed_gradients(formed, scalar)
     else:
-        _, lse, stored = kernels.stored_cross_entropy(*common, True, budget)
-        vectors = kernels.token_gradients(scalar, scalar, lse, 0.0, 0.0)
-        kernels.logit_stats_backward(*vectors, None, *common[:4], lse, None, *form, *needs, budget, stored)
+        _, lse, cache = kernels.cached_cross_entropy(x, spec, scalar)
+        grads = kernels.token_gradients(scalar, scalar, lse, spec)
+        kernels.logit_stats_backward(x, spec, lse, None, grads, cache)
 
 
-for strategy in ("filtered", "frozen", "statistics", "stored", "grouped", "whole", "dense"):
+for strategy in ("filtered", "frozen", "statistics", "cached", "grouped", "whole", "materialized"):
     for v in (49152, 50257):
-        n = 600 if strategy == "dense" else 8192
+        n = 600 if strategy == "materialized" else 8192
         usual = launches(n, v, strategy)
         assert len(usual) > 3, strategy
         for other in (n + 1, n + 2, n - 1, n - 5):

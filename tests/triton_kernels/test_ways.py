@@ -19,6 +19,7 @@ from ways import WAYS, applies, config_of, force, plain_options, takes, watch
 
 from hf_cce import CCEConfig, FilterState, dispatch, linear_cross_entropy, linear_log_probs, strategies
 from hf_cce import filter_state as state_module
+from hf_cce.spec import Inputs, LossSpec, TokenGrads
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -227,7 +228,7 @@ def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(launch_config, "specialises", lambda: True)
+    monkeypatch.setattr(launch_config, "hopper_is_proven", lambda: True)
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *args, **options: None)
     for module in (backward, token_groups):
         monkeypatch.setattr(module, "multiply_add", lambda *_, **__: None)
@@ -247,17 +248,17 @@ def test_what_is_stored_takes_no_more_than_the_budget(
 
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, factor = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
-    form, lent = (-100, 1.0, 0.0), 0
+    x, lent = Inputs(hidden, weight, None, labels), 0
     for budget in (256 << 20, 512 << 20, 1024 << 20):
         with Alive({x.untyped_storage()._cdata for x in (hidden, weight, labels, factor)}) as alive:
-            found = module.stored_cross_entropy(hidden, weight, None, labels, factor, *form, 0.0, True, budget)
+            spec = LossSpec(-100, 1.0, 0.0, needs=(True, True, False), memory_budget=budget)
+            found = module.cached_cross_entropy(x, spec, factor)
             if found is not None:
                 _, lse, stored = found
                 lent += len(stored.slabs) > 1
-                vectors = (factor.new_empty(n), factor.new_empty(n), None, None)
-                given = (hidden, weight, None, labels, lse, None, *form, True, True, False, budget)
+                grads = TokenGrads(factor.new_empty(n), factor.new_empty(n))
                 del found
-                gradients = logit_stats_backward(*vectors, *given, stored)
+                gradients = logit_stats_backward(x, spec, lse, None, grads, stored)
                 assert gradients[1].shape == weight.shape
         assert alive.peak - dtype.itemsize * (n + v) * d <= budget + 64 * n
     assert lent
@@ -276,10 +277,9 @@ def test_groups_take_no_more_than_the_budget(
     labels, factor = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
     given = (hidden, weight, labels, factor)
     for mib in (512, 1024, 1536):
+        spec = LossSpec(-100, 1.0, 0.0, needs=(True, False, False), memory_budget=mib << 20)
         with Alive({x.untyped_storage()._cdata for x in given}) as alive:
-            found = module.grouped_cross_entropy(
-                hidden, weight, None, labels, factor, -100, 1.0, 0.0, 0.0, True, False, mib << 20
-            )
+            found = module.grouped_cross_entropy(Inputs(hidden, weight, None, labels), spec, factor)
         assert found is not None
         assert alive.peak - dtype.itemsize * n * d <= (mib << 20) + 64 * n
 
@@ -330,11 +330,10 @@ def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -
     hidden, weight = (torch.randn(rows, d, generator=g).to(DEVICE, dtype) for rows in (n, v))
     labels = torch.randint(v, (n,), generator=g).to(DEVICE)
     labels[::5] = -100
-    factor, options = torch.tensor(1.0 / n, device=DEVICE), (-100, 1.0, 0.0)
-    saved, _ = materialized.forward(materialized.logits_of(hidden, weight, None, torch.float32), None, labels, *options)
-    found = materialized.backward(
-        saved, factor, factor * n * 64, hidden, weight, None, labels, *options, 0.0, True, True, False
-    )
+    factor, x = torch.tensor(1.0 / n, device=DEVICE), Inputs(hidden, weight, None, labels)
+    spec = LossSpec(-100, 1.0, 0.0, needs=(True, True, False))
+    _, saved = materialized.cross_entropy(materialized.logits_of(x, torch.float32), x, spec, factor)
+    found = materialized.gradients(saved, x, spec, factor, factor * n * 64)
     assert saved.logits is None
 
     def plain(kind: torch.dtype) -> tuple[Tensor, ...]:
@@ -393,16 +392,18 @@ def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
     v: int, ignored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a hidden size above 512 and an odd vocabulary; gradients of tokens without a label are zero."""
+    from hf_cce import kernels
     from hf_cce.kernels import materialized
 
     taken, made = force(monkeypatch, "dense16"), []
-    real = materialized.forward
+    real = materialized.logits_of
 
-    def forward(logits: Tensor, *others: Any) -> Any:
+    def logits_of(*given: Any) -> Tensor:
+        logits = real(*given)
         made.append((logits.dtype, logits.data_ptr() % 16, logits.stride(0) % 16))
-        return real(logits, *others)
+        return logits
 
-    monkeypatch.setattr(materialized, "forward", forward)
+    monkeypatch.setattr(kernels, "materialized_logits", logits_of)
     (hidden, weight, _), labels = make_inputs(70, 600, v, torch.float16, DEVICE, ignored=ignored)
     for options in (PLAIN, Options(0.7, 5.0, z_loss=1e-2), Options(reduction="sum")):
         inputs = (hidden, weight, None)
@@ -421,15 +422,14 @@ def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
 
     n, d, v = 40, 24, 600
     (hidden, weight, bias), labels = make_inputs(n, d, v, dtype, DEVICE, bias=True)
-    factor, options = torch.tensor(1.0 / n), (-100, 1.0, 0.0)
+    factor, given_inputs = torch.tensor(1.0 / n), Inputs(hidden, weight, bias, labels)
+    spec = LossSpec(-100, 1.0, 0.0, needs=(True, True, True))
     left = 2 * (n * d + v * d + v)
     vectors = 2 * 4 * n + 4 * v  # statistics of the tokens, and the bias's gradient before it is rounded
     given = {x.untyped_storage()._cdata for x in (hidden, weight, bias, labels, factor) if x is not None}
     with Alive(given) as alive:
-        saved, _ = materialized.forward(materialized.logits_of(hidden, weight, bias, dtype), bias, labels, *options)
-        found = materialized.backward(
-            saved, factor, factor, hidden, weight, bias, labels, *options, 0.0, True, True, True
-        )
+        _, saved = materialized.cross_entropy(materialized.logits_of(given_inputs, dtype), given_inputs, spec, factor)
+        found = materialized.gradients(saved, given_inputs, spec, factor, factor)
     assert all(x is not None and x.dtype == dtype for x in found)
     assert alive.peak - left <= 2 * n * (v + 15) + vectors
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
@@ -466,10 +466,11 @@ def test_memory_of_logits_of_16_bits_on_the_gpu(
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU fails by an assertion of its own")
-@pytest.mark.parametrize("way", ["dense", "dense16", "full"])
+@pytest.mark.parametrize("way", ["dense", "dense16"])
 def test_the_product_comes_first_and_labels_are_looked_at_before_they_are_used(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from hf_cce import kernels
     from hf_cce.kernels import materialized
 
     order: list[str] = []
@@ -484,14 +485,11 @@ def test_the_product_comes_first_and_labels_are_looked_at_before_they_are_used(
         monkeypatch.setattr(place, name, wrapper)
 
     force(monkeypatch, way)
-    for place, name in ((materialized, "multiply_add"), (strategies, "validate_labels"), (materialized, "forward")):
-        noting(place, name)
-    for name in ("linear", "cross_entropy"):
-        noting(torch.nn.functional, name)
+    noting(materialized, "multiply_add")
+    noting(strategies, "validate_labels")
+    noting(kernels, "materialized_cross_entropy")
     (hidden, weight, _), labels = make_inputs(37, 40, 131, torch.float16, DEVICE)
-    if way == "full":
-        monkeypatch.setattr(dispatch, "few_tokens", lambda *_: True)
-    product, use = ("linear", "cross_entropy") if way == "full" else ("multiply_add", "forward")
+    product, use = "multiply_add", "materialized_cross_entropy"
     leaves = [x.requires_grad_() for x in (hidden, weight)]
     linear_cross_entropy(*leaves, labels, config=config_of(way)).backward()
     assert order == [product, "validate_labels", use]

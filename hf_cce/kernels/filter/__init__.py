@@ -3,7 +3,7 @@
 A filtered step, in the order of its modules:
 
 - ``order``: sort vocabulary and tokens, so that few tiles hold most of the gradient.
-- ``run.forward``: loss, and statistics of each tile.
+- ``run``: loss, and statistics of each tile; after it, what the backward pass does.
 - ``select``: choose the tiles to keep; the others leave their mass.
 - ``corrections``: what the mass of dropped tiles leaves out, to first order.
 - ``error``: estimate the error, in some steps; ``hf_cce.filter_state`` moves the threshold.

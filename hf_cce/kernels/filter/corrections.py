@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch_config import ceil_div
+from hf_cce.kernels.inputs import Shape
+from hf_cce.kernels.launch_config import FP_FUSION, ceil_div
 from hf_cce.kernels.matmul import multiply_add
 
 CENTERED_BYTES = 16 << 20  # of the weight's rows, centered at a time
@@ -119,13 +120,15 @@ def _row_coeffs_kernel(
     )
 
 
-def correction_bytes(d: int, v: int, element: int, need_hidden: bool, need_weight: bool) -> int:
+def correction_bytes(shape: Shape, need_weight: bool) -> int:
     """Memory of the results of ``dropped_covariance`` and ``make_weight_correction``."""
-    return element * (d * d * need_hidden + RANK.value * (v + d) * need_weight)
+    _, d, v, dtype = shape
+    return dtype.itemsize * (d * d + RANK.value * (v + d) * need_weight)
 
 
-def correction_scratch_bytes(n: int, d: int, v: int, element: int, block_n: int, need_weight: bool) -> int:
+def correction_scratch_bytes(shape: Shape, block_n: int, need_weight: bool) -> int:
     """Memory that ``dropped_covariance`` and ``make_weight_correction`` need besides their results, at most."""
+    (n, d, v, _), element = shape, shape.dtype.itemsize
     of_weight = 4 * d * d + element * n * d + 4 * RANK.value * (v + 8 * d)
     return max(4 * d * d + max(CENTERED_BYTES, element * block_n * d), of_weight * need_weight)
 
@@ -148,7 +151,7 @@ def dropped_covariance(
         count = min(at_a_time, tiles - first)
         rows = weight.new_empty((count * block_n, d))
         _centered_rows_kernel[(count, ceil_div(d, 128))](
-            weight, vocab_perm, scale, rows, first, v, d, weight.stride(0), BLOCK_N=block_n, BLOCK_D=128
+            weight, vocab_perm, scale, rows, first, v, d, weight.stride(0), BLOCK_N=block_n, BLOCK_D=128, **FP_FUSION
         )
         multiply_add(total, rows.t(), rows, first=first == 0)
         del rows  # before the next ones, and the copy below
@@ -170,7 +173,7 @@ def mass_weighted_hidden(
     (n, d), out = hidden.shape, torch.empty_like(hidden) if columns is None else columns
     _mass_weighted_hidden_kernel[(ceil_div(n, 32), ceil_div(d, 512))](
         hidden, mass, out, n, d, hidden.stride(0), mass.stride(0), out.stride(0), mass.shape[0], logit_scale,
-        TRANSPOSED=columns is not None, ABSOLUTE=absolute, BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512,
+        TRANSPOSED=columns is not None, ABSOLUTE=absolute, BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512, **FP_FUSION,
     )  # fmt: skip
     return out
 
@@ -203,7 +206,9 @@ def make_weight_correction(
     product = torch.empty((v, size), device=weight.device, dtype=torch.float32)
     multiply_add(product, weight, directions.to(weight.dtype), first=True)
     row_coeffs = weight.new_empty((v, size))
-    _row_coeffs_kernel[(ceil_div(v, block_n),)](product, vocab_perm, row_coeffs, v, BLOCK_N=block_n, SIZE=size)
+    _row_coeffs_kernel[(ceil_div(v, block_n),)](
+        product, vocab_perm, row_coeffs, v, BLOCK_N=block_n, SIZE=size, **FP_FUSION
+    )
     return WeightCorrection(row_coeffs, basis.to(weight.dtype))
 
 

@@ -9,6 +9,7 @@ This is plain PyTorch, since few steps are measured. The host reads no result, a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,16 +24,6 @@ ROUNDED_TOKENS = 4 * MEASURED_TOKENS
 MEASURED_ROWS = 256  # of dW
 
 
-@dataclass(frozen=True)
-class FilterErrors:
-    """Frobenius norms, as scalars on the device; None where the gradient is not needed."""
-
-    error: Tensor | None  # of dh, from dropped tiles
-    weight_error: Tensor | None  # of dW, from dropped tiles
-    rounding_error: Tensor | None  # of dh, from rounded logits
-    rounding_weight_error: Tensor | None  # of dW, from rounded logits
-
-
 def estimate_errors(
     saved: SavedForward,
     weight: Tensor,  # [V, D]
@@ -41,17 +32,21 @@ def estimate_errors(
     mass: DroppedMass,
     covariance: Tensor | None,  # [D, D]
     correction: WeightCorrection | None,
-) -> FilterErrors:
-    """Estimate both errors of the gradients that ``request`` asks for, before the gradients are computed."""
+) -> dict[str, Any]:
+    """Estimate both errors of the gradients that ``request`` asks for, before the gradients are computed.
+
+    Returns:
+        Frobenius norms, scalars on the device, by the names of ``FilterReport``.
+    """
     step = _Step(saved, weight, request, kept, mass)
     likely_rounded, dropped_energy = _token_energies(step)
     rounding_hidden, rounding_weight = _rounding_errors(step, likely_rounded)
-    return FilterErrors(
-        _hidden_error(step, dropped_energy, covariance) if request.need_hidden else None,
-        _weight_error(step, correction) if request.need_weight else None,
-        rounding_hidden if request.need_hidden else None,
-        rounding_weight if request.need_weight else None,
-    )
+    errors: dict[str, Any] = {}
+    if request.need_hidden:
+        errors |= {"error": _hidden_error(step, dropped_energy, covariance), "rounding_error": rounding_hidden}
+    if request.need_weight:
+        errors |= {"weight_error": _weight_error(step, correction), "rounding_weight_error": rounding_weight}
+    return errors
 
 
 def relative_errors(report: FilterReport, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> FilterReport:
@@ -200,7 +195,7 @@ def _weight_error(step: _Step, correction: WeightCorrection | None) -> Tensor:
     total = torch.zeros((), device=columns.device)
     for some, factor in zip(columns.split(step.rows_at_once), factors.split(step.rows_at_once), strict=True):
         wrong = torch.empty((len(some), d), device=columns.device)
-        entries = saved.order.vocab_perm[some].long()
+        entries = saved.vocabulary.vocab_perm[some].long()
         multiply_add(wrong, step.left_out(None, entries).t(), saved.hidden, first=True)
         if correction is not None:
             tiles = some // saved.plan.block_n

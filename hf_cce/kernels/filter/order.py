@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.filter.corrections import WeightCorrection
-from hf_cce.kernels.launch_config import ceil_div
+from hf_cce.kernels.launch_config import FP_FUSION, ceil_div
 
 SAMPLE = 1024  # tokens whose mean gives the average logits
 FINE = 1 << 14  # columns in whose exact order tokens are sorted
@@ -23,7 +23,7 @@ COUNTED = 1 << 13  # tokens up to which counting smaller keys is faster than sor
 
 
 @triton.jit
-def _order_kernel(by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK: tl.constexpr):
+def _invert_order_kernel(by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(by_logit + at, mask=at < v, other=0).to(tl.int32)
     tl.store(vocab_perm + at, entry, mask=at < padded)
@@ -31,7 +31,7 @@ def _order_kernel(by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK: tl.con
 
 
 @triton.jit(do_not_specialize=["ignore_index", "num_tokens"])
-def _key_kernel(
+def _sort_keys_kernel(
     labels, inv_vocab_perm, columns, keys, num_tokens, v, ignore_index, FINE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write the column of each label (V where it is ignored), and the sort keys of ``sort_tokens``."""
@@ -45,7 +45,7 @@ def _key_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _place_kernel(
+def _sort_by_counting_kernel(
     keys,  # [N] int16
     columns,  # [N] int32
     token_perm,  # [N] int64, written: the tokens by ascending key; of equal keys the first token first
@@ -62,9 +62,8 @@ def _place_kernel(
     for first in range(0, num_tokens, BLOCK):
         at = first + tl.arange(0, BLOCK)
         other = tl.load(keys + at, mask=at < num_tokens, other=32767).to(tl.int32) * 65536 + at
-        signs += (
-            other[None, :] - mine[:, None]
-        ) >> 31  # minus one where it is smaller: fewer instructions than to compare
+        # Minus one where it is smaller: fewer instructions than to compare.
+        signs += (other[None, :] - mine[:, None]) >> 31
     before = -tl.sum(signs, 1)
     tl.store(token_perm + before, rows.to(tl.int64), mask=inside)
     tl.store(labels + before, tl.load(columns + rows, mask=inside, other=0), mask=inside)
@@ -103,10 +102,9 @@ class Vocabulary:
     weight_correction: WeightCorrection | None = None
 
 
-class Order(NamedTuple):
-    """The order of the columns and rows of one step."""
+class TokenOrder(NamedTuple):
+    """The order of the rows of one step."""
 
-    vocab_perm: Tensor  # [V padded to whole tiles] int32: the vocabulary entry of each column
     token_perm: Tensor  # [N] int64: the token of each row
     labels: Tensor  # [N] int32: the column of each row's label; V where it is ignored
 
@@ -125,11 +123,13 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
     padded = ceil_div(v, block_n) * block_n
     vocab_perm = torch.empty(padded, dtype=torch.int32, device=hidden.device)
     inv_vocab_perm = torch.empty(v, dtype=torch.int32, device=hidden.device)
-    _order_kernel[(ceil_div(padded, 1024),)](by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK=1024)
+    _invert_order_kernel[(ceil_div(padded, 1024),)](
+        by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK=1024, **FP_FUSION
+    )
     return Vocabulary(vocab_perm, inv_vocab_perm)
 
 
-def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Order:
+def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> TokenOrder:
     """Sort by the column of the label; ignored tokens come last.
 
     Keys have 16 bits, as a radix sort takes a pass for each byte: exact for the first FINE columns, which most labels are in,
@@ -138,16 +138,19 @@ def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> Or
     n, v = labels.numel(), vocabulary.inv_vocab_perm.numel()
     columns = torch.empty(n, dtype=torch.int32, device=labels.device)
     keys = torch.empty(n, dtype=torch.int16 if v < LARGEST else torch.int32, device=labels.device)
-    _key_kernel[(ceil_div(n, 1024),)](
-        labels, vocabulary.inv_vocab_perm, columns, keys, n, v, ignore_index, FINE=FINE if v < LARGEST else v, BLOCK=1024
+    _sort_keys_kernel[(ceil_div(n, 1024),)](
+        labels, vocabulary.inv_vocab_perm, columns, keys, n, v, ignore_index, FINE=FINE if v < LARGEST else v, BLOCK=1024,
+        **FP_FUSION,
     )  # fmt: skip
     if n <= COUNTED and v < LARGEST:
         token_perm = torch.empty(n, dtype=torch.int64, device=labels.device)
         ordered = torch.empty_like(columns)
-        _place_kernel[(ceil_div(n, 16),)](keys, columns, token_perm, ordered, n, BLOCK_R=16, BLOCK=512, num_warps=4)
-        return Order(vocabulary.vocab_perm, token_perm, ordered)
+        _sort_by_counting_kernel[(ceil_div(n, 16),)](
+            keys, columns, token_perm, ordered, n, BLOCK_R=16, BLOCK=512, num_warps=4, **FP_FUSION
+        )
+        return TokenOrder(token_perm, ordered)
     token_perm = torch.sort(keys, stable=True).indices
-    return Order(vocabulary.vocab_perm, token_perm, columns.index_select(0, token_perm))
+    return TokenOrder(token_perm, columns.index_select(0, token_perm))
 
 
 def permute_rows(weight: Tensor, vocab_perm: Tensor, first: int, stop: int, means: Tensor, block_n: int) -> Tensor:
@@ -156,6 +159,6 @@ def permute_rows(weight: Tensor, vocab_perm: Tensor, first: int, stop: int, mean
     out = weight.new_empty((stop - first, d))
     _permute_rows_kernel[(ceil_div(stop - first, block_n), ceil_div(d, 128))](
         weight, vocab_perm, out, means, first // block_n, v, d, weight.stride(0),
-        BLOCK_N=block_n, BLOCK_D=128, num_warps=4,
+        BLOCK_N=block_n, BLOCK_D=128, num_warps=4, **FP_FUSION,
     )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,183 +23,120 @@ from hf_cce.kernels.filter.error import estimate_errors, relative_errors
 from hf_cce.kernels.filter.order import Vocabulary, permute_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.filter.select import DroppedMass, Kept, dropped_mass, select
 from hf_cce.kernels.filter.sparse import DroppedParts, multiply_kept
-from hf_cce.kernels.filter.workspace import BackwardRequest, FilterReport, SavedForward, Workspace, plan_workspace
+from hf_cce.kernels.filter.workspace import BackwardRequest, FilterReport, SavedForward, plan_workspace
 from hf_cce.kernels.forward import combine, tile_stats
 from hf_cce.kernels.inputs import LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import Plan, ceil_div, filter_plan, padded, row_major, specialised
-from hf_cce.kernels.loss import token_gradients, total_loss
+from hf_cce.kernels.launch_config import ceil_div, filter_plan, padded, row_major, uses_hopper
+from hf_cce.kernels.loss import total_loss
 from hf_cce.kernels.matmul import multiply_add
+from hf_cce.spec import Inputs, LossSpec, Stats, Wanted
 
 
 def filtered_cross_entropy(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-    labels: Tensor,  # [N]
-    factor: Tensor,  # scalar
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    z_loss: float,
-    need_weight: bool,
-    memory_budget: int,
-    vocabulary: Vocabulary | None,
+    x: Inputs, spec: LossSpec, factor: Tensor, vocabulary: Vocabulary | None
 ) -> tuple[Tensor, SavedForward] | None:
     """Return (loss, what ``filtered_gradients`` needs), or None where the budget does not allow the filter."""
-    inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
-    saved = _forward_within(inputs, need_weight, memory_budget, vocabulary, None, None)
-    if saved is None:
-        return None
-    return total_loss(saved.lse, saved.label_logit, None, factor, 0.0, z_loss), saved
+    saved = _forward(x, spec, vocabulary)
+    return None if saved is None else (total_loss(saved.lse, saved.label_logit, factor, spec), saved)
 
 
 def filtered_stats(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-    labels: Tensor,  # [N]
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,  # 0, if the entropy is wanted
-    want_entropy: bool,
-    want_top1: bool,
-    need_weight: bool,
-    memory_budget: int,
-    vocabulary: Vocabulary | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], SavedForward] | None:
-    """Return ((lse, label_logit, entropy, is_top1) as of ``logit_stats``, what ``token_filtered_gradients`` needs), or None."""
-    n, v = labels.numel(), weight.shape[0]
-    entropy = torch.empty(n if want_entropy else 0, device=hidden.device, dtype=torch.float32)
-    is_top1 = torch.empty(n if want_top1 else 0, dtype=torch.bool, device=hidden.device)
-    statistics = 4 * (want_entropy + want_top1) * ceil_div(v, filter_plan(hidden, weight).block_n) * padded(n)
-    inputs = LogitInputs(hidden, weight, bias, labels, ignore_index, logit_scale, softcap)
-    saved = _forward_within(
-        inputs, need_weight, memory_budget - statistics, vocabulary, entropy if want_entropy else None,
-        is_top1 if want_top1 else None,
-    )  # fmt: skip
+    x: Inputs, spec: LossSpec, wanted: Wanted, vocabulary: Vocabulary | None
+) -> tuple[Stats, SavedForward] | None:
+    """Return (lse, label_logit, entropy and is_top1 as of ``logit_stats``, what ``filtered_gradients`` needs), or None.
+
+    The entropy is available without a softcap only.
+    """
+    n, device = x.labels.numel(), x.hidden.device
+    entropy = torch.empty(n if wanted.entropy else 0, device=device, dtype=torch.float32)
+    is_top1 = torch.empty(n if wanted.top1 else 0, dtype=torch.bool, device=device)
+    saved = _forward(x, spec, vocabulary, entropy if wanted.entropy else None, is_top1 if wanted.top1 else None)
     if saved is None:
         return None
-    of_rows, token_perm = (saved.lse, saved.label_logit, entropy, is_top1), saved.order.token_perm
+    by_row, token_perm = (saved.lse, saved.label_logit, entropy, is_top1), saved.order.token_perm
     lse, label_logit, entropy, is_top1 = (
-        torch.empty_like(x).index_copy_(0, token_perm, x) if x.numel() else x for x in of_rows
+        torch.empty_like(stat).index_copy_(0, token_perm, stat) if stat.numel() else stat for stat in by_row
     )
-    return (lse, label_logit, entropy, is_top1), saved
+    empty = lse.new_empty(0)
+    return Stats(lse, label_logit, empty, entropy, empty, is_top1), saved
 
 
 def filtered_gradients(
     saved: SavedForward,
-    grad: Tensor,  # scalar
-    factor: Tensor,  # scalar
     weight: Tensor,  # [V, D]
-    tau: Tensor,  # scalar
-    logit_scale: float,
-    softcap: float,
-    z_loss: float,
-    *how: Any,  # as in token_filtered_gradients
-) -> tuple[Tensor | None, Tensor | None, FilterReport]:
-    """``token_filtered_gradients`` of a scalar loss."""
-    vectors = token_gradients(grad, factor, saved.lse, 0.0, z_loss)[:2]
-    return token_filtered_gradients(saved, *vectors, weight, tau, logit_scale, softcap, *how)
-
-
-def token_filtered_gradients(
-    saved: SavedForward,
-    grad_lse: Tensor,  # [N] in the order of ``saved.order.token_perm``, like the next
-    grad_label: Tensor,
-    weight: Tensor,  # [V, D]
-    tau: Tensor,  # scalar
-    logit_scale: float,
-    softcap: float,
-    need_hidden: bool,
-    need_weight: bool,
-    measure: bool,
+    request: BackwardRequest,
     unfiltered: Callable[[], Sequence[Tensor | None]] | None = None,
     next_tau: Callable[[FilterReport], Tensor | None] = lambda report: None,
 ) -> tuple[Tensor | None, Tensor | None, FilterReport]:
-    """Return (dh, dW, report), up to what ``tau`` lets the filter drop; empty where not needed. Consumes ``saved``.
+    """Return (dh, dW, report), up to what ``request.tau`` lets the filter drop; empty where not needed. Consumes ``saved``.
 
-    With ``unfiltered``, which returns exact gradients, those are returned and only the report is the filter's: see ``probe``.
+    With ``unfiltered``, which returns exact gradients, those are returned and only the report is the filter's: see ``_probe``.
     """
     weight = row_major(weight)
-    request = BackwardRequest(grad_lse, grad_label, tau, need_hidden, need_weight, measure)
     if unfiltered is None:
-        return backward(saved, weight, request)
-    report = probe(saved, weight, request, next_tau)
-    del request, grad_lse, grad_label  # their memory, like that of ``saved``, is for the gradients
+        return _backward(saved, weight, request)
+    report = _probe(saved, weight, request, next_tau)
+    del request  # its memory, like that of ``saved``, is for the gradients
     grad_hidden, grad_weight, *_ = unfiltered()
     return grad_hidden, grad_weight, relative_errors(report, grad_hidden, grad_weight)
 
 
-def _forward_within(
-    inputs: LogitInputs,
-    need_weight: bool,
-    memory_budget: int,
+def _forward(
+    x: Inputs,
+    spec: LossSpec,
     vocabulary: Vocabulary | None,
-    entropy: Tensor | None,  # [N] in the order of rows, written, like the next
-    is_top1: Tensor | None,
-) -> SavedForward | None:
-    if not inputs.labels.numel():
-        return None
-    chosen = plan_and_workspace(inputs.hidden, inputs.weight, inputs.softcap, need_weight, memory_budget)
-    if chosen is None:
-        return None
-    return forward(inputs.readable(), *chosen, vocabulary, entropy, is_top1)
-
-
-def plan_and_workspace(
-    hidden: Tensor, weight: Tensor, softcap: float, need_weight: bool, budget: int
-) -> tuple[Plan, Workspace] | None:
-    """Return how the filter would run for these inputs, or None where the budget does not allow it."""
-    plan = filter_plan(hidden, weight)
-    (n, d), v = hidden.shape, weight.shape[0]
-    workspace = plan_workspace(n, d, v, hidden.dtype, softcap > 0, need_weight, plan, budget)
-    return None if workspace is None else (plan, workspace)
-
-
-def forward(
-    inputs: LogitInputs,
-    plan: Plan,
-    workspace: Workspace,
-    vocabulary: Vocabulary | None,
-    entropy: Tensor | None = None,  # [N] in the order of rows, written, like the next; without a softcap only
+    entropy: Tensor | None = None,  # [N] in the order of rows, written, like the next
     is_top1: Tensor | None = None,
-) -> SavedForward:
-    """Compute ``lse`` and ``label_logit`` of each token, zero where it is ignored, and the statistics of tiles."""
-    weight, n, v = inputs.weight, inputs.labels.numel(), inputs.weight.shape[0]
+) -> SavedForward | None:
+    """Compute ``lse`` and ``label_logit`` of each token, zero where it is ignored, and the statistics of tiles.
+
+    None where the budget does not allow the filter.
+    """
+    inputs = LogitInputs.of(x, spec)
+    if not inputs.shape.n:
+        return None
+    plan = filter_plan(x.hidden, x.weight)
+    n, d, v, _ = inputs.shape
     cols = ceil_div(v, plan.block_n)
+    budget = spec.memory_budget - 4 * ((entropy is not None) + (is_top1 is not None)) * cols * padded(n)
+    workspace = plan_workspace(inputs.shape, plan, spec.softcap > 0, spec.needs[1], budget)
+    if workspace is None:
+        return None
+    inputs = inputs.readable()
+    weight, device = inputs.weight, x.hidden.device
     if vocabulary is None:
         vocabulary = sort_vocabulary(inputs.hidden, weight, inputs.bias, plan.block_n)
-    order = sort_tokens(inputs.labels, vocabulary, inputs.ignore_index)
-    bias = None if inputs.bias is None else inputs.bias.index_select(0, order.vocab_perm[:v])
-    means = weight.new_empty((cols, weight.shape[1]))
+    vocab_perm, order = vocabulary.vocab_perm, sort_tokens(inputs.labels, vocabulary, spec.ignore_index)
+    bias = None if inputs.bias is None else inputs.bias.index_select(0, vocab_perm[:v])
+    means = weight.new_empty((cols, d))
     # Padded, so that each begins aligned: Triton would compile another kernel for pointers that are not.
-    lse, label_logit = torch.empty((2, padded(n)), device=weight.device, dtype=torch.float32)[:, :n].unbind()
-    tile_lse = torch.empty((cols, padded(n)), device=weight.device, dtype=torch.float32)
-    tile_ratio = torch.empty((cols, padded(n)), dtype=torch.bfloat16, device=weight.device)
-    tile_damping = torch.empty_like(tile_ratio) if inputs.softcap > 0 else None
-    expectation, largest = (None if x is None else torch.empty_like(tile_lse) for x in (entropy, is_top1))
+    lse, label_logit = torch.empty((2, padded(n)), device=device, dtype=torch.float32)[:, :n].unbind()
+    tile_lse = torch.empty((cols, padded(n)), device=device, dtype=torch.float32)
+    tile_ratio = torch.empty((cols, padded(n)), dtype=torch.bfloat16, device=device)
+    tile_damping = torch.empty_like(tile_ratio) if spec.softcap > 0 else None
+    expectation, largest = (None if wanted is None else torch.empty_like(tile_lse) for wanted in (entropy, is_top1))
     tiles = TileStats(tile_lse, None, expectation, None, largest, tile_ratio, tile_damping)
-    of_columns = inputs._replace(labels=order.labels, ignore_index=v)
-    if specialised(plan, bias, inputs.softcap, entropy, is_top1):
+    by_column = inputs._replace(labels=order.labels, ignore_index=v)
+    if uses_hopper(plan, bias, spec.softcap, entropy, is_top1):
         # One kernel sorts the hidden states and reads them for the labels' logits. The Hopper kernel needs both.
         hidden = inputs.hidden.new_empty(inputs.hidden.shape)
-        label = label_logits(of_columns, plan, plan.block_m, order.vocab_perm, order.token_perm, hidden)
+        label = label_logits(by_column, plan, plan.block_m, vocab_perm, order.token_perm, hidden)
     else:
-        hidden, label = inputs.hidden.index_select(0, order.token_perm), LabelLogits(label_logit, None)
-    in_order = of_columns._replace(hidden=hidden, bias=bias)
-    permuted = of_rows = None
+        hidden, label = inputs.hidden.index_select(0, order.token_perm), LabelLogits(label_logit)
+    in_order = by_column._replace(hidden=hidden, bias=bias)
+    permuted = slab = None
     for first in range(0, v, workspace.slab):
-        permuted = of_rows = None  # frees the slab before
+        permuted = slab = None  # frees the slab before
         stop, block = min(v, first + workspace.slab), first // plan.block_n
-        permuted = permute_rows(weight, order.vocab_perm, first, stop, means, plan.block_n)
-        of_slab = TileStats(*(None if x is None else x[block:] for x in tiles))  # type: ignore[arg-type]
-        of_rows = in_order._replace(weight=permuted, bias=None if bias is None else bias[first:stop])
-        tile_stats(of_rows, of_slab, label, plan, first)
-    combine(tiles, label.logit, order.labels, lse, [None, entropy, None, is_top1], v, cols, v)
+        permuted = permute_rows(weight, vocab_perm, first, stop, means, plan.block_n)
+        slab = in_order._replace(weight=permuted, bias=None if bias is None else bias[first:stop])
+        slab_tiles = TileStats(*(None if stat is None else stat[block:] for stat in tiles))  # type: ignore[arg-type]
+        tile_stats(slab, slab_tiles, label, plan, first)
+    combine(tiles, in_order, label.logit, lse, [None, entropy, None, is_top1])
     return SavedForward(
         order, hidden, permuted if workspace.keep_weight else None, bias, means, lse, label.logit, tile_lse, tile_ratio,
-        tile_damping, workspace, plan, vocabulary, inputs.logit_scale, inputs.softcap,
+        tile_damping, workspace, plan, vocabulary, spec.logit_scale, spec.softcap,
     )  # fmt: skip
 
 
@@ -214,7 +151,7 @@ class _Choice(NamedTuple):
 
 
 def _choose(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> _Choice:
-    plan, vocabulary, vocab_perm = saved.plan, saved.vocabulary, saved.order.vocab_perm
+    plan, vocabulary, vocab_perm = saved.plan, saved.vocabulary, saved.vocabulary.vocab_perm
     kept = select(saved, request.tau)
     # float16 has no range for the corrections.
     corrected = saved.workspace.corrected and saved.hidden.dtype != torch.float16
@@ -233,12 +170,11 @@ def _choose(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> _C
     rows, cols = saved.tile_grid
     report = FilterReport(kept.first_kept[-1], rows * cols, mass.probability, len(saved.hidden), request.tau)
     if request.measure:
-        errors = estimate_errors(saved, weight, request, kept, mass, covariance, correction)
-        report = report._replace(**vars(errors))
+        report = report._replace(**estimate_errors(saved, weight, request, kept, mass, covariance, correction))
     return _Choice(kept, mass, covariance, correction, report)
 
 
-def probe(
+def _probe(
     saved: SavedForward,
     weight: Tensor,  # [V, D]
     request: BackwardRequest,
@@ -257,25 +193,21 @@ def probe(
     return report._replace(dropped=report.dropped.sum())
 
 
-def backward(
-    saved: SavedForward,
-    weight: Tensor,  # [V, D]
-    request: BackwardRequest,
-) -> tuple[Tensor, Tensor, FilterReport]:
+def _backward(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> tuple[Tensor, Tensor, FilterReport]:
     """Return (dh [N, D] in the tokens' own order, dW [V, D], report), empty where not needed. Consumes ``saved``."""
     kept, mass, covariance, correction, report = _choose(saved, weight, request)
-    # Kept tiles are written to their memory.
+    # The kept tiles take over this memory.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     (n, d), (_, cols) = saved.hidden.shape, saved.tile_grid
-    of_hidden = torch.empty((n, d) if request.need_hidden else 0, device=weight.device, dtype=torch.float32)
+    dropped_hidden = torch.empty((n, d) if request.need_hidden else 0, device=weight.device, dtype=torch.float32)
     if request.need_hidden:
-        _add_dropped_to_hidden(of_hidden, saved, mass, covariance)
-    of_blocks = torch.empty((cols, d) if request.need_weight else 0, device=weight.device, dtype=torch.float32)
+        _add_dropped_to_hidden(dropped_hidden, saved, mass, covariance)
+    dropped_blocks = torch.empty((cols, d) if request.need_weight else 0, device=weight.device, dtype=torch.float32)
     if request.need_weight:
-        multiply_add(of_blocks, mass.per_row, saved.hidden, first=True)
+        multiply_add(dropped_blocks, mass.per_row, saved.hidden, first=True)
     block_mass = None if correction is None else mass.per_tile.sum(1) * saved.logit_scale
     del mass
-    parts = DroppedParts(of_hidden, of_blocks, block_mass, correction)
+    parts = DroppedParts(dropped_hidden, dropped_blocks, block_mass, correction)
     grad_hidden, grad_weight = multiply_kept(saved, weight, request, kept, parts)
     return grad_hidden, grad_weight, relative_errors(report, grad_hidden, grad_weight)
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.filter.workspace import MASS_GROUP, SavedForward
-from hf_cce.kernels.launch_config import ceil_div, padded, power_of_2
+from hf_cce.kernels.launch_config import FP_FUSION, ceil_div, padded, power_of_2
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last bin holds what must be kept.
 BINS = tl.constexpr(512)
@@ -36,7 +36,7 @@ def _bin(energy):
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "span"])
-def _score_kernel(
+def _tile_energy_kernel(
     tile_lse,  # [T, N]
     tile_ratio,  # [T, N]
     lse,  # [N]
@@ -104,9 +104,9 @@ def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: t
 
 
 @triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
-def _columns_kernel(
+def _choose_tiles_kernel(
     energy,  # [T, row blocks]
-    part,  # [programs of _score_kernel]
+    part,  # [programs of _tile_energy_kernel]
     sums,  # [BINS]: tiles by energy
     tau,  # scalar
     kept_slot,  # [T, row blocks] int32, written: see Kept, like the next
@@ -139,7 +139,7 @@ def _columns_kernel(
 
 
 @triton.jit(do_not_specialize=["room", "PASSES"])
-def _scan_kernel(
+def _divide_passes_kernel(
     kept_counts,  # [T]
     first_kept,  # [T + 1], written: see Kept
     pass_of,  # [T], written: the pass of each column block
@@ -165,7 +165,7 @@ def _scan_kernel(
 
 
 @triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
-def _rows_kernel(
+def _list_tiles_kernel(
     kept_slot,  # [T, row blocks]
     first_kept,  # [T + 1]
     pass_of,  # [T]
@@ -276,9 +276,8 @@ class Kept(NamedTuple):
     pass_start: Tensor  # [P + 1]: kept tiles before each pass
     tiles: Tensor  # [kept]: column block · row blocks + row block, by ascending column block
     tile_rows: Tensor  # [kept]: the row block alone
-    row_tiles: (
-        Tensor  # [row blocks, T] int64: the kept tiles of each row block, as column block + 2³² · slot in its pass
-    )
+    # [row blocks, T] int64: the kept tiles of each row block, as column block + 2³² · slot in its pass
+    row_tiles: Tensor
     row_pass: Tensor  # [row blocks, P + 1]: how many of them come before each pass
     row_order: Tensor  # [P, row blocks]: the row blocks of each pass, those with most kept tiles first
 
@@ -299,18 +298,20 @@ def select(saved: SavedForward, tau: Tensor) -> Kept:
     )  # fmt: skip
     pass_of = ints(cols)
     rows_2 = max(16, power_of_2(rows))
-    _columns_kernel[(cols,)](
-        energy, part, sums, tau, kept.kept_slot, kept.kept_counts, rows, len(part), ROWS=rows_2, BLOCK=1024
+    _choose_tiles_kernel[(cols,)](
+        energy, part, sums, tau, kept.kept_slot, kept.kept_counts, rows, len(part), ROWS=rows_2, BLOCK=1024, **FP_FUSION
     )
-    _scan_kernel[(1,)](
+    _divide_passes_kernel[(1,)](
         kept.kept_counts, kept.first_kept, pass_of, kept.pass_block, kept.pass_start, cols, saved.workspace.room,
-        PASSES=passes, COLS=max(16, power_of_2(cols)),
+        PASSES=passes, COLS=max(16, power_of_2(cols)), **FP_FUSION,
     )  # fmt: skip
-    _rows_kernel[(rows,)](
+    _list_tiles_kernel[(rows,)](
         kept.kept_slot, kept.first_kept, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,
-        rows, cols, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128,
+        rows, cols, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128, **FP_FUSION,
     )  # fmt: skip
-    _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=rows_2, num_warps=1)
+    _longest_first_kernel[(rows, passes)](
+        kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=rows_2, num_warps=1, **FP_FUSION
+    )
     return kept
 
 
@@ -322,16 +323,16 @@ def _tile_energies(saved: SavedForward) -> tuple[Tensor, Tensor, Tensor]:
     grid = (rows, ceil_div(cols, span))
     energy = torch.empty((cols, rows), device=device, dtype=torch.float32)
     part = torch.empty(grid[0] * grid[1], device=device, dtype=torch.float32)
-    _score_kernel[grid](
+    _tile_energy_kernel[grid](
         saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.order.labels, energy, part, padded(n), n, rows,
         cols, span, v, saved.softcap or 1.0, HAS_SOFTCAP=saved.softcap > 0,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4, **FP_FUSION,
     )  # fmt: skip
     counting = ceil_div(rows * cols, 2048)
     counts = torch.empty((counting, BINS.value), dtype=torch.int32, device=device)
     sums = torch.empty(BINS.value, dtype=torch.int32, device=device)
-    _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
-    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)
+    _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4, **FP_FUSION)
+    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1, **FP_FUSION)
     return energy, part, sums
 
 
@@ -355,6 +356,6 @@ def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, spare: int) 
     _mass_kernel[(rows, len(per_token))](
         saved.tile_lse, saved.tile_damping, kept.kept_slot, saved.lse, saved.order.labels, grad_lse, mass, probability,
         per_tile, per_token, padded(n), n, rows, cols, v, saved.logit_scale,
-        HAS_DAMPING=saved.tile_damping is not None, BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2,
+        HAS_DAMPING=saved.tile_damping is not None, BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2, **FP_FUSION,
     )  # fmt: skip
     return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_tile, per_token[:, :n])

@@ -21,62 +21,8 @@ from torch import Tensor
 from hf_cce.kernels.filter.corrections import RANK, WeightCorrection
 from hf_cce.kernels.filter.select import Kept
 from hf_cce.kernels.filter.workspace import BackwardRequest, SavedForward
-from hf_cce.kernels.launch_config import Plan, ceil_div, descriptor, operand
+from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, descriptor, operand
 from hf_cce.kernels.tiles import tile_gradient, tile_logits
-
-
-# Its arguments are those of the kernel below.
-@triton.jit
-def _kept_tile(
-    row,
-    col,
-    hidden,
-    weight,
-    bias,
-    vocab_perm,
-    labels,
-    lse,
-    grad_lse,
-    grad_label,
-    num_tokens,
-    vocab_size,
-    hidden_size,
-    hidden_stride,
-    weight_stride,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    TMA: tl.constexpr,
-    GATHER: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Return the gradient of one tile of logits, [BLOCK_M, BLOCK_N] float32; zero outside N and V."""
-    rows = row + tl.arange(0, BLOCK_M)
-    cols = col + tl.arange(0, BLOCK_N)
-    in_rows = rows < num_tokens
-    label = tl.load(labels + rows, mask=in_rows, other=vocab_size)
-    # Loaded before the products, which hide how long that takes.
-    row_lse = tl.where(label < vocab_size, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
-    g = tl.where(label < vocab_size, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
-    z = tile_logits(
-        hidden, weight, bias, vocab_perm, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
-        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    gradient = tile_gradient(
-        z, rows, cols, in_rows, col, label, label < vocab_size, row_lse, g, None, grad_label, None, None,
-        vocab_size, logit_scale, softcap, False, False, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
-    )  # fmt: skip
-    if col + BLOCK_N > vocab_size:
-        gradient = tl.where((cols < vocab_size)[None, :], gradient, 0.0)
-    if row + BLOCK_M > num_tokens:  # beyond N, infinities of the weight would give NaN
-        gradient = tl.where(in_rows[:, None], gradient, 0.0)
-    return gradient
 
 
 @triton.jit
@@ -138,12 +84,27 @@ def _kept_tiles_kernel(
     stop = tl.load(pass_start + pass_number + 1)
     for tile in tl.range(first + tl.program_id(0), stop, tl.num_programs(0), flatten=FLATTEN):
         code = tl.load(tiles + tile)
-        gradient = _kept_tile(
-            code % num_row_blocks * BLOCK_M, code // num_row_blocks * BLOCK_N,
-            hidden, weight, bias, vocab_perm, labels, lse, grad_lse, grad_label, num_tokens, vocab_size, hidden_size,
-            hidden_stride, weight_stride, logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION,
-            UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        row, col = code % num_row_blocks * BLOCK_M, code // num_row_blocks * BLOCK_N
+        rows = row + tl.arange(0, BLOCK_M)
+        cols = col + tl.arange(0, BLOCK_N)
+        in_rows = rows < num_tokens
+        label = tl.load(labels + rows, mask=in_rows, other=vocab_size)
+        # Loaded before the products, which hide how long that takes.
+        row_lse = tl.where(label < vocab_size, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+        g = tl.where(label < vocab_size, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
+        z = tile_logits(
+            hidden, weight, bias, vocab_perm, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
+            logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+        gradient = tile_gradient(
+            z, rows, cols, in_rows, col, label, label < vocab_size, row_lse, g, None, grad_label, None, None,
+            vocab_size, logit_scale, softcap, False, False, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
+        )  # fmt: skip
+        # Slots hold whole tiles: zero outside N and V.
+        if col + BLOCK_N > vocab_size:
+            gradient = tl.where((cols < vocab_size)[None, :], gradient, 0.0)
+        if row + BLOCK_M > num_tokens:  # beyond N, infinities of the weight would give NaN
+            gradient = tl.where(in_rows[:, None], gradient, 0.0)
         at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         slot = scratch + (tile - first).to(tl.int64) * (BLOCK_M * BLOCK_N)
         tl.store(slot + at, gradient.to(scratch.dtype.element_ty))
@@ -375,7 +336,7 @@ def multiply_kept(
         if request.need_weight:
             launches.multiply_by_hidden(number, grad_weight, in_place and workspace.passes > 1)
     if in_place and workspace.passes > 1:
-        _reorder_rows(grad_weight, saved.order.vocab_perm, scratch, kept.pass_block, plan.block_n)
+        _reorder_rows(grad_weight, saved.vocabulary.vocab_perm, scratch, kept.pass_block, plan.block_n)
     return grad_hidden, grad_weight
 
 
@@ -420,28 +381,22 @@ class _Launches:
     def compute_tiles(self, number: int) -> None:
         """Write the kept tiles of a pass to the scratch."""
         saved, plan, (n, v, d), (rows, cols) = self.saved, self.saved.plan, self.sizes, self.saved.tile_grid
-        # A flat loop takes registers, of which Triton 3.9 has none left; it was measured with the version that specialises.
         _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
-            *self.tile_operands, saved.bias, saved.order.vocab_perm, saved.order.labels, saved.lse, self.request.grad_lse,
+            *self.tile_operands, saved.bias, saved.vocabulary.vocab_perm, saved.order.labels, saved.lse, self.request.grad_lse,
             self.request.grad_label, self.kept.tiles, self.kept.pass_start, self.scratch, number, n, rows, v, d,
             saved.hidden.stride(0), self.source.stride(0), saved.logit_scale, saved.softcap or 1.0,
             HAS_BIAS=saved.bias is not None, HAS_SCALE=saved.logit_scale != 1.0, HAS_SOFTCAP=saved.softcap > 0,
-            FLATTEN=plan.specialised, TMA=plan.use_tma, GATHER=self.gather, PRECISION=plan.precision, UPCAST=plan.upcast,
+            FLATTEN=plan.flatten, TMA=plan.use_tma, GATHER=self.gather, PRECISION=plan.precision, UPCAST=plan.upcast,
             BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps,
-            num_stages=plan.num_stages,
+            num_stages=plan.num_stages, **FP_FUSION,
         )  # fmt: skip
 
     def multiply_by_weight(self, number: int, grad_hidden: Tensor) -> None:
         """Add tiles · weight to dh."""
-        saved, kept, plan, (n, v, d), (rows, cols) = (
-            self.saved,
-            self.kept,
-            self.saved.plan,
-            self.sizes,
-            self.saved.tile_grid,
-        )
+        saved, kept, plan, (n, v, d) = self.saved, self.kept, self.saved.plan, self.sizes
+        rows, cols = saved.tile_grid
         _hidden_gradient_kernel[(rows * ceil_div(d, plan.block_d),)](
-            *self.hidden_operands, saved.order.vocab_perm, kept.row_tiles, kept.row_pass, kept.row_order, self.parts.hidden,
+            *self.hidden_operands, saved.vocabulary.vocab_perm, kept.row_tiles, kept.row_pass, kept.row_order, self.parts.hidden,
             saved.order.token_perm, grad_hidden, number, n, rows, cols, v, d, self.source.stride(0),
             PASSES=saved.workspace.passes, GATHER=self.gather,
             BLOCK_D=plan.block_d, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages, **_product_constants(plan),
@@ -451,7 +406,7 @@ class _Launches:
         """Write tilesᵀ · hidden, and what dropped tiles leave, to the rows of dW of the pass's column blocks."""
         saved, kept, parts, plan, (n, v, d) = self.saved, self.kept, self.parts, self.saved.plan, self.sizes
         _weight_gradient_kernel[(min(plan.programs, saved.tile_grid[1] * ceil_div(d, plan.weight_block_d)),)](
-            *self.weight_operands, saved.order.vocab_perm, kept.tile_rows,
+            *self.weight_operands, saved.vocabulary.vocab_perm, kept.tile_rows,
             kept.first_kept, kept.pass_block, kept.pass_start, parts.blocks, parts.block_mass,
             *(parts.correction or (None, None)), grad_weight, number, n, v, d, saved.hidden.stride(0), IN_PLACE=in_place,
             CORRECTED=parts.correction is not None, RANK=RANK.value, BLOCK_D=plan.weight_block_d,
@@ -468,6 +423,7 @@ def _product_constants(plan: Plan) -> dict[str, Any]:
         "PRECISION": plan.precision,
         "UPCAST": plan.upcast,
         "IN_PARTS": plan.in_parts,
+        **FP_FUSION,
     }
 
 
@@ -485,4 +441,5 @@ def _reorder_rows(gradient: Tensor, vocab_perm: Tensor, scratch: Tensor, pass_bl
         for back in (False, True):
             _reorder_rows_kernel[(ceil_div(v, block_n), ceil_div(stop - first, 128))](
                 gradient, vocab_perm, scratch, pass_block, first, stop - first, v, d, BACK=back, BLOCK_N=block_n, BLOCK_D=128,
+                **FP_FUSION,
             )  # fmt: skip

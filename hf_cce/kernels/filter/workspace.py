@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hf_cce.kernels.filter.corrections import correction_bytes, correction_scratch_bytes
-from hf_cce.kernels.filter.order import Order, Vocabulary
+from hf_cce.kernels.filter.order import TokenOrder, Vocabulary
+from hf_cce.kernels.inputs import Shape
 from hf_cce.kernels.launch_config import Plan, ceil_div, padded
 
 MEASURED_TOKENS = 64  # tokens whose error is estimated
@@ -33,15 +33,13 @@ class Workspace:
     corrected: bool  # whether there is room for hf_cce.kernels.filter.corrections
 
 
-def plan_workspace(
-    n: int, d: int, v: int, dtype: torch.dtype, softcap: bool, need_weight: bool, plan: Plan, budget: int
-) -> Workspace | None:
-    """Divide ``budget`` bytes, or return None where they do not suffice. ``dtype``: of the inputs.
+def plan_workspace(shape: Shape, plan: Plan, softcap: bool, need_weight: bool, budget: int) -> Workspace | None:
+    """Divide ``budget`` bytes, or return None where they do not suffice.
 
     Rows of the weight in order, and corrections, are used where there is room for them.
     """
     for keep_weight, corrected in product((True, False), (True, False)):
-        needs = _Needs(n, d, v, dtype.itemsize, softcap, need_weight, plan, keep_weight, corrected)
+        needs = _Needs(shape, plan, softcap, need_weight, keep_weight, corrected)
         workspace = _divide(needs, budget)
         if workspace is not None:
             return workspace
@@ -52,23 +50,27 @@ def plan_workspace(
 class _Needs:
     """Bytes that one way to divide the memory needs, by what they hold."""
 
-    n: int
-    d: int
-    v: int
-    element: int  # bytes of an element of the inputs
+    shape: Shape
+    plan: Plan
     softcap: bool
     need_weight: bool
-    plan: Plan
     keep_weight: bool
     corrected: bool
 
     @property
+    def element(self) -> int:
+        """Bytes of an element of the inputs."""
+        return self.shape.dtype.itemsize
+
+    @property
     def rows(self) -> int:
-        return ceil_div(self.n, self.plan.block_m)
+        """Number of row blocks."""
+        return ceil_div(self.shape.n, self.plan.block_m)
 
     @property
     def cols(self) -> int:
-        return ceil_div(self.v, self.plan.block_n)
+        """Number of column blocks."""
+        return ceil_div(self.shape.v, self.plan.block_n)
 
     @property
     def tile(self) -> int:
@@ -76,27 +78,26 @@ class _Needs:
 
     @property
     def corrections(self) -> int:
-        return correction_bytes(self.d, self.v, self.element, True, self.need_weight) * self.corrected
+        return correction_bytes(self.shape, self.need_weight) * self.corrected
 
     @property
     def making_corrections(self) -> int:
-        return self.corrected * correction_scratch_bytes(
-            self.n, self.d, self.v, self.element, self.plan.block_n, self.need_weight
-        )
+        return correction_scratch_bytes(self.shape, self.plan.block_n, self.need_weight) * self.corrected
 
     @property
     def standing(self) -> int:
         """From the forward pass to the end: permutations, means of column blocks, hidden states and weight in order."""
-        permutations = 4 * (3 * self.v + 4 * self.n)
-        means = (self.element + 4) * self.cols * self.d
+        n, d, v, _ = self.shape
+        permutations = 4 * (3 * v + 4 * n)
+        means = (self.element + 4) * self.cols * d
         # With a gradient of the weight, its own memory holds the rows in order until it is written.
-        weight = self.element * self.v * self.d if self.keep_weight and not self.need_weight else 0
-        return permutations + means + self.element * self.n * self.d + weight + self.corrections
+        weight = self.element * v * d if self.keep_weight and not self.need_weight else 0
+        return permutations + means + self.element * n * d + weight + self.corrections
 
     @property
     def statistics(self) -> int:
         """Of tiles, until kept tiles are chosen."""
-        return (4 + 2 + 2 * self.softcap) * self.cols * self.n
+        return (4 + 2 + 2 * self.softcap) * self.cols * self.shape.n
 
     @property
     def lists(self) -> int:
@@ -106,8 +107,8 @@ class _Needs:
     @property
     def mass(self) -> int:
         """Of dropped tiles, see ``DroppedMass``."""
-        per_token = self.element * (self.cols + self.d * self.corrected) + 4 * ceil_div(self.cols, MASS_GROUP)
-        return per_token * padded(self.n) + 8 * self.cols * self.rows
+        per_token = self.element * (self.cols + self.shape.d * self.corrected) + 4 * ceil_div(self.cols, MASS_GROUP)
+        return per_token * padded(self.shape.n) + 8 * self.cols * self.rows
 
     @property
     def choice(self) -> int:
@@ -117,37 +118,37 @@ class _Needs:
     @property
     def products(self) -> int:
         """While kept tiles are multiplied, besides the tiles."""
-        return self.standing + self.lists + 4 * self.n * self.d
+        return self.standing + self.lists + 4 * self.shape.n * self.shape.d
 
 
 def _divide(needs: _Needs, budget: int) -> Workspace | None:
-    plan, rows, tiles = needs.plan, needs.rows, needs.rows * needs.cols
+    (n, d, v, _), plan, rows, tiles = needs.shape, needs.plan, needs.rows, needs.rows * needs.cols
     left = budget - needs.standing - needs.statistics
-    slab = needs.v
+    slab = v
     if not needs.keep_weight:
-        slab = min(needs.v, left // (needs.element * needs.d) // plan.block_n * plan.block_n)
+        slab = min(v, left // (needs.element * d) // plan.block_n * plan.block_n)
     # The product with the mass of dropped tiles has a second copy of the covariance.
-    dropped_product = needs.products + needs.mass + needs.element * needs.d**2 * needs.corrected
+    dropped_product = needs.products + needs.mass + needs.element * d**2 * needs.corrected
     slots = (budget - needs.products) // needs.tile
     if (
         left < 0
-        or slab < min(needs.v, 32 * plan.block_n)
+        or slab < min(v, 32 * plan.block_n)
         or slots < max(2 * rows, 4 * plan.programs)
         or dropped_product > budget
         or 8 * needs.corrections > budget
         or needs.choice + needs.making_corrections > budget
     ):
         return None
-    per_token = (24 if needs.softcap else 16) * needs.v  # logits in float32, and temporaries of the error estimate
-    at_once = min(needs.n, MEASURED_TOKENS, (budget - needs.choice) // per_token)
-    if at_once < min(needs.n, FEWEST_AT_ONCE):
+    per_token = (24 if needs.softcap else 16) * v  # logits in float32, and temporaries of the error estimate
+    at_once = min(n, MEASURED_TOKENS, (budget - needs.choice) // per_token)
+    if at_once < min(n, FEWEST_AT_ONCE):
         return None
     slots = min(slots, tiles)
     room = slots if slots == tiles else slots - rows
     passes = ceil_div(tiles, room)
     if passes > (MAX_PASSES_IN_ORDER if needs.keep_weight else MAX_PASSES):
         return None
-    if passes > 1 and slots * plan.block_m * plan.block_n < needs.v:  # too small to reorder rows of dW through
+    if passes > 1 and slots * plan.block_m * plan.block_n < v:  # too small to reorder rows of dW through
         return None
     return Workspace(slab, needs.keep_weight, slots, room, passes, at_once, needs.corrected)
 
@@ -169,7 +170,7 @@ class FilterReport(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardRequest:
-    """What a backward pass is asked for. N-long tensors are in the order of ``Order.token_perm``."""
+    """What a backward pass is asked for. N-long tensors are in the order of ``TokenOrder.token_perm``."""
 
     grad_lse: Tensor  # [N]
     grad_label: Tensor  # [N]
@@ -181,9 +182,9 @@ class BackwardRequest:
 
 @dataclass
 class SavedForward:
-    """What the forward pass leaves to the backward pass. N-long tensors are in the order of ``Order.token_perm``."""
+    """What the forward pass leaves to the backward pass. N-long tensors are in the order of ``TokenOrder.token_perm``."""
 
-    order: Order
+    order: TokenOrder
     hidden: Tensor  # [N, D]
     weight: Tensor | None  # [V, D] in the order of columns, if the workspace keeps it
     bias: Tensor | None  # [V], likewise

@@ -1,4 +1,4 @@
-"""The warp-specialised kernels against the ones they stand in for: the same numbers, on the same GPU."""
+"""The warp-specialized kernels against the ones they stand in for: the same numbers, on the same GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ pytest.importorskip("triton")
 from hf_cce import linear_log_probs
 from hf_cce.kernels import launch_config as plan
 from hf_cce.kernels.backward import write_logit_gradient
+from hf_cce.kernels.exp_cache import Slab
 from hf_cce.kernels.forward import tile_stats
-from hf_cce.kernels.inputs import LogitInputs, TileStats, TokenGrads
+from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
 
 IGNORE = -100
@@ -38,9 +39,9 @@ SIZES += [(8192, 64, 600), (8400, 64, 1003)]  # 64 row blocks, which share weigh
     ],
 )
 def test_which_losses_they_do(wanted: tuple[Any, ...], bias: bool, softcap: float, expected: bool) -> None:
-    shapes = plan.Plan(128, 128, 64, 4, 3, True, "ieee", specialised=True)
-    assert plan.specialised(shapes, torch.zeros(1) if bias else None, softcap, *wanted) is expected
-    assert not plan.specialised(plan.replace(shapes, specialised=False), None, 0.0)
+    shapes = plan.Plan(128, 128, 64, 4, 3, True, "ieee", hopper=True)
+    assert plan.uses_hopper(shapes, torch.zeros(1) if bias else None, softcap, *wanted) is expected
+    assert not plan.uses_hopper(plan.replace(shapes, hopper=False), None, 0.0)
 
 
 def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[LogitInputs, plan.Plan, LabelLogits]:
@@ -56,7 +57,7 @@ def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[LogitInputs, plan
 
 @pytest.fixture
 def hopper() -> None:
-    if torch.cuda.get_device_capability()[0] != 9 or not plan.specialises():
+    if torch.cuda.get_device_capability()[0] != 9 or not plan.hopper_is_proven():
         pytest.skip("needs a Hopper GPU and a version of Triton that they have run with")
 
 
@@ -68,7 +69,7 @@ def hopper() -> None:
 def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtype: torch.dtype, kind: str) -> None:
     inputs, shapes, label = _case(n, d, v, dtype)
     hidden, labels = inputs.hidden, inputs.labels
-    assert shapes.specialised
+    assert shapes.hopper
     tiles = -(-v // shapes.block_n)
     found: list[list[Tensor]] = []
     for active in (None, label.active):
@@ -97,13 +98,13 @@ def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtyp
     shapes = plan.make_plan(hidden, weight, backward=True)
     lse = torch.where(labels == IGNORE, 0.0, (0.5 * hidden.float() @ weight.float().t()).logsumexp(1))
     grad_lse = torch.where(labels == IGNORE, 0.0, torch.rand(n, device="cuda"))
-    grads = TokenGrads(lse, grad_lse, -grad_lse)
+    grads = GradInputs(lse, grad_lse, -grad_lse)
     for start, stop in ((0, min(v, 640)), (v - min(v, 77), v)):
         found = []
         for given in (None, label):
             buffer = plan.empty_slab(hidden, n + 1, 640).zero_()
             out = buffer[:n]
-            write_logit_gradient(out, inputs, grads, start, stop, shapes, label=given)
+            write_logit_gradient(Slab(start, stop, out), inputs, grads, shapes, label=given)
             assert not buffer[n].any()
             found.append(out[:, : stop - start])
         inside = (labels >= start) & (labels < stop)
@@ -131,7 +132,7 @@ def test_no_log_probability_exceeds_zero(d: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("special", [True, False], ids=["specialised", "plain"])
+@pytest.mark.parametrize("special", [True, False], ids=["hopper", "plain"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_are_right_with_and_without(
@@ -140,8 +141,8 @@ def test_losses_are_right_with_and_without(
     """Without, as with versions of Triton that they have not run with."""
     ran = 0
     if not special:
-        monkeypatch.setattr(plan, "specialises", lambda: False)
-    elif plan.specialises() and torch.cuda.get_device_capability()[0] == 9:
+        monkeypatch.setattr(plan, "hopper_is_proven", lambda: False)
+    elif plan.hopper_is_proven() and torch.cuda.get_device_capability()[0] == 9:
         from hf_cce.kernels import hopper
 
         launch = hopper._launch
@@ -159,9 +160,9 @@ def test_losses_are_right_with_and_without(
         labels[-1] = 7
         for options in (PLAIN, Options(frozen=True), Options(logit_scale=0.7, z_loss=1e-2, frozen=True), SCALED):
             if applies(way, options, dtype):
-                name = f"{n}×{d}×{v} {options}, {way}, {'' if special else 'not '}specialised"
+                name = f"{n}×{d}×{v} {options}, {way}, {'' if special else 'not '}hopper"
                 check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, name)
-    hopper_runs = special and plan.specialises() and torch.cuda.get_device_capability()[0] == 9
+    hopper_runs = special and plan.hopper_is_proven() and torch.cuda.get_device_capability()[0] == 9
     assert bool(ran) == (
         hopper_runs and takes(way) != "dense" and (way == "exact" or applies(way, plain_options(way), dtype))
     )

@@ -1,0 +1,85 @@
+"""Where Triton cannot compile a kernel, PyTorch computes the loss: right, with one warning, and without a second try."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from losses import EVERYTHING, PLAIN, Options, check_against_plain, fused_loss, make_inputs
+from numerics import assert_as_good
+from ways import force
+
+from hf_cce import CCEConfig, dispatch, linear_log_probs, ops, strategies
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+AUTO = CCEConfig("auto", gradient_filter=None)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Give the kernels of these modules tiles that Triton refuses: 24 columns are no power of two."""
+    from hf_cce.kernels import backward, forward, loss
+
+    def choose(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
+        """As for narrow dtypes on a GPU; elsewhere "auto" takes no kernels."""
+        return "portable" if strategies.compile_failure(device) else "triton"
+
+    def breaks(*names: str) -> None:
+        force(monkeypatch, "exact")
+        monkeypatch.setattr(strategies, "_compile_failures", {})
+        for module in (dispatch, ops):
+            monkeypatch.setattr(module, "choose_implementation", choose)
+        for module in (backward, forward, loss):
+            if module.__name__.rpartition(".")[2] in names:
+                real = module.make_plan
+                monkeypatch.setattr(module, "make_plan", lambda *a, r=real, **k: replace(r(*a, **k), block_n=24))
+
+    return breaks
+
+
+@pytest.mark.parametrize("options", [PLAIN, EVERYTHING, Options(reduction="none")], ids=str)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_pytorch_takes_over_with_one_warning(where: str, options: Options, broken: Any) -> None:
+    broken(where, "loss" if where == "forward" else where)
+    inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=options.bias)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for what in (f"{where} fails", f"after {where} failed"):
+            check_against_plain(fused_loss(AUTO), inputs, labels, options, torch.float32, what)
+    told = [str(warning.message) for warning in found if "fell back to PyTorch" in str(warning.message)]
+    assert len(told) == 1 and "does not compile a kernel" in told[0]
+    why = dispatch.why_no_triton(inputs[0].device, torch.float32)
+    assert why is not None and "does not compile" in why
+
+
+def test_statistics_and_operators_go_on_too(broken: Any) -> None:
+    broken("forward")
+    (hidden, weight, _), labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
+
+    def compute(config: CCEConfig, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return linear_log_probs(hidden.to(dtype), weight.to(dtype), labels, config=config).log_probs
+
+    with pytest.warns(RuntimeWarning, match="fell back"):
+        found = compute(AUTO)
+    strategies._compile_failures.clear()
+    with pytest.warns(RuntimeWarning, match="fell back"):
+        traced = torch.ops.hf_cce.logit_stats(
+            hidden, weight, None, labels, -100, 1.0, 0.0, False, False, False, False, 1 << 24, "auto"
+        )
+    twin, exact = compute(CCEConfig("portable")), compute(CCEConfig("portable"), torch.float64)
+    assert_as_good(found, twin, exact, "log probabilities")
+    assert_as_good(traced[1] - traced[0], twin, exact, "by the operator")
+
+
+def test_who_asks_for_the_kernels_gets_the_error(broken: Any) -> None:
+    from triton.errors import TritonError
+
+    broken("forward", "loss")
+    inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
+    with pytest.raises(TritonError):
+        fused_loss(CCEConfig("triton", gradient_filter=None))(*inputs, labels, PLAIN)
+    assert strategies.compile_failure(inputs[0].device) is None
