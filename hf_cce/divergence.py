@@ -174,7 +174,7 @@ def _checked_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-        hidden, weight, bias = (None if value is None else value.to(dtype) for value in (hidden, weight, bias))
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     for name, value in zip(names[1:], (weight, bias), strict=True):
         if value is not None and value.device != hidden.device:
             raise ValueError(f"{name} must be on {hidden.device} like {names[0]}, got {value.device}")
@@ -196,8 +196,8 @@ def _checked_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
 def _checked_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temperature: float) -> Head:
     """Detached and flattened."""
     if isinstance(teacher, TeacherHead):
-        detached = [x.detach() if isinstance(x, Tensor) else x for x in teacher[:3]]
-        found = _checked_head(TeacherHead(*detached, *teacher[3:]), "teacher ", temperature)  # type: ignore[arg-type]
+        hidden, weight, bias = (x.detach() if isinstance(x, Tensor) else x for x in teacher[:3])
+        found = _checked_head(teacher._replace(hidden_states=hidden, weight=weight, bias=bias), "teacher ", temperature)
         shape, name = teacher.hidden_states.shape, "hidden"
     elif isinstance(teacher, Tensor):
         if not teacher.is_floating_point() or teacher.dim() < 1 or teacher.shape[-1] == 0:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_cce.ops import _computing
 from hf_cce.reference import add_product, has_wide_products, scratch_bytes
 from hf_cce.spec import accumulation_dtype
 
@@ -135,7 +136,8 @@ def _slabs(student: Head, teacher: Head, spec: DivergenceSpec, per_column: int, 
         room = scratch_bytes(n, v, wide, spec.memory_budget)
     width = max(align, max(room - beside, room // 4) // max(per_column, 1) // align * align)
     count = max(1, -(-v // width))
-    width = -(-(-(-v // count)) // align) * align  # slabs alike
+    even = -(-v // count)
+    width = -(-even // align) * align  # slabs alike
     return (slice(start, min(v, start + width)) for start in range(0, v, width))
 
 
@@ -324,7 +326,8 @@ class Divergence(torch.autograd.Function):
         if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
             spec = replace(spec, triton=False)  # a kernel cannot be launched for no tokens
         s, t = _prepared(student, teacher, v, tokens, spec)
-        stats, divergence, offset = row_stats(s, t, tokens, spec)
+        with _computing(hidden):
+            stats, divergence, offset = row_stats(s, t, tokens, spec)
         entropy = stats.lse - stats.expectation if spec.entropy else divergence.new_empty(0)
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *tokens, stats.lse, stats.teacher_lse, offset)
         ctx.rest = student[3:], teacher[3:], v, spec
@@ -344,9 +347,10 @@ class Divergence(torch.autograd.Function):
         s, t = _prepared(student, teacher, v, tokens, spec)
         grad = grad.to(accumulation_dtype(student.hidden.dtype))
         grad = tokens.pick(grad[:, None])[:, 0].contiguous()
-        of_hidden, of_weight, of_bias = gradients(
-            s, t, tokens, saved[8:], grad, spec, ctx.needs_input_grad[:3], student.weight.shape[0]
-        )
+        with _computing(student.hidden):
+            of_hidden, of_weight, of_bias = gradients(
+                s, t, tokens, saved[8:], grad, spec, ctx.needs_input_grad[:3], saved[1].shape[0]
+            )
         if of_hidden is not None:
             of_hidden = tokens.put_back(of_hidden, student.hidden.shape[0])
         return of_hidden, of_weight, of_bias, None, None, None, None
