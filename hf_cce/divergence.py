@@ -196,8 +196,8 @@ def _checked_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
 def _checked_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temperature: float) -> Head:
     """Detached and flattened."""
     if isinstance(teacher, TeacherHead):
-        hidden, weight, bias = (x.detach() if isinstance(x, Tensor) else x for x in teacher[:3])
-        found = _checked_head(teacher._replace(hidden_states=hidden, weight=weight, bias=bias), "teacher ", temperature)
+        found = _checked_head(teacher, "teacher ", temperature)
+        found = Head(*(None if x is None else x.detach() for x in found[:3]), *found[3:])  # type: ignore[arg-type]
         shape, name = teacher.hidden_states.shape, "hidden"
     elif isinstance(teacher, Tensor):
         if not teacher.is_floating_point() or teacher.dim() < 1 or teacher.shape[-1] == 0:

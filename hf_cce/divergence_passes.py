@@ -105,7 +105,17 @@ class DivergenceSpec:
 
 
 class RowStats(NamedTuple):
-    """Statistics of rows or of their parts in tiles, [..., N]; empty where not wanted."""
+    """Of each row, [N]."""
+
+    lse: Tensor
+    teacher_lse: Tensor
+    divergence: Tensor
+    offset: Tensor  # what makes the gradient sum to zero: the reverse KL, or KL(p_s ‖ m)
+    entropy: Tensor  # empty where not wanted
+
+
+class Parts(NamedTuple):
+    """Statistics of rows, or of their parts in slabs and tiles, [..., N]; empty where not wanted."""
 
     lse: Tensor
     teacher_lse: Tensor
@@ -161,43 +171,58 @@ def _copied_bytes(teacher: Head, tokens: Tokens) -> int:
     return 2 * teacher.hidden.shape[0] * teacher.hidden.dtype.itemsize if copies else 0
 
 
-def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> tuple[RowStats, Tensor, Tensor]:
-    """(statistics, divergence [N], offset [N] that makes a row's gradient sum to zero)."""
-    kinds = 2 + spec.kl + spec.entropy
-    per_column = _portable_bytes(student, teacher)
+def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> RowStats:
+    """The divergence of each row, and what its gradient needs."""
+    n, per_column = student.hidden.shape[0], _portable_bytes(student, teacher)
     if spec.triton:  # a tile's statistics, three times: to fold them takes two copies
-        per_column = -(-12 * kinds * student.hidden.shape[0] // _kernels().tile_width(student, teacher))
+        per_column = -(-12 * (2 + spec.kl + spec.entropy) * n // _kernels().tile_width(student, teacher))
     per_column += _copied_bytes(teacher, tokens)
-    parts = []
-    for slab in _slabs(student, teacher, spec, per_column):
-        of_slab = _of_slab(student, teacher, tokens, slab)
+    slabs = list(_slabs(student, teacher, spec, per_column))
+    if spec.triton and not spec.kl:
+        lse, entropy = _kernels().row_lse(student, tokens.num_valid, spec.entropy, spec.memory_budget)
+        teacher_lse = _teacher_lse(teacher, tokens, spec, slabs)
+    else:
+        found = _fold(
+            _stack([_slab_parts(*_of_slab(student, teacher, tokens, slab), tokens, spec) for slab in slabs]), spec
+        )
+        lse, teacher_lse, gap, expectation = found
+        entropy = lse - expectation if spec.entropy else expectation
+    if spec.kl:
+        divergence = gap + (lse - teacher_lse if spec.beta == 0.0 else teacher_lse - lse)
+        return RowStats(lse, teacher_lse, divergence, divergence, entropy)
+    divergence, offset = torch.zeros_like(lse), torch.zeros_like(lse)
+    for slab in slabs:
+        s, t = _of_slab(student, teacher, tokens, slab)
         if spec.triton:
-            found = _kernels().pair_stats(*of_slab, tokens.num_valid, spec.beta, spec.entropy)
-            lse, teacher_lse = found[:2]
-            gap = found[2] if spec.kl else lse.new_empty(0)
-            parts.append(_fold(RowStats(lse, teacher_lse, gap, found[-1] if spec.entropy else lse.new_empty(0)), spec))
+            tiles = _kernels().pair_stats(s, t, tokens.num_valid, spec.beta, False, (lse, teacher_lse))
+            of_student, both = (x.sum(0) for x in tiles)
         else:
-            parts.append(_slab_stats(of_slab[0].logits(), of_slab[1].logits(), spec))
-    stats = _fold(RowStats(*map(torch.stack, zip(*parts, strict=True))), spec)
-    if spec.beta == 0.0:
-        divergence = stats.gap - stats.teacher_lse + stats.lse
-        return stats, divergence, divergence
-    if spec.beta == 1.0:
-        divergence = stats.gap - stats.lse + stats.teacher_lse
-        return stats, divergence, divergence
-    sums: list[Tensor] = []
-    for slab in _slabs(student, teacher, spec, per_column):
-        of_slab = _of_slab(student, teacher, tokens, slab)
-        if spec.triton:
-            found = _kernels().pair_stats(*of_slab, tokens.num_valid, spec.beta, False, (stats.lse, stats.teacher_lse))
-            found = [x.sum(0) for x in found]
-        else:
-            found = _mixture_sums(of_slab[0].logits(), of_slab[1].logits(), stats, spec.beta)
-        sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else list(found)
-    return stats, sums[0], sums[1]
+            of_student, both = _mixture_sums(s.logits(), t.logits(), lse, teacher_lse, spec.beta)
+        divergence += both
+        offset += of_student
+    return RowStats(lse, teacher_lse, divergence, offset, entropy)
 
 
-def _fold(parts: RowStats, spec: DivergenceSpec) -> RowStats:
+def _teacher_lse(teacher: Head, tokens: Tokens, spec: DivergenceSpec, slabs: list[slice]) -> Tensor:
+    if teacher.weight is not None:
+        return _kernels().row_lse(teacher, tokens.num_valid, False, spec.memory_budget)[0]
+    given = (tokens.pick(teacher.columns(slab.start, slab.stop).hidden) for slab in slabs)
+    return torch.stack([teacher._replace(hidden=z).logits().logsumexp(1) for z in given]).logsumexp(0)
+
+
+def _slab_parts(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> Parts:
+    """Statistics of a slab's part of each row."""
+    if not spec.triton:
+        return _logits_parts(student.logits(), teacher.logits(), spec)
+    lse, teacher_lse, gap, *more = _kernels().pair_stats(student, teacher, tokens.num_valid, spec.beta, spec.entropy)
+    return _fold(Parts(lse, teacher_lse, gap, more[0] if more else lse.new_empty(0)), spec)
+
+
+def _stack(parts: list[Parts]) -> Parts:
+    return Parts(*map(torch.stack, zip(*parts, strict=True)))
+
+
+def _fold(parts: Parts, spec: DivergenceSpec) -> Parts:
     """Statistics of rows [N] from those of their parts [T, N]."""
     lse, teacher_lse = parts.lse.logsumexp(0), parts.teacher_lse.logsumexp(0)
     gap, expectation = parts.gap, parts.expectation
@@ -206,7 +231,7 @@ def _fold(parts: RowStats, spec: DivergenceSpec) -> RowStats:
         gap = (gap * (tiles - rows).exp_()).sum(0)
     if spec.entropy:
         expectation = (expectation * (parts.lse - lse).exp_()).sum(0)
-    return RowStats(lse, teacher_lse, gap, expectation)
+    return Parts(lse, teacher_lse, gap, expectation)
 
 
 def _expected(p: Tensor, x: Tensor) -> Tensor:
@@ -214,7 +239,7 @@ def _expected(p: Tensor, x: Tensor) -> Tensor:
     return torch.where(p > 0, x.mul_(p), 0).sum(1)
 
 
-def _slab_stats(zs: Tensor, zt: Tensor, spec: DivergenceSpec) -> RowStats:
+def _logits_parts(zs: Tensor, zt: Tensor, spec: DivergenceSpec) -> Parts:
     """Statistics of a slab of both logits [N, width]."""
     lse, teacher_lse = zs.logsumexp(1), zt.logsumexp(1)
     gap = expectation = lse.new_empty(0)
@@ -224,20 +249,20 @@ def _slab_stats(zs: Tensor, zt: Tensor, spec: DivergenceSpec) -> RowStats:
         gap = _expected((zs - lse[:, None]).exp_(), zs - zt)
     if spec.entropy:
         expectation = _expected((zs - lse[:, None]).exp_(), zs)
-    return RowStats(lse, teacher_lse, gap, expectation)
+    return Parts(lse, teacher_lse, gap, expectation)
 
 
 def _log_mixture(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_ps + math.log1p(-beta), log_pt + math.log(beta))
 
 
-def _mixture_sums(zs: Tensor, zt: Tensor, stats: RowStats, beta: float) -> tuple[Tensor, Tensor]:
-    """(a slab's part of the JSD, and of KL(p_s ‖ m)), [N] each."""
-    log_ps, log_pt = zs.sub_(stats.lse[:, None]), zt.sub_(stats.teacher_lse[:, None])
+def _mixture_sums(zs: Tensor, zt: Tensor, lse: Tensor, teacher_lse: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """(a slab's part of KL(p_s ‖ m), and of the JSD), [N] each."""
+    log_ps, log_pt = zs.sub_(lse[:, None]), zt.sub_(teacher_lse[:, None])
     log_m = _log_mixture(log_ps, log_pt, beta)
     teacher = _expected(log_pt.exp(), log_pt - log_m)
     student = _expected(log_ps.exp(), log_ps.sub_(log_m))
-    return (1 - beta) * student + beta * teacher, student
+    return student, (1 - beta) * student + beta * teacher
 
 
 def _slab_gradient(
@@ -327,14 +352,13 @@ class Divergence(torch.autograd.Function):
             spec = replace(spec, triton=False)  # a kernel cannot be launched for no tokens
         s, t = _prepared(student, teacher, v, tokens, spec)
         with _computing(hidden):
-            stats, divergence, offset = row_stats(s, t, tokens, spec)
-        entropy = stats.lse - stats.expectation if spec.entropy else divergence.new_empty(0)
-        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *tokens, stats.lse, stats.teacher_lse, offset)
+            stats = row_stats(s, t, tokens, spec)
+        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *tokens, stats.lse, stats.teacher_lse, stats.offset)
         ctx.rest = student[3:], teacher[3:], v, spec
         ctx.set_materialize_grads(False)
-        entropy = tokens.put_back(entropy, n) if spec.entropy else entropy
+        entropy = tokens.put_back(stats.entropy, n) if spec.entropy else stats.entropy
         ctx.mark_non_differentiable(entropy)
-        return tokens.put_back(divergence, n), entropy
+        return tokens.put_back(stats.divergence, n), entropy
 
     @staticmethod
     @once_differentiable

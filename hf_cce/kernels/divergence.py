@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, padded, row_major
 from hf_cce.kernels.tiles import tile_logits, tile_position
 
@@ -55,12 +56,13 @@ def _pair_stats_kernel(
     teacher_weight,  # [V, D_t]
     teacher_bias,  # [V]
     num_valid,  # scalar int64: later rows are ignored
-    lse,  # [N], read if SECOND, like the next
+    lse,  # [N], read if KIND is 2, like the next; the others need none, but find it
     teacher_lse,  # [N]
-    tile_lse,  # [T, N] logsumexp of the tile; if SECOND: Σ (1 − β) p_s log(p_s / m) + β p_t log(p_t / m)
+    tile_lse,  # [T, N] logsumexp of the tile, unless KIND is 2; likewise the next
     tile_teacher_lse,  # [T, N]
-    tile_gap,  # [T, N] mean of z_t − z_s under the tile's p_t (KIND 0), of z_s − z_t under p_s (1); if SECOND: Σ p_s log(p_s / m)
+    tile_gap,  # [T, N] mean of z_t − z_s under the tile's p_t (KIND 0), of z_s − z_t under p_s (1); Σ p_s log(p_s / m) (2)
     tile_expectation,  # [T, N] mean of z_s under the tile's p_s, if WANT_ENTROPY
+    tile_divergence,  # [T, N] Σ (1 − β) p_s log(p_s / m) + β p_t log(p_t / m), if KIND is 2
     tile_stride,
     num_tokens,
     vocab_size,
@@ -76,7 +78,6 @@ def _pair_stats_kernel(
     teacher_softcap,
     beta,
     KIND: tl.constexpr,
-    SECOND: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     GIVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -101,7 +102,7 @@ def _pair_stats_kernel(
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
     in_rows, in_cols = rows < num_tokens, (cols < vocab_size)[None, :]
-    if SECOND:  # loaded before the products, which hide the latency
+    if KIND == 2:  # loaded before the products, which hide the latency
         row_lse = tl.load(lse + rows, mask=in_rows, other=0.0)
         row_teacher_lse = tl.load(teacher_lse + rows, mask=in_rows, other=0.0)
     zt = _teacher_tile(
@@ -117,13 +118,13 @@ def _pair_stats_kernel(
     if col + BLOCK_N > vocab_size:
         zs = tl.where(in_cols, zs, float("-inf"))
         zt = tl.where(in_cols, zt, float("-inf"))
-    if SECOND:
+    if KIND == 2:
         log_ps, log_pt = zs - row_lse[:, None], zt - row_teacher_lse[:, None]
         ps, pt = tl.exp(log_ps), tl.exp(log_pt)
         log_m = tl.log((1.0 - beta) * ps + beta * pt)
         student = tl.sum(tl.where(ps > 0, ps * (log_ps - log_m), 0.0), 1)
         teacher = tl.sum(tl.where(pt > 0, pt * (log_pt - log_m), 0.0), 1)
-        tl.store(tile_lse + out, (1.0 - beta) * student + beta * teacher, mask=in_rows)
+        tl.store(tile_divergence + out, (1.0 - beta) * student + beta * teacher, mask=in_rows)
         tl.store(tile_gap + out, student, mask=in_rows)
     else:
         top = tl.max(zs, 1)
@@ -134,13 +135,12 @@ def _pair_stats_kernel(
         total, teacher_total = tl.sum(es, 1), tl.sum(et, 1)
         tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
         tl.store(tile_teacher_lse + out, teacher_top + tl.log(teacher_total), mask=in_rows)
-        some, teacher_some = tl.where(total > 0, total, 1.0), tl.where(teacher_total > 0, teacher_total, 1.0)
+        some = tl.where(total > 0, total, 1.0)
         if KIND == 0:
-            gap = tl.sum(tl.where(et > 0, et * (zt - zs), 0.0), 1) / teacher_some
-            tl.store(tile_gap + out, gap, mask=in_rows)
-        elif KIND == 1:
+            gap = tl.sum(tl.where(et > 0, et * (zt - zs), 0.0), 1) / tl.where(teacher_total > 0, teacher_total, 1.0)
+        else:
             gap = tl.sum(tl.where(es > 0, es * (zs - zt), 0.0), 1) / some
-            tl.store(tile_gap + out, gap, mask=in_rows)
+        tl.store(tile_gap + out, gap, mask=in_rows)
         if WANT_ENTROPY:
             expectation = tl.sum(tl.where(es > 0, es * zs, 0.0), 1) / some
             tl.store(tile_expectation + out, expectation, mask=in_rows)
@@ -291,27 +291,36 @@ def tile_width(student: Any, teacher: Any) -> int:
     return _plan(student, teacher).block_n
 
 
+def row_lse(head: Any, num_valid: Tensor, entropy: bool, memory_budget: int) -> tuple[Tensor, Tensor]:
+    """(logsumexp [N], entropy [N] or empty) of one head; zero for ignored tokens."""
+    n = head.hidden.shape[0]
+    labels = torch.where(torch.arange(n, device=head.hidden.device) < num_valid, 0, -100)
+    lse, _, _, entropies, *_ = logit_stats(
+        head.hidden, head.weight, head.bias, labels, -100, head.logit_scale, head.softcap, False, entropy, False, False,
+        memory_budget,
+    )  # fmt: skip
+    return lse, entropies
+
+
 def pair_stats(
     student: Any,  # the slab's part of two heads of ``hf_cce.divergence_passes``, readable
     teacher: Any,
     num_valid: Tensor,
     beta: float,
     entropy: bool,
-    lse: tuple[Tensor, Tensor] | None = None,  # the student's and the teacher's [N]: those of the second pass
+    lse: tuple[Tensor, Tensor] | None = None,  # of the JSD: the student's and the teacher's [N]
 ) -> list[Tensor]:
     """What ``_pair_stats_kernel`` writes, [T, N] each."""
     n, plan = student.hidden.shape[0], _plan(student, teacher)
-    tiles = ceil_div(student.weight.shape[0], plan.block_n)
-    second, kl = lse is not None, beta in (0.0, 1.0)
-    wanted = (True, not second, second or kl, entropy and not second)
+    tiles, kl = ceil_div(student.weight.shape[0], plan.block_n), lse is None
     # Zeros, not memory of any content: nobody writes the rows of ignored tokens, and NaN times zero is NaN.
     parts = [
         torch.zeros((tiles, padded(n)), dtype=torch.float32, device=student.hidden.device)[:, :n] if want else None
-        for want in wanted
+        for want in (kl, kl, True, kl and entropy, not kl)
     ]
     _pair_stats_kernel[(ceil_div(n, plan.block_m) * tiles,)](
         *_operands(student, teacher, plan), num_valid, *(lse or (None, None)), *parts, padded(n),
-        *_sizes(student, teacher, beta), SECOND=second, WANT_ENTROPY=wanted[3], **_flags(student, teacher, beta, plan),
+        *_sizes(student, teacher, beta), WANT_ENTROPY=kl and entropy, **_flags(student, teacher, beta, plan),
     )  # fmt: skip
     return [part for part in parts if part is not None]
 
