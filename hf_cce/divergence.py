@@ -6,6 +6,7 @@ x = logit_scale · (hidden_states · weightᵀ + bias) and T the temperature.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
@@ -15,9 +16,11 @@ from torch import Tensor
 from hf_cce.config import CCEConfig
 from hf_cce.dispatch import choose_implementation
 from hf_cce.divergence_passes import Divergence, DivergenceSpec, Head, Tokens
+from hf_cce.divergence_topk import SupportLogits, divergence_on_support, with_tail
 from hf_cce.head_checks import transformed
 from hf_cce.loss import Reduction, _check_tensor, _checked, _divisor, _kind, _refuse_learnable
 from hf_cce.reference import validate_labels
+from hf_cce.spec import accumulation_dtype
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 Tail = Literal["lump", "renormalize"]
@@ -140,7 +143,8 @@ def token_divergences(
     spec = DivergenceSpec(beta, entropy, config.scratch(n), implementation == "triton")
     tokens = Tokens.of(flat, n, head.hidden.device)
     if isinstance(teacher, TeacherTopK):
-        raise NotImplementedError
+        _check_top_k(teacher, student.hidden_states)
+        return _of_top_k(head, teacher, flat, spec).view(shape), None
     given = _checked_teacher(teacher, student.hidden_states, temperature)
     if spec.triton and given.hidden.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         spec = replace(spec, triton=False)
@@ -197,7 +201,9 @@ def _checked_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temp
     """Detached and flattened."""
     if isinstance(teacher, TeacherHead):
         found = _checked_head(teacher, "teacher ", temperature)
-        found = Head(*(None if x is None else x.detach() for x in found[:3]), *found[3:])  # type: ignore[arg-type]
+        hidden, weight, bias = (None if x is None else x.detach() for x in found[:3])
+        assert hidden is not None
+        found = found._replace(hidden=hidden, weight=weight, bias=bias)
         shape, name = teacher.hidden_states.shape, "hidden"
     elif isinstance(teacher, Tensor):
         if not teacher.is_floating_point() or teacher.dim() < 1 or teacher.shape[-1] == 0:
@@ -218,6 +224,55 @@ def _checked_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temp
             f"teacher {name} must be on {student_hidden.device} like student_hidden, got {found.hidden.device}"
         )
     return found
+
+
+def _of_top_k(student: Head, teacher: TeacherTopK, mask: Tensor | None, spec: DivergenceSpec) -> Tensor:
+    """Divergence of each token [N]."""
+    assert student.weight is not None
+    v = student.weight.shape[0]
+    ids = teacher.ids.reshape(-1, teacher.ids.shape[-1]).long()
+    log_pt = teacher.log_probs.detach().reshape(ids.shape).to(accumulation_dtype(student.hidden.dtype))
+    if mask is not None:  # what is not a number there must reach nothing
+        student = student._replace(hidden=torch.where(mask[:, None], student.hidden, 0))
+        ids = torch.where(mask[:, None], ids, 0)
+        log_pt = torch.where(mask[:, None], log_pt, -math.log(2 * ids.shape[1]))
+    ok = ((ids >= 0) & (ids < v)).all()
+    if ok.is_cuda:
+        torch._assert_async(ok, f"hf_cce: ids must lie in [0, {v})")
+    elif not bool(ok):
+        raise ValueError(
+            f"ids must lie in [0, {v}), the student's vocabulary, got {int(ids.min())} to {int(ids.max())}"
+        )
+    z, lse = SupportLogits.apply(*student[:3], student, ids, spec)
+    if teacher.tail == "lump":
+        log_ps, log_pt = with_tail(z - lse[:, None]), with_tail(log_pt)
+    else:
+        log_ps, log_pt = z.log_softmax(1), log_pt.log_softmax(1)
+    losses = divergence_on_support(log_ps, log_pt, spec.beta)
+    return losses if mask is None else torch.where(mask, losses, 0)
+
+
+def _check_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> None:
+    ids, log_probs, tail = teacher
+    _check_tensor("teacher ids", "[..., k]", ids)
+    _check_tensor("teacher log_probs", "[..., k]", log_probs)
+    if tail not in get_args(Tail):
+        raise ValueError(f"teacher tail must be one of {get_args(Tail)}, got {tail!r}")
+    if ids.dtype not in (torch.int64, torch.int32, torch.int16):
+        raise ValueError(f"teacher ids must be integers (torch.int64, int32 or int16), got {ids.dtype}")
+    if not log_probs.is_floating_point():
+        raise ValueError(f"teacher log_probs must be floating point, got {log_probs.dtype}")
+    for name, x in (("ids", ids), ("log_probs", log_probs)):
+        if x.dim() < 1 or x.shape[:-1] != student_hidden.shape[:-1] or x.shape[-1] == 0:
+            raise ValueError(
+                f"teacher {name} must be [..., k] with {tuple(student_hidden.shape[:-1])}, got {tuple(x.shape)}"
+            )
+        if x.device != student_hidden.device:
+            raise ValueError(f"teacher {name} must be on {student_hidden.device} like student_hidden, got {x.device}")
+    if ids.shape != log_probs.shape:
+        raise ValueError(
+            f"teacher ids and log_probs must have one shape, got {tuple(ids.shape)} and {tuple(log_probs.shape)}"
+        )
 
 
 def _checked_mask(mask: Tensor, student_hidden: Tensor) -> Tensor:

@@ -11,13 +11,12 @@ m = (1 − β) p_student + β p_teacher, as in TRL's ``DistillationTrainer``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hf_cce.ops import _computing
 from hf_cce.reference import add_product, has_wide_products, scratch_bytes
@@ -49,11 +48,19 @@ class Head(NamedTuple):
             z = self.hidden.to(wide, copy=True)
         else:
             z = _wide_product(self.hidden, self.weight.t())
-        if self.bias is not None:
-            z += self.bias
+        return self.finished(z if self.bias is None else z.add_(self.bias))
+
+    def finished(self, x: Tensor) -> Tensor:
+        """Scale and softcap, in place."""
         if self.logit_scale != 1.0:
-            z *= self.logit_scale
-        return z.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else z
+            x.mul_(self.logit_scale)
+        return x.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else x
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """∂z / ∂x at ``z``, with x before scale and softcap."""
+        if not self.softcap:
+            return self.logit_scale
+        return (z / self.softcap).square_().neg_().add_(1).mul_(self.logit_scale)
 
 
 class Tokens(NamedTuple):
@@ -104,6 +111,16 @@ class DivergenceSpec:
         return self.beta in (0.0, 1.0)
 
 
+class Wanted(NamedTuple):
+    """Which gradients are needed, and how many rows the weight's has: the vocabulary may have been cut."""
+
+    needs: tuple[bool, bool, bool]  # of hidden states, weight and bias
+    rows: int
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden states, weight and bias
+
+
 class RowStats(NamedTuple):
     """Of each row, [N]."""
 
@@ -130,32 +147,37 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if has_wide_products(a) else a.float() @ b.float()
 
 
-def _kernels() -> Any:
+def refuse_second_derivative() -> None:
+    """Raise in a backward pass with ``create_graph=True``: its result would be a constant to autograd."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("linear_divergence has no second derivative; drop create_graph=True, or use full logits")
+
+
+def kernels() -> Any:
     from hf_cce.kernels import divergence  # late: importing hf_cce must not import Triton
 
     return divergence
 
 
-def _slabs(student: Head, teacher: Head, spec: DivergenceSpec, per_column: int, beside: int = 0) -> Iterator[slice]:
+def slabs_of(student: Head, spec: DivergenceSpec, per_column: int, beside: int = 0) -> list[slice]:
     """Slabs of the vocabulary of which a column takes ``per_column`` bytes; ``beside`` bytes lie there all the while."""
     assert student.weight is not None
-    v, align = student.weight.shape[0], _kernels().tile_width(student, teacher) if spec.triton else 16
-    room = spec.memory_budget
+    n, v, room = student.hidden.shape[0], student.weight.shape[0], spec.memory_budget
     if not spec.triton:
-        n, wide = student.hidden.shape[0], accumulation_dtype(student.hidden.dtype).itemsize
-        room = scratch_bytes(n, v, wide, spec.memory_budget)
+        room = scratch_bytes(n, v, accumulation_dtype(student.hidden.dtype).itemsize, spec.memory_budget)
+    align = 128 if spec.triton else 16  # whole tiles
     width = max(align, max(room - beside, room // 4) // max(per_column, 1) // align * align)
     count = max(1, -(-v // width))
     even = -(-v // count)
     width = -(-even // align) * align  # slabs alike
-    return (slice(start, min(v, start + width)) for start in range(0, v, width))
+    return [slice(start, min(v, start + width)) for start in range(0, v, width)]
 
 
-def _portable_bytes(student: Head, teacher: Head) -> int:
+def portable_bytes(*heads: Head) -> int:
     """Bytes for a column of a slab in PyTorch: seven float arrays [N, width], and on a CPU both weights in float32."""
-    wide = accumulation_dtype(student.hidden.dtype)
-    copied = [x for x in (student, teacher) if x.weight is not None and x.hidden.dtype != wide and not x.hidden.is_cuda]
-    return wide.itemsize * (7 * student.hidden.shape[0] + sum(x.hidden.shape[1] for x in copied))
+    wide = accumulation_dtype(heads[0].hidden.dtype)
+    copied = [x for x in heads if x.weight is not None and x.hidden.dtype != wide and not x.hidden.is_cuda]
+    return wide.itemsize * (7 * heads[0].hidden.shape[0] + sum(x.hidden.shape[1] for x in copied))
 
 
 def _of_slab(student: Head, teacher: Head, tokens: Tokens, slab: slice) -> tuple[Head, Head]:
@@ -173,13 +195,13 @@ def _copied_bytes(teacher: Head, tokens: Tokens) -> int:
 
 def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> RowStats:
     """The divergence of each row, and what its gradient needs."""
-    n, per_column = student.hidden.shape[0], _portable_bytes(student, teacher)
+    n, per_column = student.hidden.shape[0], portable_bytes(student, teacher)
     if spec.triton:  # a tile's statistics, three times: to fold them takes two copies
-        per_column = -(-12 * (2 + spec.kl + spec.entropy) * n // _kernels().tile_width(student, teacher))
+        per_column = -(-12 * (2 + spec.kl + spec.entropy) * n // kernels().tile_width(student, teacher))
     per_column += _copied_bytes(teacher, tokens)
-    slabs = list(_slabs(student, teacher, spec, per_column))
+    slabs = slabs_of(student, spec, per_column)
     if spec.triton and not spec.kl:
-        lse, entropy = _kernels().row_lse(student, tokens.num_valid, spec.entropy, spec.memory_budget)
+        lse, entropy = kernels().row_lse(student, tokens.num_valid, spec.entropy, spec.memory_budget)
         teacher_lse = _teacher_lse(teacher, tokens, spec, slabs)
     else:
         found = _fold(
@@ -194,7 +216,7 @@ def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec
     for slab in slabs:
         s, t = _of_slab(student, teacher, tokens, slab)
         if spec.triton:
-            tiles = _kernels().pair_stats(s, t, tokens.num_valid, spec.beta, False, (lse, teacher_lse))
+            tiles = kernels().pair_stats(s, t, tokens.num_valid, spec.beta, False, (lse, teacher_lse))
             of_student, both = (x.sum(0) for x in tiles)
         else:
             of_student, both = _mixture_sums(s.logits(), t.logits(), lse, teacher_lse, spec.beta)
@@ -205,7 +227,7 @@ def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec
 
 def _teacher_lse(teacher: Head, tokens: Tokens, spec: DivergenceSpec, slabs: list[slice]) -> Tensor:
     if teacher.weight is not None:
-        return _kernels().row_lse(teacher, tokens.num_valid, False, spec.memory_budget)[0]
+        return kernels().row_lse(teacher, tokens.num_valid, False, spec.memory_budget)[0]
     given = (tokens.pick(teacher.columns(slab.start, slab.stop).hidden) for slab in slabs)
     return torch.stack([teacher._replace(hidden=z).logits().logsumexp(1) for z in given]).logsumexp(0)
 
@@ -214,7 +236,7 @@ def _slab_parts(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSp
     """Statistics of a slab's part of each row."""
     if not spec.triton:
         return _logits_parts(student.logits(), teacher.logits(), spec)
-    lse, teacher_lse, gap, *more = _kernels().pair_stats(student, teacher, tokens.num_valid, spec.beta, spec.entropy)
+    lse, teacher_lse, gap, *more = kernels().pair_stats(student, teacher, tokens.num_valid, spec.beta, spec.entropy)
     return _fold(Parts(lse, teacher_lse, gap, more[0] if more else lse.new_empty(0)), spec)
 
 
@@ -271,7 +293,7 @@ def _slab_gradient(
     """Gradient of a slab of the student's logits before scale and softcap [N, width]."""
     lse, teacher_lse, offset = (x[:, None] for x in rows)
     zs = student.logits()
-    slope = 1 - (zs / student.softcap).square_() if student.softcap else None
+    slope = student.slope(zs)
     log_ps, log_pt = zs.sub_(lse), teacher.logits().sub_(teacher_lse)
     p = log_ps.exp()
     if beta == 0.0:
@@ -281,8 +303,7 @@ def _slab_gradient(
     else:
         log_m = _log_mixture(log_ps, log_pt, beta)
         g = torch.where(p > 0, p * log_ps.sub_(log_m).sub_(offset), 0).mul_(1 - beta)
-    g.mul_(grad[:, None] * student.logit_scale)
-    return g if slope is None else g.mul_(slope)
+    return g.mul_(grad[:, None]).mul_(slope)
 
 
 def gradients(
@@ -292,49 +313,66 @@ def gradients(
     rows: tuple[Tensor, Tensor, Tensor],  # the student's lse, the teacher's, the offset: [N] each
     grad: Tensor,  # [N], zero for tokens that do not count
     spec: DivergenceSpec,
-    needs: tuple[bool, bool, bool],
-    weight_rows: int,  # of the weight's gradient: the vocabulary may have been cut
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    wanted: Wanted,
+) -> Gradients:
     """Gradients of the student's hidden states, weight and bias; None where not needed."""
-    assert student.weight is not None
-    (n, d), dtype = student.hidden.shape, student.hidden.dtype
-    wide, v = accumulation_dtype(dtype), student.weight.shape[0]
-    of_hidden = student.hidden.new_zeros((n, d), dtype=wide) if needs[0] else None
-    of_weight = student.weight.new_empty((weight_rows, d)) if needs[1] else None
-    of_bias = student.weight.new_empty(weight_rows) if needs[2] else None
+    unit = unit_of(student.hidden.dtype, grad)
+    grad = grad if unit is None else grad / unit
+
+    def of_logits(slab: slice) -> Tensor:
+        s, t = _of_slab(student, teacher, tokens, slab)
+        if spec.triton:
+            return kernels().pair_gradient(s, t, tokens.num_valid, rows, grad, spec.beta)
+        return _slab_gradient(s, t, rows, grad, spec.beta)
+
+    n, itemsize = student.hidden.shape[0], student.hidden.dtype.itemsize
+    per_column = n * itemsize if spec.triton else portable_bytes(student, teacher)
+    beside = 4 * student.hidden.numel() if itemsize < 4 and wanted.needs[0] else 0
+    slabs = slabs_of(student, spec, per_column + _copied_bytes(teacher, tokens), beside)
+    return head_gradients(student, slabs, of_logits, unit, wanted)
+
+
+def unit_of(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
+    """What upstream gradients are divided by, and results multiplied with, in float16: it has few small numbers."""
+    if dtype != torch.float16 or not grads[0].numel():
+        return None
+    largest = torch.stack([grad.abs().amax() for grad in grads]).amax()
+    return torch.where(largest > 0, largest / HALF_SCALE, 1.0)
+
+
+def head_gradients(
+    student: Head, slabs: Iterable[slice], of_logits: Callable[[slice], Tensor], unit: Tensor | None, wanted: Wanted
+) -> Gradients:
+    """Gradients of the hidden states, weight and bias; None where not needed.
+
+    ``of_logits``: the gradient of a slab of logits before scale and softcap [N, width], which is used up, divided by ``unit``.
+    """
+    hidden, weight = student.hidden, student.weight
+    assert weight is not None
+    (n, d), dtype, v = hidden.shape, hidden.dtype, weight.shape[0]
+    wide = accumulation_dtype(dtype)
+    of_hidden = hidden.new_zeros((n, d), dtype=wide) if wanted.needs[0] else None
+    of_weight = weight.new_empty((wanted.rows, d)) if wanted.needs[1] else None
+    of_bias = weight.new_empty(wanted.rows) if wanted.needs[2] else None
     for of_vocabulary in (of_weight, of_bias):
         if of_vocabulary is not None:
             of_vocabulary[v:] = 0
-    unit = torch.ones((), dtype=wide, device=grad.device)
-    if dtype == torch.float16:
-        largest = grad.abs().amax() if n else unit
-        unit = torch.where(largest > 0, largest / HALF_SCALE, unit)
-        grad = grad / unit
-    beside = 4 * n * d if dtype != wide and needs[0] else 0
-    per_column = n * dtype.itemsize if spec.triton else _portable_bytes(student, teacher)
-    per_column += _copied_bytes(teacher, tokens)
-    for slab in _slabs(student, teacher, spec, per_column, beside):
-        s, t = _of_slab(student, teacher, tokens, slab)
-        assert s.weight is not None
-        g = (
-            _kernels().pair_gradient(s, t, tokens.num_valid, rows, grad, spec.beta)
-            if spec.triton
-            else _slab_gradient(s, t, rows, grad, spec.beta)
-        )
+    for slab in slabs:
+        g = of_logits(slab)
         if of_bias is not None:
-            of_bias[slab] = g.sum(0, dtype=wide) * unit
+            of_bias[slab] = g.sum(0, dtype=wide) if unit is None else g.sum(0, dtype=wide) * unit
         g = g.to(dtype) if has_wide_products(g) else g
         if of_hidden is not None:
-            add_product(of_hidden, g, s.weight)
-        if of_weight is not None and g.dtype == dtype != torch.float16:
-            torch.mm(g.t(), student.hidden, out=of_weight[slab])
+            add_product(of_hidden, g, weight[slab])
+        if of_weight is not None and g.dtype == dtype and unit is None:
+            torch.mm(g.t(), hidden, out=of_weight[slab])
         elif of_weight is not None:
-            product = _wide_product(g.t(), student.hidden.to(g.dtype))
-            torch.mul(product, unit, out=of_weight[slab])
+            product = _wide_product(g.t(), hidden.to(g.dtype))
+            of_weight[slab] = product if unit is None else product.mul_(unit)
         del g  # or it would still be there while the next is made
-    if of_hidden is not None:
-        of_hidden = torch.mul(of_hidden, unit, out=torch.empty_like(student.hidden)) if dtype != wide else of_hidden
-    return of_hidden, of_weight, of_bias
+    if of_hidden is not None and unit is not None:
+        of_hidden.mul_(unit)
+    return None if of_hidden is None else of_hidden.to(dtype), of_weight, of_bias
 
 
 class Divergence(torch.autograd.Function):
@@ -361,10 +399,10 @@ class Divergence(torch.autograd.Function):
         return tokens.put_back(stats.divergence, n), entropy
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * 7
+        refuse_second_derivative()
         saved = ctx.saved_tensors
         of_student, of_teacher, v, spec = ctx.rest
         student, teacher, tokens = Head(*saved[:3], *of_student), Head(*saved[3:6], *of_teacher), Tokens(*saved[6:8])
@@ -372,9 +410,8 @@ class Divergence(torch.autograd.Function):
         grad = grad.to(accumulation_dtype(student.hidden.dtype))
         grad = tokens.pick(grad[:, None])[:, 0].contiguous()
         with _computing(student.hidden):
-            of_hidden, of_weight, of_bias = gradients(
-                s, t, tokens, saved[8:], grad, spec, ctx.needs_input_grad[:3], saved[1].shape[0]
-            )
+            wanted = Wanted(ctx.needs_input_grad[:3], saved[1].shape[0])
+            of_hidden, of_weight, of_bias = gradients(s, t, tokens, saved[8:], grad, spec, wanted)
         if of_hidden is not None:
             of_hidden = tokens.put_back(of_hidden, student.hidden.shape[0])
         return of_hidden, of_weight, of_bias, None, None, None, None
@@ -385,5 +422,5 @@ def _prepared(student: Head, teacher: Head, v: int, tokens: Tokens, spec: Diverg
     heads = [x.columns(0, v) for x in (student, teacher)]
     heads = [x if x.weight is None else x._replace(hidden=tokens.pick(x.hidden)) for x in heads]
     if spec.triton:
-        heads = [_kernels().readable(x) for x in heads]
+        heads = [kernels().readable(x) for x in heads]
     return heads[0], heads[1]
