@@ -15,6 +15,7 @@ import importlib
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,33 @@ def liger(beta: float) -> Loss:
     return lambda hs, ws, ht, wt: function.apply(hs, ws, ht, wt, None, beta, -100, 1.0)
 
 
+def tiled(loss: Loss, tiles: str) -> Loss:
+    """``loss`` with other tiles: tokens x columns x hidden size x warps x stages."""
+    from hf_cce.kernels import divergence, launch_config
+
+    m, n, k, warps, stages = map(int, tiles.split("x"))
+
+    def chosen(student: Any, teacher: Any) -> launch_config.Plan:
+        plan = launch_config.make_plan(student.hidden, student.weight, backward=True)
+        return replace(plan, block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
+
+    def with_tiles(*inputs: Tensor) -> Tensor:
+        divergence._plan = chosen
+        return loss(*inputs)
+
+    return with_tiles
+
+
 def make(peer: str, kind: str) -> Loss:
-    """``peer``: hf_cce, hf_cce with a budget in MiB ("hf_cce:1024"), full, compile, trl or liger."""
-    name, _, budget = peer.partition(":")
+    """``peer``: hf_cce, hf_cce with a budget in MiB ("hf_cce:1024") or with tiles ("hf_cce:128x64x64x4x4"), full, compile, trl or
+    liger. Name hf_cce with tiles last: they stay.
+    """
+    name, _, option = peer.partition(":")
     beta = MIXED[kind]
+    if "x" in option:
+        return tiled(ours(kind, None), option)
     if name == "hf_cce":
-        return ours(kind, int(budget) * MIB if budget else None)
+        return ours(kind, int(option) * MIB if option else None)
     if name == "trl":
         return trl(beta)
     if name == "liger":

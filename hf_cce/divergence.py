@@ -66,14 +66,11 @@ def linear_divergence(
 ) -> Tensor:
     """Divergence of a student's next-token distribution from a teacher's, without the logits of either.
 
-    With p = softmax(z), a token's loss is
+    The loss of a token is KL(p_teacher ‖ p_student) for ``"forward_kl"``, KL(p_student ‖ p_teacher) for ``"reverse_kl"``, and for
+    ``"jsd"`` the generalized Jensen-Shannon divergence β KL(p_teacher ‖ m) + (1 − β) KL(p_student ‖ m) with the mixture
+    m = (1 − β) p_student + β p_teacher (Agarwal et al., 2024, arXiv 2306.13649; β as in TRL). It is not multiplied by T².
 
-    - ``"forward_kl"``: KL(p_teacher ‖ p_student),
-    - ``"reverse_kl"``: KL(p_student ‖ p_teacher),
-    - ``"jsd"``: β KL(p_teacher ‖ m) + (1 − β) KL(p_student ‖ m), m = (1 − β) p_student + β p_teacher: the generalized
-      Jensen-Shannon divergence of Agarwal et al. (2024, arXiv 2306.13649), with the β of TRL.
-
-    It is not multiplied by T². Vocabularies may differ in padding: the softmaxes of both are over the first min(V, V_t) entries,
+    Vocabularies may differ in padding: the softmaxes of both are over the first min(V, V_t) entries,
     and the student's others get zero gradient.
 
     Args:

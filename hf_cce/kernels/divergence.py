@@ -119,11 +119,12 @@ def _pair_stats_kernel(
         zs = tl.where(in_cols, zs, float("-inf"))
         zt = tl.where(in_cols, zt, float("-inf"))
     if KIND == 2:
-        log_ps, log_pt = zs - row_lse[:, None], zt - row_teacher_lse[:, None]
-        ps, pt = tl.exp(log_ps), tl.exp(log_pt)
+        zs -= row_lse[:, None]
+        zt -= row_teacher_lse[:, None]
+        ps, pt = tl.exp(zs), tl.exp(zt)
         log_m = tl.log((1.0 - beta) * ps + beta * pt)
-        student = tl.sum(tl.where(ps > 0, ps * (log_ps - log_m), 0.0), 1)
-        teacher = tl.sum(tl.where(pt > 0, pt * (log_pt - log_m), 0.0), 1)
+        student = tl.sum(tl.where(ps > 0, ps * (zs - log_m), 0.0), 1)
+        teacher = tl.sum(tl.where(pt > 0, pt * (zt - log_m), 0.0), 1)
         tl.store(tile_divergence + out, (1.0 - beta) * student + beta * teacher, mask=in_rows)
         tl.store(tile_gap + out, student, mask=in_rows)
     else:
