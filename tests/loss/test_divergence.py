@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from alive import Alive
 from divergences import EVERYTHING, KINDS, Case, check, gradients, make_inputs, ours, plain
 from numerics import assert_as_good
 
 from hf_cce import CCEConfig, TeacherHead, TeacherTopK, divergence_passes, linear_divergence
+from hf_cce.config import MIB
 
 FORMS = ("head", "logits", "lump", "renormalize")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -214,3 +216,22 @@ def test_errors_name_the_argument(
 ) -> None:
     with pytest.raises(error, match=words):
         linear_divergence(*arguments, **options)
+
+
+@pytest.mark.parametrize("form", ["head", "lump"])
+@pytest.mark.parametrize("case", (KINDS[0], KINDS[2]), ids=str)
+def test_memory_beside_inputs_and_gradients(case: Case, form: str) -> None:
+    """The budget, and never the logits."""
+    x = make_inputs(replace(case, form=form, vocab_sizes=(20_000, 20_000)), torch.float32, n=256, d=16, dt=16)
+    config = CCEConfig(memory_budget=4 * MIB)
+    leaves = x.student(torch.float32)
+    known = {t.untyped_storage()._cdata for t in (*leaves, x.hidden, x.weight, x.teacher_hidden, x.teacher_weight)}
+    teacher: Any = TeacherHead(x.teacher_hidden, x.teacher_weight)
+    if form == "lump":
+        teacher = TeacherTopK(torch.arange(8).expand(2, 128, 8), torch.full((2, 128, 8), -3.0))
+    with Alive(known) as alive:
+        loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta, config=config)  # type: ignore[arg-type]
+        torch.autograd.grad(loss, leaves)
+    gradients_bytes = sum(4 * leaf.numel() for leaf in leaves)
+    logits = 4 * 256 * 20_000
+    assert alive.peak - gradients_bytes <= 5 * MIB < logits / 3
