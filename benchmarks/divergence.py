@@ -71,24 +71,27 @@ def liger(beta: float) -> Loss:
 
 
 def tiled(loss: Loss, tiles: str) -> Loss:
-    """``loss`` with other tiles: tokens x columns x hidden size x warps x stages."""
-    from hf_cce.kernels import divergence, launch_config
+    """``loss`` with other tiles: tokens x columns x hidden size x warps x stages x row blocks that share weight tiles."""
+    from hf_cce.kernels import divergence
 
-    m, n, k, warps, stages = map(int, tiles.split("x"))
-
-    def chosen(student: Any, teacher: Any) -> launch_config.Plan:
-        plan = launch_config.make_plan(student.hidden, student.weight, backward=True)
-        return replace(plan, block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
+    numbers = dict(
+        zip(
+            ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m"),
+            map(int, tiles.split("x")),
+            strict=True,
+        )
+    )
+    default = divergence._plan
 
     def with_tiles(*inputs: Tensor) -> Tensor:
-        divergence._plan = chosen
+        divergence._plan = lambda student, teacher: replace(default(student, teacher), **numbers)
         return loss(*inputs)
 
     return with_tiles
 
 
 def make(peer: str, kind: str) -> Loss:
-    """``peer``: hf_cce, hf_cce with a budget in MiB ("hf_cce:1024") or with tiles ("hf_cce:128x64x64x4x4"), full, compile, trl or
+    """``peer``: hf_cce, hf_cce with a budget in MiB ("hf_cce:1024") or with tiles ("hf_cce:128x64x64x4x4x16"), full, compile, trl or
     liger. Name hf_cce with tiles last: they stay.
     """
     name, _, option = peer.partition(":")

@@ -237,8 +237,11 @@ def _pair_gradient_kernel(
 
 
 def _plan(student: Any, teacher: Any) -> Plan:
-    """Tiles of 128 by 128 at most: two of them are accumulated at once."""
-    plan = make_plan(student.hidden, student.weight, backward=True)
+    """Tiles of 128 by 128 at most: two of them are accumulated at once.
+
+    Both models' operands of the tiles under way should stay in L2: fewer row blocks share weight tiles than where there is one model.
+    """
+    plan = replace(make_plan(student.hidden, student.weight, backward=True), group_m=16)
     if teacher.weight is not None and plan.use_tma:
         plan = replace(plan, use_tma=make_plan(teacher.hidden, teacher.weight, backward=True).use_tma)
     return plan

@@ -358,6 +358,7 @@ SPECS = (
             "plain": {"KIND": 0},
             "everything": {"KIND": 1, "WANT_ENTROPY": True, **PAIR_FLAGS},
             "jsd": {"KIND": 2},
+            "given": {"KIND": 1, "GIVEN": True},
         },
     ),
     Spec(
@@ -368,6 +369,7 @@ SPECS = (
             "plain": {"KIND": 0},
             "everything": {"KIND": 1, **PAIR_FLAGS},
             "jsd": {"KIND": 2},
+            "given": {"KIND": 1, "GIVEN": True},
         },
     ),
     Spec(
