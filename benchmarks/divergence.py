@@ -74,13 +74,8 @@ def tiled(loss: Loss, tiles: str) -> Loss:
     """``loss`` with other tiles: tokens x columns x hidden size x warps x stages x row blocks that share weight tiles."""
     from hf_cce.kernels import divergence
 
-    numbers = dict(
-        zip(
-            ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m"),
-            map(int, tiles.split("x")),
-            strict=True,
-        )
-    )
+    names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
+    numbers: dict[str, Any] = dict(zip(names, map(int, tiles.split("x")), strict=True))
     default = divergence._plan
 
     def with_tiles(*inputs: Tensor) -> Tensor:
@@ -91,8 +86,9 @@ def tiled(loss: Loss, tiles: str) -> Loss:
 
 
 def make(peer: str, kind: str) -> Loss:
-    """``peer``: hf_cce, hf_cce with a budget in MiB ("hf_cce:1024") or with tiles ("hf_cce:128x64x64x4x4x16"), full, compile, trl or
-    liger. Name hf_cce with tiles last: they stay.
+    """``peer``: hf_cce, full, compile, trl or liger; hf_cce:1024 has a budget in MiB, hf_cce:128x64x64x4x4x16 other tiles.
+
+    Name those with tiles last: the tiles stay.
     """
     name, _, option = peer.partition(":")
     beta = MIXED[kind]

@@ -239,7 +239,7 @@ def _pair_gradient_kernel(
 def _plan(student: Any, teacher: Any) -> Plan:
     """Tiles of 128 by 128 at most: two of them are accumulated at once.
 
-    Both models' operands of the tiles under way should stay in L2: fewer row blocks share weight tiles than where there is one model.
+    Fewer row blocks share weight tiles than where there is one model: both models' hidden states must stay in L2 meanwhile.
     """
     plan = replace(make_plan(student.hidden, student.weight, backward=True), group_m=16)
     if teacher.weight is not None and plan.use_tma:
