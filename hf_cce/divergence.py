@@ -240,8 +240,9 @@ def _of_top_k(student: Head, teacher: TeacherTopK, mask: Tensor | None, spec: Di
         raise ValueError(
             f"ids must lie in [0, {v}), the student's vocabulary, got {int(ids.min())} to {int(ids.max())}"
         )
-    z, lse = SupportLogits.apply(*student[:3], student, ids, spec)
-    if teacher.tail == "lump":
+    lump = teacher.tail == "lump"
+    z, lse = SupportLogits.apply(*student[:3], student, ids, lump, spec)
+    if lump:
         log_ps, log_pt = with_tail(z - lse[:, None]), with_tail(log_pt)
     else:
         log_ps, log_pt = z.log_softmax(1), log_pt.log_softmax(1)

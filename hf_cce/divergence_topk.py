@@ -1,6 +1,6 @@
 """Divergence from a teacher that is known by its k most probable tokens: the student's logits of these, and its logsumexp.
 
-Both have one gradient, formed slab by slab of the vocabulary in float32 and rounded once: near the optimum the two parts cancel.
+Their gradients are added slab by slab of the vocabulary in float32 and rounded once, as near the optimum the two cancel.
 
 Legend: N tokens, D hidden size, V vocabulary; z logits after scale, softcap and temperature.
 """
@@ -50,44 +50,48 @@ def with_tail(log_p: Tensor) -> Tensor:
 
 
 class SupportLogits(torch.autograd.Function):
-    """(z of the tokens ``ids`` [N, k], logsumexp of z [N]), in the accumulation dtype."""
+    """(z of the tokens ``ids`` [N, k], logsumexp of z [N] or, unless ``normalise``, empty), in the accumulation dtype."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, ids: Tensor, spec: DivergenceSpec
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, ids: Tensor, normalise: bool,
+        spec: DivergenceSpec,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
         with _computing(hidden):
-            lse, of_ids = _logsumexp(student, spec), _logits_of(ids, student, spec)
-        ctx.save_for_backward(hidden, weight, bias, ids, lse)
-        ctx.form, ctx.spec = student[3:], spec
-        ctx.set_materialize_grads(False)
-        return of_ids, lse
+            z = _logits_of(ids, student, spec)
+            lse = _logsumexp(student, spec) if normalise else z.new_empty(0)
+        ctx.save_for_backward(hidden, weight, bias, ids, lse, student.slope(z) * torch.ones_like(z))
+        ctx.form, ctx.normalise, ctx.spec = student[3:], normalise, spec
+        return z, lse
 
     @staticmethod
-    def backward(ctx: Any, of_ids: Tensor | None, of_lse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, of_ids: Tensor, of_lse: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        hidden, weight, bias, ids, lse = ctx.saved_tensors
-        student, spec = Head(hidden, weight, bias, *ctx.form), ctx.spec
-        of_ids = lse.new_zeros(ids.shape) if of_ids is None else of_ids
-        of_lse = torch.zeros_like(lse) if of_lse is None else of_lse
-        unit = unit_of(hidden.dtype, of_ids, of_lse)
+        hidden, weight, bias, ids, lse, slope = ctx.saved_tensors
+        student, spec, normalise = Head(hidden, weight, bias, *ctx.form), ctx.spec, ctx.normalise
+        of_ids = of_ids * slope
+        unit = unit_of(hidden.dtype, of_ids, *([of_lse] if normalise else []))
         if unit is not None:
             of_ids, of_lse = of_ids / unit, of_lse / unit
 
         def of_logits(slab: slice) -> Tensor:
-            z = student.columns(slab.start, slab.stop).logits()
-            slope = student.slope(z)
-            g = z.sub_(lse[:, None]).exp_().mul_(of_lse[:, None])
+            width = slab.stop - slab.start
+            if normalise:
+                z = student.columns(slab.start, slab.stop).logits()
+                by = student.slope(z)
+                g = z.sub_(lse[:, None]).exp_().mul_(of_lse[:, None]).mul_(by)
+            else:
+                g = of_ids.new_zeros(ids.shape[0], width)
             inside = (ids >= slab.start) & (ids < slab.stop)
-            local = (ids - slab.start).clamp_(0, slab.stop - slab.start - 1)
-            return g.scatter_add_(1, local, torch.where(inside, of_ids, 0)).mul_(slope)
+            local = (ids - slab.start).clamp_(0, width - 1)
+            return g.scatter_add_(1, local, torch.where(inside, of_ids, 0))
 
         with _computing(hidden):
             beside = 4 * hidden.numel() if hidden.dtype.itemsize < 4 else 0
             slabs = slabs_of(student, spec, portable_bytes(student), beside)
             wanted = Wanted(ctx.needs_input_grad[:3], weight.shape[0])
-            return *head_gradients(student, slabs, of_logits, unit, wanted), None, None, None
+            return *head_gradients(student, slabs, of_logits, unit, wanted), None, None, None, None
 
 
 def _logsumexp(student: Head, spec: DivergenceSpec) -> Tensor:
