@@ -49,7 +49,7 @@ def full(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, beta: float) -> Tensor:
 
 
 def ours(kind: str, budget: int | None) -> Loss:
-    config = CCEConfig(memory_budget=budget)
+    config = CCEConfig() if budget is None else CCEConfig(memory_budget=budget)
     return lambda hs, ws, ht, wt: linear_divergence(
         hs, ws, TeacherHead(ht, wt), kind=kind, beta=0.5, config=config  # type: ignore[arg-type]
     )  # fmt: skip
