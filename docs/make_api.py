@@ -18,6 +18,7 @@ import hf_cce  # noqa: E402
 from hf_cce.config import Implementation  # noqa: E402
 from hf_cce.deferred.logits import LazyLogits  # noqa: E402
 from hf_cce.diagnostics.files import whole_file  # noqa: E402
+from hf_cce.divergence import Kind, Tail  # noqa: E402
 from hf_cce.loss import LogProbs, Reduction  # noqa: E402
 from hf_cce.patches.causal_lm import cce_stats  # noqa: E402
 
@@ -29,7 +30,7 @@ What is not on this page is not public; a test fails on a change that breaks a c
 """
 ORDER = (
     "apply_cce", "remove_cce", "supported_models", "CCECallback", "CCEConfig", "linear_cross_entropy", "linear_log_probs",
-    "FilterState",
+    "linear_divergence", "TeacherHead", "TeacherTopK", "FilterState",
 )  # fmt: skip
 METHODS = {"CCEConfig": ("of",), "FilterState": ("stats",)}
 SECTIONS = ("Args", "Returns", "Raises")
@@ -54,8 +55,8 @@ def signature(name: str, function: Any) -> str:
 
 def unquoted(parameter: str) -> str:
     """``name: 'type' = default`` without the quotes that postponed annotations have, and with aliases spelled out."""
-    words = re.sub(r": (['\"])(.+?)\1( = |$)", r": \2\3", parameter)
-    for name, alias in (("Implementation", Implementation), ("Reduction", Reduction)):
+    words = re.sub(r": (?:ForwardRef\()?(['\"])(.+?)\1\)?( = |$)", r": \2\3", parameter)
+    for name, alias in (("Implementation", Implementation), ("Reduction", Reduction), ("Kind", Kind), ("Tail", Tail)):
         words = words.replace(f": {name} ", f": Literal[{', '.join(map(repr, get_args(alias)))}] ")
     return words
 

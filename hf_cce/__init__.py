@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from hf_cce.api import apply_cce, remove_cce, supported_models
     from hf_cce.callback import CCECallback
     from hf_cce.config import CCEConfig
+    from hf_cce.divergence import TeacherHead, TeacherTopK, linear_divergence
     from hf_cce.filter_state import FilterState
     from hf_cce.loss import linear_cross_entropy, linear_log_probs
 
@@ -17,8 +18,11 @@ __all__ = [
     "CCECallback",
     "CCEConfig",
     "FilterState",
+    "TeacherHead",
+    "TeacherTopK",
     "apply_cce",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_log_probs",
     "remove_cce",
     "supported_models",
@@ -28,8 +32,11 @@ _HOME = {
     "CCECallback": "callback",
     "CCEConfig": "config",
     "FilterState": "filter_state",
+    "TeacherHead": "divergence",
+    "TeacherTopK": "divergence",
     "apply_cce": "api",
     "linear_cross_entropy": "loss",
+    "linear_divergence": "divergence",
     "linear_log_probs": "loss",
     "remove_cce": "api",
     "supported_models": "api",

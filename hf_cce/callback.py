@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from hf_cce.api import apply_cce, causal_lm, disabled
 from hf_cce.config import CCEConfig
 from hf_cce.deferred.training_call import Stats, outside
-from hf_cce.patches import evaluation, preference
+from hf_cce.patches import distillation, evaluation, preference
 from hf_cce.patches.causal_lm import Patch, patch_of
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class CCECallback(TrainerCallback):
         self._given = config is not None or bool(options)
         self.on_unused = on_unused
         self._run: _Run | None = None
+        self._distills = False  # the trainer is the one that patches.distillation knows
         self._policy = False  # the trainer is one of those that patches.preference knows
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -113,6 +114,7 @@ class CCECallback(TrainerCallback):
         self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
         self._run.begin_step(patch)
         self._policy = preference.ready(args)
+        self._distills = distillation.ready(args)
         evaluation.enter()
 
     def _apply(self, model: Any) -> Patch:
@@ -134,6 +136,13 @@ class CCECallback(TrainerCallback):
             yield
         finally:
             patch.policy = False
+
+    @contextlib.contextmanager
+    def _distillation_step(self, model: Any) -> Iterator[None]:
+        """What patches.distillation runs a training step in: the divergence is ours there."""
+        patch = patch_of(causal_lm(model)) if self._distills else None
+        with contextlib.nullcontext() if patch is None else distillation.answering(patch.config, patch.stats):
+            yield
 
     @contextlib.contextmanager
     def _loss_only_step(self, model: Any) -> Iterator[None]:

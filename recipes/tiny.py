@@ -4,7 +4,7 @@ python recipes/tiny.py runs/tiny
 
 model/                             a Llama of one layer; a tokenizer of bytes, with a chat template
 chat/train.jsonl, chat/test.jsonl  messages, for sft.py
-prompts.jsonl                      prompt and answer, for grpo.py
+prompts.jsonl                      prompt and answer, for grpo.py and distill.py
 text.txt                           a source of Python's own library, for pretrain.py
 """
 

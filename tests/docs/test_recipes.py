@@ -90,7 +90,8 @@ def test_the_commands_to_try_train_one_after_the_other(here: Path) -> None:
         assert config == "cpu"
         folder = arguments[arguments.index("--output_dir") + 1]
         done[folder] = train(script, *arguments)
-    pretrained, full, lora, grpo = (done[f"runs/{name}"] for name in ("pretrained", "full", "lora", "grpo"))
+    names = ("pretrained", "full", "lora", "grpo", "distilled")
+    pretrained, full, lora, grpo, distilled = (done[f"runs/{name}"] for name in names)
 
     losses = logged(pretrained, "loss")
     assert 5.3 < losses[0] < 5.7 and losses[-1] < losses[0] - 0.1  # of 260 entries: it began near log 260 = 5.56
@@ -99,6 +100,7 @@ def test_the_commands_to_try_train_one_after_the_other(here: Path) -> None:
     trained = [name for name, parameter in lora.model.named_parameters() if parameter.requires_grad]
     assert trained and all("lora_" in name for name in trained)
     assert (here / "runs/lora/adapter_model.safetensors").exists() and lora.args.packing
+    assert len(logged(distilled, "entropy")) == 2 and min(logged(distilled, "loss")) > 0
     assert len(logged(grpo, "reward")) == 2 and (here / "runs/grpo/model.safetensors").exists()
 
 
@@ -213,13 +215,15 @@ def test_qlora(here: Path) -> None:
         ("pretrain", {"content": "a"}, "has content. Name the column of the text: --text_column"),
         ("grpo", {"messages": []}, "takes prompt; .* has messages. Such rows are for recipes/sft.py"),
         ("grpo", {"text": "a"}, "Such rows are for recipes/pretrain.py"),
+        ("distill", {"messages": []}, "takes prompt; .* has messages. Such rows are for recipes/sft.py"),
         ("grpo", {"prompt": "a"}, "needs a column answer, .* --reward"),
     ],
 )
 def test_data_of_another_recipe_is_an_error_that_names_it(script: str, row: Any, words: str, here: Path) -> None:
     (here / "rows.jsonl").write_text(json.dumps(row) + "\n", "utf-8")
+    teacher = ["--teacher_model_name_or_path", CHAT[1]] if script == "distill" else []
     with pytest.raises(SystemExit, match=words):
-        load(script).main([*CHAT[:3], "rows.jsonl", "--output_dir", "out"])
+        load(script).main([*CHAT[:3], "rows.jsonl", "--output_dir", "out", *teacher])
 
 
 def test_a_split_that_is_missing_is_named(here: Path) -> None:
@@ -232,7 +236,7 @@ def test_a_split_that_is_missing_is_named(here: Path) -> None:
 
 def test_what_no_gpu_makes_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """float16 where bfloat16 is missing, without a flag; `accelerate launch` is obeyed."""
-    for script in ("sft", "pretrain", "grpo"):
+    for script in ("sft", "pretrain", "grpo", "distill"):
         recipe = load(script)
         for capability, precision in (((7, 5), "fp16"), ((8, 0), "bf16")):
             with monkeypatch.context() as context:

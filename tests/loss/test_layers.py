@@ -20,6 +20,9 @@ PUBLIC = {
     "FilterState",
     "linear_cross_entropy",
     "linear_log_probs",
+    "linear_divergence",
+    "TeacherHead",
+    "TeacherTopK",
 }
 
 # The layers from the lowest up; a module may import its own layer's folder and every layer named beside it.
@@ -38,12 +41,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "head_checks": set(),
     "sharded": {"ops", "spec"},
     "loss": {"dispatch", "reference", "spec", "head_checks", "ops", "sharded", "filter_state", "config"},
+    "divergence_passes": {"kernels", "ops", "reference", "spec"},
+    "divergence_topk": {"divergence_passes", "ops", "spec"},
+    "divergence": {
+        "divergence_passes",
+        "divergence_topk",
+        "loss",
+        "dispatch",
+        "reference",
+        "spec",
+        "head_checks",
+        "config",
+    },
     "deferred": {"loss", "head_checks", "sharded", "filter_state", "config"},
-    "patches": {"deferred", "loss", "head_checks", "sharded", "filter_state", "config"},
+    "patches": {"deferred", "loss", "divergence", "head_checks", "sharded", "filter_state", "config"},
     "families": {"patches"},
     "api": {"families", "patches", "config"},
     "callback": {"api", "patches", "deferred", "config"},
-    "__init__": {"api", "callback", "patches", "loss", "filter_state", "config"},
+    "__init__": {"api", "callback", "patches", "loss", "divergence", "filter_state", "config"},
     "diagnostics": {"__init__", "dispatch", "kernels"},
     "integrations": {"__init__"},
     "cli": {"__init__", "families", "diagnostics"},
@@ -146,13 +161,19 @@ def test_public_names() -> None:
     import hf_cce
 
     assert set(hf_cce.__all__) == PUBLIC
-    assert len(hf_cce.__all__) == len(PUBLIC) <= 8
+    assert len(hf_cce.__all__) == len(PUBLIC) <= 11
     for name in PUBLIC:
         assert getattr(hf_cce, name) is not None
     assert set(dir(hf_cce)) >= PUBLIC
     with pytest.raises(AttributeError):
         hf_cce.no_such_name  # noqa: B018
-    for own in (hf_cce.apply_cce, hf_cce.remove_cce, hf_cce.linear_cross_entropy, hf_cce.linear_log_probs):
+    for own in (
+        hf_cce.apply_cce,
+        hf_cce.remove_cce,
+        hf_cce.linear_cross_entropy,
+        hf_cce.linear_log_probs,
+        hf_cce.linear_divergence,
+    ):
         assert own.__doc__, own
 
 

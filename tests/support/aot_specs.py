@@ -97,6 +97,17 @@ GATHERED = {"plain": {}, "gather": {"GATHER": True}}
 # Of 8,192 tokens and a vocabulary of 152,064: what the launches of hf_cce.kernels.filter.select compute
 ROWS, COLS = {"ROWS": 64}, {"COLS": 2048}
 
+PAIR = {
+    "teacher_hidden": "tile BLOCK_M BLOCK_K unless GIVEN",
+    "teacher_weight": "tile BLOCK_N BLOCK_K unless GIVEN",
+    "teacher_bias": "*T if TEACHER_HAS_BIAS",
+    "num_valid": "*i64",
+    "teacher_lse": "*fp32",
+    **dict.fromkeys(("teacher_hidden_size", "teacher_hidden_stride", "teacher_weight_stride"), "i32:16"),
+    **dict.fromkeys(("teacher_logit_scale", "teacher_softcap", "beta"), "fp32"),
+}
+PAIR_FLAGS = {**TOKEN_FLAGS, **{f"TEACHER_{name}": True for name in TOKEN_FLAGS}}
+
 HOPPER = {
     "active": "*i32",
     "tile_ratio": "*bf16 if WANT_RATIO",
@@ -329,6 +340,31 @@ SPECS = (
         Spec(f"materialized._row_{name}_kernel", plan=plan, types={"logits": logits, "stride": "i32:16", **types})
         for plan, logits in ((None, "*fp32"), ("own blocks", "*T"))
         for name, types in (("stats", {}), ("gradient", {"out": "*T", "out_stride": "i32:16"}))
+    ),
+    Spec(
+        "divergence._pair_stats_kernel",
+        plan="backward",
+        types={
+            **PAIR,
+            **dict.fromkeys(("tile_teacher_lse", "tile_gap", "tile_divergence"), "*fp32"),
+        },
+        variants={
+            "plain": {"KIND": 0},
+            "everything": {"KIND": 1, "WANT_ENTROPY": True, **PAIR_FLAGS},
+            "jsd": {"KIND": 2},
+            "given": {"KIND": 1, "GIVEN": True},
+        },
+    ),
+    Spec(
+        "divergence._pair_gradient_kernel",
+        plan="backward",
+        types={**PAIR, "offset": "*fp32", "out": "*T", "out_stride": "i32:16"},
+        variants={
+            "plain": {"KIND": 0},
+            "everything": {"KIND": 1, **PAIR_FLAGS},
+            "jsd": {"KIND": 2},
+            "given": {"KIND": 1, "GIVEN": True},
+        },
     ),
     Spec(
         "forward._combine_kernel",

@@ -1,0 +1,288 @@
+"""Distillation losses of two linear heads, without the logits of either: checks, the teacher's forms, reductions.
+
+Legend: N tokens, D hidden size, V vocabulary. Logits are z = softcap · tanh(x / softcap) / T with
+x = logit_scale · (hidden_states · weightᵀ + bias) and T the temperature.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from hf_cce.config import CCEConfig
+from hf_cce.dispatch import choose_implementation
+from hf_cce.divergence_passes import Divergence, DivergenceSpec, Head, Tokens
+from hf_cce.divergence_topk import SupportLogits, divergence_on_support, with_tail
+from hf_cce.head_checks import transformed
+from hf_cce.loss import Reduction, _check_tensor, _checked, _divisor, _kind, _refuse_learnable
+from hf_cce.reference import validate_labels
+from hf_cce.spec import accumulation_dtype
+
+Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+Tail = Literal["lump", "renormalize"]
+
+
+class TeacherHead(NamedTuple):
+    """A teacher as hidden states and LM head. No gradients."""
+
+    hidden_states: Tensor  # [..., D_t]; D_t may differ from the student's D
+    weight: Tensor  # [V_t, D_t]
+    bias: Tensor | None = None  # [V_t]
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+
+class TeacherTopK(NamedTuple):
+    """A teacher as its k most probable tokens, as inference servers return them. No gradients.
+
+    Both distributions are compared on these tokens: with ``tail="lump"`` and one more event, all other tokens together; with
+    ``"renormalize"`` both are divided by their sums over the k tokens.
+    """
+
+    ids: Tensor  # [..., k], all different within a position
+    log_probs: Tensor  # [..., k]
+    tail: Tail = "lump"
+
+
+def linear_divergence(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher: TeacherHead | TeacherTopK | Tensor,
+    *,
+    student_bias: Tensor | None = None,
+    kind: Kind = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    num_items_in_batch: Tensor | int | float | None = None,
+    config: CCEConfig | None = None,
+) -> Tensor:
+    """Divergence of a student's next-token distribution from a teacher's, without the logits of either.
+
+    The loss of a token is KL(p_teacher ‖ p_student) for ``"forward_kl"``, KL(p_student ‖ p_teacher) for ``"reverse_kl"``, and for
+    ``"jsd"`` the generalized Jensen-Shannon divergence β KL(p_teacher ‖ m) + (1 − β) KL(p_student ‖ m) with the mixture
+    m = (1 − β) p_student + β p_teacher (Agarwal et al., 2024, arXiv 2306.13649; β as in TRL). It is not multiplied by T².
+
+    Vocabularies may differ in padding: the softmaxes of both are over the first min(V, V_t) entries,
+    and the student's others get zero gradient.
+
+    Args:
+        student_hidden: [..., D], floating point.
+        student_weight: [V, D], same dtype and device. Under autocast both are cast as a matmul would cast them.
+        teacher: a ``TeacherHead``, a ``TeacherTopK``, or logits [..., V_t], on the student's device.
+        student_bias: [V], same dtype, or None.
+        kind: which divergence.
+        beta: β in (0, 1), of the JSD alone.
+        temperature: T, positive; both models' logits are divided by it. A ``TeacherTopK`` has log-probabilities at T already.
+        mask: [...], bool or integers: zero (False) where a token does not count. Nothing there is read.
+        logit_scale: factor on the student's logits, before the softcap.
+        softcap: the student's, positive, or None for none.
+        reduction: ``"mean"`` over the tokens that count, ``"sum"`` or ``"none"``.
+        num_items_in_batch: with ``"mean"``, divide the sum by this instead.
+        config: ``memory_budget`` and ``implementation`` count; see ``CCEConfig``.
+
+    Returns:
+        A scalar, or [...] for ``reduction="none"`` (zero where masked), in float32 (float64 for float64 inputs). Where no token
+        counts the mean is 0. Differentiable in the student's hidden states, weight and bias.
+
+    Raises:
+        TypeError: an argument is not of the type that it has here.
+        ValueError: shapes, dtypes, devices or options do not fit.
+        RuntimeError: in a double backward, under ``torch.func`` transforms and forward-mode AD, or where ``config`` asks for
+            kernels that cannot run here.
+    """
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind must be one of {get_args(Kind)}, got {kind!r}")
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
+    if num_items_in_batch is not None and reduction != "mean":
+        raise ValueError(f"num_items_in_batch needs reduction='mean', got reduction={reduction!r}")
+    _refuse_learnable(beta=beta, temperature=temperature)
+    if kind == "jsd" and not 0.0 < beta < 1.0:
+        raise ValueError(
+            f"beta must lie in (0, 1), got {beta}; its limits 0 and 1 are kind='forward_kl' and 'reverse_kl'"
+        )
+    if not temperature > 0.0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    student = TeacherHead(student_hidden, student_weight, student_bias, logit_scale, softcap)
+    mixed = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": float(beta)}[kind]
+    losses, _ = token_divergences(student, teacher, mixed, float(temperature), mask, config)
+    if reduction == "none":
+        return losses
+    counts = losses.new_ones(losses.shape, dtype=torch.long) if mask is None else (mask != 0).long()
+    _, factor = validate_labels(counts, 0, 2, _divisor(reduction, num_items_in_batch, losses.device))
+    return losses.sum() * factor.to(losses.dtype)
+
+
+def token_divergences(
+    student: TeacherHead,
+    teacher: TeacherHead | TeacherTopK | Tensor,
+    beta: float,
+    temperature: float,
+    mask: Tensor | None,
+    config: CCEConfig | None,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(divergence, the student's entropy without a gradient, or None), [...] each; β is 0 for forward KL, 1 for reverse KL."""
+    config = _checked(config)
+    head = _checked_head(student, "student_", temperature)
+    shape = student.hidden_states.shape[:-1]
+    flat = None if mask is None else _checked_mask(mask, student.hidden_states)
+    implementation = choose_implementation(head.hidden.device, head.hidden.dtype, config.implementation)
+    n = head.hidden.shape[0]
+    spec = DivergenceSpec(beta, entropy, config.scratch(n), implementation == "triton")
+    tokens = Tokens.of(flat, n, head.hidden.device)
+    if isinstance(teacher, TeacherTopK):
+        _check_top_k(teacher, student.hidden_states)
+        return _of_top_k(head, teacher, flat, spec).view(shape), None
+    given = _checked_teacher(teacher, student.hidden_states, temperature)
+    if spec.triton and given.hidden.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        spec = replace(spec, triton=False)
+    found, entropies = Divergence.apply(*head[:3], head, given, tokens, spec)
+    return found.view(shape), entropies.view(shape) if entropy else None
+
+
+def _checked_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
+    """``x`` flattened to [N, D], cast as under autocast, with the temperature in its scale and softcap."""
+    hidden, weight, bias, logit_scale, softcap = x
+    names = [f"{prefix}hidden", f"{prefix}weight", f"{prefix}bias"]
+    _check_tensor(names[0], "[..., D]", hidden)
+    _check_tensor(names[1], "[V, D]", weight)
+    if transformed(hidden, weight, bias):
+        raise RuntimeError(
+            "linear_divergence has no rule for torch.func (grad, vmap, jvp) and forward-mode AD; take its gradients by "
+            "torch.autograd.grad"
+        )
+    if not hidden.is_floating_point():
+        raise ValueError(f"{names[0]} must be floating point, got {hidden.dtype}")
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        raise ValueError(f"{names[1]} must be [V, D] with V > 0, got shape {tuple(weight.shape)}")
+    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{names[0]} must be [..., D] with D = {weight.shape[1]} as in {names[1]}, got shape {tuple(hidden.shape)}"
+        )
+    if bias is not None:
+        _check_tensor(names[2], "[V]", bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"{names[2]} must be [V] = [{weight.shape[0]}], got shape {tuple(bias.shape)}")
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    for name, value in zip(names[1:], (weight, bias), strict=True):
+        if value is not None and value.device != hidden.device:
+            raise ValueError(f"{name} must be on {hidden.device} like {names[0]}, got {value.device}")
+        if value is not None and value.dtype != hidden.dtype:
+            raise ValueError(
+                f"{name} must have the dtype of {names[0]}, {hidden.dtype}, got {value.dtype}; cast one of them, or run under "
+                "torch.autocast"
+            )
+    _refuse_learnable(**{f"{prefix}logit_scale": logit_scale})
+    if softcap is not None:
+        _refuse_learnable(**{f"{prefix}softcap": softcap})
+        if not softcap > 0:
+            raise ValueError(f"{prefix}softcap must be positive or None, got {softcap}")
+    # softcap · tanh(scale · z / softcap) / T is the softcap / T of scale / T.
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    return Head(hidden, weight, bias, float(logit_scale) / temperature, float(softcap or 0.0) / temperature)
+
+
+def _checked_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temperature: float) -> Head:
+    """Detached and flattened."""
+    if isinstance(teacher, TeacherHead):
+        found = _checked_head(teacher, "teacher ", temperature)
+        hidden, weight, bias = (None if x is None else x.detach() for x in found[:3])
+        assert hidden is not None
+        found = found._replace(hidden=hidden, weight=weight, bias=bias)
+        shape, name = teacher.hidden_states.shape, "hidden"
+    elif isinstance(teacher, Tensor):
+        if not teacher.is_floating_point() or teacher.dim() < 1 or teacher.shape[-1] == 0:
+            raise ValueError(
+                f"teacher logits must be floating point [..., V], got {teacher.dtype} {tuple(teacher.shape)}"
+            )
+        shape, name = teacher.shape, "logits"
+        found = Head(teacher.detach().reshape(-1, shape[-1]), None, None, 1.0 / temperature, 0.0)
+    else:
+        raise TypeError(f"teacher must be a TeacherHead, a TeacherTopK or a tensor of logits, got {_kind(teacher)}")
+    if shape[:-1] != student_hidden.shape[:-1]:
+        raise ValueError(
+            f"teacher {name} must have the shape of student_hidden but for its last dimension, "
+            f"{tuple(student_hidden.shape[:-1])}, got {tuple(shape)}"
+        )
+    if found.hidden.device != student_hidden.device:
+        raise ValueError(
+            f"teacher {name} must be on {student_hidden.device} like student_hidden, got {found.hidden.device}"
+        )
+    return found
+
+
+def _of_top_k(student: Head, teacher: TeacherTopK, mask: Tensor | None, spec: DivergenceSpec) -> Tensor:
+    """Divergence of each token [N]."""
+    assert student.weight is not None
+    v = student.weight.shape[0]
+    ids = teacher.ids.reshape(-1, teacher.ids.shape[-1]).long()
+    log_pt = teacher.log_probs.detach().reshape(ids.shape).to(accumulation_dtype(student.hidden.dtype))
+    if mask is not None:  # what is not a number there must reach nothing
+        student = student._replace(hidden=torch.where(mask[:, None], student.hidden, 0))
+        ids = torch.where(mask[:, None], ids, 0)
+        log_pt = torch.where(mask[:, None], log_pt, -math.log(2 * ids.shape[1]))
+    ok = ((ids >= 0) & (ids < v)).all()
+    if ok.is_cuda:
+        torch._assert_async(ok, f"hf_cce: ids must lie in [0, {v})")
+    elif not bool(ok):
+        raise ValueError(
+            f"ids must lie in [0, {v}), the student's vocabulary, got {int(ids.min())} to {int(ids.max())}"
+        )
+    lump = teacher.tail == "lump"
+    z, lse = SupportLogits.apply(*student[:3], student, ids, lump, spec)
+    if lump:
+        log_ps, log_pt = with_tail(z - lse[:, None]), with_tail(log_pt)
+    else:
+        log_ps, log_pt = z.log_softmax(1), log_pt.log_softmax(1)
+    losses = divergence_on_support(log_ps, log_pt, spec.beta)
+    return losses if mask is None else torch.where(mask, losses, 0)
+
+
+def _check_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> None:
+    ids, log_probs, tail = teacher
+    _check_tensor("teacher ids", "[..., k]", ids)
+    _check_tensor("teacher log_probs", "[..., k]", log_probs)
+    if tail not in get_args(Tail):
+        raise ValueError(f"teacher tail must be one of {get_args(Tail)}, got {tail!r}")
+    if ids.dtype not in (torch.int64, torch.int32, torch.int16):
+        raise ValueError(f"teacher ids must be integers (torch.int64, int32 or int16), got {ids.dtype}")
+    if not log_probs.is_floating_point():
+        raise ValueError(f"teacher log_probs must be floating point, got {log_probs.dtype}")
+    for name, x in (("ids", ids), ("log_probs", log_probs)):
+        if x.dim() < 1 or x.shape[:-1] != student_hidden.shape[:-1] or x.shape[-1] == 0:
+            raise ValueError(
+                f"teacher {name} must be [..., k] with {tuple(student_hidden.shape[:-1])}, got {tuple(x.shape)}"
+            )
+        if x.device != student_hidden.device:
+            raise ValueError(f"teacher {name} must be on {student_hidden.device} like student_hidden, got {x.device}")
+    if ids.shape != log_probs.shape:
+        raise ValueError(
+            f"teacher ids and log_probs must have one shape, got {tuple(ids.shape)} and {tuple(log_probs.shape)}"
+        )
+
+
+def _checked_mask(mask: Tensor, student_hidden: Tensor) -> Tensor:
+    """[N] bool."""
+    _check_tensor("mask", "[...]", mask)
+    if mask.shape != student_hidden.shape[:-1]:
+        raise ValueError(
+            f"mask must have the shape of student_hidden without its last dimension, {tuple(student_hidden.shape[:-1])}, got "
+            f"{tuple(mask.shape)}"
+        )
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(f"mask must be bool or integers, got {mask.dtype}; it selects tokens and does not weigh them")
+    if mask.device != student_hidden.device:
+        raise ValueError(f"mask must be on {student_hidden.device} like student_hidden, got {mask.device}")
+    return mask.reshape(-1) != 0

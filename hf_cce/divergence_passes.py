@@ -1,0 +1,426 @@
+"""Divergences over slabs of the vocabulary: one pass for the statistics of each row (two for the JSD), one for the gradients.
+
+Each slab's rows of the weight's gradient are written once, from float32 accumulators; the gradient of the hidden states is
+accumulated over slabs in float32. Gradients are formed from recomputed logits, so any upstream gradient can be asked for.
+
+Legend: N tokens, D hidden size, V vocabulary; z logits after scale, softcap and temperature; p = softmax(z); β: 0 for the forward
+KL(p_teacher ‖ p_student), 1 for the reverse KL(p_student ‖ p_teacher), else the JSD with the mixture
+m = (1 − β) p_student + β p_teacher, as in TRL's ``DistillationTrainer``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_cce.ops import _computing
+from hf_cce.reference import add_product, has_wide_products, scratch_bytes
+from hf_cce.spec import accumulation_dtype
+
+HALF_SCALE = 1024.0  # float16 has few small numbers: the largest upstream gradient becomes this
+
+
+class Head(NamedTuple):
+    """What logits are made of: softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap)."""
+
+    hidden: Tensor  # [N, D]; without a weight the logits themselves [N, V]
+    weight: Tensor | None  # [V, D]
+    bias: Tensor | None  # [V]
+    logit_scale: float  # with the temperature, as the next
+    softcap: float  # 0: none
+
+    def columns(self, start: int, stop: int) -> Head:
+        """The same for the vocabulary entries from ``start`` to ``stop``."""
+        if self.weight is None:
+            return self._replace(hidden=self.hidden[:, start:stop])
+        bias = None if self.bias is None else self.bias[start:stop]
+        return self._replace(weight=self.weight[start:stop], bias=bias)
+
+    def logits(self) -> Tensor:
+        """[N, V] in the accumulation dtype."""
+        wide = accumulation_dtype(self.hidden.dtype)
+        if self.weight is None:
+            z = self.hidden.to(wide, copy=True)
+        else:
+            z = _wide_product(self.hidden, self.weight.t())
+        return self.finished(z if self.bias is None else z.add_(self.bias))
+
+    def finished(self, x: Tensor) -> Tensor:
+        """Scale and softcap, in place."""
+        if self.logit_scale != 1.0:
+            x.mul_(self.logit_scale)
+        return x.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else x
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """∂z / ∂x at ``z``, with x before scale and softcap."""
+        if not self.softcap:
+            return self.logit_scale
+        return (z / self.softcap).square_().neg_().add_(1).mul_(self.logit_scale)
+
+
+class Tokens(NamedTuple):
+    """The tokens that count, first; None for all."""
+
+    order: Tensor | None  # [N]; on a CPU those that count alone
+    num_valid: Tensor  # scalar int64
+
+    @classmethod
+    def of(cls, mask: Tensor | None, n: int, device: torch.device) -> Tokens:
+        """``mask`` [N]: true for the tokens that count. Nothing waits for a GPU."""
+        if mask is None:
+            return cls(None, torch.full((), n, dtype=torch.int64, device=device))
+        if device.type == "cpu":
+            order = mask.nonzero().squeeze(1)
+            return cls(order, torch.tensor(order.numel()))
+        return cls(torch.argsort(~mask, stable=True), mask.sum())
+
+    def pick(self, x: Tensor) -> Tensor:
+        """Rows of ``x`` [N, ·] in this order; zero after those that count: what is not a number there must reach nothing."""
+        if self.order is None:
+            return x
+        return torch.where(self.valid(x)[:, None], x.index_select(0, self.order), 0)
+
+    def valid(self, x: Tensor) -> Tensor:
+        assert self.order is not None
+        return torch.arange(self.order.numel(), device=x.device) < self.num_valid
+
+    def put_back(self, values: Tensor, n: int) -> Tensor:
+        """[N, ·] in the tokens' own order from ``values`` in this one; zero for tokens that do not count."""
+        if self.order is None:
+            return values
+        valid = self.valid(values).view(-1, *[1] * (values.dim() - 1))
+        return values.new_zeros(n, *values.shape[1:]).index_copy_(0, self.order, torch.where(valid, values, 0))
+
+
+@dataclass(frozen=True)
+class DivergenceSpec:
+    """The checked options of one divergence, on the host."""
+
+    beta: float
+    entropy: bool  # of the student, for the logs
+    memory_budget: int  # bytes
+    triton: bool
+
+    @property
+    def kl(self) -> bool:
+        return self.beta in (0.0, 1.0)
+
+
+class Wanted(NamedTuple):
+    """Which gradients are needed, and how many rows the weight's has: the vocabulary may have been cut."""
+
+    needs: tuple[bool, bool, bool]  # of hidden states, weight and bias
+    rows: int
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden states, weight and bias
+
+
+class RowStats(NamedTuple):
+    """Of each row, [N]."""
+
+    lse: Tensor
+    teacher_lse: Tensor
+    divergence: Tensor
+    offset: Tensor  # what makes the gradient sum to zero: the reverse KL, or KL(p_s ‖ m)
+    entropy: Tensor  # empty where not wanted
+
+
+class Parts(NamedTuple):
+    """Statistics of rows, or of their parts in slabs and tiles, [..., N]; empty where not wanted."""
+
+    lse: Tensor
+    teacher_lse: Tensor
+    gap: Tensor  # mean of z_t − z_s under p_t (forward KL), of z_s − z_t under p_s (reverse KL)
+    expectation: Tensor  # mean of z_s under p_s, for the entropy
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a · b in the accumulation dtype, without rounding before."""
+    if a.dtype == accumulation_dtype(a.dtype):
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if has_wide_products(a) else a.float() @ b.float()
+
+
+def refuse_second_derivative() -> None:
+    """Raise in a backward pass with ``create_graph=True``: its result would be a constant to autograd."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("linear_divergence has no second derivative; drop create_graph=True, or use full logits")
+
+
+def kernels() -> Any:
+    from hf_cce.kernels import divergence  # late: importing hf_cce must not import Triton
+
+    return divergence
+
+
+def slabs_of(student: Head, spec: DivergenceSpec, per_column: int, beside: int = 0) -> list[slice]:
+    """Slabs of the vocabulary of which a column takes ``per_column`` bytes; ``beside`` bytes lie there all the while."""
+    assert student.weight is not None
+    n, v, room = student.hidden.shape[0], student.weight.shape[0], spec.memory_budget
+    if not spec.triton:
+        room = scratch_bytes(n, v, accumulation_dtype(student.hidden.dtype).itemsize, spec.memory_budget)
+    align = 128 if spec.triton else 16  # whole tiles
+    width = max(align, max(room - beside, room // 4) // max(per_column, 1) // align * align)
+    count = max(1, -(-v // width))
+    even = -(-v // count)
+    width = -(-even // align) * align  # slabs alike
+    return [slice(start, min(v, start + width)) for start in range(0, v, width)]
+
+
+def portable_bytes(*heads: Head) -> int:
+    """Bytes for a column of a slab in PyTorch: seven float arrays [N, width], and on a CPU both weights in float32."""
+    wide = accumulation_dtype(heads[0].hidden.dtype)
+    copied = [x for x in heads if x.weight is not None and x.hidden.dtype != wide and not x.hidden.is_cuda]
+    return wide.itemsize * (7 * heads[0].hidden.shape[0] + sum(x.hidden.shape[1] for x in copied))
+
+
+def _of_slab(student: Head, teacher: Head, tokens: Tokens, slab: slice) -> tuple[Head, Head]:
+    student, teacher = student.columns(slab.start, slab.stop), teacher.columns(slab.start, slab.stop)
+    if teacher.weight is None:  # a copy of all logits would be N × V
+        teacher = teacher._replace(hidden=tokens.pick(teacher.hidden))
+    return student, teacher
+
+
+def _copied_bytes(teacher: Head, tokens: Tokens) -> int:
+    """Bytes for a column of a slab's copy of given logits."""
+    copies = teacher.weight is None and tokens.order is not None
+    return 2 * teacher.hidden.shape[0] * teacher.hidden.dtype.itemsize if copies else 0
+
+
+def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> RowStats:
+    """The divergence of each row, and what its gradient needs."""
+    n, per_column = student.hidden.shape[0], portable_bytes(student, teacher)
+    if spec.triton:  # a tile's statistics, three times: to fold them takes two copies
+        per_column = -(-12 * (2 + spec.kl + spec.entropy) * n // kernels().tile_width(student, teacher))
+    per_column += _copied_bytes(teacher, tokens)
+    slabs = slabs_of(student, spec, per_column)
+    if spec.triton and not spec.kl:
+        lse, entropy = kernels().row_lse(student, tokens.num_valid, spec.entropy, spec.memory_budget)
+        teacher_lse = _teacher_lse(teacher, tokens, spec, slabs)
+    else:
+        found = _fold(
+            _stack([_slab_parts(*_of_slab(student, teacher, tokens, slab), tokens, spec) for slab in slabs]), spec
+        )
+        lse, teacher_lse, gap, expectation = found
+        entropy = lse - expectation if spec.entropy else expectation
+    if spec.kl:
+        divergence = gap + (lse - teacher_lse if spec.beta == 0.0 else teacher_lse - lse)
+        return RowStats(lse, teacher_lse, divergence, divergence, entropy)
+    divergence, offset = torch.zeros_like(lse), torch.zeros_like(lse)
+    for slab in slabs:
+        s, t = _of_slab(student, teacher, tokens, slab)
+        if spec.triton:
+            tiles = kernels().pair_stats(s, t, tokens.num_valid, spec.beta, False, (lse, teacher_lse))
+            of_student, both = (x.sum(0) for x in tiles)
+        else:
+            of_student, both = _mixture_sums(s.logits(), t.logits(), lse, teacher_lse, spec.beta)
+        divergence += both
+        offset += of_student
+    return RowStats(lse, teacher_lse, divergence, offset, entropy)
+
+
+def _teacher_lse(teacher: Head, tokens: Tokens, spec: DivergenceSpec, slabs: list[slice]) -> Tensor:
+    if teacher.weight is not None:
+        return kernels().row_lse(teacher, tokens.num_valid, False, spec.memory_budget)[0]
+    given = (tokens.pick(teacher.columns(slab.start, slab.stop).hidden) for slab in slabs)
+    return torch.stack([teacher._replace(hidden=z).logits().logsumexp(1) for z in given]).logsumexp(0)
+
+
+def _slab_parts(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> Parts:
+    """Statistics of a slab's part of each row."""
+    if not spec.triton:
+        return _logits_parts(student.logits(), teacher.logits(), spec)
+    lse, teacher_lse, gap, *more = kernels().pair_stats(student, teacher, tokens.num_valid, spec.beta, spec.entropy)
+    return _fold(Parts(lse, teacher_lse, gap, more[0] if more else lse.new_empty(0)), spec)
+
+
+def _stack(parts: list[Parts]) -> Parts:
+    return Parts(*map(torch.stack, zip(*parts, strict=True)))
+
+
+def _fold(parts: Parts, spec: DivergenceSpec) -> Parts:
+    """Statistics of rows [N] from those of their parts [T, N]."""
+    lse, teacher_lse = parts.lse.logsumexp(0), parts.teacher_lse.logsumexp(0)
+    gap, expectation = parts.gap, parts.expectation
+    if spec.kl:
+        tiles, rows = (parts.teacher_lse, teacher_lse) if spec.beta == 0.0 else (parts.lse, lse)
+        gap = (gap * (tiles - rows).exp_()).sum(0)
+    if spec.entropy:
+        expectation = (expectation * (parts.lse - lse).exp_()).sum(0)
+    return Parts(lse, teacher_lse, gap, expectation)
+
+
+def _expected(p: Tensor, x: Tensor) -> Tensor:
+    """Σ p · x over the columns, where what has no probability does not count: 0 · ∞ is not a number."""
+    return torch.where(p > 0, x.mul_(p), 0).sum(1)
+
+
+def _logits_parts(zs: Tensor, zt: Tensor, spec: DivergenceSpec) -> Parts:
+    """Statistics of a slab of both logits [N, width]."""
+    lse, teacher_lse = zs.logsumexp(1), zt.logsumexp(1)
+    gap = expectation = lse.new_empty(0)
+    if spec.beta == 0.0:
+        gap = _expected((zt - teacher_lse[:, None]).exp_(), zt - zs)
+    elif spec.beta == 1.0:
+        gap = _expected((zs - lse[:, None]).exp_(), zs - zt)
+    if spec.entropy:
+        expectation = _expected((zs - lse[:, None]).exp_(), zs)
+    return Parts(lse, teacher_lse, gap, expectation)
+
+
+def _log_mixture(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
+    return torch.logaddexp(log_ps + math.log1p(-beta), log_pt + math.log(beta))
+
+
+def _mixture_sums(zs: Tensor, zt: Tensor, lse: Tensor, teacher_lse: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """(a slab's part of KL(p_s ‖ m), and of the JSD), [N] each."""
+    log_ps, log_pt = zs.sub_(lse[:, None]), zt.sub_(teacher_lse[:, None])
+    log_m = _log_mixture(log_ps, log_pt, beta)
+    teacher = _expected(log_pt.exp(), log_pt - log_m)
+    student = _expected(log_ps.exp(), log_ps.sub_(log_m))
+    return student, (1 - beta) * student + beta * teacher
+
+
+def _slab_gradient(
+    student: Head, teacher: Head, rows: tuple[Tensor, Tensor, Tensor], grad: Tensor, beta: float
+) -> Tensor:
+    """Gradient of a slab of the student's logits before scale and softcap [N, width]."""
+    lse, teacher_lse, offset = (x[:, None] for x in rows)
+    zs = student.logits()
+    slope = student.slope(zs)
+    log_ps, log_pt = zs.sub_(lse), teacher.logits().sub_(teacher_lse)
+    p = log_ps.exp()
+    if beta == 0.0:
+        g = p.sub_(log_pt.exp_())
+    elif beta == 1.0:
+        g = torch.where(p > 0, p * log_ps.sub_(log_pt).sub_(offset), 0)
+    else:
+        log_m = _log_mixture(log_ps, log_pt, beta)
+        g = torch.where(p > 0, p * log_ps.sub_(log_m).sub_(offset), 0).mul_(1 - beta)
+    return g.mul_(grad[:, None]).mul_(slope)
+
+
+def gradients(
+    student: Head,
+    teacher: Head,
+    tokens: Tokens,
+    rows: tuple[Tensor, Tensor, Tensor],  # the student's lse, the teacher's, the offset: [N] each
+    grad: Tensor,  # [N], zero for tokens that do not count
+    spec: DivergenceSpec,
+    wanted: Wanted,
+) -> Gradients:
+    """Gradients of the student's hidden states, weight and bias; None where not needed."""
+    unit = unit_of(student.hidden.dtype, grad)
+    grad = grad if unit is None else grad / unit
+
+    def of_logits(slab: slice) -> Tensor:
+        s, t = _of_slab(student, teacher, tokens, slab)
+        if spec.triton:
+            return kernels().pair_gradient(s, t, tokens.num_valid, rows, grad, spec.beta)
+        return _slab_gradient(s, t, rows, grad, spec.beta)
+
+    n, itemsize = student.hidden.shape[0], student.hidden.dtype.itemsize
+    per_column = n * itemsize if spec.triton else portable_bytes(student, teacher)
+    beside = 4 * student.hidden.numel() if itemsize < 4 and wanted.needs[0] else 0
+    slabs = slabs_of(student, spec, per_column + _copied_bytes(teacher, tokens), beside)
+    return head_gradients(student, slabs, of_logits, unit, wanted)
+
+
+def unit_of(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
+    """What upstream gradients are divided by, and results multiplied with, in float16: it has few small numbers."""
+    if dtype != torch.float16 or not grads[0].numel():
+        return None
+    largest = torch.stack([grad.abs().amax() for grad in grads]).amax()
+    return torch.where(largest > 0, largest / HALF_SCALE, 1.0)
+
+
+def head_gradients(
+    student: Head, slabs: Iterable[slice], of_logits: Callable[[slice], Tensor], unit: Tensor | None, wanted: Wanted
+) -> Gradients:
+    """Gradients of the hidden states, weight and bias; None where not needed.
+
+    ``of_logits``: the gradient of a slab of logits before scale and softcap [N, width], which is used up, divided by ``unit``.
+    """
+    hidden, weight = student.hidden, student.weight
+    assert weight is not None
+    (n, d), dtype, v = hidden.shape, hidden.dtype, weight.shape[0]
+    wide = accumulation_dtype(dtype)
+    of_hidden = hidden.new_zeros((n, d), dtype=wide) if wanted.needs[0] else None
+    of_weight = weight.new_empty((wanted.rows, d)) if wanted.needs[1] else None
+    of_bias = weight.new_empty(wanted.rows) if wanted.needs[2] else None
+    for of_vocabulary in (of_weight, of_bias):
+        if of_vocabulary is not None:
+            of_vocabulary[v:] = 0
+    for slab in slabs:
+        g = of_logits(slab)
+        if of_bias is not None:
+            of_bias[slab] = g.sum(0, dtype=wide) if unit is None else g.sum(0, dtype=wide) * unit
+        g = g.to(dtype) if has_wide_products(g) else g
+        if of_hidden is not None:
+            add_product(of_hidden, g, weight[slab])
+        if of_weight is not None and g.dtype == dtype and unit is None:
+            torch.mm(g.t(), hidden, out=of_weight[slab])
+        elif of_weight is not None:
+            product = _wide_product(g.t(), hidden.to(g.dtype))
+            of_weight[slab] = product if unit is None else product.mul_(unit)
+        del g  # or it would still be there while the next is made
+    if of_hidden is not None and unit is not None:
+        of_hidden.mul_(unit)
+    return None if of_hidden is None else of_hidden.to(dtype), of_weight, of_bias
+
+
+class Divergence(torch.autograd.Function):
+    """(divergence [N], entropy of the student [N] or empty), zero for tokens that do not count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, teacher: Head, tokens: Tokens,
+        spec: DivergenceSpec,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        v, n = weight.shape[0], hidden.shape[0]
+        v = min(v, teacher.hidden.shape[1] if teacher.weight is None else teacher.weight.shape[0])
+        student = student._replace(hidden=hidden, weight=weight, bias=bias)
+        if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
+            spec = replace(spec, triton=False)  # a kernel cannot be launched for no tokens
+        s, t = _prepared(student, teacher, v, tokens, spec)
+        with _computing(hidden):
+            stats = row_stats(s, t, tokens, spec)
+        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *tokens, stats.lse, stats.teacher_lse, stats.offset)
+        ctx.rest = student[3:], teacher[3:], v, spec
+        ctx.set_materialize_grads(False)
+        entropy = tokens.put_back(stats.entropy, n) if spec.entropy else stats.entropy
+        ctx.mark_non_differentiable(entropy)
+        return tokens.put_back(stats.divergence, n), entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 7
+        refuse_second_derivative()
+        saved = ctx.saved_tensors
+        of_student, of_teacher, v, spec = ctx.rest
+        student, teacher, tokens = Head(*saved[:3], *of_student), Head(*saved[3:6], *of_teacher), Tokens(*saved[6:8])
+        s, t = _prepared(student, teacher, v, tokens, spec)
+        grad = grad.to(accumulation_dtype(student.hidden.dtype))
+        grad = tokens.pick(grad[:, None])[:, 0].contiguous()
+        with _computing(student.hidden):
+            wanted = Wanted(ctx.needs_input_grad[:3], saved[1].shape[0])
+            of_hidden, of_weight, of_bias = gradients(s, t, tokens, saved[8:], grad, spec, wanted)
+        if of_hidden is not None:
+            of_hidden = tokens.put_back(of_hidden, student.hidden.shape[0])
+        return of_hidden, of_weight, of_bias, None, None, None, None
+
+
+def _prepared(student: Head, teacher: Head, v: int, tokens: Tokens, spec: DivergenceSpec) -> tuple[Head, Head]:
+    """Both with ``v`` vocabulary entries, and the tokens in their order."""
+    heads = [x.columns(0, v) for x in (student, teacher)]
+    heads = [x if x.weight is None else x._replace(hidden=tokens.pick(x.hidden)) for x in heads]
+    if spec.triton:
+        heads = [kernels().readable(x) for x in heads]
+    return heads[0], heads[1]

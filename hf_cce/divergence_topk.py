@@ -1,0 +1,119 @@
+"""Divergence from a teacher that is known by its k most probable tokens: the student's logits of these, and its logsumexp.
+
+Their gradients are added slab by slab of the vocabulary in float32 and rounded once, as near the optimum the two cancel.
+
+Legend: N tokens, D hidden size, V vocabulary; z logits after scale, softcap and temperature.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_cce.divergence_passes import (
+    DivergenceSpec,
+    Head,
+    Wanted,
+    head_gradients,
+    kernels,
+    portable_bytes,
+    refuse_second_derivative,
+    slabs_of,
+    unit_of,
+)
+from hf_cce.ops import _computing
+from hf_cce.spec import accumulation_dtype
+
+
+def divergence_on_support(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
+    """Divergence [N] of normalised log-probabilities [N, k]; β as in ``hf_cce.divergence_passes``."""
+
+    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+        possible = log_p > -math.inf  # of what has no probability, 0 · ∞ is not a number
+        return torch.where(possible, log_p.exp() * (torch.where(possible, log_p, 0) - log_q), 0).sum(1)
+
+    if beta == 0.0:
+        return kl(log_pt, log_ps)
+    if beta == 1.0:
+        return kl(log_ps, log_pt)
+    log_m = torch.logaddexp(log_ps + math.log1p(-beta), log_pt + math.log(beta))
+    return beta * kl(log_pt, log_m) + (1 - beta) * kl(log_ps, log_m)
+
+
+def with_tail(log_p: Tensor) -> Tensor:
+    """[N, k + 1]: the probability of all other tokens comes last, at least that of one unit of rounding."""
+    total = log_p.logsumexp(1, keepdim=True).clamp(max=-torch.finfo(log_p.dtype).eps)
+    return torch.cat((log_p, torch.log(-torch.expm1(total))), 1)
+
+
+class SupportLogits(torch.autograd.Function):
+    """(z of the tokens ``ids`` [N, k], logsumexp of z [N] or, unless ``normalise``, empty), in the accumulation dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, ids: Tensor, normalise: bool,
+        spec: DivergenceSpec,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        student = student._replace(hidden=hidden, weight=weight, bias=bias)
+        with _computing(hidden):
+            z = _logits_of(ids, student, spec)
+            lse = _logsumexp(student, spec) if normalise else z.new_empty(0)
+        ctx.save_for_backward(hidden, weight, bias, ids, lse, student.slope(z) * torch.ones_like(z))
+        ctx.form, ctx.normalise, ctx.spec = student[3:], normalise, spec
+        return z, lse
+
+    @staticmethod
+    def backward(ctx: Any, of_ids: Tensor, of_lse: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative()
+        hidden, weight, bias, ids, lse, slope = ctx.saved_tensors
+        student, spec, normalise = Head(hidden, weight, bias, *ctx.form), ctx.spec, ctx.normalise
+        of_ids = of_ids * slope
+        unit = unit_of(hidden.dtype, of_ids, *([of_lse] if normalise else []))
+        if unit is not None:
+            of_ids, of_lse = of_ids / unit, of_lse / unit
+
+        def of_logits(slab: slice) -> Tensor:
+            width = slab.stop - slab.start
+            if normalise:
+                z = student.columns(slab.start, slab.stop).logits()
+                by = student.slope(z)
+                g = z.sub_(lse[:, None]).exp_().mul_(of_lse[:, None]).mul_(by)
+            else:
+                g = of_ids.new_zeros(ids.shape[0], width)
+            inside = (ids >= slab.start) & (ids < slab.stop)
+            local = (ids - slab.start).clamp_(0, width - 1)
+            return g.scatter_add_(1, local, torch.where(inside, of_ids, 0))
+
+        with _computing(hidden):
+            beside = 4 * hidden.numel() if hidden.dtype.itemsize < 4 else 0
+            slabs = slabs_of(student, spec, portable_bytes(student), beside)
+            wanted = Wanted(ctx.needs_input_grad[:3], weight.shape[0])
+            return *head_gradients(student, slabs, of_logits, unit, wanted), None, None, None, None
+
+
+def _logsumexp(student: Head, spec: DivergenceSpec) -> Tensor:
+    n, device = student.hidden.shape[0], student.hidden.device
+    if spec.triton and n:
+        return kernels().row_lse(
+            kernels().readable(student), torch.full((), n, device=device), False, spec.memory_budget
+        )[0]
+    slabs = slabs_of(student, spec, portable_bytes(student))
+    return torch.stack([student.columns(x.start, x.stop).logits().logsumexp(1) for x in slabs]).logsumexp(0)
+
+
+def _logits_of(ids: Tensor, student: Head, spec: DivergenceSpec) -> Tensor:
+    """z of ``ids`` [N, k]: rows of the weight gathered for a block of tokens at a time."""
+    weight, bias, wide = student.weight, student.bias, accumulation_dtype(student.hidden.dtype)
+    assert weight is not None
+    found = torch.empty(ids.shape, dtype=wide, device=ids.device)
+    of_token = ids.shape[1] * weight.shape[1] * (weight.dtype.itemsize + wide.itemsize)
+    block = max(1, spec.memory_budget // 2 // max(of_token, 1))
+    for start in range(0, ids.shape[0], block):
+        rows = slice(start, start + block)
+        hidden = student.hidden[rows].to(wide)
+        x = torch.bmm(weight[ids[rows]].to(wide), hidden[:, :, None])[:, :, 0]
+        found[rows] = x if bias is None else x.add_(bias[ids[rows]])
+    return student.finished(found)

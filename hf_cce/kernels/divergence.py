@@ -1,0 +1,346 @@
+"""Divergence of a student's distribution from a teacher's: each tile multiplies both models' logits, and none leaves the chip.
+
+``_pair_stats_kernel`` leaves a few numbers per row and tile, which ``hf_cce.divergence_passes`` folds; ``_pair_gradient_kernel``
+writes the gradient of a slab of the student's logits. No atomics, so results repeat bit for bit.
+
+Legend: z logits after scale, softcap and temperature; p = exp(z − lse); m = (1 − β) p_student + β p_teacher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.forward import logit_stats
+from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, padded, row_major
+from hf_cce.kernels.tiles import tile_logits, tile_position
+from hf_cce.spec import Inputs, LossSpec, Wanted
+
+FORWARD_KL, REVERSE_KL, JSD = 0, 1, 2
+
+
+@triton.jit
+def _teacher_tile(
+    hidden, weight, bias, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride, logit_scale, softcap,
+    GIVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The teacher's logits of one tile: read where they are GIVEN as ``hidden`` [N, V], else multiplied."""
+    if GIVEN:
+        rows = row + tl.arange(0, BLOCK_M)
+        cols = col + tl.arange(0, BLOCK_N)
+        at = hidden + rows.to(tl.int64)[:, None] * hidden_stride + cols[None, :]
+        inside = (rows < num_tokens)[:, None] & (cols < vocab_size)[None, :]
+        z = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_SCALE:
+            z *= logit_scale
+    else:
+        z = tile_logits(
+            hidden, weight, bias, None, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride, logit_scale,
+            softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    return z
+
+
+# do_not_specialize: numbers that change from step to step must not make Triton compile again.
+@triton.jit(do_not_specialize=["num_tokens"])
+def _pair_stats_kernel(
+    hidden,  # [N, D]
+    weight,  # [V, D], of the slab, as all vocabulary sizes here
+    bias,  # [V]
+    teacher_hidden,  # [N, D_t]; [N, V] logits if GIVEN
+    teacher_weight,  # [V, D_t]
+    teacher_bias,  # [V]
+    num_valid,  # scalar int64: later rows are ignored
+    lse,  # [N], read if KIND is 2, like the next; the others need none, but find it
+    teacher_lse,  # [N]
+    tile_lse,  # [T, N] logsumexp of the tile, unless KIND is 2; likewise the next
+    tile_teacher_lse,  # [T, N]
+    tile_gap,  # [T, N] mean of z_t − z_s under the tile's p_t (KIND 0), of z_s − z_t under p_s (1); Σ p_s log(p_s / m) (2)
+    tile_expectation,  # [T, N] mean of z_s under the tile's p_s, if WANT_ENTROPY
+    tile_divergence,  # [T, N] Σ (1 − β) p_s log(p_s / m) + β p_t log(p_t / m), if KIND is 2
+    tile_stride,
+    num_tokens,
+    vocab_size,
+    hidden_size,
+    teacher_hidden_size,
+    hidden_stride,
+    weight_stride,
+    teacher_hidden_stride,
+    teacher_weight_stride,
+    logit_scale,
+    softcap,
+    teacher_logit_scale,
+    teacher_softcap,
+    beta,
+    KIND: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr,
+    GIVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEACHER_HAS_BIAS: tl.constexpr,
+    TEACHER_HAS_SCALE: tl.constexpr,
+    TEACHER_HAS_SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(vocab_size, BLOCK_N)
+    row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
+    row, col = row_block * BLOCK_M, col_block * BLOCK_N
+    if row >= tl.load(num_valid):
+        return
+    rows = row + tl.arange(0, BLOCK_M)
+    cols = col + tl.arange(0, BLOCK_N)
+    in_rows, in_cols = rows < num_tokens, (cols < vocab_size)[None, :]
+    if KIND == 2:  # loaded before the products, which hide the latency
+        row_lse = tl.load(lse + rows, mask=in_rows, other=0.0)
+        row_teacher_lse = tl.load(teacher_lse + rows, mask=in_rows, other=0.0)
+    zt = _teacher_tile(
+        teacher_hidden, teacher_weight, teacher_bias, row, col, num_tokens, vocab_size, teacher_hidden_size,
+        teacher_hidden_stride, teacher_weight_stride, teacher_logit_scale, teacher_softcap, GIVEN, TEACHER_HAS_BIAS,
+        TEACHER_HAS_SCALE, TEACHER_HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    zs = tile_logits(
+        hidden, weight, bias, None, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride, logit_scale,
+        softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    out = col_block.to(tl.int64) * tile_stride + rows
+    if col + BLOCK_N > vocab_size:
+        zs = tl.where(in_cols, zs, float("-inf"))
+        zt = tl.where(in_cols, zt, float("-inf"))
+    if KIND == 2:
+        zs -= row_lse[:, None]
+        zt -= row_teacher_lse[:, None]
+        ps, pt = tl.exp(zs), tl.exp(zt)
+        log_m = tl.log((1.0 - beta) * ps + beta * pt)
+        student = tl.sum(tl.where(ps > 0, ps * (zs - log_m), 0.0), 1)
+        teacher = tl.sum(tl.where(pt > 0, pt * (zt - log_m), 0.0), 1)
+        tl.store(tile_divergence + out, (1.0 - beta) * student + beta * teacher, mask=in_rows)
+        tl.store(tile_gap + out, student, mask=in_rows)
+    else:
+        top = tl.max(zs, 1)
+        top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
+        teacher_top = tl.max(zt, 1)
+        teacher_top = tl.where(teacher_top == float("-inf"), 0.0, teacher_top)
+        es, et = tl.exp(zs - top[:, None]), tl.exp(zt - teacher_top[:, None])
+        total, teacher_total = tl.sum(es, 1), tl.sum(et, 1)
+        tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
+        tl.store(tile_teacher_lse + out, teacher_top + tl.log(teacher_total), mask=in_rows)
+        some = tl.where(total > 0, total, 1.0)
+        if KIND == 0:
+            gap = tl.sum(tl.where(et > 0, et * (zt - zs), 0.0), 1) / tl.where(teacher_total > 0, teacher_total, 1.0)
+        else:
+            gap = tl.sum(tl.where(es > 0, es * (zs - zt), 0.0), 1) / some
+        tl.store(tile_gap + out, gap, mask=in_rows)
+        if WANT_ENTROPY:
+            expectation = tl.sum(tl.where(es > 0, es * zs, 0.0), 1) / some
+            tl.store(tile_expectation + out, expectation, mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _pair_gradient_kernel(
+    hidden,  # as in _pair_stats_kernel
+    weight,
+    bias,
+    teacher_hidden,
+    teacher_weight,
+    teacher_bias,
+    num_valid,
+    lse,  # [N]
+    teacher_lse,  # [N]
+    offset,  # [N] what makes the gradient of a row sum to zero: the reverse KL, or KL(p_s ‖ m)
+    grad,  # [N] upstream, of the divergence of each token
+    out,  # [N, V], written: the gradient of the student's logits before scale and softcap; zero where ignored
+    out_stride,
+    num_tokens,
+    vocab_size,
+    hidden_size,
+    teacher_hidden_size,
+    hidden_stride,
+    weight_stride,
+    teacher_hidden_stride,
+    teacher_weight_stride,
+    logit_scale,
+    softcap,
+    teacher_logit_scale,
+    teacher_softcap,
+    beta,
+    KIND: tl.constexpr,
+    GIVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEACHER_HAS_BIAS: tl.constexpr,
+    TEACHER_HAS_SCALE: tl.constexpr,
+    TEACHER_HAS_SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(vocab_size, BLOCK_N)
+    row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
+    row, col = row_block * BLOCK_M, col_block * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_M)
+    cols = col + tl.arange(0, BLOCK_N)
+    in_rows = rows < num_tokens
+    valid_rows = tl.load(num_valid)
+    valid = in_rows & (rows < valid_rows)
+    # Tiles of ignored tokens alone multiply nothing.
+    depth = tl.where(row < valid_rows, hidden_size, 0)
+    teacher_depth = tl.where(row < valid_rows, teacher_hidden_size, 0)
+    # Loaded before the products, which hide the latency. Infinite: p = 0.
+    row_lse = tl.load(lse + rows, mask=valid, other=float("inf"))
+    row_teacher_lse = tl.load(teacher_lse + rows, mask=valid, other=float("inf"))
+    g = tl.load(grad + rows, mask=valid, other=0.0)
+    if KIND != 0:
+        row_offset = tl.load(offset + rows, mask=valid, other=0.0)
+    zt = _teacher_tile(
+        teacher_hidden, teacher_weight, teacher_bias, row, col, num_tokens, vocab_size, teacher_depth, teacher_hidden_stride,
+        teacher_weight_stride, teacher_logit_scale, teacher_softcap, GIVEN, TEACHER_HAS_BIAS, TEACHER_HAS_SCALE,
+        TEACHER_HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    zs = tile_logits(
+        hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride, logit_scale, softcap,
+        HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    log_ps, log_pt = zs - row_lse[:, None], zt - row_teacher_lse[:, None]
+    ps = tl.exp(log_ps)
+    if KIND == 0:
+        gradient = ps - tl.exp(log_pt)
+    elif KIND == 1:
+        gradient = tl.where(ps > 0, ps * (log_ps - log_pt - row_offset[:, None]), 0.0)
+    else:
+        log_m = tl.log((1.0 - beta) * ps + beta * tl.exp(log_pt))
+        gradient = tl.where(ps > 0, (1.0 - beta) * ps * (log_ps - log_m - row_offset[:, None]), 0.0)
+    gradient = tl.where(valid[:, None], gradient * g[:, None], 0.0)
+    if HAS_SOFTCAP:
+        gradient *= 1.0 - (zs / softcap) * (zs / softcap)
+    if HAS_SCALE:
+        gradient *= logit_scale
+    at = out + row.to(tl.int64) * out_stride
+    here = tl.arange(0, BLOCK_M)[:, None] * out_stride + cols[None, :]
+    tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (cols < vocab_size)[None, :])
+
+
+def _plan(student: Any, teacher: Any) -> Plan:
+    """Tiles of 128 by 128 at most: two of them are accumulated at once.
+
+    Fewer row blocks share weight tiles than where there is one model: both models' hidden states must stay in L2 meanwhile.
+    """
+    plan = replace(make_plan(student.hidden, student.weight, backward=True), group_m=16)
+    if teacher.weight is not None and plan.use_tma:
+        plan = replace(plan, use_tma=make_plan(teacher.hidden, teacher.weight, backward=True).use_tma)
+    return replace(plan, num_stages=4) if plan.use_tma else plan
+
+
+def _operands(student: Any, teacher: Any, plan: Plan) -> tuple[Any, ...]:
+    """The first six arguments of both kernels."""
+    given = teacher.weight is None
+    return (
+        operand(student.hidden, plan.block_m, plan), operand(student.weight, plan.block_n, plan), student.bias,
+        teacher.hidden if given else operand(teacher.hidden, plan.block_m, plan),
+        None if given else operand(teacher.weight, plan.block_n, plan), teacher.bias,
+    )  # fmt: skip
+
+
+def _sizes(student: Any, teacher: Any, beta: float) -> tuple[Any, ...]:
+    """The arguments of both kernels from ``num_tokens`` to ``beta``."""
+    (n, d), given = student.hidden.shape, teacher.weight is None
+    return (
+        n, student.weight.shape[0], d, 0 if given else teacher.hidden.shape[1], student.hidden.stride(0),
+        student.weight.stride(0), teacher.hidden.stride(0), 0 if given else teacher.weight.stride(0), student.logit_scale,
+        student.softcap or 1.0, teacher.logit_scale, teacher.softcap or 1.0, beta,
+    )  # fmt: skip
+
+
+def _flags(student: Any, teacher: Any, beta: float, plan: Plan) -> dict[str, Any]:
+    return {
+        "KIND": FORWARD_KL if beta == 0.0 else REVERSE_KL if beta == 1.0 else JSD,
+        "GIVEN": teacher.weight is None,
+        "HAS_BIAS": student.bias is not None,
+        "HAS_SCALE": student.logit_scale != 1.0,
+        "HAS_SOFTCAP": student.softcap > 0,
+        "TEACHER_HAS_BIAS": teacher.bias is not None,
+        "TEACHER_HAS_SCALE": teacher.logit_scale != 1.0,
+        "TEACHER_HAS_SOFTCAP": teacher.softcap > 0,
+        **plan.constants(),
+    }
+
+
+def readable(x: Any) -> Any:
+    """A head of ``hf_cce.divergence_passes``, with copies where the entries of a row are not side by side."""
+    return x._replace(
+        hidden=row_major(x.hidden),
+        weight=None if x.weight is None else row_major(x.weight),
+        bias=None if x.bias is None else x.bias.contiguous(),
+    )
+
+
+def tile_width(student: Any, teacher: Any) -> int:
+    """Columns of a tile: slabs should be multiples of it."""
+    return _plan(student, teacher).block_n
+
+
+def row_lse(head: Any, num_valid: Tensor, entropy: bool, memory_budget: int) -> tuple[Tensor, Tensor]:
+    """(logsumexp [N], entropy [N] or empty) of one head; zero for ignored tokens."""
+    n = head.hidden.shape[0]
+    labels = torch.where(torch.arange(n, device=head.hidden.device) < num_valid, 0, -100)
+    spec = LossSpec(-100, head.logit_scale, head.softcap, memory_budget=memory_budget)
+    stats = logit_stats(Inputs(head.hidden, head.weight, head.bias, labels), spec, Wanted(entropy=entropy))
+    return stats.lse, stats.entropy
+
+
+def pair_stats(
+    student: Any,  # the slab's part of two heads of ``hf_cce.divergence_passes``, readable
+    teacher: Any,
+    num_valid: Tensor,
+    beta: float,
+    entropy: bool,
+    lse: tuple[Tensor, Tensor] | None = None,  # of the JSD: the student's and the teacher's [N]
+) -> list[Tensor]:
+    """What ``_pair_stats_kernel`` writes, [T, N] each."""
+    n, plan = student.hidden.shape[0], _plan(student, teacher)
+    tiles, kl = ceil_div(student.weight.shape[0], plan.block_n), lse is None
+    # Zeros, not memory of any content: nobody writes the rows of ignored tokens, and NaN times zero is NaN.
+    parts = [
+        torch.zeros((tiles, padded(n)), dtype=torch.float32, device=student.hidden.device)[:, :n] if want else None
+        for want in (kl, kl, True, kl and entropy, not kl)
+    ]
+    _pair_stats_kernel[(ceil_div(n, plan.block_m) * tiles,)](
+        *_operands(student, teacher, plan), num_valid, *(lse or (None, None)), *parts, padded(n),
+        *_sizes(student, teacher, beta), WANT_ENTROPY=kl and entropy, **_flags(student, teacher, beta, plan),
+    )  # fmt: skip
+    return [part for part in parts if part is not None]
+
+
+def pair_gradient(
+    student: Any,
+    teacher: Any,
+    num_valid: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],  # the student's lse, the teacher's, the offset
+    grad: Tensor,  # [N] float32
+    beta: float,
+) -> Tensor:
+    """What ``_pair_gradient_kernel`` writes, [N, V] in the dtype of the student's hidden states."""
+    n, width, plan = student.hidden.shape[0], student.weight.shape[0], _plan(student, teacher)
+    out = empty_slab(student.hidden, n, width)
+    _pair_gradient_kernel[(ceil_div(n, plan.block_m) * ceil_div(width, plan.block_n),)](
+        *_operands(student, teacher, plan), num_valid, *rows, grad, out, out.stride(0), *_sizes(student, teacher, beta),
+        **_flags(student, teacher, beta, plan),
+    )  # fmt: skip
+    return out

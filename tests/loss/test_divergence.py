@@ -1,0 +1,237 @@
+"""``linear_divergence`` against full logits: every kind, form of the teacher, option and reduction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from alive import Alive
+from divergences import EVERYTHING, KINDS, Case, check, gradients, make_inputs, ours, plain
+from numerics import assert_as_good
+
+from hf_cce import CCEConfig, TeacherHead, TeacherTopK, divergence_passes, linear_divergence
+from hf_cce.config import MIB
+
+FORMS = ("head", "logits", "lump", "renormalize")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_kinds(case: Case, form: str, dtype: torch.dtype) -> None:
+    check(replace(case, form=form), dtype)
+    check(replace(case, form=form, **EVERYTHING), dtype)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_reductions(case: Case, form: str, reduction: str) -> None:
+    check(replace(case, form=form, reduction=reduction, masked=True), torch.float32)
+
+
+@pytest.mark.parametrize("vocab_sizes", [(131, 144), (160, 131)])
+@pytest.mark.parametrize("form", ["head", "logits"])
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_vocabularies_that_differ_in_padding(case: Case, form: str, vocab_sizes: tuple[int, int]) -> None:
+    check(replace(case, form=form, vocab_sizes=vocab_sizes, bias=True), torch.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_many_slabs(case: Case, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = []
+
+    def narrow(student: Any, spec: Any, per_column: int, beside: int = 0) -> list[slice]:
+        widths.append(32)
+        v = student.weight.shape[0]
+        return [slice(start, min(v, start + 32)) for start in range(0, v, 32)]
+
+    monkeypatch.setattr(divergence_passes, "slabs_of", narrow)
+    monkeypatch.setattr("hf_cce.divergence_topk.slabs_of", narrow)
+    check(replace(case, form=form, **EVERYTHING), torch.float32)
+    assert widths
+
+
+def test_slabs_keep_to_the_budget() -> None:
+    head = divergence_passes.Head(
+        torch.empty(8192, 896, device="meta"), torch.empty(151936, 896, device="meta"), None, 1.0, 0.0
+    )
+    for triton in (True, False):
+        spec = divergence_passes.DivergenceSpec(0.0, False, 256 << 20, triton)
+        slabs = divergence_passes.slabs_of(head, spec, 2 * 8192, 4 * 8192 * 896)
+        assert slabs[0].start == 0 and slabs[-1].stop == 151936
+        assert all(a.stop == b.start for a, b in pairwise(slabs))
+        assert max(s.stop - s.start for s in slabs) * 2 * 8192 + 4 * 8192 * 896 <= 256 << 20
+
+
+def test_masked_tokens_are_not_read() -> None:
+    for form in FORMS:
+        case = Case("jsd", form=form, masked=True)
+        x = make_inputs(case, torch.float32)
+        leaves = x.student(torch.float32)
+        loss = ours(x, leaves, case)
+        expected = [loss, *gradients(loss, leaves, x)]
+        assert x.mask is not None
+        x.hidden[~x.mask] = torch.nan
+        x.teacher_hidden[~x.mask] = torch.nan
+        leaves = x.student(torch.float32)
+        loss = ours(x, leaves, case)
+        for a, b in zip([loss, *gradients(loss, leaves, x)], expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_tokens(form: str) -> None:
+    for case in (Case(form=form, masked=True), Case("jsd", form=form, masked=True)):
+        x = make_inputs(case, torch.float32)
+        assert x.mask is not None
+        x.mask[:] = False
+        leaves = x.student(torch.float32)
+        loss = ours(x, leaves, case)
+        assert loss == 0 and not any(g.any() for g in gradients(loss, leaves, x))
+
+
+def test_a_teacher_that_excludes_tokens() -> None:
+    """Logits of minus infinity: no probability, no contribution."""
+    for kind in ("forward_kl", "jsd"):
+        case = Case(kind, form="logits")
+        x = make_inputs(case, torch.float32)
+        logits = (x.teacher_hidden @ x.teacher_weight.t()).masked_fill(torch.arange(131) % 3 == 0, -torch.inf)
+        found = []
+        for dtype in (torch.float64, torch.float32):
+            leaves = x.student(dtype)
+            log_ps = (leaves[0] @ leaves[1].t()).log_softmax(-1)
+            p, log_pt = logits.to(dtype).softmax(-1), logits.to(dtype).log_softmax(-1)
+            log_m = log_ps if kind == "forward_kl" else ((log_ps.exp() + p) / 2).log()
+            loss = torch.where(p > 0, p * (log_pt - log_m), 0).sum(-1)
+            if kind == "jsd":
+                loss = (loss + (log_ps.exp() * (log_ps - log_m)).sum(-1)) / 2
+            found.append([loss.mean(), *gradients(loss.mean(), leaves, x)])
+        leaves = x.student(torch.float32)
+        loss = linear_divergence(*leaves, logits, kind=kind)  # type: ignore[arg-type]
+        for exact, twin, actual in zip(*found, [loss, *gradients(loss, leaves, x)], strict=True):
+            assert_as_good(actual, twin, exact, kind)
+
+
+def test_gradients_of_what_is_asked_for() -> None:
+    case = Case(bias=True)
+    x = make_inputs(case, torch.float32)
+    whole = x.student(torch.float32)
+    expected = gradients(ours(x, whole, case), whole, x)
+    for wanted in range(3):
+        leaves = [leaf.detach().requires_grad_(i == wanted) for i, leaf in enumerate(whole)]
+        (found,) = torch.autograd.grad(ours(x, leaves, case), [leaves[wanted]])
+        assert torch.equal(found, expected[wanted])
+
+
+def test_num_items_in_batch() -> None:
+    case = Case(masked=True, reduction="sum")
+    x = make_inputs(case, torch.float32)
+    leaves = x.student(torch.float32)
+    total, teacher = ours(x, leaves, case), TeacherHead(x.teacher_hidden, x.teacher_weight)
+    for items in (7, torch.tensor(7), 7.0):
+        found = linear_divergence(*leaves, teacher, mask=x.mask, num_items_in_batch=items)
+        assert_as_good(found, total / 7, total.double() / 7, f"{items!r}")
+
+
+def test_autocast_casts_as_a_product_would() -> None:
+    case = Case("reverse_kl")
+    x = make_inputs(case, torch.float32)
+    leaves = x.student(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = ours(x, leaves, case)
+        twin = plain(x, leaves, case)
+    exact = plain(x, x.student(torch.float64), case)
+    assert_as_good(loss, twin, exact, "loss", torch.bfloat16)
+    assert all(g.dtype == torch.float32 for g in gradients(loss, leaves, x))
+
+
+def test_the_teacher_gets_no_gradient() -> None:
+    x = make_inputs(Case(), torch.float32)
+    hidden, weight = x.teacher_hidden.requires_grad_(), x.teacher_weight.requires_grad_()
+    loss = linear_divergence(*x.student(torch.float32), TeacherHead(hidden, weight))
+    loss.backward()
+    assert hidden.grad is None and weight.grad is None
+
+
+def test_a_second_derivative_is_refused() -> None:
+    for case in (Case(), Case(form="lump")):
+        x = make_inputs(case, torch.float32)
+        leaves = x.student(torch.float32)
+        with pytest.raises(RuntimeError, match="has no second derivative; drop create_graph=True"):
+            torch.autograd.grad(ours(x, leaves, case), leaves[:1], create_graph=True)
+
+
+H, W, T = torch.ones(3, 4), torch.ones(5, 4), torch.ones(3, 5)
+IDS, LOG_PROBS = torch.zeros(3, 2, dtype=torch.long), torch.full((3, 2), -2.0)
+BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    ((None, W, T), {}, TypeError, "student_hidden must be a tensor"),
+    ((H, W, None), {}, TypeError, "teacher must be a TeacherHead, a TeacherTopK or a tensor of logits, got None"),
+    ((H, W, (H, W)), {}, TypeError, "teacher must be a TeacherHead, .* got a tuple"),
+    ((H, W.t(), T), {}, ValueError, r"student_hidden must be \[..., D\] with D = 5"),
+    ((H, W.double(), T), {}, ValueError, "student_weight must have the dtype of student_hidden"),
+    ((H.long(), W, T), {}, ValueError, "student_hidden must be floating point"),
+    ((H, W, T[:2]), {}, ValueError, "teacher logits must have the shape of student_hidden but for its last dimension"),
+    ((H, W, TeacherHead(H[:2], W)), {}, ValueError, "teacher hidden must have the shape of student_hidden"),
+    ((H, W, TeacherHead(H, W[:, :3])), {}, ValueError, "teacher hidden must be"),
+    ((H, W, T.long()), {}, ValueError, "teacher logits must be floating point"),
+    ((H, W, T), {"kind": "kl"}, ValueError, "kind must be one of"),
+    ((H, W, T), {"kind": "jsd", "beta": 1.0}, ValueError, r"beta must lie in \(0, 1\), got 1.0"),
+    ((H, W, T), {"temperature": 0.0}, ValueError, "temperature must be positive, got 0.0"),
+    ((H, W, T), {"temperature": torch.ones((), requires_grad=True)}, ValueError, "temperature must be a number"),
+    ((H, W, T), {"softcap": -1.0}, ValueError, "student_softcap must be positive or None"),
+    ((H, W, T), {"reduction": "batchmean"}, ValueError, "reduction must be one of"),
+    ((H, W, T), {"reduction": "sum", "num_items_in_batch": 3}, ValueError, "num_items_in_batch needs reduction='mean'"),
+    ((H, W, T), {"student_bias": torch.ones(4)}, ValueError, r"student_bias must be \[V\] = \[5\]"),
+    (
+        (H, W, T),
+        {"mask": torch.ones(2, dtype=torch.bool)},
+        ValueError,
+        "mask must have the shape of student_hidden without",
+    ),
+    ((H, W, T), {"mask": torch.ones(3)}, ValueError, "mask must be bool or integers, got torch.float32"),
+    ((H, W, T), {"config": {}}, TypeError, "config must be a CCEConfig"),
+    ((H.double(), W.double(), T), {"config": CCEConfig(implementation="triton")}, RuntimeError, "cannot run here"),
+    ((H, W, TeacherTopK(IDS, LOG_PROBS, "drop")), {}, ValueError, "teacher tail must be one of"),
+    ((H, W, TeacherTopK(IDS.float(), LOG_PROBS)), {}, ValueError, "teacher ids must be integers"),
+    ((H, W, TeacherTopK(IDS, LOG_PROBS[:, :1])), {}, ValueError, "teacher ids and log_probs must have one shape"),
+    ((H, W, TeacherTopK(IDS[:2], LOG_PROBS)), {}, ValueError, r"teacher ids must be \[..., k\]"),
+    (
+        (H, W, TeacherTopK(IDS + 5, LOG_PROBS)),
+        {},
+        ValueError,
+        r"ids must lie in \[0, 5\), the student's vocabulary, got 5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "error", "words"), BAD, ids=range(len(BAD)))
+def test_errors_name_the_argument(
+    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        linear_divergence(*arguments, **options)
+
+
+@pytest.mark.parametrize("form", ["head", "lump"])
+@pytest.mark.parametrize("case", [KINDS[0], KINDS[2]], ids=str)
+def test_memory_beside_inputs_and_gradients(case: Case, form: str) -> None:
+    """The budget, and never the logits."""
+    x = make_inputs(replace(case, form=form, vocab_sizes=(20_000, 20_000)), torch.float32, n=256, d=16, dt=16)
+    config = CCEConfig(memory_budget=4 * MIB)
+    leaves = x.student(torch.float32)
+    known = {t.untyped_storage()._cdata for t in (*leaves, x.hidden, x.weight, x.teacher_hidden, x.teacher_weight)}
+    teacher: Any = TeacherHead(x.teacher_hidden, x.teacher_weight)
+    if form == "lump":
+        teacher = TeacherTopK(torch.arange(8).expand(2, 128, 8), torch.full((2, 128, 8), -3.0))
+    with Alive(known) as alive:
+        loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta, config=config)  # type: ignore[arg-type]
+        torch.autograd.grad(loss, leaves)
+    gradients_bytes = sum(4 * leaf.numel() for leaf in leaves)
+    logits = 4 * 256 * 20_000
+    assert alive.peak - gradients_bytes <= 5 * MIB < logits / 3

@@ -1,0 +1,152 @@
+"""The divergences as plain PyTorch on full logits, and how to run them and ours on the same inputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from numerics import assert_as_good
+from torch import Tensor
+
+from hf_cce import CCEConfig, TeacherHead, TeacherTopK, linear_divergence
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; vocabularies of different sizes differ in padding."""
+
+    kind: str = "forward_kl"
+    beta: float = 0.5
+    temperature: float = 1.0
+    form: str = "head"  # of the teacher: head, logits, lump, renormalize
+    masked: bool = False
+    reduction: str = "mean"
+    bias: bool = False
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    vocab_sizes: tuple[int, int] = (131, 131)  # the student's and the teacher's
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind, "beta": self.beta, "temperature": self.temperature, "reduction": self.reduction,
+            "logit_scale": self.logit_scale, "softcap": self.softcap,
+        }  # fmt: skip
+
+
+KINDS = (Case(), Case("reverse_kl"), Case("jsd"), Case("jsd", beta=0.2))
+EVERYTHING = {"bias": True, "logit_scale": 0.7, "softcap": 5.0, "temperature": 1.7, "masked": True}
+
+
+@dataclass
+class Inputs:
+    hidden: Tensor  # [2, N/2, D]
+    weight: Tensor
+    bias: Tensor | None
+    teacher_hidden: Tensor  # [2, N/2, D_t]
+    teacher_weight: Tensor
+    mask: Tensor | None
+    upstream: Tensor  # of reduction="none"
+
+    def student(self, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x for x in (self.hidden, self.weight, self.bias) if x is not None]
+        return [x.detach().to(dtype, copy=True).requires_grad_() for x in leaves]
+
+
+def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", n: int = 40, d: int = 72, dt: int = 40) -> Inputs:
+    """Logits of a standard deviation of 2; a third of the tokens masked, and whole blocks of them."""
+    g = torch.Generator().manual_seed(n * 7919 + d * 31 + dt)
+    (vs, vt), half = case.vocab_sizes, n // 2
+
+    def random(*shape: int, by: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=g) * by).to(device, dtype)
+
+    mask = None
+    if case.masked:
+        mask = torch.rand(2, half, generator=g) > 0.3
+        mask[1, half // 2 :] = False
+        mask = mask.to(device)
+    return Inputs(
+        random(2, half, d), random(vs, d, by=2 * d**-0.5), random(vs) if case.bias else None, random(2, half, dt),
+        random(vt, dt, by=2 * dt**-0.5), mask, torch.rand(2, half, generator=g).to(device),
+    )  # fmt: skip
+
+
+def of_logits(log_ps: Tensor, log_pt: Tensor, case: Case) -> Tensor:
+    """The divergence of each token from log-probabilities."""
+    if case.kind == "forward_kl":
+        return F.kl_div(log_ps, log_pt, reduction="none", log_target=True).sum(-1)
+    if case.kind == "reverse_kl":
+        return F.kl_div(log_pt, log_ps, reduction="none", log_target=True).sum(-1)
+    b = case.beta
+    log_m = torch.logaddexp(log_ps + math.log(1 - b), log_pt + math.log(b))
+    of_student, of_teacher = (F.kl_div(log_m, x, reduction="none", log_target=True).sum(-1) for x in (log_ps, log_pt))
+    return (1 - b) * of_student + b * of_teacher
+
+
+def top_k(x: Inputs, case: Case) -> TeacherTopK:
+    logits = (x.teacher_hidden.float() @ x.teacher_weight.float().t()) / case.temperature
+    log_probs, ids = logits.log_softmax(-1).topk(5, dim=-1)
+    return TeacherTopK(ids, log_probs, case.form)  # type: ignore[arg-type]
+
+
+def plain(x: Inputs, leaves: list[Tensor], case: Case) -> Tensor:
+    """Full logits in the dtype of ``leaves``, as a model makes them; the rest in float32, or float64."""
+    hidden, weight = leaves[:2]
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    z = (F.linear(hidden, weight, *leaves[2:]).to(wide)) * case.logit_scale
+    if case.softcap:
+        z = case.softcap * torch.tanh(z / case.softcap)
+    z = z / case.temperature
+    if case.form in ("head", "logits"):
+        zt = F.linear(x.teacher_hidden.to(hidden.dtype), x.teacher_weight.to(hidden.dtype)).to(wide) / case.temperature
+        if case.form == "logits":
+            zt = given_logits(x).to(wide) / case.temperature
+        v = min(case.vocab_sizes)
+        losses = of_logits(z[..., :v].log_softmax(-1), zt[..., :v].log_softmax(-1), case)
+    else:
+        teacher = top_k(x, case)
+        log_ps, log_pt = z.log_softmax(-1).gather(-1, teacher.ids), teacher.log_probs.to(wide)
+        if case.form == "lump":
+            log_ps, log_pt = (torch.cat((y, torch.log1p(-y.exp().sum(-1, keepdim=True))), -1) for y in (log_ps, log_pt))
+        losses = of_logits(log_ps.log_softmax(-1), log_pt.log_softmax(-1), case)
+    mask = torch.ones_like(losses) if x.mask is None else x.mask.to(losses)
+    losses = losses * mask
+    if case.reduction == "none":
+        return losses
+    return losses.sum() / (mask.sum() if case.reduction == "mean" else 1)
+
+
+def given_logits(x: Inputs) -> Tensor:
+    return F.linear(x.teacher_hidden, x.teacher_weight)
+
+
+def ours(x: Inputs, leaves: list[Tensor], case: Case, config: CCEConfig | None = None) -> Tensor:
+    teacher: Any
+    if case.form == "head":
+        teacher = TeacherHead(x.teacher_hidden, x.teacher_weight)
+    else:
+        teacher = given_logits(x) if case.form == "logits" else top_k(x, case)
+    bias = leaves[2] if len(leaves) > 2 else None
+    return linear_divergence(
+        leaves[0], leaves[1], teacher, student_bias=bias, mask=x.mask, config=config, **case.options
+    )
+
+
+def gradients(loss: Tensor, leaves: list[Tensor], x: Inputs) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, leaves, x.upstream.to(loss.dtype) if loss.dim() else None))
+
+
+def check(case: Case, dtype: torch.dtype, config: CCEConfig | None = None, device: str = "cpu") -> None:
+    """Loss and gradients against float64, as close as full logits in ``dtype``."""
+    x = make_inputs(case, dtype, device)
+    found = []
+    for function, kind in ((plain, torch.float64), (plain, dtype), (ours, dtype)):
+        leaves = x.student(kind)
+        loss = function(x, leaves, case, config) if function is ours else function(x, leaves, case)  # type: ignore
+        found.append([loss, *gradients(loss, leaves, x)])
+    for name, exact, twin, actual in zip(("loss", "hidden", "weight", "bias"), *found, strict=False):
+        assert_as_good(actual, twin, exact, f"{case} {name}", dtype)

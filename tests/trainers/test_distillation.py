@@ -1,0 +1,133 @@
+"""TRL's DistillationTrainer by ``linear_divergence``: the same losses, metrics and weights as without it, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import stats, tiny_llama
+from numerics import budget, relative_error
+from test_trl import STEPS, common, preferences, run, tokenizer, trl
+
+from hf_cce import CCECallback, CCEConfig
+from hf_cce.patches import distillation
+
+module = pytest.importorskip(distillation.MODULE)
+FUNCTION = getattr(module, distillation.NAME, None)
+if FUNCTION is None:
+    pytest.skip("this TRL distils another way", allow_module_level=True)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "forward_kl": {"beta": 0.0},
+    "reverse_kl": {"beta": 1.0, "temperature": 0.7},
+    "jsd": {"beta": 0.4, "gradient_accumulation_steps": 2},
+}
+
+
+def build(folder: Path, callbacks: list[Any], **options: Any) -> Any:
+    """A trainer whose teacher is wider than the student."""
+    transformers.set_seed(0)
+    student, teacher = tiny_llama(), tiny_llama(hidden_size=96)
+    args = trl.DistillationConfig(**common(folder, max_completion_length=6, **options))
+    return trl.DistillationTrainer(
+        model=student, teacher_model=teacher, args=args, train_dataset=preferences().select_columns("prompt"),
+        processing_class=tokenizer(), callbacks=callbacks,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_step_is_that_of_the_unpatched_trainer(name: str, tmp_path: Path) -> None:
+    logs, weights = {}, {}
+    for ours in (False, True):
+        callbacks = [CCECallback(on_unused="raise")] if ours else []
+        trainer = build(tmp_path / str(ours), callbacks, **OPTIONS[name])
+        logs[ours], told = run(trainer)
+        weights[ours] = torch.cat([x.detach().flatten() for x in trainer.model.parameters()])
+        assert told == []
+        if ours:
+            counted = stats(trainer.model)
+            assert counted.fused == counted.calls == STEPS * OPTIONS[name].get("gradient_accumulation_steps", 1)
+    assert len(logs[True]) == len(logs[False]) == STEPS
+    for mine, theirs in zip(logs[True], logs[False], strict=True):
+        assert mine.keys() == theirs.keys() and {"loss", "entropy"} <= mine.keys()
+        for key, value in theirs.items():
+            assert mine[key] == pytest.approx(value, rel=2e-4, abs=2e-5), key
+    assert relative_error(weights[True], weights[False].double()) < 1e-3
+
+
+def test_other_trainers_and_other_trls_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(build(tmp_path / "a", [CCECallback()]))
+    assert isinstance(getattr(module, distillation.NAME), distillation._Dispatch)
+    seen: list[int] = []
+    monkeypatch.setattr(distillation, "token_divergences", lambda *args, **kwargs: seen.append(1))
+    plain = build(tmp_path / "b", [])
+    assert run(plain)[1] == [] and not seen and len(plain.state.log_history) >= STEPS
+    monkeypatch.setattr(module, distillation.NAME, _Other)
+    with pytest.raises(RuntimeError, match="ended without our fused loss"):
+        run(build(tmp_path / "c", [CCECallback(on_unused="raise")]))
+    assert getattr(module, distillation.NAME) is _Other and not seen
+
+
+class _Other:
+    """The function of a TRL to come: another argument."""
+
+    @staticmethod
+    def forward(ctx: Any, student_hidden: Any, something: Any) -> None: ...
+
+    @staticmethod
+    def apply(*args: Any) -> Any:
+        return getattr(FUNCTION, "original", FUNCTION).apply(*args)  # type: ignore[union-attr]
+
+
+def test_evaluation_is_trls(tmp_path: Path) -> None:
+    callback = CCECallback()
+    trainer = build(tmp_path, [callback])
+    run(trainer)
+    before = stats(trainer.model).fused
+    assert trainer.evaluate(preferences().select_columns("prompt"))["eval_loss"] > 0
+    assert stats(trainer.model).fused == before
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.7, 5.0)])
+def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: float | None) -> None:
+    """TRL's own function and ours, against its own in float64."""
+    g = torch.Generator().manual_seed(0)
+    sizes = ((17, 24), (91, 24), (91,), (17, 40), (91, 40), (91,))
+    tensors = [torch.randn(size, generator=g) * 0.5 for size in sizes]
+    original = getattr(FUNCTION, "original", FUNCTION)
+    dispatch, counted = distillation._Dispatch(original), distillation.Stats()
+
+    def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in tensors]
+        arguments = (*leaves, beta, 0.8, scale, softcap, 1.1, softcap)
+        if ours:
+            with distillation.answering(CCEConfig(), counted):
+                found = dispatch.apply(*arguments)
+        else:
+            found = dispatch.apply(*arguments)
+        assert found[0].requires_grad and not found[1].requires_grad
+        return [*found, *torch.autograd.grad(found[0].square().sum(), leaves[:3])]
+
+    exact, twin, ours = answer(torch.float64, True), answer(torch.float32, False), answer(torch.float32, True)
+    for number, (a, t, e) in enumerate(zip(ours, twin, exact, strict=True)):
+        assert relative_error(a, e) <= budget(relative_error(t, e), torch.float32), number
+    assert counted.fused == counted.calls == 2
+
+
+def test_a_head_that_zero_3_gathers_is_trls() -> None:
+    weight = torch.nn.Parameter(torch.ones(5, 4))
+    weight.ds_id, weight.ds_shape = 0, weight.shape  # type: ignore[attr-defined]
+    asked = []
+
+    class Original:
+        forward = staticmethod(getattr(FUNCTION, "original", FUNCTION).forward)  # type: ignore[union-attr]
+        apply = staticmethod(lambda *args: asked.append(args) or "TRL's")
+
+    counted = distillation.Stats()
+    with distillation.answering(CCEConfig(), counted):
+        hidden = torch.ones(3, 4)
+        assert distillation._Dispatch(Original).apply(hidden, weight, None, hidden, weight, None, 0.5) == "TRL's"
+    assert len(asked) == 1 and not counted.fused
