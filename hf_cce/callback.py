@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,7 +17,6 @@ from transformers import TrainerCallback
 from hf_cce.api import apply_cce, causal_lm, disabled
 from hf_cce.config import CCEConfig
 from hf_cce.deferred.training_call import Stats, outside
-from hf_cce.patches import evaluation, preference
 from hf_cce.patches.causal_lm import Patch, patch_of
 
 logger = logging.getLogger(__name__)
@@ -77,8 +74,6 @@ class CCECallback(TrainerCallback):
     ``report_to`` (W&B, TensorBoard) before those that it is given, so they do not see these; to send them on, add this callback
     first: ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
 
-    Evaluation makes no logits where Trainer keeps the loss alone (no ``compute_metrics``, or ``prediction_loss_only``).
-
     Args:
         config: options of the loss; ``options`` replace single ones. Given neither, a model that is patched keeps its options.
         on_unused: what to do when a step, the first or a later one, has ended without one fused loss: ``"warn"`` or ``"raise"``
@@ -97,14 +92,12 @@ class CCECallback(TrainerCallback):
         self._given = config is not None or bool(options)
         self.on_unused = on_unused
         self._run: _Run | None = None
-        self._policy = False  # the trainer is one of those that patches.preference knows
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if disabled():
             return
         if (model := kwargs.get("model")) is not None:  # None with model_init
             self._apply(model)
-        evaluation.enter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if disabled():
@@ -112,8 +105,6 @@ class CCECallback(TrainerCallback):
         patch = self._apply(kwargs["model"])
         self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
         self._run.begin_step(patch)
-        self._policy = preference.ready(args)
-        evaluation.enter()
 
     def _apply(self, model: Any) -> Patch:
         """Patch the model; one that is patched keeps the options it has where we were given none."""
@@ -121,32 +112,6 @@ class CCECallback(TrainerCallback):
         patch = patch_of(causal_lm(apply_cce(model, self.config if known is None else known.config)))
         assert patch is not None
         return patch
-
-    @contextlib.contextmanager
-    def _policy_step(self, model: Any) -> Iterator[None]:
-        """What patches.preference runs a training step in: calls without labels may defer their logits there."""
-        patch = patch_of(causal_lm(model)) if self._policy else None
-        if patch is None:
-            yield
-            return
-        patch.policy = True
-        try:
-            yield
-        finally:
-            patch.policy = False
-
-    @contextlib.contextmanager
-    def _loss_only_step(self, model: Any) -> Iterator[None]:
-        """What patches.evaluation runs a prediction step in whose logits nobody will see."""
-        patch = patch_of(causal_lm(model))
-        if patch is None:
-            yield
-            return
-        patch.loss_only = True
-        try:
-            yield
-        finally:
-            patch.end_evaluation(causal_lm(model))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._run is not None:
@@ -201,7 +166,7 @@ class CCECallback(TrainerCallback):
         message = f"hf_cce: training step {state.global_step} ended without our fused loss: {why}"
         if self.on_unused == "raise":
             raise RuntimeError(message)
-        if run.stats.bypassed and not run.step.bypassed:
+        if (run.stats.bypassed and not run.step.bypassed) or (run.stats.read and not run.step.read):
             return  # the patch has just said so, for those who use no callback
         warnings.warn(message, stacklevel=outside())
 
@@ -221,8 +186,6 @@ def _why(args: Any, model: Any, run: _Run) -> str:
     compiled = getattr(args, "torch_compile", False) or _is_compiled(model, base)
     if patch_of(base) is None:
         return "the patch was removed during training"
-    if getattr(args, "label_smoothing_factor", 0):
-        return "label_smoothing_factor makes Trainer take the labels away and compute the loss from logits itself"
     if compiled and _is_trl(base.forward):
         return (
             "under torch.compile TRL's fused LM head (trl.trainer.utils.add_fused_lm_head) computes the loss by itself; "
@@ -233,24 +196,15 @@ def _why(args: Any, model: Any, run: _Run) -> str:
             "TRL replaces the model's forward with its own fused LM head (trl.trainer.utils.add_fused_lm_head), so "
             "neither the model's forward nor its loss is called"
         )
-    if compiled and preference.knows(args):
-        return (
-            "this trainer takes its loss from the logits of calls without labels, and under torch.compile those cannot be "
-            "deferred; train without torch_compile"
-        )
-    if preference.knows(args) and (args.world_size != 1 or args.n_gpu > 1):
-        return (
-            "this trainer takes its loss from the logits of calls without labels, and in several processes those cannot be "
-            "deferred; train in one process"
-        )
     if compiled:  # where nothing is counted
         return (
-            "no graph that torch.compile made, and that ran in this step, holds our loss: the model was not called with "
-            "labels in training mode (compute_loss_func, or your own compute_loss?), or computes its loss another way; a "
-            "step without torch.compile says which"
+            "no graph that torch.compile made, and that ran in this step, holds our loss. Either the trainer calls the model "
+            "without labels and computes the loss itself (label_smoothing_factor, compute_loss_func, a preference trainer): the "
+            "logits of calls without labels are deferred in eager mode alone, so train without torch_compile. Or the model "
+            "computes its loss another way; a step without torch_compile says which"
         )
     if run.stats.calls == run.step.calls:
-        return "the model was never called with labels in training mode (compute_loss_func, or your own compute_loss?)"
+        return "the model was never called in training mode with gradients (your own compute_loss?)"
     if run.stats.materialised == run.step.materialised:
         return "the model computed its loss another way; an earlier warning says why"
     return "the model computed its loss from full logits; an earlier warning says why"

@@ -13,8 +13,7 @@ from numerics import assert_as_good
 from test_callback import build
 from tiny import OLDER
 
-from hf_cce import CCECallback
-from hf_cce.patches.causal_lm import patch_of
+from hf_cce import CCECallback, apply_cce
 
 TOKENS = 40  # of an evaluation's batch, or more
 
@@ -86,7 +85,7 @@ def test_a_step_that_raises_ends_it(tmp_path: Path) -> None:
     trainer.model.loss_function = lambda **_: (_ for _ in ()).throw(ValueError("no loss"))
     with pytest.raises(ValueError, match="no loss"):
         trainer.evaluate()
-    assert not patch_of(trainer.model).loss_only and "forward" not in vars(trainer.model.lm_head)
+    assert "forward" not in vars(trainer.model.lm_head)
 
 
 def test_logits_that_a_loss_of_ones_own_uses_are_there(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -122,14 +121,17 @@ def test_a_batch_without_labels_counts_as_without_us(tmp_path: Path) -> None:
     assert_as_good(losses[1], losses[0], losses[0], "loss", torch.float32)
 
 
-def test_an_interrupted_evaluation_leaves_the_head_as_it_was(tmp_path: Path) -> None:
+def test_after_an_interrupted_evaluation_the_head_is_right(tmp_path: Path) -> None:
+    """torch runs no hook after Ctrl-C: the head goes on deferring until the model is patched anew, and answers for itself."""
     trainer = build(tmp_path, CCECallback())
     trainer.model.loss_function = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         trainer.evaluate()
-    assert "forward" not in vars(trainer.model.lm_head)
+    hidden_states, head = torch.randn(1, 32), trainer.model.lm_head
     with torch.no_grad():
-        assert isinstance(trainer.model.lm_head(torch.randn(1, 32)), torch.Tensor)
+        assert torch.equal(head(hidden_states) * 1.0, torch.nn.functional.linear(hidden_states, head.weight))
+    apply_cce(trainer.model)
+    assert "forward" not in vars(head)
 
 
 def test_what_is_no_number_stays_out_of_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
