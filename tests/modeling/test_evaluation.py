@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, logits_made, stats
+from models import FAMILIES, batch, logits_made, stats
 from numerics import assert_as_good
 from test_callback import build
 from tiny import OLDER
 
 from hf_cce import CCECallback, apply_cce
+from hf_cce.deferred import answers
 
 TOKENS = 40  # of an evaluation's batch, or more
 
@@ -149,3 +151,45 @@ def test_what_is_no_number_stays_out_of_the_logs(tmp_path: Path, monkeypatch: py
     written = (tmp_path / "checkpoint-3" / "trainer_state.json").read_text("utf-8")
     logged = json.loads(written, parse_constant=refuse)["log_history"]
     assert [row["cce_kept"] for row in logged if "loss" in row] == [0.25] * 3 and "cce_weight_error" not in written
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "mixtral"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_call_with_labels_makes_no_logits_until_somebody_reads_them(
+    family: str, mode: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """And then they are those of the unpatched model to the last bit; nobody is told, nothing is counted."""
+    plain = FAMILIES[family].build().eval()
+    patched = apply_cce(copy.deepcopy(plain))
+    with mode():
+        expected = plain(**batch())
+        with logits_made() as made:
+            found = patched(**batch())
+        assert made == []
+        assert_as_good(found.loss, expected.loss, expected.loss.double(), "loss")
+        assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1))
+        assert torch.equal(found.logits * 1.0, expected.logits)
+    assert found.logits.requires_grad == expected.logits.requires_grad
+    assert stats(patched).calls == stats(patched).materialised == 0 and not patched.training
+    assert not [warning for warning in recwarn if "hf_cce" in str(warning.message)]
+
+
+def test_metrics_of_the_most_likely_words_make_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer with ``preprocess_logits_for_metrics``: logits of a few tokens at a time."""
+    monkeypatch.setattr(answers, "_scratch", lambda recipe: 8 * 99 * 7)
+    found = []
+    for callbacks in ([], [CCECallback()]):
+        trainer = build(
+            tmp_path,
+            *callbacks,
+            per_device_eval_batch_size=2,
+            compute_metrics=lambda given: {
+                "right": float((given.predictions[:, :-1] == given.label_ids[:, 1:]).mean())
+            },
+        )
+        trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+        with logits_made(tokens=TOKENS) as made:
+            metrics = trainer.evaluate()
+        found.append((metrics["eval_right"], bool(made)))
+        losses = torch.tensor(metrics["eval_loss"], dtype=torch.float64)
+    assert found[0] == (found[1][0], True) and not found[1][1] and losses > 0
