@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
@@ -70,9 +70,10 @@ class CCECallback(TrainerCallback):
 
     The Trainer's logs get ``cce_fused`` (losses without logits so far), ``cce_materialised`` (times real logits were made
     nevertheless), on a GPU ``cce_peak_gib`` (PyTorch's largest allocation on the model's device since the process began, in GiB),
-    and, once the gradient filter has run, ``cce_kept`` and the others of ``model.cce_stats()``. Trainer calls the callbacks of
-    ``report_to`` (W&B, TensorBoard) before those that it is given, so they do not see these; to send them on, add this callback
-    first: ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
+    with ``token_stats=True`` those of the tokens since the last entry (``cce_token_accuracy``, ``cce_entropy``,
+    ``cce_perplexity``), and, once the gradient filter has run, ``cce_kept`` and the others of ``model.cce_stats()``. Trainer calls
+    the callbacks of ``report_to`` (W&B, TensorBoard) before those that it is given, so they do not see these; to send them on, add
+    this callback first: ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
 
     Args:
         config: options of the loss; ``options`` replace single ones. Given neither, a model that is patched keeps its options.
@@ -92,6 +93,7 @@ class CCECallback(TrainerCallback):
         self._given = config is not None or bool(options)
         self.on_unused = on_unused
         self._run: _Run | None = None
+        self._token_sums: Tensor | None = None  # at the last entry of the logs
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if disabled():
@@ -104,6 +106,7 @@ class CCECallback(TrainerCallback):
             return
         patch = self._apply(kwargs["model"])
         self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
+        self._token_sums = patch.token_sums.sums
         self._run.begin_step(patch)
 
     def _apply(self, model: Any) -> Patch:
@@ -145,7 +148,8 @@ class CCECallback(TrainerCallback):
             device = next(causal_lm(kwargs["model"]).parameters()).device
             if device.type == "cuda":
                 told["cce_peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
-            found = patch.filter_state.stats().items()
+            found = {**patch.token_sums.means(self._token_sums), **patch.filter_state.stats()}.items()
+            self._token_sums = patch.token_sums.sums
             told |= {f"cce_{key}": round(value, 6) for key, value in found if math.isfinite(value)}  # JSON has no NaN
             logs.update(told)  # for the callbacks that come after this one
             if state.log_history:

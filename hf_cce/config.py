@@ -31,6 +31,9 @@ class CCEConfig:
             and in that of the weight, relative to its norm, at most 0.1; it is held by measurement where a ``FilterState`` is
             kept, as on patched models. ``"auto"`` keeps both, in bfloat16, below what rounding the logits to bfloat16 makes, and
             leaves out nothing in other dtypes. None leaves out nothing. Under torch.compile nothing is left out either.
+        token_stats: count token accuracy, entropy and perplexity in the pass of the loss, on patched models: see
+            ``model.cce_stats()``. A loss with label smoothing, a compiled graph and a vocabulary that is spread over processes
+            count nothing.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names it.
@@ -39,6 +42,7 @@ class CCEConfig:
     implementation: Implementation = "auto"
     memory_budget: int | None = None
     gradient_filter: Literal["auto"] | float | None = "auto"
+    token_stats: bool = False
 
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):
@@ -53,6 +57,8 @@ class CCEConfig:
         if self.memory_budget is not None and self.memory_budget < MIB:
             raise ValueError(f"memory_budget must be at least {MIB} bytes (1 MiB), got {self.memory_budget}")
 
+        if not isinstance(self.token_stats, bool):
+            raise ValueError(f"token_stats must be True or False, got {self.token_stats!r}")
         wanted = self.gradient_filter
         number = isinstance(wanted, (int, float)) and not isinstance(wanted, bool)
         if wanted is not None and wanted != "auto" and not (number and 0.0 < wanted <= 0.1):

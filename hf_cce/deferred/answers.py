@@ -370,11 +370,17 @@ def _loss(x: Any, function: Any, target: Any, reduction: str, options: dict[str,
         return NotImplemented
 
     def fused(r: Recipe) -> tuple[Tensor]:
-        labels = target.to(r.hidden_states.device)
+        labels, operands = target.to(r.hidden_states.device), r._replace(ops=ops).operands()
         more = {name: value for name, value in options.items() if name != "weight"}
         with r.without_autocast():
+            sums = None if options.get("label_smoothing") or is_dtensor(r.weight) else call.token_sums
+            if sums is not None:
+                operands |= {"filter_state": call.filter_state, "ignore_index": ignore_index}
+                found = linear_log_probs(labels=labels, entropy=True, is_top1=True, **operands)
+                sums.add(labels != ignore_index, found)
+                return (_weighted(-found.log_probs, labels, reduction, options),)
             more |= {"reduction": "none" if weight is not None else reduction, "filter_state": r.call.filter_state}
-            loss = linear_cross_entropy(labels=labels, **r._replace(ops=ops).operands(), **more)
+            loss = linear_cross_entropy(labels=labels, **operands, **more)
         return (loss if weight is None else _weighted(loss, labels, reduction, options),)
 
     def native(z: Tensor) -> tuple[Tensor]:

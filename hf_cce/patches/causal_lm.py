@@ -30,7 +30,7 @@ from hf_cce.deferred.adapters import AdapterHead
 from hf_cce.deferred.head_input import head_input, linear
 from hf_cce.deferred.lazy_tensor import LazyTensor
 from hf_cce.deferred.logits import LazyLogits, to_wrapper
-from hf_cce.deferred.training_call import Stats, TrainingCall, outside
+from hf_cce.deferred.training_call import Stats, TokenSums, TrainingCall, outside
 from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import adapter_in, find_head, why_not_defer
 from hf_cce.patches import peft_tuner, preference, tensor_parallel, trl
@@ -55,6 +55,7 @@ class Patch:
     labels_position: int | None  # where forward takes labels when they come without a name
     stats: Stats = field(default_factory=Stats)
     filter_state: FilterState = field(default_factory=FilterState)
+    token_sums: TokenSums = field(default_factory=TokenSums)
     handles: list[RemovableHandle] = field(default_factory=list)
     forward: Any = None  # the head's forward during a call: kept, because Dynamo makes a new graph for a new object
     warned: bool = False
@@ -103,17 +104,18 @@ def cce_stats(state: Patch) -> dict[str, float]:
     """What happened in the training calls of a patched model; ``model.cce_stats()``. Waits for the device.
 
     Returns:
-        ``calls`` with labels; ``fused``, losses that made no logits (a call may have several); ``few_tokens``, calls of so few
-        tokens that the model's own loss was left to do it, which is then faster; ``missed``, calls that ended without a fused
+        ``calls`` in training mode; ``fused``, losses that made no logits (a call may have several); ``few_tokens``, calls of so
+        few tokens that the model's own loss was left to do it, which is then faster; ``missed``, calls that ended without a fused
         loss; ``materialised``, how often full logits were made nevertheless, by a head that cannot put them off or afterwards,
         and ``read``, how often of these for somebody who used ``outputs.logits``; ``bypassed``, calls that TRL answered with a
-        fused head of its own; ``traced``, 1 where a compiled graph, in which nothing is counted, holds the fused loss; and, once
-        the gradient filter has run, what ``FilterState.stats`` says of its last step.
+        fused head of its own; ``traced``, 1 where a compiled graph, in which nothing is counted, holds the fused loss; with
+        ``token_stats``, means over all labels so far: ``token_accuracy``, ``entropy`` and ``perplexity``; and, once the
+        gradient filter has run, what ``FilterState.stats`` says of its last step.
     """
     if not state.handles:
         raise RuntimeError("the model is not patched any more")
-    stats = state.stats
-    return {**{key: float(value) for key, value in vars(stats).items()}, **state.filter_state.stats()}
+    counted = {key: float(value) for key, value in vars(state.stats).items()}
+    return {**counted, **state.token_sums.means(), **state.filter_state.stats()}
 
 
 def unpatch(model: nn.Module) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import FAMILIES, assert_results_as_good, batch, exact, logits_made, stats, tiny_llama
+from models import FAMILIES, assert_results_as_good, batch, exact, logits_made, loss_and_grads, stats, tiny_llama
+from numerics import assert_as_good
 from test_callback import build, run
 from test_trainer_features import assert_same_run
 from torch import Tensor
@@ -159,3 +160,48 @@ def test_calls_that_are_no_training_have_plain_logits() -> None:
     assert type(model.eval()(**inputs).logits) is Tensor
     model.train().generate(inputs["input_ids"][:1, :4], max_new_tokens=2, do_sample=False)
     assert stats(model).calls == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_token_statistics_of_a_loss(reduction: str) -> None:
+    """Accuracy, entropy and perplexity in the pass of the loss, which stays what it was; over all labels so far."""
+    plain, patched = tiny_llama(), apply_cce(tiny_llama(), token_stats=True)
+    items = {} if reduction == "mean" else {"num_items_in_batch": 17}
+    reference = loss_and_grads(exact(plain), {**batch(), **items}, double=True)
+    assert "entropy" not in patched.cce_stats()
+    with logits_made(model=patched) as seen:
+        actual = loss_and_grads(patched, {**batch(), **items})
+    assert seen == []
+    assert_results_as_good(actual, loss_and_grads(plain, {**batch(), **items}), reference)
+    with torch.no_grad():
+        patched(**batch())  # an evaluation counts for nothing
+        logits, labels = (
+            plain(input_ids=batch()["input_ids"], attention_mask=batch()["attention_mask"]).logits,
+            batch()["labels"],
+        )
+    valid = shifted(labels) != -100
+    log_p, target = logits.log_softmax(-1)[valid], shifted(labels)[valid]
+    found = patched.cce_stats()
+    expected = {
+        "token_accuracy": (log_p.argmax(-1) == target).double().mean(),
+        "entropy": -(log_p.exp() * log_p).sum(-1).mean(),
+        "perplexity": F.nll_loss(log_p, target).exp(),
+    }
+    for name, value in expected.items():
+        assert_as_good(torch.tensor(found[name]), value, value, name, torch.float32)
+
+
+def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
+    """Each entry has those of its own steps, as the metrics of the unpatched model with the same weights would be."""
+    plain, patched = build(tmp_path / "a"), build(tmp_path / "b", CCECallback(token_stats=True, on_unused="raise"))
+    assert run(plain) == run(patched) == []
+    assert_same_run(patched, plain, 3)
+    entries = [entry for entry in patched.state.log_history if "loss" in entry]
+    assert len(entries) == 3 and all(
+        0 <= entry["cce_token_accuracy"] <= 1 and entry["cce_entropy"] > 0 for entry in entries
+    )
+    total = patched.model.cce_stats()
+    assert min(e["cce_entropy"] for e in entries) < total["entropy"] < max(e["cce_entropy"] for e in entries)
+    for entry in entries:  # a mean over labels, as Trainer's is
+        loss = torch.tensor(entry["loss"])
+        assert_as_good(torch.tensor(entry["cce_perplexity"]).log(), loss, loss.double(), "perplexity")
