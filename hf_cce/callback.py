@@ -68,12 +68,13 @@ class CCECallback(TrainerCallback):
     how many. Both are logged (level INFO) and, unless that level is switched on, printed by the main process where Trainer shows
     its progress. For silence set ``disable_tqdm=True``, or ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
 
-    The Trainer's logs get ``cce_fused`` (losses without logits so far), ``cce_materialised`` (times real logits were made
-    nevertheless), on a GPU ``cce_peak_gib`` (PyTorch's largest allocation on the model's device since the process began, in
-    GiB), with ``token_stats=True`` those of the tokens since the last entry (``cce_token_accuracy``, ``cce_entropy``,
-    ``cce_perplexity``), and, once the gradient filter has run, ``cce_kept`` and the others of ``model.cce_stats()``. Trainer
-    calls the callbacks of ``report_to`` (W&B, TensorBoard) before those that it is given, so they do not see these; to send
-    them on, add this callback first: ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
+    The Trainer's logs get ``cce_fused`` (losses without logits so far), ``cce_materialised`` (times real logits were
+    made nevertheless), on a GPU ``cce_peak_gib`` (PyTorch's largest allocation on the model's device since the process
+    began, in GiB), with ``token_stats=True`` those of the tokens since the last entry (``cce_token_accuracy``,
+    ``cce_entropy``, ``cce_perplexity``), and, once the gradient filter has run, ``cce_kept`` and the others of
+    ``model.cce_stats()``. Trainer calls the callbacks of ``report_to`` (W&B, TensorBoard) before those that it is
+    given, so they do not see these; to send them on, add this callback first:
+    ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
 
     Args:
         config: options of the loss; ``options`` replace single ones. Given neither, a model that is patched keeps its options.

@@ -17,7 +17,7 @@ from test_callback import build, run
 from test_trainer_features import assert_same_run
 from torch import Tensor
 
-from hf_cce import CCECallback, apply_cce
+from hf_cce import CCECallback, apply_cce, linear_cross_entropy
 from hf_cce.deferred import answers
 
 V = 99
@@ -205,3 +205,31 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
     for entry in entries:  # a mean over labels, as Trainer's is
         loss = torch.tensor(entry["loss"])
         assert_as_good(torch.tensor(entry["cce_perplexity"]).log(), loss, loss.double(), "perplexity")
+
+
+def test_heads_for_tokens_further_ahead() -> None:
+    """The recipe of docs/guides.md for Medusa's heads: their losses beside the model's own, none of which makes logits."""
+    torch.manual_seed(0)
+    plain = tiny_llama()
+    patched, reference = apply_cce(copy.deepcopy(plain)), exact(plain)
+    heads = [torch.nn.Linear(32, V, bias=False) for _ in range(3)]
+
+    def outcome(model: Any, ours: bool) -> dict[str, Tensor]:
+        inputs, dtype = batch(), model.dtype
+        outputs, labels = model(**inputs, output_hidden_states=True), inputs["labels"]
+        hidden_states, loss = outputs.hidden_states[-1], outputs.loss.to(dtype)
+        weights = [head.weight.detach().to(dtype).requires_grad_() for head in heads]
+        for k, weight in enumerate(weights, start=1):
+            if ours:
+                loss = loss + 0.8**k * linear_cross_entropy(hidden_states[:, :-k], weight, labels[:, k:], shift=True)
+            else:
+                logits = F.linear(hidden_states, weight)[:, : -k - 1]
+                loss = loss + 0.8**k * F.cross_entropy(logits.flatten(0, 1), labels[:, k + 1 :].flatten())
+        loss.backward()
+        found = {f"head {k}": weight.grad for k, weight in enumerate(weights)}
+        return {"loss": loss.detach(), **found, "body": model.model.norm.weight.grad}
+
+    with logits_made(tokens=34, model=patched) as seen:
+        actual = outcome(patched, True)
+    assert seen == []
+    assert_results_as_good(actual, outcome(plain, False), outcome(reference, False))

@@ -125,6 +125,22 @@ def experimental(name: str, **chosen: Any) -> Callable[..., Any]:
     return build
 
 
+def with_rewards(name: str, **chosen: Any) -> Callable[..., Any]:
+    """OnlineDPO and A2PO, which sample completions and compare with a frozen copy of the model."""
+
+    def build(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
+        module = pytest.importorskip(f"trl.experimental.{chosen['module']}")
+        more = {key: value for key, value in chosen.items() if key != "module"}
+        args = getattr(module, f"{name}Config")(**common(folder, temperature=0.7, **{**more, **options}))
+        reward = even_words if name == "OnlineDPO" else lambda completions, **_: [float("w4" in x) for x in completions]
+        return getattr(module, f"{name}Trainer")(
+            model=model, args=args, train_dataset=preferences().select_columns("prompt"), processing_class=tokenizer(),
+            reward_funcs=reward, callbacks=callbacks,
+        )  # fmt: skip
+
+    return build
+
+
 PREFERENCE: dict[str, Callable[..., Any]] = {
     "orpo": experimental("ORPO", max_length=16),
     "orpo accumulated": experimental("ORPO", gradient_accumulation_steps=2, beta=0.4),
@@ -135,6 +151,8 @@ PREFERENCE: dict[str, Callable[..., Any]] = {
 }
 TRAINERS: dict[str, Callable[..., Any]] = {
     **PREFERENCE,
+    "online dpo": with_rewards("OnlineDPO", module="online_dpo", max_new_tokens=6),
+    "a2po": with_rewards("A2PO", module="a2po", max_completion_length=6, num_value_samples=2),
     "sft": sft,
     "sft dft": lambda *args: sft(*args, loss_type="dft"),
     "dpo": dpo,
