@@ -190,10 +190,11 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         deferring = training and labels
     else:
         deferring = training or labels
-    call = TrainingCall(state.config, state.stats, state.filter_state, owner=state, head=head, labels=labels)
-    if not training:
-        call = TrainingCall(state.config, owner=state, head=head, evaluation=True)
     if deferring:
+        if training:
+            call = TrainingCall(state.config, state.stats, state.filter_state, owner=state, head=head, labels=labels)
+        else:
+            call = TrainingCall(state.config, owner=state, head=head, evaluation=True)
         reason = tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head)
         if reason is None:
             if not labels:
