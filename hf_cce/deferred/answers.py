@@ -404,7 +404,7 @@ def _weighted(loss: Tensor, labels: Tensor, reduction: str, options: dict[str, A
     """The ``loss`` of each token times its class weight, reduced; the mean without class weights is 0 where there is no label."""
     valid, weight = labels != options["ignore_index"], options["weight"]
     if weight is not None:
-        weights = weight.to(loss.device, loss.dtype)[labels.clamp(min=0)] * valid
+        weights = weight.to(loss.device, loss.dtype)[labels.masked_fill(~valid, 0)] * valid
         loss = loss * weights
     if reduction == "none":
         return loss

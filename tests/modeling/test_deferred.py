@@ -125,6 +125,9 @@ FUSED: dict[str, Callable[[Any], Any]] = {
     "pairs by number": lambda x: flat_loss(x[ROWS, ROWS + 2]),
     "flatten": lambda x: F.cross_entropy(torch.flatten(x, 0, 1), labels()),
     "class weights": lambda x: flat_loss(x, weight=CLASS_WEIGHTS.to(x.dtype)),
+    "class weights, any index ignored": lambda x: F.cross_entropy(
+        x.view(-1, V), labels().masked_fill(labels() < 0, 1000), CLASS_WEIGHTS.to(x.dtype), ignore_index=1000
+    ),
     "class weights, sum": lambda x: flat_loss(x, weight=CLASS_WEIGHTS.to(x.dtype), reduction="sum"),
     "class weights, none": lambda x: flat_loss(x * 0.5, weight=CLASS_WEIGHTS.to(x.dtype), reduction="none"),
     "classes first": lambda x: F.cross_entropy(x.transpose(1, 2), labels().view(B, S)),
