@@ -245,7 +245,9 @@ class Wrapper(LazyTensor, Tensor):
 
     def _real(self, why: str) -> Tensor:
         values = self._read(why)
-        if self._made is None and self.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():  # asked of what was written to, it would ask for the real tensor
+            differentiable = self.requires_grad
+        if self._made is None and differentiable:
             # Wherever they are asked for, they are what the head would have made during the call: with a gradient
             with torch.inference_mode(False), torch.enable_grad():
                 self._made = Materialize.apply(self, values)

@@ -79,7 +79,7 @@ class TrainingCall:
     owner: Any = None  # the Patch of the model that was called
     head: Any = None
     labels: bool = True  # without them, what becomes of the logits is known after the call has returned
-    evaluation: bool = False  # without gradients, for the loss alone; nobody counts it
+    evaluation: bool = False  # in evaluation mode, or without gradients; nobody counts it
     fused: int = 0
     few_tokens: bool = False
     adapted: bool = False  # PEFT has wrapped the head
