@@ -52,6 +52,9 @@ class CCEConfig:
             and in that of the weight, relative to its norm, at most 0.1; it is held by measurement where a ``FilterState`` is
             kept, as on patched models. ``"auto"`` keeps both, in bfloat16, below what rounding the logits to bfloat16 makes, and
             leaves out nothing in other dtypes. None leaves out nothing. Under torch.compile nothing is left out either.
+        token_stats: count token accuracy, entropy and perplexity in the pass of the loss, on patched models: see
+            ``model.cce_stats()``. A loss with label smoothing, a compiled graph and a vocabulary that is spread over processes
+            count nothing.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names it.
@@ -60,11 +63,14 @@ class CCEConfig:
     implementation: Implementation = "auto"
     memory_budget: int | str = "auto"
     gradient_filter: Literal["auto"] | float | None = "auto"
+    token_stats: bool = False
 
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):
             raise ValueError(f"implementation must be one of {get_args(Implementation)}, got {self.implementation!r}")
         object.__setattr__(self, "memory_budget", _bytes(self.memory_budget))
+        if not isinstance(self.token_stats, bool):
+            raise ValueError(f"token_stats must be True or False, got {self.token_stats!r}")
         wanted: Any = self.gradient_filter
         if isinstance(wanted, Real) and type(wanted) not in (bool, int, float):  # numpy's
             object.__setattr__(self, "gradient_filter", wanted := float(wanted))
