@@ -207,7 +207,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after that time")
-    parser.add_argument("--append", action="store_true", help="keep the rows of --out: a GPU and a CPU of two machines, say")
+    parser.add_argument(
+        "--append", action="store_true", help="keep the rows of --out: a GPU and a CPU of two machines, say"
+    )
     given = parser.parse_args()
     began = time.perf_counter()
     rows = json.loads(given.out.read_text("utf-8")) if given.append else []

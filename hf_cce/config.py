@@ -34,7 +34,8 @@ class CCEConfig:
 
     Args:
         implementation: ``"auto"`` picks the Triton kernels for float16 and bfloat16 on an NVIDIA GPU of compute capability
-            8.0 or newer, and PyTorch everywhere else. ``"triton"`` runs the kernels or raises; ``"portable"`` runs PyTorch.
+            8.0 or newer, and PyTorch everywhere else. ``"triton"`` runs the kernels or raises (on
+            compute capability 7.5, a T4's, it is an experiment); ``"portable"`` runs PyTorch.
             On a CUDA device, all but ``"triton"`` leave up to 42 million logits that fit the budget (fewer where the
             vocabulary is odd) to PyTorch's own loss on full logits, which is then the fastest; a patched model keeps its own.
         memory_budget: scratch memory that one call may hold besides its inputs and gradients: bytes, or a string such as
