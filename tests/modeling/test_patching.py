@@ -51,7 +51,7 @@ def test_importing_loads_no_engine() -> None:
 
 
 def test_public_names() -> None:
-    assert len(hf_cce.__all__) <= 8 and set(hf_cce.__all__) <= set(dir(hf_cce))
+    assert len(hf_cce.__all__) <= 11 and set(hf_cce.__all__) <= set(dir(hf_cce))
     assert all(callable(getattr(hf_cce, name)) for name in hf_cce.__all__)
     with pytest.raises(AttributeError, match="nothing_here"):
         hf_cce.nothing_here  # noqa: B018
