@@ -2,7 +2,7 @@
 
 "No larger" is but for rounding: the budget of tests/support/numerics.py for errors, 1 % for memory.
 
-    python -m benchmarks.never_slower --out benchmarks/results/never_slower.json [--cuda 120] [--cpu 24] [--seed 0]
+    python -m benchmarks.never_slower --out benchmarks/results/never_slower.json [--cuda 120] [--cpu 24] [--seed 0] [--append]
 
 A case is (tokens, hidden size, vocabulary, dtype, device, implementation, frozen head). Both losses run in turn in one process;
 times are medians of pairs. Errors are of the gradients, relative to float64 full logits; of the two gradients the one is shown in
@@ -207,8 +207,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after that time")
+    parser.add_argument(
+        "--append", action="store_true", help="keep the rows of --out: a GPU and a CPU of two machines, say"
+    )
     given = parser.parse_args()
-    began, rows = time.perf_counter(), []
+    began = time.perf_counter()
+    rows = json.loads(given.out.read_text("utf-8")) if given.append else []
     for case in draw("cuda", given.cuda, given.seed) + draw("cpu", given.cpu, given.seed):
         if time.perf_counter() - began > given.seconds:
             print("out of time", flush=True)

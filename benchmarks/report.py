@@ -21,8 +21,6 @@ RESULTS = Path(__file__).parent / "results"
 PAGES = ("README.md", "docs/performance.md", "docs/comparison.md", "docs/accuracy.md")
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "trl", "quack-kernels")
 HEADS = {"V49152": "49,152 × 1,024", "V128256": "128,256 × 768"}
-# On the page that compares, not in the README.
-NOT_IN_README = ("hf_cce 64 MiB", "hf_cce exact 1.25 GiB", "apple cce exact", "torch F.linear_cross_entropy")
 Table = Callable[[str], list[str]]  # page -> lines
 
 
@@ -51,12 +49,12 @@ def _dtype(report: dict[str, Any], problem: str) -> str:
     return report["dtype"] + (f", held-out loss {about['held_out_loss']:.1f}" if about else "")
 
 
-def alone(file: str, problem: str, title: str, leave_out: tuple[str, ...] = ()) -> Table:
+def alone(file: str, problem: str, title: str) -> Table:
     """Time, memory and error of each loss on one problem."""
 
     def lines(page: str) -> list[str]:
         report = read(file)
-        found = tables.loss_rows(title, report["results"][problem], leave_out)
+        found = tables.loss_rows(title, report["results"][problem])
         return [*found, *source(page, file, more=_dtype(report, problem))]
 
     return lines
@@ -151,6 +149,20 @@ def not_compared(page: str) -> list[str]:
     return [f"- {names.title(name)}: {missing[name]}." for name in names.ordered(missing)]
 
 
+def summary(page: str) -> list[str]:
+    """Whole training steps in a few words: time and peak memory, full logits beside hf_cce."""
+    cases = {
+        "Qwen2.5-0.5B, 4 × 8,192 tokens": "steps_trained_qwen",
+        "Llama-3.2-1B, 2 × 8,192 tokens": "steps_trained_llama",
+        "Qwen2.5-0.5B, 4 × 8,192 tokens, checkpointing, a GPU of 31 GiB": "steps_31gib",
+    }
+    lines = tables.head("one training step, bfloat16", "Transformers", "with hf_cce")
+    for title, file in cases.items():
+        found = read(file)["results"]
+        lines.append(tables.row(title, *(tables.step_cell(found[name]) for name in ("eager", "hf_cce"))))
+    return [*lines, *source(page, *cases.values())]
+
+
 def never_slower(page: str) -> list[str]:
     """Cases drawn at random, beside full logits: a file of rows, without a heading."""
     rows: Any = read("never_slower")
@@ -165,14 +177,12 @@ def of_loops(kind: str) -> tuple[str, ...]:
 
 
 TABLES: dict[str, Table] = {
-    "loss": alone("heads", "trained V49152 N=8192", "loss of 8,192 tokens, trained head 49,152 × 1,024", NOT_IN_README),
-    "flat": alone("flat", "flat N=8192 D=896 V=151936", "random data, head 151,936 × 896", NOT_IN_README),
+    "summary": summary,
     "compared-trained": alone("heads", "trained V49152 N=8192", "8,192 tokens, trained head 49,152 × 1,024"),
     "compared-second": alone("heads", "trained V128256 N=8192", "8,192 tokens, trained head 128,256 × 768"),
     "compared-flat": alone("flat", "flat N=8192 D=896 V=151936", "8,192 tokens, random data, head 151,936 × 896"),
     "compared-quack": quack,
     "not-compared": not_compared,
-    "steps": steps("steps_trained_qwen"),
     "steps-31gib": steps("steps_31gib"),
     "steps-trained": steps(*of_loops("trained")),
     "steps-random": steps(*of_loops("random")),

@@ -44,10 +44,10 @@ def losses_of(report: Report) -> str:
     return f"loss {losses[0]:.1f} in the first of the {len(losses)} steps here, {mean}"
 
 
-def loss_rows(title: str, result: dict[str, Any], leave_out: tuple[str, ...] = ()) -> list[str]:
+def loss_rows(title: str, result: dict[str, Any]) -> list[str]:
     """Time, memory and error of the loss alone, forward and backward."""
     lines = head(title, "forward + backward", "memory above gradients", "error of the gradients")
-    for name in names.ordered(set(result["rows"]) - set(leave_out)):
+    for name in names.ordered(result["rows"]):
         figures = result["rows"][name]
         if "ms" not in figures or " filter " in name:  # it failed, or belongs to a sweep
             continue
@@ -87,6 +87,11 @@ def step_rows(reports: Iterable[Report]) -> list[str]:
                 continue
             lines.append(row(shape, LOOPS[loop], IN_LOOP.get((loop, name), names.title(name)), *figures))
     return lines
+
+
+def step_cell(found: dict[str, Any]) -> str:
+    """Time and peak memory of one step, or what went wrong."""
+    return f"{found['ms']:,.0f} ms, {found['peak_gib']:.1f} GiB" if found["status"] == "ok" else "out of memory"
 
 
 def fit_rows(report: Report) -> list[str]:

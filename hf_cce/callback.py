@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_cce.api import apply_cce, causal_lm, disabled
 from hf_cce.config import CCEConfig
 from hf_cce.deferred.training_call import Stats, outside
-from hf_cce.patches import distillation, evaluation, preference
+from hf_cce.patches import distillation
 from hf_cce.patches.causal_lm import Patch, patch_of
 
 logger = logging.getLogger(__name__)
@@ -71,13 +71,13 @@ class CCECallback(TrainerCallback):
     how many. Both are logged (level INFO) and, unless that level is switched on, printed by the main process where Trainer shows
     its progress. For silence set ``disable_tqdm=True``, or ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
 
-    The Trainer's logs get ``cce_fused`` (losses without logits so far), ``cce_materialised`` (times real logits were made
-    nevertheless), on a GPU ``cce_peak_gib`` (PyTorch's largest allocation on the model's device since the process began, in GiB),
-    and, once the gradient filter has run, ``cce_kept`` and the others of ``model.cce_stats()``. Trainer calls the callbacks of
-    ``report_to`` (W&B, TensorBoard) before those that it is given, so they do not see these; to send them on, add this callback
-    first: ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
-
-    Evaluation makes no logits where Trainer keeps the loss alone (no ``compute_metrics``, or ``prediction_loss_only``).
+    The Trainer's logs get ``cce_fused`` (losses without logits so far), ``cce_materialised`` (times real logits were
+    made nevertheless), on a GPU ``cce_peak_gib`` (PyTorch's largest allocation on the model's device since the process
+    began, in GiB), with ``token_stats=True`` those of the tokens since the last entry (``cce_token_accuracy``,
+    ``cce_entropy``, ``cce_perplexity``), and, once the gradient filter has run, ``cce_kept`` and the others of
+    ``model.cce_stats()``. Trainer calls the callbacks of ``report_to`` (W&B, TensorBoard) before those that it is
+    given, so they do not see these; to send them on, add this callback first:
+    ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
 
     Args:
         config: options of the loss; ``options`` replace single ones. Given neither, a model that is patched keeps its options.
@@ -98,24 +98,22 @@ class CCECallback(TrainerCallback):
         self.on_unused = on_unused
         self._run: _Run | None = None
         self._distills = False  # the trainer is the one that patches.distillation knows
-        self._policy = False  # the trainer is one of those that patches.preference knows
+        self._token_sums: Tensor | None = None  # at the last entry of the logs
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if disabled():
             return
         if (model := kwargs.get("model")) is not None:  # None with model_init
             self._apply(model)
-        evaluation.enter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if disabled():
             return
         patch = self._apply(kwargs["model"])
         self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
+        self._token_sums = patch.token_sums.sums
         self._run.begin_step(patch)
-        self._policy = preference.ready(args)
         self._distills = distillation.ready(args)
-        evaluation.enter()
 
     def _apply(self, model: Any) -> Patch:
         """Patch the model; one that is patched keeps the options it has where we were given none."""
@@ -125,37 +123,11 @@ class CCECallback(TrainerCallback):
         return patch
 
     @contextlib.contextmanager
-    def _policy_step(self, model: Any) -> Iterator[None]:
-        """What patches.preference runs a training step in: calls without labels may defer their logits there."""
-        patch = patch_of(causal_lm(model)) if self._policy else None
-        if patch is None:
-            yield
-            return
-        patch.policy = True
-        try:
-            yield
-        finally:
-            patch.policy = False
-
-    @contextlib.contextmanager
     def _distillation_step(self, model: Any) -> Iterator[None]:
         """What patches.distillation runs a training step in: the divergence is ours there."""
         patch = patch_of(causal_lm(model)) if self._distills else None
         with contextlib.nullcontext() if patch is None else distillation.answering(patch.config, patch.stats):
             yield
-
-    @contextlib.contextmanager
-    def _loss_only_step(self, model: Any) -> Iterator[None]:
-        """What patches.evaluation runs a prediction step in whose logits nobody will see."""
-        patch = patch_of(causal_lm(model))
-        if patch is None:
-            yield
-            return
-        patch.loss_only = True
-        try:
-            yield
-        finally:
-            patch.end_evaluation(causal_lm(model))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._run is not None:
@@ -189,7 +161,8 @@ class CCECallback(TrainerCallback):
             device = next(causal_lm(kwargs["model"]).parameters()).device
             if device.type == "cuda":
                 told["cce_peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
-            found = patch.filter_state.stats().items()
+            found = {**patch.token_sums.means(self._token_sums), **patch.filter_state.stats()}.items()
+            self._token_sums = patch.token_sums.sums
             told |= {f"cce_{key}": round(value, 6) for key, value in found if math.isfinite(value)}  # JSON has no NaN
             logs.update(told)  # for the callbacks that come after this one
             if state.log_history:
@@ -210,7 +183,7 @@ class CCECallback(TrainerCallback):
         message = f"hf_cce: training step {state.global_step} ended without our fused loss: {why}"
         if self.on_unused == "raise":
             raise RuntimeError(message)
-        if run.stats.bypassed and not run.step.bypassed:
+        if (run.stats.bypassed and not run.step.bypassed) or (run.stats.read and not run.step.read):
             return  # the patch has just said so, for those who use no callback
         warnings.warn(message, stacklevel=outside())
 
@@ -230,8 +203,6 @@ def _why(args: Any, model: Any, run: _Run) -> str:
     compiled = getattr(args, "torch_compile", False) or _is_compiled(model, base)
     if patch_of(base) is None:
         return "the patch was removed during training"
-    if getattr(args, "label_smoothing_factor", 0):
-        return "label_smoothing_factor makes Trainer take the labels away and compute the loss from logits itself"
     if compiled and _is_trl(base.forward):
         return (
             "under torch.compile TRL's fused LM head (trl.trainer.utils.add_fused_lm_head) computes the loss by itself; "
@@ -242,24 +213,15 @@ def _why(args: Any, model: Any, run: _Run) -> str:
             "TRL replaces the model's forward with its own fused LM head (trl.trainer.utils.add_fused_lm_head), so "
             "neither the model's forward nor its loss is called"
         )
-    if compiled and preference.knows(args):
-        return (
-            "this trainer takes its loss from the logits of calls without labels, and under torch.compile those cannot be "
-            "deferred; train without torch_compile"
-        )
-    if preference.knows(args) and (args.world_size != 1 or args.n_gpu > 1):
-        return (
-            "this trainer takes its loss from the logits of calls without labels, and in several processes those cannot be "
-            "deferred; train in one process"
-        )
     if compiled:  # where nothing is counted
         return (
-            "no graph that torch.compile made, and that ran in this step, holds our loss: the model was not called with "
-            "labels in training mode (compute_loss_func, or your own compute_loss?), or computes its loss another way; a "
-            "step without torch.compile says which"
+            "no graph that torch.compile made, and that ran in this step, holds our loss. Either the trainer calls the model "
+            "without labels and computes the loss itself (label_smoothing_factor, compute_loss_func, a preference trainer): the "
+            "logits of calls without labels are deferred in eager mode alone, so train without torch_compile. Or the model "
+            "computes its loss another way; a step without torch_compile says which"
         )
     if run.stats.calls == run.step.calls:
-        return "the model was never called with labels in training mode (compute_loss_func, or your own compute_loss?)"
+        return "the model was never called in training mode with gradients (your own compute_loss?)"
     if run.stats.materialised == run.step.materialised:
         return "the model computed its loss another way; an earlier warning says why"
     return "the model computed its loss from full logits; an earlier warning says why"

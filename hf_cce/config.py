@@ -34,14 +34,16 @@ class CCEConfig:
 
     Args:
         implementation: ``"auto"`` picks the Triton kernels for float16 and bfloat16 on an NVIDIA GPU of compute capability
-            8.0 or newer, and PyTorch everywhere else. ``"triton"`` runs the kernels or raises; ``"portable"`` runs PyTorch.
+            8.0 or newer, and PyTorch everywhere else. ``"triton"`` runs the kernels or raises (on
+            compute capability 7.5, a T4's, it is an experiment); ``"portable"`` runs PyTorch.
             On a CUDA device, all but ``"triton"`` leave up to 42 million logits that fit the budget (fewer where the
             vocabulary is odd) to PyTorch's own loss on full logits, which is then the fastest; a patched model keeps its own.
         memory_budget: scratch memory that one call may hold besides its inputs and gradients: bytes, or a string such as
             ``"512MiB"`` or ``"1.5GiB"``; at least 1 MiB. A few numbers for each token come on top (below 1 MiB for 8,192 tokens).
             ``"auto"`` is 256 MiB for each 8,192 tokens, or part of them. Where nothing is left out of the gradients it takes more
             if that pays: in all, as much as the gradient of a trained head takes, if that is more; the fallback on a GPU takes
-            twice as much in float32, and the size of that gradient besides. Few tokens have full logits of up to 480 MiB.
+            twice as much in float32, or a tenth of what full logits take, and the size of that gradient besides. Few tokens have
+            full logits of up to 480 MiB.
             Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed; some have no room for the gradient
             filter. Where nothing is left out, the gradient of the weight may be allocated in the forward pass already; where
             several losses are added up before one backward pass, each has one. Under torch.compile "auto" never takes more.
@@ -52,6 +54,9 @@ class CCEConfig:
             and in that of the weight, relative to its norm, at most 0.1; it is held by measurement where a ``FilterState`` is
             kept, as on patched models. ``"auto"`` keeps both, in bfloat16, below what rounding the logits to bfloat16 makes, and
             leaves out nothing in other dtypes. None leaves out nothing. Under torch.compile nothing is left out either.
+        token_stats: count token accuracy, entropy and perplexity in the pass of the loss, on patched models: see
+            ``model.cce_stats()``. A loss with label smoothing, a compiled graph and a vocabulary that is spread over processes
+            count nothing.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names it.
@@ -60,11 +65,14 @@ class CCEConfig:
     implementation: Implementation = "auto"
     memory_budget: int | str = "auto"
     gradient_filter: Literal["auto"] | float | None = "auto"
+    token_stats: bool = False
 
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):
             raise ValueError(f"implementation must be one of {get_args(Implementation)}, got {self.implementation!r}")
         object.__setattr__(self, "memory_budget", _bytes(self.memory_budget))
+        if not isinstance(self.token_stats, bool):
+            raise ValueError(f"token_stats must be True or False, got {self.token_stats!r}")
         wanted: Any = self.gradient_filter
         if isinstance(wanted, Real) and type(wanted) not in (bool, int, float):  # numpy's
             object.__setattr__(self, "gradient_filter", wanted := float(wanted))

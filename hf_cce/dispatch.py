@@ -33,7 +33,9 @@ from hf_cce.strategies import (
     validate_labels,
 )
 
-CAPABILITY = (8, 0)  # compute capability from which the kernels run
+# Compute capability from which "auto" takes the kernels, and from which implementation="triton" may try them: they compile for a
+# T4, but have not run on one.
+CAPABILITY, EXPERIMENTAL = (8, 0), (7, 5)
 
 # Thresholds, by measurement on an H200.
 # Tokens times hidden size times vocabulary from which the filter pays, and the tokens that fill a GPU with blocks:
@@ -107,14 +109,14 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, implementati
         return "portable"
     if implementation == "auto" and dtype == torch.float32:
         return "portable"  # cuBLAS multiplies; Triton's products in full precision are slower
-    why = why_no_triton(device, dtype)
+    why = why_no_triton(device, dtype, EXPERIMENTAL if implementation == "triton" else CAPABILITY)
     if implementation == "triton" and why:
         raise RuntimeError(f"implementation='triton' cannot run here: {why}; use implementation='auto'")
     return "portable" if why else "triton"
 
 
-def why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot run for tensors of ``dtype`` on ``device``, or None."""
+def why_no_triton(device: torch.device, dtype: torch.dtype, least: tuple[int, int] = CAPABILITY) -> str | None:
+    """Why the kernels cannot run for tensors of ``dtype`` on ``device``, or None. ``least``: of compute capability."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the kernels compute in float32 and the tensors are {dtype}"
     if device.type == "cpu":
@@ -125,8 +127,8 @@ def why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the kernels are for NVIDIA GPUs and the tensors are on {device}"
     else:
         capability = _capability(device)
-        if capability < CAPABILITY:
-            return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+        if capability < least:
+            return f"compute capability {capability[0]}.{capability[1]} is below {least[0]}.{least[1]}"
     # Last: where the device is the reason, installing Triton changes nothing.
     if not _has_triton():
         return "the package triton is not installed (pip install triton)"

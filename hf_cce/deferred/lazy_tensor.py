@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
+from hf_cce.deferred.operations import apply_ops
 from hf_cce.sharded import gathered, is_dtensor, replicated
 
 _COMMUTING = {"add", "mul", "multiply"}
@@ -42,6 +43,7 @@ class LazyTensor:
     # By the name of a torch function; NotImplemented asks for values
     ANSWERS: ClassVar[dict[str, Callable[..., Any]]] = {}
     _written = False  # the real tensor was written to, so what was recorded is no longer true
+    base: Any = None  # of a distribution: the logits that it is the softmax of
 
     def _real(self, why: str) -> Tensor:
         """The tensor itself; ``why`` names the operation that asks for it."""
@@ -201,7 +203,7 @@ class Wrapper(LazyTensor, Tensor):
     def _alias(self) -> Any:
         """The same memory as another tensor, without a gradient."""
         new = self._bare(self.recipe)
-        new._logits, new._version_made = self._logits, self._version_made
+        new._logits, new._version_made, new.base = self._logits, self._version_made, self.base
         return new
 
     def _derive(self, op: Any, change: Any, nonlinear: bool = False, other: Tensor | None = None) -> Any:
@@ -231,16 +233,21 @@ class Wrapper(LazyTensor, Tensor):
             return self._logits
         self._check()
         if self._logits is None:
-            self.recipe.call.note_materialised(why)
             with torch.inference_mode(False), torch.no_grad():
-                self._logits = self.recipe.build()
+                if self.base is None or self.base._written:
+                    self.recipe.call.note_materialised(why)
+                    self._logits = self.recipe.build()
+                else:
+                    self._logits = apply_ops(self.recipe.ops[len(self.base.recipe.ops) :], self.base._read(why))
             self._version_made = self._logits._version
             self.recipe.family.append((self._logits, self._version_made))
         return self._logits
 
     def _real(self, why: str) -> Tensor:
         values = self._read(why)
-        if self._made is None and self.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():  # asked of what was written to, it would ask for the real tensor
+            differentiable = self.requires_grad
+        if self._made is None and differentiable:
             # Wherever they are asked for, they are what the head would have made during the call: with a gradient
             with torch.inference_mode(False), torch.enable_grad():
                 self._made = Materialize.apply(self, values)
@@ -411,15 +418,14 @@ class Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         parts, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        found: list[Tensor | None] = [None] * len(parts)
         losses, real = (grad.losses, grad.more) if isinstance(grad, LazyGrad) else ((), grad)
-        sums = [each.gradients()[: len(parts)] for each, _ in losses]
+        found: list[Tensor | None] = [None] * len(parts)
         if real is not None:
-            sums.append(_head_gradients(real, parts, needed, ctx.cast))
-        for gradients in sums:
-            found = [y if x is None else x if y is None else x + y for x, y in zip(found, gradients, strict=True)]
+            found = _head_gradients(real, parts, needed, ctx.cast)
         for each, _ in losses:
-            each.found = None  # autograd takes over memory that nobody else holds
+            pairs = zip(found, each.gradients(), strict=False)  # a bias that was added has its gradient in ``Step``
+            found = [y if x is None else x if y is None else x + y for x, y in pairs]
+            each.found = None  # one loss's at a time; autograd takes over memory that nobody else holds
         return None, None, *(x if need else None for x, need in zip(found, needed, strict=True))
 
 
@@ -463,11 +469,11 @@ class Step(torch.autograd.Function):
                 if source is None:  # linear: at any point
                     x = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape).requires_grad_()
                 else:
-                    x = (
-                        source._real("a second derivative")
-                        if again
-                        else source.recipe.build().detach().requires_grad_()
-                    )
+                    known = source._logits is not None and not source._written
+                    if again:
+                        x = source._real("a second derivative")
+                    else:
+                        x = (source._logits if known else source.recipe.build()).detach().requires_grad_()
                 return torch.autograd.grad(op(x), x, grad, create_graph=again)[0]
 
         of_other = None

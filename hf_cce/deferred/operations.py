@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Done to logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device), ("forbid", (token ids, number))
+# Done to logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device), ("forbid", (token ids, number)). What makes
+# distributions of them: ("softmax" | "log_softmax", None), then ("exp" | "log", None), or ("product", (ops, ops)) of two.
 Op = tuple[str, Any]
 
 
 def apply_ops(ops: tuple[Op, ...], logits: Tensor) -> Tensor:
-    """The real ``logits`` after all ``ops``."""
+    """The real ``logits`` [..., V] after all ``ops``."""
     for name, value in ops:
         if name == "forbid":
             logits[..., value[0].to(logits.device)] = value[1]
+        elif name == "product":
+            logits = apply_ops(value[0], logits) * apply_ops(value[1], logits)
+        elif name in ("softmax", "log_softmax"):
+            logits = getattr(logits, name)(-1)
         else:
-            logits = logits.tanh() if name == "tanh" else getattr(logits, name)(value)
+            logits = getattr(logits, name)() if value is None else getattr(logits, name)(value)
     return logits
 
 
@@ -42,10 +47,42 @@ def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
                 scale *= factor
             else:
                 cap *= factor
+        elif name not in ("to", "forbid"):
+            return None
     if cap is not None:
         scale *= cap
     usable = scale > 0 and math.isfinite(scale) and (cap is None or (cap > 0 and math.isfinite(cap)))
     return (scale, cap) if usable else None
+
+
+class Distribution(NamedTuple):
+    """What ``ops`` make of logits z with p = softmax(z): ``factor`` times p, log p, p · log p or p · z."""
+
+    logit_ops: tuple[Op, ...]  # those that come before, of which z is the result
+    kind: str | None  # "p", "log p", "p log p", "p z"; None for anything else
+    factor: float
+
+
+def distribution(ops: tuple[Op, ...]) -> Distribution | None:
+    """None where no softmax is among ``ops``: logits."""
+    names = [name for name, _ in ops]
+    first = next((i for i, name in enumerate(names) if name in ("softmax", "log_softmax", "product")), None)
+    if first is None:
+        return None
+    kind: str | None = {"softmax": "p", "log_softmax": "log p", "product": None}[names[first]]
+    factor = 1.0
+    if names[first] == "product":
+        found = [distribution(each) for each in ops[first][1] if each]
+        kind = {("log p", "p"): "p log p", ("p",): "p z"}.get(tuple(sorted(str(each and each.kind) for each in found)))
+        factor = math.prod(each.factor for each in found if each is not None)
+    for name, value in ops[first + 1 :]:
+        if name in ("mul", "div") and value != 0:
+            factor = factor * value if name == "mul" else factor / value
+        elif name in ("exp", "log") and factor == 1.0:
+            kind = {("log p", "exp"): "p", ("p", "log"): "log p"}.get((str(kind), name))
+        elif name != "to":
+            kind = None
+    return Distribution(ops[:first], kind, factor)
 
 
 def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_cce.config import CCEConfig
 from hf_cce.filter_state import FilterState
+from hf_cce.loss import LogProbs
 from hf_cce.sharded import local
 
 _LIBRARIES = {"accelerate", "deepspeed", "hf_cce", "peft", "torch", "transformers", "trl"}
@@ -25,7 +28,7 @@ class Stats:
     Under ``torch.compile`` Python counters would recompile the graph at every step, so there only ``traced`` is set.
     """
 
-    calls: int = 0  # training calls with labels
+    calls: int = 0  # training calls, with labels or without
     fused: int = 0  # cross entropies answered without logits
     few_tokens: int = 0  # training calls left as they were: for so few tokens full logits are faster, and small
     materialised: int = 0  # times full logits were made: from deferred ones, or by a head that could not defer
@@ -41,6 +44,32 @@ class Stats:
 
 
 @dataclass
+class TokenSums:
+    """Sums over the labels of training losses, on their device: how many, −log p, how many were the most likely, entropy."""
+
+    sums: Tensor | None = None  # [4]
+
+    def add(self, valid: Tensor, found: LogProbs) -> None:
+        """Those of ``found`` [...] where ``valid`` [...]; nobody waits for the device."""
+        values = valid, -found.log_probs, found.is_top1, found.entropy
+        wide = torch.float32 if valid.device.type == "mps" else torch.float64
+        with torch.no_grad():
+            new = torch.stack([(x * valid).sum(dtype=wide) for x in values if x is not None])
+            self.sums = new if self.sums is None else self.sums + new.to(self.sums.device)
+
+    def means(self, before: Tensor | None = None) -> dict[str, float]:
+        """Over all labels, or those since the sums were ``before``; nothing where there are none. Waits for the device."""
+        if self.sums is None:
+            return {}
+        count, *sums = (self.sums if before is None else self.sums - before).tolist()
+        if count == 0:
+            return {}
+        loss, right, entropy = (total / count for total in sums)
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {"token_accuracy": right, "entropy": entropy, "perplexity": perplexity}
+
+
+@dataclass
 class TrainingCall:
     """One training call: the options it runs with and what happened in it."""
 
@@ -50,7 +79,7 @@ class TrainingCall:
     owner: Any = None  # the Patch of the model that was called
     head: Any = None
     labels: bool = True  # without them, what becomes of the logits is known after the call has returned
-    evaluation: bool = False  # without gradients, for the loss alone; nobody counts it
+    evaluation: bool = False  # in evaluation mode, or without gradients; nobody counts it
     fused: int = 0
     few_tokens: bool = False
     adapted: bool = False  # PEFT has wrapped the head
@@ -60,6 +89,12 @@ class TrainingCall:
     traced: bool = False  # a graph that holds a fused cross entropy ran in it
     closed: bool = False  # it has returned
     versions: Any = None  # of the head's parameters then
+
+    @property
+    def token_sums(self) -> TokenSums | None:
+        """Where the statistics of tokens are added up, where they are wanted."""
+        wanted = self.config is not None and self.config.token_stats and self.owner is not None
+        return None if not wanted or self.evaluation or torch.compiler.is_compiling() else self.owner.token_sums
 
     @contextlib.contextmanager
     def weight_at_hand(self, weight: Any) -> Iterator[None]:

@@ -198,7 +198,7 @@ def chosen_losses(names: list[str], device: torch.device, memory_budget: int | N
     if unknown := sorted(set(names) - set(LOSSES)):
         raise ValueError(f"unknown loss {', '.join(map(repr, unknown))}; known: {', '.join(LOSSES)}")
     usual = list(LOSSES) if device.type == "cuda" else list(LOSSES)[:3]
-    return {name: LOSSES[name](memory_budget=memory_budget) for name in names or usual}
+    return {name: LOSSES[name](memory_budget=memory_budget or "auto") for name in names or usual}
 
 
 def bench(

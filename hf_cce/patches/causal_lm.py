@@ -1,10 +1,10 @@
-"""Transformers: the head of a causal LM defers its multiplication during a training call with labels.
+"""Transformers: the head of a causal LM defers its multiplication during a training call, and during any call with labels.
 
-Cause: a causal LM's forward multiplies hidden states [B, S, D] with the head [V, D] and hands all logits [B, S, V] to
-its loss. Versions: transformers 5.0 and newer, read and tested with 5.0, 5.17 and 5.23. It can go when Transformers
-offers a hook between the head and the loss.
+Cause: a causal LM's forward multiplies hidden states [B, S, D] with the head [V, D] and hands all logits [B, S, V] to its loss,
+or to a trainer that computes one. Versions: transformers 5.0 and newer, read and tested with 5.0, 5.17 and 5.23. It can go when
+Transformers offers a hook between the head and the loss.
 
-How: two module hooks on the model, module-level functions, no closure. Before a training call the head's ``forward`` is
+How: two module hooks on the model, module-level functions, no closure. Before such a call the head's ``forward`` is
 swapped for one that returns lazy logits (``hf_cce.deferred``); after the call, or an exception, it is put back. Hooks and not
 a new ``model.forward``, because the signature that Trainer and ``generate`` inspect, the forward that accelerate, TRL and
 DeepSpeed wrap, copies, pickles and DataParallel replicas then stay what they are (a forward that closes over the bound
@@ -30,10 +30,10 @@ from hf_cce.deferred.adapters import AdapterHead
 from hf_cce.deferred.head_input import head_input, linear
 from hf_cce.deferred.lazy_tensor import LazyTensor
 from hf_cce.deferred.logits import LazyLogits, to_wrapper
-from hf_cce.deferred.training_call import Stats, TrainingCall, outside
+from hf_cce.deferred.training_call import Stats, TokenSums, TrainingCall, outside
 from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import adapter_in, find_head, why_not_defer
-from hf_cce.patches import peft_tuner, tensor_parallel, trl
+from hf_cce.patches import peft_tuner, preference, tensor_parallel, trl
 from hf_cce.patches.refused import labels_position
 
 STATE = "_hf_cce"
@@ -55,12 +55,10 @@ class Patch:
     labels_position: int | None  # where forward takes labels when they come without a name
     stats: Stats = field(default_factory=Stats)
     filter_state: FilterState = field(default_factory=FilterState)
+    token_sums: TokenSums = field(default_factory=TokenSums)
     handles: list[RemovableHandle] = field(default_factory=list)
     forward: Any = None  # the head's forward during a call: kept, because Dynamo makes a new graph for a new object
     warned: bool = False
-    # A trainer that reads log-probabilities from logits without labels is in a step; see patches.preference
-    policy: bool = False
-    loss_only: bool = False  # an evaluation that keeps the loss alone is in a step; see patches.evaluation
     set_loss_function: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,12 +67,6 @@ class Patch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         peft_tuner.enter(STATE)  # where a model is unpickled nobody may have called ``patch``
         vars(self).update(state)
-
-    def end_evaluation(self, model: nn.Module) -> None:
-        """Of a step for the loss alone, also where a KeyboardInterrupt has ended it, after which torch runs no hook."""
-        self.loss_only = False
-        if (head := find_head(model)) is not None:
-            _put_back(head, everything=True)
 
     def around(self, model: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``call``, which reaches the forward of ``model`` past its hooks, and do before and after it what they would do."""
@@ -112,17 +104,18 @@ def cce_stats(state: Patch) -> dict[str, float]:
     """What happened in the training calls of a patched model; ``model.cce_stats()``. Waits for the device.
 
     Returns:
-        ``calls`` with labels; ``fused``, losses that made no logits (a call may have several); ``few_tokens``, calls of so few
-        tokens that the model's own loss was left to do it, which is then faster; ``missed``, calls that ended without a fused
+        ``calls`` in training mode; ``fused``, losses that made no logits (a call may have several); ``few_tokens``, calls of so
+        few tokens that the model's own loss was left to do it, which is then faster; ``missed``, calls that ended without a fused
         loss; ``materialised``, how often full logits were made nevertheless, by a head that cannot put them off or afterwards,
         and ``read``, how often of these for somebody who used ``outputs.logits``; ``bypassed``, calls that TRL answered with a
-        fused head of its own; ``traced``, 1 where a compiled graph, in which nothing is counted, holds the fused loss; and, once
-        the gradient filter has run, what ``FilterState.stats`` says of its last step.
+        fused head of its own; ``traced``, 1 where a compiled graph, in which nothing is counted, holds the fused loss; with
+        ``token_stats``, means over all labels so far: ``token_accuracy``, ``entropy`` and ``perplexity``; and, once the
+        gradient filter has run, what ``FilterState.stats`` says of its last step.
     """
     if not state.handles:
         raise RuntimeError("the model is not patched any more")
-    stats = state.stats
-    return {**{key: float(value) for key, value in vars(stats).items()}, **state.filter_state.stats()}
+    counted = {key: float(value) for key, value in vars(state.stats).items()}
+    return {**counted, **state.token_sums.means(), **state.filter_state.stats()}
 
 
 def unpatch(model: nn.Module) -> None:
@@ -190,25 +183,25 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not compiling:
         _note_loss_type(model, state)
     training = model.training and torch.is_grad_enabled()
-    policy = training and state.policy and not compiling and not labels
     if kwargs.get("fused_lm_head"):
-        training = training and (labels or kwargs.get("shift_labels") is not None)
-        call = TrainingCall(state.config, state.stats, state.filter_state) if training else TrainingCall(state.config)
-        if (compiling or not trl.enter(call)) and training:
-            _note_bypass(state)
-        training = policy = False
-    evaluation = state.loss_only and labels and not compiling and not torch.is_grad_enabled()
-    evaluation = evaluation and not kwargs.get("fused_lm_head") and not getattr(model, "_is_replica", False)
-    call = TrainingCall(state.config, state.stats, state.filter_state, owner=state, head=head, labels=not policy)
-    if evaluation:
-        call = TrainingCall(state.config, owner=state, head=head, evaluation=True)
-    reason = None
-    if policy or evaluation or (training and labels):
+        _enter_trl(state, training and (labels or kwargs.get("shift_labels") is not None))
+        deferring = False
+    elif compiling or getattr(model, "_is_replica", False):  # whose output holds no logits
+        deferring = training and labels
+    else:
+        deferring = training or labels
+    if deferring:
+        if training:
+            call = TrainingCall(state.config, state.stats, state.filter_state, owner=state, head=head, labels=labels)
+        else:
+            call = TrainingCall(state.config, owner=state, head=head, evaluation=True)
         reason = tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head)
         if reason is None:
+            if not labels:
+                preference.enter()
             _put_on(model, state, head, _Entry(call, outer))
             return
-        if not evaluation:
+        if training:
             if compiling:
                 _tell(reason)
             call.note_refused(reason)
@@ -216,6 +209,13 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _close(state, call, head)
     if outer is not None:
         _put_on(model, state, head, _Entry(None, outer))
+
+
+def _enter_trl(state: Patch, training: bool) -> None:
+    """A call of the fused head that TRL gives to its models: it is answered, or counted as none of ours."""
+    call = TrainingCall(state.config, state.stats, state.filter_state) if training else TrainingCall(state.config)
+    if (torch.compiler.is_compiling() or not trl.enter(call)) and training:
+        _note_bypass(state)
 
 
 def _put_on(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> None:

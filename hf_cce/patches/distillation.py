@@ -15,7 +15,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,7 +23,6 @@ from hf_cce.config import CCEConfig
 from hf_cce.deferred.training_call import Stats
 from hf_cce.divergence import TeacherHead, token_divergences
 from hf_cce.head_checks import why_not_read
-from hf_cce.patches.evaluation import contexts
 
 ARGUMENTS_OF_TRAINER = "trl.trainer.distillation_config.DistillationConfig"
 MODULE = "trl.trainer.distillation_trainer"
@@ -55,7 +54,6 @@ class _Dispatch:
         if running is None or held or why_not_read(*heads[:2]) or why_not_read(*heads[2:]):
             return self.original.apply(*args)
         config, stats = running
-        stats.calls += 1
         stats.fused += 1
         student, teacher = (_head(asked, side) for side in ("student", "teacher"))
         return token_divergences(student, teacher, asked["beta"], asked["temperature"], None, config, entropy=True)
@@ -101,7 +99,10 @@ def answering(config: CCEConfig, stats: Stats) -> Iterator[None]:
 def _within(original: Any) -> Any:
     @functools.wraps(original)
     def training_step(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with contexts(self, STEP, model):
+        with ExitStack() as stack:
+            for callback in self.callback_handler.callbacks:
+                if hasattr(callback, STEP):
+                    stack.enter_context(getattr(callback, STEP)(model))
             return original(self, model, *args, **kwargs)
 
     setattr(training_step, STEP, True)

@@ -295,12 +295,12 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path) -> None:
     assert found.exit_code == 2 and "no causal LM can be made" in found.stderr
 
 
-def test_the_readme_shows_what_the_command_says() -> None:
-    readme = (RESULTS.parents[1] / "README.md").read_text("utf-8")
-    for line in re.findall(r"^(?:\$ )?hf-cce estimate (.*)$", readme, re.MULTILINE):
+def test_the_page_shows_what_the_command_says() -> None:
+    page = (RESULTS.parents[1] / "docs/commands.md").read_text("utf-8")
+    for line in re.findall(r"^(?:\$ )?hf-cce estimate (.*)$", page, re.MULTILINE):
         shown = command(*line.split()).stdout
         text = "\n".join(line.rstrip() for line in shown.strip().splitlines())
-        assert text in readme, f"hf-cce estimate {line}: write\n{text}"
+        assert text in page, f"hf-cce estimate {line}: write\n{text}"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "mixed"])

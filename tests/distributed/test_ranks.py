@@ -90,6 +90,16 @@ def test_evaluation_leaves_parameters_as_without_us(engine: str, results: dict[s
     assert results[engine]["same parameters"]
 
 
+@pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith("tensor_parallel")])
+def test_an_evaluation_and_a_loss_of_ones_own(engine: str, results: dict[str, Any]) -> None:
+    """The logits of an evaluation, read once the call is over; and the gradients of a loss on those of a call without labels."""
+    assert (
+        results[engine]["same logits"] or engine == "fsdp2_adapted_head"
+    )  # two products in one: equal but for rounding
+    half = torch.bfloat16 if "mixed" in engine else torch.float32
+    assert results[engine]["without labels"] <= budget(torch.finfo(half).eps, half)
+
+
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine.startswith("tensor_parallel")])
 def test_logits_of_a_spread_vocabulary_are_there_for_who_asks(engine: str, results: dict[str, Any]) -> None:
     assert results[engine]["same logits"]

@@ -143,11 +143,13 @@ def test_float32_goes_to_the_library_that_multiplies_it_fastest() -> None:
     assert explain_dispatch(128, 576, 49_152, torch.bfloat16, "cpu").strategy == "one_pass"
 
 
-@pytest.mark.parametrize("options", [PLAIN, Options(reduction="sum"), GENERAL, EVERYTHING], ids=str)
-@pytest.mark.parametrize("ignored", ["none", "some", "all"])
-def test_full_logits_of_few_tokens(options: Options, ignored: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU gets for few tokens."""
-    monkeypatch.setattr(dispatch, "few_tokens", lambda *_: True)
-    for dtype in (torch.float32, torch.bfloat16):
-        inputs, labels = make_inputs(70, 40, 131, dtype, bias=options.bias, ignored=ignored)
-        check_against_plain(fused_loss(CCEConfig()), inputs, labels, options, dtype, "few tokens")
+def test_a_t4_has_the_fallback_and_may_try_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    for capability, auto, asked in (((7, 5), "portable", "triton"), ((8, 0), "triton", "triton")):
+        monkeypatch.setattr(dispatch, "_capability", lambda _, found=capability: found)
+        assert dispatch.choose_implementation(device, torch.float16) == auto
+        assert dispatch.choose_implementation(device, torch.float16, "triton") == asked
+    monkeypatch.setattr(dispatch, "_capability", lambda _: (7, 0))
+    with pytest.raises(RuntimeError, match=r"compute capability 7.0 is below 7.5"):
+        dispatch.choose_implementation(device, torch.float16, "triton")

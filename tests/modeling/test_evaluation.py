@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, logits_made, stats
+from models import FAMILIES, batch, logits_made, stats
 from numerics import assert_as_good
 from test_callback import build
 from tiny import OLDER
 
-from hf_cce import CCECallback
-from hf_cce.patches.causal_lm import patch_of
+from hf_cce import CCECallback, apply_cce
+from hf_cce.deferred import answers
 
 TOKENS = 40  # of an evaluation's batch, or more
 
@@ -86,7 +87,7 @@ def test_a_step_that_raises_ends_it(tmp_path: Path) -> None:
     trainer.model.loss_function = lambda **_: (_ for _ in ()).throw(ValueError("no loss"))
     with pytest.raises(ValueError, match="no loss"):
         trainer.evaluate()
-    assert not patch_of(trainer.model).loss_only and "forward" not in vars(trainer.model.lm_head)
+    assert "forward" not in vars(trainer.model.lm_head)
 
 
 def test_logits_that_a_loss_of_ones_own_uses_are_there(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -122,14 +123,17 @@ def test_a_batch_without_labels_counts_as_without_us(tmp_path: Path) -> None:
     assert_as_good(losses[1], losses[0], losses[0], "loss", torch.float32)
 
 
-def test_an_interrupted_evaluation_leaves_the_head_as_it_was(tmp_path: Path) -> None:
+def test_after_an_interrupted_evaluation_the_head_is_right(tmp_path: Path) -> None:
+    """torch runs no hook after Ctrl-C: the head goes on deferring until the model is patched anew, and answers for itself."""
     trainer = build(tmp_path, CCECallback())
     trainer.model.loss_function = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         trainer.evaluate()
-    assert "forward" not in vars(trainer.model.lm_head)
+    hidden_states, head = torch.randn(1, 32), trainer.model.lm_head
     with torch.no_grad():
-        assert isinstance(trainer.model.lm_head(torch.randn(1, 32)), torch.Tensor)
+        assert torch.equal(head(hidden_states) * 1.0, torch.nn.functional.linear(hidden_states, head.weight))
+    apply_cce(trainer.model)
+    assert "forward" not in vars(head)
 
 
 def test_what_is_no_number_stays_out_of_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,3 +151,56 @@ def test_what_is_no_number_stays_out_of_the_logs(tmp_path: Path, monkeypatch: py
     written = (tmp_path / "checkpoint-3" / "trainer_state.json").read_text("utf-8")
     logged = json.loads(written, parse_constant=refuse)["log_history"]
     assert [row["cce_kept"] for row in logged if "loss" in row] == [0.25] * 3 and "cce_weight_error" not in written
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "mixtral"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_call_with_labels_makes_no_logits_until_somebody_reads_them(
+    family: str, mode: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """And then they are those of the unpatched model to the last bit; nobody is told, nothing is counted."""
+    plain = FAMILIES[family].build().eval()
+    patched = apply_cce(copy.deepcopy(plain))
+    with mode():
+        expected = plain(**batch())
+        with logits_made() as made:
+            found = patched(**batch())
+        assert made == []
+        assert_as_good(found.loss, expected.loss, expected.loss.double(), "loss")
+        assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1))
+        assert torch.equal(found.logits * 1.0, expected.logits)
+    assert found.logits.requires_grad == expected.logits.requires_grad
+    assert stats(patched).calls == stats(patched).materialised == 0 and not patched.training
+    assert not [warning for warning in recwarn if "hf_cce" in str(warning.message)]
+
+
+def test_metrics_of_the_most_likely_words_make_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer with ``preprocess_logits_for_metrics``: logits of a few tokens at a time."""
+    monkeypatch.setattr(answers, "_scratch", lambda recipe: 8 * 99 * 7)
+    found = []
+    for callbacks in ([], [CCECallback()]):
+        trainer = build(
+            tmp_path,
+            *callbacks,
+            per_device_eval_batch_size=2,
+            compute_metrics=lambda given: {
+                "right": float((given.predictions[:, :-1] == given.label_ids[:, 1:]).mean())
+            },
+        )
+        trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+        with logits_made(tokens=TOKENS) as made:
+            metrics = trainer.evaluate()
+        found.append((metrics["eval_right"], bool(made)))
+        losses = torch.tensor(metrics["eval_loss"], dtype=torch.float64)
+    assert found[0] == (found[1][0], True) and not found[1][1] and losses > 0
+
+
+def test_logits_that_are_written_to_in_an_evaluation() -> None:
+    """As Chameleon does it with the words that stand for images."""
+    plain = FAMILIES["llama"].build().eval()
+    patched = apply_cce(copy.deepcopy(plain))
+    with torch.no_grad():
+        expected, found = plain(**batch()).logits, patched(**batch()).logits
+        for logits in (expected, found):
+            logits[..., 5:9] = torch.finfo(logits.dtype).min
+        assert len(found) == len(expected) and not found.requires_grad and torch.equal(found, expected)

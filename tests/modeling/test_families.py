@@ -74,13 +74,15 @@ def test_is_the_unpatched_model_elsewhere_and_afterwards(family: str) -> None:
             evaluated = model(**inputs)
         assert isinstance(model(**inputs).logits, torch.Tensor)  # with gradients, as in a probe of a frozen model
         model.train()
-        unlabelled = model(**{key: value for key, value in inputs.items() if key != "labels"})
+        unlabelled = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
+        unlabelled = unlabelled.materialize() if model is patched else unlabelled
         with torch.no_grad():
             undifferentiated = model(**inputs)
-        results.append((generated, evaluated.logits, evaluated.loss, unlabelled.logits, undifferentiated.logits))
+        results.append((generated, evaluated.logits, unlabelled, undifferentiated.logits, evaluated.loss))
         assert evaluated.logits.shape[:2] == (BATCH, LENGTH) and trained
-    for before, after in zip(*results, strict=True):
+    for before, after in zip(*(each[:-1] for each in results), strict=True):
         assert torch.equal(before, after)
+    assert_as_good(results[1][-1], results[0][-1], results[0][-1].double(), "loss of an evaluation")
     assert anatomy(patched) != anatomy(plain)
     remove_cce(patched)
     assert anatomy(patched) == anatomy(plain)

@@ -245,7 +245,7 @@ USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "cloned": (as_it_is, mean_in(lambda x: x.clone()), True),
     "class weights": (
         as_it_is,
-        lambda o: F.cross_entropy(o.logits.flatten(0, 1), batch()["labels"].flatten(), torch.arange(99.0)), True,
+        lambda o: F.cross_entropy(o.logits.flatten(0, 1), batch()["labels"].flatten(), torch.arange(99.0)), False,
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""LazyLogits against the tensor they stand for: what preference trainers ask of logits, without making them."""
+"""LazyLogits against the tensor they stand for: what people ask of the logits of calls without labels, without making them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from numerics import assert_as_good
 from torch import Tensor
 
 from hf_cce.config import CCEConfig
-from hf_cce.deferred.logits import LazyLogits, Recipe, lazy_logits
+from hf_cce.deferred.logits import LazyLogits, lazy_logits
+from hf_cce.deferred.recipe import Recipe
 from hf_cce.deferred.training_call import TrainingCall
-from hf_cce.patches.preference import ONE, TWO, _Dispatch
 
 B, S, D, V = 4, 9, 16, VOCABULARY
 MASK = (torch.arange(B * S).view(B, S) % 3 != 1).long()
@@ -24,27 +24,28 @@ g = torch.Generator().manual_seed(2)
 INDEX = torch.randint(V, (B, S), generator=g)
 
 
-def reference(
-    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropy from logits."""
-    log_p = (logits / temperature).log_softmax(-1)
-    chosen, entropy = log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
-    return (chosen, entropy) if row_mask is None else (chosen * row_mask, entropy * row_mask)
+def by_rows(x: Any, index: Tensor) -> Tensor:
+    """As TRL, OpenRLHF and others write it."""
+    return x.gather(-1, index.unsqueeze(-1)).squeeze(-1) - torch.stack([torch.logsumexp(row, dim=-1) for row in x])
 
 
-def selective_log_softmax(logits: Any, index: Any, temperature: float = 1.0, row_mask: Any = None) -> Any:
-    return reference(logits, index, temperature, row_mask)[0]
+def by_pieces(x: Any, size: int = 8) -> Tensor:
+    """TRL's entropy_from_logits."""
+    found = []
+    for part in x.reshape(-1, x.shape[-1]).split(size, dim=0):
+        log_p = F.log_softmax(part, dim=-1)
+        found.append(-(torch.exp(log_p) * log_p).sum(-1))
+    return torch.cat(found).reshape(x.shape[:-1])
 
 
-def selective_log_softmax_and_entropy(
-    logits: Any, index: Any, entropy_requires_grad: bool = True, temperature: float = 1.0, row_mask: Any = None
-) -> Any:
-    log_p, entropy = reference(logits, index, temperature, row_mask)
-    return log_p, entropy if entropy_requires_grad else entropy.detach()
+def smoothed(x: Any, index: Tensor) -> Tensor:
+    """Transformers' LabelSmoother."""
+    log_p = -F.log_softmax(x, dim=-1)
+    return 0.9 * log_p.gather(dim=-1, index=index.unsqueeze(-1)) + 0.1 / V * log_p.sum(
+        dim=-1, keepdim=True, dtype=torch.float32
+    )
 
 
-one, two = _Dispatch(ONE, selective_log_softmax), _Dispatch(TWO, selective_log_softmax_and_entropy)
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "as they are": lambda x: x,
     "shifted": lambda x: x[:, :-1, :],
@@ -60,22 +61,39 @@ def of(x: Any, whole: Tensor) -> Tensor:
 
 # None of them makes logits.
 ANSWERED: dict[str, Callable[[Any], Any]] = {
-    "log_probs": lambda x: one(x, of(x, INDEX)),
-    "log_probs, temperature": lambda x: one(x, of(x, INDEX), temperature=0.7),
-    "log_probs, some": lambda x: one(x, index=of(x, INDEX), row_mask=of(x, MASK)),
-    "entropy": lambda x: sum(two(x, of(x, INDEX), row_mask=of(x, MASK))),
-    "entropy without gradient": lambda x: sum(two(x, of(x, INDEX), entropy_requires_grad=False)),
+    "log-probabilities": lambda x: x.log_softmax(-1).gather(-1, of(x, INDEX).unsqueeze(-1)),
+    "log-probabilities, along": lambda x: torch.take_along_dim(x.log_softmax(dim=-1), of(x, INDEX).unsqueeze(-1), dim=2),
+    "log-probabilities, indexed": lambda x: x[0].log_softmax(-1)[torch.arange(x.shape[1]), of(x, INDEX)[0]],
+    "log-probabilities, indexed by ranges": lambda x: x[:, 0].log_softmax(-1)[range(B), INDEX[:, 0] - V],
+    "log-probabilities by rows": lambda x: by_rows(x, of(x, INDEX)),
+    "log-probabilities by temperature": lambda x: F.log_softmax(x / 0.7, -1, dtype=x.dtype).gather(2, of(x, INDEX)[..., None]),
+    "probabilities": lambda x: x.softmax(-1).gather(-1, of(x, INDEX).unsqueeze(-1)).square(),
+    "logits of some words": lambda x: x.gather(-1, torch.stack([of(x, INDEX), 98 - of(x, INDEX), of(x, INDEX)], -1)).square(),
+    "smoothed": lambda x: smoothed(x, of(x, INDEX)),
+    "mean log-probability": lambda x: x.log_softmax(-1).mean(-1),
+    "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
+    "entropy from the left": lambda x: torch.sum(x.log_softmax(-1) * -x.softmax(-1), dim=-1, keepdim=True),
+    "entropy by logarithm": lambda x: (lambda p: (p * p.log()).sum(-1))(x.softmax(-1)),
+    "entropy by pieces": by_pieces,
+    "entropy by logsumexp": lambda x: torch.logsumexp(x, -1) - (F.softmax(x, -1) * x).sum(-1),
+    "entropy of all": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum() / 7,
+    "entropy without gradient": lambda x: by_pieces(x.detach()),
     "mean": lambda x: x.mean(),
     "mean of a part": lambda x: x[1:, :-1].mean(),
     "mean by function": lambda x: torch.mean(x, -1).square(),
     "mean of words": lambda x: x[of(x, MASK).bool()].mean(-1).sum(),
     "without gradient": lambda x: x.detach().mean(),
     "most likely": lambda x: x.argmax(dim=-1),
+    "most likely, kept": lambda x: x.argmax(-1, keepdim=True),
+    "most likely five": lambda x: x.detach().topk(5).indices,
+    "most likely, accuracy": lambda x: (x.argmax(-1) == of(x, INDEX)) * 1,
+    "most likely word and its logit": lambda x: x.max(-1)[0].square(),
+    "most likely three logits": lambda x: torch.topk(x, 3, dim=-1).values.square(),
     "most likely of a part": lambda x: torch.chunk(x.detach(), 3)[0].argmax(-1),
     "parts": lambda x: torch.stack([part.mean() for part in x.chunk(3, dim=0)]),
     "parts of a sequence": lambda x: torch.stack([part.mean() for part in x.chunk(2, 1)]),
     "loss of a part": lambda x: F.cross_entropy(x.chunk(2)[1][of(x, MASK)[2:] == 1], of(x, INDEX)[2:][of(x, MASK)[2:] == 1]),
-    "two losses": lambda x: F.cross_entropy(x[:2].reshape(-1, V), of(x, INDEX)[:2].reshape(-1)) - one(x, of(x, INDEX)).mean(),
+    "two losses": lambda x: F.cross_entropy(x[:2].reshape(-1, V), of(x, INDEX)[:2].reshape(-1)) - by_rows(x, of(x, INDEX)).mean(),
 }  # fmt: skip
 REAL: dict[str, Callable[[Any], Any]] = {
     "several words each": lambda x: x.log_softmax(-1).gather(-1, torch.stack([INDEX, INDEX], -1)),
@@ -83,7 +101,7 @@ REAL: dict[str, Callable[[Any], Any]] = {
     "mean, kept": lambda x: x.mean(-1, keepdim=True),
     "parts of the vocabulary": lambda x: x.chunk(3, -1)[1],
     "most likely of all": lambda x: x.argmax(),
-    "negative scale": lambda x: one(x * -1.0, INDEX),
+    "negative scale": lambda x: F.log_softmax(-x, -1).gather(-1, INDEX.unsqueeze(-1)),
     "mean after a write": lambda x: x.add_(1.0).mean(),
     "a part after a write": lambda x: x.add_(1.0).chunk(2)[0],
     "without gradient after a write": lambda x: x.add_(1.0).detach(),

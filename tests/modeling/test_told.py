@@ -111,8 +111,8 @@ def test_logits_can_be_watched_for_a_loss_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("read", "name"),
     [
-        (lambda logits: logits.topk(2), "topk"),
-        (lambda logits: torch.softmax(logits, -1), "softmax"),
+        (lambda logits: logits.topk(70), "topk"),
+        (lambda logits: torch.softmax(logits, -2), "softmax"),
         (lambda logits: logits[..., 3], "__getitem__"),
         (lambda logits: logits.float().detach().cpu().numpy(), "cpu"),
     ],

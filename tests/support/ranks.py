@@ -320,6 +320,20 @@ def step(
     return found
 
 
+def own_gradients(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Of all parameters, by a cross entropy and an entropy on the logits of a call without labels."""
+    model.zero_grad(set_to_none=True)
+    logits = model(**{name: value for name, value in inputs.items() if "labels" not in name}).logits.float()
+    target = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    log_p = logits.log_softmax(-1)
+    loss = (
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()) + (log_p.exp() * log_p).sum(-1).mean()
+    )
+    loss.backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return torch.cat([(grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten() for grad in grads])
+
+
 def shared_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) -> tuple[dict[str, Tensor], Tensor]:
     """As ``step`` where every rank has all rows, and no gradient is averaged; and the logits."""
     with torch.autocast(DEVICE.partition(":")[0], torch.bfloat16, enabled=mixed):
@@ -343,6 +357,7 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
         whole = {"input_ids": whole["input_ids"], "labels": whole["labels"], "shift_labels": shifted}
         inputs = {key: value.chunk(world, dim=1)[rank].contiguous() for key, value in whole.items()}
     logits: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}  # gradients of a loss on the logits of a call without labels
     after: dict[str, dict[str, str]] = {}  # what parameters are once the model has been evaluated
     outcome: dict[str, Any] = {"told": [], "errors": {}, "twin": {}}
     options = OPTIONS
@@ -362,7 +377,9 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
                 found, logits[name] = shared_step(model, inputs, items, engine is tensor_parallel_mixed)
             else:
                 with torch.no_grad():
-                    model.eval()(**inputs)
+                    first, second = (model.eval()(**inputs).logits for _ in range(2))
+                    logits[name] = first + 0.0  # read after another forward, when FSDP has gathered the head anew
+                    assert torch.equal(logits[name], second)
                 loss = model.train()(**inputs, num_items_in_batch=torch.tensor(items)).loss
                 loss.backward()  # a first one, to leave nothing behind that a second would trip over
                 model.zero_grad(set_to_none=True)
@@ -378,9 +395,12 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
             outcome["told"] = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
             counted = stats(model)
             outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialised")}
+        if not tensor:
+            own[name] = own_gradients(model.train(), inputs)
     outcome["same parameters"] = after.get("twin") == after.get("errors")
-    if tensor:
-        outcome["same logits"] = torch.equal(*logits.values())
+    outcome["same logits"] = torch.equal(*logits.values())
+    if own:
+        outcome["without labels"] = relative_error(own["errors"], own["twin"])
     ranks: list[Any] = [None] * world
     dist.all_gather_object(ranks, outcome)
     for key in outcome["errors"]:  # the worst of the ranks

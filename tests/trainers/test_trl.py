@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import stats, tiny_llama
+from models import logits_made, stats, tiny_llama
 from numerics import assert_as_good, budget, relative_error
 from ways import KEEPS_ALL, force
 
 from hf_cce import CCECallback, CCEConfig, apply_cce
-from hf_cce.deferred.logits import LazyLogits
+from hf_cce.deferred.logits import lazy_logits
+from hf_cce.patches import preference
 from hf_cce.patches import trl as trl_patch
 
 trl = pytest.importorskip("trl")
@@ -124,6 +125,22 @@ def experimental(name: str, **chosen: Any) -> Callable[..., Any]:
     return build
 
 
+def with_rewards(name: str, **chosen: Any) -> Callable[..., Any]:
+    """OnlineDPO and A2PO, which sample completions and compare with a frozen copy of the model."""
+
+    def build(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
+        module = pytest.importorskip(f"trl.experimental.{chosen['module']}")
+        more = {key: value for key, value in chosen.items() if key != "module"}
+        args = getattr(module, f"{name}Config")(**common(folder, temperature=0.7, **{**more, **options}))
+        reward = even_words if name == "OnlineDPO" else lambda completions, **_: [float("w4" in x) for x in completions]
+        return getattr(module, f"{name}Trainer")(
+            model=model, args=args, train_dataset=preferences().select_columns("prompt"), processing_class=tokenizer(),
+            reward_funcs=reward, callbacks=callbacks,
+        )  # fmt: skip
+
+    return build
+
+
 PREFERENCE: dict[str, Callable[..., Any]] = {
     "orpo": experimental("ORPO", max_length=16),
     "orpo accumulated": experimental("ORPO", gradient_accumulation_steps=2, beta=0.4),
@@ -134,6 +151,8 @@ PREFERENCE: dict[str, Callable[..., Any]] = {
 }
 TRAINERS: dict[str, Callable[..., Any]] = {
     **PREFERENCE,
+    "online dpo": with_rewards("OnlineDPO", module="online_dpo", max_new_tokens=6),
+    "a2po": with_rewards("A2PO", module="a2po", max_completion_length=6, num_value_samples=2),
     "sft": sft,
     "sft dft": lambda *args: sft(*args, loss_type="dft"),
     "dpo": dpo,
@@ -322,91 +341,70 @@ def test_evaluation_is_answered_too_and_counts_as_no_training(tmp_path: Path) ->
     assert found["eval_mean_token_accuracy"] == expected["eval_mean_token_accuracy"]
 
 
-@pytest.mark.parametrize("name", PREFERENCE)
-def test_calls_without_labels_stay_what_they_were(name: str, tmp_path: Path) -> None:
-    """Without the callback nobody knows the trainer; and with it, only a step of the trainer gets anything but a tensor."""
-    model = apply_cce(tiny_llama())
-    _, told = run(PREFERENCE[name](tmp_path / "a", model, []))
-    assert told == [] and stats(model).calls == 0
-    model = tiny_llama()
-    trainer = PREFERENCE[name](tmp_path / "b", model, [CCECallback(on_unused="raise")])
-    run(trainer)
-    calls = stats(model).calls
-    assert type(model.train()(input_ids=torch.ones(1, 3, dtype=torch.long)).logits) is torch.Tensor
-    assert math.isfinite(trainer.evaluate(trainer.train_dataset)["eval_loss"])
-    assert stats(model).calls == calls and stats(model).materialised == 0
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("name", ["orpo", "cpo", "tpo"])
-def test_a_step_that_raises_is_over(
-    name: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("name", ["orpo", "tpo"])
+def test_preference_trainers_by_the_callback_or_without(
+    name: str, kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its second part, when the model has answered; the next call without labels has plain logits, the next run has not."""
-    model, inputs = tiny_llama(), torch.ones(1, 3, dtype=torch.long)
-    trainer = PREFERENCE[name](tmp_path, model, [CCECallback(on_unused="raise")], gradient_accumulation_steps=2)
-    answered: list[type] = []
-    backward = trainer.accelerator.backward
-
-    def raising(loss: Any, **kwargs: Any) -> None:
-        answered.append(type(model(input_ids=inputs).logits))
-        if len(answered) == 2:
-            raise error("in a step")
-        backward(loss, **kwargs)
-
-    monkeypatch.setattr(trainer.accelerator, "backward", raising)
-    with pytest.raises(error, match="in a step"):
-        run(trainer)
-    assert len(answered) == 2 and all(issubclass(kind, LazyLogits) for kind in answered) and model.training
-    assert type(model(input_ids=inputs).logits) is torch.Tensor
+    """Evaluation has plain logits; and where TRL's functions are written in PyTorch operations, these are known as well."""
+    if not kernel:
+        monkeypatch.setattr(trl.trainer.utils, "_supports_trl_loss_kernel", lambda *args: False)
+    model = apply_cce(tiny_llama())
+    trainer = PREFERENCE[name](tmp_path, model, [])
+    with logits_made(tokens=34) as seen:
+        _, told = run(trainer)
+    assert told == [] and seen == []
     counted = copy.copy(stats(model))
-    monkeypatch.undo()
-    _, told = run(trainer)
-    assert told == [] and stats(model).fused > counted.fused and stats(model).materialised == 0
+    assert counted.fused == counted.calls > 0 and counted.materialised == 0
+    assert math.isfinite(trainer.evaluate(trainer.train_dataset)["eval_loss"])
+    assert stats(model) == counted
 
 
-def test_a_trainer_without_the_callback_has_plain_steps_beside_one_that_has_it(tmp_path: Path) -> None:
-    """The class of both is the same, and so may the model be."""
-    model = tiny_llama()
-    run(PREFERENCE["orpo"](tmp_path / "a", model, [CCECallback(on_unused="raise")]))
-    calls = stats(model).calls
-    assert calls > 0
-    _, told = run(PREFERENCE["orpo"](tmp_path / "b", model, []))
-    assert told == [] and stats(model).calls == calls
+def test_the_functions_of_another_trl_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(logits: Any, something: Any) -> bool:
+        return False
+
+    kernel = trl.trainer.utils._fused_logprob_entropy
+    monkeypatch.setattr(trl.trainer.utils, "_supports_trl_loss_kernel", other)
+    preference.enter()
+    assert trl.trainer.utils._supports_trl_loss_kernel is other and trl.trainer.utils._fused_logprob_entropy is kernel
 
 
-def test_a_preference_trainer_of_another_trl_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
-    function = getattr(module.selective_log_softmax, "original", module.selective_log_softmax)
+@pytest.mark.parametrize("how", ["plain", "mask", "temperature", "negative"])
+def test_the_functions_of_trl_on_deferred_logits(how: str) -> None:
+    """One pass for log-probabilities and entropy; what has no closed form gets real logits."""
+    preference.enter()
+    generator = torch.Generator().manual_seed(0)
+    used = [torch.randn(2, 9, 16, generator=generator), torch.randn(99, 16, generator=generator)]
+    index = torch.randint(99, (2, 9), generator=generator)
+    options = {"row_mask": index % 3} if how == "mask" else {"temperature": 0.7} if how == "temperature" else {}
 
-    def other(logits: Any, index: Any, something: Any = None) -> Any:
-        return function(logits, index)
+    def outcome(dtype: torch.dtype, deferred: bool) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in used]
+        logits = lazy_logits(*leaves, call=call) if deferred else torch.nn.functional.linear(*leaves)
+        if how == "negative":
+            logits = logits * -1.0
+        utils = trl.trainer.utils
+        found = [*utils.selective_log_softmax_and_entropy(logits, index, **options), utils.entropy_from_logits(logits)]
+        found.append(utils.selective_log_softmax(logits, index, **options))
+        return [*found, *torch.autograd.grad(sum(x.square().sum() for x in found), leaves)]
 
-    monkeypatch.setattr(module, "selective_log_softmax", other)
-    _, told = run(PREFERENCE["orpo"](tmp_path, tiny_llama(), [CCECallback()]))
-    assert len(told) == 1 and "the model was never called with labels" in told[0]
-    assert module.selective_log_softmax is other
-
-
-def test_several_processes_are_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_cce.callback import _Run, _why
-    from hf_cce.deferred.training_call import Stats
-
-    trainer = PREFERENCE["orpo"](tmp_path, apply_cce(tiny_llama()), [])
-    for size, reason in ((2, "in several processes"), (1, "the model was never called with labels")):
-        monkeypatch.setattr(type(trainer.args), "world_size", size)
-        assert reason in _why(trainer.args, trainer.model, _Run(Stats(), Stats(), Stats()))
+    call = trl_patch.TrainingCall(labels=False)
+    exact, twin, ours = outcome(torch.float64, False), outcome(torch.float32, False), outcome(torch.float32, True)
+    for number, (a, t, e) in enumerate(zip(ours, twin, exact, strict=True)):
+        assert_as_good(a, t, e, str(number))
+    assert bool(call.stats.materialised) == (how == "negative")
 
 
-@pytest.mark.parametrize("name", ["sft", *PREFERENCE])
+@pytest.mark.parametrize("name", ["sft", "orpo"])
 def test_torch_compile_is_named_as_the_cause(name: str, tmp_path: Path) -> None:
     trainer = {"sft": sft, **PREFERENCE}[name](
         tmp_path, tiny_llama(), [CCECallback()], torch_compile=True, torch_compile_backend="eager", max_steps=1
     )
     _, told = run(trainer)
-    reason = "TRL's fused LM head" if name == "sft" else "calls without labels"
+    reason = "under torch.compile TRL's fused LM head" if name == "sft" else "calls without labels"
     assert len(told) == 1 and "training step 1 ended without our fused loss" in told[0]
-    assert "under torch.compile" in told[0] and reason in told[0] and "train without torch_compile" in told[0]
+    assert reason in told[0] and "train without torch_compile" in told[0]
 
 
 @pytest.mark.parametrize("name", ["orpo", "cpo", "tpo"])

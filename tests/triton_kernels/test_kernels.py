@@ -74,7 +74,7 @@ def test_full_logits_of_a_handful_of_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         found = linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items)
         assert_as_good(found, total / by, total / by, f"items {items}")
     labels[3] = 131
-    with pytest.raises(ValueError, match="labels must lie in"):
+    with pytest.raises(IndexError, match="out of bounds"):  # PyTorch's own check; on a GPU an assertion
         linear_cross_entropy(hidden, weight, labels)
 
 

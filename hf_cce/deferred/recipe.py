@@ -1,0 +1,99 @@
+"""How to make the logits of a head: hidden states, weight, bias, and what the model has done to the logits since."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_cce.deferred.lazy_tensor import Like, multiply
+from hf_cce.deferred.operations import Op, apply_ops, closed_form
+from hf_cce.deferred.training_call import TrainingCall
+from hf_cce.sharded import replicated
+
+
+class Recipe(NamedTuple):
+    """How to make the logits, or what the loss makes of them, from hidden states, weight and bias.
+
+    In eager code these are cut off from the model's graph: ``leaves`` stand there for what the head was given, and the lazy
+    gradient brings what they receive back to it (``hf_cce.deferred.lazy_tensor``).
+    """
+
+    hidden_states: Any
+    weight: Any
+    bias: Any
+    call: TrainingCall
+    cast: torch.dtype | None = None  # the dtype in which autocast would have multiplied
+    ops: tuple[Op, ...] = ()
+    class_first: bool = False  # [B, S, V] transposed to [B, V, S] in the end, as F.cross_entropy wants its classes
+    leaves: tuple[Tensor | None, ...] = ()
+    versions: tuple[int | None, ...] = ()  # logits read after optimizer.step() would be other logits
+    family: Any = ()  # real logits that share memory with these, as torch would have it, and their versions when made
+
+    @property
+    def like(self) -> Like:
+        dtype, device = self.weight.dtype if self.cast is None else self.cast, self.hidden_states.device
+        for name, value in self.ops:
+            if name == "to":
+                dtype, device = (value, device) if isinstance(value, torch.dtype) else (dtype, value)
+        tokens, v = tuple(self.hidden_states.shape[:-1]), self.weight.shape[0]
+        return Like(torch.Size((tokens[0], v, tokens[1]) if self.class_first else (*tokens, v)), dtype, device)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.like.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.like.device
+
+    @property
+    def parts(self) -> tuple[Any, Any, Any]:
+        return self.hidden_states, self.weight, self.bias
+
+    def with_parts(self, hidden_states: Any, weight: Any, bias: Any) -> Recipe:
+        return self._replace(hidden_states=hidden_states, weight=weight, bias=bias)
+
+    def without_parts(self) -> Recipe:
+        return self._replace(hidden_states=None, weight=None, bias=None, leaves=(), family=())
+
+    def then(self, *op: Op) -> Recipe:
+        """With one more operation, whose result has memory of its own."""
+        return self._replace(ops=(*self.ops, *op), family=[])
+
+    def build(self) -> Tensor:
+        with self.call.weight_at_hand(self.weight), self.without_autocast():  # its casts are recorded
+            made = apply_ops(self.ops, multiply(*self.parts, self.cast))
+        return made.transpose(1, 2) if self.class_first else made
+
+    def forbidden(self) -> list[Op]:
+        return [op for op in self.ops if op[0] == "forbid"]
+
+    def operands(self) -> dict[str, Any]:
+        """What the fused loss takes. Forbidden words have so low a bias that their probability is zero in every dtype."""
+        hidden_states, weight, bias = (x if x is None or self.cast is None else x.to(self.cast) for x in self.parts)
+        for _, (ids, _) in self.forbidden():
+            bias = (weight.new_zeros(len(weight)) if bias is None else bias).index_fill(0, ids, -6e4)
+        form = closed_form(self.ops)
+        assert form is not None
+        inputs = {"hidden_states": replicated(hidden_states, weight), "weight": weight, "bias": bias}
+        return {**inputs, "logit_scale": form[0], "softcap": form[1], "config": self.call.config}
+
+    def without_autocast(self) -> Any:
+        return torch.autocast(self.hidden_states.device.type, enabled=False)
+
+    def check_fresh(self) -> None:
+        if self.versions and self.versions != versions_of(*self.leaves[:3]):
+            raise RuntimeError(
+                "these logits were deferred, and hidden states or LM head have changed since (optimizer.step()?); "
+                "read outputs.logits before the step, or keep outputs.logits.materialize()"
+            )
+
+
+def versions_of(*parts: Tensor | None) -> tuple[int | None, ...]:
+    return tuple(None if x is None or x.is_inference() else x._version for x in parts)

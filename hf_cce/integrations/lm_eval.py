@@ -1,0 +1,41 @@
+"""lm-evaluation-harness: ``python -m hf_cce.integrations.lm_eval --model hf_cce --model_args pretrained=… --tasks …``.
+
+All arguments of ``lm-eval`` and of its model ``hf`` stay. The log-likelihoods of causal LMs, and whether a continuation is the
+greedy one, are computed from hidden states and LM head, a few tokens' logits at a time; generation is that of ``hf``. lm-eval
+loads no plugins, so this module registers its model and then runs lm-eval's command. Read and tested with lm-eval 0.4.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+
+from hf_cce import apply_cce
+
+
+@register_model("hf_cce")
+class CCEHFLM(HFLM):
+    """``HFLM`` whose model is patched; takes what ``HFLM`` takes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.backend == "causal":
+            apply_cce(self.model)
+
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """Logits [B, S, V], deferred: in evaluation mode those of calls with labels are, and here no label counts."""
+        if self.backend != "causal":
+            return super()._model_call(inps, attn_mask, labels)
+        kind, dtype = self.device.type, self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
+            return self.model(input_ids=inps, labels=torch.full_like(inps, -100)).logits
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
