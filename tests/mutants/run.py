@@ -135,7 +135,7 @@ def main() -> int:
     import pytest  # noqa: F401
     import torch  # noqa: F401
     import transformers  # noqa: F401
-    import triton  # noqa: F401
+    import triton
     import triton.language  # noqa: F401
 
     with tempfile.TemporaryDirectory(prefix="hf_cce_mutants") as folder:

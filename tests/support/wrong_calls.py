@@ -1,6 +1,6 @@
 """Wrong calls of the public functions and the command, and the message that each gets: ``docs/wrong-calls.md``.
 
-``python -m tests.support.wrong_calls`` writes the page; tests/docs/test_trust.py calls everything again and compares.
+``python -m tests.support.wrong_calls`` writes the page; tests/docs/test_wrong_calls.py makes every call again and compares.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ def page() -> str:
 
     return (
         "# Wrong calls\n\n"
-        "The message that each of these mistakes gets. Written by `python -m tests.support.wrong_calls`; a test makes every call again.\n\n"
+        "The message that each of these mistakes gets. Written by `python -m tests.support.wrong_calls`; a test makes every call "
+        "again.\n\n"
         f"Setup: `{SETUP}`.\n\n"
         f"| call | error |\n|---|---|\n{rows(CALLS)}\n\n"
         "The command exits with code 2, with its message on standard error and nothing on standard output.\n\n"
