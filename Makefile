@@ -92,7 +92,7 @@ test-gpu: $(VENV)/.dev  ## only the tests that need a GPU, one after the other
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 mutants: $(VENV)/.dev  ## break kernels and rules in one place each and see which tests notice; goes on where it stopped
-	$(BIN)/python tests/mutants/run.py
+	$(BIN)/python tests/mutants/run.py; $(BIN)/python -m tests.support.promises
 
 style: $(VENV)/.dev  ## format and repair what can be repaired
 	$(BIN)/ruff format
