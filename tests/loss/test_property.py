@@ -1,0 +1,16 @@
+"""Some of the random cases of tests/support/property.py; on a GPU thousands of them run: see there."""
+
+from __future__ import annotations
+
+import pytest
+from property import VARIANTS, check, make_case, variants
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_case_is_as_good_as_full_logits(seed: int) -> None:
+    check(make_case(seed, large=False), "cpu", "portable")
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_kernels_are_compiled_for_few_variants(large: bool) -> None:
+    assert len(set(variants(large))) <= VARIANTS < 100 and variants(large) == variants(large)
