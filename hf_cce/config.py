@@ -7,6 +7,11 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+
+class CCEWarning(UserWarning):
+    """A training call or a step goes another way than asked for: its results are right, and memory or time is not saved."""
+
+
 Implementation = Literal["auto", "triton", "portable"]
 MIB = 1 << 20
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
