@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-oldest test-newest test-places test-hopper test-gpu style quality types examples notebooks docs build clean
+.PHONY: help install demo test test-slow test-oldest test-newest test-places test-hopper test-gpu mutants style quality types examples notebooks docs build clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -91,6 +91,9 @@ test-hopper: $(VENV)/.dev  ## that the tiles for Hopper's GPUs compile as they s
 test-gpu: $(VENV)/.dev  ## only the tests that need a GPU, one after the other
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
+mutants: $(VENV)/.dev  ## break kernels and rules in one place each and see which tests notice; goes on where it stopped
+	$(BIN)/python tests/mutants/run.py; $(BIN)/python -m tests.support.promises
+
 style: $(VENV)/.dev  ## format and repair what can be repaired
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
@@ -111,6 +114,8 @@ notebooks: $(VENV)/.dev  ## run the notebooks and store their outputs
 docs: $(VENV)/.dev  ## make what is made in README and docs/: tables, pictures, the public names
 	$(BIN)/python -m benchmarks.report
 	$(BIN)/python docs/make_api.py
+	$(BIN)/python -m tests.support.wrong_calls
+	$(BIN)/python -m tests.support.promises
 	$(BIN)/python docs/make_pictures.py
 
 build: $(VENV)/.dev  ## sdist and wheel into dist/

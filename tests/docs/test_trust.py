@@ -1,0 +1,66 @@
+"""docs/trust.md names tests that exist, and SECURITY.md says what the code does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from promises import PAGE, PROMISES, ROOT, page
+
+CODE = sorted([*(ROOT / "hf_cce").rglob("*.py"), *(ROOT / "recipes").glob("*.py")])
+CHECKS = [check for promises in PROMISES.values() for promise in promises for check in promise.checks]
+# Modules that unpickle or open connections, and functions that run text. torch.load alone may be called, with weights_only=True.
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "socket", "urllib", "http",
+                  "requests", "httpx", "aiohttp", "ftplib", "huggingface_hub"}  # fmt: skip
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+
+
+def complaints(source: str) -> Iterator[str]:
+    """Yield what in ``source`` unpickles, runs text, or opens a connection."""
+    for node in ast.walk(ast.parse(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        yield from (f"import {name}" for name in names if name.split(".")[0] in UNSAFE_MODULES)
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called in UNSAFE_CALLS:
+            yield f"{called}()"
+        safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+        if called == "torch.load" and not safe:
+            yield "torch.load() without weights_only=True"
+        if called.startswith(("torch.hub.", "requests.")):
+            yield f"{called}()"
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_unpickled_run_or_downloaded(path: Path) -> None:
+    assert list(complaints(path.read_text("utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["import pickle", "from urllib import request", "eval('1')", "torch.load(path)", "torch.hub.load('a')"]
+)
+def test_the_search_finds_what_it_looks_for(source: str) -> None:
+    assert list(complaints(source))
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_remote_code_is_never_trusted(path: Path) -> None:
+    """Recipes hand on TRL's own option, which is False unless the user asks."""
+    values = re.findall(r"""trust_remote_code["']?\s*[=:]\s*([\w.]+)""", path.read_text("utf-8"))
+    assert set(values) <= {"False", "training.trust_remote_code"}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_every_check_of_a_promise_exists(check: str) -> None:
+    name, test = check.split("::")
+    assert f"def {test}(" in (ROOT / "tests" / name).read_text("utf-8")
+
+
+def test_the_page_is_fresh() -> None:
+    assert PAGE.read_text("utf-8") == page(), "python -m tests.support.promises"
