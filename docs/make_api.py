@@ -30,7 +30,7 @@ What is not on this page is not public; a test fails on a change that breaks a c
 """
 ORDER = (
     "apply_cce", "remove_cce", "supported_models", "CCECallback", "CCEConfig", "linear_cross_entropy", "linear_log_probs",
-    "linear_divergence", "TeacherHead", "TeacherTopK", "FilterState",
+    "linear_divergence", "TeacherHead", "TeacherTopK", "FilterState", "CCEWarning",
 )  # fmt: skip
 METHODS = {"CCEConfig": ("of",), "FilterState": ("stats",)}
 SECTIONS = ("Args", "Returns", "Raises")
@@ -128,7 +128,9 @@ def page() -> str:
     out = [HEAD]
     for name in ORDER:
         value = getattr(hf_cce, name)
-        if inspect.isclass(value):
+        if inspect.isclass(value) and issubclass(value, Warning):
+            out += [f"## {name}", "", described(inspect.getdoc(value) or ""), ""]
+        elif inspect.isclass(value):
             out += of_class(name, value)
         else:
             out += [f"## {name}", "", signature(name, value), "", described(inspect.getdoc(value) or ""), ""]

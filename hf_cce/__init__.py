@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_cce.api import apply_cce, remove_cce, supported_models
     from hf_cce.callback import CCECallback
-    from hf_cce.config import CCEConfig
+    from hf_cce.config import CCEConfig, CCEWarning
     from hf_cce.divergence import TeacherHead, TeacherTopK, linear_divergence
     from hf_cce.filter_state import FilterState
     from hf_cce.loss import linear_cross_entropy, linear_log_probs
@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CCECallback",
     "CCEConfig",
+    "CCEWarning",
     "FilterState",
     "TeacherHead",
     "TeacherTopK",
@@ -31,6 +32,7 @@ __all__ = [
 _HOME = {
     "CCECallback": "callback",
     "CCEConfig": "config",
+    "CCEWarning": "config",
     "FilterState": "filter_state",
     "TeacherHead": "divergence",
     "TeacherTopK": "divergence",

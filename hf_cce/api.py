@@ -21,7 +21,7 @@ from hf_cce.patches.refused import why_refuse, why_refuse_class
 
 Target = TypeVar("Target")
 DISABLE = "HF_CCE_DISABLE"
-_NOTHING = dict.fromkeys(("calls", "fused", "few_tokens", "materialised", "missed"), 0.0)  # of model.cce_stats()
+_NOTHING = dict.fromkeys(("calls", "fused", "few_tokens", "materialized", "missed"), 0)  # of model.cce_stats()
 logger = logging.getLogger(__name__)
 
 

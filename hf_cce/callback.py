@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_cce.api import apply_cce, causal_lm, disabled
-from hf_cce.config import CCEConfig
+from hf_cce.config import CCEConfig, CCEWarning
 from hf_cce.deferred.training_call import Stats, outside
 from hf_cce.patches import distillation
 from hf_cce.patches.causal_lm import Patch, patch_of
@@ -71,11 +71,11 @@ class CCECallback(TrainerCallback):
     how many. Both are logged (level INFO) and, unless that level is switched on, printed by the main process where Trainer shows
     its progress. For silence set ``disable_tqdm=True``, or ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
 
-    The Trainer's logs get ``cce_fused`` (losses without logits so far), ``cce_materialised`` (times real logits were
-    made nevertheless), on a GPU ``cce_peak_gib`` (PyTorch's largest allocation on the model's device since the process
-    began, in GiB), with ``token_stats=True`` those of the tokens since the last entry (``cce_token_accuracy``,
-    ``cce_entropy``, ``cce_perplexity``), and, once the gradient filter has run, ``cce_kept`` and the others of
-    ``model.cce_stats()``. Trainer calls the callbacks of ``report_to`` (W&B, TensorBoard) before those that it is
+    The Trainer's logs get ``cce/fused`` (losses without logits so far), ``cce/materialized`` (times real logits were
+    made nevertheless), with ``token_stats=True`` those of the tokens since the last entry (``cce/token_accuracy``,
+    ``cce/entropy``, ``cce/perplexity``), and with ``details=True`` the gradient filter's of ``model.cce_stats()`` (``cce/kept``
+    and others, once it has run) and on a GPU ``cce/peak_gib`` (PyTorch's largest allocation on the model's device since the
+    process began, in GiB). Trainer calls the callbacks of ``report_to`` (W&B, TensorBoard) before those that it is
     given, so they do not see these; to send them on, add this callback first:
     ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
 
@@ -83,19 +83,24 @@ class CCECallback(TrainerCallback):
         config: options of the loss; ``options`` replace single ones. Given neither, a model that is patched keeps its options.
         on_unused: what to do when a step, the first or a later one, has ended without one fused loss: ``"warn"`` or ``"raise"``
             (RuntimeError). One report per training run.
+        details: log the gradient filter's figures and the peak of memory as well.
 
     Raises:
         ValueError: ``on_unused`` is neither, or, in the Trainer, the model cannot be supported.
     """
 
     def __init__(
-        self, config: CCEConfig | None = None, on_unused: Literal["warn", "raise"] = "warn", **options: Any
+        self,
+        config: CCEConfig | None = None,
+        on_unused: Literal["warn", "raise"] = "warn",
+        details: bool = False,
+        **options: Any,
     ) -> None:
         if on_unused not in ("warn", "raise"):
             raise ValueError(f'on_unused must be "warn" or "raise", got {on_unused!r}')
         self.config = CCEConfig.of(config, **options)
         self._given = config is not None or bool(options)
-        self.on_unused = on_unused
+        self.on_unused, self.details = on_unused, details
         self._run: _Run | None = None
         self._distills = False  # the trainer is the one that patches.distillation knows
         self._token_sums: Tensor | None = None  # at the last entry of the logs
@@ -157,13 +162,17 @@ class CCECallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         patch = patch_of(causal_lm(kwargs["model"])) if logs is not None and "loss" in logs else None
         if patch is not None and logs is not None:
-            told = {"cce_fused": float(patch.stats.fused), "cce_materialised": float(patch.stats.materialised)}
-            device = next(causal_lm(kwargs["model"]).parameters()).device
-            if device.type == "cuda":
-                told["cce_peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
-            found = {**patch.token_sums.means(self._token_sums), **patch.filter_state.stats()}.items()
+            found: dict[str, float] = {"fused": patch.stats.fused, "materialized": patch.stats.materialized}
+            found |= patch.token_sums.means(self._token_sums)
             self._token_sums = patch.token_sums.sums
-            told |= {f"cce_{key}": round(value, 6) for key, value in found if math.isfinite(value)}  # JSON has no NaN
+            if self.details:
+                found |= patch.filter_state.stats()
+                device = next(causal_lm(kwargs["model"]).parameters()).device
+                if device.type == "cuda":
+                    found["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+            told = {
+                f"cce/{key}": round(value, 6) for key, value in found.items() if math.isfinite(value)
+            }  # JSON has no NaN
             logs.update(told)  # for the callbacks that come after this one
             if state.log_history:
                 state.log_history[-1].update(told)
@@ -173,7 +182,7 @@ class CCECallback(TrainerCallback):
         if run is None:
             return
         if run.missed:
-            made = run.stats.materialised - run.start.materialised
+            made = run.stats.materialized - run.start.materialized
             told = f"{run.missed} of the {run.batches} micro-batches of this training run had no loss of ours"
             _say(args, state, f"hf_cce: {told}; times that full logits were made: {made}")
 
@@ -185,7 +194,7 @@ class CCECallback(TrainerCallback):
             raise RuntimeError(message)
         if (run.stats.bypassed and not run.step.bypassed) or (run.stats.read and not run.step.read):
             return  # the patch has just said so, for those who use no callback
-        warnings.warn(message, stacklevel=outside())
+        warnings.warn(message, CCEWarning, stacklevel=outside())
 
 
 def _say(args: Any, state: Any, message: str) -> None:
@@ -222,7 +231,7 @@ def _why(args: Any, model: Any, run: _Run) -> str:
         )
     if run.stats.calls == run.step.calls:
         return "the model was never called in training mode with gradients (your own compute_loss?)"
-    if run.stats.materialised == run.step.materialised:
+    if run.stats.materialized == run.step.materialized:
         return "the model computed its loss another way; an earlier warning says why"
     return "the model computed its loss from full logits; an earlier warning says why"
 

@@ -7,6 +7,11 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+
+class CCEWarning(UserWarning):
+    """A training call or a step goes another way than asked for: its results are right, and memory or time is not saved."""
+
+
 Implementation = Literal["auto", "triton", "portable"]
 MIB = 1 << 20
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -42,8 +47,8 @@ class CCEConfig:
             ``"512MiB"`` or ``"1.5GiB"``; at least 1 MiB. A few numbers for each token come on top (below 1 MiB for 8,192 tokens).
             ``"auto"`` is 256 MiB for each 8,192 tokens, or part of them. Where nothing is left out of the gradients it takes more
             if that pays: in all, as much as the gradient of a trained head takes, if that is more; the fallback on a GPU takes
-            twice as much in float32, or a tenth of what full logits take, and the size of that gradient besides. Few tokens have
-            full logits of up to 480 MiB.
+            twice as much in float32, or a tenth of what full logits take, and the size of that gradient besides. In
+            float32 and in the fallback few tokens have full logits of up to 480 MiB.
             Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed; some have no room for the gradient
             filter. Where nothing is left out, the gradient of the weight may be allocated in the forward pass already; where
             several losses are added up before one backward pass, each has one. Under torch.compile "auto" never takes more.

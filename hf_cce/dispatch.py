@@ -164,8 +164,11 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
     """Bytes of scratch memory: what the user allows or, if "auto", what pays."""
     if not spec.auto_budget:
         return spec.memory_budget
-    if strategy == "full_logits":
-        return EAGER_BYTES * EAGER_LOGITS
+    if (
+        strategy == "full_logits"
+    ):  # the kernels take less of the device's time, if not of the host's; PyTorch's other ways do not
+        portable = p.dtype in FULL_PRECISION or spec.implementation == "portable"
+        return EAGER_BYTES * EAGER_LOGITS if portable else spec.memory_budget
     if (
         strategy == "one_pass" and p.device.type != "cpu"
     ):  # blocks of logits, beside sums of the head's gradient in float32

@@ -87,7 +87,8 @@ def linear_cross_entropy(
     Raises:
         TypeError: an argument is not of the type that it has here.
         ValueError: shapes, dtypes, devices or options do not fit, or, on the CPU, a label is out of range. On a GPU an
-            out-of-range label fails a device-side assertion that names ``labels``, without synchronising the host.
+            out-of-range label fails a device-side assertion that names ``labels`` (for few tokens PyTorch's own, of
+            ``nll_loss``), without synchronizing the host.
         RuntimeError: in a double backward, under ``torch.func`` transforms and forward-mode AD, or where ``config`` asks for
             kernels that cannot run here.
     """

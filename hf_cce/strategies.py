@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_cce import fallback, reference
+from hf_cce.config import CCEWarning
 from hf_cce.filter_state import FilterState
 from hf_cce.spec import Divisor, Inputs, LossSpec, TokenGrads, Wanted, accumulation_dtype
 
@@ -76,7 +77,7 @@ def with_fallback(compute: Callable[[bool], T], triton: bool, spec: LossSpec, de
             _compile_failures[device] = f"Triton does not compile a kernel ({type(error).__name__}: {why})"
         warnings.warn(
             f"hf_cce fell back to PyTorch on {device}: {_compile_failures[device]}. The loss is correct, but slower.",
-            RuntimeWarning, stacklevel=2,
+            CCEWarning, stacklevel=2,
         )  # fmt: skip
     return compute(False)
 

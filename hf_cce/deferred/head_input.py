@@ -164,5 +164,5 @@ class ShardedLogits(StandIn):
         return self._real("to_local").to_local(**kwargs)  # type: ignore[attr-defined]
 
     def _real(self, why: str) -> Tensor:
-        self.call.note_materialised(why)
+        self.call.note_materialized(why)
         return F.linear(self.hidden_states, self.weight, self.bias)

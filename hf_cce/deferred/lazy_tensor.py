@@ -235,7 +235,7 @@ class Wrapper(LazyTensor, Tensor):
         if self._logits is None:
             with torch.inference_mode(False), torch.no_grad():
                 if self.base is None or self.base._written:
-                    self.recipe.call.note_materialised(why)
+                    self.recipe.call.note_materialized(why)
                     self._logits = self.recipe.build()
                 else:
                     self._logits = apply_ops(self.recipe.ops[len(self.base.recipe.ops) :], self.base._read(why))
@@ -355,7 +355,7 @@ class LazyGrad(Tensor):
 
     def read(self, why: str) -> Tensor:
         if self.losses:
-            self.call.note_materialised(f"{why} of their gradient")
+            self.call.note_materialized(f"{why} of their gradient")
             with torch.enable_grad():
                 made = [make().detach() for _, make in self.losses]
             self.more = sum(made[1:], made[0]) if self.more is None else sum(made, self.more)

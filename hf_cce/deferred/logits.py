@@ -145,7 +145,7 @@ class LazyLogitsInGraph(LazyLogits, StandIn):
     def _real(self, why: str) -> Tensor:
         if self._made is None:
             self._check()
-            self.recipe.call.note_materialised(why)
+            self.recipe.call.note_materialized(why)
             with torch.enable_grad():
                 self._made = self.recipe.build()
         return self._made

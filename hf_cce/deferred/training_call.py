@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_cce.config import CCEConfig
+from hf_cce.config import CCEConfig, CCEWarning
 from hf_cce.filter_state import FilterState
 from hf_cce.loss import LogProbs
 from hf_cce.sharded import local
@@ -31,7 +31,7 @@ class Stats:
     calls: int = 0  # training calls, with labels or without
     fused: int = 0  # cross entropies answered without logits
     few_tokens: int = 0  # training calls left as they were: for so few tokens full logits are faster, and small
-    materialised: int = 0  # times full logits were made: from deferred ones, or by a head that could not defer
+    materialized: int = 0  # times full logits were made: from deferred ones, or by a head that could not defer
     read: int = 0  # of these, times it was for somebody who used outputs.logits after a training call
     missed: int = 0  # training calls that ended without a fused cross entropy
     bypassed: int = 0  # training calls that TRL answered with a fused head of its own; not among ``calls``
@@ -135,11 +135,11 @@ class TrainingCall:
             self.few_tokens = True
             self.stats.few_tokens += 1
 
-    def note_materialised(self, why: str) -> None:
+    def note_materialized(self, why: str) -> None:
         if torch.compiler.is_compiling() or self.evaluation:
             return
         self.full_logits = True
-        self.stats.materialised += 1
+        self.stats.materialized += 1
         if not self.closed:
             self.reasons.append(f"{why} asked for the logits themselves")
         elif why != "materialize":  # that one is asked for by name
@@ -150,6 +150,7 @@ class TrainingCall:
                     "all. They are right; made at every step they cost the memory that CCE saves. Use logits in evaluation "
                     "mode, or outputs.logits.materialize() where you mean it; for per-token log-probabilities or entropy "
                     "there is linear_log_probs.",
+                    CCEWarning,
                     stacklevel=outside(),
                 )
 
@@ -157,7 +158,7 @@ class TrainingCall:
         """The head has made them itself; once a call, as the layers of an adapted head may each have to."""
         if not (torch.compiler.is_compiling() or self.full_logits):
             self.full_logits = True
-            self.stats.materialised += 1
+            self.stats.materialized += 1
 
     def note_refused(self, why: str) -> None:
         if not torch.compiler.is_compiling():

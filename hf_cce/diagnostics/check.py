@@ -62,7 +62,7 @@ class Report:
     @property
     def saves(self) -> bool:
         """Every loss was answered without logits."""
-        return self.stats["fused"] > 0 and self.stats["materialised"] == 0
+        return self.stats["fused"] > 0 and self.stats["materialized"] == 0
 
     def to_json(self) -> dict[str, Any]:
         rows = [{"name": x.name, "error": x.error, "allowed": x.allowed, "ok": x.ok} for x in self.differences]

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_cce.config import CCEConfig
+from hf_cce.config import CCEConfig, CCEWarning
 from hf_cce.deferred.adapters import AdapterHead
 from hf_cce.deferred.head_input import head_input, linear
 from hf_cce.deferred.lazy_tensor import LazyTensor
@@ -101,12 +101,12 @@ def patch(model: nn.Module, config: CCEConfig) -> None:
 
 
 def cce_stats(state: Patch) -> dict[str, float]:
-    """What happened in the training calls of a patched model; ``model.cce_stats()``. Waits for the device.
+    """What happened in the training calls of a patched model, counts as int; ``model.cce_stats()``. Waits for the device.
 
     Returns:
         ``calls`` in training mode; ``fused``, losses that made no logits (a call may have several); ``few_tokens``, calls of so
         few tokens that the model's own loss was left to do it, which is then faster; ``missed``, calls that ended without a fused
-        loss; ``materialised``, how often full logits were made nevertheless, by a head that cannot put them off or afterwards,
+        loss; ``materialized``, how often full logits were made nevertheless, by a head that cannot put them off or afterwards,
         and ``read``, how often of these for somebody who used ``outputs.logits``; ``bypassed``, calls that TRL answered with a
         fused head of its own; ``traced``, 1 where a compiled graph, in which nothing is counted, holds the fused loss; with
         ``token_stats``, means over all labels so far: ``token_accuracy``, ``entropy`` and ``perplexity``; and, once the
@@ -114,7 +114,7 @@ def cce_stats(state: Patch) -> dict[str, float]:
     """
     if not state.handles:
         raise RuntimeError("the model is not patched any more")
-    counted = {key: float(value) for key, value in vars(state.stats).items()}
+    counted = {key: int(value) for key, value in vars(state.stats).items()}
     return {**counted, **state.token_sums.means(), **state.filter_state.stats()}
 
 
@@ -346,6 +346,7 @@ def _note_bypass(state: Patch) -> None:
             "hf_cce: apply_cce has no effect on this training: TRL replaces the model's forward with its own fused LM head "
             "(trl.trainer.utils.add_fused_lm_head), so neither the model's forward nor its loss is called. The training is "
             "right, and what it saves is TRL's doing.",
+            CCEWarning,
             stacklevel=outside(),
         )
 
@@ -380,6 +381,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
             warnings.warn(
                 f"hf_cce: a training call of this model ended without the fused loss: {why}. The loss is correct; no memory is "
                 "saved.",
+                CCEWarning,
                 stacklevel=outside(),
             )
 
@@ -387,6 +389,8 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
 def _tell(why: str) -> bool:
     """Warn that logits are made. While a graph is traced this runs once, there and then: Dynamo takes it for a constant."""
     warnings.warn(
-        f"hf_cce fell back to full logits: {why}. The loss is correct; no memory is saved.", stacklevel=outside()
+        f"hf_cce fell back to full logits: {why}. The loss is correct; no memory is saved.",
+        CCEWarning,
+        stacklevel=outside(),
     )
     return True

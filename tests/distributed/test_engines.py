@@ -369,7 +369,7 @@ def test_peft(target: str, first: str, family: str) -> None:
             move([patched, plain, reference_model], reference)
     ours = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
     if target in FALL_BACK:
-        assert stats(patched).missed == stats(patched).materialised == 3 and len(ours) == 1
+        assert stats(patched).missed == stats(patched).materialized == 3 and len(ours) == 1
     else:
         assert_fused(patched, calls=3)
         assert ours == seen == []

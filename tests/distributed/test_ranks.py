@@ -57,7 +57,7 @@ def test_a_head_that_an_evaluation_leaves_on_some_of_four_ranks(tmp_path: Path) 
     for name, error in found["errors"].items():
         assert error <= budget(found["twin"][name], torch.float32), name
     assert found["same parameters"] and found["told"] == []
-    assert found["stats"] == {"calls": 2, "fused": 2, "missed": 0, "materialised": 0}
+    assert found["stats"] == {"calls": 2, "fused": 2, "missed": 0, "materialized": 0}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -80,9 +80,9 @@ def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str,
         assert set(counted.values()) == {0}  # in a graph nothing is counted; it is told while it is traced
         assert len(told) == 1 and "a compiled graph does not defer a head under tensor parallelism" in told[0]
     elif engine not in REASON:
-        assert counted == {"calls": steps, "fused": steps, "missed": 0, "materialised": int(tensor)} and told == []
+        assert counted == {"calls": steps, "fused": steps, "missed": 0, "materialized": int(tensor)} and told == []
     else:
-        assert counted["missed"] == counted["materialised"] == steps and len(told) == 1 and REASON[engine] in told[0]
+        assert counted["missed"] == counted["materialized"] == steps and len(told) == 1 and REASON[engine] in told[0]
 
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if not engine.startswith("tensor_parallel")])

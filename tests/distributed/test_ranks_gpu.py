@@ -75,7 +75,7 @@ def test_a_step_is_that_of_one_process(device: str, dtype: str, engine: str, res
         assert error <= budget(result["twin"][name], kind), name
     tensor, counted = engine.startswith("tensor_parallel"), result["stats"]
     steps = 1 if tensor else 2
-    assert counted == {"calls": steps, "fused": steps, "missed": 0, "materialised": int(tensor)}
+    assert counted == {"calls": steps, "fused": steps, "missed": 0, "materialized": int(tensor)}
     assert result["told"] == []
 
 

@@ -61,7 +61,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 def test_sequence_parallelism(stage: int, tmp_path: Path) -> None:
     """Ulysses: each rank has a half of the sequence, and labels that were shifted before it was cut."""
     result = started("ulysses.py", tmp_path / "ulysses.json", str(stage))
-    assert result["stats"] == {"calls": 1, "fused": 1, "missed": 0, "materialised": 0}
+    assert result["stats"] == {"calls": 1, "fused": 1, "missed": 0, "materialized": 0}
     assert len(result["errors"]) > 10
     for name, error in result["errors"].items():
         assert error <= budget(result["twin"][name], torch.float32), name
@@ -84,10 +84,10 @@ def test_losses_and_gradients_are_those_of_one_process(case: str, results: dict[
 def test_the_loss_is_fused_or_the_reason_is_told(case: str, results: dict[str, Any]) -> None:
     result, calls = results[case], 6 if case == "two micro-batches" else 3
     if case == "watched":
-        assert result["stats"] == {"calls": calls, "fused": calls, "missed": 0, "materialised": calls}
+        assert result["stats"] == {"calls": calls, "fused": calls, "missed": 0, "materialized": calls}
         assert len(result["warnings"]) == 1 and "amax asked for the logits" in result["warnings"][0]
     else:  # the one time that logits were made, they were asked for by name
-        assert result["stats"] == {"calls": calls, "fused": calls, "missed": 0, "materialised": 1}
+        assert result["stats"] == {"calls": calls, "fused": calls, "missed": 0, "materialized": 1}
         assert result["warnings"] == []
 
 

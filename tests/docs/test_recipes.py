@@ -78,7 +78,7 @@ def train(script: str, *arguments: str, resumed: int = 0) -> Any:
     trainer = load(script).main(list(arguments))
     if not os.environ.get("HF_CCE_DISABLE"):
         steps = trainer.state.global_step - resumed
-        assert logged(trainer, "cce_fused")[-1] >= steps > 0 and logged(trainer, "cce_materialised")[-1] == 0
+        assert logged(trainer, "cce/fused")[-1] >= steps > 0 and logged(trainer, "cce/materialized")[-1] == 0
     return trainer
 
 
@@ -169,7 +169,7 @@ def test_the_same_losses_with_and_without(run: str, here: Path, monkeypatch: pyt
     monkeypatch.setenv("HF_CCE_DISABLE", "1")
     plain = train(*command)
     theirs = logged(plain, "loss")
-    assert len(ours) == len(theirs) == 3 and not logged(plain, "cce_fused")
+    assert len(ours) == len(theirs) == 3 and not logged(plain, "cce/fused")
     a, b = torch.tensor(ours), torch.tensor(theirs)
     assert_as_good(a[:1], b[:1], b[:1], "first loss")
     assert relative_error(a[-1:], b[-1:]) < 1e-4  # Adam makes steps out of rounding

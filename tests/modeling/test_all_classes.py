@@ -53,7 +53,7 @@ def test_trains_like_the_unpatched_model(name: str) -> None:
         assert_same_training(patched, plain, inputs, reference=reference, redraw=True)
     counters = stats(patched)
     assert (counters.calls, counters.few_tokens) == (3, 0)
-    assert (counters.fused, counters.missed, counters.materialised) == ((0, 3, 3) if name in UNFUSED else (3, 0, 0))
+    assert (counters.fused, counters.missed, counters.materialized) == ((0, 3, 3) if name in UNFUSED else (3, 0, 0))
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "PhiForCausalLM", "RoCBertForCausalLM"])
@@ -86,7 +86,7 @@ def test_trains_like_the_unpatched_model_on_images(name: str) -> None:
     plain = tiny.build_or_skip(name, pictured=True)
     patched, inputs = apply_cce(copy.deepcopy(plain)), tiny.pictures(name)
     assert_same_training(patched, plain, inputs, redraw=True)
-    assert (stats(patched).fused, stats(patched).materialised) == (1, 0)
+    assert (stats(patched).fused, stats(patched).materialized) == (1, 0)
     other = {**inputs, "pixel_values": -inputs["pixel_values"]}
     assert loss_and_grads(patched, inputs)["loss"] != loss_and_grads(patched, other)["loss"], "the image must matter"
     with logits_made(model=patched) as seen:

@@ -176,7 +176,7 @@ def test_answered_without_logits(name: str, bias: bool) -> None:
     if name == "softcap by method":
         exact = outcome(FUSED["softcap"], torch.float64, False, bias)
     twin, actual = (outcome(ask, torch.float32, deferred, bias) for deferred in (False, True))
-    assert actual[2].stats.materialised == 0 and actual[2].fused == LOSSES.get(name, 1)
+    assert actual[2].stats.materialized == 0 and actual[2].fused == LOSSES.get(name, 1)
     assert_as_good(actual[0], twin[0], exact[0], name)
     assert len(actual[1]) == len(exact[1]) == 2 + bias
     for position, grad in enumerate(actual[1]):
@@ -289,7 +289,7 @@ def test_everything_else_is_asked_of_real_logits(name: str, dtype: torch.dtype) 
         pytest.skip("torch itself refuses mixed dtypes here")
     expected, expected_grads, _ = outcome(MATERIALISED[name], dtype, False)
     actual, grads, call = outcome(MATERIALISED[name], dtype, True)
-    assert call.stats.materialised == len(call.reasons) == 1 + (name == "product with that of other logits")
+    assert call.stats.materialized == len(call.reasons) == 1 + (name == "product with that of other logits")
     assert call.fused == 0
     assert type(actual) is type(expected) or isinstance(actual, LazyLogits)
     if isinstance(expected, (float, list)):
@@ -303,7 +303,7 @@ def test_everything_else_is_asked_of_real_logits(name: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["float", "scale", "softcap", "softcap by method", "words", "mask", "bias of its own"])
-def test_materialises_what_the_forward_would_have_made(name: str, dtype: torch.dtype) -> None:
+def test_materializes_what_the_forward_would_have_made(name: str, dtype: torch.dtype) -> None:
     """Same dtype, same rounding at every recorded step, and torch's gradients."""
     steps: dict[str, Callable[[Any], Any]] = {
         "float": lambda x: x.float(),
@@ -356,10 +356,10 @@ def test_says_what_a_tensor_says_without_making_it() -> None:
     for position, ask in enumerate(asks):
         expected, (actual, _, call) = outcome(ask, torch.float32, False)[0], outcome(ask, torch.float32, True)
         assert actual == expected, position
-        assert call.stats.materialised == 0
+        assert call.stats.materialized == 0
     text, _, call = outcome(repr, torch.float32, True)
     assert text == "LazyLogits(shape=(2, 6, 99), dtype=torch.float32, device='cpu', not made)"
-    assert call.stats.materialised == 0
+    assert call.stats.materialized == 0
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_real_logits_are_made_once() -> None:
         assert logits.argmax(-1).shape == (B, S)
         return logits.softmax(-1).square() + logits.materialize()
 
-    assert outcome(ask, torch.float32, True)[2].stats.materialised == 1
+    assert outcome(ask, torch.float32, True)[2].stats.materialized == 1
 
 
 def test_reading_without_grad_first_does_not_lose_the_gradient() -> None:

@@ -142,7 +142,7 @@ def test_what_is_no_number_stays_out_of_the_logs(tmp_path: Path, monkeypatch: py
 
     found = {"kept": 0.25, "error": 1e-3, "weight_error": float("nan")}
     monkeypatch.setattr(FilterState, "stats", lambda self: found)
-    trainer = build(tmp_path, CCECallback(), save_strategy="steps", save_steps=1)
+    trainer = build(tmp_path, CCECallback(details=True), save_strategy="steps", save_steps=1)
     trainer.train()
 
     def refuse(word: str) -> Any:
@@ -150,7 +150,7 @@ def test_what_is_no_number_stays_out_of_the_logs(tmp_path: Path, monkeypatch: py
 
     written = (tmp_path / "checkpoint-3" / "trainer_state.json").read_text("utf-8")
     logged = json.loads(written, parse_constant=refuse)["log_history"]
-    assert [row["cce_kept"] for row in logged if "loss" in row] == [0.25] * 3 and "cce_weight_error" not in written
+    assert [row["cce/kept"] for row in logged if "loss" in row] == [0.25] * 3 and "cce/weight_error" not in written
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "mixtral"])
@@ -170,7 +170,7 @@ def test_a_call_with_labels_makes_no_logits_until_somebody_reads_them(
         assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1))
         assert torch.equal(found.logits * 1.0, expected.logits)
     assert found.logits.requires_grad == expected.logits.requires_grad
-    assert stats(patched).calls == stats(patched).materialised == 0 and not patched.training
+    assert stats(patched).calls == stats(patched).materialized == 0 and not patched.training
     assert not [warning for warning in recwarn if "hf_cce" in str(warning.message)]
 
 

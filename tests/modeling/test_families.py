@@ -45,7 +45,7 @@ def test_trains_like_the_unpatched_model(family: str) -> None:
     for inputs in variants:
         assert_same_training(patched, plain, inputs)
     stats = patched._hf_cce.stats
-    assert (stats.calls, stats.fused, stats.missed, stats.materialised) == (len(variants), len(variants), 0, 0)
+    assert (stats.calls, stats.fused, stats.missed, stats.materialized) == (len(variants), len(variants), 0, 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

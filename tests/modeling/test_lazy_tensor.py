@@ -258,7 +258,7 @@ def test_what_is_done_to_real_logits_may_be_done_to_lazy_ones(name: str) -> None
     ours = apply_cce(untied())
     with logits_made(model=ours) as seen:
         loss_and_gradients(ours, prepare, loss_of)
-    assert bool(seen) == (stats(ours).materialised > 0) == made
+    assert bool(seen) == (stats(ours).materialized > 0) == made
 
 
 def test_logits_are_a_tensor() -> None:
@@ -268,7 +268,7 @@ def test_logits_are_a_tensor() -> None:
         isinstance(logits, Tensor) and torch.is_tensor(logits) and logits.requires_grad and logits.grad_fn is not None
     )
     assert not logits.is_leaf and not logits.detach().requires_grad and logits.float().grad_fn is not None
-    assert "not made" in repr(logits) and stats_of(logits).materialised == 0
+    assert "not made" in repr(logits) and stats_of(logits).materialized == 0
 
 
 def stats_of(logits: Any) -> Any:
@@ -341,7 +341,7 @@ def test_utilities_of_accelerate() -> None:
     assert utils.find_batch_size({"logits": logits}) == len(logits) and utils.gather(logits).shape == logits.shape
     assert utils.recursively_apply(lambda x: x.float(), {"a": logits})["a"].shape == logits.shape
     assert utils.convert_to_fp32({"a": logits.bfloat16()})["a"].dtype is torch.float32
-    assert stats(ours).materialised == 0
+    assert stats(ours).materialized == 0
     padded = utils.pad_across_processes(logits, dim=1)
     assert torch.equal(padded, logits.materialize())
     assert torch.equal(utils.concatenate([logits, logits]), torch.cat([logits.materialize()] * 2))
@@ -381,7 +381,7 @@ def test_a_head_with_a_trainable_bias_after_it() -> None:
     check_equal(biased, hook_on_logits(lambda grad: 2 * grad))
     ours = apply_cce(untied())
     loss_and_gradients(ours, biased, own_loss)
-    assert stats(ours).materialised == 0 and bool(ours.bias.grad.any())
+    assert stats(ours).materialized == 0 and bool(ours.bias.grad.any())
 
 
 def test_the_whole_model_in_a_reentrant_checkpoint() -> None:

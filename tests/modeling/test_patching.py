@@ -51,7 +51,7 @@ def test_importing_loads_no_engine() -> None:
 
 
 def test_public_names() -> None:
-    assert len(hf_cce.__all__) <= 11 and set(hf_cce.__all__) <= set(dir(hf_cce))
+    assert len(hf_cce.__all__) <= 12 and set(hf_cce.__all__) <= set(dir(hf_cce))
     assert all(callable(getattr(hf_cce, name)) for name in hf_cce.__all__)
     with pytest.raises(AttributeError, match="nothing_here"):
         hf_cce.nothing_here  # noqa: B018
@@ -413,7 +413,7 @@ def test_a_head_of_another_kind_keeps_its_forward_and_says_so_once() -> None:
         second = loss_and_grads(patched, batch())
     for name, value in loss_and_grads(plain, batch()).items():
         assert torch.equal(first[name], value) and torch.equal(second[name], value)
-    assert (stats(patched).missed, stats(patched).materialised, stats(patched).fused) == (2, 2, 0)
+    assert (stats(patched).missed, stats(patched).materialized, stats(patched).fused) == (2, 2, 0)
 
 
 def test_a_subclass_with_the_same_forward_defers() -> None:

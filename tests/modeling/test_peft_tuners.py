@@ -151,7 +151,7 @@ def test_evaluation_and_generation_stay_what_they_were(tuner: str) -> None:
         assert torch.equal(*tokens) and tokens[0].shape[1] > inputs["input_ids"].shape[1]
     without = {"input_ids": inputs["input_ids"]}
     assert torch.equal(patched.train()(**without).logits.materialize(), plain.train()(**without).logits)
-    assert stats(patched).calls == stats(patched).materialised == 1
+    assert stats(patched).calls == stats(patched).materialized == 1
 
 
 @TUNERS
@@ -271,7 +271,7 @@ def test_compiled(tuner: str, what: str) -> None:
         assert_same_training(patched, plain, inputs)
     told = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
     assert stats(patched).traced or stats(patched).fused == 1
-    assert told == [] and stats(patched).missed == stats(patched).materialised == 0
+    assert told == [] and stats(patched).missed == stats(patched).materialized == 0
     torch._dynamo.reset()
 
 

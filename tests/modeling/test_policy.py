@@ -136,7 +136,7 @@ def test_answered_without_logits(name: str, change: str, bias: bool) -> None:
     )
     with logits_made(B * S) as seen:
         actual = outcome(ask, torch.float32, True, bias)
-    assert actual[2].stats.materialised == 0
+    assert actual[2].stats.materialized == 0
     assert seen == [] or "most likely" in name  # that one makes those of few tokens at a time; here all fit
     if not exact[0].is_floating_point():
         assert torch.equal(actual[0], twin[0])
@@ -150,7 +150,7 @@ def test_answered_without_logits(name: str, change: str, bias: bool) -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_everything_else_is_asked_of_real_logits(name: str) -> None:
     expected, actual = outcome(REAL[name], torch.float32, False, True), outcome(REAL[name], torch.float32, True, True)
-    assert actual[2].stats.materialised == 1 and torch.equal(actual[0], expected[0])
+    assert actual[2].stats.materialized == 1 and torch.equal(actual[0], expected[0])
     for grad, other in zip(actual[1], expected[1], strict=True):
         assert torch.equal(grad, other)
 

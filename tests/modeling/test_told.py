@@ -61,7 +61,7 @@ def test_a_hook_on_the_head_sees_the_gradient_of_the_logits(register: Callable[[
         for _ in range(2):
             models[1](**batch()).loss.backward()
     assert len(gradients[0]) == 1 and len(gradients[1]) == 2
-    assert messages == [] and stats(models[1]).fused == 2 and stats(models[1]).materialised == 0
+    assert messages == [] and stats(models[1]).fused == 2 and stats(models[1]).materialized == 0
     for seen in gradients[1]:
         with told() as read:
             assert_as_good(seen, gradients[0][0], gradients[0][0], "gradient of the logits")
@@ -81,7 +81,7 @@ def test_a_hook_on_every_module_is_one_on_the_head() -> None:
         outputs.loss.backward()
     finally:
         handle.remove()
-    assert seen == [outputs.logits.shape] and stats(model).fused == 1 and stats(model).materialised == 0
+    assert seen == [outputs.logits.shape] and stats(model).fused == 1 and stats(model).materialized == 0
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["in the head", "of outputs.logits"])
@@ -128,7 +128,7 @@ def test_reading_logits_at_every_step_is_named_once(read: Callable[[Any], Any], 
     ours = [w for w in caught if "hf_cce" in str(w.message)]
     assert len(ours) == 1 and f"outputs.logits of a training call was used ({name})" in str(ours[0].message)
     assert ours[0].filename == __file__  # it shows the line that reads, not one of torch or ours
-    assert (stats(model).fused, stats(model).materialised, stats(model).read) == (3, 3, 3)
+    assert (stats(model).fused, stats(model).materialized, stats(model).read) == (3, 3, 3)
 
 
 def test_asking_for_logits_by_name_is_no_reason_to_warn() -> None:
@@ -137,7 +137,7 @@ def test_asking_for_logits_by_name_is_no_reason_to_warn() -> None:
         outputs = model(**batch())
         print(outputs.logits, outputs.logits.shape, outputs.logits.float().dtype)
         outputs.logits.materialize().argmax(-1)
-    assert messages == [] and (stats(model).materialised, stats(model).read) == (1, 0)
+    assert messages == [] and (stats(model).materialized, stats(model).read) == (1, 0)
 
 
 # So few tokens that full logits are the better way
@@ -182,7 +182,7 @@ def test_an_adapter_on_the_head_is_named_with_the_way_out() -> None:
             outputs.loss.backward()
     (message,) = messages
     assert "fell back to full logits" in message and type(outputs.logits) is torch.Tensor
-    assert (stats(model).missed, stats(model).materialised) == (2, 2)
+    assert (stats(model).missed, stats(model).materialized) == (2, 2)
     assert "adapter (oft) on its LM head" in message and "asked for the logits" not in message
     assert "target_modules" in message and 'modules_to_save=["lm_head"]' in message and "The loss is correct" in message
 
@@ -213,7 +213,7 @@ def test_a_loss_that_takes_no_logits_is_not_said_to_have_made_them() -> None:
             model(**batch()).loss.backward()
     (message,) = messages
     assert "ended without the fused loss: its loss is no cross entropy" in message and "full logits" not in message
-    assert (stats(model).calls, stats(model).missed, stats(model).materialised) == (2, 2, 0)
+    assert (stats(model).calls, stats(model).missed, stats(model).materialized) == (2, 2, 0)
 
 
 # Names that are no model types

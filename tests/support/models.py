@@ -366,5 +366,5 @@ def stats(model: Any) -> Any:
 def assert_fused(model: Any, calls: int | None = None) -> None:
     """Every training call so far was answered without logits."""
     counters = stats(model)
-    assert counters.fused > 0 and counters.materialised == counters.missed == 0
+    assert counters.fused > 0 and counters.materialized == counters.missed == 0
     assert calls is None or counters.calls == calls

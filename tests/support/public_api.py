@@ -37,6 +37,9 @@ def current() -> Api:
     api: Api = {}
     for name in hf_cce.__all__:
         value = getattr(hf_cce, name)
+        if inspect.isclass(value) and issubclass(value, Warning):
+            api[name] = {"kind": "warning"}
+            continue
         api[name] = {"kind": "class" if inspect.isclass(value) else "function", "parameters": _parameters(value)}
         for method in METHODS.get(name, ()):
             api[f"{name}.{method}"] = {"kind": "method", "parameters": _parameters(getattr(value, method))}

@@ -394,7 +394,7 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
         if name == "errors":
             outcome["told"] = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
             counted = stats(model)
-            outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialised")}
+            outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")}
         if not tensor:
             own[name] = own_gradients(model.train(), inputs)
     outcome["same parameters"] = after.get("twin") == after.get("errors")

@@ -81,7 +81,7 @@ def main(path: Path, stage: int) -> None:
     result = {
         "errors": {name: relative_error(value, exactly[name]) for name, value in actual.items()},
         "twin": {name: relative_error(value, exactly[name]) for name, value in twin.items()},
-        "stats": {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialised")},
+        "stats": {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")},
     }
     if dist.get_rank() == 0:
         path.write_text(json.dumps(result), "utf-8")

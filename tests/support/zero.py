@@ -184,7 +184,7 @@ def compare(case: str) -> dict[str, Any]:
         if name == "errors":
             outcome["warnings"] = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
             counted = stats(patched[0])
-            outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialised")}
+            outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")}
     outcome["same logits"] = torch.equal(*logits)
     return outcome
 

@@ -89,7 +89,7 @@ def test_a_run_is_the_run_without(tmp_path: Path, options: dict[str, Any]) -> No
         reference = torch.tensor(history(full))
     assert_as_good(losses, expected, reference, "logged losses", dtype)
     stats = patch_of(patched.model).stats
-    assert (stats.calls, stats.fused, stats.missed, stats.materialised) == (6, 6, 0, 0)
+    assert (stats.calls, stats.fused, stats.missed, stats.materialized) == (6, 6, 0, 0)
 
 
 def test_a_step_without_labels_changes_nothing(tmp_path: Path) -> None:
@@ -135,15 +135,16 @@ def test_the_way_is_told_once_and_counted_in_the_logs(
 ) -> None:
     # On a GPU, other implementations leave so few tokens to full logits
     implementation = "portable" if device == "cpu" else "triton"
-    trainer = build(tmp_path, CCECallback(implementation=implementation), use_cpu=device == "cpu")
+    callback = CCECallback(implementation=implementation, details=True)
+    trainer = build(tmp_path, callback, use_cpu=device == "cpu")
     with caplog.at_level("INFO", logger="hf_cce"):
         run(trainer)
     told = [record.getMessage() for record in caplog.records if record.name.startswith("hf_cce")]
     assert told == ["hf_cce: the losses of this training run are computed without logits"]
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["cce_fused"] for entry in steps] == [2.0, 4.0, 6.0]  # two calls a step
-    assert all(entry["cce_materialised"] == 0.0 for entry in steps)
-    peaks = [entry.get("cce_peak_gib") for entry in steps]
+    assert [entry["cce/fused"] for entry in steps] == [2.0, 4.0, 6.0]  # two calls a step
+    assert all(entry["cce/materialized"] == 0.0 for entry in steps)
+    peaks = [entry.get("cce/peak_gib") for entry in steps]
     assert all(peak is not None and peak > 0 for peak in peaks) if device == "cuda" else peaks == [None] * 3
 
 

@@ -127,7 +127,7 @@ def test_lightning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names: dict[str, Any] = {"dataset": rows}
     exec(compile(code, "docs/guides.md", "exec"), names)
     stats = names["module"].model.cce_stats()
-    assert stats["fused"] == stats["calls"] == 2 and stats["materialised"] == 0
+    assert stats["fused"] == stats["calls"] == 2 and stats["materialized"] == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def losses(folder: Path, *command: str, **more: str) -> tuple[list[float], list[
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-4000:]
     assert ("computed without logits" in printed) is not bool(more)
-    return tuple([float(x) for x in re.findall(rf"'{key}': '?([\d.]+)", printed)] for key in ("loss", "cce_fused"))  # type: ignore[return-value]
+    return tuple([float(x) for x in re.findall(rf"'{key}': '?([\d.]+)", printed)] for key in ("loss", "cce/fused"))  # type: ignore[return-value]
 
 
 def check_the_same(folder: Path, *command: str) -> None:

@@ -115,7 +115,7 @@ def test_a_loss_of_ones_own(name: str, family: str) -> None:
     with warnings.catch_warnings(), logits_made(model=patched) as seen:
         warnings.filterwarnings("error", message="hf_cce")
         actual = results(patched, LOSSES[name])
-    assert seen == [] and stats(patched).materialised == 0 and stats(patched).fused == stats(patched).calls == 1
+    assert seen == [] and stats(patched).materialized == 0 and stats(patched).fused == stats(patched).calls == 1
     assert_results_as_good(actual, results(plain, LOSSES[name]), results(reference, LOSSES[name], double=True))
 
 
@@ -150,7 +150,7 @@ def test_divergences_of_whole_distributions_get_real_logits_and_one_warning() ->
         warnings.simplefilter("always")
         found = [results(patched, divergence)["loss"] for _ in range(2)]
     assert len([w for w in caught if "outputs.logits of a training call was used" in str(w.message)]) == 1
-    assert torch.equal(found[0], expected["loss"]) and stats(patched).materialised == 2
+    assert torch.equal(found[0], expected["loss"]) and stats(patched).materialized == 2
 
 
 def test_calls_that_are_no_training_have_plain_logits() -> None:
@@ -198,13 +198,13 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
     assert_same_run(patched, plain, 3)
     entries = [entry for entry in patched.state.log_history if "loss" in entry]
     assert len(entries) == 3 and all(
-        0 <= entry["cce_token_accuracy"] <= 1 and entry["cce_entropy"] > 0 for entry in entries
+        0 <= entry["cce/token_accuracy"] <= 1 and entry["cce/entropy"] > 0 for entry in entries
     )
     total = patched.model.cce_stats()
-    assert min(e["cce_entropy"] for e in entries) < total["entropy"] < max(e["cce_entropy"] for e in entries)
+    assert min(e["cce/entropy"] for e in entries) < total["entropy"] < max(e["cce/entropy"] for e in entries)
     for entry in entries:  # a mean over labels, as Trainer's is
         loss = torch.tensor(entry["loss"])
-        assert_as_good(torch.tensor(entry["cce_perplexity"]).log(), loss, loss.double(), "perplexity")
+        assert_as_good(torch.tensor(entry["cce/perplexity"]).log(), loss, loss.double(), "perplexity")
 
 
 def test_heads_for_tokens_further_ahead() -> None:

@@ -207,7 +207,7 @@ def test_losses_that_trainer_takes_from_logits(how: str, options: dict[str, Any]
     assert bool(seen) == unknown
     assert_same_run(patched, plain, 3)
     counted = stats(patched.model)
-    assert (counted.calls, counted.fused, counted.materialised) == ((6, 0, 6) if unknown else (6, 6, 0))
+    assert (counted.calls, counted.fused, counted.materialized) == ((6, 0, 6) if unknown else (6, 6, 0))
 
 
 class Penalised(Trainer):

@@ -191,7 +191,7 @@ def test_every_step_is_that_of_the_unpatched_trainer(name: str, tmp_path: Path) 
         if ours:
             counted = stats(trainer.model)
             assert counted.fused == counted.calls > 0
-            assert counted.missed == counted.bypassed == counted.materialised == 0
+            assert counted.missed == counted.bypassed == counted.materialized == 0
     assert len(logs[True]) == len(logs[False]) == STEPS
     for mine, theirs in zip(logs[True], logs[False], strict=True):
         assert mine.keys() == theirs.keys()
@@ -355,7 +355,7 @@ def test_preference_trainers_by_the_callback_or_without(
         _, told = run(trainer)
     assert told == [] and seen == []
     counted = copy.copy(stats(model))
-    assert counted.fused == counted.calls > 0 and counted.materialised == 0
+    assert counted.fused == counted.calls > 0 and counted.materialized == 0
     assert math.isfinite(trainer.evaluate(trainer.train_dataset)["eval_loss"])
     assert stats(model) == counted
 
@@ -393,7 +393,7 @@ def test_the_functions_of_trl_on_deferred_logits(how: str) -> None:
     exact, twin, ours = outcome(torch.float64, False), outcome(torch.float32, False), outcome(torch.float32, True)
     for number, (a, t, e) in enumerate(zip(ours, twin, exact, strict=True)):
         assert_as_good(a, t, e, str(number))
-    assert bool(call.stats.materialised) == (how == "negative")
+    assert bool(call.stats.materialized) == (how == "negative")
 
 
 @pytest.mark.parametrize("name", ["sft", "orpo"])

@@ -139,7 +139,7 @@ def assert_as_trl(folder: Path, mode: Mode, **options: Any) -> tuple[Any, list[s
 def assert_all_fused(trainer: Any, told: list[str]) -> None:
     counted = stats(trainer.model)
     assert counted.fused == counted.calls > STEPS  # some steps have two micro-batches
-    assert told == [] and counted.missed == counted.bypassed == counted.materialised == 0
+    assert told == [] and counted.missed == counted.bypassed == counted.materialized == 0
 
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
@@ -180,5 +180,5 @@ def test_losses_that_trl_takes_from_logits(options: dict[str, Any], known: bool,
     """By a call without labels; the metrics come of another one without gradients."""
     trainer, told = assert_as_trl(tmp_path, MODES["completion only"], **options)
     counted = stats(trainer.model)
-    assert counted.calls == (counted.fused if known else counted.materialised) > 0
+    assert counted.calls == (counted.fused if known else counted.materialized) > 0
     assert len(told) == (not known) and all("outputs.logits of a training call was used" in each for each in told)

@@ -12,7 +12,7 @@ from losses import EVERYTHING, PLAIN, Options, check_against_plain, fused_loss, 
 from numerics import assert_as_good
 from ways import force
 
-from hf_cce import CCEConfig, dispatch, linear_log_probs, ops, strategies
+from hf_cce import CCEConfig, CCEWarning, dispatch, linear_log_probs, ops, strategies
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,10 +63,10 @@ def test_statistics_and_operators_go_on_too(broken: Any) -> None:
     def compute(config: CCEConfig, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return linear_log_probs(hidden.to(dtype), weight.to(dtype), labels, config=config).log_probs
 
-    with pytest.warns(RuntimeWarning, match="fell back"):
+    with pytest.warns(CCEWarning, match="fell back"):
         found = compute(AUTO)
     strategies._compile_failures.clear()
-    with pytest.warns(RuntimeWarning, match="fell back"):
+    with pytest.warns(CCEWarning, match="fell back"):
         traced = torch.ops.hf_cce.logit_stats(
             hidden, weight, None, labels, -100, 1.0, 0.0, False, False, False, False, 1 << 24, "auto"
         )

@@ -306,8 +306,9 @@ def test_out_of_range_label_fails_a_named_assertion() -> None:
     import sys
 
     program = (
-        "import torch; from hf_cce import linear_cross_entropy as f\n"
-        "f(torch.randn(4, 8, device='cuda'), torch.randn(11, 8, device='cuda'), torch.tensor([0, 1, 11, 3], device='cuda'))\n"
+        "import torch; from hf_cce import CCEConfig, linear_cross_entropy as f\n"
+        "h, w, labels = torch.randn(4, 8, device='cuda'), torch.randn(11, 8, device='cuda'), torch.tensor([0, 1, 11, 3])\n"
+        "f(h, w, labels.cuda(), config=CCEConfig('triton'))\n"
         "torch.cuda.synchronize()"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
