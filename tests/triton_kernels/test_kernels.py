@@ -61,6 +61,14 @@ def test_a_softcap_far_above_the_logits(softcap: float, way: str, monkeypatch: p
     check_against_plain(fused_loss(config_of(way)), inputs, labels, options, torch.float32, f"softcap {softcap}, {way}")
 
 
+@pytest.mark.parametrize("way", ["dense", "exact"])
+def test_a_vocabulary_of_several_blocks_of_columns(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block may hold a larger logit than those before it, by which their sums are scaled down."""
+    force(monkeypatch, way)
+    inputs, labels = make_inputs(3, 16, 4500, torch.float32, DEVICE)
+    check_against_plain(fused_loss(config_of(way)), inputs, labels, PLAIN, torch.float32, way)
+
+
 def test_full_logits_of_a_handful_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does with so few tokens that the budget holds everything; here on whatever there is."""
     monkeypatch.setattr(dispatch, "few_tokens", lambda *_: True)
