@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from hf_cce import dispatch
+from hf_cce.diagnostics import notebook
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 150_000
 NEEDS = {"sft_lora": ("datasets", "peft", "trl")}
-BADGE = "https://colab.research.google.com/github/"
 
 nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed (pip install 'hf-cce[dev]')")
 pytest.importorskip("nbclient", reason="nbclient is not installed (pip install 'hf-cce[dev]')")
@@ -51,7 +54,32 @@ def test_stored_outputs_are_whole_and_small(path: Path) -> None:
     for cell in cells:
         assert not {"stderr", "error"} & set(kinds(cell)), cell.source
         assert str(ROOT) not in str(cell.outputs) and "/root/" not in str(cell.outputs)
-    assert f"{BADGE}OWNER/hf_cce/blob/main/notebooks/{path.name}" in notebook.cells[0].source
+    assert "**Not tried on a T4.**" in notebook.cells[0].source and "OWNER" not in path.read_text("utf-8")
+    first, last = cells[0], cells[-1]
+    assert "here = begin(" in first.source and "implementation  PyTorch fallback" in str(first.outputs)
+    assert last.source.rstrip().splitlines()[-1].startswith("show(") and "time of a step" in str(last.outputs)
+
+
+def test_a_t4_gets_float16_and_the_fallback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Decisions alone: the device is made up, and nothing runs on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    for capability, dtype, runs in (
+        ((7, 5), torch.float16, "PyTorch fallback"),
+        ((8, 9), torch.bfloat16, "Triton kernels"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
+        dispatch._capability.cache_clear()
+        here = notebook.begin()
+        printed = capsys.readouterr().out
+        assert here.dtype is dtype and here.device.type == "cuda"
+        assert f"implementation  {runs}" in printed and str(dtype).removeprefix("torch.") in printed
+        assert (notebook.UNTRIED in printed) is (capability == (7, 5))
+    dispatch._capability.cache_clear()
 
 
 @pytest.mark.slow

@@ -101,6 +101,30 @@ def test_wheel_holds_the_patches_once_and_nothing_beside_hf_cce(wheels: dict[str
     assert {name for name in names if name.startswith("hf_cce/")} == known
 
 
+def test_a_checkout_without_symlinks_builds_and_imports(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """On Windows, and in some zip files, git's link `patches` is a text file that holds the link's target."""
+    tree = tmp_path / "checkout"
+    tree.mkdir()
+    for name in tracked():
+        source, target = ROOT / name, tree / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.write_text(str(source.readlink()), "utf-8")
+        elif source.is_file():
+            shutil.copyfile(source, target)
+    assert (tree / "patches").is_file() and (tree / "patches").read_text("utf-8") == "hf_cce/patches"
+    assert not any(path.is_symlink() for path in tree.rglob("*"))
+    code = "import hf_cce, hf_cce.patches.causal_lm as patched; print(hf_cce.apply_cce.__name__, patched.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tree, env={"PYTHONPATH": str(tree), "PATH": ""}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["apply_cce", str(tree / "hf_cce/patches/causal_lm.py")]
+    wheel = build("wheel", tree, tmp_path)
+    assert sorted(zipfile.ZipFile(wheel).namelist()) == sorted(zipfile.ZipFile(wheels["tree"]).namelist())
+
+
 def test_both_wheels_hold_the_same(wheels: dict[str, Path]) -> None:
     tree, sdist = (sorted(zipfile.ZipFile(wheels[origin]).namelist()) for origin in ("tree", "sdist"))
     assert tree == sdist

@@ -1,0 +1,113 @@
+"""What every notebook shares: ``begin`` says what runs here, ``measured`` takes memory and time, ``show`` compares them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from hf_cce.diagnostics import machine
+from hf_cce.diagnostics.doctor import EXPECT
+
+if TYPE_CHECKING:
+    import torch
+
+LOSS = (8192, 1024, 49_152)  # tokens, hidden size and vocabulary of the loss that ``begin`` asks about
+UNTRIED = "A T4 and other GPUs below compute capability 8.0 have not been tried; the table at the end is measured here."
+
+
+@dataclass(frozen=True)
+class Here:
+    """The machine that a notebook runs on.
+
+    Args:
+        device: where tensors go.
+        dtype: of autocast: bfloat16 on a GPU, float16 on one below compute capability 8.0, float32 on a CPU.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def autocast(self) -> torch.autocast:
+        """Return autocast in ``dtype``; with float32 it does nothing."""
+        import torch
+
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype if enabled else torch.bfloat16, enabled=enabled)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """Return the scaler that float16 needs; with another dtype it does nothing."""
+        import torch
+
+        return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+
+
+@dataclass
+class Measured:
+    """Memory and times of some steps.
+
+    Args:
+        device: where they run.
+        extra: the most bytes that a step added to the memory in use before it; None where that cannot be measured.
+        seconds: of each step.
+    """
+
+    device: torch.device
+    extra: int | None
+    seconds: list[float]
+
+    @classmethod
+    def on(cls, device: torch.device) -> Measured:
+        return cls(device, None, [])
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure one step."""
+        known = machine.reset_peak_memory(self.device)
+        before = machine.memory_in_use(self.device)
+        machine.synchronize(self.device)
+        start = time.perf_counter()
+        yield
+        machine.synchronize(self.device)
+        self.seconds.append(time.perf_counter() - start)
+        if known:
+            self.extra = max(self.extra or 0, machine.peak_memory(self.device) - before)
+
+
+def begin(dtype: torch.dtype | None = None) -> Here:
+    """Print device, dtype, implementation of the loss and what to expect of it.
+
+    Args:
+        dtype: the notebook's own choice; None: what a training on this device multiplies in.
+    """
+    import torch
+
+    from hf_cce.dispatch import explain_dispatch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if dtype is None:
+        dtype = machine.half_dtype(device) if device.type == "cuda" else torch.float32
+    found = explain_dispatch(*LOSS, dtype, device)
+    name = machine.device_name(device) if device.type == "cuda" else "CPU"
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    if device.type == "cuda":
+        name += ", compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
+    print(f"device          {name}")
+    print(f"dtype           {str(dtype).removeprefix('torch.')}")
+    print(f"implementation  {'Triton kernels' if found.implementation == 'triton' else 'PyTorch fallback'}")
+    print(f"expect          {EXPECT[found.implementation]}")
+    if old:
+        print(UNTRIED)
+    return Here(device, dtype)
+
+
+def show(**ways: Measured) -> None:
+    """Print a table of memory and time; the first step of several is a warm-up and its time does not count."""
+    print(f"{'':14}{'memory a step adds':>20}{'time of a step':>18}")
+    for name, way in ways.items():
+        extra = "not measurable" if way.extra is None else f"{way.extra / 2**20:,.0f} MiB"
+        seconds = median(way.seconds[1:] or way.seconds)
+        print(f"{name.replace('_', ' '):14}{extra:>20}{1000 * seconds:>15,.1f} ms")
