@@ -398,11 +398,13 @@ def _column_gradients(z: Tensor, bias: Tensor | None, labels: Tensor, spec: Loss
         z.add_(bias[:, None])
     if spec.logit_scale != 1.0:
         z.mul_(spec.logit_scale)
+    jacobian = None
     if spec.softcap:
-        z.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        z.div_(spec.softcap).tanh_()
+        jacobian = z.square().neg_().add_(1) if need_any else None  # of the tangent itself: z / softcap would be rounded again
+        z.mul_(spec.softcap)
     top, at_label = z.amax(0), z.gather(0, labels[None])[0]
     mean = z.mean(0) if smoothing else None
-    jacobian = z.div(spec.softcap).square_().neg_().add_(1) if spec.softcap and need_any else None
     # Not torch.softmax: over the first dimension it sums naively, and its error grows with V.
     norm = z.sub_(top).exp_().sum(0)
     lse = top + norm.log()
