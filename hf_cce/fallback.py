@@ -401,7 +401,9 @@ def _column_gradients(z: Tensor, bias: Tensor | None, labels: Tensor, spec: Loss
     jacobian = None
     if spec.softcap:
         z.div_(spec.softcap).tanh_()
-        jacobian = z.square().neg_().add_(1) if need_any else None  # of the tangent itself: z / softcap would be rounded again
+        jacobian = (
+            z.square().neg_().add_(1) if need_any else None
+        )  # of the tangent itself: z / softcap would be rounded again
         z.mul_(spec.softcap)
     top, at_label = z.amax(0), z.gather(0, labels[None])[0]
     mean = z.mean(0) if smoothing else None

@@ -28,6 +28,7 @@ REFUSED: dict[str, str] = {
 # Trained right, but a tensor of tokens x vocabulary is made all the same.
 SPECIAL: dict[str, str] = {
     "BltForCausalLM": "its loss makes no logits, but its byte patcher, a small LM with a head of its own, makes those it cuts by",
+    "DoryForCausalLM": "its LM head scales each logit by a weight of its own, so it gets full logits",
     "IdeficsForVisionText2Text": "its LM head is no plain linear layer (additional words beside it), so full logits are made",
 }
 

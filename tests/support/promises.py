@@ -173,7 +173,7 @@ PROMISES = {
     ),
     "Supply chain": (
         Promise(
-            "hf_cce unpickles nothing, runs no code from data and opens no connection ([SECURITY.md](../SECURITY.md))",
+            "hf_cce unpickles nothing, runs no code from data and opens no connection ([SECURITY.md](../.github/SECURITY.md))",
             ("docs/test_trust.py::test_nothing_is_unpickled_run_or_downloaded",),
             "CI",
         ),

@@ -44,6 +44,7 @@ FORWARD: dict[str, dict[str, Any]] = {
     "Blip2ForConditionalGeneration": _PICTURES,
     "BlipForConditionalGeneration": _PICTURES,
     "BltForCausalLM": {"use_cache": False},  # its decoder reads the cache of its encoder otherwise
+    "DoryForCausalLM": {"use_cache": False},  # the second of its loops reads the cache of the first otherwise
     "GitForCausalLM": _PICTURES,
     "IdeficsForVisionText2Text": {
         "pixel_values": _noise(BATCH, 1, 3, 16, 16),
@@ -125,7 +126,7 @@ def build(name: str) -> Any:
 
 
 # Version of Transformers that these tables are made for. An older one has fewer classes, and other configurations.
-MADE_FOR = (5, 23)
+MADE_FOR = (5, 24)
 OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < MADE_FOR
 
 

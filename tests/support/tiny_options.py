@@ -65,7 +65,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "embedding_dim": 64,
         "qk_dim_factor": 1.0,
     },  # its cache counts in 64s
+    "DoryForCausalLM": {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 1, "num_hidden_layers": 3},
+    "Inkling2LoopForCausalLM": {"unpadded_vocab_size": 99},
     # with images
+    "Inkling2LoopForConditionalGeneration": {"text_config": {"unpadded_vocab_size": 99}},
+    "Apertus1p5ForConditionalGeneration": {
+        "audio_config": {"codebook_dim": 32, "codebook_size": 4},
+        "vision_config": {"codebook_size": 4},
+        "image_token_offset": 86,
+        "audio_token_offset": 90,
+    },
     "Blip2ForConditionalGeneration": {"image_token_index": 85},
     "ChameleonForConditionalGeneration": {"vocabulary_map": _PICTURE_WORDS, "vq_config": _VQ},
     "CohereCompassForConditionalGeneration": {"text_config": {"rope_parameters": _SLIDING_SECTIONS}},
