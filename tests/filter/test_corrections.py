@@ -188,6 +188,7 @@ def test_mass_weighted_hidden_states_transposed(n: int, d: int, dtype: torch.dty
     hidden = torch.randn(n, d, device=DEVICE).to(dtype)
     # whole numbers, whose sums are exact in whatever order
     mass = torch.randint(-9, 10, (3, padded(n)), device=DEVICE).float()[:, :n]
+    mass[0] += 28.0  # no sum is zero
     around = torch.full((d + 2, padded(n)), float("nan"), dtype=dtype, device=DEVICE)
     out = mass_weighted_hidden(hidden, mass, 0.5, around[1:-1, :n])
     assert torch.equal(out, mass_weighted_hidden(hidden, mass, 0.5).t()) and out.any()

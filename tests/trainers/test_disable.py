@@ -58,6 +58,6 @@ def test_a_training_run_is_the_run_without(tmp_path: Path, disabled: pytest.LogC
     for trainer in (plain, ours):
         trainer.train()
     assert history(ours) == history(plain)
-    assert not any(key.startswith("cce_") for row in ours.state.log_history for key in row)
+    assert not any(key.startswith("cce/") for row in ours.state.log_history for key in row)
     assert len([record for record in disabled.records if record.name.startswith("hf_cce")]) == 1
     ours.evaluate()

@@ -168,7 +168,7 @@ def run(trainer: Any) -> tuple[list[dict[str, float]], list[str]]:
         warnings.simplefilter("always")
         trainer.train()
     told = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
-    timing = ("time", "per_second", "runtime", "flos", "cce_", "epoch")
+    timing = ("time", "per_second", "runtime", "flos", "cce/", "epoch")
     return [
         {key: value for key, value in entry.items() if not any(word in key for word in timing)}
         for entry in trainer.state.log_history
