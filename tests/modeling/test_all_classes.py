@@ -30,7 +30,7 @@ from hf_cce.patches.refused import SPECIAL, why_refuse_class
 CLASSES = [*tiny.CAUSAL, *tiny.MULTIMODAL]
 REFUSED = [name for name in CLASSES if why_refuse_class(getattr(transformers, name)) is not None]
 UNFUSED = {"DoryForCausalLM", "IdeficsForVisionText2Text"}  # of the special ones, those whose loss is made from logits
-TESTED = [name for name in CLASSES if name not in REFUSED and name not in tiny.UNBUILT]
+TESTED = [name for name in CLASSES if name not in {*REFUSED, *tiny.UNBUILT, *tiny.BROKEN}]
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +194,12 @@ def test_the_knobs_matter(name: str, knob: str, monkeypatch: pytest.MonkeyPatch)
         losses.append(loss_and_grads(apply_cce(tiny.build(name)), tiny.text(name))["loss"])
     same = bool(abs(losses[0] - losses[1]) < 1e-4 * abs(losses[0]))
     assert same is ((name, knob) in _IDLE), losses
+
+
+@pytest.mark.parametrize("name", tiny.BROKEN)
+def test_what_is_broken_is_broken_without_us(name: str) -> None:
+    with pytest.raises(AttributeError, match=tiny.BROKEN[name]):
+        tiny.build(name)(**tiny.text(name))
 
 
 @pytest.mark.parametrize("name", [name for name in tiny.UNBUILT if name in CLASSES])

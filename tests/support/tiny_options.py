@@ -66,8 +66,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "qk_dim_factor": 1.0,
     },  # its cache counts in 64s
     "DoryForCausalLM": {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 1, "num_hidden_layers": 3},
+    "Inkling2ForCausalLM": {"unpadded_vocab_size": 99},
     "Inkling2LoopForCausalLM": {"unpadded_vocab_size": 99},
     # with images
+    "Inkling2ForConditionalGeneration": {"text_config": {"unpadded_vocab_size": 99}},
     "Inkling2LoopForConditionalGeneration": {"text_config": {"unpadded_vocab_size": 99}},
     "Apertus1p5ForConditionalGeneration": {
         "audio_config": {"codebook_dim": 32, "codebook_size": 4},
