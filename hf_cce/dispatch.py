@@ -164,14 +164,12 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
     """Bytes of scratch memory: what the user allows or, if "auto", what pays."""
     if not spec.auto_budget:
         return spec.memory_budget
-    if (
-        strategy == "full_logits"
-    ):  # the kernels take less of the device's time, if not of the host's; PyTorch's other ways do not
+    if strategy == "full_logits":
+        # Larger budgets only where PyTorch is the alternative: the kernels take less of the device's time.
         portable = p.dtype in FULL_PRECISION or spec.implementation == "portable"
         return EAGER_BYTES * EAGER_LOGITS if portable else spec.memory_budget
-    if (
-        strategy == "one_pass" and p.device.type != "cpu"
-    ):  # blocks of logits, beside sums of the head's gradient in float32
+    if strategy == "one_pass" and p.device.type != "cpu":
+        # Blocks of logits, and the head's gradient summed in float32.
         logits, head = p.tokens * p.vocab_size, _head_gradient_bytes(p, spec)
         wanted = max(spec.memory_budget * (p.dtype.itemsize // 2), EAGER_BYTES * logits // 10) + head
         # No more than full logits: those of one block are all there is beside the head's gradient, which is made after them.

@@ -29,7 +29,7 @@ from hf_cce.spec import accumulation_dtype
 
 
 def divergence_on_support(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
-    """Divergence [N] of normalised log-probabilities [N, k]; β as in ``hf_cce.divergence_passes``."""
+    """Divergence [N] of normalized log-probabilities [N, k]; β as in ``hf_cce.divergence_passes``."""
 
     def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
         possible = log_p > -math.inf  # of what has no probability, 0 · ∞ is not a number
@@ -50,34 +50,34 @@ def with_tail(log_p: Tensor) -> Tensor:
 
 
 class SupportLogits(torch.autograd.Function):
-    """(z of the tokens ``ids`` [N, k], logsumexp of z [N] or, unless ``normalise``, empty), in the accumulation dtype."""
+    """(z of the tokens ``ids`` [N, k], logsumexp of z [N] or, unless ``normalize``, empty), in the accumulation dtype."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, ids: Tensor, normalise: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, ids: Tensor, normalize: bool,
         spec: DivergenceSpec,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
         with _computing(hidden):
             z = _logits_of(ids, student, spec)
-            lse = _logsumexp(student, spec) if normalise else z.new_empty(0)
+            lse = _logsumexp(student, spec) if normalize else z.new_empty(0)
         ctx.save_for_backward(hidden, weight, bias, ids, lse, student.slope(z) * torch.ones_like(z))
-        ctx.form, ctx.normalise, ctx.spec = student[3:], normalise, spec
+        ctx.form, ctx.normalize, ctx.spec = student[3:], normalize, spec
         return z, lse
 
     @staticmethod
     def backward(ctx: Any, of_ids: Tensor, of_lse: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
         hidden, weight, bias, ids, lse, slope = ctx.saved_tensors
-        student, spec, normalise = Head(hidden, weight, bias, *ctx.form), ctx.spec, ctx.normalise
+        student, spec, normalize = Head(hidden, weight, bias, *ctx.form), ctx.spec, ctx.normalize
         of_ids = of_ids * slope
-        unit = unit_of(hidden.dtype, of_ids, *([of_lse] if normalise else []))
+        unit = unit_of(hidden.dtype, of_ids, *([of_lse] if normalize else []))
         if unit is not None:
             of_ids, of_lse = of_ids / unit, of_lse / unit
 
         def of_logits(slab: slice) -> Tensor:
             width = slab.stop - slab.start
-            if normalise:
+            if normalize:
                 z = student.columns(slab.start, slab.stop).logits()
                 by = student.slope(z)
                 g = z.sub_(lse[:, None]).exp_().mul_(of_lse[:, None]).mul_(by)

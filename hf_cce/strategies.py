@@ -86,7 +86,7 @@ def validate_labels(labels: Tensor, spec: LossSpec, v: int, divisor: Divisor, tr
     """What a sum of losses is multiplied by, a scalar on the device.
 
     Raises:
-        ValueError: a label is out of range. On a CUDA device a device-side assertion fails instead, without synchronising.
+        ValueError: a label is out of range. On a CUDA device a device-side assertion fails instead, without synchronizing.
     """
     index = spec.ignore_index
     ok, factor = with_fallback(
