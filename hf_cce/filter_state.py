@@ -89,6 +89,12 @@ class FilterState:
             self._newest = None if device == self._device else self._others.setdefault(device, FilterState())
             return self._newest or self
 
+    def rehearsal(self, probing: bool) -> FilterState:
+        """Return a state for a warm-up: one that drops tiles, or one that only finds out what it would drop."""
+        state = FilterState()
+        state._wanted, state._probing = self._wanted, probing
+        return state
+
     def threshold(self, gradient_filter: str | float, hidden: Tensor) -> Tensor | None:
         """Return τ as a scalar on the device of ``hidden``, or None for an unfiltered step."""
         if gradient_filter == "auto" and hidden.dtype != torch.bfloat16:

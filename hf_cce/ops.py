@@ -19,7 +19,7 @@ from hf_cce import flops, reference
 from hf_cce.dispatch import choose_implementation, dispatch, dispatch_statistics, dispatch_traced, forms_gradients
 from hf_cce.filter_state import FilterState
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
-from hf_cce.strategies import FullLogits, Saved, Statistics, Strategy, recompute, stats_grads, with_fallback
+from hf_cce.strategies import FullLogits, Saved, Statistics, Strategy, recompute, stats_grads, when_cold, with_fallback
 
 
 def _computing(x: Tensor) -> AbstractContextManager[Any]:
@@ -274,7 +274,8 @@ class _Fused(torch.autograd.Function):
         ctx: Any, strategy: Strategy, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
     ) -> tuple[Tensor, ...]:
         x = Inputs(hidden, weight, bias, labels)
-        strategy, outputs, saved = _forward(strategy, x)
+        with when_cold(strategy, x, ctx.needs_input_grad[1:4]):
+            strategy, outputs, saved = _forward(strategy, x)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*strategy.undifferentiable(outputs))
         ctx.save_for_backward(*x, *saved)

@@ -6,9 +6,12 @@ uses up what else ``forward`` left, and returns None where nothing is left: the 
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -94,7 +97,7 @@ def validate_labels(labels: Tensor, spec: LossSpec, v: int, divisor: Divisor, tr
     )
     if ok.is_cuda:
         torch._assert_async(ok, f"hf_cce: labels must lie in [0, {v}) or equal ignore_index={index}")
-    elif not bool(ok):
+    elif not ok.is_meta and not bool(ok):
         bad = labels[(labels != index) & ((labels < 0) | (labels >= v))]
         raise ValueError(
             f"labels must lie in [0, {v}) or equal ignore_index, but {bad.numel()} do not (the first is {int(bad[0])}); "
@@ -108,6 +111,41 @@ def recompute(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the inputs from those of the statistics, empty where not needed."""
     return implementation(triton).logit_stats_backward(x, spec, lse, entropy, grads)
+
+
+def when_cold(strategy: Strategy, x: Inputs, needs: Needs) -> AbstractContextManager[None]:
+    """Within, ``warm_up`` runs once a kernel is not in Triton's cache."""
+    if not strategy.triton:
+        return nullcontext()
+    return kernels_module().when_cold(partial(warm_up, strategy, x, needs))
+
+
+def warm_up(strategy: Strategy, x: Inputs, needs: Needs) -> None:
+    """Compile the kernels of a strategy at once: one after the other, as its steps launch them, they take several times as long.
+
+    Its steps run on tensors without data, and nothing is launched.
+    """
+    if not x.hidden.is_cuda or torch.cuda.is_current_stream_capturing():
+        return
+    on_meta = (None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in x)
+    like = Inputs(*on_meta)  # type: ignore[arg-type]
+    with kernels_module().compiling(x.hidden.device) as possible:
+        for each in strategy.rehearsals() if possible else ():
+            # What fails here fails in the step itself, or is compiled there: a warm-up ends no run.
+            with suppress(Exception):
+                rehearse(each, like, needs)
+
+
+def rehearse(strategy: Strategy, x: Inputs, needs: Needs) -> None:
+    """A forward and a backward pass on inputs on the device "meta"."""
+    outputs, saved = strategy.forward(x)
+    fixed = strategy.undifferentiable(outputs)
+    upstream = [None if any(y is each for each in fixed) else torch.empty_like(y) for y in outputs]
+    if isinstance(strategy, Filtered):
+        upstream[2:] = [None] * len(upstream[2:])  # the gradient of an entropy is not filtered
+    if any(needs) and strategy.backward(x, saved, upstream, needs) is None:
+        grads = strategy.token_grads(saved, upstream, True)
+        recompute(x, replace(strategy.spec, needs=needs), saved.in_token_order(), saved.entropy, grads, True)
 
 
 class Strategy:
@@ -128,6 +166,10 @@ class Strategy:
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
         """Gradients from what is left of the forward pass, which is used up; None where nothing is."""
         return None
+
+    def rehearsals(self) -> list[Strategy]:
+        """What runs in this call and in the ones to come, for ``warm_up``."""
+        return [copy.copy(self)]
 
     def release(self) -> None:
         """Drop what is left of the forward pass, before the gradients are recomputed."""
@@ -302,6 +344,14 @@ class Filtered(Strategy):
     def sorted_grads(self, filtered: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
         """Upstream gradients as those of the statistics, in the order of the filter's rows."""
         return kernels_module().token_gradients(upstream[0], saved.factor, filtered.lse, self.spec)
+
+    def rehearsals(self) -> list[Strategy]:
+        found = self.otherwise.rehearsals()
+        for probing in (True, False):
+            each = copy.copy(self)
+            each.state, each.tau = self.state.rehearsal(probing), torch.empty((), device="meta")
+            found.append(each)
+        return found
 
     def release(self) -> None:
         super().release()

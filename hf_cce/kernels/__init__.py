@@ -12,6 +12,7 @@ A step, file by file:
     filter/         the gradient filter: run has its forward and backward pass
     backward        slab by slab: cached exponentials or recomputed logits, then matmul
     launch_config   tile shapes and slab widths for the device
+    launcher        each launch; with an empty cache, the compilation of all kernels at once
 """
 
 from hf_cce.kernels.backward import logit_stats_backward
@@ -19,6 +20,7 @@ from hf_cce.kernels.filter.run import filtered_cross_entropy, filtered_gradients
 from hf_cce.kernels.filter.workspace import BackwardRequest
 from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.labels import validate_labels
+from hf_cce.kernels.launcher import compiling, when_cold
 from hf_cce.kernels.loss import cached_cross_entropy, cross_entropy, grouped_cross_entropy, token_gradients
 from hf_cce.kernels.materialized import cross_entropy as materialized_cross_entropy
 from hf_cce.kernels.materialized import gradients as materialized_gradients
@@ -28,6 +30,7 @@ from hf_cce.kernels.token_groups import formed_gradients
 __all__ = [
     "BackwardRequest",
     "cached_cross_entropy",
+    "compiling",
     "cross_entropy",
     "filtered_cross_entropy",
     "filtered_gradients",
@@ -41,4 +44,5 @@ __all__ = [
     "materialized_logits",
     "token_gradients",
     "validate_labels",
+    "when_cold",
 ]

@@ -17,7 +17,6 @@ from hf_cce.kernels.exp_cache import ExpCache, Slab, exp_to_dlogits_
 from hf_cce.kernels.inputs import GradInputs, LogitInputs
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import (
-    FP_FUSION,
     Plan,
     ceil_div,
     empty_slab,
@@ -26,6 +25,7 @@ from hf_cce.kernels.launch_config import (
     slab_width,
     uses_hopper,
 )
+from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import ALIGNED, multiply_add
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 from hf_cce.spec import Inputs, LossSpec, TokenGrads
@@ -96,6 +96,7 @@ def _gradient_tile(
     tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (place < slab_width)[None, :])
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "slab_start", "ignore_index"])
 def _logit_gradient_kernel(
     hidden,  # [N, D]
@@ -159,6 +160,7 @@ def _logit_gradient_kernel(
         )  # fmt: skip
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "slab_start", "ignore_index"])
 def _label_entries_kernel(
     labels,  # [N]
@@ -203,7 +205,7 @@ def write_logit_gradient(
         hopper.write_logit_gradient(slab, inputs, grads, label)
         _label_entries_kernel[(ceil_div(n, 256),)](
             labels, grads.lse, grads.grad_lse, grads.grad_label, label.logit, out, start, stop - start, out.stride(0), n,
-            ignore_index, logit_scale, BLOCK=256, num_warps=4, **FP_FUSION,
+            ignore_index, logit_scale, BLOCK=256, num_warps=4,
         )  # fmt: skip
         return
     rows, cols = ceil_div(n, plan.block_m), ceil_div(stop - start, plan.block_n)

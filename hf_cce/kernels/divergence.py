@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, padded, row_major
+from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import tile_logits, tile_position
 from hf_cce.spec import Inputs, LossSpec, Wanted
 
@@ -48,6 +49,7 @@ def _teacher_tile(
 
 
 # do_not_specialize: numbers that change from step to step must not make Triton compile again.
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pair_stats_kernel(
     hidden,  # [N, D]
@@ -148,6 +150,7 @@ def _pair_stats_kernel(
             tl.store(tile_expectation + out, expectation, mask=in_rows)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pair_gradient_kernel(
     hidden,  # as in _pair_stats_kernel

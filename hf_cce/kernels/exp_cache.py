@@ -19,7 +19,8 @@ from torch import Tensor
 
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
 from hf_cce.kernels.labels import LabelLogits
-from hf_cce.kernels.launch_config import FP_FUSION, ceil_div, empty_slab, padded
+from hf_cce.kernels.launch_config import ceil_div, empty_slab, padded
+from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import ALIGNED
 
 LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the ends of bfloat16
@@ -48,6 +49,7 @@ class CachePlan(NamedTuple):
     in_scratch: int
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
 def _exp_to_dlogits_kernel(
     values,  # [N, width], in place; rows may be longer
@@ -172,6 +174,6 @@ def exp_to_dlogits_(
     _exp_to_dlogits_kernel[(ceil_div(n, 4), ceil_div(width, 2048))](
         values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, n, slab.start, values.stride(0),
         inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
-        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8, **FP_FUSION,
+        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     return flags

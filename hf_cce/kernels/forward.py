@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hf_cce.kernels.inputs import LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, make_plan, operand, padded, uses_hopper
+from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, uses_hopper
+from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import tile_logits, tile_position
 from hf_cce.spec import Inputs, LossSpec, Stats, Wanted
 
@@ -73,6 +74,7 @@ def _store_exp(
 
 
 # do_not_specialize: numbers that change from step to step must not make Triton compile again.
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
 def _tile_stats_kernel(
     hidden,  # [N, D]
@@ -154,6 +156,7 @@ def _tile_stats_kernel(
     _store_moments(z, e, top, total, tile_expectation, tile_lse2, out, in_rows, WANT_ENTROPY, WANT_SQ)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _combine_kernel(
     tile_lse,  # [T, N], and so on: see _tile_stats_kernel
@@ -268,7 +271,7 @@ def combine(
     n, stride = inputs.shape.n, padded(inputs.shape.n)
     _combine_kernel[(ceil_div(n, 32),)](
         *tiles[:5], label_logit, inputs.labels, lse, *outputs, stride, n, inputs.shape.v, tiles.lse.numel() // stride,
-        inputs.ignore_index, **tiles.flags, BLOCK_R=32, BLOCK_T=256, num_warps=8, **FP_FUSION,
+        inputs.ignore_index, **tiles.flags, BLOCK_R=32, BLOCK_T=256, num_warps=8,
     )  # fmt: skip
 
 

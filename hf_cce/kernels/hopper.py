@@ -14,7 +14,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,7 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from hf_cce.kernels.exp_cache import Slab
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits
-from hf_cce.kernels.launch_config import FP_FUSION, ceil_div, padded
+from hf_cce.kernels.launch_config import ceil_div, num_processors, padded
+from hf_cce.kernels.launcher import Kernel
 
 BLOCK_M = 128  # tokens of a tile, whose flags in ``active`` say whether there is anything to do
 BLOCK_N = 256
@@ -225,6 +225,7 @@ def _work(
 
 
 # Neither numbers that change from step to step nor flags from the middle of an array may make Triton compile again.
+@Kernel
 @gluon.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"], do_not_specialize_on_alignment=["active"])
 def _hopper_tiles_kernel(
     hidden,  # [N, D] descriptor of blocks [BLOCK_M, BLOCK_K]
@@ -306,7 +307,6 @@ def constants() -> dict[str, Any]:
         "GROUP_M": 64,
         "STORE_N": 64,
         "PARTS": 2,
-        **FP_FUSION,
     }
 
 
@@ -335,7 +335,7 @@ def _launch(
     label_logit = None if out is None or grads is not None else label.logit
     lse, grad_lse = (None, None) if grads is None else (grads.lse, grads.grad_lse)
     tile_lse, ratio = (None, None) if tiles is None else (tiles.lse, tiles.ratio)
-    processors = torch.cuda.get_device_properties(inputs.hidden.device).multi_processor_count
+    processors = num_processors(inputs.hidden)
     _hopper_tiles_kernel[(min(processors, ceil_div(n, BLOCK_M) * ceil_div(stop - start, BLOCK_N)),)](
         blocks(inputs.hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(inputs.weight, BLOCK_N, shapes["BLOCK_K"]), label.active,
         None if out is None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,

@@ -10,11 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.inputs import LogitInputs
-from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div
+from hf_cce.kernels.launch_config import Plan, ceil_div
+from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import softcapped
 from hf_cce.spec import Divisor
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _validate_labels_kernel(
     labels,  # [N]
@@ -52,11 +54,12 @@ def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor)
     factor = torch.empty((), dtype=torch.float32, device=labels.device)
     _validate_labels_kernel[(1,)](
         labels, divisor.items, divisor.number, ok, factor, labels.numel(), v, ignore_index,
-        HAS_ITEMS=divisor.items is not None, HAS_DIVISOR=divisor.number > 0, BLOCK=4096, num_warps=8, **FP_FUSION,
+        HAS_ITEMS=divisor.items is not None, HAS_DIVISOR=divisor.number > 0, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return ok, factor
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _label_logit_kernel(
     hidden,  # [N, D]

@@ -22,8 +22,6 @@ except ImportError:  # Triton before 3.4
 HOPPER_VERSIONS = ("3.6", "3.9")
 # With these one flat loop over tiles and the hidden size is faster. It takes registers, of which Triton 3.9 has none left.
 FLATTEN_VERSIONS = ("3.6",)
-# For every launch: Triton 3.9 warns where a launch leaves it open, and the default of 3.10 is another.
-FP_FUSION = {"enable_fp_fusion": True}
 
 
 def runs_on(versions: tuple[str, ...]) -> bool:
@@ -79,7 +77,6 @@ class Plan:
             # Four warps spill before Ampere.
             "num_warps": self.num_warps if self.block_m < 128 else 4,
             "num_stages": 4,
-            **FP_FUSION,
         }
 
     def constants(self) -> dict[str, Any]:
@@ -93,7 +90,6 @@ class Plan:
             "UPCAST": self.upcast,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
-            **FP_FUSION,
         }
 
 
@@ -107,7 +103,7 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
         return Plan(16, 32, 32, 1, 1, False, "ieee", upcast=True)
     if hidden.dtype == torch.float32:
         return Plan(64, 64, 32, 4, 3, False, precision)
-    major = torch.cuda.get_device_capability(hidden.device)[0]
+    major = capability(hidden)[0]
     if major < 8:
         # Larger tiles, or four warps, spill registers.
         return Plan(64, 64, 32, 8, 3, False, precision)
@@ -144,9 +140,9 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
             tile_warps=1,
             programs=3,
         )
-    processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    processors = num_processors(hidden)
     # Not on compute capability 10, where accumulators are in tensor memory: Triton 3.9 does not compile it.
-    if hidden.dtype == torch.float16 and torch.cuda.get_device_capability(hidden.device)[0] != 10:
+    if hidden.dtype == torch.float16 and capability(hidden)[0] != 10:
         plan = replace(plan, in_parts=True)
     if plan.block_m != 128:  # float32, and GPUs before Ampere
         # With four warps the product with gathered rows of the weight spills.
@@ -167,6 +163,16 @@ def _allows_tf32() -> bool:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # raised once somebody used the newer fp32_precision, as Transformers does for tf32=True
         return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def capability(x: Tensor) -> tuple[int, int]:
+    """The compute capability of the GPU of ``x``; of the current one for the tensors of a warm-up, which are on no device."""
+    return torch.cuda.get_device_capability(None if x.is_meta else x.device)
+
+
+def num_processors(x: Tensor) -> int:
+    """The streaming multiprocessors of the GPU of ``x``, likewise."""
+    return torch.cuda.get_device_properties(None if x.is_meta else x.device).multi_processor_count
 
 
 def _tma_ready(x: Tensor) -> bool:

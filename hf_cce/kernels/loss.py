@@ -17,11 +17,13 @@ from hf_cce.kernels.exp_cache import ExpCache, Slab, allocate_cache, plan_cache
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, empty_slab, make_plan, padded, uses_hopper
+from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, padded, uses_hopper
+from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.token_groups import PrecomputedGrads, group_gradient, group_size
 from hf_cce.spec import Inputs, LossSpec, TokenGrads, Wanted
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _total_loss_kernel(
     lse,  # [N], zero where the label is ignored, like all that follow
@@ -51,6 +53,7 @@ def _total_loss_kernel(
     tl.store(loss, tl.sum(total) * tl.load(factor))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _token_gradients_kernel(
     grad,  # scalar
@@ -86,7 +89,7 @@ def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -
     if n:
         _token_gradients_kernel[(ceil_div(n, 1024),)](
             grad, factor, lse, grad_lse, grad_label, grad_mean, n, spec.label_smoothing, spec.z_loss,
-            SMOOTH=smooth, Z_LOSS=spec.z_loss > 0, BLOCK=1024, **FP_FUSION,
+            SMOOTH=smooth, Z_LOSS=spec.z_loss > 0, BLOCK=1024,
         )  # fmt: skip
     return TokenGrads(grad_lse, grad_label, grad_mean)
 
@@ -98,7 +101,7 @@ def total_loss(
     loss = torch.empty((), dtype=torch.float32, device=lse.device)
     _total_loss_kernel[(1,)](
         lse, label_logit, mean_logit, factor, loss, lse.numel(), spec.label_smoothing, spec.z_loss,
-        SMOOTH=spec.label_smoothing > 0, Z_LOSS=spec.z_loss > 0, BLOCK=4096, num_warps=8, **FP_FUSION,
+        SMOOTH=spec.label_smoothing > 0, Z_LOSS=spec.z_loss > 0, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return loss
 

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch_config import FP_FUSION, empty_slab, padded
+from hf_cce.kernels.launch_config import empty_slab, padded
+from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.loss import total_loss
 from hf_cce.kernels.matmul import multiply, multiply_add
 from hf_cce.kernels.tiles import softcapped
@@ -38,6 +39,7 @@ def _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl
     return x
 
 
+@Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_stats_kernel(
     logits,  # [N, V], in float32 or as hidden and weight; rows `stride` apart
@@ -80,6 +82,7 @@ def _row_stats_kernel(
     tl.store(label_logit + row, tl.sum(at_label, 0))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_gradient_kernel(
     logits,  # [N, V], in float32 or as `out`
@@ -154,7 +157,7 @@ def cross_entropy(
     lse, label_logit = torch.empty((2, padded(n)), device=logits.device, dtype=torch.float32)[:, :n].unbind()
     _row_stats_kernel[(n,)](
         logits, bias, labels, lse, label_logit, v, logits.stride(0), *spec.form[:2], spec.softcap or 1.0,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0, BLOCK=2048, num_warps=8, **FP_FUSION,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     return total_loss(lse, label_logit, factor, spec), Materialized(logits, lse)
 
@@ -181,7 +184,6 @@ def gradients(
     _row_gradient_kernel[(n,)](
         logits, narrow, bias, labels, saved.lse, grad, factor, v, logits.stride(0), narrow.stride(0), *spec.form[:2],
         spec.softcap or 1.0, spec.z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0, BLOCK=2048, num_warps=8,
-        **FP_FUSION,
     )  # fmt: skip
     del logits
     gradient = narrow[:, :v]

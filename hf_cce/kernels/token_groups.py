@@ -22,7 +22,8 @@ from torch import Tensor
 from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.exp_cache import LIMIT, Slab
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
-from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, empty_slab, padded
+from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, padded
+from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import multiply_add
 
 FEWEST_TOKENS = 512  # smaller groups leave the GPU idle
@@ -37,6 +38,7 @@ class PrecomputedGrads(NamedTuple):
     grad_hidden: Tensor  # [N, D]
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _factors_kernel(
     values,  # [N, V] S, rows `stride` apart; zeros are written where the labels are
@@ -79,6 +81,7 @@ def _factors_kernel(
     tl.store(of_label + rows, c, mask=in_rows)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _finish_hidden_kernel(
     product,  # [rows, D] float32
@@ -109,6 +112,7 @@ def _finish_hidden_kernel(
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
 
 
+@Kernel
 @triton.jit
 def _multiply_kernel(x, by, size, BLOCK: tl.constexpr):
     """x · by, in place, unless that is one. Zero stays zero: without tokens, the loss was divided by their number."""
@@ -154,7 +158,7 @@ def group_gradient(
     _factors_kernel[(blocks,)](
         values, label_logit, labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, of_label, n, v,
         values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
-        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=plan.block_m, **FP_FUSION,
+        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=plan.block_m,
     )  # fmt: skip
     write_logit_gradient(slab, inputs, grads, plan, flags)
     product = torch.empty((rows_at_a_time(d, n), d), device=values.device, dtype=torch.float32)
@@ -163,12 +167,12 @@ def group_gradient(
         multiply_add(product[: stop - start], values[start:stop], weight, first=True)
         _finish_hidden_kernel[(ceil_div(stop - start, BLOCK_R), ceil_div(d, 256))](
             product, weight, labels, scale, of_label, out, start, stop - start, d, weight.stride(0), BLOCK_R=BLOCK_R,
-            BLOCK_D=256, **FP_FUSION,
+            BLOCK_D=256,
         )  # fmt: skip
 
 
 def formed_gradients(formed: PrecomputedGrads, grad: Tensor) -> list[Tensor | None]:
     """The gradients of hidden, weight and bias for the upstream gradient ``grad``, a scalar, in place."""
     x = formed.grad_hidden
-    _multiply_kernel[(min(1024, ceil_div(x.numel(), 4096)),)](x, grad, x.numel(), BLOCK=4096, num_warps=8, **FP_FUSION)
+    _multiply_kernel[(min(1024, ceil_div(x.numel(), 4096)),)](x, grad, x.numel(), BLOCK=4096, num_warps=8)
     return [x, None, None]

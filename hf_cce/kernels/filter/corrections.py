@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.inputs import Shape
-from hf_cce.kernels.launch_config import FP_FUSION, ceil_div
+from hf_cce.kernels.launch_config import ceil_div
+from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import multiply_add
 
 CENTERED_BYTES = 16 << 20  # of the weight's rows, centered at a time
@@ -34,6 +35,7 @@ class WeightCorrection(NamedTuple):
     basis: Tensor  # [16, D]: Qᵀ G
 
 
+@Kernel
 @triton.jit
 def _centered_rows_kernel(
     weight,  # [V, D]
@@ -58,6 +60,7 @@ def _centered_rows_kernel(
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], y.to(out.dtype.element_ty), mask=(ds < d)[None, :])
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _mass_weighted_hidden_kernel(
     hidden,  # [N, D]
@@ -101,6 +104,7 @@ def _mass_weighted_hidden_kernel(
             tl.store(out + rows.to(tl.int64)[:, None] * out_stride + ds[None, :], y, mask=mask)
 
 
+@Kernel
 @triton.jit
 def _row_coeffs_kernel(
     product,  # [V, 16] float32: the weight times the basis directions
@@ -151,7 +155,7 @@ def dropped_covariance(
         count = min(at_a_time, tiles - first)
         rows = weight.new_empty((count * block_n, d))
         _centered_rows_kernel[(count, ceil_div(d, 128))](
-            weight, vocab_perm, scale, rows, first, v, d, weight.stride(0), BLOCK_N=block_n, BLOCK_D=128, **FP_FUSION
+            weight, vocab_perm, scale, rows, first, v, d, weight.stride(0), BLOCK_N=block_n, BLOCK_D=128
         )
         multiply_add(total, rows.t(), rows, first=first == 0)
         del rows  # before the next ones, and the copy below
@@ -173,7 +177,7 @@ def mass_weighted_hidden(
     (n, d), out = hidden.shape, torch.empty_like(hidden) if columns is None else columns
     _mass_weighted_hidden_kernel[(ceil_div(n, 32), ceil_div(d, 512))](
         hidden, mass, out, n, d, hidden.stride(0), mass.stride(0), out.stride(0), mass.shape[0], logit_scale,
-        TRANSPOSED=columns is not None, ABSOLUTE=absolute, BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512, **FP_FUSION,
+        TRANSPOSED=columns is not None, ABSOLUTE=absolute, BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512,
     )  # fmt: skip
     return out
 
@@ -206,9 +210,7 @@ def make_weight_correction(
     product = torch.empty((v, size), device=weight.device, dtype=torch.float32)
     multiply_add(product, weight, directions.to(weight.dtype), first=True)
     row_coeffs = weight.new_empty((v, size))
-    _row_coeffs_kernel[(ceil_div(v, block_n),)](
-        product, vocab_perm, row_coeffs, v, BLOCK_N=block_n, SIZE=size, **FP_FUSION
-    )
+    _row_coeffs_kernel[(ceil_div(v, block_n),)](product, vocab_perm, row_coeffs, v, BLOCK_N=block_n, SIZE=size)
     return WeightCorrection(row_coeffs, basis.to(weight.dtype))
 
 

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.filter.corrections import WeightCorrection
-from hf_cce.kernels.launch_config import FP_FUSION, ceil_div
+from hf_cce.kernels.launch_config import ceil_div
+from hf_cce.kernels.launcher import Kernel
 
 SAMPLE = 1024  # tokens whose mean gives the average logits
 FINE = 1 << 14  # columns in whose exact order tokens are sorted
@@ -22,6 +23,7 @@ LARGEST = 128 * (1 << 14)  # vocabulary up to which 16-bit sort keys suffice
 COUNTED = 1 << 13  # tokens up to which counting smaller keys is faster than sorting
 
 
+@Kernel
 @triton.jit
 def _invert_order_kernel(by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -30,6 +32,7 @@ def _invert_order_kernel(by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK:
     tl.store(inv_vocab_perm + entry, at, mask=at < v)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["ignore_index", "num_tokens"])
 def _sort_keys_kernel(
     labels, inv_vocab_perm, columns, keys, num_tokens, v, ignore_index, FINE: tl.constexpr, BLOCK: tl.constexpr
@@ -44,6 +47,7 @@ def _sort_keys_kernel(
     tl.store(keys + at, tl.where(good, key, key + 1), mask=at < num_tokens)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _sort_by_counting_kernel(
     keys,  # [N] int16
@@ -69,6 +73,7 @@ def _sort_by_counting_kernel(
     tl.store(labels + before, tl.load(columns + rows, mask=inside, other=0), mask=inside)
 
 
+@Kernel
 @triton.jit
 def _permute_rows_kernel(
     weight,  # [V, D]
@@ -123,9 +128,7 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
     padded = ceil_div(v, block_n) * block_n
     vocab_perm = torch.empty(padded, dtype=torch.int32, device=hidden.device)
     inv_vocab_perm = torch.empty(v, dtype=torch.int32, device=hidden.device)
-    _invert_order_kernel[(ceil_div(padded, 1024),)](
-        by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK=1024, **FP_FUSION
-    )
+    _invert_order_kernel[(ceil_div(padded, 1024),)](by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK=1024)
     return Vocabulary(vocab_perm, inv_vocab_perm)
 
 
@@ -140,13 +143,12 @@ def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> To
     keys = torch.empty(n, dtype=torch.int16 if v < LARGEST else torch.int32, device=labels.device)
     _sort_keys_kernel[(ceil_div(n, 1024),)](
         labels, vocabulary.inv_vocab_perm, columns, keys, n, v, ignore_index, FINE=FINE if v < LARGEST else v, BLOCK=1024,
-        **FP_FUSION,
     )  # fmt: skip
     if n <= COUNTED and v < LARGEST:
         token_perm = torch.empty(n, dtype=torch.int64, device=labels.device)
         ordered = torch.empty_like(columns)
         _sort_by_counting_kernel[(ceil_div(n, 16),)](
-            keys, columns, token_perm, ordered, n, BLOCK_R=16, BLOCK=512, num_warps=4, **FP_FUSION
+            keys, columns, token_perm, ordered, n, BLOCK_R=16, BLOCK=512, num_warps=4
         )
         return TokenOrder(token_perm, ordered)
     token_perm = torch.sort(keys, stable=True).indices
@@ -159,6 +161,6 @@ def permute_rows(weight: Tensor, vocab_perm: Tensor, first: int, stop: int, mean
     out = weight.new_empty((stop - first, d))
     _permute_rows_kernel[(ceil_div(stop - first, block_n), ceil_div(d, 128))](
         weight, vocab_perm, out, means, first // block_n, v, d, weight.stride(0),
-        BLOCK_N=block_n, BLOCK_D=128, num_warps=4, **FP_FUSION,
+        BLOCK_N=block_n, BLOCK_D=128, num_warps=4,
     )  # fmt: skip
     return out

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.filter.workspace import MASS_GROUP, SavedForward
-from hf_cce.kernels.launch_config import FP_FUSION, ceil_div, padded, power_of_2
+from hf_cce.kernels.launch_config import ceil_div, padded, power_of_2
+from hf_cce.kernels.launcher import Kernel
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last bin holds what must be kept.
 BINS = tl.constexpr(512)
@@ -35,6 +36,7 @@ def _bin(energy):
     return tl.where(known, number, tl.where(energy == 0.0, 0, 511))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "span"])
 def _tile_energy_kernel(
     tile_lse,  # [T, N]
@@ -83,6 +85,7 @@ def _tile_energy_kernel(
     tl.store(part + program, total)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tiles"])
 def _count_kernel(energy, counts, num_tiles, BLOCK: tl.constexpr):
     """Tiles by energy, [programs, BINS]."""
@@ -91,6 +94,7 @@ def _count_kernel(energy, counts, num_tiles, BLOCK: tl.constexpr):
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(_bin(e), BINS))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_programs"])
 def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     bins = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
@@ -103,6 +107,7 @@ def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: t
     tl.store(sums + bins, total)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
 def _choose_tiles_kernel(
     energy,  # [T, row blocks]
@@ -138,6 +143,7 @@ def _choose_tiles_kernel(
     tl.store(kept_counts + block, tl.sum(kept.to(tl.int32)))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["room", "PASSES"])
 def _divide_passes_kernel(
     kept_counts,  # [T]
@@ -164,6 +170,7 @@ def _divide_passes_kernel(
         tl.store(pass_start + p, tl.sum(tl.where(earlier, counts, 0)))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
 def _list_tiles_kernel(
     kept_slot,  # [T, row blocks]
@@ -201,6 +208,7 @@ def _list_tiles_kernel(
     tl.store(row_pass + row_block * (PASSES + 1) + passes, before, mask=passes <= PASSES)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
 def _longest_first_kernel(
     row_pass,  # [row blocks, P + 1]
@@ -219,6 +227,7 @@ def _longest_first_kernel(
     tl.store(row_order + number * num_row_blocks + tl.sum(ahead.to(tl.int32)), row)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"], do_not_specialize_on_alignment=["tile_mass"])
 def _mass_kernel(
     tile_lse,  # [T, N]
@@ -299,19 +308,17 @@ def select(saved: SavedForward, tau: Tensor) -> Kept:
     pass_of = ints(cols)
     rows_2 = max(16, power_of_2(rows))
     _choose_tiles_kernel[(cols,)](
-        energy, part, sums, tau, kept.kept_slot, kept.kept_counts, rows, len(part), ROWS=rows_2, BLOCK=1024, **FP_FUSION
+        energy, part, sums, tau, kept.kept_slot, kept.kept_counts, rows, len(part), ROWS=rows_2, BLOCK=1024
     )
     _divide_passes_kernel[(1,)](
         kept.kept_counts, kept.first_kept, pass_of, kept.pass_block, kept.pass_start, cols, saved.workspace.room,
-        PASSES=passes, COLS=max(16, power_of_2(cols)), **FP_FUSION,
+        PASSES=passes, COLS=max(16, power_of_2(cols)),
     )  # fmt: skip
     _list_tiles_kernel[(rows,)](
         kept.kept_slot, kept.first_kept, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,
-        rows, cols, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128, **FP_FUSION,
+        rows, cols, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128,
     )  # fmt: skip
-    _longest_first_kernel[(rows, passes)](
-        kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=rows_2, num_warps=1, **FP_FUSION
-    )
+    _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=rows_2, num_warps=1)
     return kept
 
 
@@ -326,13 +333,13 @@ def _tile_energies(saved: SavedForward) -> tuple[Tensor, Tensor, Tensor]:
     _tile_energy_kernel[grid](
         saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.order.labels, energy, part, padded(n), n, rows,
         cols, span, v, saved.softcap or 1.0, HAS_SOFTCAP=saved.softcap > 0,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4, **FP_FUSION,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
     counting = ceil_div(rows * cols, 2048)
     counts = torch.empty((counting, BINS.value), dtype=torch.int32, device=device)
     sums = torch.empty(BINS.value, dtype=torch.int32, device=device)
-    _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4, **FP_FUSION)
-    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1, **FP_FUSION)
+    _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
+    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)
     return energy, part, sums
 
 
@@ -356,6 +363,6 @@ def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, spare: int) 
     _mass_kernel[(rows, len(per_token))](
         saved.tile_lse, saved.tile_damping, kept.kept_slot, saved.lse, saved.order.labels, grad_lse, mass, probability,
         per_tile, per_token, padded(n), n, rows, cols, v, saved.logit_scale,
-        HAS_DAMPING=saved.tile_damping is not None, BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2, **FP_FUSION,
+        HAS_DAMPING=saved.tile_damping is not None, BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2,
     )  # fmt: skip
     return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_tile, per_token[:, :n])

@@ -21,7 +21,8 @@ from torch import Tensor
 from hf_cce.kernels.filter.corrections import RANK, WeightCorrection
 from hf_cce.kernels.filter.select import Kept
 from hf_cce.kernels.filter.workspace import BackwardRequest, SavedForward
-from hf_cce.kernels.launch_config import FP_FUSION, Plan, ceil_div, descriptor, operand
+from hf_cce.kernels.launch_config import Plan, ceil_div, descriptor, operand
+from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import tile_gradient, tile_logits
 
 
@@ -46,6 +47,7 @@ def _add_dropped(
     return acc
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number"])
 def _kept_tiles_kernel(
     hidden,  # [N, D] in the order of rows
@@ -117,6 +119,7 @@ def _add_in_parts(acc, part, a, b, last, PRECISION: tl.constexpr):
     return tl.where(last, acc + part, acc), tl.where(last, 0.0, part)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _hidden_gradient_kernel(
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_M, BLOCK_K]
@@ -199,6 +202,7 @@ def _rows_stay(pass_block, vocab_size, BLOCK_N: tl.constexpr):
     return tl.load(pass_block + 1) < tl.cdiv(vocab_size, BLOCK_N)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens", "pass_number"])
 def _weight_gradient_kernel(
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_K, BLOCK_N]
@@ -274,6 +278,7 @@ def _weight_gradient_kernel(
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
+@Kernel
 @triton.jit
 def _reorder_rows_kernel(
     gradient,  # [V, D]: ``width`` of D from ``first`` on are read, or with BACK written at their vocabulary entries
@@ -388,7 +393,7 @@ class _Launches:
             HAS_BIAS=saved.bias is not None, HAS_SCALE=saved.logit_scale != 1.0, HAS_SOFTCAP=saved.softcap > 0,
             FLATTEN=plan.flatten, TMA=plan.use_tma, GATHER=self.gather, PRECISION=plan.precision, UPCAST=plan.upcast,
             BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps,
-            num_stages=plan.num_stages, **FP_FUSION,
+            num_stages=plan.num_stages,
         )  # fmt: skip
 
     def multiply_by_weight(self, number: int, grad_hidden: Tensor) -> None:
@@ -423,7 +428,6 @@ def _product_constants(plan: Plan) -> dict[str, Any]:
         "PRECISION": plan.precision,
         "UPCAST": plan.upcast,
         "IN_PARTS": plan.in_parts,
-        **FP_FUSION,
     }
 
 
@@ -441,5 +445,4 @@ def _reorder_rows(gradient: Tensor, vocab_perm: Tensor, scratch: Tensor, pass_bl
         for back in (False, True):
             _reorder_rows_kernel[(ceil_div(v, block_n), ceil_div(stop - first, 128))](
                 gradient, vocab_perm, scratch, pass_block, first, stop - first, v, d, BACK=back, BLOCK_N=block_n, BLOCK_D=128,
-                **FP_FUSION,
             )  # fmt: skip

@@ -1,0 +1,130 @@
+"""How kernels are launched: with little host time, and compiled at once where Triton's cache has not got them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import JITFunction
+
+# Said at each launch: Triton 3.9 warns where it is left open, and the default of 3.10 is another.
+OPTIONS = {"enable_fp_fusion": True}
+THREADS = 16  # that compile at the same time
+
+COLD = 0.1  # seconds that only a kernel takes which Triton's cache has not got
+
+_compiling: ContextVar[list[Any] | None] = ContextVar("hf_cce_compiling", default=None)
+_when_cold: ContextVar[Callable[[], None] | None] = ContextVar("hf_cce_when_cold", default=None)
+
+
+class Kernel:
+    """A Triton kernel, launched by ``kernel[grid](*args, **constants)``: runtime arguments by position, constants by name.
+
+    Triton finds the compiled kernel of a launch from its arguments, each time anew, which takes the host longer than the launch.
+    Here it is looked up by what Triton specializes a kernel on.
+    """
+
+    _triton_is_loaded = False  # the first kernel of a process waits for that, also if it is in the cache
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self._compiled: dict[Any, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        function = self.function
+        if not isinstance(function, JITFunction):  # the interpreter's
+            function[grid](*args, **constants)
+            return
+        waiting = _compiling.get()
+        if waiting is not None:
+            waiting.append(function.warmup(*args, grid=grid, **constants, **OPTIONS))
+            return
+        key = (*constants.items(), *map(_specialization, args))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            began = time.perf_counter()
+            compiled = self._compiled[key] = function.warmup(*args, grid=grid, **constants, **OPTIONS)
+            took, warm_up = time.perf_counter() - began, _when_cold.get()
+            if warm_up is not None and Kernel._triton_is_loaded and took > COLD:
+                warm_up()
+            Kernel._triton_is_loaded = True
+        x, y, z = (*grid, 1, 1)[:3]
+        compiled[x, y, z](*args, *[constants[name] for name in function.arg_names[len(args) :]])
+
+
+def _specialization(arg: Any) -> Any:
+    """What of a runtime argument decides which compiled kernel is launched, and on which device."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0, arg.get_device()
+    if isinstance(arg, int):
+        return type(arg), arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31
+    if arg is None or isinstance(arg, float):
+        return type(arg)
+    return type(arg), arg.base.dtype, arg.base.get_device(), *arg.block_shape, getattr(arg, "layout", None)
+
+
+@contextmanager
+def when_cold(warm_up: Callable[[], None]) -> Iterator[None]:
+    """Call ``warm_up`` as soon as a kernel launched within has to be compiled: the others then have to be, too."""
+
+    def once() -> None:
+        _when_cold.set(None)
+        warm_up()
+
+    token = _when_cold.set(once)
+    try:
+        yield
+    finally:
+        _when_cold.reset(token)
+
+
+@contextmanager
+def compiling(device: torch.device) -> Iterator[bool]:
+    """Compile what is launched within, all at the same time, and launch nothing. Yields False where Triton cannot.
+
+    A kernel that does not compile is left to its launch, which says so.
+    """
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:
+        yield False
+        return
+    waiting: list[Any] = []
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # A thread has a current device of its own, on which kernels are loaded.
+    with ThreadPoolExecutor(min(THREADS, processors), initializer=partial(_use, device)) as threads:
+        token = _compiling.set(waiting)
+        try:
+            with mode(threads, ignore_errors=True):
+                yield True
+        finally:
+            _compiling.reset(token)
+        _load(waiting, threads)
+
+
+def _use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _load(kernels: list[Any], threads: Executor) -> None:
+    """Make what launches the compiled kernels: up to Triton 3.8 a C compiler takes as long for that as Triton for a kernel."""
+
+    def load(kernel: Any) -> None:
+        done = kernel.result(ignore_errors=True) if hasattr(kernel, "result") else kernel
+        if done is not None:
+            done.run  # noqa: B018 (a property that is made when first read)
+
+    for each in {id(kernel): kernel for kernel in kernels}.values():
+        threads.submit(load, each)

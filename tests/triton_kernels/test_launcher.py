@@ -1,0 +1,85 @@
+"""Launches find the kernel that Triton would, and a first step compiles the kernels of all steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+# Triton's driver for a GPU that is not there: it compiles, and cannot launch.
+SAME_AS_TRITON = """
+import itertools
+import torch, triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+from hf_cce.kernels import launcher
+from tests.triton_kernels.test_launcher import do_nothing
+
+class Driver:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = get_current_stream = lambda self, *_: 0
+
+driver.set_active(Driver())
+numbers = (1, 0, 3, 16, 2**31, 2**31 + 16, 1.0, None)
+whole, half = torch.empty(64, device="meta"), torch.empty(64, dtype=torch.float16, device="meta")
+matrix = torch.empty(64, 64, device="meta")
+blocks = [TensorDescriptor.from_tensor(matrix, [rows, 32]) for rows in (16, 32)]
+args = (*numbers, whole, half, *blocks, TensorDescriptor.from_tensor(matrix.half(), [16, 32]))
+kernel_of, key_of = {}, {}
+for i, arg in enumerate(args):
+    kernel_of[i] = id(do_nothing.warmup(arg, grid=(1,)))
+    key_of[i] = launcher._specialization(arg)
+for i, k in itertools.combinations(range(len(args)), 2):
+    if kernel_of[i] != kernel_of[k]:
+        assert key_of[i] != key_of[k], (args[i], args[k], key_of[i])
+print("kernels", len(set(kernel_of.values())), "keys", len(set(key_of.values())))
+"""
+
+FIRST_STEPS = """
+import torch, triton
+from hf_cce import FilterState, linear_cross_entropy
+
+torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, device="cuda"))])
+compiled = []
+triton.knobs.compilation.listener = lambda **about: compiled.append(about["src"].name)
+torch.manual_seed(0)
+weight = torch.nn.Parameter(torch.randn(49_152, 512, device="cuda", dtype=torch.bfloat16) * 0.1)
+labels = torch.randint(2_000, (8_192,), device="cuda")
+hidden = (weight[labels] * SIZE + torch.randn(8_192, 512, device="cuda").bfloat16()).detach().requires_grad_()
+state = FilterState()
+for step in range(12):
+    linear_cross_entropy(hidden, weight, labels, filter_state=state).backward()
+    if step == 0:
+        first = len(compiled)
+print("first", first, "later", compiled[first:], state.stats())
+"""
+
+
+@triton.jit
+def do_nothing(x):
+    pass
+
+
+def python(program: str, **environment: str) -> str:
+    """What a process of its own prints, without the interpreter of Triton's kernels."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_arguments_of_two_compiled_kernels_have_two_keys(tmp_path: Path) -> None:
+    print(python(SAME_AS_TRITON, TRITON_CACHE_DIR=str(tmp_path)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", ["0.0", "60.0"], ids=["the filter pauses", "it drops most"])
+def test_the_first_step_compiles_what_later_steps_need(size: str, tmp_path: Path) -> None:
+    printed = python(FIRST_STEPS.replace("SIZE", size), TRITON_CACHE_DIR=str(tmp_path))
+    assert "later []" in printed, printed
