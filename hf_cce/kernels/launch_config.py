@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +27,12 @@ FLATTEN_VERSIONS = ("3.6",)
 
 def runs_on(versions: tuple[str, ...]) -> bool:
     """Whether the installed Triton is a release of one of these minor versions."""
-    release = re.fullmatch(r"(\d+\.\d+)\.\d+", triton.__version__)
+    return _is_release_of(triton.__version__, versions)
+
+
+@cache
+def _is_release_of(version: str, versions: tuple[str, ...]) -> bool:
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+", version)
     return release is not None and release[1] in versions
 
 
@@ -167,7 +173,12 @@ def _allows_tf32() -> bool:
 
 def capability(x: Tensor) -> tuple[int, int]:
     """The compute capability of the GPU of ``x``; of the current one for the tensors of a warm-up, which are on no device."""
-    return torch.cuda.get_device_capability(None if x.is_meta else x.device)
+    return _capability(None if x.is_meta else x.device)
+
+
+@cache
+def _capability(device: torch.device | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def num_processors(x: Tensor) -> int:

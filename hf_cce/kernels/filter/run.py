@@ -168,7 +168,7 @@ def _choose(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> _C
             )
         correction = vocabulary.weight_correction
     rows, cols = saved.tile_grid
-    report = FilterReport(kept.first_kept[-1], rows * cols, mass.probability, len(saved.hidden), request.tau)
+    report = FilterReport(kept.first_kept[-1], rows * cols, mass.probability, saved.hidden.shape[0], request.tau)
     if request.measure:
         report = report._replace(**estimate_errors(saved, weight, request, kept, mass, covariance, correction))
     return _Choice(kept, mass, covariance, correction, report)
@@ -224,6 +224,6 @@ def _add_dropped_to_hidden(
     """
     means = saved.means
     if covariance is not None:
-        mass_weighted_hidden(saved.hidden, mass.per_token, saved.logit_scale, mass.stacked[len(means) :])
+        mass_weighted_hidden(saved.hidden, mass.per_token, saved.logit_scale, mass.stacked[means.shape[0] :])
         means = torch.cat((means, covariance))
     multiply_add(total, mass.stacked.t(), means, first=True)

@@ -357,10 +357,10 @@ class _Launches:
     gather: bool
     scratch: Tensor  # [slots · BLOCK_M, BLOCK_N]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, int, int]:
         """N, V, D."""
-        return len(self.saved.hidden), *self.source.shape
+        return self.saved.hidden.shape[0], *self.source.shape
 
     @cached_property
     def tile_operands(self) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
@@ -200,7 +201,7 @@ class SavedForward:
     logit_scale: float
     softcap: float  # 0 is none
 
-    @property
+    @cached_property
     def tile_grid(self) -> tuple[int, int]:
         """Row blocks and column blocks."""
-        return ceil_div(len(self.hidden), self.plan.block_m), len(self.means)
+        return ceil_div(self.hidden.shape[0], self.plan.block_m), self.means.shape[0]
