@@ -79,6 +79,7 @@ class FilterState:
         self._device: torch.device | None = None
         self._others: dict[torch.device, FilterState] = {}
         self._newest: FilterState | None = None  # of the others, if it was one of them that was asked for last
+        self.counters: Any = None  # of the patched model that it belongs to: a compiled call adds to them
         self.handle = next(_handles)
         _states[self.handle] = self
 
