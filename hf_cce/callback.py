@@ -36,25 +36,18 @@ class _Run:
     batches: int = 0
     missed: int = 0  # micro-batches of which no loss was ours
     hit: bool = False  # the step has a loss of ours
-    traced: bool = False  # a step had one in a compiled graph
     told: bool = False  # which way the losses go
     reported: bool = False  # that a step has none of ours
 
     def begin_step(self, patch: Patch | None) -> None:
         self._follow(patch)
         self.step, self.losses, self.hit = replace(self.stats), self.stats.as_meant, False
-        self.stats.traced = False  # a compiled graph that holds our loss sets it whenever it runs
 
     def end_batch(self, patch: Patch | None) -> None:
         self._follow(patch)
-        hit = self.stats.traced or self.stats.as_meant > self.losses
-        self.traced |= self.stats.traced
-        self.losses, self.stats.traced = self.stats.as_meant, False
+        hit = self.stats.as_meant > self.losses
+        self.losses = self.stats.as_meant
         self.batches, self.missed, self.hit = self.batches + 1, self.missed + (not hit), self.hit or hit
-
-    def end_step(self, patch: Patch | None) -> None:
-        self.end_batch(patch)
-        self.stats.traced = self.traced  # for model.cce_stats()
 
     def _follow(self, patch: Patch | None) -> None:
         if patch is not None and patch.stats is not self.stats:  # removed and patched anew: it counts from zero
@@ -145,13 +138,13 @@ class CCECallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (run := self._run) is None:
             return
-        run.end_step(patch_of(causal_lm(kwargs["model"])))
+        run.end_batch(patch_of(causal_lm(kwargs["model"])))
         if not run.hit and not run.reported:
             run.reported = True
             self._report(run, args, state, kwargs["model"])
         elif run.hit and not run.told and not run.reported:
             run.told = True
-            if run.traced:
+            if run.stats.traced:
                 way = "without logits, in a compiled graph"
             elif run.stats.few_tokens > run.step.few_tokens:
                 way = "by the model's own loss, which is as fast for so few tokens"

@@ -50,15 +50,16 @@ class CCEConfig:
             twice as much in float32, or a tenth of what full logits take, and the size of that gradient besides. In
             float32 and in the fallback few tokens have full logits of up to 480 MiB.
             Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed; some have no room for the gradient
-            filter. Where nothing is left out, the gradient of the weight may be allocated in the forward pass already; where
-            several losses are added up before one backward pass, each has one. Under torch.compile "auto" never takes more.
-            Two floors: portable PyTorch works on at least 16 tokens with the whole vocabulary, or 16 entries of it with all
-            tokens, and in float16 and bfloat16 it accumulates the gradient of the hidden states in float32.
+            filter. Where nothing is left out, the gradient of the weight may be allocated in the forward pass already, and
+            under torch.compile all gradients are, but in float16; where several losses are added up before one backward pass,
+            each has its own. Two floors: portable PyTorch works on at least 16 tokens with the whole vocabulary, or 16 entries
+            of it with all tokens, and in float16 and bfloat16 it accumulates the gradient of the hidden states in float32.
         gradient_filter: the Triton kernels of the scalar loss may leave out tiles of the logits' gradient that hardly matter and
             keep their probability mass in their place. A number is the error this may make in the gradient of the hidden states,
             and in that of the weight, relative to its norm, at most 0.1; it is held by measurement where a ``FilterState`` is
             kept, as on patched models. ``"auto"`` keeps both, in bfloat16, below what rounding the logits to bfloat16 makes, and
-            leaves out nothing in other dtypes. None leaves out nothing. Under torch.compile nothing is left out either.
+            leaves out nothing in other dtypes. None leaves out nothing. Under torch.compile nothing is
+            left out in float16, nor from the gradients of ``linear_log_probs``.
         token_stats: count token accuracy, entropy and perplexity in the pass of the loss, on patched models: see
             ``model.cce_stats()``. A loss with label smoothing, a compiled graph and a vocabulary that is spread over processes
             count nothing.

@@ -209,9 +209,12 @@ def materialized_bytes(p: Problem, dtype: torch.dtype) -> int:
     return p.tokens * (dtype.itemsize * (p.vocab_size + 15) + 4 * p.hidden_size * (p.vocab_size % 8 > 0))
 
 
-def forms_gradients(dtype: torch.dtype, implementation: str) -> bool:
-    """Whether the operator ``hf_cce::cross_entropy`` returns gradients: whatever the sizes, as one graph serves any."""
-    return implementation == "portable" and dtype in FULL_PRECISION
+def forms_gradients(dtype: torch.dtype) -> bool:
+    """Whether the operator ``hf_cce::cross_entropy`` returns gradients: whatever the sizes, as one graph serves any.
+
+    Not in float16, which would lose those that a GradScaler has not yet scaled.
+    """
+    return dtype != torch.float16
 
 
 def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
@@ -225,9 +228,7 @@ def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
 
 
 def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> Decision:
-    """The strategy on this ``implementation``. ``filtered``: the filter is for this loss, and does not rest."""
-    if few_tokens(p, spec):
-        return Decision("full_logits", implementation)
+    """The strategy of more than few tokens on this ``implementation``. ``filtered``: the filter is for this loss, not paused."""
     if implementation == "portable":
         return Decision("one_pass" if one_pass_pays(p, spec) else "recompute", implementation)
     return Decision("filtered", implementation) if filtered else unfiltered(p, spec, False)
@@ -242,9 +243,14 @@ def unfiltered(p: Problem, spec: LossSpec, filtered: bool) -> Decision:
 
 def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
     """The strategy of a scalar loss."""
-    p = Problem.of(x)
-    if few_tokens(p, spec):  # first, as the host is the slower side here
+    if few_tokens(Problem.of(x), spec):  # first, as the host is the slower side here
         return FullLogits(spec, divisor)
+    return dispatch_fused(x, spec, divisor, state)
+
+
+def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
+    """The strategy of a scalar loss that autograd does not record: all but full logits."""
+    p = Problem.of(x)
     implementation = choose_implementation(p.device, p.dtype, spec.implementation)
     # "auto" promises an error, and keeps the promise by measurement: not without a state.
     tau, steered = None, state is not None
@@ -268,12 +274,12 @@ def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: Filter
     return statistics if tau is None else FilteredStatistics(spec, SUM, state, tau, True, statistics)
 
 
-def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor) -> Strategy:
+def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
     """The strategy of the operator ``hf_cce::cross_entropy``, whose graph serves any number of tokens."""
-    implementation = choose_implementation(x.hidden.device, x.hidden.dtype, spec.implementation)
-    if forms_gradients(x.hidden.dtype, implementation):
-        return OnePass(spec, divisor, False)
-    return Recompute(spec, divisor, implementation == "triton")
+    if forms_gradients(x.hidden.dtype):
+        return dispatch_fused(x, spec, divisor, state)
+    triton = choose_implementation(x.hidden.device, x.hidden.dtype, spec.implementation) == "triton"
+    return Recompute(spec, divisor, triton)
 
 
 def loss_factor(x: Inputs, spec: LossSpec, divisor: Divisor) -> Tensor:
@@ -325,6 +331,8 @@ def explain_dispatch(
     elif not absent:
         implementation = choose_implementation(device, dtype, implementation)
         why_not = why_no_triton(device, dtype) if config.implementation == "auto" else None
-    found = decide(p, spec, implementation, implementation == "triton" and may_filter(p, spec))
+    found = Decision("full_logits", implementation)
+    if not few_tokens(p, spec):
+        found = decide(p, spec, implementation, implementation == "triton" and may_filter(p, spec))
     why = "; ".join(filter(None, (WHY[found.strategy], why_not)))
     return Explanation(*found, why, _budget(p, spec, found.strategy))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from threading import Lock
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -30,6 +32,9 @@ PAUSE_SHARE = 0.6  # share of kept tiles from which unfiltered products are fast
 PAUSE_STEPS = 32  # unfiltered steps before the filter is tried again
 
 _lock = Lock()  # of the module, as a lock cannot be copied or pickled
+# An operator of torch.library takes numbers, no objects. Each state still belongs to its model: this only finds it again.
+_states: WeakValueDictionary[int, FilterState] = WeakValueDictionary()
+_handles = itertools.count(1)
 
 
 def _capturing() -> bool:
@@ -74,9 +79,17 @@ class FilterState:
         self._device: torch.device | None = None
         self._others: dict[torch.device, FilterState] = {}
         self._newest: FilterState | None = None  # of the others, if it was one of them that was asked for last
+        self.counters: Any = None  # of the patched model that it belongs to: a compiled call adds to them
+        self.handle = next(_handles)
+        _states[self.handle] = self
 
     def __reduce__(self) -> tuple[type[FilterState], tuple[()]]:
         return FilterState, ()  # copies and pickles begin anew
+
+    @staticmethod
+    def of(handle: int) -> FilterState | None:
+        """Return the state with that ``handle``; None if there is none any more, and for 0."""
+        return _states.get(handle)
 
     def on(self, device: torch.device) -> FilterState:
         """Return the state for tensors on ``device``: this one on its first device, another one on each other.

@@ -24,7 +24,7 @@ def _forward(hidden: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any
 
 
 def _cross_entropy(hidden: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
-    """Gradients that portable PyTorch forms in the forward pass are counted there: no operator runs in the backward pass."""
+    """Gradients that form in the forward pass are counted there: no operator runs in the backward pass."""
     formed = sum(len(shape) == 2 for shape in out_shape[3:5])
     return (1 + formed) * _product(hidden, weight)
 

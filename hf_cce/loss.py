@@ -153,7 +153,8 @@ def linear_log_probs(
         entropy, log_sum_sq_probs, mean_logit, is_top1, logsumexp: ask for that field of the result.
         filter_state: as in ``linear_cross_entropy``. Without it the gradients are exact, whatever ``config.gradient_filter``
             says; with it they are filtered where that pays: for losses that weigh tokens alike, or nearly. The statistics are
-            of a pass of its own, and differ by rounding from those of a call without gradients.
+            of a pass of its own, and differ by rounding from those of a call without gradients. Under torch.compile the
+            gradients are exact.
 
     Returns:
         ``LogProbs``, each field of the shape of ``labels``.

@@ -19,7 +19,20 @@ from hf_cce import flops, reference
 from hf_cce.dispatch import choose_implementation, dispatch, dispatch_statistics, dispatch_traced, forms_gradients
 from hf_cce.filter_state import FilterState
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
-from hf_cce.strategies import FullLogits, Saved, Statistics, Strategy, recompute, stats_grads, when_cold, with_fallback
+from hf_cce.strategies import (
+    FullLogits,
+    Gradients,
+    Saved,
+    Statistics,
+    Strategy,
+    Upstream,
+    recompute,
+    stats_grads,
+    when_cold,
+    with_fallback,
+)
+
+AUTO = -1.0  # gradient_filter="auto" as a number
 
 
 def _computing(x: Tensor) -> AbstractContextManager[Any]:
@@ -41,6 +54,26 @@ def _forward(strategy: Strategy, x: Inputs) -> tuple[Strategy, tuple[Tensor, ...
     def compute(triton: bool) -> tuple[Strategy, tuple[Tensor, ...], Saved]:
         used = strategy if triton == strategy.triton else strategy.without_kernels()
         return used, *used.forward(x)
+
+    with _computing(x.hidden):
+        return with_fallback(compute, strategy.triton, strategy.spec, x.hidden.device)
+
+
+def _backward(
+    strategy: Strategy, x: Inputs, saved: Saved, upstream: Upstream, spec: LossSpec, direct: bool
+) -> Gradients:
+    """The gradients that ``spec`` needs; not ``direct``: by an operator, as somebody must see one."""
+
+    def compute(triton: bool) -> Gradients:
+        if direct and triton == strategy.triton:
+            gradients = strategy.backward(x, saved, upstream, spec.needs)
+            if gradients is not None:
+                return gradients
+        strategy.release()
+        grads, lse = strategy.token_grads(saved, upstream, direct and triton), saved.in_token_order()
+        if direct:
+            return recompute(x, spec, lse, saved.entropy, grads, triton)
+        return recompute_by_operator(x, spec, lse, saved.entropy, grads)
 
     with _computing(x.hidden):
         return with_fallback(compute, strategy.triton, strategy.spec, x.hidden.device)
@@ -178,7 +211,16 @@ def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> Any:
 logit_stats_backward.register_autograd(_refuse_second_derivative)
 
 
-@torch.library.custom_op("hf_cce::cross_entropy", mutates_args=())
+# The filter decides on the host, step by step: replays of a CUDA graph would repeat one step's decisions.
+@torch.library.custom_op(
+    "hf_cce::cross_entropy",
+    mutates_args=(),
+    tags=(torch.Tag.cudagraph_unsafe,),
+    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? num_items, float divisor, SymInt filter_state, "
+    "SymInt ignore_index, float logit_scale, float softcap, float label_smoothing, float z_loss, "
+    "bool need_hidden, bool need_weight, bool need_bias, SymInt memory_budget, str implementation, float gradient_filter, "
+    "bool auto_budget) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def cross_entropy_op(
     hidden: Tensor,
     weight: Tensor,
@@ -186,57 +228,60 @@ def cross_entropy_op(
     labels: Tensor,
     num_items: Tensor | None,
     divisor: float,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    label_smoothing: float,
-    z_loss: float,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    memory_budget: int,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    filter_state: int,
+    *options: Any,
+) -> tuple[Tensor, ...]:
     """(loss, lse [N], factor, grad of hidden, of weight, of bias), the gradients empty where they are not formed here.
 
     The loss is the sum over the tokens times ``factor``: one over ``divisor`` if positive, else over ``num_items`` if given,
-    else over the number of labels that are not ignored; zero where that would divide by zero.
+    else over the number of labels that are not ignored; zero where that would divide by zero. ``filter_state`` is the handle
+    of a FilterState, or 0; ``options`` are the fields of a LossSpec, ``gradient_filter`` being 0 for None and AUTO for "auto".
     """
-    x, needs = Inputs(hidden, weight, bias, labels), (need_hidden, need_weight, need_bias)
-    spec = LossSpec(ignore_index, logit_scale, softcap, label_smoothing, z_loss, needs, memory_budget, implementation)
-    strategy, (loss,), saved = _forward(dispatch_traced(x, spec, Divisor(num_items, divisor)), x)
-    with _computing(hidden):
-        gradients = strategy.backward(x, saved, (torch.ones_like(loss),), needs) or (None, None, None)
+    x, spec = Inputs(hidden, weight, bias, labels), _spec_of(options)
+    state = FilterState.of(filter_state)
+    strategy, (loss,), saved = _forward(dispatch_traced(x, spec, Divisor(num_items, divisor), state), x)
+    gradients: Gradients = (None, None, None)
+    if forms_gradients(hidden.dtype) and any(spec.needs):
+        gradients = _backward(strategy, x, saved, (torch.ones_like(loss),), spec, True)
     assert saved.factor is not None
-    empty = hidden.new_empty
-    return loss, saved.lse, saved.factor, *(empty(0) if g is None else g for g in gradients)  # type: ignore
+    formed = [hidden.new_empty(0) if g is None else g.contiguous() for g in _only(spec.needs, gradients)]
+    return loss, saved.in_token_order(), saved.factor, *formed
+
+
+def _options_of(spec: LossSpec) -> tuple[Any, ...]:
+    gradient_filter = AUTO if spec.gradient_filter == "auto" else spec.gradient_filter or 0.0
+    return (
+        *spec.form, spec.label_smoothing, spec.z_loss, *spec.needs, spec.memory_budget, spec.implementation, gradient_filter,
+        spec.auto_budget,
+    )  # fmt: skip
+
+
+def _spec_of(options: tuple[Any, ...]) -> LossSpec:
+    *form, need_hidden, need_weight, need_bias, budget, implementation, gradient_filter, auto_budget = options
+    allowed: Any = "auto" if gradient_filter == AUTO else gradient_filter or None
+    return LossSpec(*form, (need_hidden, need_weight, need_bias), budget, implementation, allowed, auto_budget)
 
 
 @cross_entropy_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     wide = accumulation_dtype(hidden.dtype)
-    needs = others[9:12] if _forms(hidden, others[-1]) else (False, False, False)
+    needs = others[10:13] if forms_gradients(hidden.dtype) else (False, False, False)
     loss, factor = (hidden.new_empty((), dtype=wide) for _ in range(2))
     return loss, hidden.new_empty(hidden.shape[0], dtype=wide), factor, *_fake_gradients(hidden, weight, needs)
-
-
-def _forms(hidden: Tensor, implementation: str) -> bool:
-    return forms_gradients(hidden.dtype, choose_implementation(hidden.device, hidden.dtype, implementation))
 
 
 def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, lse, factor, *gradients = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:4], lse, factor)
-    index, scale, softcap, smoothing, z_loss, *needs, budget, implementation = inputs[6:]
-    ctx.spec = LossSpec(index, scale, softcap, smoothing, z_loss, tuple(needs), budget, implementation)
+    ctx.spec = _spec_of(inputs[7:])
     # Detached, since an output that knows its node and a node that holds the output would be a cycle.
-    ctx.gradients = [g.detach() for g in gradients] if _forms(inputs[0], inputs[-1]) else None
+    ctx.gradients = [g.detach() for g in gradients] if forms_gradients(inputs[0].dtype) else None
 
 
 def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 16
+        return (None,) * 19
     *inputs, lse, factor = ctx.saved_tensors
     x, needs = Inputs(*inputs), ctx.needs_input_grad[:3]
     spec = replace(ctx.spec, needs=needs)
@@ -244,12 +289,12 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
     if ctx.gradients is not None and (traced(grad) or not torch.is_grad_enabled()):
         # The sum over no tokens is a constant, also where it is divided by their number and infinity comes from upstream.
         grad = torch.where((x.labels == spec.ignore_index).all(), 0.0, grad)
-        gradients = [g * grad.to(g.dtype) for g in ctx.gradients]
+        gradients = [(g.to(grad.dtype) * grad).to(g.dtype) for g in ctx.gradients]
     else:
         # With create_graph=True it is the operator that refuses the second derivative.
         grads = reference.token_gradients(grad, factor, lse, spec)
         gradients = recompute_by_operator(x, spec, lse, None, grads)
-    return (*_only(needs, gradients), *[None] * 13)
+    return (*_only(needs, gradients), *[None] * 16)
 
 
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_cross_entropy)
@@ -292,30 +337,15 @@ class _Fused(torch.autograd.Function):
         strategy, needs = ctx.strategy, ctx.needs_input_grad[1:4]
         # With create_graph=True gradients are enabled here, and it is the operator that refuses the second derivative.
         direct = not torch.is_grad_enabled() and not any(map(traced, given))
-
-        def compute(triton: bool) -> Any:
-            if direct and triton == strategy.triton:
-                gradients = strategy.backward(x, saved, upstream, needs)
-                if gradients is not None:
-                    return gradients
-            strategy.release()
-            grads = strategy.token_grads(saved, upstream, direct and triton)
-            lse, spec = saved.in_token_order(), replace(strategy.spec, needs=needs)
-            if direct:
-                return recompute(x, spec, lse, saved.entropy, grads, triton)
-            return recompute_by_operator(x, spec, lse, saved.entropy, grads)
-
-        with _computing(x.hidden):
-            gradients = with_fallback(compute, strategy.triton, strategy.spec, x.hidden.device)
+        gradients = _backward(strategy, x, saved, upstream, replace(strategy.spec, needs=needs), direct)
         return (None, *_only(needs, gradients), None)
 
 
 def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Tensor:
     """The scalar loss: through the operator where somebody is tracing, else directly."""
     if traced(x.hidden):
-        return torch.ops.hf_cce.cross_entropy(
-            *x, *divisor, *spec.form, spec.label_smoothing, spec.z_loss, *spec.needs, spec.memory_budget, spec.implementation
-        )[0]  # fmt: skip
+        handle = 0 if state is None else state.handle
+        return torch.ops.hf_cce.cross_entropy(*x, *divisor, handle, *_options_of(spec))[0]
     strategy = dispatch(x, spec, divisor, state)
     if isinstance(strategy, FullLogits):
         with _computing(x.hidden):

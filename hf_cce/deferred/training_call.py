@@ -25,7 +25,7 @@ _LIBRARIES = {"accelerate", "deepspeed", "hf_cce", "peft", "torch", "transformer
 class Stats:
     """What happened in the training calls of one model: ``model._hf_cce.stats``.
 
-    Under ``torch.compile`` Python counters would recompile the graph at every step, so there only ``traced`` is set.
+    Under ``torch.compile`` Python counters would recompile the graph at every step: there ``count_call`` counts.
     """
 
     calls: int = 0  # training calls, with labels or without
@@ -35,7 +35,7 @@ class Stats:
     read: int = 0  # of these, times it was for somebody who used outputs.logits after a training call
     missed: int = 0  # training calls that ended without a fused cross entropy
     bypassed: int = 0  # training calls that TRL answered with a fused head of its own; not among ``calls``
-    traced: bool = False  # a compiled graph holds a fused cross entropy
+    traced: bool = False  # a compiled graph holds a fused cross entropy; it sets this whenever it runs
 
     @property
     def as_meant(self) -> int:
@@ -86,7 +86,7 @@ class TrainingCall:
     vocab_size: int | None = None  # of the logits that were deferred
     reasons: list[str] = field(default_factory=list)
     full_logits: bool = False  # they were made, and counted, at least once
-    traced: bool = False  # a graph that holds a fused cross entropy ran in it
+    traced: int = 0  # of the fused, those in a graph
     closed: bool = False  # it has returned
     versions: Any = None  # of the head's parameters then
 
@@ -119,15 +119,21 @@ class TrainingCall:
             for group in groups:
                 group.reshard()
 
+    def counted(self, loss: Tensor) -> Tensor:
+        """The loss of this call in a graph, whose runs are counted."""
+        handle = 0 if self.filter_state is None else self.filter_state.handle
+        return torch.ops.hf_cce.count_call(loss, handle, self.fused, int(self.full_logits))
+
     def close(self) -> None:
         self.closed = True
         self.versions = None if self.head is None else versions_in(self.head)
 
     def note_fused(self) -> None:
-        if torch.compiler.is_compiling():
-            self.stats.traced = self.traced = True
+        self.fused += 1
+        if torch.compiler.is_compiling():  # counted when the call ends
+            self.traced += 1
+            self.stats.traced = True
         else:
-            self.fused += 1
             self.stats.fused += self.labels or self.fused == 1
 
     def note_few_tokens(self) -> None:
@@ -136,10 +142,11 @@ class TrainingCall:
             self.stats.few_tokens += 1
 
     def note_materialized(self, why: str) -> None:
-        if torch.compiler.is_compiling() or self.evaluation:
+        if self.evaluation:
             return
         self.full_logits = True
-        self.stats.materialized += 1
+        if not torch.compiler.is_compiling():  # else counted when the call ends
+            self.stats.materialized += 1
         if not self.closed:
             self.reasons.append(f"{why} asked for the logits themselves")
         elif why != "materialize":  # that one is asked for by name
@@ -163,6 +170,28 @@ class TrainingCall:
     def note_refused(self, why: str) -> None:
         if not torch.compiler.is_compiling():
             self.reasons.append(why)
+
+
+@torch.library.custom_op("hf_cce::count_call", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def count_call(loss: Tensor, filter_state: int, fused: int, materialized: int) -> Tensor:
+    """A copy of the ``loss`` of a compiled training call, which is counted for the model that ``filter_state`` belongs to.
+
+    The host counts when the graph runs: it is no part of what a CUDA graph repeats.
+    """
+    state = FilterState.of(filter_state)
+    if state is not None and state.counters is not None:
+        stats = state.counters
+        stats.calls, stats.fused, stats.missed = stats.calls + 1, stats.fused + fused, stats.missed + (fused == 0)
+        stats.materialized += materialized
+    return loss.clone()
+
+
+@count_call.register_fake
+def _(loss: Tensor, filter_state: int, fused: int, materialized: int) -> Tensor:
+    return torch.empty_like(loss)
+
+
+count_call.register_autograd(lambda ctx, grad: (grad, None, None, None))
 
 
 def versions_in(head: Any) -> list[int]:

@@ -98,6 +98,38 @@ def test_results_repeat_bit_for_bit(way: str, monkeypatch: pytest.MonkeyPatch) -
         assert 0 < runs[0][1]["kept"] < 1
 
 
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_compiled_step_is_that_of_eager_code(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits there either; and among CUDA graphs, which leave the operator out, its state goes on."""
+    taken = force(monkeypatch, "filtered")
+    for name, value in (("MEASURE_EVERY", 3), ("READ_EVERY", 2), ("SORT_EVERY", 2)):
+        monkeypatch.setattr(state_module, name, value)
+    hidden, weight, labels = peaked(*SHAPE, torch.bfloat16, "cuda")
+
+    def loss_of(hidden: Tensor, weight: Tensor, state: FilterState) -> Tensor:
+        config = config_for("filtered")
+        return linear_cross_entropy(2 * hidden, weight, labels, config=config, filter_state=state)
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss_of, fullgraph=True, mode=mode)
+    leaves = leaves_of(hidden, weight)
+    states = FilterState(), FilterState()
+    for number in range(9):
+        eager_loss = loss_of(*leaves, states[0])
+        eager = torch.autograd.grad(eager_loss, leaves)
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if number > 5 and mode is None else "default")
+        try:
+            loss = compiled(*leaves, states[1])
+            ours = torch.autograd.grad(loss, leaves)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(loss, eager_loss) and all(map(torch.equal, ours, eager))
+        assert states[0].stats() == states[1].stats()
+    assert 0 < states[1].stats()["kept"] < 1 and taken["filtered gradients"] == 18
+
+
 @pytest.mark.parametrize("way", ["filtered", "stored", "grouped", "exact", "dense"])
 def test_a_cuda_graph_of_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured whole and replayed: the gradients of an eager call, also for inputs that changed in between."""

@@ -328,10 +328,11 @@ def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
     config = "auto"
     (hidden, weight, bias), labels = make_inputs(20, 16, 50, dtype, bias=True)
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    options = (-100, 0.5, 3.0, 0.1, 0.1, True, True, True, 1 << 20, config, 0.0, True)
     for num_items, divisor in ((None, 0.0), (torch.tensor(7), 0.0), (None, 7.0)):
         torch.library.opcheck(
             torch.ops.hf_cce.cross_entropy.default,
-            (*leaves, labels, num_items, divisor, -100, 0.5, 3.0, 0.1, 0.1, True, True, True, 1 << 20, config),
+            (*leaves, labels, num_items, divisor, 0, *options),
         )
     for wanted in ((True,) * 4, (False,) * 4, (True, False, False, False), (False, True, False, False)):
         torch.library.opcheck(

@@ -1,0 +1,250 @@
+"""The loss under torch.compile: the strategies, the filter and the counters that eager code has, in one graph."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from losses import PLAIN, make_inputs, plain_loss
+from models import anatomy, batch, tiny_llama
+from numerics import assert_as_good, relative_error
+from test_filter_state import COUNTS, KEYS
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+from ways import KEEPS_ALL, WAYS, applies, config_of, force, peaked, plain_options, takes
+
+from hf_cce import CCEConfig, FilterState, apply_cce, dispatch, linear_cross_entropy, remove_cce
+from hf_cce import filter_state as state_module
+from hf_cce.patches.causal_lm import patch_of
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="runs in the interpreter, which a process that sees a GPU has not switched on"
+)
+FILTERED = CCEConfig("triton", gradient_filter=0.05)
+
+
+@pytest.fixture(autouse=True)
+def filtered(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The filter serves any size, and pauses for none; returns how often each way is taken."""
+    torch.compiler.reset()
+    monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
+    return force(monkeypatch, "filtered")
+
+
+def compile(function: Any) -> tuple[Any, CompileCounterWithBackend]:
+    """In one graph, with its gradients, as Inductor gets it."""
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, backend=counter), counter
+
+
+def problem(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden, weight, labels) of which the filter drops some; of the first two it wants gradients."""
+    hidden, weight, labels = peaked(40, 16, 130, dtype, seed=seed)
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, state: FilterState | None, config: CCEConfig) -> Tensor:
+    return linear_cross_entropy(hidden, weight, labels, config=config, filter_state=state)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradient_filter"),
+    [(torch.float32, 0.05), (torch.bfloat16, 0.05), (torch.bfloat16, "auto")],
+    ids=["float32", "bfloat16", "auto"],
+)
+def test_every_step_is_that_of_eager_code(dtype: torch.dtype, gradient_filter: Any, filtered: Any) -> None:
+    """The gradients, what is dropped, the errors that are measured and the threshold that follows from them."""
+    compiled, counter = compile(loss_of)
+    config = CCEConfig("triton", gradient_filter=gradient_filter)
+    eager_state, compiled_state = FilterState(), FilterState()
+    for number in range(4):
+        found = []
+        for function, state in ((loss_of, eager_state), (compiled, compiled_state)):
+            hidden, weight, labels = problem(dtype, number)
+            loss = function(hidden, weight, labels, state, config)
+            loss.backward()
+            found.append((loss.detach(), hidden.grad, weight.grad))
+        for name, eager, ours in zip(("loss", "hidden", "weight"), *found, strict=True):
+            assert torch.equal(ours, eager), name
+        assert compiled_state.stats() == eager_state.stats()
+    assert compiled_state.stats()["dropped_mass"] > 0 and filtered["filtered gradients"] == 8
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("upstream", [1 / 3, 4.0])
+@pytest.mark.parametrize("way", WAYS)
+def test_it_takes_every_way_of_eager_code(way: str, upstream: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = force(monkeypatch, way)
+    dtype, options = torch.bfloat16, plain_options(way)
+    assert applies(way, options, dtype)
+    inputs, labels = make_inputs(40, 16, 70, dtype)
+    config, state = config_of(way, memory_budget=1 << 20), FilterState()
+    compiled, _ = compile(lambda h, w: upstream * loss_of(h, w, labels, state, config))
+
+    def gradients(function: Any, dtype: torch.dtype) -> list[Tensor]:
+        hidden, weight = (x.detach().to(dtype).requires_grad_() for x in inputs[:2])
+        weight.requires_grad_(not options.frozen)
+        function(hidden, weight).backward()
+        return [x.grad for x in (hidden, weight) if x.grad is not None]
+
+    def plain(hidden: Tensor, weight: Tensor) -> Tensor:
+        return upstream * plain_loss(hidden, weight, None, labels, PLAIN)
+
+    ours = gradients(compiled, dtype)
+    assert taken[takes(way)] == 1
+    twins, exact = gradients(plain, dtype), gradients(plain, torch.float64)
+    for name, *each in zip(("hidden", "weight"), ours, twins, exact, strict=False):
+        assert_as_good(*each, name, dtype)
+
+
+def test_the_budget_grows_as_in_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "exact")
+    budgets, real = [], dispatch._budget
+    monkeypatch.setattr(dispatch, "_budget", lambda *args: budgets.append(real(*args)) or budgets[-1])
+    monkeypatch.setattr(dispatch, "_head_gradient_bytes", lambda p, spec: 1 << 30 if spec.needs[1] else 0)
+    hidden, weight, labels = problem(torch.bfloat16)
+    for function in (loss_of, compile(loss_of)[0]):
+        function(hidden, weight, labels, None, CCEConfig("triton"))
+    assert budgets == [1 << 30] * 2
+
+
+def test_float16_gradients_keep_what_a_scaler_saves() -> None:
+    """Formed before they are scaled, they would be too small for float16."""
+    hidden, weight, labels = problem(torch.float16)
+    found = {}
+    for name, dtype in (("exact", torch.float64), ("eager", torch.float16), ("compiled", torch.float16)):
+        h, w = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
+        function = compile(loss_of)[0] if name == "compiled" else loss_of
+        config = CCEConfig("triton" if dtype == torch.float16 else "auto", gradient_filter=None)
+        (function(h, w * 2e-4, labels, None, config) * 4096).backward()
+        found[name] = h.grad
+    assert_as_good(found["compiled"], found["eager"], found["exact"], "hidden")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_losses_that_are_added_up_and_a_graph_that_is_kept(dtype: torch.dtype, filtered: Any) -> None:
+    compiled, _ = compile(loss_of)
+    state = FilterState()
+    hidden, weight, labels = problem(dtype)
+    losses = [compiled(h, weight, y, state, FILTERED) for h, y in zip(hidden.chunk(2), labels.chunk(2), strict=True)]
+    total = losses[0] + 2 * losses[1]
+    first = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(total, (hidden, weight))
+    state = FilterState()
+    parts = []
+    for h, y, factor in zip(hidden.chunk(2), labels.chunk(2), (1, 2), strict=True):
+        parts.append(torch.autograd.grad(factor * loss_of(h, weight, y, state, FILTERED), (hidden, weight)))
+    for name, a, b, x, y in zip(("hidden", "weight"), first, again, *parts, strict=True):
+        assert torch.equal(a, b)
+        assert_as_good(a, x + y, x.double() + y.double(), name, dtype)
+
+
+def test_a_checkpoint_in_the_graph(filtered: Any) -> None:
+    def checkpointed(hidden: Tensor, weight: Tensor, labels: Tensor, state: FilterState) -> Tensor:
+        return checkpoint(lambda h, w: loss_of(2 * h, w, labels, state, FILTERED), hidden, weight, use_reentrant=False)
+
+    hidden, weight, labels = problem()
+    expected = torch.autograd.grad(loss_of(2 * hidden, weight, labels, FilterState(), FILTERED), (hidden, weight))
+    state = FilterState()
+    actual = torch.autograd.grad(compile(checkpointed)[0](hidden, weight, labels, state), (hidden, weight))
+    for name, a, b in zip(("hidden", "weight"), actual, expected, strict=True):
+        assert_as_good(a, b, b, name)
+    assert state.stats()["kept"] < 1
+
+
+def test_a_state_is_found_by_its_handle_as_long_as_it_lives() -> None:
+    state = FilterState()
+    handle = state.handle
+    assert FilterState.of(handle) is state and FilterState.of(0) is None
+    del state
+    gc.collect()
+    assert FilterState.of(handle) is None
+    # Without one nothing measures the error that "auto" promises: nothing is left out.
+    hidden, weight, labels = problem(torch.bfloat16)
+    numbers = (None, 0.0, handle, -100, 1.0, 0.0, 0.0, 0.0, True, True, False, 1 << 28, "triton", -1.0, True)
+    gradients = torch.ops.hf_cce.cross_entropy(hidden, weight, None, labels, *numbers)[3:5]
+    loss_of(hidden, weight, labels, None, CCEConfig("triton")).backward()
+    assert torch.equal(gradients[0], hidden.grad) and torch.equal(gradients[1], weight.grad)
+
+
+def test_no_gradients_are_formed_that_nobody_wants(filtered: Any) -> None:
+    hidden, weight, labels = problem()
+    compiled, _ = compile(loss_of)
+    with torch.no_grad():
+        compiled(hidden, weight, labels, FilterState(), FILTERED)
+    compiled(hidden.detach(), weight.detach(), labels, FilterState(), FILTERED)
+    assert set(filtered) == {"exact"}
+    state = FilterState()
+    compiled(hidden, weight.detach(), labels, state, FILTERED).backward()
+    assert filtered["filtered gradients"] == 1 and hidden.grad is not None and weight.grad is None
+
+
+def test_cuda_graphs_leave_the_operators_out() -> None:
+    """A replay would repeat the decisions of one step."""
+    for operator in (torch.ops.hf_cce.cross_entropy, torch.ops.hf_cce.count_call):
+        assert torch.Tag.cudagraph_unsafe in operator.default.tags
+
+
+def train(model: Any, call: Any) -> list[Tensor]:
+    """The losses of three steps of two micro-batches each."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for number in range(3):
+        for part in range(2):
+            loss = call(**batch(seed=2 * number + part), use_cache=False).loss
+            (loss / 2).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_patched_model_trains_and_counts_as_in_eager_code(filtered: Any) -> None:
+    plain = tiny_llama()
+    models = [apply_cce(copy.deepcopy(plain), implementation="triton", gradient_filter=0.05) for _ in range(2)]
+    compiled, counter = compile(models[1])
+    eager_losses, losses = train(models[0], models[0]), train(models[1], compiled)
+    for ours, eager in zip(losses, eager_losses, strict=True):
+        assert_as_good(ours, eager, eager, "loss")
+    for (name, ours), eager in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+        assert_as_good(ours, eager, eager, name)
+    expected, counted = models[0].cce_stats(), models[1].cce_stats()
+    assert set(counted) == COUNTS | KEYS and counted["traced"] and 0 < counted["kept"] < 1
+    assert {key: counted[key] for key in COUNTS - {"traced"}} == {key: expected[key] for key in COUNTS - {"traced"}}
+    for key in KEYS:
+        assert relative_error(torch.tensor(counted[key] + 1), torch.tensor(expected[key] + 1)) < 1e-4
+    assert counter.frame_count <= 2 and filtered["filtered gradients"] == 12  # the first run ends with a swapped head
+    remove_cce(compiled)
+    torch.compile(plain)
+    assert anatomy(models[1]) == anatomy(plain)
+
+
+def test_each_model_has_the_state_of_its_own() -> None:
+    """One code object, hence one chain of graphs; and a copy counts from zero."""
+    model = apply_cce(tiny_llama(), implementation="triton", gradient_filter=KEEPS_ALL)
+    inputs = {**batch(), "use_cache": False}
+    run, counter = compile(lambda model: model(**inputs).loss)
+    run(model).backward()
+    other = copy.deepcopy(model)
+    for each in (other, other, model, other):
+        run(each).backward()
+    assert (model.cce_stats()["calls"], other.cce_stats()["calls"]) == (2, 3)
+    assert patch_of(model).filter_state._calls == 2 and patch_of(other).filter_state._calls == 3
+    assert counter.frame_count <= 4
+
+
+@pytest.mark.parametrize("how", ["forward", "whole"])
+def test_a_call_is_counted_once_wherever_the_graph_begins(how: str) -> None:
+    model = apply_cce(tiny_llama())
+    inputs = {**batch(), "use_cache": False}
+    if how == "forward":  # our hooks stay outside
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+    call = model if how == "forward" else torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        call(**inputs).loss.backward()
+    counted = model.cce_stats()
+    assert counted["calls"] == counted["fused"] == 3 and counted["missed"] == counted["materialized"] == 0
