@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_cce.config import CCEConfig
 from hf_cce.fallback import CHUNK, FULL_PRECISION, fits_one_block
 from hf_cce.filter_state import FilterState
+from hf_cce.quantized import FrozenWeight
 from hf_cce.spec import Divisor, Inputs, LossSpec, Wanted
 from hf_cce.strategies import (
     SUM,
@@ -245,6 +246,8 @@ def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | N
     p = Problem.of(x)
     if few_tokens(p, spec):  # first, as the host is the slower side here
         return FullLogits(spec, divisor)
+    if _dequantizes_slabs(x, spec):
+        return Recompute(spec, divisor, False)
     implementation = choose_implementation(p.device, p.dtype, spec.implementation)
     # "auto" promises an error, and keeps the promise by measurement: not without a state.
     tau, steered = None, state is not None
@@ -257,10 +260,19 @@ def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | N
     return Filtered(spec, divisor, state, tau, steered, _made(unfiltered(p, spec, True), p, spec, divisor))
 
 
+def _dequantizes_slabs(x: Inputs, spec: LossSpec) -> bool:
+    """Whether a quantised weight, whole, would take half the budget or, if that is "auto", more than full logits."""
+    p = Problem.of(x)
+    whole = p.dtype.itemsize * p.hidden_size * p.vocab_size
+    most = EAGER_BYTES * p.tokens * p.vocab_size if spec.auto_budget else spec.memory_budget // 2
+    return isinstance(x.weight, FrozenWeight) and whole > most
+
+
 def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: FilterState | None) -> Strategy:
     """The strategy of the tokens' statistics, filtered only with a ``state``."""
     p = Problem.of(x)
-    statistics = Statistics(spec, wanted, choose_implementation(p.device, p.dtype, spec.implementation) == "triton")
+    triton = choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
+    statistics = Statistics(spec, wanted, triton and not _dequantizes_slabs(x, spec))
     if state is None or not statistics.triton or not may_filter(p, spec, wanted):
         return statistics
     state = state.on(p.device)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from hf_cce import flops, reference
 from hf_cce.dispatch import choose_implementation, dispatch, dispatch_statistics, dispatch_traced, forms_gradients
 from hf_cce.filter_state import FilterState
+from hf_cce.quantized import dense
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 from hf_cce.strategies import FullLogits, Saved, Statistics, Strategy, recompute, stats_grads, with_fallback
 
@@ -40,7 +41,8 @@ def _forward(strategy: Strategy, x: Inputs) -> tuple[Strategy, tuple[Tensor, ...
 
     def compute(triton: bool) -> tuple[Strategy, tuple[Tensor, ...], Saved]:
         used = strategy if triton == strategy.triton else strategy.without_kernels()
-        return used, *used.forward(x)
+        slabs = used.by_slabs and not triton
+        return used, *used.forward(x if slabs else x._replace(weight=dense(x.weight)))
 
     with _computing(x.hidden):
         return with_fallback(compute, strategy.triton, strategy.spec, x.hidden.device)
@@ -287,12 +289,13 @@ class _Fused(torch.autograd.Function):
         if not given:
             return (None,) * 5
         tensors = ctx.saved_tensors  # once: a checkpoint unpacks each a single time
-        x, saved = Inputs(*tensors[:4]), Saved(*tensors[4:])
+        inputs, saved = Inputs(*tensors[:4]), Saved(*tensors[4:])
         strategy, needs = ctx.strategy, ctx.needs_input_grad[1:4]
         # With create_graph=True gradients are enabled here, and it is the operator that refuses the second derivative.
         direct = not torch.is_grad_enabled() and not any(map(traced, given))
 
         def compute(triton: bool) -> Any:
+            x = inputs._replace(weight=dense(inputs.weight)) if triton else inputs
             if direct and triton == strategy.triton:
                 gradients = strategy.backward(x, saved, upstream, needs)
                 if gradients is not None:
@@ -304,8 +307,8 @@ class _Fused(torch.autograd.Function):
                 return recompute(x, spec, lse, saved.entropy, grads, triton)
             return recompute_by_operator(x, spec, lse, saved.entropy, grads)
 
-        with _computing(x.hidden):
-            gradients = with_fallback(compute, strategy.triton, strategy.spec, x.hidden.device)
+        with _computing(inputs.hidden):
+            gradients = with_fallback(compute, strategy.triton, strategy.spec, inputs.hidden.device)
         return (None, *_only(needs, gradients), None)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_cce.config import MIB
+from hf_cce.quantized import scratch_per_row
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 
 # Below this, saving memory helps nobody, and smaller slabs starve the GEMMs.
@@ -91,7 +92,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
 
     top, total, label_logit = vector(-math.inf), vector(0), vector(0)
     z_sum, weighted, squares = vector(0), vector(0), vector(0)
-    width = _slab_width(n, v, hidden.dtype, 1 + wanted.entropy, spec.memory_budget)
+    width = _slab_width(n, v, hidden.dtype, 1 + wanted.entropy, spec.memory_budget, scratch_per_row(x.weight))
     for start in range(0, v if n else 0, width):
         stop = min(v, start + width)
         z = _slab_logits(hidden, x, spec, start, stop)
@@ -164,7 +165,7 @@ def logit_stats_backward(
     grad_bias = weight.new_zeros(v if need_bias else 0)
     narrow = hidden.dtype != wide
     # Rows of the weight in float32; and what oneDNN takes in several threads for a product of narrow numbers, as much again
-    weight_copy = 8 * weight.shape[1] if narrow else 0
+    weight_copy = (8 * weight.shape[1] if narrow else 0) + scratch_per_row(weight)
     sums = 4 * hidden.numel() if narrow and need_hidden else 0  # of grad_hidden
     copies = 1 + _keeps_logits(spec, grads) + (grads.entropy is not None)
     width = _slab_width(n, v, hidden.dtype, copies, spec.memory_budget, weight_copy, sums)

@@ -113,6 +113,8 @@ def recompute(
 class Strategy:
     """A scalar loss; outputs: (loss,)."""
 
+    by_slabs = False  # in PyTorch it takes the weight a slab of the vocabulary at a time
+
     def __init__(self, spec: LossSpec, divisor: Divisor, triton: bool) -> None:
         self.spec, self.divisor, self.triton = spec, divisor, triton
         self.left: Any = None  # by forward, for the first backward alone
@@ -201,6 +203,8 @@ class OnePass(Strategy):
 
 class Recompute(Strategy):
     """Two passes over slabs of the vocabulary, the second in ``recompute``."""
+
+    by_slabs = True
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         factor, spec = self.factor(x), self.spec
@@ -319,6 +323,8 @@ class Filtered(Strategy):
 
 class Statistics(Strategy):
     """Statistics of the tokens; outputs: ``Stats``."""
+
+    by_slabs = True
 
     def __init__(self, spec: LossSpec, wanted: Wanted, triton: bool) -> None:
         super().__init__(spec, SUM, triton)

@@ -152,6 +152,7 @@ def _mul(x: AdapterHead, other: Any) -> Any:
 
 AdapterHead.ANSWERS = {
     "to": _to, "float": lambda x: _to(x, torch.float32), "sub": _sub, "subtract": _sub, "__sub__": _sub,
+    "clone": lambda x: x._of(x.terms, x.bias, x.dtype),
     **dict.fromkeys(("add", "__add__", "__radd__"), _add),
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _mul),
 }  # fmt: skip
