@@ -246,8 +246,10 @@ def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | N
     p = Problem.of(x)
     if few_tokens(p, spec):  # first, as the host is the slower side here
         return FullLogits(spec, divisor)
-    if _dequantizes_slabs(x, spec):
+    beside = _beside_dequantized(x, spec)
+    if beside is None:
         return Recompute(spec, divisor, False)
+    spec = beside
     implementation = choose_implementation(p.device, p.dtype, spec.implementation)
     # "auto" promises an error, and keeps the promise by measurement: not without a state.
     tau, steered = None, state is not None
@@ -260,19 +262,27 @@ def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | N
     return Filtered(spec, divisor, state, tau, steered, _made(unfiltered(p, spec, True), p, spec, divisor))
 
 
-def _dequantizes_slabs(x: Inputs, spec: LossSpec) -> bool:
-    """Whether a quantised weight, whole, would take half the budget or, if that is "auto", more than full logits."""
-    p = Problem.of(x)
-    whole = p.dtype.itemsize * p.hidden_size * p.vocab_size
-    most = EAGER_BYTES * p.tokens * p.vocab_size if spec.auto_budget else spec.memory_budget // 2
-    return isinstance(x.weight, FrozenWeight) and whole > most
+def _beside_dequantized(x: Inputs, spec: LossSpec) -> LossSpec | None:
+    """``spec`` with the budget that a quantised weight leaves, dequantised whole; None where that is to be done in slabs.
+
+    Whole it may take half the budget or, if that is "auto", as much as full logits.
+    """
+    if not isinstance(x.weight, FrozenWeight):
+        return spec
+    whole = x.hidden.element_size() * x.weight.numel()
+    if spec.auto_budget:
+        return spec if whole <= EAGER_BYTES * x.hidden.shape[0] * x.weight.shape[0] else None
+    return replace(spec, memory_budget=spec.memory_budget - whole) if 2 * whole <= spec.memory_budget else None
 
 
 def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: FilterState | None) -> Strategy:
     """The strategy of the tokens' statistics, filtered only with a ``state``."""
     p = Problem.of(x)
-    triton = choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
-    statistics = Statistics(spec, wanted, triton and not _dequantizes_slabs(x, spec))
+    triton, beside = (
+        choose_implementation(p.device, p.dtype, spec.implementation) == "triton",
+        _beside_dequantized(x, spec),
+    )
+    statistics = Statistics(beside or spec, wanted, triton and beside is not None)
     if state is None or not statistics.triton or not may_filter(p, spec, wanted):
         return statistics
     state = state.on(p.device)

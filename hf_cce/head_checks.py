@@ -76,7 +76,8 @@ def why_not_defer(head: nn.Module) -> str | None:
 
 def _is_4_bit(kind: Any) -> bool:
     """Whether ``kind`` is bitsandbytes' Linear4bit, whose product ``hf_cce.patches.bnb`` answers."""
-    return kind.forward.__qualname__ == "Linear4bit.forward" and kind.forward.__module__.startswith("bitsandbytes.")
+    name, room = (getattr(kind.forward, each, "") for each in ("__qualname__", "__module__"))
+    return name == "Linear4bit.forward" and room.startswith("bitsandbytes.")
 
 
 def transformed(*tensors: Tensor | None) -> bool:

@@ -74,7 +74,7 @@ class FrozenWeight(Tensor):
             if func is _ATEN._to_copy.default and set(kwargs) == {"dtype"}:
                 return first._like(kwargs["dtype"])
             if func is _ATEN.slice.Tensor and args[1] == 0 and len(args) < 5:
-                start, stop, _ = slice(*args[2:4]).indices(first.shape[0])
+                start, stop, _ = slice(*(*args[2:4], None, None)[:2]).indices(first.shape[0])
                 shape = (max(0, stop - start), first.shape[1])
                 return FrozenWeight.of(first.read, None, shape, first.dtype, first.device, first.start + start)
         real = lambda x: x.dense() if isinstance(x, FrozenWeight) else x  # noqa: E731
@@ -91,8 +91,11 @@ def scratch_per_row(weight: Tensor) -> int:
     return 8 * weight.shape[1] if isinstance(weight, FrozenWeight) else 0
 
 
-def torchao_weight(weight: Any, dtype: torch.dtype) -> FrozenWeight | None:
-    """For int8 and float8 weights of torchao whose product does not quantise the hidden states as well; else None."""
+def torchao_weight(weight: Any, hidden: Tensor, cast: torch.dtype | None) -> FrozenWeight | None:
+    """For int8 and float8 weights of torchao whose product does not quantise ``hidden`` as well; else None.
+
+    int8 is multiplied in the dtype of ``hidden``; ``cast``: in that of an autocast.
+    """
     torchao: Any = sys.modules.get("torchao.quantization")
     kinds = [getattr(torchao, name, None) for name in ("Int8Tensor", "Float8Tensor")]
     if type(weight) not in kinds or weight.dim() != 2 or weight.requires_grad:
@@ -104,33 +107,38 @@ def torchao_weight(weight: Any, dtype: torch.dtype) -> FrozenWeight | None:
         return weight[start:stop].dequantize(dtype)
 
     def product(hidden: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.nn.functional.linear(hidden, weight, bias)
+        fits = is_int8 or hidden.dtype == weight.dtype
+        return torch.nn.functional.linear(hidden, weight if fits else weight.dequantize(hidden.dtype), bias)
 
-    made = FrozenWeight.of(read, product, weight.shape, dtype, weight.device)
-    made.keeps_dtype = type(weight).__name__ == "Int8Tensor"
+    is_int8 = type(weight).__name__ == "Int8Tensor"
+    made = FrozenWeight.of(
+        read, product, weight.shape, cast or (hidden.dtype if is_int8 else weight.dtype), weight.device
+    )
+    made.keeps_dtype = is_int8
     return made
 
 
 def bitsandbytes_weight(packed: Tensor, state: Any, dtype: torch.dtype, product: Product) -> FrozenWeight | None:
-    """For the 4-bit weight ``packed`` with the ``QuantState`` of bitsandbytes; None where its layout is not known."""
+    """For the 4-bit weight ``packed`` with the ``QuantState`` of bitsandbytes; None where its layout is not known.
+
+    Blocks of numbers that share a scale must not reach over the end of a row: bitsandbytes dequantises those differently on
+    CPUs.
+    """
     if state is None or len(state.shape) != 2 or getattr(state, "packing_format_for_cpu", False):
         return None
     functional: Any = sys.modules["bitsandbytes.functional"]
     (v, d), block = state.shape, state.blocksize
+    if d % block:
+        return None
 
     def read(start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Whole blocks, which need not begin with a row."""
-        first, last = start * d // block, -(-stop * d // block)
-        part = copy.copy(state)
-        absmax = state.absmax
+        part, absmax = copy.copy(state), state.absmax
         if state.nested:
             absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
-        part.absmax, part.nested, part.dtype = absmax[first:last].float(), False, dtype
-        begin, end = first * block, min(last * block, v * d)
-        part.shape = torch.Size((end - begin,))
-        # Two numbers to a byte; a single row of bytes would be taken for a transposed weight.
-        stored = packed.detach().reshape(-1).view(torch.uint8)[begin // 2 : (end + 1) // 2].view(-1, 1)
-        flat = functional.dequantize_4bit(stored, part).reshape(-1)
-        return flat[start * d - begin : stop * d - begin].view(stop - start, d)
+        part.absmax, part.nested = absmax[start * d // block : stop * d // block].float(), False
+        part.shape, part.dtype = torch.Size((stop - start, d)), dtype
+        # Two numbers to a byte; a tensor [1, …] would be taken for a transposed weight.
+        stored = packed.detach().reshape(-1).view(torch.uint8)[start * d // 2 : stop * d // 2].view(-1, 1)
+        return functional.dequantize_4bit(stored, part)
 
     return FrozenWeight.of(read, product, (v, d), dtype, packed.device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_cce.config import MIB
-from hf_cce.quantized import scratch_per_row
+from hf_cce.quantized import dense, scratch_per_row
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 
 # Below this, saving memory helps nobody, and smaller slabs starve the GEMMs.
@@ -178,7 +178,7 @@ def logit_stats_backward(
         rounded = g.to(hidden.dtype)
         if need_hidden:
             # Not rounded to a narrow dtype for each slab: that would be worse than one product over all of V.
-            add_product(grad_hidden, rounded if g.is_cuda else g, weight[start:stop])
+            add_product(grad_hidden, rounded if g.is_cuda else g, dense(weight[start:stop]))
         if need_weight:
             torch.mm(rounded.t(), hidden, out=grad_weight[start:stop])
         del z, g, rounded  # or they would still be there while the next slab is made
@@ -217,7 +217,7 @@ def _slab_width(
 
 def _slab_logits(hidden: Tensor, x: Inputs, spec: LossSpec, start: int, stop: int) -> Tensor:
     """Logits [N, stop − start] in the accumulation dtype, with as few temporaries as possible."""
-    z = torch.mm(hidden, x.weight[start:stop].t())
+    z = torch.mm(hidden, dense(x.weight[start:stop]).t())
     z = z.to(accumulation_dtype(z.dtype))
     if x.bias is not None:
         z.add_(x.bias[start:stop])

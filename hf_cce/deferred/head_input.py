@@ -39,7 +39,7 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
         if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:  # which autocast leaves alone
             cast = torch.get_autocast_dtype(device)
         if not torch.compiler.is_compiling():
-            frozen = torchao_weight(weight, hidden_states.dtype if cast is None else cast)
+            frozen = torchao_weight(weight, hidden_states, cast)
             weight = weight if frozen is None else frozen
         reason = _why_not(hidden_states, weight, bias, cast)
     if reason is not None:
