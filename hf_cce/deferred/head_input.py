@@ -99,11 +99,18 @@ def _mul(x: Any, other: Any) -> Any:
     return head_input(made, x.call) if x.call.adapted and made.shape == x.hidden_states.shape else made
 
 
+def _matmul(x: Any, other: Any) -> Any:
+    """An adapter's product (AdaLoRA) beside that of the head, which came before."""
+    known = x.call.adapted and x.call.vocab_size is not None and isinstance(other, Tensor) and other.dim() == 2
+    return linear(x.hidden_states, other.t(), None, x.call) if known else NotImplemented
+
+
 HeadInput.ANSWERS = {
     "linear": lambda x, weight, bias=None: linear(x.hidden_states, weight, bias, x.call),
     "to": lambda x, *args, **kwargs: head_input(x.hidden_states.to(*args, **kwargs), x.call),
     "dropout": lambda x, *args, **kwargs: head_input(F.dropout(x.hidden_states, *args, **kwargs), x.call),
     **dict.fromkeys(("mul", "__mul__", "__rmul__"), _mul),
+    **dict.fromkeys(("matmul", "__matmul__"), _matmul),
 }
 
 

@@ -251,7 +251,10 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
         call.adapted = type(head).forward is not nn.Linear.forward
         hidden_states = head_input(hidden_states, call)
     forward = functools.partial(type(head).forward, head) if previous is None else previous
-    with _base_layer_answers(head, call):
+    if call is not None and hasattr(head, "base_layer") and not torch.compiler.is_compiling():
+        with _base_layer_answers(head, call):
+            output = forward(hidden_states, *args, **kwargs)
+    else:
         output = forward(hidden_states, *args, **kwargs)
     if isinstance(output, AdapterHead):
         return output.deferred()
@@ -266,14 +269,11 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
 
 
 @contextlib.contextmanager
-def _base_layer_answers(head: nn.Module, call: TrainingCall | None) -> Iterator[None]:
+def _base_layer_answers(head: nn.Module, call: TrainingCall) -> Iterator[None]:
     """The Linear inside an adapter puts its product off, too, of hidden states that the adapter has changed (OFT)."""
     base: Any = head
     while hasattr(base, "base_layer"):
         base = base.base_layer
-    if call is None or base is head or torch.compiler.is_compiling():
-        yield
-        return
     previous, forward = base.__dict__.get("forward"), base.forward
 
     def answering(x: Any, *args: Any, **kwargs: Any) -> Any:
