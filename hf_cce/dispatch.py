@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_cce.config import CCEConfig
 from hf_cce.fallback import CHUNK, FULL_PRECISION, fits_one_block
 from hf_cce.filter_state import FilterState
+from hf_cce.quantized import FrozenWeight
 from hf_cce.spec import Divisor, Inputs, LossSpec, Wanted
 from hf_cce.strategies import (
     SUM,
@@ -251,6 +252,10 @@ def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | N
 def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
     """The strategy of a scalar loss that autograd does not record: all but full logits."""
     p = Problem.of(x)
+    beside = _beside_dequantized(x, spec)
+    if beside is None:
+        return Recompute(spec, divisor, False)
+    spec = beside
     implementation = choose_implementation(p.device, p.dtype, spec.implementation)
     # "auto" promises an error, and keeps the promise by measurement: not without a state.
     tau, steered = None, state is not None
@@ -263,10 +268,27 @@ def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSta
     return Filtered(spec, divisor, state, tau, steered, _made(unfiltered(p, spec, True), p, spec, divisor))
 
 
+def _beside_dequantized(x: Inputs, spec: LossSpec) -> LossSpec | None:
+    """``spec`` with the budget that a quantised weight leaves, dequantised whole; None where that is to be done in slabs.
+
+    Whole it may take half the budget or, if that is "auto", as much as full logits.
+    """
+    if not isinstance(x.weight, FrozenWeight):
+        return spec
+    whole = x.hidden.element_size() * x.weight.numel()
+    if spec.auto_budget:
+        return spec if whole <= EAGER_BYTES * x.hidden.shape[0] * x.weight.shape[0] else None
+    return replace(spec, memory_budget=spec.memory_budget - whole) if 2 * whole <= spec.memory_budget else None
+
+
 def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: FilterState | None) -> Strategy:
     """The strategy of the tokens' statistics, filtered only with a ``state``."""
     p = Problem.of(x)
-    statistics = Statistics(spec, wanted, choose_implementation(p.device, p.dtype, spec.implementation) == "triton")
+    triton, beside = (
+        choose_implementation(p.device, p.dtype, spec.implementation) == "triton",
+        _beside_dequantized(x, spec),
+    )
+    statistics = Statistics(beside or spec, wanted, triton and beside is not None)
     if state is None or not statistics.triton or not may_filter(p, spec, wanted):
         return statistics
     state = state.on(p.device)

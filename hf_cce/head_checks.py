@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
 
+from hf_cce.quantized import FrozenWeight
+
 # Modules of these packages pass their input to the Linear inside and add their own term in plain torch operations
 # (PEFT's LoRA layers and modules_to_save wrapper; containers and dropout of torch.nn): a lazy input is safe there.
 _TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear")
@@ -61,11 +63,21 @@ def why_not_defer(head: nn.Module) -> str | None:
             return "FSDP2 may reshard the head's weight right after its forward, which a compiled graph cannot see"
         if kind.__name__ == "FullyShardedDataParallel":
             return "the head is an FSDP1 unit of its own, which frees its weight after its forward; leave it to the root unit"
+        if _is_4_bit(kind) and not compiling and not sharded:
+            continue
+        if kind.__name__ == "Linear8bitLt":
+            return "the head holds a bitsandbytes Linear8bitLt, which quantises the hidden states as well as the weight"
         if kind.forward is not nn.Linear.forward and not kind.__module__.startswith(_TRANSPARENT):
             return f"the head holds a {kind.__module__}.{kind.__qualname__}, which is no plain torch.nn.Linear"
         if compiling and any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
             return "DeepSpeed ZeRO-3 partitions the head's weight, and a compiled graph does not defer it"
     return None
+
+
+def _is_4_bit(kind: Any) -> bool:
+    """Whether ``kind`` is bitsandbytes' Linear4bit, whose product ``hf_cce.patches.bnb`` answers."""
+    name, room = (getattr(kind.forward, each, "") for each in ("__qualname__", "__module__"))
+    return name == "Linear4bit.forward" and room.startswith("bitsandbytes.")
 
 
 def transformed(*tensors: Tensor | None) -> bool:
@@ -87,12 +99,12 @@ def gathered(parameter: Any) -> bool:
     return not hasattr(parameter, "ds_id") or bool(parameter.shape == getattr(parameter, "ds_shape", None))
 
 
-def why_not_read(weight: object, bias: object = None) -> str | None:
+def why_not_read(weight: Any, bias: Any = None) -> str | None:
     """Why this weight [V, D] (with bias [V] or None) cannot be read later, judged at the head's forward."""
     for name, value in (("weight", weight), ("bias", bias)):
         if value is None and name == "bias":
             continue
-        if type(value) is not Tensor and type(value) is not nn.Parameter:
+        if type(value) not in (Tensor, nn.Parameter, FrozenWeight):
             return f"the head's {name} is a {type(value).__name__} (tensor parallel, sharded or quantised)"
         if not value.is_floating_point():
             return f"the head's {name} is quantised to {value.dtype}"

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from hf_cce import flops, reference
 from hf_cce.dispatch import choose_implementation, dispatch, dispatch_statistics, dispatch_traced, forms_gradients
 from hf_cce.filter_state import FilterState
+from hf_cce.quantized import dense
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 from hf_cce.strategies import (
     FullLogits,
@@ -53,18 +54,20 @@ def _forward(strategy: Strategy, x: Inputs) -> tuple[Strategy, tuple[Tensor, ...
 
     def compute(triton: bool) -> tuple[Strategy, tuple[Tensor, ...], Saved]:
         used = strategy if triton == strategy.triton else strategy.without_kernels()
-        return used, *used.forward(x)
+        slabs = used.by_slabs and not triton
+        return used, *used.forward(x if slabs else x._replace(weight=dense(x.weight)))
 
-    with _computing(x.hidden):
+    with _computing(x.hidden), when_cold(strategy, x):
         return with_fallback(compute, strategy.triton, strategy.spec, x.hidden.device)
 
 
 def _backward(
-    strategy: Strategy, x: Inputs, saved: Saved, upstream: Upstream, spec: LossSpec, direct: bool
+    strategy: Strategy, inputs: Inputs, saved: Saved, upstream: Upstream, spec: LossSpec, direct: bool
 ) -> Gradients:
     """The gradients that ``spec`` needs; not ``direct``: by an operator, as somebody must see one."""
 
     def compute(triton: bool) -> Gradients:
+        x = inputs._replace(weight=dense(inputs.weight)) if triton else inputs
         if direct and triton == strategy.triton:
             gradients = strategy.backward(x, saved, upstream, spec.needs)
             if gradients is not None:
@@ -75,8 +78,8 @@ def _backward(
             return recompute(x, spec, lse, saved.entropy, grads, triton)
         return recompute_by_operator(x, spec, lse, saved.entropy, grads)
 
-    with _computing(x.hidden):
-        return with_fallback(compute, strategy.triton, strategy.spec, x.hidden.device)
+    with _computing(inputs.hidden):
+        return with_fallback(compute, strategy.triton, strategy.spec, inputs.hidden.device)
 
 
 @torch.library.custom_op("hf_cce::logit_stats", mutates_args=())
@@ -257,9 +260,11 @@ def _options_of(spec: LossSpec) -> tuple[Any, ...]:
 
 
 def _spec_of(options: tuple[Any, ...]) -> LossSpec:
-    *form, need_hidden, need_weight, need_bias, budget, implementation, gradient_filter, auto_budget = options
+    index, scale, softcap, smoothing, z_loss, *needs, budget, implementation, gradient_filter, auto_budget = options
     allowed: Any = "auto" if gradient_filter == AUTO else gradient_filter or None
-    return LossSpec(*form, (need_hidden, need_weight, need_bias), budget, implementation, allowed, auto_budget)
+    return LossSpec(
+        index, scale, softcap, smoothing, z_loss, tuple(needs), budget, implementation, allowed, auto_budget
+    )
 
 
 @cross_entropy_op.register_fake
@@ -319,8 +324,7 @@ class _Fused(torch.autograd.Function):
         ctx: Any, strategy: Strategy, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
     ) -> tuple[Tensor, ...]:
         x = Inputs(hidden, weight, bias, labels)
-        with when_cold(strategy, x, ctx.needs_input_grad[1:4]):
-            strategy, outputs, saved = _forward(strategy, x)
+        strategy, outputs, saved = _forward(strategy, x)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*strategy.undifferentiable(outputs))
         ctx.save_for_backward(*x, *saved)
@@ -333,11 +337,11 @@ class _Fused(torch.autograd.Function):
         if not given:
             return (None,) * 5
         tensors = ctx.saved_tensors  # once: a checkpoint unpacks each a single time
-        x, saved = Inputs(*tensors[:4]), Saved(*tensors[4:])
+        inputs, saved = Inputs(*tensors[:4]), Saved(*tensors[4:])
         strategy, needs = ctx.strategy, ctx.needs_input_grad[1:4]
         # With create_graph=True gradients are enabled here, and it is the operator that refuses the second derivative.
         direct = not torch.is_grad_enabled() and not any(map(traced, given))
-        gradients = _backward(strategy, x, saved, upstream, replace(strategy.spec, needs=needs), direct)
+        gradients = _backward(strategy, inputs, saved, upstream, replace(strategy.spec, needs=needs), direct)
         return (None, *_only(needs, gradients), None)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_cce.config import MIB
+from hf_cce.quantized import dense, scratch_per_row
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 
 # Below this, saving memory helps nobody, and smaller slabs starve the GEMMs.
@@ -91,7 +92,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
 
     top, total, label_logit = vector(-math.inf), vector(0), vector(0)
     z_sum, weighted, squares = vector(0), vector(0), vector(0)
-    width = _slab_width(n, v, hidden.dtype, 1 + wanted.entropy, spec.memory_budget)
+    width = _slab_width(n, v, hidden.dtype, 1 + wanted.entropy, spec.memory_budget, scratch_per_row(x.weight))
     for start in range(0, v if n else 0, width):
         stop = min(v, start + width)
         z = _slab_logits(hidden, x, spec, start, stop)
@@ -164,7 +165,7 @@ def logit_stats_backward(
     grad_bias = weight.new_zeros(v if need_bias else 0)
     narrow = hidden.dtype != wide
     # Rows of the weight in float32; and what oneDNN takes in several threads for a product of narrow numbers, as much again
-    weight_copy = 8 * weight.shape[1] if narrow else 0
+    weight_copy = (8 * weight.shape[1] if narrow else 0) + scratch_per_row(weight)
     sums = 4 * hidden.numel() if narrow and need_hidden else 0  # of grad_hidden
     copies = 1 + _keeps_logits(spec, grads) + (grads.entropy is not None)
     width = _slab_width(n, v, hidden.dtype, copies, spec.memory_budget, weight_copy, sums)
@@ -177,7 +178,7 @@ def logit_stats_backward(
         rounded = g.to(hidden.dtype)
         if need_hidden:
             # Not rounded to a narrow dtype for each slab: that would be worse than one product over all of V.
-            add_product(grad_hidden, rounded if g.is_cuda else g, weight[start:stop])
+            add_product(grad_hidden, rounded if g.is_cuda else g, dense(weight[start:stop]))
         if need_weight:
             torch.mm(rounded.t(), hidden, out=grad_weight[start:stop])
         del z, g, rounded  # or they would still be there while the next slab is made
@@ -216,7 +217,7 @@ def _slab_width(
 
 def _slab_logits(hidden: Tensor, x: Inputs, spec: LossSpec, start: int, stop: int) -> Tensor:
     """Logits [N, stop − start] in the accumulation dtype, with as few temporaries as possible."""
-    z = torch.mm(hidden, x.weight[start:stop].t())
+    z = torch.mm(hidden, dense(x.weight[start:stop]).t())
     z = z.to(accumulation_dtype(z.dtype))
     if x.bias is not None:
         z.add_(x.bias[start:stop])

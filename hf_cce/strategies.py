@@ -113,14 +113,14 @@ def recompute(
     return implementation(triton).logit_stats_backward(x, spec, lse, entropy, grads)
 
 
-def when_cold(strategy: Strategy, x: Inputs, needs: Needs) -> AbstractContextManager[None]:
+def when_cold(strategy: Strategy, x: Inputs) -> AbstractContextManager[None]:
     """Within, ``warm_up`` runs once a kernel is not in Triton's cache."""
     if not strategy.triton:
         return nullcontext()
-    return kernels_module().when_cold(partial(warm_up, strategy, x, needs))
+    return kernels_module().when_cold(partial(warm_up, strategy, x))
 
 
-def warm_up(strategy: Strategy, x: Inputs, needs: Needs) -> None:
+def warm_up(strategy: Strategy, x: Inputs) -> None:
     """Compile the kernels of a strategy at once: one after the other, as its steps launch them, they take several times as long.
 
     Its steps run on tensors without data, and nothing is launched.
@@ -133,11 +133,12 @@ def warm_up(strategy: Strategy, x: Inputs, needs: Needs) -> None:
         for each in strategy.rehearsals() if possible else ():
             # What fails here fails in the step itself, or is compiled there: a warm-up ends no run.
             with suppress(Exception):
-                rehearse(each, like, needs)
+                rehearse(each, like)
 
 
-def rehearse(strategy: Strategy, x: Inputs, needs: Needs) -> None:
+def rehearse(strategy: Strategy, x: Inputs) -> None:
     """A forward and a backward pass on inputs on the device "meta"."""
+    needs = strategy.spec.needs
     outputs, saved = strategy.forward(x)
     fixed = strategy.undifferentiable(outputs)
     upstream = [None if any(y is each for each in fixed) else torch.empty_like(y) for y in outputs]
@@ -145,11 +146,13 @@ def rehearse(strategy: Strategy, x: Inputs, needs: Needs) -> None:
         upstream[2:] = [None] * len(upstream[2:])  # the gradient of an entropy is not filtered
     if any(needs) and strategy.backward(x, saved, upstream, needs) is None:
         grads = strategy.token_grads(saved, upstream, True)
-        recompute(x, replace(strategy.spec, needs=needs), saved.in_token_order(), saved.entropy, grads, True)
+        recompute(x, strategy.spec, saved.in_token_order(), saved.entropy, grads, True)
 
 
 class Strategy:
     """A scalar loss; outputs: (loss,)."""
+
+    by_slabs = False  # in PyTorch it takes the weight a slab of the vocabulary at a time
 
     def __init__(self, spec: LossSpec, divisor: Divisor, triton: bool) -> None:
         self.spec, self.divisor, self.triton = spec, divisor, triton
@@ -243,6 +246,8 @@ class OnePass(Strategy):
 
 class Recompute(Strategy):
     """Two passes over slabs of the vocabulary, the second in ``recompute``."""
+
+    by_slabs = True
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         factor, spec = self.factor(x), self.spec
@@ -369,6 +374,8 @@ class Filtered(Strategy):
 
 class Statistics(Strategy):
     """Statistics of the tokens; outputs: ``Stats``."""
+
+    by_slabs = True
 
     def __init__(self, spec: LossSpec, wanted: Wanted, triton: bool) -> None:
         super().__init__(spec, SUM, triton)

@@ -74,10 +74,11 @@ class AdapterHead(StandIn):
         return self._finished
 
     def _joined(self) -> Any:
-        first = self.terms[0]
+        terms = [term for term in self.terms if isinstance(term.factor, Tensor) or term.factor != 0.0] or self.terms[:1]
+        first = terms[0]
         inputs: list[Tensor] = []
         weights: list[Tensor] = []
-        for term in self.terms:
+        for term in terms:
             x, weight = term.hidden_states.to(first.hidden_states.dtype), term.weight
             if isinstance(term.factor, Tensor):
                 weight = weight * term.factor.unsqueeze(-1)
@@ -131,7 +132,9 @@ def _add(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
 
 
 def _sub(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
-    """Without a bias per vocabulary entry, as DoRA takes the head's own away before it scales."""
+    """Without a bias per vocabulary entry, as DoRA takes the head's own away before it scales; or without another sum."""
+    if isinstance(other, AdapterHead):
+        return _add(x, _mul(other, -1.0), **kwargs)
     taken = per_token_id(other, x)
     if taken is None or kwargs:
         return NotImplemented
@@ -140,9 +143,11 @@ def _sub(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
 
 
 def _mul(x: AdapterHead, other: Any) -> Any:
-    """By a number, or by one number per vocabulary entry."""
+    """By a number, alone or in a tensor, or by one number per vocabulary entry."""
     number = isinstance(other, (int, float)) and not isinstance(other, bool)
     factor = float(other) if number else per_token_id(other, x)
+    if isinstance(other, Tensor) and other.shape == (1,) and other.is_floating_point():
+        factor = other
     if factor is None:
         return NotImplemented
     terms = tuple(term._replace(factor=term.factor * factor) for term in x.terms)
@@ -150,8 +155,23 @@ def _mul(x: AdapterHead, other: Any) -> Any:
     return x._of(terms, None if x.bias is None else x.bias * factor, dtype)
 
 
+def _div(x: AdapterHead, other: Any) -> Any:
+    return _mul(x, 1 / other) if isinstance(other, Tensor) or other else NotImplemented
+
+
+def _iadd(x: AdapterHead, other: Any) -> Any:
+    """In place, for whoever holds ``x``."""
+    made = _add(x, other) if x._finished is None else NotImplemented
+    if made is NotImplemented or made.dtype != x.dtype:
+        return NotImplemented
+    x.terms, x.bias = made.terms, made.bias
+    return x
+
+
 AdapterHead.ANSWERS = {
     "to": _to, "float": lambda x: _to(x, torch.float32), "sub": _sub, "subtract": _sub, "__sub__": _sub,
+    "clone": lambda x: x._of(x.terms, x.bias, x.dtype), "zeros_like": lambda x: _mul(x, 0.0), "__iadd__": _iadd,
+    **dict.fromkeys(("div", "true_divide", "__truediv__"), _div),
     **dict.fromkeys(("add", "__add__", "__radd__"), _add),
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _mul),
 }  # fmt: skip

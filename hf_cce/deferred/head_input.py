@@ -17,6 +17,7 @@ from hf_cce.deferred.logits import lazy_logits
 from hf_cce.deferred.training_call import TrainingCall
 from hf_cce.head_checks import why_not_read
 from hf_cce.loss import few_tokens
+from hf_cce.quantized import FrozenWeight, torchao_weight
 from hf_cce.sharded import is_dtensor, why_not_share
 
 
@@ -37,6 +38,9 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
     else:
         if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:  # which autocast leaves alone
             cast = torch.get_autocast_dtype(device)
+        if not torch.compiler.is_compiling():
+            frozen = torchao_weight(weight, hidden_states, cast)
+            weight = weight if frozen is None else frozen
         reason = _why_not(hidden_states, weight, bias, cast)
     if reason is not None:
         call.note_refused(reason)
@@ -49,9 +53,12 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
     call.vocab_size = weight.shape[0]
     if is_dtensor(hidden_states):
         return ShardedLogits(hidden_states, weight, bias, call, cast)
+    made: Any
     if call.adapted:
-        return AdapterHead((Term(hidden_states, weight),), bias, weight.dtype if cast is None else cast, call, cast)
-    return lazy_logits(hidden_states, weight, bias, call=call, cast=cast)
+        made = AdapterHead((Term(hidden_states, weight),), bias, weight.dtype if cast is None else cast, call, cast)
+    else:
+        made = lazy_logits(hidden_states, weight, bias, call=call, cast=cast)
+    return made.to(hidden_states.dtype) if isinstance(weight, FrozenWeight) and weight.keeps_dtype else made
 
 
 def _why_not(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: torch.dtype | None) -> str | None:
@@ -92,11 +99,18 @@ def _mul(x: Any, other: Any) -> Any:
     return head_input(made, x.call) if x.call.adapted and made.shape == x.hidden_states.shape else made
 
 
+def _matmul(x: Any, other: Any) -> Any:
+    """An adapter's product (AdaLoRA) beside that of the head, which came before."""
+    known = x.call.adapted and x.call.vocab_size is not None and isinstance(other, Tensor) and other.dim() == 2
+    return linear(x.hidden_states, other.t(), None, x.call) if known else NotImplemented
+
+
 HeadInput.ANSWERS = {
     "linear": lambda x, weight, bias=None: linear(x.hidden_states, weight, bias, x.call),
     "to": lambda x, *args, **kwargs: head_input(x.hidden_states.to(*args, **kwargs), x.call),
     "dropout": lambda x, *args, **kwargs: head_input(F.dropout(x.hidden_states, *args, **kwargs), x.call),
     **dict.fromkeys(("mul", "__mul__", "__rmul__"), _mul),
+    **dict.fromkeys(("matmul", "__matmul__"), _matmul),
 }
 
 

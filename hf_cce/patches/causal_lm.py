@@ -16,8 +16,10 @@ then stays swapped until ``apply_cce`` or ``remove_cce``, and answers with lazy 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
@@ -33,7 +35,7 @@ from hf_cce.deferred.logits import LazyLogits, to_wrapper
 from hf_cce.deferred.training_call import Stats, TokenSums, TrainingCall, outside
 from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import adapter_in, find_head, why_not_defer
-from hf_cce.patches import peft_tuner, preference, tensor_parallel, trl
+from hf_cce.patches import bnb, peft_tuner, preference, tensor_parallel, trl
 from hf_cce.patches.refused import labels_position
 
 STATE = "_hf_cce"
@@ -201,6 +203,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             call = TrainingCall(state.config, owner=state, head=head, evaluation=True)
         reason = tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head)
         if reason is None:
+            bnb.enter()
             if not labels:
                 preference.enter()
             _put_on(model, state, head, _Entry(call, outer))
@@ -252,7 +255,11 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
         call.adapted = type(head).forward is not nn.Linear.forward
         hidden_states = head_input(hidden_states, call)
     forward = functools.partial(type(head).forward, head) if previous is None else previous
-    output = forward(hidden_states, *args, **kwargs)
+    if call is not None and hasattr(head, "base_layer") and not torch.compiler.is_compiling():
+        with _base_layer_answers(head, call):
+            output = forward(hidden_states, *args, **kwargs)
+    else:
+        output = forward(hidden_states, *args, **kwargs)
     if isinstance(output, AdapterHead):
         return output.deferred()
     if (
@@ -263,6 +270,26 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
     ):
         call.note_full_logits()  # by a head, or an adapter on it, that does more than is known to be put off
     return output
+
+
+@contextlib.contextmanager
+def _base_layer_answers(head: nn.Module, call: TrainingCall) -> Iterator[None]:
+    """The Linear inside an adapter puts its product off, too, of hidden states that the adapter has changed (OFT)."""
+    base: Any = head
+    while hasattr(base, "base_layer"):
+        base = base.base_layer
+    previous, forward = base.__dict__.get("forward"), base.forward
+
+    def answering(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(head_input(x, call) if type(x) is torch.Tensor else x, *args, **kwargs)
+
+    base.forward = answering
+    try:
+        yield
+    finally:
+        base.__dict__.pop("forward")
+        if previous is not None:
+            base.forward = previous
 
 
 def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -293,6 +293,10 @@ def lora(**options: Any) -> Callable[[Any], Any]:
     )
 
 
+def newer(peft: Any, name: str) -> Any:
+    return getattr(peft, name, None) or pytest.skip(f"peft {peft.__version__} has no {name}")
+
+
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "all-linear": lora(target_modules="all-linear"),
     "saved-head": lora(target_modules=["q_proj"], modules_to_save=["lm_head"]),
@@ -315,8 +319,18 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "oft": lambda peft: peft.OFTConfig(
         task_type="CAUSAL_LM", r=0, oft_block_size=8, target_modules=["lm_head"], init_weights=False, module_dropout=0.0
     ),
-}
-FALL_BACK = ("oft",)
+    "boft": lambda peft: peft.BOFTConfig(
+        task_type="CAUSAL_LM", boft_block_size=4, target_modules=["lm_head"], init_weights=False, bias="boft_only"
+    ),
+    "adalora": lambda peft: peft.AdaLoraConfig(
+        task_type="CAUSAL_LM", init_r=4, target_r=2, total_step=10, tinit=1, tfinal=2, target_modules=["lm_head"],
+        init_lora_weights=False,
+    ),
+    "delora": lambda peft: peft.DeloraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_weights=False),
+    "glora": lambda peft: newer(peft, "GloraConfig")(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"]),
+    "c3a": lambda peft: peft.C3AConfig(task_type="CAUSAL_LM", block_size=1, target_modules=["lm_head"], init_weights=False),
+}  # fmt: skip
+FALL_BACK = ("c3a",)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])

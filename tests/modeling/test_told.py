@@ -174,7 +174,7 @@ def test_what_counts_as_few_tokens() -> None:
 # Adapters on the head
 def test_an_adapter_on_the_head_is_named_with_the_way_out() -> None:
     peft = pytest.importorskip("peft")
-    config = peft.OFTConfig(task_type="CAUSAL_LM", r=0, oft_block_size=8, target_modules=["q_proj", "lm_head"])
+    config = peft.C3AConfig(task_type="CAUSAL_LM", block_size=1, target_modules=["q_proj", "lm_head"])
     model = apply_cce(peft.get_peft_model(tiny_llama(), config))
     with told() as messages:
         for _ in range(2):
@@ -183,7 +183,7 @@ def test_an_adapter_on_the_head_is_named_with_the_way_out() -> None:
     (message,) = messages
     assert "fell back to full logits" in message and type(outputs.logits) is torch.Tensor
     assert (stats(model).missed, stats(model).materialized) == (2, 2)
-    assert "adapter (oft) on its LM head" in message and "asked for the logits" not in message
+    assert "adapter (c3a) on its LM head" in message and "asked for the logits" not in message
     assert "target_modules" in message and 'modules_to_save=["lm_head"]' in message and "The loss is correct" in message
 
 

@@ -1,0 +1,144 @@
+"""Frozen quantised weights [V, D] of bitsandbytes (4 bit) and torchao (int8 and float8, weight-only), dequantised when needed.
+
+A ``FrozenWeight`` passes through the loss like the tensor that it dequantises to, and has no memory. What walks over slabs of the
+vocabulary dequantises one slab at a time. Neither library is imported here: whoever has such a weight has imported it.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+Read = Callable[[int, int, torch.dtype], Tensor]  # rows [start, stop) of the weight, in a dtype
+Product = Callable[[Tensor, Tensor | None], Tensor]  # the library's own product of hidden states, with a bias or None
+_ATEN = torch.ops.aten
+
+
+class FrozenWeight(Tensor):
+    """Rows of a quantised weight. Operations take them dequantised; slices of rows and casts are FrozenWeights again."""
+
+    read: Read
+    product: Product | None  # of the whole weight; None for a part of it
+    start: int
+    keeps_dtype = False  # the library's product has the dtype of the hidden states, under autocast too
+
+    @staticmethod
+    def of(
+        read: Read,
+        product: Product | None,
+        shape: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        start: int = 0,
+    ) -> FrozenWeight:
+        new = Tensor._make_wrapper_subclass(FrozenWeight, shape, dtype=dtype, device=device)
+        new.read, new.product, new.start = read, product, start
+        return new
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"FrozenWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    def dense(self) -> Tensor:
+        """The rows, dequantised."""
+        with torch.no_grad():
+            return self.read(self.start, self.start + self.shape[0], self.dtype)
+
+    def _like(self, dtype: torch.dtype) -> FrozenWeight:
+        return FrozenWeight.of(self.read, self.product, self.shape, dtype, self.device, self.start)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The product of hidden states with the whole weight is the library's own: so are logits that somebody reads."""
+        kwargs = kwargs or {}
+        if func is torch._C._nn.linear and len(args) == 3 and not kwargs:
+            hidden, weight, bias = args
+            if isinstance(weight, FrozenWeight) and weight.product is not None:
+                return weight.product(hidden, bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, first = kwargs or {}, args[0]
+        if isinstance(first, FrozenWeight):
+            if func in (_ATEN.detach.default, _ATEN.alias.default):
+                return first._like(first.dtype)
+            if func is _ATEN._to_copy.default and set(kwargs) == {"dtype"}:
+                return first._like(kwargs["dtype"])
+            if func is _ATEN.slice.Tensor and args[1] == 0 and len(args) < 5:
+                start, stop, _ = slice(*(*args[2:4], None, None)[:2]).indices(first.shape[0])
+                shape = (max(0, stop - start), first.shape[1])
+                return FrozenWeight.of(first.read, None, shape, first.dtype, first.device, first.start + start)
+        real = lambda x: x.dense() if isinstance(x, FrozenWeight) else x  # noqa: E731
+        return func(*tree_map(real, args), **tree_map(real, kwargs))
+
+
+def dense(weight: Tensor) -> Tensor:
+    """``weight`` as an ordinary tensor."""
+    return weight.dense() if isinstance(weight, FrozenWeight) else weight
+
+
+def scratch_per_row(weight: Tensor) -> int:
+    """Bytes that a row of ``weight`` takes while it is dequantised: through float32, and the result."""
+    return 8 * weight.shape[1] if isinstance(weight, FrozenWeight) else 0
+
+
+def torchao_weight(weight: Any, hidden: Tensor, cast: torch.dtype | None) -> FrozenWeight | None:
+    """For int8 and float8 weights of torchao whose product does not quantise ``hidden`` as well; else None.
+
+    int8 is multiplied in the dtype of ``hidden``; ``cast``: in that of an autocast.
+    """
+    torchao: Any = sys.modules.get("torchao.quantization")
+    kinds = [getattr(torchao, name, None) for name in ("Int8Tensor", "Float8Tensor")]
+    if type(weight) not in kinds or weight.dim() != 2 or weight.requires_grad:
+        return None
+    if any(getattr(weight, name, None) is not None for name in ("act_quant_kwargs", "act_pre_scale")):
+        return None
+
+    def read(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return weight[start:stop].dequantize(dtype)
+
+    def product(hidden: Tensor, bias: Tensor | None) -> Tensor:
+        fits = is_int8 or hidden.dtype == weight.dtype
+        return torch.nn.functional.linear(hidden, weight if fits else weight.dequantize(hidden.dtype), bias)
+
+    is_int8 = type(weight).__name__ == "Int8Tensor"
+    made = FrozenWeight.of(
+        read, product, weight.shape, cast or (hidden.dtype if is_int8 else weight.dtype), weight.device
+    )
+    made.keeps_dtype = is_int8
+    return made
+
+
+def bitsandbytes_weight(packed: Tensor, state: Any, dtype: torch.dtype, product: Product) -> FrozenWeight | None:
+    """For the 4-bit weight ``packed`` with the ``QuantState`` of bitsandbytes; None where its layout is not known.
+
+    Blocks of numbers that share a scale must not reach over the end of a row: bitsandbytes dequantises those differently on
+    CPUs.
+    """
+    if state is None or len(state.shape) != 2 or getattr(state, "packing_format_for_cpu", False):
+        return None
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    (v, d), block = state.shape, state.blocksize
+    if d % block:
+        return None
+
+    def read(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        part, absmax = copy.copy(state), state.absmax
+        if state.nested:
+            absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
+        part.absmax, part.nested = absmax[start * d // block : stop * d // block].float(), False
+        part.shape, part.dtype = torch.Size((stop - start, d)), dtype
+        # Two numbers to a byte; a tensor [1, …] would be taken for a transposed weight.
+        stored = packed.detach().reshape(-1).view(torch.uint8)[start * d // 2 : stop * d // 2].view(-1, 1)
+        return functional.dequantize_4bit(stored, part)
+
+    return FrozenWeight.of(read, product, (v, d), dtype, packed.device)
