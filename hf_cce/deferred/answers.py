@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -385,14 +386,47 @@ def _statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: 
     """``result(LogProbs)`` of the logits of ``x``, for token ids [...] or None; ``native(z)`` is the same of its values z."""
 
     def fused(r: Recipe) -> tuple[Any, ...]:
-        labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
-        labels = labels.to(r.hidden_states.device)
-        return result(linear_log_probs(labels=labels, ignore_index=NO_LABEL, **r.operands(), **wanted))
+        return result(_pass(r, ids, **wanted))
 
     results = x._answer(fused, lambda z: native(_wide(z)))
     if not x.recipe.call.labels:
         x.recipe.call.note_fused()
     return tuple(value if value is None else value.to(x.device) for value in results)
+
+
+def _pass(r: Recipe, ids: Tensor | None, **wanted: bool) -> LogProbs:
+    """``linear_log_probs``; label smoothing asks twice, and the first pass through the head, kept till backward, serves it."""
+    operands, of, known = r.operands(), (*r.parts, *r.meaning.logit_ops), r.call.last_pass
+    mean = None
+    if wanted.get("mean_logit") and operands["softcap"] is None and not is_dtensor(r.weight):
+        mean, wanted = _mean_logit(r), {**wanted, "mean_logit": False}
+        if not any(wanted.values()):
+            return LogProbs(mean, mean_logit=mean)
+    same = known is not None and len(known[0]) == len(of) and all(map(operator.is_, known[0], of))
+    if same and ids is None and wanted.get("logsumexp") and not (wanted.get("mean_logit") or wanted.get("entropy")):
+        found = known[1]
+    else:
+        labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
+        labels = labels.to(r.hidden_states.device)
+        found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **operands, **wanted)
+        if wanted.get("logsumexp") and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            r.call.last_pass = of, found
+    return found if mean is None else found._replace(mean_logit=mean)
+
+
+def _mean_logit(r: Recipe) -> Tensor:
+    """Over the vocabulary [...]: the product of hidden states with the mean of the weight's rows, a few tokens at a time."""
+    operands, wide = r.operands(), torch.promote_types(r.hidden_states.dtype, torch.float32)
+    hidden, bias = operands["hidden_states"], operands["bias"]
+    mean = operands["weight"].mean(0, dtype=wide)
+
+    def product(hidden: Tensor, mean: Tensor) -> Tensor:
+        return hidden.to(wide) @ mean
+
+    rows = max(1, _scratch(r) // (4 * wide.itemsize * hidden.shape[-1]))
+    parts = hidden.reshape(-1, hidden.shape[-1]).split(rows)
+    found = torch.cat([checkpoint(product, part, mean, use_reentrant=False) for part in parts]).view(hidden.shape[:-1])
+    return operands["logit_scale"] * (found if bias is None else found + bias.mean(dtype=wide))
 
 
 def _over_vocabulary(x: Any, dim: Any) -> bool:
@@ -418,7 +452,8 @@ def _gather(x: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
     native = lambda z: (z.gather(-1, index.to(z.device)),)  # noqa: E731
     if found.kind != "z" and index.shape[-1] == 1:
         of = lambda log_p: found.factor * (log_p.exp() if found.kind == "p" else log_p)  # noqa: E731
-        return _statistics(x, index.squeeze(-1), lambda each: (of(each.log_probs).unsqueeze(-1),), native)[0]
+        result = lambda each: (of(each.log_probs).unsqueeze(-1),)  # noqa: E731
+        return _statistics(x, index.squeeze(-1), result, native, logsumexp=True)[0]
     if found.kind != "z" or torch.compiler.is_compiling() or is_dtensor(x.recipe.weight):
         return NotImplemented
     return x._answer(lambda r: (_selected(r, index),), native)[0].to(x.device)
@@ -471,26 +506,16 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> A
 
 @answers("mean")
 def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    """Over all, or over the vocabulary: the product of hidden states with the mean of the weight's rows. In float32."""
-    found, over = _known(x, "z"), dim in (-1, x.ndim - 1)
-    if found is None:
+    """Over the vocabulary, or over everything. In float32."""
+    if x.recipe.meaning.kind != "z":
         total = _sum(x, dim, keepdim, **kwargs)
         return total if total is NotImplemented else total / (x.numel() if dim is None else x.shape[-1])
-    if keepdim or kwargs or not (dim is None or over) or x.recipe.forbidden() or is_dtensor(x.recipe.weight):
+    known = _known(x, "z") and (dim is None or dim in (-1, x.ndim - 1)) and x.numel() > 0 and not (keepdim or kwargs)
+    if not known or x.recipe.forbidden() or is_dtensor(x.recipe.weight):
         return NotImplemented
-    if x.numel() == 0:
-        return NotImplemented
-    if found.form[1] is not None:  # type: ignore[index]
-        (means,) = _statistics(x, None, lambda each: (each.mean_logit,), lambda z: (z.mean(-1),), mean_logit=True)
-        return means if over else means.mean()
-
-    def fused(r: Recipe) -> tuple[Tensor]:
-        wide = torch.promote_types(r.hidden_states.dtype, torch.float32)
-        hidden_states = r.hidden_states.to(wide) if over else r.hidden_states.flatten(0, -2).mean(0, dtype=wide)
-        means = hidden_states @ r.weight.mean(0, dtype=wide)
-        return (found.form[0] * (means if r.bias is None else means + r.bias.mean(dtype=wide)),)  # type: ignore[index]
-
-    return x._answer(fused, lambda z: (_wide(z).mean(dim),))[0]
+    native = lambda z: (z.mean(-1),)  # noqa: E731
+    (means,) = _statistics(x, None, lambda each: (each.mean_logit,), native, mean_logit=True)
+    return means.mean() if dim is None else means
 
 
 @answers("topk")

@@ -218,6 +218,16 @@ class Losses:
         return self.found
 
 
+def _in_one_pass(losses: list[Losses]) -> list[Losses]:
+    """``losses`` of one head with a common backward pass of those that have had none: what they share is computed once."""
+    fresh = [each for each in losses if each.found is None]
+    if len(fresh) < 2:
+        return losses
+    results, upstream = ([x for each in fresh for x in getattr(each, name)] for name in ("results", "upstream"))
+    done = [each for each in losses if each.found is not None]
+    return [*done, Losses(results, upstream, fresh[0].leaves[:3], fresh[0].call)]
+
+
 class Like(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
@@ -302,10 +312,11 @@ class Root(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(parts)
         if real is not None:
             found = _head_gradients(real, parts, needed, ctx.cast)
-        for each, _ in losses:
+        for each in _in_one_pass([each for each, _ in losses]):
+            each.call.last_pass = None
             pairs = zip(found, each.gradients(), strict=False)  # a bias that was added has its gradient in ``Step``
             found = [y if x is None else x if y is None else x + y for x, y in pairs]
-            each.found = None  # one loss's at a time; autograd takes over memory that nobody else holds
+            each.found = None  # autograd takes over memory that nobody else holds
         return None, None, *(x if need else None for x, need in zip(found, needed, strict=True))
 
 
