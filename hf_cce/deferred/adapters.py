@@ -50,7 +50,7 @@ class AdapterHead(StandIn):
         self.device = hidden_states.device
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return self.deferred().requires_grad
 
     @property

@@ -394,7 +394,7 @@ def _statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: 
     return tuple(value if value is None else value.to(x.device) for value in results)
 
 
-def _pass(r: Recipe, ids: Tensor | None, **wanted: bool) -> LogProbs:
+def _pass(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
     """``linear_log_probs``; label smoothing asks twice, and the first pass through the head, kept till backward, serves it."""
     operands, of, known = r.operands(), (*r.parts, *r.meaning.logit_ops), r.call.last_pass
     mean = None

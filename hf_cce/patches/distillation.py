@@ -143,7 +143,8 @@ def enter() -> None:
 def _on_logits(original: Any, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
-    student, teacher, labels, beta, temperature, reduction, probs, items = map(given.arguments.get, ARGUMENTS_ON_LOGITS)
+    values: Any = map(given.arguments.get, ARGUMENTS_ON_LOGITS)
+    student, teacher, labels, beta, temperature, reduction, probs, items = values
     known = isinstance(student, LazyLogits) and isinstance(teacher, Tensor) and not isinstance(teacher, LazyLogits)
     known = known and can_answer(student) and student.shape == teacher.shape and not teacher.requires_grad
     if not known or probs or reduction not in ("batchmean", "sum") or not 0.0 <= beta <= 1.0:
