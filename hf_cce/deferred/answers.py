@@ -32,7 +32,7 @@ CLASS_FIRST = {
     "to", "float", "double", "half", "bfloat16", "type_as", "clone", "contiguous", "detach", "data", "mul", "multiply",
     "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "tanh", "log_softmax", "cross_entropy", "nll_loss",
 }  # fmt: skip
-LARGEST_TOPK = 64
+LARGEST_TOPK = 128  # SDFT of TRL asks for 100
 NO_LABEL = -(2**31)  # an ``ignore_index`` that no token id can be
 
 
@@ -186,14 +186,12 @@ def _div(x: Any, other: Any, **kwargs: Any) -> Any:
     return NotImplemented if kwargs else _scale(x, "div", other)
 
 
-@answers("neg", "negative", "__neg__")
-def _neg(x: Any) -> Any:
-    return _scale(x, "mul", -1)
-
-
 def _scale(x: Any, name: str, value: Any) -> Any:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return _elementwise(x, (name, value)) if is_number and not x.recipe.forbidden() else NotImplemented
+
+
+answers("neg", "negative", "__neg__")(lambda x: _scale(x, "mul", -1))
 
 
 @answers("add", "__add__", "__radd__")
@@ -219,17 +217,7 @@ def _add(x: Any, other: Any, **kwargs: Any) -> Any:
 # Distributions, recorded
 
 
-@answers("softmax")
-def _softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    return _normalize(x, "softmax", dim, dtype)
-
-
-@answers("log_softmax")
-def _log_softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    return _normalize(x, "log_softmax", dim, dtype)
-
-
-def _normalize(x: Any, name: str, dim: Any, dtype: torch.dtype | None) -> Any:
+def _normalize(name: str, x: Any, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
     """Over the vocabulary; autocast would make it of float32 logits."""
     vocabulary = 1 if x.recipe.class_first else x.ndim - 1
     if dim not in (vocabulary, vocabulary - x.ndim) or x.recipe.meaning.kind != "z" or x.recipe.forbidden():
@@ -243,6 +231,8 @@ def _normalize(x: Any, name: str, dim: Any, dtype: torch.dtype | None) -> Any:
     return made
 
 
+ANSWERS["softmax"] = functools.partial(_normalize, "softmax")
+ANSWERS["log_softmax"] = functools.partial(_normalize, "log_softmax")
 ANSWERS["exp"] = lambda x: _of_distribution(x, "exp", "log p")
 ANSWERS["log"] = lambda x: _of_distribution(x, "log", "p")
 
@@ -521,7 +511,12 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
 @answers("topk")
 def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest of each token, from real logits of a few tokens at a time; their gradient as ``gather`` has it."""
-    if dim not in (-1, x.ndim - 1) or not largest or not 0 < k <= LARGEST_TOPK or not _can_block(x):
+    if (
+        dim not in (-1, x.ndim - 1)
+        or not largest
+        or not 0 < k <= min(LARGEST_TOPK, x.shape[-1] // 2)
+        or not _can_block(x)
+    ):
         return NotImplemented
     values, ids = _by_blocks(x, lambda z: tuple(z.topk(k, -1)), (k,))
     if x.requires_grad and torch.is_grad_enabled():
