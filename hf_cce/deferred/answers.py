@@ -387,11 +387,12 @@ def _statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: 
 def _pass(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
     """``linear_log_probs``; label smoothing asks twice, and the first pass through the head, kept till backward, serves it."""
     operands, of, known = r.operands(), (*r.parts, *r.meaning.logit_ops), r.call.last_pass
+    simple = operands["softcap"] is None and not is_dtensor(r.weight) and not torch.compiler.is_compiling()
     mean = None
-    if wanted.get("mean_logit") and operands["softcap"] is None and not is_dtensor(r.weight):
+    if wanted.get("mean_logit") and simple:
         mean, wanted = _mean_logit(r), {**wanted, "mean_logit": False}
         if not any(wanted.values()):
-            return LogProbs(mean, mean_logit=mean)
+            return LogProbs(mean, mean_logit=mean)  # of which nobody asks for the first
     same = known is not None and len(known[0]) == len(of) and all(map(operator.is_, known[0], of))
     if same and ids is None and wanted.get("logsumexp") and not (wanted.get("mean_logit") or wanted.get("entropy")):
         found = known[1]

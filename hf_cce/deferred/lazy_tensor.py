@@ -302,18 +302,17 @@ class Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cls: Any, recipe: Any, *parts: Tensor | None) -> Any:
         ctx.save_for_backward(*parts)
-        ctx.cast = recipe.cast
+        ctx.cast, ctx.call = recipe.cast, recipe.call
         return cls(recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        parts, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        parts, needed, ctx.call.last_pass = ctx.saved_tensors, ctx.needs_input_grad[2:], None
         losses, real = (grad.losses, grad.more) if isinstance(grad, LazyGrad) else ((), grad)
         found: list[Tensor | None] = [None] * len(parts)
         if real is not None:
             found = _head_gradients(real, parts, needed, ctx.cast)
         for each in _in_one_pass([each for each, _ in losses]):
-            each.call.last_pass = None
             pairs = zip(found, each.gradients(), strict=False)  # a bias that was added has its gradient in ``Step``
             found = [y if x is None else x if y is None else x + y for x, y in pairs]
             each.found = None  # autograd takes over memory that nobody else holds
