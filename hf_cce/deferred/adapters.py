@@ -34,6 +34,8 @@ class Term(NamedTuple):
 class AdapterHead(StandIn):
     """Stands for the sum of ``terms`` and ``bias``, of the dtype that torch would give it."""
 
+    _finished: Any = None
+
     def __init__(
         self,
         terms: tuple[Term, ...],
@@ -42,21 +44,10 @@ class AdapterHead(StandIn):
         call: TrainingCall,
         cast: torch.dtype | None,
     ) -> None:
-        self.terms = terms
-        self.bias = bias
-        self.dtype = dtype
-        self.call = call
-        self.cast = cast
-        self._finished: Any = None
-
-    @property
-    def shape(self) -> torch.Size:
-        first = self.terms[0]
-        return torch.Size((*first.hidden_states.shape[:-1], first.weight.shape[0]))
-
-    @property
-    def device(self) -> torch.device:
-        return self.terms[0].hidden_states.device
+        self.terms, self.bias, self.dtype, self.call, self.cast = terms, bias, dtype, call, cast
+        hidden_states, weight = terms[0][:2]
+        self.shape = torch.Size((*hidden_states.shape[:-1], weight.shape[0]))
+        self.device = hidden_states.device
 
     @property
     def requires_grad(self) -> bool:
@@ -75,32 +66,25 @@ class AdapterHead(StandIn):
 
     def _joined(self) -> Any:
         terms = [term for term in self.terms if isinstance(term.factor, Tensor) or term.factor != 0.0] or self.terms[:1]
-        first = terms[0]
         inputs: list[Tensor] = []
         weights: list[Tensor] = []
+        of_hidden, of_weight = (x.dtype for x in terms[0][:2])
         for term in terms:
-            x, weight = term.hidden_states.to(first.hidden_states.dtype), term.weight
+            x, weight = term.hidden_states.to(of_hidden), term.weight
             if isinstance(term.factor, Tensor):
                 weight = weight * term.factor.unsqueeze(-1)
             elif term.factor != 1.0:
                 x = x * term.factor
-            weight = weight.to(first.weight.dtype)
+            weight = weight.to(of_weight)
             same = [i for i, each in enumerate(inputs) if each is x]
             if same:  # LoHa and LoKr: a product of the same input with another weight
                 weights[same[0]] = weights[same[0]] + weight
             else:
                 inputs.append(x)
                 weights.append(weight)
-        bias = None if self.bias is None else self.bias.to(first.weight.dtype)
-        one = len(inputs) == 1
-        made = lazy_logits(
-            inputs[0] if one else torch.cat(inputs, -1),
-            weights[0] if one else torch.cat(weights, 1),
-            bias,
-            call=self.call,
-            cast=self.cast,
-        )
-        return made if made.dtype == self.dtype else made.to(self.dtype)
+        x, weight = (inputs[0], weights[0]) if len(inputs) == 1 else (torch.cat(inputs, -1), torch.cat(weights, 1))
+        bias = None if self.bias is None else self.bias.to(of_weight)
+        return lazy_logits(x, weight, bias, call=self.call, cast=self.cast).to(self.dtype)
 
     def _of(self, terms: tuple[Term, ...], bias: Tensor | None, dtype: torch.dtype) -> AdapterHead:
         return AdapterHead(terms, bias, dtype, self.call, self.cast)

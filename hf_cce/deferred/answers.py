@@ -7,8 +7,9 @@ Results are float32 (float64 for float64 logits), also where torch would round t
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_cce.config import CCEConfig
 from hf_cce.deferred.lazy_tensor import LazyTensor
-from hf_cce.deferred.operations import (
-    apply_ops,
-    cast_targets,
-    closed_form,
-    distribution,
-    forbidden_ids,
-    per_token_id,
-    split_index,
-)
-from hf_cce.deferred.recipe import Recipe
+from hf_cce.deferred.operations import Meaning, apply_ops, cast_targets, forbidden_ids, per_token_id, split_index
+from hf_cce.deferred.recipe import Memory, Recipe, leaf_of
 from hf_cce.loss import LogProbs, linear_cross_entropy, linear_log_probs
 from hf_cce.sharded import is_dtensor
 
@@ -39,7 +32,7 @@ CLASS_FIRST = {
     "to", "float", "double", "half", "bfloat16", "type_as", "clone", "contiguous", "detach", "data", "mul", "multiply",
     "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "tanh", "log_softmax", "cross_entropy", "nll_loss",
 }  # fmt: skip
-LARGEST_TOPK = 64
+LARGEST_TOPK = 128  # SDFT of TRL asks for 100
 NO_LABEL = -(2**31)  # an ``ignore_index`` that no token id can be
 
 
@@ -53,17 +46,19 @@ def answers(*names: str) -> Callable[[Any], Any]:
     return enter
 
 
+def _known(x: Any, *kinds: str) -> Meaning | None:
+    """What was recorded, where it is one of ``kinds`` of logits that the fused loss can compute."""
+    found = x.recipe.meaning
+    return None if found.form is None or found.kind not in kinds else found
+
+
 # What is recorded
 
 
 @answers("to")
 def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
     targets = cast_targets(args, kwargs)
-    if targets is None:
-        return NotImplemented
-    for target in targets:
-        x = _cast(x, target)
-    return x
+    return NotImplemented if targets is None else functools.reduce(_cast, targets, x)
 
 
 def _cast(x: Any, target: torch.dtype | torch.device) -> Any:
@@ -72,14 +67,13 @@ def _cast(x: Any, target: torch.dtype | torch.device) -> Any:
     return _elementwise(x, ("to", target))
 
 
-ANSWERS["float"] = lambda x: _cast(x, torch.float32)
-ANSWERS["double"] = lambda x: _cast(x, torch.float64)
-ANSWERS["half"] = lambda x: _cast(x, torch.float16)
-ANSWERS["bfloat16"] = lambda x: _cast(x, torch.bfloat16)
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+for _name, _dtype in _CASTS.items():
+    ANSWERS[_name] = functools.partial(_cast, target=_dtype)
 ANSWERS["type_as"] = lambda x, other: _to(x, dtype=other.dtype, device=other.device)
 ANSWERS["contiguous"] = lambda x, *args, **kwargs: NotImplemented if args or kwargs else x
-ANSWERS["data"] = lambda x: x._expose()
-ANSWERS["detach"] = lambda x: x._detached()
+ANSWERS["clone"] = lambda x, **kwargs: NotImplemented if kwargs else x._derive(torch.clone, lambda r: r.then())
+ANSWERS["detach"] = ANSWERS["data"] = lambda x: x._detached()
 
 
 def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
@@ -88,48 +82,18 @@ def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
     return made
 
 
-@answers("clone")
-def _clone(x: Any, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else x._derive(lambda z: z.clone(), lambda r: r.then())
-
-
-@answers("view_as")
-def _view_as(x: Any, other: Any) -> Any:
-    return _reshape(x, *other.shape)
-
-
-@answers("view", "reshape")
-def _reshape(x: Any, *shape: Any, **named: Any) -> Any:
+def _reshape(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
     """[..., V] to other token dimensions; a shape that does not end in V needs real logits."""
-    if "shape" in named:
-        shape = (named.pop("shape"),)
-    if named or (len(shape) == 1 and isinstance(shape[0], torch.dtype)):
+    result = getattr(torch.empty(x.shape, dtype=x.dtype, device="meta"), name)(*args, **kwargs)
+    if result.dtype != x.dtype or result.shape[-1:] != x.shape[-1:]:
         return NotImplemented
-    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    ends_in_vocabulary = len(sizes) > 0 and sizes[-1] == x.shape[-1]
-    if len(sizes) > 0 and sizes[-1] == -1:
-        ends_in_vocabulary = math.prod(sizes[:-1]) == math.prod(x.shape[:-1])
-    if not ends_in_vocabulary:
-        return NotImplemented
-    return _of_tokens(x, lambda z: z.reshape(*sizes[:-1], z.shape[-1]))
+    tokens = result.shape[:-1]
+    return _of_tokens(x, lambda z: z.reshape(*tokens, z.shape[-1]))
 
 
-@answers("flatten")
-def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    last = end_dim % x.ndim
-    return NotImplemented if last == x.ndim - 1 else _of_tokens(x, lambda z: z.flatten(start_dim, last))
-
-
-@answers("squeeze")
-def _squeeze(x: Any, dim: Any = None) -> Any:
-    known = isinstance(dim, int) and dim % x.ndim != x.ndim - 1
-    return _of_tokens(x, lambda z: z.squeeze(dim % x.ndim)) if known else NotImplemented
-
-
-@answers("unsqueeze")
-def _unsqueeze(x: Any, dim: int) -> Any:
-    position = dim % (x.ndim + 1)
-    return NotImplemented if position == x.ndim else _of_tokens(x, lambda z: z.unsqueeze(position))
+for _name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"):
+    ANSWERS[_name] = functools.partial(_reshape, _name)
+ANSWERS["view_as"] = lambda x, other: _reshape("view", x, other.shape)
 
 
 def _of_tokens(x: Any, op: Callable[[Tensor], Tensor]) -> Any:
@@ -157,12 +121,11 @@ def _index(x: Any, key: Any) -> Any:
     split = split_index(key, x.ndim)
     if split is None:
         return NotImplemented
-    tokens, vocabulary = split
-    if vocabulary is None:
+    tokens, part = split
+    if part is None:
         return _of_tokens(x, lambda z: z[tokens])
-    if x.recipe.forbidden() or is_dtensor(x.recipe.weight) or distribution(x.recipe.ops):
+    if x.recipe.forbidden() or is_dtensor(x.recipe.weight) or x.recipe.meaning.kind != "z":
         return NotImplemented  # its ids are numbered otherwise, or a softmax is of all of them
-    part = vocabulary
     return x._derive(
         lambda z: z[key],
         lambda r: r.with_parts(r.hidden_states[tokens], r.weight[part], None if r.bias is None else r.bias[part]),
@@ -175,39 +138,36 @@ def _is_ids(key: Any) -> bool:
     return isinstance(key, range)
 
 
-def _parts(x: Any, sizes: Any, dim: int, name: str = "split") -> Any:
+def _parts(name: str, x: Any, *sizes: Any, dim: int = 0) -> Any:
     """Along the tokens, as views."""
-    if dim % x.ndim == x.ndim - 1:
+    dim %= x.ndim
+    if dim == x.ndim - 1:
         return NotImplemented
-    parts = getattr(torch.arange(x.shape[dim]), name)(sizes)
-    before = (slice(None),) * (dim % x.ndim)
-    ends = [0, *torch.tensor([len(part) for part in parts]).cumsum(0).tolist()]
-    return tuple(_index(x, (*before, slice(*pair))) for pair in itertools.pairwise(ends))
+    cut = lambda z: getattr(z, name)(*sizes, dim=dim)  # noqa: E731
+    with torch.enable_grad():
+        parts = cut(x.recipe.hidden_states)
+    return tuple(
+        x._derive(lambda z, i=i: cut(z)[i], lambda r, part=part: r._replace(hidden_states=part))
+        for i, part in enumerate(parts)
+    )
 
 
-ANSWERS["chunk"] = lambda x, chunks, dim=0: _parts(x, chunks, dim, "chunk")
-ANSWERS["split"] = lambda x, split_size=None, dim=0: _parts(x, split_size, dim)
-
-
-@answers("unbind")
-def _unbind(x: Any, dim: int = 0) -> Any:
-    if x.ndim == 1 or dim % x.ndim == x.ndim - 1:
-        return NotImplemented
-    before = (slice(None),) * (dim % x.ndim)
-    return tuple(_index(x, (*before, i)) for i in range(x.shape[dim]))
+ANSWERS["chunk"] = lambda x, chunks, dim=0: _parts("chunk", x, chunks, dim=dim)
+ANSWERS["split"] = lambda x, split_size, dim=0: _parts("split", x, split_size, dim=dim)
+ANSWERS["unbind"] = lambda x, dim=0: _parts("unbind", x, dim=dim)
 
 
 @answers("__setitem__")
 def _forbid(x: Any, key: Any, value: Any) -> Any:
     """Words set to the smallest number at every token (Chameleon's image tokens) have probability zero from now on."""
-    known = not torch.compiler.is_compiling() and torch.is_grad_enabled() and x._logits is None
+    known = not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.memory.values is None
     known = known and all(name in ("to", "forbid") for name, _ in x.recipe.ops) and not is_dtensor(x.recipe.weight)
     ids = forbidden_ids(key, value, x.shape, x.dtype) if known else None
     if ids is None:
         return NotImplemented
     x._check()
-    x.recipe.family.append((torch.empty(0), -1))  # for its views, which do not know of it
-    x.recipe = x.recipe.then(("forbid", (ids.to(x.recipe.weight.device), value)))
+    x.recipe.family.append(Memory(torch.empty(0), version=-1))  # for its views, which do not know of it
+    x.recipe, x.memory = x.recipe.then(("forbid", (ids.to(x.recipe.weight.device), value))), Memory()
     return None
 
 
@@ -226,14 +186,12 @@ def _div(x: Any, other: Any, **kwargs: Any) -> Any:
     return NotImplemented if kwargs else _scale(x, "div", other)
 
 
-@answers("neg", "negative", "__neg__")
-def _neg(x: Any) -> Any:
-    return _scale(x, "mul", -1)
-
-
 def _scale(x: Any, name: str, value: Any) -> Any:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return _elementwise(x, (name, value)) if is_number and not x.recipe.forbidden() else NotImplemented
+
+
+answers("neg", "negative", "__neg__")(lambda x: _scale(x, "mul", -1))
 
 
 @answers("add", "__add__", "__radd__")
@@ -246,7 +204,7 @@ def _add(x: Any, other: Any, **kwargs: Any) -> Any:
     dtype = x.dtype if x.recipe.cast is None else torch.promote_types(x.dtype, bias.dtype)
     if bias.dtype != dtype:
         return NotImplemented
-    leaf = x._leaf(bias)
+    leaf = leaf_of(bias)
 
     def join(r: Recipe) -> Recipe:
         joined = leaf if r.bias is None else r.bias + leaf
@@ -259,20 +217,10 @@ def _add(x: Any, other: Any, **kwargs: Any) -> Any:
 # Distributions, recorded
 
 
-@answers("softmax")
-def _softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    return _normalize(x, "softmax", dim, dtype)
-
-
-@answers("log_softmax")
-def _log_softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    return _normalize(x, "log_softmax", dim, dtype)
-
-
-def _normalize(x: Any, name: str, dim: Any, dtype: torch.dtype | None) -> Any:
+def _normalize(name: str, x: Any, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
     """Over the vocabulary; autocast would make it of float32 logits."""
     vocabulary = 1 if x.recipe.class_first else x.ndim - 1
-    if dim not in (vocabulary, vocabulary - x.ndim) or distribution(x.recipe.ops) or x.recipe.forbidden():
+    if dim not in (vocabulary, vocabulary - x.ndim) or x.recipe.meaning.kind != "z" or x.recipe.forbidden():
         return NotImplemented
     if dtype is None and torch.is_autocast_enabled(x.device.type):
         dtype = getattr(torch.zeros(1, dtype=x.dtype, device=x.device), name)(-1).dtype
@@ -283,19 +231,14 @@ def _normalize(x: Any, name: str, dim: Any, dtype: torch.dtype | None) -> Any:
     return made
 
 
-@answers("exp")
-def _exp(x: Any) -> Any:
-    return _of_distribution(x, "exp", "log p")
-
-
-@answers("log")
-def _log(x: Any) -> Any:
-    return _of_distribution(x, "log", "p")
+ANSWERS["softmax"] = functools.partial(_normalize, "softmax")
+ANSWERS["log_softmax"] = functools.partial(_normalize, "log_softmax")
+ANSWERS["exp"] = lambda x: _of_distribution(x, "exp", "log p")
+ANSWERS["log"] = lambda x: _of_distribution(x, "log", "p")
 
 
 def _of_distribution(x: Any, name: str, kind: str) -> Any:
-    found = distribution(x.recipe.ops)
-    known = found is not None and found.kind == kind and found.factor == 1.0
+    known = x.recipe.meaning.kind == kind and x.recipe.meaning.factor == 1.0
     return _elementwise(x, (name, None), nonlinear=True) if known else NotImplemented
 
 
@@ -307,10 +250,9 @@ def _product(x: Any, other: Any) -> Any:
         return NotImplemented
     before = len(base.recipe.ops)
     op = ("product", (x.recipe.ops[before:], other.recipe.ops[before:]))
-    found = distribution((*base.recipe.ops, op))
     hooked = any(getattr(each, "_backward_hooks", None) for each in (x, other))  # autograd goes past them
     alike = x.requires_grad == other.requires_grad == base.requires_grad  # neither factor is detached
-    if found is None or found.kind is None or hooked or not alike:
+    if base.recipe.then(op).meaning.kind is None or hooked or not alike:
         return NotImplemented
     return base._derive(lambda z: apply_ops((op,), z), lambda r: r.then(op), nonlinear=True)
 
@@ -335,7 +277,7 @@ def _cross_entropy(
     label is ignored the fused mean is zero, torch's is NaN.
     """
     options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    known = size_average is reduce is None and not (weight is not None and label_smoothing)
+    known = _known(x, "z") and size_average is reduce is None and not (weight is not None and label_smoothing)
     return _loss(x, F.cross_entropy, target, reduction, options) if known else NotImplemented
 
 
@@ -350,37 +292,32 @@ def _nll_loss(
     reduction: str = "mean",
 ) -> Any:
     """``F.nll_loss`` of the log_softmax of logits: their cross entropy."""
+    found = _known(x, "log p")
+    known = found is not None and found.factor == 1.0 and size_average is reduce is None
     options = {"weight": weight, "ignore_index": ignore_index}
-    found = distribution(x.recipe.ops)
-    if found is None or found.kind != "log p" or found.factor != 1.0 or not (size_average is reduce is None):
-        return NotImplemented
-    return _loss(x, F.nll_loss, target, reduction, options)
+    return _loss(x, F.nll_loss, target, reduction, options) if known else NotImplemented
 
 
 def _loss(x: Any, function: Any, target: Any, reduction: str, options: dict[str, Any]) -> Any:
-    found = distribution(x.recipe.ops)
-    ops = x.recipe.ops if found is None or function is F.cross_entropy else found.logit_ops
-    form, call, shape = closed_form(ops), x.recipe.call, (x.shape[0], *x.shape[2:])
+    call, shape, weight = x.recipe.call, (x.shape[0], *x.shape[2:]), options["weight"]
+    smoothing, ignore_index = options.get("label_smoothing", 0.0), options["ignore_index"]
     plain_target = isinstance(target, Tensor) and not target.is_floating_point() and target.shape == shape
-    weight, ignore_index = options["weight"], options["ignore_index"]
-    for _, (ids, _) in x.recipe.forbidden() if plain_target else ():
-        if options.get("label_smoothing") or torch.isin(target, ids.to(target.device)).any():
-            form = None  # the number written there is a part of the loss
-    if form is None or x.ndim != 2 + x.recipe.class_first or not plain_target or not _is_class_weight(weight, x):
+    if x.ndim != 2 + x.recipe.class_first or not plain_target or not _is_class_weight(weight, x):
         return NotImplemented
+    for _, (ids, _) in x.recipe.forbidden():
+        if smoothing or torch.isin(target, ids.to(target.device)).any():
+            return NotImplemented  # the number written there is a part of the loss
 
     def fused(r: Recipe) -> tuple[Tensor]:
-        labels, operands = target.to(r.hidden_states.device), r._replace(ops=ops).operands()
-        more = {name: value for name, value in options.items() if name != "weight"}
-        with r.without_autocast():
-            sums = None if options.get("label_smoothing") or is_dtensor(r.weight) else call.token_sums
-            if sums is not None:
-                operands |= {"filter_state": call.filter_state, "ignore_index": ignore_index}
-                found = linear_log_probs(labels=labels, entropy=True, is_top1=True, **operands)
-                sums.add(labels != ignore_index, found)
-                return (_weighted(-found.log_probs, labels, reduction, options),)
-            more |= {"reduction": "none" if weight is not None else reduction, "filter_state": r.call.filter_state}
-            loss = linear_cross_entropy(labels=labels, **operands, **more)
+        labels, operands = target.to(r.hidden_states.device), r.operands()
+        operands |= {"labels": labels, "ignore_index": ignore_index, "filter_state": call.filter_state}
+        sums = None if smoothing or is_dtensor(r.weight) else call.token_sums
+        if sums is not None:
+            found = linear_log_probs(**operands, entropy=True, is_top1=True)
+            sums.add(labels != ignore_index, found)
+            return (_weighted(-found.log_probs, labels, reduction, options),)
+        first: Any = reduction if weight is None else "none"
+        loss = linear_cross_entropy(**operands, reduction=first, label_smoothing=smoothing)
         return (loss if weight is None else _weighted(loss, labels, reduction, options),)
 
     def native(z: Tensor) -> tuple[Tensor]:
@@ -431,29 +368,56 @@ def log_probs(x: Any, index: Tensor, row_mask: Tensor | None = None, **wanted: A
 def can_answer(x: Any, index: Any = None) -> bool:
     """Whether ``log_probs`` of ``index`` is known: one token id for each token, and no id was forbidden."""
     one_each = isinstance(index, Tensor) and index.shape == x.shape[:-1] and not index.is_floating_point()
-    return (
-        (index is None or one_each)
-        and not x._written
-        and not x.recipe.forbidden()
-        and closed_form(x.recipe.ops) is not None
-    )
+    ready = not x._written and not x.recipe.forbidden() and _known(x, "z") is not None
+    return ready and (index is None or one_each)
 
 
 def _statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: Any) -> tuple[Any, ...]:
     """``result(LogProbs)`` of the logits of ``x``, for token ids [...] or None; ``native(z)`` is the same of its values z."""
-    found = distribution(x.recipe.ops)
-    ops = x.recipe.ops if found is None else found.logit_ops
 
     def fused(r: Recipe) -> tuple[Any, ...]:
-        labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
-        labels, operands = labels.to(r.hidden_states.device), r._replace(ops=ops).operands()
-        with r.without_autocast():
-            return result(linear_log_probs(labels=labels, ignore_index=NO_LABEL, **operands, **wanted))
+        return result(_pass(r, ids, **wanted))
 
     results = x._answer(fused, lambda z: native(_wide(z)))
     if not x.recipe.call.labels:
         x.recipe.call.note_fused()
     return tuple(value if value is None else value.to(x.device) for value in results)
+
+
+def _pass(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
+    """``linear_log_probs``; label smoothing asks twice, and the first pass through the head, kept till backward, serves it."""
+    operands, of, known = r.operands(), (*r.parts, *r.meaning.logit_ops), r.call.last_pass
+    simple = operands["softcap"] is None and not is_dtensor(r.weight) and not torch.compiler.is_compiling()
+    mean = None
+    if wanted.get("mean_logit") and simple:
+        mean, wanted = _mean_logit(r), {**wanted, "mean_logit": False}
+        if not any(wanted.values()):
+            return LogProbs(mean, mean_logit=mean)  # of which nobody asks for the first
+    same = known is not None and len(known[0]) == len(of) and all(map(operator.is_, known[0], of))
+    if same and ids is None and wanted.get("logsumexp") and not (wanted.get("mean_logit") or wanted.get("entropy")):
+        found = known[1]
+    else:
+        labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
+        labels = labels.to(r.hidden_states.device)
+        found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **operands, **wanted)
+        if wanted.get("logsumexp") and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            r.call.last_pass = of, found
+    return found if mean is None else found._replace(mean_logit=mean)
+
+
+def _mean_logit(r: Recipe) -> Tensor:
+    """Over the vocabulary [...]: the product of hidden states with the mean of the weight's rows, a few tokens at a time."""
+    operands, wide = r.operands(), torch.promote_types(r.hidden_states.dtype, torch.float32)
+    hidden, bias = operands["hidden_states"], operands["bias"]
+    mean = operands["weight"].mean(0, dtype=wide)
+
+    def product(hidden: Tensor, mean: Tensor) -> Tensor:
+        return hidden.to(wide) @ mean
+
+    rows = max(1, _scratch(r) // (4 * wide.itemsize * hidden.shape[-1]))
+    parts = hidden.reshape(-1, hidden.shape[-1]).split(rows)
+    found = torch.cat([checkpoint(product, part, mean, use_reentrant=False) for part in parts]).view(hidden.shape[:-1])
+    return operands["logit_scale"] * (found if bias is None else found + bias.mean(dtype=wide))
 
 
 def _over_vocabulary(x: Any, dim: Any) -> bool:
@@ -463,7 +427,7 @@ def _over_vocabulary(x: Any, dim: Any) -> bool:
 @answers("logsumexp")
 def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     """Over the vocabulary [...] without logits (Bamba's z-loss asks for it); over anything else with them."""
-    if not _over_vocabulary(x, dim) or closed_form(x.recipe.ops) is None:
+    if not _over_vocabulary(x, dim) or not _known(x, "z"):
         return NotImplemented
     (found,) = _statistics(x, None, lambda each: (each.logsumexp,), lambda z: (z.logsumexp(-1),), logsumexp=True)
     return found.unsqueeze(-1) if keepdim else found
@@ -472,42 +436,37 @@ def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
 @answers("gather")
 def _gather(x: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
     """The logits, log-probabilities or probabilities of some token ids [..., K] of each token."""
-    found = distribution(x.recipe.ops)
-    ops = x.recipe.ops if found is None else found.logit_ops
+    found = _known(x, "z", "p", "log p")
     known = dim in (-1, x.ndim - 1) and isinstance(index, Tensor) and index.shape[:-1] == x.shape[:-1]
-    known = known and index.dim() == x.ndim and not kwargs and closed_form(ops) is not None
-    if not known or x.recipe.forbidden() or (found is not None and found.kind not in ("p", "log p")):
+    if found is None or not known or index.dim() != x.ndim or kwargs or x.recipe.forbidden():
         return NotImplemented
     native = lambda z: (z.gather(-1, index.to(z.device)),)  # noqa: E731
-    if found is not None and index.shape[-1] == 1:
+    if found.kind != "z" and index.shape[-1] == 1:
         of = lambda log_p: found.factor * (log_p.exp() if found.kind == "p" else log_p)  # noqa: E731
-        return _statistics(x, index.squeeze(-1), lambda each: (of(each.log_probs).unsqueeze(-1),), native)[0]
-    if found is not None or torch.compiler.is_compiling() or is_dtensor(x.recipe.weight):
+        result = lambda each: (of(each.log_probs).unsqueeze(-1),)  # noqa: E731
+        return _statistics(x, index.squeeze(-1), result, native, logsumexp=True)[0]
+    if found.kind != "z" or torch.compiler.is_compiling() or is_dtensor(x.recipe.weight):
         return NotImplemented
     return x._answer(lambda r: (_selected(r, index),), native)[0].to(x.device)
 
 
-@answers("take_along_dim")
-def _take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
-    return _gather(x, dim, indices)
+ANSWERS["take_along_dim"] = lambda x, indices, dim=None: _gather(x, dim, indices)
 
 
 def _selected(r: Recipe, index: Tensor) -> Tensor:
     """The logits [..., K] of the token ids ``index`` [..., K]; the rows of the weight are gathered again for the gradient."""
-    operands, form = r.operands(), closed_form(r.ops)
-    assert form is not None
+    operands = r.operands()
     hidden, weight, bias = operands["hidden_states"], operands["weight"], operands["bias"]
-    ids, (scale, cap) = index.to(hidden.device).reshape(-1, index.shape[-1]), form
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    scale, cap = operands["logit_scale"], operands["softcap"]
+    ids, wide = index.to(hidden.device).reshape(-1, index.shape[-1]), torch.promote_types(hidden.dtype, torch.float32)
 
     def product(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         return (F.embedding(ids, weight).to(wide) @ hidden.to(wide).unsqueeze(-1)).squeeze(-1)
 
     rows = max(1, _scratch(r) // (8 * max(1, ids.shape[-1]) * hidden.shape[-1]))
     blocks = zip(hidden.reshape(len(ids), -1).split(rows), ids.split(rows), strict=True)
-    with r.without_autocast():
-        found = torch.cat([checkpoint(product, h, weight, part, use_reentrant=False) for h, part in blocks])
-        found = scale * (found if bias is None else found + bias.to(wide)[ids])
+    found = torch.cat([checkpoint(product, h, weight, part, use_reentrant=False) for h, part in blocks])
+    found = scale * (found if bias is None else found + bias.to(wide)[ids])
     return (found if cap is None else cap * (found / cap).tanh()).view(index.shape)
 
 
@@ -518,11 +477,11 @@ def _scratch(r: Recipe) -> int:
 @answers("sum")
 def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """Of log-probabilities (label smoothing), p · log p or p · z (entropies) over the vocabulary, or over everything."""
-    found, over = distribution(x.recipe.ops), _over_vocabulary(x, dim)
-    if found is None or found.kind in (None, "p") or closed_form(found.logit_ops) is None or not (over or dim is None):
+    found, over = _known(x, "log p", "p log p", "p z"), _over_vocabulary(x, dim)
+    if found is None or not (over or (dim is None and not keepdim)):
         return NotImplemented
     smoothed = found.kind == "log p"
-    if (keepdim and not over) or (smoothed and (x.recipe.forbidden() or is_dtensor(x.recipe.weight))):
+    if smoothed and (x.recipe.forbidden() or is_dtensor(x.recipe.weight)):
         return NotImplemented
 
     def result(each: Any) -> tuple[Any]:
@@ -530,7 +489,7 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> A
             return (found.factor * x.shape[-1] * (each.mean_logit - each.logsumexp),)
         return (found.factor * (-each.entropy if found.kind == "p log p" else each.logsumexp - each.entropy),)
 
-    wanted = {"mean_logit": smoothed, "logsumexp": smoothed or found.kind == "p z", "entropy": not smoothed}
+    wanted = {"mean_logit": smoothed, "logsumexp": found.kind != "p log p", "entropy": not smoothed}
     (total,) = _statistics(x, None, result, lambda z: (z.sum(-1),), **wanted)
     total = total if dtype is None else total.to(dtype)
     return total.sum() if dim is None else total.unsqueeze(-1) if keepdim else total
@@ -538,34 +497,27 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> A
 
 @answers("mean")
 def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    """Over all, or over the vocabulary: the product of hidden states with the mean of the weight's rows. In float32."""
-    if distribution(x.recipe.ops):
+    """Over the vocabulary, or over everything. In float32."""
+    if x.recipe.meaning.kind != "z":
         total = _sum(x, dim, keepdim, **kwargs)
         return total if total is NotImplemented else total / (x.numel() if dim is None else x.shape[-1])
-    over_vocabulary = dim in (-1, x.ndim - 1)
-    form = None if x.recipe.forbidden() or is_dtensor(x.recipe.weight) else closed_form(x.recipe.ops)
-    if form is None or keepdim or kwargs or not (dim is None or over_vocabulary) or x.numel() == 0:
+    known = _known(x, "z") and (dim is None or dim in (-1, x.ndim - 1)) and x.numel() > 0 and not (keepdim or kwargs)
+    if not known or x.recipe.forbidden() or is_dtensor(x.recipe.weight):
         return NotImplemented
-    if form[1] is not None:
-        (means,) = _statistics(x, None, lambda each: (each.mean_logit,), lambda z: (z.mean(-1),), mean_logit=True)
-        return means if over_vocabulary else means.mean()
-
-    def fused(r: Recipe) -> tuple[Tensor]:
-        wide = torch.float64 if r.hidden_states.dtype == torch.float64 else torch.float32
-        with r.without_autocast():
-            hidden_states = (
-                r.hidden_states.to(wide) if over_vocabulary else r.hidden_states.flatten(0, -2).mean(0, dtype=wide)
-            )
-            means = hidden_states @ r.weight.mean(0, dtype=wide)
-            return (form[0] * (means if r.bias is None else means + r.bias.mean(dtype=wide)),)
-
-    return x._answer(fused, lambda z: (_wide(z).mean(dim),))[0]
+    native = lambda z: (z.mean(-1),)  # noqa: E731
+    (means,) = _statistics(x, None, lambda each: (each.mean_logit,), native, mean_logit=True)
+    return means.mean() if dim is None else means
 
 
 @answers("topk")
 def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest of each token, from real logits of a few tokens at a time; their gradient as ``gather`` has it."""
-    if dim not in (-1, x.ndim - 1) or not largest or not 0 < k <= LARGEST_TOPK or not _can_block(x):
+    if (
+        dim not in (-1, x.ndim - 1)
+        or not largest
+        or not 0 < k <= min(LARGEST_TOPK, x.shape[-1] // 2)
+        or not _can_block(x)
+    ):
         return NotImplemented
     values, ids = _by_blocks(x, lambda z: tuple(z.topk(k, -1)), (k,))
     if x.requires_grad and torch.is_grad_enabled():
@@ -612,4 +564,4 @@ def _by_blocks(x: Any, ask: Callable[[Tensor], tuple[Tensor, ...]], shape: tuple
 
 
 def _wide(z: Tensor) -> Tensor:
-    return z if z.dtype == torch.float64 else z.float()
+    return z.to(torch.promote_types(z.dtype, torch.float32))

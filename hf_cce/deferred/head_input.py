@@ -52,7 +52,7 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
         return F.linear(hidden_states, weight, bias)
     call.vocab_size = weight.shape[0]
     if is_dtensor(hidden_states):
-        return ShardedLogits(hidden_states, weight, bias, call, cast)
+        return ShardedLogits((hidden_states, weight, bias), call, cast)
     made: Any
     if call.adapted:
         made = AdapterHead((Term(hidden_states, weight),), bias, weight.dtype if cast is None else cast, call, cast)
@@ -88,7 +88,7 @@ class HeadInput(LazyTensor):
 def head_input(hidden_states: Tensor, call: TrainingCall) -> Any:
     """The ``HeadInput`` of hidden states [..., D]; in eager code they themselves, under another class."""
     in_graph = torch.compiler.is_compiling() or is_dtensor(hidden_states)
-    made: Any = _PlainInput() if in_graph else hidden_states.as_subclass(_TensorInput)
+    made: Any = _PlainInput(hidden_states) if in_graph else hidden_states.as_subclass(_TensorInput)
     made.hidden_states, made.call = hidden_states, call
     return made
 
@@ -115,25 +115,13 @@ HeadInput.ANSWERS = {
 
 
 class _TensorInput(HeadInput, Tensor):
-    __torch_function__ = LazyTensor.__torch_function__
+    pass
 
 
 class _PlainInput(HeadInput, StandIn):
-    @property
-    def shape(self) -> torch.Size:
-        return self.hidden_states.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.hidden_states.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden_states.device
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.hidden_states.requires_grad
+    def __init__(self, hidden_states: Tensor) -> None:
+        self.shape, self.dtype, self.device = hidden_states.shape, hidden_states.dtype, hidden_states.device
+        self.requires_grad = hidden_states.requires_grad
 
 
 class ShardedLogits(StandIn):
@@ -142,18 +130,15 @@ class ShardedLogits(StandIn):
     Asked for the logits of the whole vocabulary, as the loss of every process needs them, it answers with lazy ones.
     """
 
-    def __init__(
-        self, hidden_states: Any, weight: Any, bias: Any, call: TrainingCall, cast: torch.dtype | None
-    ) -> None:
-        self.hidden_states = hidden_states  # a DTensor, as weight and bias
-        self.weight = weight
-        self.bias = bias
+    def __init__(self, parts: tuple[Any, Any, Any], call: TrainingCall, cast: torch.dtype | None) -> None:
+        hidden_states, weight, _ = parts
+        self.parts = parts  # hidden states, weight and bias, DTensors
         self.call = call
         self.cast = cast
         self.shape = torch.Size((*hidden_states.shape[:-1], weight.shape[0]))
         self.dtype = weight.dtype if cast is None else cast
         self.device = hidden_states.device
-        self.requires_grad = any(x is not None and x.requires_grad for x in (hidden_states, weight, bias))
+        self.requires_grad = any(x is not None and x.requires_grad for x in parts)
         self.device_mesh = weight.device_mesh
 
     @property
@@ -172,11 +157,12 @@ class ShardedLogits(StandIn):
     def full_tensor(self, **kwargs: Any) -> Any:
         if kwargs.get("grad_placements") is not None:
             return self._real("full_tensor").full_tensor(**kwargs)  # type: ignore[attr-defined]
-        return lazy_logits(self.hidden_states.to_local(), self.weight, self.bias, call=self.call, cast=self.cast)
+        hidden_states, weight, bias = self.parts
+        return lazy_logits(hidden_states.to_local(), weight, bias, call=self.call, cast=self.cast)
 
     def to_local(self, **kwargs: Any) -> Tensor:
         return self._real("to_local").to_local(**kwargs)  # type: ignore[attr-defined]
 
     def _real(self, why: str) -> Tensor:
         self.call.note_materialized(why)
-        return F.linear(self.hidden_states, self.weight, self.bias)
+        return F.linear(*self.parts)

@@ -1,8 +1,8 @@
 """Tensors without storage: how logits that nobody has multiplied out pass for the tensor that they stand for.
 
-A lazy tensor comes in one of two shells, with one table of answers. ``Wrapper``, in eager code, is a ``torch.Tensor`` with
-shape, dtype, device and a ``grad_fn``; ``StandIn`` is a plain object: Dynamo makes no wrapper subclass inside a graph, and the
-layers inside an LM head need none. What the table has no answer for gets real logits, made once.
+A lazy tensor comes in one of two shells, with one table of answers: in eager code a ``torch.Tensor`` with shape, dtype, device
+and a ``grad_fn``; a plain object, ``StandIn``, inside a graph, where Dynamo makes no wrapper subclass, and between the layers of
+an LM head, where none is needed. What the table has no answer for gets real logits, made once.
 
 Backward, a loss hands on a ``LazyGrad``, which knows of which losses it is the gradient. Autograd carries it through hooks and
 through other people's functions like any tensor, and ``Root``, the ``grad_fn`` of the head's output, runs the fused backward.
@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
-from hf_cce.deferred.operations import apply_ops
 from hf_cce.sharded import gathered, is_dtensor, replicated
 
 _COMMUTING = {"add", "mul", "multiply"}
-# Properties of a tensor that depend on its values; a wrapper knows the others by itself, and these methods.
+# Properties of a tensor that depend on its values; a tensor without storage knows the others by itself, and these methods.
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _FACTS = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
@@ -34,7 +33,7 @@ _FACTS = {
 }  # fmt: skip
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)  # go by the graph
 _ATEN = torch.ops.aten
-_ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default, _ATEN.view_as.default}
+_ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.view_as.default}
 
 
 class LazyTensor:
@@ -43,7 +42,6 @@ class LazyTensor:
     # By the name of a torch function; NotImplemented asks for values
     ANSWERS: ClassVar[dict[str, Callable[..., Any]]] = {}
     _written = False  # the real tensor was written to, so what was recorded is no longer true
-    base: Any = None  # of a distribution: the logits that it is the softmax of
 
     def _real(self, why: str) -> Tensor:
         """The tensor itself; ``why`` names the operation that asks for it."""
@@ -60,13 +58,10 @@ class LazyTensor:
         kwargs = kwargs or {}
         if "input" in kwargs and len(args) == 0:
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
-        name, first = getattr(func, "__name__", "an operation"), args[0] if len(args) > 0 else None
-        facts = isinstance(first, Wrapper) and _asks_for_facts(func) and not first._written
-        if facts or func in _AUTOGRAD:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if name == "__get__":
-            name = func.__self__.__name__
+        name, first = _name_of(func), args[0] if len(args) > 0 else None
+        facts = isinstance(first, LazyTensor) and isinstance(first, Tensor) and not first._written
+        if (facts and _asks_for_facts(func)) or func in _AUTOGRAD:
+            return as_tensors(func, args, kwargs)
         result = NotImplemented
         if isinstance(first, LazyTensor):
             result = first._ask(name, args[1:], kwargs)
@@ -75,12 +70,21 @@ class LazyTensor:
         return func(*plain(args, name), **plain(kwargs, name)) if result is NotImplemented else result
 
 
+def as_tensors(func: Any, args: Any, kwargs: Any = None) -> Any:
+    """``func`` without ``__torch_function__`` of its arguments: what every tensor does, whatever its class."""
+    return Tensor.__torch_function__(func, (), args, kwargs)
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", "an operation")
+    return func.__self__.__name__ if name == "__get__" else name
+
+
 def _asks_for_facts(func: Any) -> bool:
     """Whether ``func`` reads no values of its first argument, or is the call of a TorchDispatchMode."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
+    if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
         return func.__self__.__name__ not in _VALUES
-    return name in _FACTS or isinstance(func, torch._ops.OpOverload)
+    return getattr(func, "__name__", "") in _FACTS or isinstance(func, torch._ops.OpOverload)
 
 
 def plain(value: Any, why: str = "an operation") -> Any:
@@ -139,9 +143,7 @@ class StandIn(LazyTensor):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        if not callable(getattr(Tensor, name)):
-            return getattr(self._real(name), name)
-        return functools.partial(self._do, name)
+        return functools.partial(self._do, name) if callable(getattr(Tensor, name)) else getattr(self._real(name), name)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._real("iteration"))
@@ -152,12 +154,7 @@ class StandIn(LazyTensor):
 
 def _special(name: str) -> Callable[..., Any]:
     """A special method, which Python looks up on the class and never in ``__getattr__``."""
-
-    def method(self: StandIn, *args: Any) -> Any:
-        return self._do(name, *args)
-
-    method.__name__ = name
-    return method
+    return lambda self, *args: self._do(name, *args)
 
 
 # fmt: off
@@ -172,139 +169,27 @@ for _word in _SPECIALS:
     setattr(StandIn, f"__{_word}__", _special(f"__{_word}__"))
 
 
-class Wrapper(LazyTensor, Tensor):
-    """A ``torch.Tensor`` without storage. ``recipe`` knows how to make its values, and whose logits they are."""
-
-    recipe: Any
-    _logits: Tensor | None  # the real logits, without a gradient, once somebody asked for them
-    _made: Tensor | None  # the same memory, with a gradient that goes back through this wrapper
-    _version_made: int
-
-    @classmethod
-    def of(cls, recipe: Any, *parts: Tensor | None) -> Any:
-        """The wrapper whose gradient goes to ``parts``: hidden states, weight, bias."""
-        with _kept_by_us():
-            return Root.apply(cls, recipe, *parts)
-
-    @classmethod
-    def _bare(cls, recipe: Any) -> Any:
-        made = Tensor._make_wrapper_subclass(cls, recipe.shape, dtype=recipe.dtype, device=recipe.device)
-        made.recipe, made._logits, made._made, made._version_made = recipe, None, None, 0
-        return made
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        state = "not made" if self._logits is None else "made"
-        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', {state})"
-
-    @property
-    def _written(self) -> bool:  # type: ignore[override]
-        return self._logits is not None and self._logits._version != self._version_made
-
-    def _alias(self) -> Any:
-        """The same memory as another tensor, without a gradient."""
-        new = self._bare(self.recipe)
-        new._logits, new._version_made, new.base = self._logits, self._version_made, self.base
-        return new
-
-    def _derive(self, op: Any, change: Any, nonlinear: bool = False, other: Tensor | None = None) -> Any:
-        """``op`` of these logits, recorded by ``change`` of the recipe."""
-        self._check()
-        with _kept_by_us(), torch.enable_grad():
-            recipe = change(self.recipe)
-        with _kept_by_us():
-            return Step.apply(self, recipe, op, nonlinear, other)
-
-    def _answer(self, compute: Callable[[Any], tuple[Any, ...]], native: Callable[[Tensor], tuple[Any, ...]]) -> Any:
-        """``compute(recipe)``, which is what ``native`` computes from real logits; differentiable like that."""
-        self._check()
-        with self.recipe.call.weight_at_hand(self.recipe.weight):
-            if not (self.requires_grad and torch.is_grad_enabled()):
-                with torch.no_grad():
-                    return compute(self.recipe)
-            if not any(x is not None and x.requires_grad for x in self.recipe.leaves):  # only the logits' own is wanted
-                return native(self._real("their gradient"))
-            with _kept_by_us():
-                return Answer.apply(self, compute, native)
-
-    def _read(self, why: str) -> Tensor:
-        """The values, without a gradient."""
-        if self._written:
-            assert self._logits is not None
-            return self._logits
-        self._check()
-        if self._logits is None:
-            with torch.inference_mode(False), torch.no_grad():
-                if self.base is None or self.base._written:
-                    self.recipe.call.note_materialized(why)
-                    self._logits = self.recipe.build()
-                else:
-                    self._logits = apply_ops(self.recipe.ops[len(self.base.recipe.ops) :], self.base._read(why))
-            self._version_made = self._logits._version
-            self.recipe.family.append((self._logits, self._version_made))
-        return self._logits
-
-    def _real(self, why: str) -> Tensor:
-        values = self._read(why)
-        with torch._C.DisableTorchFunctionSubclass():  # asked of what was written to, it would ask for the real tensor
-            differentiable = self.requires_grad
-        if self._made is None and differentiable:
-            # Wherever they are asked for, they are what the head would have made during the call: with a gradient
-            with torch.inference_mode(False), torch.enable_grad():
-                self._made = Materialize.apply(self, values)
-                for name, value in self.recipe.ops:  # once more, for autograd
-                    if name == "forbid" and not self._written:
-                        self._made[..., value[0].to(values.device)] = value[1]
-                        self._set_version(values._version)
-        return values if self._made is None else self._made
-
-    def _set_version(self, version: int) -> None:
-        self.recipe.family[:] = [(x, version if x is self._logits else known) for x, known in self.recipe.family]
-        self._version_made = version
-
-    def _expose(self) -> Tensor:
-        """``Tensor.data``: writes into it leave no trace, so from now on the real logits are the truth."""
-        made = self._real("data")
-        self._set_version(-1)
-        return made.data
-
-    def _check(self) -> None:
-        """Refuse to answer from a recipe that is no longer true."""
-        if any(values is not self._logits and values._version != version for values, version in self.recipe.family):
-            raise RuntimeError(
-                "these deferred logits are a view of logits that were written to since, or have one; write before viewing, or "
-                "use the model without CCE (remove_cce)"
-            )
-        self.recipe.check_fresh()
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Where C++ asks past ``__torch_function__``: below autograd, which has recorded by now what was asked."""
-        first = args[0] if args else None
-        same_view = func is _ATEN.view.default and isinstance(first, Wrapper) and list(args[1]) == list(first.shape)
-        if (func in _ALIASES or same_view) and isinstance(first, Wrapper) and not first._written:
-            return first._alias()
-        name = func._schema.name.partition("::")[2]
-        written = func._schema.arguments and func._schema.arguments[0].alias_info
-        if isinstance(first, Wrapper) and written is not None and written.is_write:
-            raise NotImplementedError(f"{name} on deferred logits, from C++; use outputs.logits.materialize()")
-        real = lambda x: x._read(name) if isinstance(x, Wrapper) else x  # noqa: E731
-        return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
-
-
-def _kept_by_us() -> Any:
+def kept_by_us() -> Any:
     """Saved tensors that other people's hooks (a checkpoint's, which counts them) do not see; changed ones are an error."""
-    return saved_tensors_hooks(lambda x: (x, None if x.is_inference() else x._version), _unchanged)
+    return saved_tensors_hooks(lambda x: (x, version_of(x)), _unchanged)
 
 
 def _unchanged(saved: tuple[Tensor, int | None]) -> Tensor:
-    if saved[1] is not None and saved[0]._version != saved[1]:
+    if saved[1] != version_of(saved[0]):
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: the hidden states "
             "or the weight of the LM head"
         )
     return saved[0]
+
+
+def version_of(x: Tensor | None) -> int | None:
+    return None if x is None or x.is_inference() else x._version
+
+
+def is_alias(func: Any, args: Any) -> bool:
+    """Whether ``func``, an operator, gives its first argument once more, on the same memory."""
+    return func in _ALIASES or (func is _ATEN.view.default and list(args[1]) == list(args[0].shape))
 
 
 def multiply(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: torch.dtype | None) -> Tensor:
@@ -333,6 +218,16 @@ class Losses:
         return self.found
 
 
+def _in_one_pass(losses: list[Losses]) -> list[Losses]:
+    """``losses`` of one head with a common backward pass of those that have had none: what they share is computed once."""
+    fresh = [each for each in losses if each.found is None]
+    if len(fresh) < 2:
+        return losses
+    results, upstream = ([x for each in fresh for x in getattr(each, name)] for name in ("results", "upstream"))
+    done = [each for each in losses if each.found is not None]
+    return [*done, Losses(results, upstream, fresh[0].leaves[:3], fresh[0].call)]
+
+
 class Like(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
@@ -342,15 +237,15 @@ class Like(NamedTuple):
 class LazyGrad(Tensor):
     """The gradient of lazy logits: that of some losses, each with what makes it real, and perhaps a real one besides."""
 
-    like: Any
+    like: Like
     losses: tuple[tuple[Losses, Callable[[], Tensor]], ...]
     more: Tensor | None
     call: Any
 
     @staticmethod
-    def of(like: Any, losses: Any, more: Tensor | None, call: Any) -> LazyGrad:
+    def of(like: Like, losses: Any, more: Tensor | None, call: Any) -> LazyGrad:
         new = Tensor._make_wrapper_subclass(LazyGrad, like.shape, dtype=like.dtype, device=like.device)
-        new.like, new.losses, new.more, new.call = Like(like.shape, like.dtype, like.device), losses, more, call
+        new.like, new.losses, new.more, new.call = like, losses, more, call
         return new
 
     def read(self, why: str) -> Tensor:
@@ -373,12 +268,10 @@ class LazyGrad(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _asks_for_facts(func) or func in _AUTOGRAD or getattr(func, "__name__", "") == "clone":
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "an operation")
-        if name == "add" and not kwargs and len(args) == 2 and all(isinstance(x, LazyGrad) for x in args):
-            return args[0].plus(args[1])
+        name = _name_of(func)
+        summed = name == "add" and not kwargs and all(isinstance(x, LazyGrad) for x in args)
+        if summed or name == "clone" or _asks_for_facts(func) or func in _AUTOGRAD:
+            return as_tensors(func, args, kwargs)
         real = lambda x: x.read(name) if isinstance(x, LazyGrad) else x  # noqa: E731
         return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
 
@@ -387,14 +280,11 @@ class LazyGrad(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """What autograd's engine does with a gradient. The real one cannot be made here, below autograd."""
-        first: Any = args[0] if args else None
-        if isinstance(first, LazyGrad):
-            same_view = func is _ATEN.view.default and list(args[1]) == list(first.shape)
-            if func in _ALIASES or same_view:
-                more = first.more
-                if more is not None and func is _ATEN.clone.default:
-                    more = more.clone()
-                return LazyGrad.of(first.like, first.losses, more, first.call)
+        first = args[0]
+        if isinstance(first, LazyGrad) and (func is _ATEN.clone.default or is_alias(func, args)):
+            copied = first.more is not None and func is _ATEN.clone.default
+            more = first.more.clone() if copied else first.more  # type: ignore[union-attr]
+            return LazyGrad.of(first.like, first.losses, more, first.call)
         alike = all(isinstance(x, Tensor) and x.shape == first.shape for x in args)
         if func is _ATEN.add.Tensor and not kwargs and alike:
             return first.plus(args[1]) if isinstance(first, LazyGrad) else args[1].plus(first)
@@ -412,20 +302,20 @@ class Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cls: Any, recipe: Any, *parts: Tensor | None) -> Any:
         ctx.save_for_backward(*parts)
-        ctx.cast = recipe.cast
-        return cls._bare(recipe)
+        ctx.cast, ctx.call = recipe.cast, recipe.call
+        return cls(recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        parts, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        parts, needed, ctx.call.last_pass = ctx.saved_tensors, ctx.needs_input_grad[2:], None
         losses, real = (grad.losses, grad.more) if isinstance(grad, LazyGrad) else ((), grad)
         found: list[Tensor | None] = [None] * len(parts)
         if real is not None:
             found = _head_gradients(real, parts, needed, ctx.cast)
-        for each, _ in losses:
+        for each in _in_one_pass([each for each, _ in losses]):
             pairs = zip(found, each.gradients(), strict=False)  # a bias that was added has its gradient in ``Step``
             found = [y if x is None else x if y is None else x + y for x, y in pairs]
-            each.found = None  # one loss's at a time; autograd takes over memory that nobody else holds
+            each.found = None  # autograd takes over memory that nobody else holds
         return None, None, *(x if need else None for x, need in zip(found, needed, strict=True))
 
 
@@ -436,15 +326,12 @@ def _head_gradients(grad: Tensor, parts: Any, needed: Any, cast: torch.dtype | N
         wanted = [x for x, need in zip(parts, needed, strict=True) if need]
         again = torch.is_grad_enabled()
         with torch.enable_grad():
-            made = iter(
-                torch.autograd.grad(multiply(hidden_states, weight, bias, cast), wanted, grad, create_graph=again)
-            )
+            logits = multiply(hidden_states, weight, bias, cast)
+            made = iter(torch.autograd.grad(logits, wanted, grad, create_graph=again))
         return [next(made) if need else None for need in needed]
-    grad = grad.reshape(-1, grad.shape[-1])
     with torch.autocast(grad.device.type, enabled=False):
-        of_hidden = (
-            (grad @ weight.to(grad.dtype)).view(hidden_states.shape).to(hidden_states.dtype) if needed[0] else None
-        )
+        of_hidden = (grad @ weight.to(grad.dtype)).to(hidden_states.dtype) if needed[0] else None
+        grad = grad.reshape(-1, grad.shape[-1])
         flat = hidden_states.reshape(-1, hidden_states.shape[-1]).to(grad.dtype)
         of_weight = (grad.t() @ flat).to(weight.dtype) if needed[1] else None
     return [of_hidden, of_weight, grad.sum(0).to(bias.dtype) if needed[2] else None]
@@ -455,38 +342,36 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Any, recipe: Any, op: Any, nonlinear: bool, other: Tensor | None) -> Any:
-        of = source.recipe
-        ctx.like, ctx.op, ctx.call, ctx.leaf = Like(of.shape, of.dtype, of.device), op, of.call, len(of.leaves)
+        ctx.like, ctx.op, ctx.call, ctx.leaf = source.recipe.like, op, recipe.call, len(source.recipe.leaves)
         ctx.save_for_backward(source if nonlinear else None, other)
-        return source._bare(recipe)
+        return type(source)(recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (source, other), like, op, again = ctx.saved_tensors, ctx.like, ctx.op, torch.is_grad_enabled()
+        (source, other), like, again = ctx.saved_tensors, ctx.like, torch.is_grad_enabled()
 
         def back(grad: Tensor) -> Tensor:
             with torch.enable_grad():
                 if source is None:  # linear: at any point
                     x = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape).requires_grad_()
+                elif again:
+                    x = source._real("a second derivative")
                 else:
-                    known = source._logits is not None and not source._written
-                    if again:
-                        x = source._real("a second derivative")
-                    else:
-                        x = (source._logits if known else source.recipe.build()).detach().requires_grad_()
-                return torch.autograd.grad(op(x), x, grad, create_graph=again)[0]
+                    known = source.memory.values is not None and not source._written
+                    x = (source.memory.values if known else source.recipe.build()).detach().requires_grad_()
+                return torch.autograd.grad(ctx.op(x), x, grad, create_graph=again)[0]
 
+        losses, real = (grad.losses, grad.more) if isinstance(grad, LazyGrad) else ((), grad)
         of_other = None
-        if other is not None and ctx.needs_input_grad[4]:
-            real = grad.more if isinstance(grad, LazyGrad) else grad
+        if ctx.needs_input_grad[4]:
             parts = [] if real is None else [real.reshape(-1, real.shape[-1]).sum(0)]
-            parts += [each.gradients()[ctx.leaf] for each, _ in grad.losses] if isinstance(grad, LazyGrad) else []
+            parts += [each.gradients()[ctx.leaf] for each, _ in losses]
             of_other = sum(parts[1:], parts[0]).view(other.shape).to(other.dtype)
+        below = None if real is None else back(real)
         if isinstance(grad, LazyGrad):
-            losses = tuple((each, functools.partial(lambda make: back(make()), make)) for each, make in grad.losses)
-            more = None if grad.more is None else back(grad.more)
-            return LazyGrad.of(like, losses, more, ctx.call), None, None, None, of_other
-        return back(grad), None, None, None, of_other
+            losses = tuple((each, functools.partial(lambda make: back(make()), make)) for each, make in losses)
+            below = LazyGrad.of(like, losses, below, ctx.call)
+        return below, None, None, None, of_other
 
 
 class Answer(torch.autograd.Function):
@@ -535,10 +420,13 @@ class Materialize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Any, values: Tensor) -> Tensor:
         ctx.like, ctx.call = logits.recipe.like, logits.recipe.call
+        ctx.forbidden = [ids.to(values.device) for _, (ids, _) in logits.recipe.forbidden()]
         return values.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        for ids in ctx.forbidden:  # a number stands there
+            grad = grad.index_fill(-1, ids, 0.0)
         # As a lazy gradient it adds up with others; with create_graph=True as it is, for it has a graph of its own
         lazy = grad if torch.is_grad_enabled() else LazyGrad.of(ctx.like, (), grad, ctx.call)
         return lazy, None

@@ -9,14 +9,27 @@ Shapes: hidden_states [..., D], weight [V, D], bias [V] or None, logits [..., V]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from hf_cce.deferred.answers import ANSWERS, CLASS_FIRST
-from hf_cce.deferred.lazy_tensor import LazyTensor, StandIn, Wrapper
-from hf_cce.deferred.recipe import Recipe, versions_of
+from hf_cce.deferred.lazy_tensor import (
+    Answer,
+    LazyTensor,
+    Materialize,
+    Root,
+    StandIn,
+    Step,
+    as_tensors,
+    is_alias,
+    kept_by_us,
+)
+from hf_cce.deferred.operations import apply_ops
+from hf_cce.deferred.recipe import Memory, Recipe, leaf_of, versions_of
 from hf_cce.deferred.training_call import TrainingCall
 
 
@@ -38,24 +51,31 @@ def lazy_logits(
         cast: the dtype in which autocast would have multiplied, or None.
     """
     recipe = Recipe(hidden_states, weight, bias, TrainingCall() if call is None else call, cast)
-    if torch.compiler.is_compiling():
-        return LazyLogitsInGraph(recipe._replace(family=[]))
-    return to_wrapper(recipe)
+    return LazyLogitsInGraph(recipe._replace(family=[])) if torch.compiler.is_compiling() else to_wrapper(recipe)
 
 
 def to_wrapper(recipe: Recipe) -> Any:
     """Lazy logits for eager code, of a recipe whose parts belong to the model's graph."""
-    parts = recipe.parts
-    leaves = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in parts)
-    versions = versions_of(*leaves)
-    return LazyLogitsTensor.of(recipe.with_parts(*leaves)._replace(leaves=leaves, versions=versions, family=[]), *parts)
+    leaves = tuple(None if x is None else leaf_of(x) for x in recipe.parts)
+    own = recipe.with_parts(*leaves)._replace(leaves=leaves, versions=versions_of(*leaves), family=[])
+    with kept_by_us():
+        return Root.apply(LazyLogitsTensor, own, *recipe.parts)
 
 
 class LazyLogits(LazyTensor):
-    """Logits [..., V] that have not been multiplied out, in either shell: see the module's docstring."""
+    """Logits [..., V] that have not been multiplied out, in either shell: see ``hf_cce.deferred.lazy_tensor``."""
 
     ANSWERS = ANSWERS
     recipe: Recipe
+    memory: Memory
+    base: Any = None  # of a distribution: the logits that it is the softmax of
+
+    # Of either shell
+    shape: Any
+    device: Any
+    requires_grad: Any
+    _derive: Any
+    _answer: Any
 
     def materialize(self) -> Tensor:
         """The logits [..., V] as the head and the recorded operations would have made them: same dtype, differentiable.
@@ -65,28 +85,110 @@ class LazyLogits(LazyTensor):
         """
         return self._real("materialize")
 
+    @property
+    def _written(self) -> bool:  # type: ignore[override]
+        return self.memory.written
+
     def _ask(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.recipe.class_first and name not in CLASS_FIRST:
             return NotImplemented
         return super()._ask(name, args, kwargs)
 
+    def _check(self) -> None:
+        """Refuse to answer from a recipe that is no longer true."""
+        if any(each is not self.memory and each.written for each in self.recipe.family):
+            raise RuntimeError(
+                "these deferred logits are a view of logits that were written to since, or have one; write before viewing, or "
+                "use the model without CCE (remove_cce)"
+            )
+        self.recipe.check_fresh()
+
     def to_local(self, **_: Any) -> Any:
         """What a hook of tensor parallelism asks of the DTensor that it takes this for: every process has all the logits."""
         return self
 
-    # Of either shell
-    shape: Any
-    device: Any
-    _answer: Any
 
+class LazyLogitsTensor(LazyLogits, Tensor):
+    """In eager code: a ``torch.Tensor`` without storage."""
 
-class LazyLogitsTensor(LazyLogits, Wrapper):
-    @staticmethod
-    def _leaf(value: Tensor) -> Tensor:
-        return value.detach().requires_grad_(value.requires_grad)
+    _made: Tensor | None = None  # the real logits with a gradient that goes back through this tensor
+
+    def __new__(cls, recipe: Recipe) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, recipe.shape, dtype=recipe.dtype, device=recipe.device)
+        made.recipe, made.memory = recipe, Memory()
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        state = "not made" if self.memory.values is None else "made"
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', {state})"
 
     def _detached(self) -> Any:
-        return self._alias()
+        """The same memory as another tensor, without a gradient."""
+        new = LazyLogitsTensor(self.recipe)
+        new.memory, new.base = self.memory, self.base
+        return new
+
+    def _derive(self, op: Any, change: Any, nonlinear: bool = False, other: Tensor | None = None) -> Any:
+        """``op`` of these logits, recorded by ``change`` of the recipe."""
+        self._check()
+        with kept_by_us():
+            with torch.enable_grad():
+                recipe = change(self.recipe)
+            return Step.apply(self, recipe, op, nonlinear, other)
+
+    def _answer(self, compute: Callable[[Recipe], tuple[Any, ...]], native: Callable[[Tensor], tuple[Any, ...]]) -> Any:
+        """``compute(recipe)``, which is what ``native`` computes from real logits; differentiable like that."""
+        self._check()
+        with self.recipe.call.weight_at_hand(self.recipe.weight), self.recipe.without_autocast(), kept_by_us():
+            if not (self.requires_grad and torch.is_grad_enabled()):
+                with torch.no_grad():
+                    return compute(self.recipe)
+            if any(x is not None and x.requires_grad for x in self.recipe.leaves):
+                return Answer.apply(self, compute, native)
+        return native(self._real("their gradient"))  # only the logits' own is wanted
+
+    def _read(self, why: str) -> Tensor:
+        """The values, without a gradient."""
+        if not self._written:
+            self._check()
+        memory, base = self.memory, self.base
+        if memory.values is None:
+            with torch.inference_mode(False), torch.no_grad():
+                if base is None or base._written:
+                    self.recipe.call.note_materialized(why)
+                    memory.keep(self.recipe.build(), self.recipe.family)
+                else:
+                    since = self.recipe.ops[len(base.recipe.ops) :]
+                    memory.keep(apply_ops(since, base._read(why)), self.recipe.family)
+        assert memory.values is not None
+        return memory.values
+
+    def _real(self, why: str) -> Tensor:
+        values = self._read(why)
+        # Asked in the usual way of what was written to, it would ask for the real tensor
+        if self._made is None and as_tensors(Tensor.requires_grad.__get__, (self,)):  # type: ignore[attr-defined]
+            # Wherever they are asked for, they are what the head would have made during the call: with a gradient
+            with torch.inference_mode(False), torch.enable_grad():
+                self._made = Materialize.apply(self, values)
+        return values if self._made is None else self._made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Where C++ asks past ``__torch_function__``: below autograd, which has recorded by now what was asked."""
+        first = args[0] if args else None
+        if isinstance(first, LazyLogitsTensor) and not first._written:
+            if is_alias(func, args):
+                return first._detached()
+            if func is torch.ops.aten.clone.default:
+                return LazyLogitsTensor(first.recipe.then())
+        name = func._schema.name.partition("::")[2]
+        written = func._schema.arguments and func._schema.arguments[0].alias_info
+        if isinstance(first, LazyLogitsTensor) and written is not None and written.is_write:
+            raise NotImplementedError(f"{name} on deferred logits, from C++; use outputs.logits.materialize()")
+        real = lambda x: x._read(name) if isinstance(x, LazyLogitsTensor) else x  # noqa: E731
+        return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
 
 
 class LazyLogitsInGraph(LazyLogits, StandIn):
@@ -94,11 +196,11 @@ class LazyLogitsInGraph(LazyLogits, StandIn):
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._made: Tensor | None = None
+        self.memory = Memory(in_graph=True)
 
     @property
     def shape(self) -> torch.Size:
-        return self.recipe.shape if self._made is None else self._made.shape
+        return self.recipe.shape if self.memory.values is None else self.memory.values.shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,20 +214,9 @@ class LazyLogitsInGraph(LazyLogits, StandIn):
     def requires_grad(self) -> bool:
         return any(x is not None and x.requires_grad for x in self.recipe.parts)
 
-    @property
-    def _written(self) -> bool:  # type: ignore[override]
-        return self._made is not None  # who has them may write into them, and a graph does not know their version
-
-    def _leaf(self, value: Tensor) -> Tensor:
-        return value
-
     def _detached(self) -> Any:
-        return LazyLogitsInGraph(
-            self.recipe.with_parts(*(None if x is None else x.detach() for x in self.recipe.parts))
-        )
-
-    def _expose(self) -> Tensor:
-        return self._real("data").data
+        parts = (None if x is None else x.detach() for x in self.recipe.parts)
+        return LazyLogitsInGraph(self.recipe.with_parts(*parts))
 
     def _derive(self, op: Any, change: Any, nonlinear: bool = False, other: Tensor | None = None) -> Any:
         self._check()
@@ -134,25 +225,19 @@ class LazyLogitsInGraph(LazyLogits, StandIn):
 
     def _answer(self, compute: Any, native: Any) -> Any:
         self._check()
-        return compute(self.recipe)
+        with self.recipe.without_autocast():
+            return compute(self.recipe)
 
     def _do(self, name: str, *args: Any, **kwargs: Any) -> Any:
         result = super()._do(name, *args, **kwargs)
         if name.endswith("_") and (not name.startswith("__") or name.startswith(("__i", "__setitem"))):
-            self.recipe.family.append(self)
+            self.recipe.family.append(self.memory)
         return result
 
     def _real(self, why: str) -> Tensor:
-        if self._made is None:
+        if self.memory.values is None:
             self._check()
             self.recipe.call.note_materialized(why)
             with torch.enable_grad():
-                self._made = self.recipe.build()
-        return self._made
-
-    def _check(self) -> None:
-        if any(each is not self for each in self.recipe.family):
-            raise RuntimeError(
-                "these deferred logits are a view of logits that were written to since; write before viewing, or use the model "
-                "without CCE (remove_cce)"
-            )
+                self.memory.values = self.recipe.build()
+        return self.memory.values

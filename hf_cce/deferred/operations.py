@@ -55,26 +55,25 @@ def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
     return (scale, cap) if usable else None
 
 
-class Distribution(NamedTuple):
-    """What ``ops`` make of logits z with p = softmax(z): ``factor`` times p, log p, p · log p or p · z."""
+class Meaning(NamedTuple):
+    """What ``ops`` make of the output of a head: ``factor`` times logits z, or, with p = softmax(z), times p, log p, …"""
 
-    logit_ops: tuple[Op, ...]  # those that come before, of which z is the result
-    kind: str | None  # "p", "log p", "p log p", "p z"; None for anything else
-    factor: float
+    kind: str | None  # "z", "p", "log p", "p log p", "p z"; None for anything else
+    factor: float  # of "z" always 1
+    form: tuple[float, float | None] | None  # the ``closed_form`` of the logits
+    logit_ops: tuple[Op, ...]  # those that make z
 
 
-def distribution(ops: tuple[Op, ...]) -> Distribution | None:
-    """None where no softmax is among ``ops``: logits."""
+def meaning(ops: tuple[Op, ...]) -> Meaning:
     names = [name for name, _ in ops]
-    first = next((i for i, name in enumerate(names) if name in ("softmax", "log_softmax", "product")), None)
-    if first is None:
-        return None
-    kind: str | None = {"softmax": "p", "log_softmax": "log p", "product": None}[names[first]]
-    factor = 1.0
-    if names[first] == "product":
-        found = [distribution(each) for each in ops[first][1] if each]
-        kind = {("log p", "p"): "p log p", ("p",): "p z"}.get(tuple(sorted(str(each and each.kind) for each in found)))
-        factor = math.prod(each.factor for each in found if each is not None)
+    first = next((i for i, name in enumerate(names) if name in ("softmax", "log_softmax", "product")), len(ops))
+    form, factor = closed_form(ops[:first]), 1.0
+    kind: str | None = {"softmax": "p", "log_softmax": "log p"}.get(names[first]) if first < len(ops) else "z"
+    if first < len(ops) and names[first] == "product":
+        found = [meaning(each) for each in ops[first][1]]
+        kinds = sorted(str(each.kind) for each in found if each.form == (1.0, None))  # z itself, or of z itself
+        kind = {"log p, p": "p log p", "p, z": "p z"}.get(", ".join(kinds))
+        factor = math.prod(each.factor for each in found)
     for name, value in ops[first + 1 :]:
         if name in ("mul", "div") and value != 0:
             factor = factor * value if name == "mul" else factor / value
@@ -82,7 +81,7 @@ def distribution(ops: tuple[Op, ...]) -> Distribution | None:
             kind = {("log p", "exp"): "p", ("p", "log"): "log p"}.get((str(kind), name))
         elif name != "to":
             kind = None
-    return Distribution(ops[:first], kind, factor)
+    return Meaning(kind, factor, form, ops[:first])
 
 
 def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:

@@ -7,10 +7,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_cce.deferred.lazy_tensor import Like, multiply
-from hf_cce.deferred.operations import Op, apply_ops, closed_form
+from hf_cce.deferred.lazy_tensor import Like, multiply, version_of
+from hf_cce.deferred.operations import Meaning, Op, apply_ops, meaning
 from hf_cce.deferred.training_call import TrainingCall
 from hf_cce.sharded import replicated
+
+
+class Memory:
+    """The real logits of lazy ones and of all that torch would have on the same memory in the same shape, once they are made."""
+
+    def __init__(self, values: Tensor | None = None, version: int = 0, in_graph: bool = False) -> None:
+        self.values = values
+        self.version = version  # of ``values`` when they were made
+        self.in_graph = in_graph
+
+    def keep(self, values: Tensor, family: list[Memory]) -> None:
+        self.values, self.version = values, values._version
+        family.append(self)
+
+    @property
+    def written(self) -> bool:
+        """Whether somebody has written into the values. A graph does not know versions: there whoever has them may have."""
+        return self.values is not None and (self.in_graph or self.values._version != self.version)
 
 
 class Recipe(NamedTuple):
@@ -29,7 +47,7 @@ class Recipe(NamedTuple):
     class_first: bool = False  # [B, S, V] transposed to [B, V, S] in the end, as F.cross_entropy wants its classes
     leaves: tuple[Tensor | None, ...] = ()
     versions: tuple[int | None, ...] = ()  # logits read after optimizer.step() would be other logits
-    family: Any = ()  # real logits that share memory with these, as torch would have it, and their versions when made
+    family: Any = ()  # a list of each ``Memory`` that torch would have on one storage, as views do, once it has values
 
     @property
     def like(self) -> Like:
@@ -56,6 +74,10 @@ class Recipe(NamedTuple):
     def parts(self) -> tuple[Any, Any, Any]:
         return self.hidden_states, self.weight, self.bias
 
+    @property
+    def meaning(self) -> Meaning:
+        return meaning(self.ops)
+
     def with_parts(self, hidden_states: Any, weight: Any, bias: Any) -> Recipe:
         return self._replace(hidden_states=hidden_states, weight=weight, bias=bias)
 
@@ -79,7 +101,7 @@ class Recipe(NamedTuple):
         hidden_states, weight, bias = (x if x is None or self.cast is None else x.to(self.cast) for x in self.parts)
         for _, (ids, _) in self.forbidden():
             bias = (weight.new_zeros(len(weight)) if bias is None else bias).index_fill(0, ids, -6e4)
-        form = closed_form(self.ops)
+        form = self.meaning.form
         assert form is not None
         inputs = {"hidden_states": replicated(hidden_states, weight), "weight": weight, "bias": bias}
         return {**inputs, "logit_scale": form[0], "softcap": form[1], "config": self.call.config}
@@ -95,5 +117,10 @@ class Recipe(NamedTuple):
             )
 
 
+def leaf_of(x: Tensor) -> Tensor:
+    """What stands in a recipe for ``x``, cut off from the model's graph; in a compiled graph, ``x`` itself."""
+    return x if torch.compiler.is_compiling() else x.detach().requires_grad_(x.requires_grad)
+
+
 def versions_of(*parts: Tensor | None) -> tuple[int | None, ...]:
-    return tuple(None if x is None or x.is_inference() else x._version for x in parts)
+    return tuple(map(version_of, parts))

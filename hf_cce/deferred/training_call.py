@@ -89,6 +89,7 @@ class TrainingCall:
     traced: int = 0  # of the fused, those in a graph
     closed: bool = False  # it has returned
     versions: Any = None  # of the head's parameters then
+    last_pass: Any = None  # through the head, and what of; until a backward pass
 
     @property
     def token_sums(self) -> TokenSums | None:

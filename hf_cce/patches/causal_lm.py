@@ -35,7 +35,7 @@ from hf_cce.deferred.logits import LazyLogits, to_wrapper
 from hf_cce.deferred.training_call import Stats, TokenSums, TrainingCall, outside
 from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import adapter_in, find_head, why_not_defer
-from hf_cce.patches import bnb, peft_tuner, preference, tensor_parallel, trl
+from hf_cce.patches import bnb, distillation, peft_tuner, preference, tensor_parallel, trl
 from hf_cce.patches.refused import labels_position
 
 STATE = "_hf_cce"
@@ -206,6 +206,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             bnb.enter()
             if not labels:
                 preference.enter()
+                distillation.enter()
             _put_on(model, state, head, _Entry(call, outer))
             return
         if training:

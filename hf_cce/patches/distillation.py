@@ -7,6 +7,9 @@ left alone. It can go when TRL has a place for another kernel.
 How: ``CCECallback`` knows the trainer by the type of its arguments. ``training_step`` of the trainer's class is wrapped, because
 callbacks are not told of a step that raises; while it runs for a patched model, the name answers by our operator. Evaluation
 keeps TRL's function, as does a head that DeepSpeed ZeRO-3 gathers for the time of TRL's call alone.
+
+GKD and GOLD give the logits of both models to a static method, ``generalized_jsd_loss``, which is wrapped: where those of the
+student are deferred, ``linear_divergence`` takes them with the teacher's real ones. Everything else goes to what was there.
 """
 
 from __future__ import annotations
@@ -19,7 +22,13 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hf_cce.config import CCEConfig
+from hf_cce.deferred.answers import can_answer
+from hf_cce.deferred.logits import LazyLogits
+from hf_cce.deferred.recipe import Recipe
 from hf_cce.deferred.training_call import Stats
 from hf_cce.divergence import TeacherHead, token_divergences
 from hf_cce.head_checks import why_not_read
@@ -31,6 +40,15 @@ ARGUMENTS = (
     "ctx", "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight", "teacher_bias", "beta",
     "temperature", "student_logit_scale", "student_final_logit_softcapping", "teacher_logit_scale",
     "teacher_final_logit_softcapping",
+)  # fmt: skip
+ON_LOGITS = "generalized_jsd_loss"
+TRAINERS_ON_LOGITS = {
+    "trl.experimental.gkd.gkd_trainer": "GKDTrainer",
+    "trl.experimental.gold.gold_trainer": "GOLDTrainer",
+}
+ARGUMENTS_ON_LOGITS = (
+    "student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction", "logits_are_probs",
+    "num_items_in_batch",
 )  # fmt: skip
 # A callback's method of this name takes the model and returns a context manager: a step of the trainer
 STEP = "_distillation_step"
@@ -107,3 +125,43 @@ def _within(original: Any) -> Any:
 
     setattr(training_step, STEP, True)
     return training_step
+
+
+def enter() -> None:
+    """From now on the divergences of GKD and GOLD are answered; nothing to do where they are, or are not known."""
+    for module, name in TRAINERS_ON_LOGITS.items():
+        trainer: Any = getattr(sys.modules.get(module), name, None)
+        original = getattr(trainer, ON_LOGITS, None)
+        if original is None or hasattr(original, STEP):
+            continue
+        if set(inspect.signature(original).parameters) | {"logits_are_probs"} == set(ARGUMENTS_ON_LOGITS):
+            ours = functools.wraps(original)(functools.partial(_on_logits, original))
+            setattr(ours, STEP, True)
+            setattr(trainer, ON_LOGITS, staticmethod(ours))
+
+
+def _on_logits(original: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    values: Any = map(given.arguments.get, ARGUMENTS_ON_LOGITS)
+    student, teacher, labels, beta, temperature, reduction, probs, items = values
+    known = isinstance(student, LazyLogits) and isinstance(teacher, Tensor) and not isinstance(teacher, LazyLogits)
+    known = known and can_answer(student) and student.shape == teacher.shape and not teacher.requires_grad
+    if not known or probs or reduction not in ("batchmean", "sum") or not 0.0 <= beta <= 1.0:
+        return original(*args, **kwargs)
+    mask = torch.ones_like(teacher[..., 0], dtype=torch.bool) if labels is None else labels != -100
+
+    def fused(r: Recipe) -> tuple[Tensor]:
+        operands = r.operands()
+        config = operands.pop("config")
+        return token_divergences(TeacherHead(*operands.values()), teacher, beta, temperature, mask, config)[:1]
+
+    def native(z: Tensor) -> tuple[Tensor]:
+        found = original(z, teacher, beta=beta, temperature=temperature, reduction="none")
+        return (found.sum(-1) * mask,)
+
+    total = student._answer(fused, native)[0].sum()
+    student.recipe.call.note_fused()
+    if items is None:
+        items = 1 if reduction == "sum" else max(len(teacher), 1) if labels is None else mask.sum().clamp_min(1)
+    return total / (items.to(total.device) if isinstance(items, Tensor) else items)

@@ -318,7 +318,7 @@ class _Spy(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
-            made_of_nothing = isinstance(value, (LazyTensor, LazyGrad))
+            made_of_nothing = isinstance(value, (LazyTensor, LazyGrad)) or (isinstance(value, Tensor) and value.is_meta)
             large = isinstance(value, Tensor) and not made_of_nothing and value.numel() >= self.tokens * VOCABULARY
             if large and VOCABULARY in value.shape and tuple(value.shape) not in self.besides:
                 self.seen.append(f"{func} made {tuple(value.shape)}")

@@ -17,7 +17,7 @@ from test_callback import build, run
 from test_trainer_features import assert_same_run
 from torch import Tensor
 
-from hf_cce import CCECallback, apply_cce, linear_cross_entropy
+from hf_cce import CCECallback, apply_cce, linear_cross_entropy, ops
 from hf_cce.deferred import answers
 
 V = 99
@@ -151,6 +151,53 @@ def test_divergences_of_whole_distributions_get_real_logits_and_one_warning() ->
         found = [results(patched, divergence)["loss"] for _ in range(2)]
     assert len([w for w in caught if "outputs.logits of a training call was used" in str(w.message)]) == 1
     assert torch.equal(found[0], expected["loss"]) and stats(patched).materialized == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "reduction": "sum"}, {"num_items_in_batch": 17}], ids=str)
+@pytest.mark.parametrize("beta", [0, 0.3, 1])
+@pytest.mark.parametrize("name", ["gkd.gkd_trainer.GKDTrainer", "gold.gold_trainer.GOLDTrainer"])
+def test_divergences_of_gkd_and_gold(name: str, beta: float, options: dict[str, Any]) -> None:
+    """TRL's function with the student's deferred logits, a softcap among what is recorded of them."""
+    module, _, kind = name.rpartition(".")
+    trainer = getattr(pytest.importorskip(f"trl.experimental.{module}"), kind)
+    teacher = tiny_llama(seed=3)(batch()["input_ids"]).logits.detach()
+
+    def divergence(outputs: Any, labels: Tensor) -> Tensor:
+        mine = {"student_logits": outputs.logits[:, :-1, :], "labels": labels[:, 1:], "beta": beta, **options}
+        return trainer.generalized_jsd_loss(**mine, teacher_logits=teacher[:, :-1].to(outputs.logits.dtype))
+
+    plain = FAMILIES["gemma2"].build(tie_word_embeddings=False)
+    reference, patched = exact(plain), apply_cce(copy.deepcopy(plain))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="hf_cce")
+        actual = results(patched, divergence)
+    assert stats(patched).materialized == 0 and stats(patched).fused == 1
+    assert_results_as_good(actual, results(plain, divergence), results(reference, divergence, double=True))
+
+
+def test_label_smoothing_passes_through_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its two answers share a pass, and their gradients another; nothing of it stays."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    def smoothed(outputs: Any, labels: Tensor) -> Tensor:
+        return LabelSmoother(0.1)({"logits": outputs.logits}, labels, shift_labels=True)
+
+    passes: list[str] = []
+    for name in ("forward", "backward"):
+        original = getattr(ops._Fused, name)
+        counted = lambda *args, original=original, name=name: passes.append(name) or original(*args)  # noqa: E731
+        monkeypatch.setattr(ops._Fused, name, staticmethod(counted))
+    plain = tiny_llama()
+    reference, patched = exact(plain), apply_cce(copy.deepcopy(plain))
+    seen: list[Any] = []
+
+    def watched(outputs: Any, labels: Tensor) -> Tensor:
+        seen.append(outputs.logits.recipe.call)
+        return smoothed(outputs, labels)
+
+    actual = results(patched, watched)
+    assert passes == ["forward", "backward"] and seen[0].last_pass is None and seen[0].stats.materialized == 0
+    assert_results_as_good(actual, results(plain, smoothed), results(reference, smoothed, double=True))
 
 
 def test_calls_that_are_no_training_have_plain_logits() -> None:
