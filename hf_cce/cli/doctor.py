@@ -1,4 +1,4 @@
-"""``hf-cce doctor``: what is here of what hf_cce needs, what would run, and what to do about the rest."""
+"""``hf-cce doctor``: what is installed, what would run, and how to mend what is missing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from hf_cce.cli.common import Output, table
+from hf_cce.diagnostics.machine import TITLE
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +31,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if found.choices:
         out.print("", "What a training runs, and what to expect beside full logits:")
     for choice in found.choices:
-        name = {"triton": "Triton kernels", "portable": "PyTorch fallback"}[choice.implementation]
-        out.print(f"  {choice.device}, {choice.dtype}: {name}: {choice.expect}", f"    {choice.why}")
+        title = TITLE[choice.implementation]
+        out.print(f"  {choice.device}, {choice.dtype}: {title}: {choice.expect}", f"    {choice.why}")
     fixes = [check for check in found.checks if check.fix]
     if fixes:
         out.print("", "What can be done:", *(f"  {check.name} ({check.status}): {check.fix}" for check in fixes))

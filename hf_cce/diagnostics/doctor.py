@@ -1,7 +1,7 @@
-"""``hf-cce doctor``: what is installed, what runs on which device and what to expect of it, and whether it computes right.
+"""``hf-cce doctor``: what is installed, what runs on each device, and whether its results are right.
 
-Nothing is imported before its check begins, so a machine without torch or Transformers is diagnosed too, and no failing
-check keeps the others from running.
+A package is imported by its own check, so that a machine without torch or Transformers is diagnosed too, and a failing
+check does not keep the others from running.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.shapes import first_line
+from hf_cce.diagnostics.machine import EXPECT, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +25,9 @@ if TYPE_CHECKING:
 OK, NOTE, WRONG = "ok", "note", "wrong"
 # As in pyproject.toml; a test compares.
 REQUIRED = {"torch": "2.8", "transformers": "5.0", "accelerate": "1.1", "numpy": "1.24", "tokenizers": "0.21"}
-OPTIONAL = {"peft": "0.18", "trl": "1.10"}
-WHAT_FOR = {"peft": "adapters", "trl": "its trainers"}
+OPTIONAL = {"peft": ("0.18", "adapters"), "trl": ("1.10", "its trainers")}
 TRITON = "3.4"
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu126"
-EXPECT = {
-    "triton": "less memory and less time than full logits",
-    "portable": "less memory than full logits, not less time",
-}
 Say = Callable[[str], None]
 
 
@@ -74,7 +69,7 @@ class Diagnosis:
 
 
 def diagnose(say: Say = lambda what: None) -> Diagnosis:
-    """Run every check; ``say`` is told what is being checked."""
+    """Run every check; ``say`` gets the progress."""
     found = Diagnosis([Check("python", OK, f"{platform.python_version()} ({platform.system()}, {platform.machine()})")])
     say("packages")
     for name in REQUIRED:
@@ -95,20 +90,18 @@ def diagnose(say: Say = lambda what: None) -> Diagnosis:
             found.checks.append(_model())
     elif gpus := machine.driver_gpus():
         found.checks.append(Check("gpu", OK, f"{', '.join(gpus)}; not tested, as there is no torch"))
-    for name, least in OPTIONAL.items():
+    for name, (least, purpose) in OPTIONAL.items():
         check = package(name, least)
         if check.status == WRONG:
-            check = replace(check, status=NOTE, found=f"{check.found} (needed for {WHAT_FOR[name]} only)")
+            check = replace(check, status=NOTE, found=f"{check.found} (needed for {purpose} only)")
         found.checks.append(check)
     return found
 
 
-def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version without trailing zeros: (2, 8) for "2.8.0+cu126"."""
-    numbers = [int(x) for x in re.findall(r"\d+", re.split(r"[^\d.]", version, maxsplit=1)[0])]
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return tuple(numbers)
+def older(version: str, least: str) -> bool:
+    """Return whether ``version``, such as "2.8.0+cu126", is below ``least``, such as "2.8"."""
+    first, second = ([int(x) for x in re.findall(r"\d+", each)[:2]] for each in (version, least))
+    return first < second
 
 
 def _install(requirement: str, *options: str) -> str:
@@ -123,27 +116,21 @@ def package(name: str, least: str, *, imported: bool = False) -> Check:
         try:
             module = importlib.import_module(name)
             version = str(getattr(module, "__version__", version))
-            build = f", {_build(module)}" if name == "torch" else ""
+            if name == "torch":
+                build = f", built for CUDA {module.version.cuda}" if module.version.cuda else ", built without CUDA"
+                build = f", built for ROCm {module.version.hip}" if module.version.hip else build
         except ModuleNotFoundError as error:
-            if (error.name or name).split(".")[0] != name:
-                what = f"{version} cannot be loaded: {first_line(error)}"
-                return Check(name, WRONG, what, _install(str(error.name)))
+            if error.name != name:  # a package that it needs
+                return Check(name, WRONG, f"{version} cannot be loaded: {first_line(error)}", _install(str(error.name)))
             version = None
-        except Exception as error:  # a library that is missing is an OSError, a mixed installation anything
+        except Exception as error:  # a missing library is an OSError; a mixed installation raises anything
             what = f"{version} cannot be loaded: {type(error).__name__}: {first_line(error)}"
             return Check(name, WRONG, what, _install(f"{name}>={least}", "--force-reinstall"))
     if version is None:
         return Check(name, WRONG, "not installed", command)
-    if release(version) < release(least):
+    if older(version, least):
         return Check(name, WRONG, f"{version}, but hf_cce needs {least} or newer", f"{command} --upgrade")
     return Check(name, OK, version + build)
-
-
-def _build(torch: Any) -> str:
-    """Return what this torch was built for, in words."""
-    if getattr(torch.version, "hip", None):
-        return f"built for ROCm {torch.version.hip}"
-    return f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
 
 
 def triton(wanted: bool) -> Check:
@@ -154,7 +141,7 @@ def triton(wanted: bool) -> Check:
     command = _install(f"{'triton-windows' if sys.platform == 'win32' else 'triton'}>={TRITON}", "--upgrade")
     if version is None:
         return Check("triton", WRONG, "not installed: the GPU runs the slower PyTorch fallback", command)
-    if release(version) < release(TRITON):
+    if older(version, TRITON):
         return Check("triton", WRONG, f"{version}, but the kernels need {TRITON} or newer", command)
     return Check("triton", OK, version)
 
@@ -199,7 +186,7 @@ def _gpu(device: torch.device) -> Check:
 
 
 def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
-    """Explain why torch sees no CUDA device: ``gpus`` of the driver, torch built for CUDA ``build``."""
+    """Explain why torch sees no CUDA device, given the driver's ``gpus`` and the CUDA version of torch's ``build``."""
     if not gpus:
         why = "no NVIDIA driver here" if gpus is None else "the NVIDIA driver names no GPU"
         return Check("gpu", NOTE, f"none ({why}): the PyTorch fallback runs on the CPU")
@@ -207,8 +194,7 @@ def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
     command = f"pip install --force-reinstall torch --index-url {CUDA_WHEELS}"
     if build is None:
         return Check("gpu", WRONG, f"{there}, but this torch is built without CUDA", command)
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Check("gpu", NOTE, f"{there}, but CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES")
     try:
         import torch
@@ -222,11 +208,11 @@ def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
 
 
 def self_test(device: torch.device) -> tuple[list[Choice], Check]:
-    """Return what runs on ``device`` and why, and the check of loss and gradients of a small problem against float64."""
+    """Return what runs on ``device`` and why, and compare loss and gradients of a small problem with float64."""
     from hf_cce.diagnostics import gradcheck
 
     name, again = f"self-test {device}", f"hf-cce gradcheck --device {device}"
-    # Of odd sizes, so that tiles are cut; on a GPU large enough that several of them are there.
+    # Odd sizes, so that tiles are cut; on a GPU several tiles.
     problem = gradcheck.Problem(300, 256, 4003) if device.type == "cuda" else gradcheck.Problem(150, 48, 1003)
     dtypes = ("float32", str(machine.half_dtype(device)).removeprefix("torch."))
     try:
@@ -234,25 +220,20 @@ def self_test(device: torch.device) -> tuple[list[Choice], Check]:
         report = gradcheck.gradcheck(problem, device, dtypes, cases=(gradcheck.PLAIN, gradcheck.EVERYTHING))
     except Exception as error:  # a kernel that cannot be compiled raises what its compiler likes
         return [], Check(name, WRONG, f"{type(error).__name__}: {first_line(error)}", again)
-    compared = len(report.rows)
     if report.failures:
-        row = max(report.failures, key=lambda row: row.share)
-        found = (
-            f"{len(report.failures)} of {compared} results are less exact than allowed; the worst is {row.quantity} "
-            f"({row.computed_by}): relative error {row.hf_cce:.1e}, allowed {row.allowed:.1e}"
-        )
-        return choices, Check(name, WRONG, found, again)
+        return choices, Check(name, WRONG, report.verdict, again)
+    compared = len(report.rows)
     return choices, Check(name, OK, f"{compared} results, loss and gradients, as close to float64 as full logits are")
 
 
 def _choice(device: torch.device, dtype: str) -> Choice:
-    """Return what a training of usual size runs; ``hf_cce.dispatch`` knows."""
+    """Return what runs in a training of usual size."""
     import torch
 
     from hf_cce.dispatch import explain_dispatch
 
     found = explain_dispatch(8192, 1024, 49_152, getattr(torch, dtype), device)
-    why = found.why.split(" (TRITON_INTERPRET")[0]  # which is for tests
+    why = found.why.split(" (TRITON_INTERPRET")[0]  # an option for tests
     if found.implementation == "triton":
         why = "; ".join(filter(None, (why, hopper_kernels(device))))
     return Choice(str(device), dtype, found.implementation, why, EXPECT[found.implementation])
@@ -271,30 +252,22 @@ def hopper_kernels(device: torch.device) -> str:
     return f"general kernels; Hopper's own are faster and need triton {' or '.join(HOPPER_VERSIONS)}"
 
 
-def _tiny_model() -> Any:
-    import torch
-    from transformers import LlamaForCausalLM
-
-    from hf_cce.diagnostics.shapes import SHAPES, config_of
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config_of(SHAPES["tiny"])).train()
-
-
 def _model() -> Check:
     """Check that a patched model of this Transformers computes its own loss without logits."""
     name, again = "transformers model", _install(f"transformers>={REQUIRED['transformers']}", "--upgrade")
     try:
         import torch
+        from transformers import LlamaForCausalLM
 
         from hf_cce import apply_cce
+        from hf_cce.diagnostics.shapes import SHAPES, config_of
 
-        model = _tiny_model()
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config_of(SHAPES["tiny"])).train()
         ids = torch.arange(64).reshape(2, 32)
         own = float(model(input_ids=ids, labels=ids).loss.detach())
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # that full logits were made is a warning
+            warnings.simplefilter("error")  # hf_cce warns of full logits
             apply_cce(model)
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

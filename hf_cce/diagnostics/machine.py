@@ -20,6 +20,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+# By implementation of the loss.
+TITLE = {"triton": "Triton kernels", "portable": "PyTorch fallback"}
+EXPECT = {
+    "triton": "less memory and less time than full logits",
+    "portable": "less memory than full logits, not less time",
+}
+
 
 def origin(command: list[str], device: torch.device, *packages: str) -> dict[str, Any]:
     """Return the first entries of a result file: date, command, device and versions of ``packages``."""
