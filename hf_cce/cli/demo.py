@@ -43,8 +43,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
         checked_device(options.device)
     report = {**_trained(options, out), "command": command()}
-    for line in _summary(report):
-        out.print(line)
+    out.print(*_summary(report))
     out.save(report)
     return 0
 

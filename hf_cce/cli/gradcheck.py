@@ -32,23 +32,14 @@ def run(options: argparse.Namespace, out: Output) -> int:
     problem = replace(gradcheck.default_problem(device), seed=options.seed, **sizes)
     report = gradcheck.gradcheck(problem, device, tuple(options.dtype or gradcheck.DTYPES), out.progress)
     out.progress("")
-    failures = report.failures
-    if failures:
-        worst = max(failures, key=lambda row: row.share)
-        out.print(
-            f"{len(failures)} of {len(report.rows)} results are less exact than allowed; the worst is {worst.quantity} "
-            f"({worst.computed_by}; {worst.case}): relative error {worst.hf_cce:.1e}, allowed {worst.allowed:.1e}."
-        )
-    else:
-        out.print(f"All {len(report.rows)} results are as close to the exact ones as full logits are, plus rounding.")
+    out.print(report.verdict)
     out.print(
         f"{report.device}; {problem.tokens:,} tokens, hidden size {problem.hidden_size:,}, vocabulary "
         f"{problem.vocab_size:,}, seed {problem.seed}; errors relative to float64\n"
     )
     rows = report.rows
     if not options.details:  # the case closest to its limit for each result
-        worst_first = sorted(rows, key=lambda row: -row.share)
-        kept = {(row.computed_by, row.quantity): row for row in reversed(worst_first)}.values()
+        kept = {(row.computed_by, row.quantity): row for row in sorted(rows, key=lambda row: row.share)}.values()
         rows = [row for row in rows if row in kept]
     cells = [
         (row.computed_by, row.quantity, row.case, *(f"{x:.1e}" for x in (row.full_logits, row.hf_cce, row.allowed)),
@@ -60,4 +51,4 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if not options.details:
         out.print("Shown is the case closest to its limit; --details shows all.")
     out.save(report.to_json())
-    return int(bool(failures))
+    return int(bool(report.failures))

@@ -218,7 +218,10 @@ def weigh(
             lm = _built(name, config, wide)
             model = _described(name, lm, adapters)
             if not getattr(lm.config.get_text_config(), "num_attention_heads", None):
-                return model, f"{type(lm).__name__} has no attention, and what its own kernels keep on a GPU is not known"
+                return (
+                    model,
+                    f"{type(lm).__name__} has no attention, and what its own kernels keep on a GPU is not known",
+                )
             try:
                 one, two = (_counted(lm, batch, sequence, dtype == "mixed") for batch in (1, 2))
             except Exception as error:  # not all models run on tensors without data

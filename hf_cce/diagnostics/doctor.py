@@ -120,7 +120,7 @@ def package(name: str, least: str, *, imported: bool = False) -> Check:
                 build = f", built for CUDA {module.version.cuda}" if module.version.cuda else ", built without CUDA"
                 build = f", built for ROCm {module.version.hip}" if module.version.hip else build
         except ModuleNotFoundError as error:
-            if error.name != name:  # a package that it needs
+            if (error.name or name).split(".")[0] != name:  # a package that it needs
                 return Check(name, WRONG, f"{version} cannot be loaded: {first_line(error)}", _install(str(error.name)))
             version = None
         except Exception as error:  # a missing library is an OSError; a mixed installation raises anything

@@ -225,7 +225,9 @@ def verdict(found: Estimate) -> str:
     saved = "; ".join(texts)
     if shares[0] >= LITTLE:
         return f"CCE saves {saved}."
-    why = f"its vocabulary ({model.vocabulary:,}) is small against its layers ({model.layers} of width {model.hidden:,})"
+    why = (
+        f"its vocabulary ({model.vocabulary:,}) is small against its layers ({model.layers} of width {model.hidden:,})"
+    )
     if max(shares) >= LITTLE:
         return f"CCE brings little without gradient checkpointing: {saved}; without it {why}."
     if model.weights + 3 * model.gradients + WORKSPACES >= found.plain["full"].peak:

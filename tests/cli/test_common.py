@@ -20,18 +20,7 @@ from hf_cce.patches.refused import REFUSED
 ROOT = Path(__file__).parents[2]
 SIZES = ["--tokens", "16", "--hidden-size", "8", "--vocab-size", "40"]
 QUICK = {
-    "gradcheck": [
-        "--tokens",
-        "128",
-        "--hidden-size",
-        "8",
-        "--vocab-size",
-        "40",
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-    ],
+    "gradcheck": ["--tokens", "128", *SIZES[2:], "--dtype", "float32", "--device", "cpu"],
     "check": ["llama"],
     "bench": ["--device", "cpu", *SIZES, "--losses", "eager", "--repeats", "1"],
     "models": [],
@@ -125,7 +114,7 @@ def test_json_keeps_lists_of_numbers_on_one_line(tmp_path: Path) -> None:
 
 
 def test_sizes_have_units() -> None:
-    assert size("256MiB") == size("268435456") == size(" 0.25 gib ") == 256 << 20 and size("1GB") == 10**9
+    assert size("256MiB") == size("268435456") == size("0.25 GiB") == 256 << 20 and size("1GB") == 10**9
     for wrong in ("256 apples", "MiB", "1.2.3MiB", "-1"):
         with pytest.raises(argparse.ArgumentTypeError, match="such as 256MiB"):
             size(wrong)
