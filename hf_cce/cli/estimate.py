@@ -15,7 +15,10 @@ TITLES = {"weights and optimizer": "weights, optimizer", "backward": "gradients,
 
 def gpu_size(text: str) -> int:
     """Return the bytes of "24GiB"; a plain number is GiB."""
-    return size(f"{text}GiB" if text.replace(".", "").isdecimal() else text)
+    found = size(f"{text}GiB" if text.replace(".", "").isdecimal() else text)
+    if found < 1 << 30:  # MiB written by mistake
+        raise argparse.ArgumentTypeError(f"expected a size such as 24GiB, got {text!r}")
+    return found
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,12 +81,15 @@ def load(target: str, tiny: bool, device: torch.device) -> Any:
     auto = auto_class(target, config)
     if tiny or is_model_type(target) or target.lower() in SHAPES:
         return _tiny(target, auto, config).to(device)
+    if Path(target).is_file():
+        raise ValueError(f"{target}: a file, and the weights are needed, too; give its folder, or add --tiny")
     try:
         return auto.from_pretrained(target, dtype=torch.float32).to(device)
-    except OSError as error:
-        why = first_line(error)
+    except OSError:
+        if not Path(target).is_dir():
+            raise
         raise ValueError(
-            f"{target}: no weights can be loaded ({why}). For a tiny random model of its class add --tiny"
+            f"{target}: no weights in this folder; for a tiny random model of its class add --tiny"
         ) from None
 
 

@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -135,15 +134,10 @@ def package(name: str, least: str, *, imported: bool = False) -> Check:
 
 def triton(wanted: bool) -> Check:
     """Check Triton; ``wanted``: there is a GPU that can run the kernels."""
-    version = machine.versions("triton")["triton"]
-    if not wanted:
-        return Check("triton", OK, f"{version or 'not installed'}; no GPU here needs it")
-    command = _install(f"{'triton-windows' if sys.platform == 'win32' else 'triton'}>={TRITON}", "--upgrade")
-    if version is None:
-        return Check("triton", WRONG, "not installed: the GPU runs the slower PyTorch fallback", command)
-    if older(version, TRITON):
-        return Check("triton", WRONG, f"{version}, but the kernels need {TRITON} or newer", command)
-    return Check("triton", OK, version)
+    name = "triton-windows" if sys.platform == "win32" else "triton"
+    if wanted:
+        return package(name, TRITON)
+    return Check(name, OK, f"{machine.versions(name)[name] or 'not installed'}; no GPU here needs it")
 
 
 def _runs_kernels(device: torch.device) -> bool:
@@ -253,27 +247,15 @@ def hopper_kernels(device: torch.device) -> str:
 
 
 def _model() -> Check:
-    """Check that a patched model of this Transformers computes its own loss without logits."""
+    """Check that a patched model of this Transformers trains as it does unpatched, without logits."""
+    import torch
+
+    from hf_cce.diagnostics import check
+
     name, again = "transformers model", _install(f"transformers>={REQUIRED['transformers']}", "--upgrade")
     try:
-        import torch
-        from transformers import LlamaForCausalLM
-
-        from hf_cce import apply_cce
-        from hf_cce.diagnostics.shapes import SHAPES, config_of
-
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config_of(SHAPES["tiny"])).train()
-        ids = torch.arange(64).reshape(2, 32)
-        own = float(model(input_ids=ids, labels=ids).loss.detach())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # hf_cce warns of full logits
-            apply_cce(model)
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        ours, fused = float(loss.detach()), model.cce_stats()["fused"]
+        report = check.check(check.load("tiny", True, torch.device("cpu")))
     except Exception as error:
         return Check(name, WRONG, f"{type(error).__name__}: {first_line(error)}", again)
-    if fused != 1 or abs(ours - own) > 1e-5 * own:
-        return Check(name, WRONG, f"patched, its loss is {ours:.6f} instead of {own:.6f} ({fused:.0f} fused)", again)
-    return Check(name, OK, f"apply_cce: the loss is the model's own, {own:.6f}, and no logits were made")
+    good = report.same and report.saves
+    return Check(name, OK if good else WRONG, check.verdict(report), None if good else again)

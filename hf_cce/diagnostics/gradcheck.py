@@ -183,14 +183,11 @@ def _from_logits(x: Tensor, labels: Tensor, case: Case, count: int) -> tuple[Ten
     z = x * case.logit_scale if case.logit_scale != 1.0 else x
     z = z if case.softcap is None else case.softcap * torch.tanh(z / case.softcap)
     z = z if z.dtype == torch.float64 else z.float()
-    nll = F.cross_entropy(z, labels, reduction="none", ignore_index=IGNORED)
-    loss = nll
-    if case.label_smoothing:
-        smoothing = case.label_smoothing
-        loss = F.cross_entropy(z, labels, reduction="none", ignore_index=IGNORED, label_smoothing=smoothing)
+    options: dict[str, Any] = dict(reduction="none", ignore_index=IGNORED)
+    loss = F.cross_entropy(z, labels, label_smoothing=case.label_smoothing, **options)
     if case.z_loss:
         loss = loss + case.z_loss * z.logsumexp(-1).square() * (labels != IGNORED)
-    return loss.sum() / count, -nll
+    return loss.sum() / count, -F.cross_entropy(z.detach(), labels, **options)
 
 
 def with_full_logits(inputs: Inputs, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:

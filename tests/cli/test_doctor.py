@@ -86,12 +86,12 @@ def test_a_kernel_that_cannot_be_compiled_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_whose_loss_is_not_fused_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    import hf_cce
+    from hf_cce.diagnostics import check
 
     assert doctor._model().status == doctor.OK
-    monkeypatch.setattr(hf_cce, "apply_cce", lambda model: setattr(model, "cce_stats", lambda: {"fused": 0.0}))
-    check = doctor._model()
-    assert check.status == doctor.WRONG and "(0 fused)" in check.found and check.fix
+    monkeypatch.setattr(check.Report, "saves", False)
+    found = doctor._model()
+    assert found.status == doctor.WRONG and "saves no memory" in found.found and found.fix
 
 
 def test_without_torch_and_transformers_it_says_how_to_get_them() -> None:
