@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,46 +25,6 @@ from hf_cce.dispatch import why_no_triton
 ORDERS = 3  # further roundings of the unpatched model
 ROWS, LENGTH = 2, 24
 Say = Callable[[str], object]
-
-
-@dataclass
-class Difference:
-    """How far the patched model is from the unpatched one in one result, relative to its norm."""
-
-    name: str
-    error: float
-    allowed: float
-
-    @property
-    def ok(self) -> bool:
-        return self.error <= self.allowed
-
-
-@dataclass
-class Report:
-    """What the check found."""
-
-    model: str
-    device: str
-    parameters: int
-    losses: tuple[float, float]  # without, with
-    differences: list[Difference]  # the loss first, then the gradients, module by module
-    stats: dict[str, float]
-    evaluation_same: bool
-    warnings: list[str]
-
-    @property
-    def same(self) -> bool:
-        return self.evaluation_same and all(difference.ok for difference in self.differences)
-
-    @property
-    def saves(self) -> bool:
-        """Return whether the loss was computed without full logits."""
-        return self.stats["fused"] > 0 and self.stats["materialized"] == 0
-
-    def to_json(self) -> dict[str, Any]:
-        rows = [{**asdict(row), "ok": row.ok} for row in self.differences]
-        return {**vars(self), "differences": rows, "same": self.same, "saves": self.saves}
 
 
 def load(target: str, tiny: bool, device: torch.device) -> Any:
@@ -128,8 +87,12 @@ def _tiny(target: str, auto: Any, config: Any) -> Any:
     return model
 
 
-def check(model: Any, say: Say = lambda what: None) -> Report:
+def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
     """Run ``model`` without and with CCE on the same random tokens; leave it unpatched and without gradients.
+
+    Returns:
+        A report, ready for JSON. "differences" has for the loss and the gradients of each module how far the patched model is
+        from the unpatched one, relative to the norm. "same" and "saves" (no full logits were made) are the answer.
 
     Raises:
         ValueError: ``apply_cce`` refuses it, or it computes no loss from text alone.
@@ -139,7 +102,7 @@ def check(model: Any, say: Say = lambda what: None) -> Report:
     inputs = _inputs(model, device)
     say("without CCE")
     loss, grads = _train(model, inputs)
-    loss_noise, noise = _rounding(model, inputs, loss, grads, say)
+    noise = _rounding(model, inputs, loss, grads, say)
     evaluated = _evaluate(model, inputs)
     say("with CCE")
     # Few tokens would keep full logits on a GPU: ask for kernels, or, without any, for a budget too small for full logits.
@@ -159,29 +122,34 @@ def check(model: Any, say: Say = lambda what: None) -> Report:
     model.zero_grad(set_to_none=True)
     if patched.keys() != grads.keys():
         raise ValueError(f"gradients of {sorted(patched.keys() ^ grads.keys())} are there with or without CCE only")
-    rows = [Difference("loss", abs(patched_loss - loss) / abs(loss), _allowed(loss_noise))]
-    rows += [Difference(name, _error(patched[name], grads[name]), _allowed(noise[name])) for name in grads]
-    return Report(
-        type(model).__name__,
-        str(device),
-        sum(parameter.numel() for parameter in model.parameters()),
-        (loss, patched_loss),
-        rows,
-        stats,
-        same,
-        [str(each.message) for each in caught if "hf_cce" in str(each.message)],
-    )
+    errors = {
+        "loss": abs(patched_loss - loss) / abs(loss),
+        **{name: _error(patched[name], grads[name]) for name in grads},
+    }
+    # Twice the model's own rounding, plus sixteen units of rounding.
+    allowed = {name: 2 * noise[name] + 16 * torch.finfo(torch.float32).eps for name in errors}
+    rows = [
+        {"name": name, "error": error, "allowed": allowed[name], "ok": error <= allowed[name]}
+        for name, error in errors.items()
+    ]
+    return {
+        "model": type(model).__name__,
+        "device": str(device),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "losses": (loss, patched_loss),  # without, with
+        "differences": rows,
+        "stats": stats,
+        "evaluation_same": same,
+        "warnings": [str(each.message) for each in caught if "hf_cce" in str(each.message)],
+        "same": same and all(row["ok"] for row in rows),
+        "saves": stats["fused"] > 0 and stats["materialized"] == 0,
+    }
 
 
-def _rounding(
-    model: Any, inputs: dict[str, Any], loss: float, grads: dict[str, Tensor], say: Say
-) -> tuple[float, dict[str, float]]:
-    """Return how far rounding moves loss and gradients of the unpatched model, relative to them.
-
-    A head that is no plain linear layer is left as it is, and nothing moves.
-    """
+def _rounding(model: Any, inputs: dict[str, Any], loss: float, grads: dict[str, Tensor], say: Say) -> dict[str, float]:
+    """Return how far rounding moves "loss" and gradients of the unpatched model; 0 if its head is no plain linear layer."""
     head: Any = model.get_output_embeddings()
-    loss_noise, noise = 0.0, dict.fromkeys(grads, 0.0)
+    noise = dict.fromkeys(["loss", *grads], 0.0)
     for seed in range(ORDERS if type(head) is nn.Linear else 0):
         say(f"without CCE, rounded differently ({seed + 1} of {ORDERS})")
         order = torch.randperm(head.in_features, generator=torch.Generator().manual_seed(seed)).to(head.weight.device)
@@ -191,9 +159,9 @@ def _rounding(
 
         with head.register_forward_hook(reordered):
             other, others = _train(model, inputs)
-        loss_noise = max(loss_noise, abs(other - loss) / abs(loss))
-        noise = {name: max(noise[name], _error(others[name], grads[name])) for name in grads}
-    return loss_noise, noise
+        found = {"loss": abs(other - loss) / abs(loss), **{name: _error(others[name], grads[name]) for name in grads}}
+        noise = {name: max(noise[name], found[name]) for name in noise}
+    return noise
 
 
 def _inputs(model: Any, device: torch.device) -> dict[str, Any]:
@@ -244,18 +212,13 @@ def _error(value: Tensor, reference: Tensor) -> float:
     return error / size if size > 0 else error
 
 
-def _allowed(noise: float) -> float:
-    return 2 * noise + 16 * torch.finfo(torch.float32).eps
-
-
-def verdict(report: Report) -> str:
+def verdict(report: dict[str, Any]) -> str:
     """Return the result in one sentence."""
-    if not report.same:
-        wrong = sum(not row.ok for row in report.differences)
-        total = len(report.differences)
+    if not report["same"]:
+        wrong, total = sum(not row["ok"] for row in report["differences"]), len(report["differences"])
         what = f"{wrong} of {total} results differ by more than rounding" if wrong else "evaluation differs"
         return f"Do not train this model with hf_cce: {what}. Please report it, with the output of --json."
-    if not report.saves:
-        why = " ".join(report.warnings) or "Its loss was computed from logits."
+    if not report["saves"]:
+        why = " ".join(report["warnings"]) or "Its loss was computed from logits."
         return f"hf_cce trains this model correctly, but saves no memory. {why}"
     return "hf_cce trains this model as it is trained without, and makes no logits."

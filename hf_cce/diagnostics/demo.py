@@ -150,7 +150,7 @@ def train(settings: Settings, report: Report = lambda event: None) -> dict[str, 
     if (largest := int(batches.max())) >= vocabulary:
         raise ValueError(f"token {largest} does not fit the model's vocabulary of {vocabulary}")
     common = _common(settings, model)
-    report({"event": "start", "cce": settings.cce, "steps": settings.steps, "common": common})
+    report({"event": "start", "cce": settings.cce, "common": common})
     losses, seconds = _steps(model, batches, settings, report)
     gc.collect()
     peak, rest = machine.peak_memory(device), machine.memory_in_use(device)

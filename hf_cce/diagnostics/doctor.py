@@ -12,8 +12,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.machine import EXPECT, first_line
@@ -30,8 +29,7 @@ CUDA_WHEELS = "https://download.pytorch.org/whl/cu126"
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One line: what was checked, what was found, and the command that fixes it."""
 
     name: str
@@ -40,61 +38,38 @@ class Check:
     fix: str | None = None
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What ``implementation="auto"`` runs for tensors of ``dtype`` on ``device``."""
+def diagnose(say: Say = lambda what: None) -> dict[str, Any]:
+    """Run every check; ``say`` gets the progress.
 
-    device: str
-    dtype: str
-    implementation: str
-    why: str
-    expect: str
-
-
-@dataclass
-class Diagnosis:
-    """Everything that was found."""
-
-    checks: list[Check] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
-
-    @property
-    def wrong(self) -> list[Check]:
-        return [check for check in self.checks if check.status == WRONG]
-
-    def to_json(self) -> dict[str, Any]:
-        checks, choices = ([asdict(x) for x in found] for found in (self.checks, self.choices))
-        return {"ok": not self.wrong, "checks": checks, "implementations": choices}
-
-
-def diagnose(say: Say = lambda what: None) -> Diagnosis:
-    """Run every check; ``say`` gets the progress."""
-    found = Diagnosis([Check("python", OK, f"{platform.python_version()} ({platform.system()}, {platform.machine()})")])
+    Returns:
+        "ok", "checks" (fields of ``Check``) and "implementations" (what runs by device and dtype), ready for JSON.
+    """
+    checks = [Check("python", OK, f"{platform.python_version()} ({platform.system()}, {platform.machine()})")]
+    choices: list[dict[str, str]] = []
     say("packages")
-    for name in REQUIRED:
-        found.checks.append(package(name, REQUIRED[name], imported=name in ("torch", "transformers")))
-    good = {check.name for check in found.checks if check.status == OK}
+    checks += [package(name, least, imported=name in ("torch", "transformers")) for name, least in REQUIRED.items()]
+    good = {check.name for check in checks if check.status == OK}
     if "torch" in good:
         say("devices")
-        devices, checks = _devices()
-        found.checks += checks
-        found.checks.append(triton(any(_runs_kernels(device) for device in devices)))
+        devices, found = _devices()
+        checks += [*found, triton(any(_runs_kernels(device) for device in devices))]
         for device in devices:
             say(f"self-test on {device}")
-            choices, check = self_test(device)
-            found.choices += choices
-            found.checks.append(check)
+            here, check = self_test(device)
+            choices += here
+            checks.append(check)
         if "transformers" in good:
             say("a small model of Transformers")
-            found.checks.append(_model())
+            checks.append(_model())
     elif gpus := machine.driver_gpus():
-        found.checks.append(Check("gpu", OK, f"{', '.join(gpus)}; not tested, as there is no torch"))
+        checks.append(Check("gpu", OK, f"{', '.join(gpus)}; not tested, as there is no torch"))
     for name, (least, purpose) in OPTIONAL.items():
         check = package(name, least)
         if check.status == WRONG:
-            check = replace(check, status=NOTE, found=f"{check.found} (needed for {purpose} only)")
-        found.checks.append(check)
-    return found
+            check = check._replace(status=NOTE, found=f"{check.found} (needed for {purpose} only)")
+        checks.append(check)
+    ok = all(check.status != WRONG for check in checks)
+    return {"ok": ok, "checks": [check._asdict() for check in checks], "implementations": choices}
 
 
 def older(version: str, least: str) -> bool:
@@ -201,7 +176,7 @@ def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
     return Check("gpu", WRONG, found, command)
 
 
-def self_test(device: torch.device) -> tuple[list[Choice], Check]:
+def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
     """Return what runs on ``device`` and why, and compare loss and gradients of a small problem with float64."""
     from hf_cce.diagnostics import gradcheck
 
@@ -214,13 +189,13 @@ def self_test(device: torch.device) -> tuple[list[Choice], Check]:
         report = gradcheck.gradcheck(problem, device, dtypes, cases=(gradcheck.PLAIN, gradcheck.EVERYTHING))
     except Exception as error:  # a kernel that cannot be compiled raises what its compiler likes
         return [], Check(name, WRONG, f"{type(error).__name__}: {first_line(error)}", again)
-    if report.failures:
-        return choices, Check(name, WRONG, report.verdict, again)
-    compared = len(report.rows)
+    if not report["ok"]:
+        return choices, Check(name, WRONG, gradcheck.verdict(report), again)
+    compared = len(report["rows"])
     return choices, Check(name, OK, f"{compared} results, loss and gradients, as close to float64 as full logits are")
 
 
-def _choice(device: torch.device, dtype: str) -> Choice:
+def _choice(device: torch.device, dtype: str) -> dict[str, str]:
     """Return what runs in a training of usual size."""
     import torch
 
@@ -230,7 +205,8 @@ def _choice(device: torch.device, dtype: str) -> Choice:
     why = found.why.split(" (TRITON_INTERPRET")[0]  # an option for tests
     if found.implementation == "triton":
         why = "; ".join(filter(None, (why, hopper_kernels(device))))
-    return Choice(str(device), dtype, found.implementation, why, EXPECT[found.implementation])
+    what = {"implementation": found.implementation, "why": why, "expect": EXPECT[found.implementation]}
+    return {"device": str(device), "dtype": dtype, **what}
 
 
 def hopper_kernels(device: torch.device) -> str:
@@ -257,5 +233,5 @@ def _model() -> Check:
         report = check.check(check.load("tiny", True, torch.device("cpu")))
     except Exception as error:
         return Check(name, WRONG, f"{type(error).__name__}: {first_line(error)}", again)
-    good = report.same and report.saves
+    good = report["same"] and report["saves"]
     return Check(name, OK if good else WRONG, check.verdict(report), None if good else again)

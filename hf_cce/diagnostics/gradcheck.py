@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,12 @@ from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_prob
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.machine import first_line
 
-IMPLEMENTATIONS: tuple[Literal["portable", "triton"], ...] = ("portable", "triton")
+# By implementation and gradient filter; only the kernels have one.
+CONFIGS = {
+    ("portable", ""): CCEConfig("portable"),
+    ("triton", "filter auto"): CCEConfig("triton", gradient_filter="auto"),
+    ("triton", "no filter"): CCEConfig("triton", gradient_filter=None),
+}
 DTYPES = ("float32", "bfloat16", "float16")
 IGNORED = -100
 CHUNK_BYTES = 128 << 20  # of float64 logits at a time; some five copies live at once
@@ -31,8 +36,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Sizes N, D, V of the inputs, and their seed."""
 
     tokens: int
@@ -81,67 +85,6 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
     size = float(exact.norm())
     error = float((x.detach().to(exact) - exact).norm()) / (size or 1.0)
     return math.inf if math.isnan(error) else error
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison: relative errors of full logits and of hf_cce, and what is allowed."""
-
-    dtype: str
-    implementation: str
-    gradient_filter: str  # "" where there is none
-    case: str
-    quantity: str
-    full_logits: float
-    hf_cce: float
-    allowed: float
-
-    @property
-    def ok(self) -> bool:
-        return self.hf_cce <= self.allowed
-
-    @property
-    def share(self) -> float:
-        """Return the error as a multiple of what is allowed."""
-        return self.hf_cce / self.allowed
-
-    @property
-    def computed_by(self) -> str:
-        return ", ".join(filter(None, (self.dtype, self.implementation, self.gradient_filter)))
-
-    def to_json(self) -> dict[str, Any]:
-        values = {**asdict(self), "ok": self.ok}
-        return {name: "inf" if value == math.inf else value for name, value in values.items()}  # JSON has no infinity
-
-
-@dataclass
-class Report:
-    """What ``gradcheck`` found."""
-
-    device: str
-    problem: Problem
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what could not be compared, and why
-
-    @property
-    def failures(self) -> list[Row]:
-        return [row for row in self.rows if not row.ok]
-
-    @property
-    def verdict(self) -> str:
-        """Return the result in one sentence."""
-        if not self.failures:
-            return f"All {len(self.rows)} results are as close to the exact ones as full logits are, plus rounding."
-        worst = max(self.failures, key=lambda row: row.share)
-        return (
-            f"{len(self.failures)} of {len(self.rows)} results are less exact than allowed; the worst is {worst.quantity} "
-            f"({worst.computed_by}; {worst.case}): relative error {worst.hf_cce:.1e}, allowed {worst.allowed:.1e}."
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        about = {"ok": not self.failures, "device": self.device, "problem": asdict(self.problem), "notes": self.notes}
-        versions = machine.versions("torch", "triton", "transformers")
-        return {**about, "versions": versions, "rows": [row.to_json() for row in self.rows]}
 
 
 class Inputs(NamedTuple):
@@ -230,13 +173,10 @@ def with_hf_cce(inputs: Inputs, case: Case, config: CCEConfig) -> dict[str, Tens
     return {"loss": loss.detach(), "log-probs": log_probs, **gradients}
 
 
-Config = tuple[str, str, CCEConfig]  # implementation, gradient filter, configuration
-
-
 def compare(
-    problem: Problem, case: Case, dtype_name: str, device: torch.device, configs: list[Config]
-) -> Iterator[Row]:
-    """Yield the rows of one case in one dtype for each of ``configs``."""
+    problem: Problem, case: Case, dtype_name: str, device: torch.device, names: list[tuple[str, str]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one case in one dtype, for each of the ``names`` of ``CONFIGS``."""
     dtype = getattr(torch, dtype_name)
     exact_device = torch.device("cpu") if device.type == "mps" else device  # Apple's GPUs have no float64
     inputs = make_inputs(problem, case, dtype, device)
@@ -248,33 +188,37 @@ def compare(
         return {name: relative_error(found[name].to(right) / scales[name], right) for name, right in exact.items()}
 
     full_logits = errors(with_full_logits(inputs, case, dtype))
-    for implementation, gradient_filter, config in configs:
-        for name, error in errors(with_hf_cce(inputs, case, config)).items():
-            theirs = full_logits[name]
-            most = allowed(theirs, dtype)
-            yield Row(dtype_name, implementation, gradient_filter, case.name, name, theirs, error, most)
+    for implementation, gradient_filter in names:
+        found = errors(with_hf_cce(inputs, case, CONFIGS[implementation, gradient_filter]))
+        for quantity, error in found.items():
+            most = allowed(full_logits[quantity], dtype)
+            yield {
+                "dtype": dtype_name,
+                "implementation": implementation,
+                "gradient_filter": gradient_filter,
+                "case": case.name,
+                "quantity": quantity,
+                "full_logits": full_logits[quantity],
+                "hf_cce": error,
+                "allowed": most,
+                "ok": error <= most,
+            }
 
 
-def configurations(device: torch.device, dtype_name: str) -> tuple[list[Config], list[str]]:
-    """Return what can run on ``device`` in that dtype, and why the rest cannot."""
+def runnable(device: torch.device, dtype_name: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the names of the ``CONFIGS`` that run on ``device`` in that dtype, and why the others do not."""
     dtype = getattr(torch, dtype_name)
-    found: list[Config] = []
-    notes = []
+    found, notes = [], []
     probe = make_inputs(Problem(4, 16, 32), PLAIN, dtype, device)
-    for implementation in IMPLEMENTATIONS:
-        if implementation == "triton" and device.type == "cpu" and dtype == torch.bfloat16 and INTERPRETED:
+    for name, config in CONFIGS.items():
+        if config.implementation == "triton" and device.type == "cpu" and dtype == torch.bfloat16 and INTERPRETED:
             notes.append("triton in bfloat16: Triton's interpreter truncates where a GPU rounds")
             continue
         try:
-            with_hf_cce(probe, PLAIN, CCEConfig(implementation))
+            with_hf_cce(probe, PLAIN, config)
+            found.append(name)
         except (RuntimeError, ImportError) as error:
-            notes.append(f"{implementation}: {first_line(error)}")
-            continue
-        if implementation == "portable":  # only the kernels have a filter
-            found.append((implementation, "", CCEConfig(implementation)))
-            continue
-        found.append((implementation, "filter auto", CCEConfig(implementation, gradient_filter="auto")))
-        found.append((implementation, "no filter", CCEConfig(implementation, gradient_filter=None)))
+            notes.append(f"{config.implementation}: {first_line(error)}")
     return found, notes
 
 
@@ -289,8 +233,12 @@ def gradcheck(
     dtypes: tuple[str, ...] = DTYPES,
     say: Say = lambda what: None,
     cases: tuple[Case, ...] | None = None,
-) -> Report:
+) -> dict[str, Any]:
     """Compare everything that ``device`` can compute, in all ``CASES`` by default; ``say`` gets the progress.
+
+    Returns:
+        A report, ready for JSON: "ok", "rows" (the relative errors of full logits and of hf_cce, and what is allowed), "notes"
+        (what could not be compared, and why).
 
     Raises:
         ValueError: ``device`` can compute nothing of it, or there are too few tokens for a fair comparison.
@@ -299,13 +247,43 @@ def gradcheck(
         raise ValueError(
             f"--tokens must be at least {ENOUGH_TOKENS}, got {problem.tokens}: of fewer, luck decides what is closer"
         )
-    report = Report(machine.device_name(device), problem)
+    notes: dict[str, None] = {}
+    rows: list[dict[str, Any]] = []
     for dtype in dtypes:
-        configs, notes = configurations(device, dtype)
-        report.notes += [note for note in notes if note not in report.notes]
-        for case in (cases or CASES) if configs else ():
+        names, why_not = runnable(device, dtype)
+        notes |= dict.fromkeys(why_not)
+        for case in (cases or CASES) if names else ():
             say(f"{dtype}, {case.name}")
-            report.rows += compare(problem, case, dtype, device, configs)
-    if not report.rows:
-        raise ValueError(f"nothing can be compared on {device}: {'; '.join(report.notes)}")
-    return report
+            rows += compare(problem, case, dtype, device, names)
+    if not rows:
+        raise ValueError(f"nothing can be compared on {device}: {'; '.join(notes)}")
+    return {
+        "ok": all(row["ok"] for row in rows),
+        "device": machine.device_name(device),
+        "problem": problem._asdict(),
+        "notes": list(notes),
+        "versions": machine.versions("torch", "triton", "transformers"),
+        "rows": rows,
+    }
+
+
+def share(row: dict[str, Any]) -> float:
+    """Return the error of a row as a multiple of what is allowed."""
+    return row["hf_cce"] / row["allowed"]
+
+
+def computed_by(row: dict[str, Any]) -> str:
+    return ", ".join(filter(None, (row["dtype"], row["implementation"], row["gradient_filter"])))
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Return the result in one sentence."""
+    rows = report["rows"]
+    failures = [row for row in rows if not row["ok"]]
+    if not failures:
+        return f"All {len(rows)} results are as close to the exact ones as full logits are, plus rounding."
+    worst = max(failures, key=share)
+    return (
+        f"{len(failures)} of {len(rows)} results are less exact than allowed; the worst is {worst['quantity']} "
+        f"({computed_by(worst)}; {worst['case']}): relative error {worst['hf_cce']:.1e}, allowed {worst['allowed']:.1e}."
+    )

@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 from command import hf_cce
 
-from hf_cce import apply_cce, supported_models
+from hf_cce import CCEConfig, apply_cce, supported_models
 from hf_cce.cli import app
 from hf_cce.cli.common import size
-from hf_cce.diagnostics import gradcheck
+from hf_cce.diagnostics import demo, gradcheck, text
 from hf_cce.diagnostics.files import whole_file, write_json
 from hf_cce.patches.refused import REFUSED
 
@@ -31,11 +31,13 @@ QUICK = {
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Leave out what takes long: the two trainings of the demo, kernels in Triton's interpreter."""
-    monkeypatch.setattr(gradcheck, "IMPLEMENTATIONS", ("portable",))
+    monkeypatch.setattr(gradcheck, "CONFIGS", {("portable", ""): CCEConfig("portable")})
     saved = json.loads((ROOT / "benchmarks/results/demo.json").read_text("utf-8"))
-    monkeypatch.setattr(app.demo, "_trained", lambda *_: saved)
+    monkeypatch.setattr(demo, "twin", lambda *_: saved)
+    corpus = text.Corpus("a text", tmp_path / "tokens.npy", tmp_path / "tokenizer.json", 1000, 49_152)
+    monkeypatch.setattr(text, "prepare", lambda *_, **options: corpus)
 
 
 def test_users_find_first_what_they_need_first() -> None:
