@@ -77,11 +77,11 @@ class Output:
             print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
 
     def save(self, report: Any) -> None:
-        """Write the JSON that was asked for; a dict gets the command first."""
+        """Write the JSON that was asked for; a dict gets the command."""
         if self.json_path is None:
             return
         if isinstance(report, dict):
-            report = {"command": command(), **report}
+            report = {"command": "", **report} | {"command": command()}
         write_json(self.json_path, report)
         self.print(f"Numbers: {self.json_path}")
 

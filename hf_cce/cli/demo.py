@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, command, table
+from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         str(corpus.tokens_file), model, vocabulary, options.hidden_size, options.layers, options.max_steps,
         options.batch_size, options.seq_length, options.learning_rate, options.seed, options.dtype, device,
     )  # fmt: skip
-    report = {**twin(settings, corpus, partial(_follow, out)), "command": command()}
+    report = twin(settings, corpus, partial(_follow, out))
     out.progress("")
     out.print(*_summary(report))
     out.save(report)

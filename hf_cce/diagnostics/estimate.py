@@ -15,19 +15,17 @@ import torch
 from hf_cce import CCEConfig
 from hf_cce.diagnostics.activations import ITEM, Activations, Adapters, Model, weigh
 from hf_cce.diagnostics.shapes import config_named, is_model_type
-from hf_cce.dispatch import DENSE_BYTES, EAGER_BYTES, Problem, explain_dispatch, materialized_bytes
+from hf_cce.dispatch import EAGER_BYTES, Problem, explain_dispatch, materialized_bytes
 
 GIB = 1 << 30
 WAYS = ("full", "cce")  # full logits, CCE
 # "backward": gradients, what the backward pass of a layer takes on top, and with checkpointing the layer once more.
 HELD = ("weights and optimizer", "activations", "logits and loss", "backward", "cuBLAS")
 WORKSPACES = 64 << 20  # of cuBLAS: one for the forward and one for the backward pass's thread, 32 MiB on Hopper GPUs
-# PyTorch's allocator reserves more than the peak. With full logits it is a share of the peak, smaller where the logits are few.
-RESERVED = {"full": 1.112, "cce": 1.01}
-RESERVED_LEAST, RESERVED_OF_LOGITS = 1.08, 0.3
-# With CCE its scratch comes on top, several times, as it is cut differently at each moment of a step: with gradient
-# checkpointing, and without, where activations fill most of the gaps.
-PIECES_CHECKPOINTED, PIECES, PIECES_OF = 2.15, 1.8, 256 << 20
+RESERVED = {"full": 1.11, "cce": 1.01}  # what PyTorch's allocator takes from the GPU, as a multiple of the peak
+# With CCE also as multiples of its scratch, which is cut differently at each moment of a step: without gradient
+# checkpointing, where activations fill most of the gaps, and with it.
+SCRATCHES = (1, 2)
 CONTEXT = 536 << 20  # CUDA's own
 MOST_ROWS = 1 << 20
 LITTLE = 0.1  # of the peak: a smaller saving is called little
@@ -124,14 +122,10 @@ class Run:
 
     def reserved(self, peak: float, tokens: int) -> float:
         """Return the bytes that PyTorch's allocator takes from the GPU for a step of that ``peak``."""
-        pieces, logits = 0.0, tokens * self.model.vocabulary
         if self.way == "full":
-            by_logits = peak + RESERVED_OF_LOGITS * EAGER_BYTES * logits
-            return max(RESERVED_LEAST * peak, min(RESERVED["full"] * peak, by_logits))
-        if 4 * logits > DENSE_BYTES:  # fewer are one tensor
-            scratch = min(CCEConfig(memory_budget=self.budget or "auto").scratch(tokens), 4 * logits)
-            pieces = PIECES_CHECKPOINTED * scratch if self.checkpointing else PIECES * min(scratch, PIECES_OF)
-        return RESERVED[self.way] * peak + pieces
+            return RESERVED["full"] * peak
+        scratch = min(CCEConfig(memory_budget=self.budget or "auto").scratch(tokens), 4 * tokens * self.model.vocabulary)
+        return RESERVED["cce"] * peak + SCRATCHES[self.checkpointing] * scratch
 
     def largest_batch(self, gpu_memory: int) -> int:
         """Return the largest batch that fits, 0 if not even one row does."""

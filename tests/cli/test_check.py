@@ -83,7 +83,6 @@ def test_full_logits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         ("t5", "T5Config belongs to no causal LM"),
         ("git", "GitForCausalLM does not run on text alone"),
         ("./no/such-folder", "no such file or folder"),
-        ("lama", "no configuration of this name; did you mean llama"),
     ],
 )
 def test_what_cannot_be_checked(target: str, reason: str) -> None:

@@ -40,13 +40,6 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(text, "prepare", lambda *_, **options: corpus)
 
 
-def test_users_find_first_what_they_need_first() -> None:
-    names = [module.__name__.rpartition(".")[2] for module in app.COMMANDS]
-    assert names[:5] == ["doctor", "estimate", "check", "demo", "bench"] and set(names) == set(QUICK)
-    shown = hf_cce("--help").stdout
-    assert [shown.index(f"    {name}") for name in names] == sorted(shown.index(f"    {name}") for name in names)
-
-
 @pytest.mark.parametrize("name", QUICK)
 def test_output_folders_and_quiet(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -120,16 +113,6 @@ def test_sizes_have_units() -> None:
     for wrong in ("256 apples", "MiB", "1.2.3MiB", "-1"):
         with pytest.raises(argparse.ArgumentTypeError, match="such as 256MiB"):
             size(wrong)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    ["estimate", "estimate tiny --batch-size 0", "estimate tiny --lora --qlora", "estimate tiny --gpu-memory -1",
-     "estimate tiny --dtype int8", "gradcheck --dtype float64", "gradcheck --tokens 0", "bench --memory-budget much", "nothing"],
-)  # fmt: skip
-def test_wrong_arguments_are_errors(arguments: str) -> None:
-    done = hf_cce(*arguments.split())
-    assert done.exit_code == 2 and "error: " in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("name", ["gradcheck", "bench", "check llama", "demo"])
