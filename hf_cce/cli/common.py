@@ -19,11 +19,11 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def size(text: str) -> int:
-    """Return the bytes of "256MiB", "1.5 GiB" or "268435456", as ``CCEConfig`` reads them."""
+    """Return the bytes of "256MiB", "1.5 GiB" or "268435456", as ``CCEConfig`` reads them, here in any case."""
     from hf_cce import CCEConfig
 
     try:
-        return int(CCEConfig(memory_budget=text).memory_budget)
+        return int(CCEConfig(memory_budget=text.strip().upper().replace("IB", "iB").replace("KB", "kB")).memory_budget)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a size such as 256MiB, got {text!r}") from None
 

@@ -109,7 +109,7 @@ def test_json_keeps_lists_of_numbers_on_one_line(tmp_path: Path) -> None:
 
 
 def test_sizes_have_units() -> None:
-    assert size("256MiB") == size("268435456") == size("0.25 GiB") == 256 << 20 and size("1GB") == 10**9
+    assert size("256MiB") == size("268435456") == size(" 0.25 gib ") == 256 << 20 and size("1GB") == 10**9
     for wrong in ("256 apples", "MiB", "1.2.3MiB", "-1"):
         with pytest.raises(argparse.ArgumentTypeError, match="such as 256MiB"):
             size(wrong)
