@@ -217,14 +217,14 @@ def verdict(found: Estimate) -> str:
             before, after = steps["full"].peak, steps["cce"].peak
             shares.append(1 - after / before)
             texts.append(f"{name}{shares[-1]:.0%} of the peak, {before / GIB:.1f} → {after / GIB:.1f} GiB")
-    saved = "; ".join(texts)
+    both = "; ".join(texts)
     if shares[0] >= LITTLE:
-        return f"CCE saves {saved}."
+        return f"CCE saves {both}."
     why = (
         f"its vocabulary ({model.vocabulary:,}) is small against its layers ({model.layers} of width {model.hidden:,})"
     )
     if max(shares) >= LITTLE:
-        return f"CCE brings little without gradient checkpointing: {saved}; without it {why}."
+        return f"CCE brings little without gradient checkpointing: {both}; without it {why}."
     if model.weights + 3 * model.gradients + WORKSPACES >= found.plain["full"].peak:
         why = f"{tokens:,} tokens are so few that weights, gradients and optimizer fill the memory"
-    return f"CCE brings little here: {saved}: {why}."
+    return f"CCE brings little here: {both}: {why}."
