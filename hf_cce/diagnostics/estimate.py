@@ -23,9 +23,9 @@ WAYS = ("full", "cce")  # full logits, CCE
 HELD = ("weights and optimizer", "activations", "logits and loss", "backward", "cuBLAS")
 WORKSPACES = 64 << 20  # of cuBLAS: one for the forward and one for the backward pass's thread, 32 MiB on Hopper GPUs
 RESERVED = {"full": 1.11, "cce": 1.01}  # what PyTorch's allocator takes from the GPU, as a multiple of the peak
-# With CCE twice its scratch comes on top, which is cut differently at each moment of a step; of no more than this much
+# With CCE also as a multiple of its scratch, which is cut differently at each moment of a step; of no more scratch than this
 # without gradient checkpointing, where activations fill the gaps.
-SCRATCH_WITH_ACTIVATIONS = 256 << 20
+SCRATCHES, SCRATCH_WITH_ACTIVATIONS = 2.15, 256 << 20
 CONTEXT = 536 << 20  # CUDA's own
 MOST_ROWS = 1 << 20
 LITTLE = 0.1  # of the peak: a smaller saving is called little
@@ -126,7 +126,8 @@ class Run:
             return RESERVED["full"] * peak
         config = CCEConfig(memory_budget=self.budget or "auto")
         scratch = min(config.scratch(tokens), 4 * tokens * self.model.vocabulary)
-        return RESERVED["cce"] * peak + 2 * (scratch if self.checkpointing else min(scratch, SCRATCH_WITH_ACTIVATIONS))
+        in_pieces = scratch if self.checkpointing else min(scratch, SCRATCH_WITH_ACTIVATIONS)
+        return RESERVED["cce"] * peak + SCRATCHES * in_pieces
 
     def largest_batch(self, gpu_memory: int) -> int:
         """Return the largest batch that fits, 0 if not even one row does."""
