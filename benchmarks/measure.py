@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hf_cce
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.bench import (
     DTYPES,
@@ -25,7 +24,6 @@ from hf_cce.diagnostics.bench import (
     FusedLoss,
     Loss,
     Say,
-    default_dtype,
     exact_results,
     extra_mib,
     filter_stats,
@@ -199,13 +197,12 @@ def planned(device: str | None, dtype: str | None, repeats: int | None, modes: t
     if not modes or (wrong := sorted(set(modes) - set(GEMMS))):
         given = ", ".join(map(repr, wrong)) if modes else repr("")
         raise ValueError(f"unknown mode {given}; known: {', '.join(GEMMS)}")
-    return Plan(place, DTYPES[dtype] if dtype else default_dtype(place), repeats or (10 if gpu else 5), modes)
+    return Plan(place, DTYPES[dtype] if dtype else machine.default_dtype(place), repeats or (10 if gpu else 5), modes)
 
 
 def header(command: list[str], plan: Plan, *packages: str) -> dict[str, Any]:
     """Return the first entries of a report."""
     found = machine.origin(command, plan.device, *packages)
-    found["versions"]["hf_cce"] = hf_cce.__version__
     reference = reference_dtype(plan.device, plan.dtype)
     dtypes = {"dtype": str(plan.dtype).removeprefix("torch."), "reference": str(reference).removeprefix("torch.")}
     return {**found, **dtypes, "missing": {}, "results": {}}

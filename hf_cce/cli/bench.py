@@ -10,7 +10,9 @@ from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, command, po
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, {"--tokens": "8,192", "--hidden-size": "1,024", "--vocab-size": "49,152"})
-    parser.add_argument("--losses", default="", help="of hf_cce, hf_cce exact, eager, torch.compile; between commas")
+    parser.add_argument(
+        "--losses", default="", help="of hf_cce, hf_cce exact, eager, torch.compile; separated by commas"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="default: 16-bit on a GPU (float16 on a T4), float32 elsewhere")
     parser.add_argument("--memory-budget", type=size, metavar="SIZE", help="such as 256MiB; as in CCEConfig")
     parser.add_argument("--repeats", type=positive, metavar="N", help="timed rounds (default: 10 on a GPU, else 5)")
@@ -29,15 +31,14 @@ def run(options: argparse.Namespace, out: Output) -> int:
     """
     from hf_cce.diagnostics import bench
     from hf_cce.diagnostics.files import whole_file
-    from hf_cce.diagnostics.machine import checked_device
+    from hf_cce.diagnostics.machine import checked_device, default_dtype
 
     given = (options.tokens, options.hidden_size, options.vocab_size)
-    usual = (8192, 1024, 49_152)
-    shapes = ((given[0] or usual[0], given[1] or usual[1], given[2] or usual[2]),) if any(given) else ()
+    shapes = ((given[0] or 8192, given[1] or 1024, given[2] or 49_152),) if any(given) else ()
     device = checked_device(options.device)
     names = [word.strip() for word in options.losses.split(",") if word.strip()]
     losses = bench.chosen_losses(names, device, options.memory_budget)
-    dtype = bench.DTYPES[options.dtype] if options.dtype else bench.default_dtype(device)
+    dtype = bench.DTYPES[options.dtype] if options.dtype else default_dtype(device)
     repeats = options.repeats or (10 if device.type == "cuda" else 5)
     report = bench.bench(shapes, losses, device, dtype, repeats, out.progress) | {"command": command()}
     out.progress("")

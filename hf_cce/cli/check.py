@@ -35,17 +35,18 @@ def run(options: argparse.Namespace, out: Output) -> int:
     report = check.check(model, out.progress)
     out.progress("")
     out.verdict(check.verdict(report))
+    without, with_cce = report["losses"]
     out.print(
-        f"{report.model}, {report.parameters:,} parameters, {report.device}, float32",
-        f"Loss: {report.losses[0]:.7f} without CCE, {report.losses[1]:.7f} with CCE",
-        f"Logits in evaluation: {'identical' if report.evaluation_same else 'different'}\n",
+        f"{report['model']}, {report['parameters']:,} parameters, {report['device']}, float32",
+        f"Loss: {without:.7f} without CCE, {with_cce:.7f} with CCE",
+        f"Logits in evaluation: {'identical' if report['evaluation_same'] else 'different'}\n",
     )
-    rows = report.differences
+    rows = report["differences"]
     if not options.details:
-        rows = sorted(rows, key=lambda row: -row.error / row.allowed)[:SHOWN]
-    cells = [(row.name, f"{row.error:.1e}", f"{row.allowed:.1e}", "ok" if row.ok else "differs") for row in rows]
+        rows = sorted(rows, key=lambda row: -row["error"] / row["allowed"])[:SHOWN]
+    cells = [(x["name"], f"{x['error']:.1e}", f"{x['allowed']:.1e}", "ok" if x["ok"] else "differs") for x in rows]
     out.print(table([("loss, or gradient of", "error", "allowed", ""), *cells]))
-    if len(rows) < len(report.differences):
-        out.print(f"The {SHOWN} closest to the limit, of {len(report.differences)}; --details shows all.")
-    out.save(report.to_json())
-    return int(not (report.same and report.saves))
+    if len(rows) < len(report["differences"]):
+        out.print(f"The {SHOWN} closest to the limit, of {len(report['differences'])}; --details shows all.")
+    out.save(report)
+    return int(not (report["same"] and report["saves"]))

@@ -1,4 +1,4 @@
-"""What all sub-commands share: options with one name for each idea, output, sizes such as 256MiB, exit codes.
+"""What all sub-commands share: options with one name for each idea, output, exit codes.
 
 Exit codes: 0, the answer is good; 1, it is not; 2, there is no answer (wrong arguments, a missing package, no memory);
 130, interrupted.
@@ -7,7 +7,6 @@ Exit codes: 0, the answer is good; 1, it is not; 2, there is no answer (wrong ar
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,17 +15,16 @@ from typing import Any
 
 from hf_cce.diagnostics.files import write_json
 
-UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def size(text: str) -> int:
-    """Return the bytes of "256MiB", "1.5 GiB" or "268435456"."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    """Return the bytes of "256MiB", "1.5 GiB" or "268435456", as ``CCEConfig`` reads them, here in any case."""
+    from hf_cce import CCEConfig
+
     try:
-        assert found is not None
-        return int(float(found[1]) * UNITS[found[2].upper()])
-    except (AssertionError, KeyError, ValueError):
+        return int(CCEConfig(memory_budget=text.strip().upper().replace("IB", "iB").replace("KB", "kB")).memory_budget)
+    except ValueError:
         raise argparse.ArgumentTypeError(f"expected a size such as 256MiB, got {text!r}") from None
 
 
@@ -74,16 +72,16 @@ class Output:
             print(text)
 
     def progress(self, text: str) -> None:
-        """Show what is going on in one line of the terminal; the empty text removes it."""
+        """Show the progress in one line of the terminal; the empty text removes it."""
         if not self.silent and sys.stderr.isatty():
             print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
 
     def save(self, report: Any) -> None:
-        """Write the JSON that was asked for; a dict gets the command first."""
+        """Write the JSON that was asked for; a dict gets the command."""
         if self.json_path is None:
             return
         if isinstance(report, dict):
-            report = {"command": command(), **report}
+            report = {"command": "", **report} | {"command": command()}
         write_json(self.json_path, report)
         self.print(f"Numbers: {self.json_path}")
 
@@ -96,11 +94,8 @@ def command() -> str:
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Return rows of cells as aligned text: the first ``left`` columns to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = (
-        (
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join("  ".join(row).rstrip() for row in cells)
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
-from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, command, table
+from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,84 +35,70 @@ def run(options: argparse.Namespace, out: Output) -> int:
         raise ValueError(f"--hidden-size must be a multiple of 64 (the width of a head), got {options.hidden_size}")
     if options.vocab_size < 257:
         raise ValueError(f"--vocab-size must be at least 257 (bytes and an end of text), got {options.vocab_size}")
-    if options.model_name_or_path:
-        from hf_cce.diagnostics.shapes import config_named
-
-        config_named(options.model_name_or_path)
-    if options.device and options.device != "cpu":
-        from hf_cce.diagnostics.machine import checked_device
-
-        checked_device(options.device)
-    report = {**_trained(options, out), "command": command()}
-    for line in _summary(report):
-        out.print(line)
-    out.save(report)
-    return 0
-
-
-def _trained(options: argparse.Namespace, out: Output) -> dict[str, Any]:
     from hf_cce.diagnostics.demo import Settings, twin
+    from hf_cce.diagnostics.machine import checked_device
+    from hf_cce.diagnostics.shapes import config_named
     from hf_cce.diagnostics.text import prepare
 
     model, vocabulary = options.model_name_or_path, options.vocab_size
+    if model:
+        config_named(model)
+    device = str(checked_device(options.device))
     corpus = prepare(vocabulary, dataset=options.dataset, model=model, say=out.progress)
     out.progress("")
     out.print(f"Text: {corpus.source}, {corpus.tokens:,} tokens; tokenizer with {corpus.entries:,} entries")
     if not model and corpus.entries < vocabulary:
         out.print(f"(too little text for more; the model still has logits for all {vocabulary:,} entries)")
     settings = Settings(
-        str(corpus.tokens_file), model, vocabulary, options.hidden_size, options.layers,
-        options.max_steps, options.batch_size, options.seq_length, options.learning_rate, options.seed, options.dtype,
-        options.device,
+        str(corpus.tokens_file), model, vocabulary, options.hidden_size, options.layers, options.max_steps,
+        options.batch_size, options.seq_length, options.learning_rate, options.seed, options.dtype, device,
     )  # fmt: skip
-
-    def follow(event: dict[str, Any]) -> None:
-        name = "with CCE" if event["cce"] else "without CCE"
-        if event["event"] == "start":
-            out.progress("")
-            if not event["cce"]:
-                out.print(_headline(event["common"]))
-            out.print(f"Training {name}, {event['steps']} steps")
-        else:
-            out.progress(f"{name}, step {event['step'] + 1}: loss {event['loss']:.4f}, {event['seconds']:.2f} s")
-
-    report = twin(settings, corpus, follow)
+    report = twin(settings, corpus, partial(_follow, out))
     out.progress("")
-    return report
+    out.print(*_summary(report))
+    out.save(report)
+    return 0
 
 
-def _headline(common: dict[str, Any]) -> str:
-    model, settings = common["model"], common["settings"]
-    return (
-        f"Model: {model['name']} ({model['class']}), {model['parameters'] / 1e6:,.1f} M parameters, "
-        f"{model['layers']} layers, vocabulary {model['vocabulary']:,}\n"
-        f"Device: {common['device']}, {settings['dtype']}; {settings['batch']} × {settings['sequence']} tokens per step"
-    )
+def _follow(out: Output, event: dict[str, Any]) -> None:
+    """Show how the two runs go on."""
+    name = "with CCE" if event["cce"] else "without CCE"
+    if event["event"] == "step":
+        out.progress(f"{name}, step {event['step'] + 1}: loss {event['loss']:.4f}, {event['seconds']:.2f} s")
+        return
+    model, settings = event["common"]["model"], event["common"]["settings"]
+    if not event["cce"]:
+        out.print(
+            f"Model: {model['name']} ({model['class']}), {model['parameters'] / 1e6:,.1f} M parameters, "
+            f"{model['layers']} layers, vocabulary {model['vocabulary']:,}",
+            f"Device: {event['common']['device']}, {settings['dtype']}; "
+            f"{settings['batch']} × {settings['sequence']} tokens per step",
+        )
+    out.print(f"Training {name}, {settings['steps']} steps")
 
 
 def _summary(report: dict[str, Any]) -> list[str]:
     """Return the lines that compare the runs: memory and speed, losses."""
     from hf_cce.diagnostics.demo import why_no_speed
 
-    plain, cce = report["plain"], report["cce"]
+    runs = report["plain"], report["cce"]
     rows = [("", "without CCE", "with CCE", "difference")]
 
-    def figures(name: str, a: float, b: float) -> None:
+    def add(name: str, a: float, b: float) -> None:
         rows.append((name, f"{a:,.0f}", f"{b:,.0f}", f"{b / a - 1:+.0%}" if a > 0 else ""))
 
     cpu = report["settings"]["device"] == "cpu"
-    what = "process" if cpu else "device"
-    peaks = [run["peak_bytes"] / 1e6 for run in (plain, cce)]
-    steps = [max(0.0, peak - run["rest_bytes"] / 1e6) for peak, run in zip(peaks, (plain, cce), strict=True)]
-    figures(f"peak memory of the {what} (MB)", *peaks)
-    # A process comes and goes by about a percent of itself; an allocator counts each byte.
-    seen = min(steps) >= (0.01 * max(peaks) if cpu else 1.0)
+    where = "process" if cpu else "device"
+    peaks = [run["peak_bytes"] / 1e6 for run in runs]
+    steps = [max(0.0, (run["peak_bytes"] - run["rest_bytes"]) / 1e6) for run in runs]
+    add(f"peak memory of the {where} (MB)", *peaks)
+    seen = min(steps) >= (0.01 * max(peaks) if cpu else 1.0)  # the memory of a process varies by about a percent
     if seen:
-        figures("  of which in a step (MB)", *steps)
+        add("  of which in a step (MB)", *steps)
     no_speed = why_no_speed(report)
     if no_speed is None:
-        figures("tokens per second", plain["tokens_per_second"], cce["tokens_per_second"])
-    losses = list(zip(plain["losses"], cce["losses"], strict=True))
+        add("tokens per second", *(run["tokens_per_second"] for run in runs))
+    losses = list(zip(*(run["losses"] for run in runs), strict=True))
     every = -(-len(losses) // 16)
     for step, (a, b) in enumerate(losses, 1):
         if (step - 1) % every == 0 or step == len(losses):
@@ -120,10 +107,10 @@ def _summary(report: dict[str, Any]) -> list[str]:
     lines = ["", table(rows), ""]
     if not seen:
         more = "a larger --batch-size, --seq-length or --vocab-size shows more"
-        lines.append(f"What a step holds is hardly seen in the memory of the {what}; {more}.")
+        lines.append(f"The memory of a step is hardly seen in that of the {where}; {more}.")
     if no_speed is not None:
         lines.append(f"Speed is not compared: {no_speed}.")
-    shape = " × ".join(f"{n:,}" for n in cce["eval_logits_shape"])
+    shape = " × ".join(f"{n:,}" for n in report["cce"]["eval_logits_shape"])
     return [
         *lines,
         f"In evaluation mode the trained model gives {shape} logits, as before.",

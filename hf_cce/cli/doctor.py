@@ -1,4 +1,4 @@
-"""``hf-cce doctor``: what is here of what hf_cce needs, what would run, and what to do about the rest."""
+"""``hf-cce doctor``: what is installed, what would run, and how to mend what is missing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from hf_cce.cli.common import Output, table
+from hf_cce.diagnostics.machine import TITLE
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,22 +22,23 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
     found = diagnose(out.progress)
     out.progress("")
-    wrong = len(found.wrong)
+    checks = found["checks"]
+    wrong = [check for check in checks if check["status"] == "wrong"]
     if wrong:
-        out.print(f"{wrong} thing{'s' * (wrong > 1)} wrong; see below for what can be done.\n")
+        out.print(f"{len(wrong)} thing{'s' * (len(wrong) > 1)} wrong; see below for what can be done.\n")
     else:
         out.print("All is well.\n")
-    out.print(table([(check.name, check.status, check.found) for check in found.checks], left=3))
-    if found.choices:
+    out.print(table([(check["name"], check["status"], check["found"]) for check in checks], left=3))
+    if found["implementations"]:
         out.print("", "What a training runs, and what to expect beside full logits:")
-    for choice in found.choices:
-        name = {"triton": "Triton kernels", "portable": "PyTorch fallback"}[choice.implementation]
-        out.print(f"  {choice.device}, {choice.dtype}: {name}: {choice.expect}", f"    {choice.why}")
-    fixes = [check for check in found.checks if check.fix]
+    for choice in found["implementations"]:
+        title = TITLE[choice["implementation"]]
+        out.print(f"  {choice['device']}, {choice['dtype']}: {title}: {choice['expect']}", f"    {choice['why']}")
+    fixes = [f"  {check['name']} ({check['status']}): {check['fix']}" for check in checks if check["fix"]]
     if fixes:
-        out.print("", "What can be done:", *(f"  {check.name} ({check.status}): {check.fix}" for check in fixes))
-    out.save(found.to_json())
+        out.print("", "What can be done:", *fixes)
+    out.save(found)
     if out.quiet:
-        for check in found.wrong:
-            print(f"{check.name}: {check.found}; {check.fix or ''}", file=sys.stderr)
+        for check in wrong:
+            print(f"{check['name']}: {check['found']}; {check['fix'] or ''}", file=sys.stderr)
     return int(bool(wrong))

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from hf_cce.cli.common import DTYPES, Output, add_sizes, positive, size, table
 
 if TYPE_CHECKING:
-    from hf_cce.diagnostics.estimate import Estimate, Step
+    from hf_cce.diagnostics.estimate import Estimate
 
-ROWS = {"weights and optimizer": "weights, optimizer", "backward": "gradients, backward"}
+TITLES = {"weights and optimizer": "weights, optimizer", "backward": "gradients, backward"}
 
 
 def gpu_size(text: str) -> int:
     """Return the bytes of "24GiB"; a plain number is GiB."""
     found = size(f"{text}GiB" if text.replace(".", "").isdecimal() else text)
-    if found < 1 << 20:
+    if found < 1 << 30:  # MiB written by mistake
         raise argparse.ArgumentTypeError(f"expected a size such as 24GiB, got {text!r}")
     return found
 
@@ -32,9 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     adapters = parser.add_mutually_exclusive_group()
     adapters.add_argument("--lora", action="store_true", help="train LoRA adapters instead of all weights")
     adapters.add_argument("--qlora", action="store_true", help="the same over weights of 4 bits")
-    parser.add_argument(
-        "--lora-rank", type=positive, default=16, metavar="N", help="rank of the adapters (default: 16)"
-    )
+    text = "rank of the adapters (default: 16)"
+    parser.add_argument("--lora-rank", type=positive, default=16, metavar="N", help=text)
     text = "of everything; mixed is float32 weights under bfloat16 autocast, Trainer's bf16 (default: bfloat16)"
     parser.add_argument("--dtype", choices=(*DTYPES, "mixed"), default="bfloat16", help=text)
     text = "such as 24GiB (default: this machine's GPU, or 24GiB)"
@@ -89,27 +88,23 @@ def run(options: argparse.Namespace, out: Output) -> int:
 def _table(found: Estimate) -> str:
     rows = [("", "full logits", "with CCE")]
 
-    def add(title: str, cells: list[str]) -> None:
-        rows.append((title, cells[0], cells[1]))
+    def add(title: str, sizes: list[int]) -> None:
+        first, second = (f"{size / 2**30:,.2f}" if size else "–" for size in sizes)
+        rows.append((title, first, second))
 
     if not found.plain:
-        add("weights, optimizer", [_gib(found.model.weights + found.optimizer)] * 2)
-        add("gradients, when all are there", [_gib(found.model.gradients)] * 2)
-        add("logits and loss", [_gib(size) for size in found.loss.values()])
-    for title, steps in (("", found.plain), ("with gradient checkpointing", found.checkpointing)):
+        add("weights, optimizer", [found.model.weights + found.optimizer] * 2)
+        add("gradients, when all are there", [found.model.gradients] * 2)
+        add("logits and loss", list(found.loss.values()))
+    for steps in (found.plain, found.checkpointing):
         if not steps:
             continue
-        if title:
-            add("", ["", ""])
-            add(title, ["", ""])
-        both: list[Step] = list(steps.values())
+        if steps is found.checkpointing:
+            rows += [("", "", ""), ("with gradient checkpointing", "", "")]
+        both = list(steps.values())
         for part in both[0].at_peak:
-            add(ROWS.get(part, part), [_gib(held) if (held := step.at_peak[part]) else "–" for step in both])
-        add("peak", [_gib(step.peak) for step in both])
-        batches = [f"{step.largest_batch:,}" if step.largest_batch else "none" for step in both]
-        add(f"largest batch in {found.gpu_memory / 2**30:.4g} GiB", batches)
+            add(TITLES.get(part, part), [step.at_peak[part] for step in both])
+        add("peak", [step.peak for step in both])
+        first, second = (f"{step.largest_batch:,}" if step.largest_batch else "none" for step in both)
+        rows.append((f"largest batch in {found.gpu_memory / 2**30:.4g} GiB", first, second))
     return table(rows)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.2f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from typing import Any
 
 from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, table
 
@@ -29,35 +29,29 @@ def run(options: argparse.Namespace, out: Output) -> int:
     device = checked_device(options.device)
     given = {name: getattr(options, name) for name in ("tokens", "hidden_size", "vocab_size")}
     sizes = {name: value for name, value in given.items() if value is not None}
-    problem = replace(gradcheck.default_problem(device), seed=options.seed, **sizes)
+    problem = gradcheck.default_problem(device)._replace(seed=options.seed, **sizes)
     report = gradcheck.gradcheck(problem, device, tuple(options.dtype or gradcheck.DTYPES), out.progress)
     out.progress("")
-    failures = report.failures
-    if failures:
-        worst = max(failures, key=lambda row: row.share)
-        out.print(
-            f"{len(failures)} of {len(report.rows)} results are less exact than allowed; the worst is {worst.quantity} "
-            f"({worst.computed_by}; {worst.case}): relative error {worst.hf_cce:.1e}, allowed {worst.allowed:.1e}."
-        )
-    else:
-        out.print(f"All {len(report.rows)} results are as close to the exact ones as full logits are, plus rounding.")
+    out.print(gradcheck.verdict(report))
     out.print(
-        f"{report.device}; {problem.tokens:,} tokens, hidden size {problem.hidden_size:,}, vocabulary "
+        f"{report['device']}; {problem.tokens:,} tokens, hidden size {problem.hidden_size:,}, vocabulary "
         f"{problem.vocab_size:,}, seed {problem.seed}; errors relative to float64\n"
     )
-    rows = report.rows
-    if not options.details:  # the case closest to its limit for each result
-        worst_first = sorted(rows, key=lambda row: -row.share)
-        kept = {(row.computed_by, row.quantity): row for row in reversed(worst_first)}.values()
-        rows = [row for row in rows if row in kept]
-    cells = [
-        (row.computed_by, row.quantity, row.case, *(f"{x:.1e}" for x in (row.full_logits, row.hf_cce, row.allowed)),
-         "ok" if row.ok else "worse")
-        for row in rows
-    ]  # fmt: skip
-    out.print(table([("computed in", "", "case", "full logits", "hf_cce", "allowed", ""), *cells], left=3))
-    out.print(*(f"Not compared: {note}" for note in report.notes))
+    rows = report["rows"]
+    if not options.details:  # for each result the case closest to its limit
+        closest: dict[tuple[str, str], dict[str, Any]] = {}
+        for row in rows:
+            key = gradcheck.computed_by(row), row["quantity"]
+            closest[key] = max(closest.get(key, row), row, key=gradcheck.share)
+        rows = list(closest.values())
+    cells = [("computed in", "", "case", "full logits", "hf_cce", "allowed", "")]
+    for row in rows:
+        errors = (f"{row[name]:.1e}" for name in ("full_logits", "hf_cce", "allowed"))
+        verdict = "ok" if row["ok"] else "worse"
+        cells.append((gradcheck.computed_by(row), row["quantity"], row["case"], *errors, verdict))
+    out.print(table(cells, left=3))
+    out.print(*(f"Not compared: {note}" for note in report["notes"]))
     if not options.details:
         out.print("Shown is the case closest to its limit; --details shows all.")
-    out.save(report.to_json())
-    return int(bool(failures))
+    out.save(report)
+    return int(not report["ok"])

@@ -1,13 +1,10 @@
-"""What autograd keeps of a model's forward pass on a GPU, counted on tensors without data."""
+"""Count what autograd keeps of a model's forward pass on a GPU, by running it on tensors without data."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -15,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hf_cce.diagnostics.shapes import first_line
+from hf_cce.diagnostics.machine import first_line
+from hf_cce.diagnostics.shapes import auto_class
 
 # Bytes of an activation, by dtype of the training; mixed is float32 weights under bfloat16 autocast, as Trainer's bf16=True.
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "mixed": 2}
@@ -32,7 +30,7 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model's configuration decides its memory."""
+    """Sizes of a model that decide its memory."""
 
     name: str
     architecture: str
@@ -40,13 +38,10 @@ class Model:
     vocabulary: int
     hidden: int
     layers: int
-    softcapped: bool  # the logits pass through tanh, which keeps more of them
-    attention: str | None  # as Transformers names it; "eager" keeps all scores
-    positions: int | None  # tokens a row may have
     weights: int = 0  # bytes
     gradients: int = 0  # bytes of all that is trained
     trains_head: bool = True
-    unpacked: int = 0  # bytes of the largest weight of 4 bits once it is unpacked to be multiplied
+    unpacked: int = 0  # bytes of the largest 4-bit weight while it is multiplied in 16 bits
 
 
 @dataclass(frozen=True)
@@ -55,28 +50,24 @@ class Activations:
 
     fixed: int
     row: int
-    checkpointed: int | None  # of a row with gradient checkpointing; None: the model has no layers that can be
-    layer: int  # of a row in the largest layer: what checkpointing computes again
-    widest: int  # of a row: the largest single tensor
+    checkpointed: int | None  # per row with gradient checkpointing; None: the model does not support it
+    layer: int  # per row, in the largest layer: what checkpointing computes again
+    widest: int  # per row: the largest single tensor
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keeps what the attention kernels of a GPU keep; on CPU tensors PyTorch would write all scores."""
+    """Keep what the attention kernels of a GPU keep; on CPU tensors PyTorch would keep all scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, kv_heads: int) -> Tensor:
         b, heads, n, _ = query.shape
-        out = query.new_empty(b, n, heads, value.shape[-1]).transpose(1, 2)  # as the kernels lay it out
+        out = query.new_empty(b, n, heads, value.shape[-1]).transpose(1, 2)  # the kernels' layout
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        # While a graph is traced, as here, keys and values come repeated for all heads (transformers' use_gqa_in_sdpa).
+        # On tensors without data Transformers repeats keys and values for all heads; on a GPU it does not.
         if 0 < kv_heads < key.shape[1] == query.shape[1]:
             key, value = (x.new_empty(x.shape[0], kv_heads, *x.shape[2:]) for x in (key, value))
         ctx.save_for_backward(query, key, value, out, lse)
         return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError("only the forward pass is counted")
 
 
 class _OnGPU(TorchFunctionMode):
@@ -96,7 +87,7 @@ class _Count:
     def __init__(self, model: Any) -> None:
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        self.own = {p.untyped_storage()._cdata for p in model.parameters()}
+        self.parameters = {p.untyped_storage()._cdata for p in model.parameters()}
         self.kept: dict[int, Any] = {}  # holds the storages: the address of a freed one may come again
         self.total = self.widest = 0
         self.inputs: list[int] = []
@@ -109,7 +100,7 @@ class _Count:
 
     def pack(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        if storage._cdata not in self.own and storage._cdata not in self.kept:
+        if storage._cdata not in self.parameters and storage._cdata not in self.kept:
             self.kept[storage._cdata] = storage
             self.total += storage.nbytes()
             self.widest = max(self.widest, storage.nbytes())
@@ -139,18 +130,6 @@ def _counted(model: Any, batch: int, sequence: int, mixed: bool) -> _Count:
     return count
 
 
-@contextmanager
-def _silent(logger: str) -> Iterator[None]:
-    """Keep quiet what is caught and reported in our words."""
-    log = logging.getLogger(logger)
-    before = log.level
-    log.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
-
-
 class _LoRALinear(torch.nn.Module):
     """A linear layer with an adapter as PEFT computes it: each layer casts its input to the adapter's float32."""
 
@@ -166,7 +145,7 @@ class _LoRALinear(torch.nn.Module):
 
 
 def _with_adapters(lm: Any, adapters: Adapters) -> list[Tensor]:
-    """Freeze ``lm`` and put adapters on its linear layers; return the weights of these."""
+    """Freeze ``lm`` and put adapters on its linear layers; return the weights of these layers."""
     lm.requires_grad_(False)
     head, adapted = lm.get_output_embeddings(), []
     for parent in list(lm.modules()):
@@ -179,56 +158,23 @@ def _with_adapters(lm: Any, adapters: Adapters) -> list[Tensor]:
 
 def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
     """Build the LM of ``config``, with torch's SDPA if it can, else with its default attention."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.initialization import no_init_weights
 
-    why = ""
-    # Some initializers look at the weights, as in Gemma 3's vision tower; then weights are not initialized.
-    initializing: tuple[Callable[[], Any], ...] = (nullcontext, no_init_weights)
-    for made, options, context in product(
-        (AutoModelForCausalLM, AutoModelForImageTextToText), ({"attn_implementation": "sdpa"}, {}), initializing
-    ):
+    auto = auto_class(name, config)
+    for options in ({"attn_implementation": "sdpa"}, {}):
         try:
-            with context():
+            with no_init_weights():  # some initializers look at the values of the weights
                 # Transformers writes options into the configuration, so each try gets a copy.
-                lm = made.from_config(copy.deepcopy(config), dtype=dtype, **options)
+                lm = auto.from_config(copy.deepcopy(config), dtype=dtype, **options)
             lm.tie_weights()  # which no_init_weights leaves out
             return lm.train()
-        except Exception as error:
-            why = why or first_line(error)
+        except Exception as error:  # a configuration of sizes that do not fit raises anything
+            why = first_line(error)
     raise ValueError(f"{name}: no causal LM can be made of this configuration: {why}")
 
 
-def weigh(
-    name: str, config: Any, sequence: int, dtype: str, adapters: Adapters | None = None
-) -> tuple[Model, Activations | str]:
-    """Return the model of ``config`` and what it keeps for rows of ``sequence`` tokens, or why that is not known.
-
-    Raises:
-        ValueError: Transformers has no causal LM for ``config``.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    wide = torch.float32 if dtype == "mixed" else getattr(torch, dtype)
-    with FakeTensorMode(), _silent("torch._subclasses.fake_tensor"), _silent("transformers"):
-        lm = _built(name, config, wide)
-        model = _described(name, lm, adapters)
-        if not getattr(lm.config.get_text_config(), "num_attention_heads", None):
-            return model, f"{type(lm).__name__} has no attention, and what its own kernels keep on a GPU is not known"
-        try:
-            one, two = (_counted(lm, batch, sequence, dtype == "mixed") for batch in (1, 2))
-        except Exception as error:  # not all models run on tensors without data
-            return model, f"its forward does not run on tensors without data ({first_line(error)})"
-    # Head and loss keep the last hidden states, the final norm's output.
-    last = sequence * model.hidden * ITEM[dtype]
-    row = two.total - one.total
-    checkpointed = row - sum(two.layers) // 2 + sum(two.inputs) // 2 + last if two.layers else None
-    layer = max(two.layers, default=0) // 2
-    return model, Activations(one.total - row, row + last, checkpointed, layer, one.widest)
-
-
 def _described(name: str, lm: Any, adapters: Adapters | None) -> Model:
-    """Return what of ``lm`` decides its memory, after ``adapters`` were put on it.
+    """Return the sizes of ``lm``, after ``adapters`` were put on it.
 
     Raises:
         ValueError: it has no LM head.
@@ -237,15 +183,54 @@ def _described(name: str, lm: Any, adapters: Adapters | None) -> Model:
     if head is None or getattr(head, "weight", None) is None:
         raise ValueError(f"{name}: {type(lm).__name__} has no LM head")
     vocabulary, hidden = head.weight.shape
-    text, parameters = lm.config.get_text_config(), sum(p.numel() for p in lm.parameters())
+    parameters = sum(p.numel() for p in lm.parameters())
     adapted = [] if adapters is None else _with_adapters(lm, adapters)
     packed = adapted if adapters is not None and adapters.quantized else []
-    weights = sum(p.numel() * p.element_size() for p in lm.parameters())
-    weights -= sum(int(w.numel() * (w.element_size() - NF4_BYTES)) for w in packed)
+    size = {p: p.numel() * p.element_size() for p in lm.parameters()}
     return Model(
-        name, type(lm).__name__, parameters, vocabulary, hidden, getattr(text, "num_hidden_layers", 0),
-        bool(getattr(text, "final_logit_softcapping", None)), text._attn_implementation,
-        getattr(text, "max_position_embeddings", None), weights,
-        sum(p.numel() * p.element_size() for p in lm.parameters() if p.requires_grad), head.weight.requires_grad,
-        max((2 * w.numel() for w in packed), default=0),
-    )  # fmt: skip
+        name,
+        type(lm).__name__,
+        parameters,
+        vocabulary,
+        hidden,
+        getattr(lm.config.get_text_config(), "num_hidden_layers", 0),
+        weights=sum(size.values()) - sum(int(w.numel() * (w.element_size() - NF4_BYTES)) for w in packed),
+        gradients=sum(size[p] for p in lm.parameters() if p.requires_grad),
+        trains_head=head.weight.requires_grad,
+        unpacked=max((2 * w.numel() for w in packed), default=0),
+    )
+
+
+def weigh(
+    name: str, config: Any, sequence: int, dtype: str, adapters: Adapters | None = None
+) -> tuple[Model, Activations | str]:
+    """Return the model of ``config`` and what it keeps of rows of ``sequence`` tokens, or why that is not known.
+
+    Raises:
+        ValueError: Transformers has no causal LM for ``config``.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    wide = torch.float32 if dtype == "mixed" else getattr(torch, dtype)
+    logging.disable()  # what goes wrong here is caught and reported
+    try:
+        with FakeTensorMode():
+            lm = _built(name, config, wide)
+            model = _described(name, lm, adapters)
+            if not getattr(lm.config.get_text_config(), "num_attention_heads", None):
+                return (
+                    model,
+                    f"{type(lm).__name__} has no attention, and what its own kernels keep on a GPU is not known",
+                )
+            try:
+                one, two = (_counted(lm, batch, sequence, dtype == "mixed") for batch in (1, 2))
+            except Exception as error:  # not all models run on tensors without data
+                return model, f"its forward does not run on tensors without data ({first_line(error)})"
+    finally:
+        logging.disable(logging.NOTSET)
+    # Head and loss keep the last hidden states, the final norm's output.
+    last = sequence * model.hidden * ITEM[dtype]
+    row = two.total - one.total
+    checkpointed = row - sum(two.layers) // 2 + sum(two.inputs) // 2 + last if two.layers else None
+    layer = max(two.layers, default=0) // 2
+    return model, Activations(one.total - row, row + last, checkpointed, layer, one.widest)

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import hf_cce
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.gradcheck import LOSS_SCALE, PLAIN, Inputs, relative_error, with_full_logits
 from hf_cce.dispatch import explain_dispatch
 
 MIB = 1 << 20
+COLUMNS = "forward + backward | memory | error of hidden states' gradient | of the weight's | tiles kept"
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # N, D, V
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_states [N, D], weight [V, D], labels [N]) -> mean loss
@@ -79,11 +79,6 @@ def filter_stats(loss: Loss) -> dict[str, Any]:
     return {} if state is None else state.stats()
 
 
-def default_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype that a training on ``device`` multiplies in: 16 bits on an NVIDIA GPU."""
-    return machine.half_dtype(device) if device.type == "cuda" else torch.float32
-
-
 def reference_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of exact gradients: float64, or float32 where float64 is missing or 64 times slower."""
     if device.type == "cuda" and dtype.itemsize == 2:
@@ -100,10 +95,10 @@ def exact_results(problem: Inputs) -> dict[str, Tensor]:
 def interleaved(
     functions: Mapping[Key, Callable[[], Any]], device: torch.device, repeats: int, say: Say
 ) -> dict[Key, list[float]]:
-    """Return the milliseconds of each call, of the functions in turns, as clocks fall while a chip warms up.
+    """Return the milliseconds of each call. The functions take turns, as clocks fall while a chip warms up.
 
     On a GPU it is the device's own time: each call is queued while the device sleeps, so that the time Python needs to launch
-    kernels is not counted. In training the device still works on the layers before. Elsewhere it is wall time.
+    kernels is not counted, as in training, where the device is busy with the layers before. Elsewhere it is wall time.
     """
     taken: dict[Key, list[Any]] = {key: [] for key in functions}
     for turn in range(repeats):
@@ -129,7 +124,7 @@ def interleaved(
 
 
 def extra_mib(step: Callable[[], Any], leaves: Iterable[Tensor]) -> float | None:
-    """Return the peak of ``step`` in MiB above what was there and the gradients of ``leaves``; None where none is counted.
+    """Return the peak of ``step`` in MiB above the memory in use and the gradients of ``leaves``, None if unknown.
 
     On a CPU this is the memory of the whole process, accurate to some tenths of a MiB.
     """
@@ -153,7 +148,7 @@ def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) ->
         "grad_weight_error", "filter"; or {"failed": why}.
     """
     hidden, weight = (x.detach().requires_grad_() for x in (problem.hidden, problem.weight))
-    scale = LOSS_SCALE.get(hidden.dtype, 1.0)  # as in float16 training; errors are those of the gradients without it
+    scale = LOSS_SCALE.get(hidden.dtype, 1.0)  # as in float16 training; divided out before gradients are compared
 
     def step(loss: Loss) -> Tensor:
         hidden.grad = weight.grad = None
@@ -166,7 +161,7 @@ def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) ->
     rows: dict[str, dict[str, Any]] = {}
     for name, loss in losses.items():
         say(f"{name}: checking")
-        gc.collect()  # garbage of the loss before must not be freed, or counted, during this one
+        gc.collect()  # garbage of another loss must not be freed, or counted, during this one
         if isinstance(loss, FusedLoss):
             loss.begin()
         try:
@@ -190,7 +185,7 @@ def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) ->
 
 
 def chosen_losses(names: list[str], device: torch.device, memory_budget: int | None) -> dict[str, Loss]:
-    """Return the losses called ``names``; none: all on a GPU, on a CPU not torch.compile, which takes minutes there.
+    """Return the losses called ``names``; by default all, without torch.compile on a CPU, where it takes minutes.
 
     Raises:
         ValueError: a name is unknown.
@@ -206,10 +201,9 @@ def bench(
 ) -> dict[str, Any]:
     """Measure ``losses`` on random data of each shape (none: some that suit the device); return the report, ready for JSON."""
     gpu = device.type == "cuda"
-    report = machine.origin([], device)
-    report["versions"]["hf_cce"] = hf_cce.__version__
-    names = (str(x).removeprefix("torch.") for x in (dtype, reference_dtype(device, dtype)))
-    report |= {**dict(zip(("dtype", "reference"), names, strict=True)), "results": {}}
+    dtypes = {"dtype": str(dtype), "reference": str(reference_dtype(device, dtype))}
+    report = machine.origin([], device) | {name: text.removeprefix("torch.") for name, text in dtypes.items()}
+    report["results"] = {}
     if gpu:
         torch.cuda.set_device(device.index or 0)
         report["gpu"] = machine.gpu_facts(device)
@@ -236,10 +230,7 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     for title, result in report["results"].items():
         lines += ["", f"### {title}", "", f"Strategy: {result['strategy']}, {result['implementation']}", ""]
-        lines += [
-            "| loss | forward + backward | memory | error of hidden states' gradient | of the weight's | tiles kept |"
-        ]
-        lines += ["|---" * 6 + "|"]
+        lines += [f"| loss | {COLUMNS} |", "|---" * 6 + "|"]
         for name, row in result["rows"].items():
             if "failed" in row:
                 lines.append(f"| {name} | failed: {row['failed']} |")

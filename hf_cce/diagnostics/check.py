@@ -1,100 +1,55 @@
 """``hf-cce check``: does a model train with CCE as it does without? Loss, gradients, logits in evaluation.
 
-There is no exact result of a large model to compare with, so its own rounding is the measure: the unpatched model runs
-again with its LM head summing over the hidden dimension in another order, which is the same function. The patched model may
-differ by twice as much as that changes, plus sixteen units of rounding. All in float32.
+A large model has no exact result to compare with, so its own rounding is the measure: the unpatched model runs again with
+its LM head summing over the hidden dimension in another order. The patched model may differ by twice as much as that changes,
+plus sixteen units of rounding. All in float32.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_cce import CCEConfig, apply_cce, remove_cce
-from hf_cce.diagnostics.shapes import SHAPES, config_named, first_line, is_model_type
+from hf_cce.diagnostics.machine import first_line
+from hf_cce.diagnostics.shapes import SHAPES, auto_class, config_named, is_model_type
 from hf_cce.dispatch import why_no_triton
 
 ORDERS = 3  # further roundings of the unpatched model
 ROWS, LENGTH = 2, 24
-# The weights of a model in a folder; the last: an adapter beside none, whose base model PEFT finds.
-WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "adapter_config.json")
 Say = Callable[[str], object]
-
-
-@dataclass
-class Difference:
-    """How far the patched model is from the unpatched one in one result, relative to its norm."""
-
-    name: str
-    error: float
-    allowed: float
-
-    @property
-    def ok(self) -> bool:
-        return self.error <= self.allowed
-
-
-@dataclass
-class Report:
-    """What the check found."""
-
-    model: str
-    device: str
-    parameters: int
-    losses: tuple[float, float]  # without, with
-    differences: list[Difference]  # the loss first, then the gradients, module by module
-    stats: dict[str, float]
-    evaluation_same: bool
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def same(self) -> bool:
-        return self.evaluation_same and all(difference.ok for difference in self.differences)
-
-    @property
-    def saves(self) -> bool:
-        """Every loss was answered without logits."""
-        return self.stats["fused"] > 0 and self.stats["materialized"] == 0
-
-    def to_json(self) -> dict[str, Any]:
-        rows = [{"name": x.name, "error": x.error, "allowed": x.allowed, "ok": x.ok} for x in self.differences]
-        return {**vars(self), "differences": rows, "same": self.same, "saves": self.saves}
 
 
 def load(target: str, tiny: bool, device: torch.device) -> Any:
     """Return the model of a folder, a name on the hub or a model type, in float32.
 
     Args:
-        tiny: a small model with random weights of the same class; always so for a model type.
+        tiny: a small model of the same class with random weights; always so for a model type.
 
     Raises:
-        ValueError: there is none of that name, it is no causal LM, or the tiny one cannot be built.
+        ValueError: there is none of that name, it is no causal LM, it has no weights, or the tiny one cannot be built.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     config = config_named(target)
-    autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    auto: Any = next((auto for auto in autos if type(config) in auto._model_mapping), None)
-    if auto is None:
-        raise ValueError(
-            f"{target}: {type(config).__name__} belongs to no causal LM and to no model for images and text"
-        )
-    path = Path(target)
+    auto = auto_class(target, config)
     if tiny or is_model_type(target) or target.lower() in SHAPES:
         return _tiny(target, auto, config).to(device)
-    if path.is_file():
+    if Path(target).is_file():
         raise ValueError(f"{target}: a file, and the weights are needed, too; give its folder, or add --tiny")
-    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in WEIGHTS):
-        raise ValueError(f"{target}: no weights in this folder; for a tiny random model of its class add --tiny")
-    return auto.from_pretrained(target, dtype=torch.float32).to(device)
+    try:
+        return auto.from_pretrained(target, dtype=torch.float32).to(device)
+    except OSError:
+        if not Path(target).is_dir():
+            raise
+        raise ValueError(
+            f"{target}: no weights in this folder; for a tiny random model of its class add --tiny"
+        ) from None
 
 
 def _tiny(target: str, auto: Any, config: Any) -> Any:
@@ -116,10 +71,6 @@ def _tiny(target: str, auto: Any, config: Any) -> Any:
         for name, size in small.items():
             if isinstance(getattr(text, name, None), int):
                 setattr(text, name, size)
-        for part in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", ()))):
-            for name in ("depth", "num_hidden_layers"):  # of a vision tower too, whose widths stay
-                if isinstance(getattr(part, name, None), int):
-                    setattr(part, name, 2)
         for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
             if kinds := getattr(text, name, None):
                 setattr(text, name, [kinds[0], kinds[-1]])
@@ -136,30 +87,25 @@ def _tiny(target: str, auto: Any, config: Any) -> Any:
     return model
 
 
-def check(model: Any, say: Say = lambda what: None) -> Report:
-    """Run ``model`` without and with CCE on the same random tokens; it is left unpatched, and its gradients empty.
+def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
+    """Run ``model`` without and with CCE on the same random tokens; leave it unpatched and without gradients.
+
+    Returns:
+        A report, ready for JSON. "differences" has for the loss and the gradients of each module how far the patched model is
+        from the unpatched one, relative to the norm. "same" and "saves" (no full logits were made) are the answer.
 
     Raises:
         ValueError: ``apply_cce`` refuses it, or it computes no loss from text alone.
     """
-    remove_cce(apply_cce(model))  # what is refused is refused before anything runs
+    remove_cce(apply_cce(model))  # refuses before anything runs
     device = next(model.parameters()).device
     inputs = _inputs(model, device)
     say("without CCE")
     loss, grads = _train(model, inputs)
-    noise = dict.fromkeys(grads, 0.0)
-    loss_noise = 0.0
-    for seed in range(ORDERS):
-        say(f"without CCE, rounded differently ({seed + 1} of {ORDERS})")
-        with _reordered(model, seed):
-            other, others = _train(model, inputs)
-        loss_noise = max(loss_noise, abs(other - loss))
-        noise = {name: max(noise[name], _error(others[name], grads[name])) for name in grads}
-        del others
+    noise = _rounding(model, inputs, loss, grads, say)
     evaluated = _evaluate(model, inputs)
     say("with CCE")
-    # On a GPU so few tokens would be left to PyTorch, and nothing would be checked: kernels are asked for, or, where there are
-    # none, as on a T4, a budget that full logits do not fit.
+    # Few tokens would keep full logits on a GPU: ask for kernels, or, without any, for a budget too small for full logits.
     if device.type == "cuda" and why_no_triton(device, torch.float32) is None:
         config = CCEConfig("triton", gradient_filter=None)
     else:
@@ -176,25 +122,53 @@ def check(model: Any, say: Say = lambda what: None) -> Report:
     model.zero_grad(set_to_none=True)
     if patched.keys() != grads.keys():
         raise ValueError(f"gradients of {sorted(patched.keys() ^ grads.keys())} are there with or without CCE only")
-    rows = [Difference("loss", abs(patched_loss - loss) / abs(loss), _allowed(loss_noise / abs(loss)))]
-    rows += [Difference(name, _error(patched[name], grads[name]), _allowed(noise[name])) for name in grads]
-    return Report(
-        type(model).__name__,
-        str(device),
-        sum(parameter.numel() for parameter in model.parameters()),
-        (loss, patched_loss),
-        rows,
-        stats,
-        same,
-        [str(each.message) for each in caught if "hf_cce" in str(each.message)],
-    )
+    errors = {
+        "loss": abs(patched_loss - loss) / abs(loss),
+        **{name: _error(patched[name], grads[name]) for name in grads},
+    }
+    # Twice the model's own rounding, plus sixteen units of rounding.
+    allowed = {name: 2 * noise[name] + 16 * torch.finfo(torch.float32).eps for name in errors}
+    rows = [
+        {"name": name, "error": error, "allowed": allowed[name], "ok": error <= allowed[name]}
+        for name, error in errors.items()
+    ]
+    return {
+        "model": type(model).__name__,
+        "device": str(device),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "losses": (loss, patched_loss),  # without, with
+        "differences": rows,
+        "stats": stats,
+        "evaluation_same": same,
+        "warnings": [str(each.message) for each in caught if "hf_cce" in str(each.message)],
+        "same": same and all(row["ok"] for row in rows),
+        "saves": stats["fused"] > 0 and stats["materialized"] == 0,
+    }
+
+
+def _rounding(model: Any, inputs: dict[str, Any], loss: float, grads: dict[str, Tensor], say: Say) -> dict[str, float]:
+    """Return how far rounding moves "loss" and gradients of the unpatched model; 0 if its head is no plain linear layer."""
+    head: Any = model.get_output_embeddings()
+    noise = dict.fromkeys(["loss", *grads], 0.0)
+    for seed in range(ORDERS if type(head) is nn.Linear else 0):
+        say(f"without CCE, rounded differently ({seed + 1} of {ORDERS})")
+        order = torch.randperm(head.in_features, generator=torch.Generator().manual_seed(seed)).to(head.weight.device)
+
+        def reordered(head: Any, args: Any, output: Any, order: Tensor = order) -> Tensor:
+            return F.linear(args[0][..., order], head.weight[:, order], head.bias)
+
+        with head.register_forward_hook(reordered):
+            other, others = _train(model, inputs)
+        found = {"loss": abs(other - loss) / abs(loss), **{name: _error(others[name], grads[name]) for name in grads}}
+        noise = {name: max(noise[name], found[name]) for name in noise}
+    return noise
 
 
 def _inputs(model: Any, device: torch.device) -> dict[str, Any]:
-    """Random text with a padded row and labels that are not scored."""
-    words = int(model.config.get_text_config().vocab_size)
+    """Return random text with a padded row and some ignored labels."""
+    vocab_size = int(model.config.get_text_config().vocab_size)
     # The lower half: special tokens, such as those for images, stand at the end of most vocabularies.
-    ids = torch.randint(3, max(4, words // 2), (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, max(4, vocab_size // 2), (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, -5:] = 0
     labels = ids.masked_fill(mask == 0, -100)
@@ -204,7 +178,10 @@ def _inputs(model: Any, device: torch.device) -> dict[str, Any]:
 
 
 def _train(model: Any, inputs: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients, one vector a module: a bias before a softmax has none but rounding, and shares its weight's."""
+    """Return the loss, and the gradients as one vector for each module.
+
+    Not for each parameter: the gradient of a bias before a softmax is rounding alone.
+    """
     model.train()
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)  # dropout
@@ -229,46 +206,19 @@ def _evaluate(model: Any, inputs: dict[str, Any]) -> Tensor:
     return logits
 
 
-@contextmanager
-def _reordered(model: Any, seed: int) -> Iterator[None]:
-    """Meanwhile the LM head, where it is a plain linear layer, sums over the hidden dimension in another order."""
-    head: Any = model.get_output_embeddings()
-    plain = type(head) is nn.Linear
-    if not plain:
-        yield
-        return
-    order = torch.randperm(head.in_features, generator=torch.Generator().manual_seed(seed)).to(head.weight.device)
-    previous = vars(head).get("forward")
-    head.forward = lambda hidden: nn.functional.linear(hidden[..., order], head.weight[:, order], head.bias)
-    try:
-        yield
-    finally:
-        del head.forward
-        if previous is not None:
-            head.forward = previous
-
-
 def _error(value: Tensor, reference: Tensor) -> float:
     size = float(reference.double().norm())
     error = float((value.double() - reference.double()).norm())
     return error / size if size > 0 else error
 
 
-def _allowed(noise: float) -> float:
-    return 2 * noise + 16 * torch.finfo(torch.float32).eps
-
-
-def verdict(report: Report) -> str:
+def verdict(report: dict[str, Any]) -> str:
     """Return the result in one sentence."""
-    if not report.same:
-        wrong = sum(not row.ok for row in report.differences)
-        what = (
-            f"{wrong} of {len(report.differences)} results differ by more than rounding"
-            if wrong
-            else "evaluation differs"
-        )
+    if not report["same"]:
+        wrong, total = sum(not row["ok"] for row in report["differences"]), len(report["differences"])
+        what = f"{wrong} of {total} results differ by more than rounding" if wrong else "evaluation differs"
         return f"Do not train this model with hf_cce: {what}. Please report it, with the output of --json."
-    if not report.saves:
-        why = " ".join(report.warnings) or "Its loss was computed from logits."
+    if not report["saves"]:
+        why = " ".join(report["warnings"]) or "Its loss was computed from logits."
         return f"hf_cce trains this model correctly, but saves no memory. {why}"
     return "hf_cce trains this model as it is trained without, and makes no logits."

@@ -1,28 +1,25 @@
 """``hf-cce demo``: train the same model twice from one seed, without and with CCE, each in its own process.
 
-Its own process because on a CPU the only honest measure of peak memory is that of a whole process.
+On a CPU only the peak memory of a whole process can be measured.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import math
-import multiprocessing
-import signal
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hf_cce
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.shapes import config_of, smollm2_like
 from hf_cce.diagnostics.text import Corpus, windows
-
-if TYPE_CHECKING:  # torch is loaded by the processes that train, not by the one that shows their progress
-    pass
 
 Report = Callable[[dict[str, Any]], None]
 TIMED_STEPS = 10  # below, speed is not compared
@@ -51,14 +48,12 @@ class Settings:
         import torch
 
         device = torch.device(self.device) if self.device else machine.best_device()
-        suited: dict[str, Any] = {"layers": 2, "steps": 16, "batch": 4, "sequence": 512, "dtype": "float32"}
-        if device.type == "mps":
-            suited |= {"layers": 8, "steps": 20}
+        suited: dict[str, Any] = {"layers": 2, "steps": 16, "batch": 4, "sequence": 512}
         if device.type == "cuda":
             size = torch.cuda.get_device_properties(device).total_memory >> 30
             batch, sequence = (8, 2048) if size >= 60 else (4, 1024) if size >= 14 else (2, 512)
-            dtype = str(machine.half_dtype(device)).removeprefix("torch.")
-            suited = {"layers": 30, "steps": 100, "batch": batch, "sequence": sequence, "dtype": dtype}
+            suited = {"layers": 30, "steps": 100, "batch": batch, "sequence": sequence}
+        suited["dtype"] = str(machine.default_dtype(device)).removeprefix("torch.")
         chosen = {name: value for name, value in suited.items() if getattr(self, name) is None}
         return replace(self, device=str(device), **chosen)
 
@@ -102,53 +97,42 @@ def why_no_speed(report: dict[str, Any]) -> str | None:
 
 
 def in_own_process(settings: Settings, report: Report) -> dict[str, Any]:
-    """Run ``train`` in a fresh process; pass its events on, raise its exception here, end it with this process."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(settings, there), daemon=True)
+    """Run ``train`` in a fresh Python, which sends its events as lines of JSON; end it with this process.
+
+    Raises:
+        RuntimeError: the training failed, or its process was killed.
+    """
+    command = [sys.executable, "-m", "hf_cce.diagnostics.demo", json.dumps(asdict(settings))]
+    # In a session of its own the child does not get Ctrl-C: this process ends it.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True)
+    assert process.stdout is not None
     try:
-        # An interruption while the child starts would leave it behind.
-        with _no_interruption():
-            process.start()
-        there.close()
-        while True:
-            event = here.recv()
+        for event in map(json.loads, process.stdout):
             if event["event"] == "result":
                 return event["result"]
             if event["event"] == "error":
                 raise RuntimeError(event["message"])
             report(event)
-    except EOFError:
-        process.join()
         raise RuntimeError(
-            f"the run {'with' if settings.cce else 'without'} CCE was killed (exit code {process.exitcode}); "
+            f"the run {'with' if settings.cce else 'without'} CCE was killed (exit code {process.wait()}); "
             "out of memory? Try a smaller --batch-size, --seq-length or --layers"
-        ) from None
+        )
     finally:
-        if process.pid is not None:
-            process.terminate()
-            process.join()
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
-@contextmanager
-def _no_interruption() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block; a process started inside never receives it."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _child() -> None:
+    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not mix with the events
+
+    def send(event: dict[str, Any]) -> None:
+        print(json.dumps(event), file=out, flush=True)
+
     try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _child(settings: Settings, pipe: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends this process
-    try:
-        pipe.send({"event": "result", "result": train(settings, pipe.send)})
+        send({"event": "result", "result": train(Settings(**json.loads(sys.argv[1])), send)})
     except Exception as error:
-        pipe.send({"event": "error", "message": f"{type(error).__name__}: {error}"})
+        send({"event": "error", "message": f"{type(error).__name__}: {error}"})
 
 
 def train(settings: Settings, report: Report = lambda event: None) -> dict[str, Any]:
@@ -166,7 +150,7 @@ def train(settings: Settings, report: Report = lambda event: None) -> dict[str, 
     if (largest := int(batches.max())) >= vocabulary:
         raise ValueError(f"token {largest} does not fit the model's vocabulary of {vocabulary}")
     common = _common(settings, model)
-    report({"event": "start", "cce": settings.cce, "steps": settings.steps, "common": common})
+    report({"event": "start", "cce": settings.cce, "common": common})
     losses, seconds = _steps(model, batches, settings, report)
     gc.collect()
     peak, rest = machine.peak_memory(device), machine.memory_in_use(device)
@@ -184,21 +168,15 @@ def train(settings: Settings, report: Report = lambda event: None) -> dict[str, 
     }
 
 
-def _autocast(settings: Settings) -> Any:
-    import torch
-
-    kind = torch.device(str(settings.device)).type
-    half = torch.float16 if settings.dtype == "float16" else torch.bfloat16
-    return torch.autocast(kind, half, enabled=settings.dtype != "float32")
-
-
 def _steps(model: Any, batches: Any, settings: Settings, report: Report) -> tuple[list[float], list[float]]:
     """Train on ``batches`` [steps, batch, sequence]; return the loss and the seconds of each step."""
     import torch
 
-    device = torch.device(str(settings.device))
+    device, dtype = torch.device(str(settings.device)), getattr(torch, str(settings.dtype))
+    half = dtype.itemsize == 2
+    autocast = torch.autocast(device.type, dtype if half else None, enabled=half)
     optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, betas=(0.9, 0.95), fused=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=settings.dtype == "float16")
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     losses, seconds = [], []
     for step, rows in enumerate(batches):
         ids = torch.from_numpy(rows).to(device)
@@ -206,7 +184,7 @@ def _steps(model: Any, batches: Any, settings: Settings, report: Report) -> tupl
             group["lr"] = settings.learning_rate * min(1.0, (step + 1) / 5)
         machine.synchronize(device)
         start = time.perf_counter()
-        with _autocast(settings):
+        with autocast:
             loss = model(input_ids=ids, labels=ids).loss
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -242,7 +220,6 @@ def _common(settings: Settings, model: Any) -> dict[str, Any]:
     head = model.get_output_embeddings().weight
     kept = {k: v for k, v in asdict(settings).items() if k not in ("cce", "tokens_file")}
     found = machine.origin([], torch.device(str(settings.device)), "transformers")
-    found["versions"]["hf_cce"] = hf_cce.__version__
     sizes = {
         "name": settings.model or "SmolLM2-shaped",
         "class": type(model).__name__,
@@ -252,3 +229,7 @@ def _common(settings: Settings, model: Any) -> dict[str, Any]:
         "hidden": head.shape[1],
     }
     return {**found, "settings": kept, "model": sizes}
+
+
+if __name__ == "__main__":
+    _child()

@@ -1,7 +1,7 @@
-"""``hf-cce doctor``: what is installed, what runs on which device and what to expect of it, and whether it computes right.
+"""``hf-cce doctor``: what is installed, what runs on each device, and whether its results are right.
 
-Nothing is imported before its check begins, so a machine without torch or Transformers is diagnosed too, and no failing
-check keeps the others from running.
+A package is imported by its own check, so that a machine without torch or Transformers is diagnosed too, and a failing
+check does not keep the others from running.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import os
 import platform
 import re
 import sys
-import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.shapes import first_line
+from hf_cce.diagnostics.machine import EXPECT, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -25,19 +23,13 @@ if TYPE_CHECKING:
 OK, NOTE, WRONG = "ok", "note", "wrong"
 # As in pyproject.toml; a test compares.
 REQUIRED = {"torch": "2.8", "transformers": "5.0", "accelerate": "1.1", "numpy": "1.24", "tokenizers": "0.21"}
-OPTIONAL = {"peft": "0.18", "trl": "1.10"}
-WHAT_FOR = {"peft": "adapters", "trl": "its trainers"}
+OPTIONAL = {"peft": ("0.18", "adapters"), "trl": ("1.10", "its trainers")}
 TRITON = "3.4"
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu126"
-EXPECT = {
-    "triton": "less memory and less time than full logits",
-    "portable": "less memory than full logits, not less time",
-}
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One line: what was checked, what was found, and the command that fixes it."""
 
     name: str
@@ -46,69 +38,44 @@ class Check:
     fix: str | None = None
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What ``implementation="auto"`` runs for tensors of ``dtype`` on ``device``."""
+def diagnose(say: Say = lambda what: None) -> dict[str, Any]:
+    """Run every check; ``say`` gets the progress.
 
-    device: str
-    dtype: str
-    implementation: str
-    why: str
-    expect: str
-
-
-@dataclass
-class Diagnosis:
-    """Everything that was found."""
-
-    checks: list[Check] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
-
-    @property
-    def wrong(self) -> list[Check]:
-        return [check for check in self.checks if check.status == WRONG]
-
-    def to_json(self) -> dict[str, Any]:
-        checks, choices = ([asdict(x) for x in found] for found in (self.checks, self.choices))
-        return {"ok": not self.wrong, "checks": checks, "implementations": choices}
-
-
-def diagnose(say: Say = lambda what: None) -> Diagnosis:
-    """Run every check; ``say`` is told what is being checked."""
-    found = Diagnosis([Check("python", OK, f"{platform.python_version()} ({platform.system()}, {platform.machine()})")])
+    Returns:
+        "ok", "checks" (fields of ``Check``) and "implementations" (what runs by device and dtype), ready for JSON.
+    """
+    checks = [Check("python", OK, f"{platform.python_version()} ({platform.system()}, {platform.machine()})")]
+    choices: list[dict[str, str]] = []
     say("packages")
-    for name in REQUIRED:
-        found.checks.append(package(name, REQUIRED[name], imported=name in ("torch", "transformers")))
-    good = {check.name for check in found.checks if check.status == OK}
+    checks += [package(name, least, imported=name in ("torch", "transformers")) for name, least in REQUIRED.items()]
+    good = {check.name for check in checks if check.status == OK}
     if "torch" in good:
         say("devices")
-        devices, checks = _devices()
-        found.checks += checks
-        found.checks.append(triton(any(_runs_kernels(device) for device in devices)))
+        devices, found = _devices()
+        checks += [*found, triton(any(_runs_kernels(device) for device in devices))]
         for device in devices:
             say(f"self-test on {device}")
-            choices, check = self_test(device)
-            found.choices += choices
-            found.checks.append(check)
+            here, check = self_test(device)
+            choices += here
+            checks.append(check)
         if "transformers" in good:
             say("a small model of Transformers")
-            found.checks.append(_model())
+            checks.append(_model())
     elif gpus := machine.driver_gpus():
-        found.checks.append(Check("gpu", OK, f"{', '.join(gpus)}; not tested, as there is no torch"))
-    for name, least in OPTIONAL.items():
+        checks.append(Check("gpu", OK, f"{', '.join(gpus)}; not tested, as there is no torch"))
+    for name, (least, purpose) in OPTIONAL.items():
         check = package(name, least)
         if check.status == WRONG:
-            check = replace(check, status=NOTE, found=f"{check.found} (needed for {WHAT_FOR[name]} only)")
-        found.checks.append(check)
-    return found
+            check = check._replace(status=NOTE, found=f"{check.found} (needed for {purpose} only)")
+        checks.append(check)
+    ok = all(check.status != WRONG for check in checks)
+    return {"ok": ok, "checks": [check._asdict() for check in checks], "implementations": choices}
 
 
-def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version without trailing zeros: (2, 8) for "2.8.0+cu126"."""
-    numbers = [int(x) for x in re.findall(r"\d+", re.split(r"[^\d.]", version, maxsplit=1)[0])]
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return tuple(numbers)
+def older(version: str, least: str) -> bool:
+    """Return whether ``version``, such as "2.8.0+cu126", is below ``least``, such as "2.8"."""
+    first, second = ([int(x) for x in re.findall(r"\d+", each)[:2]] for each in (version, least))
+    return first < second
 
 
 def _install(requirement: str, *options: str) -> str:
@@ -123,40 +90,29 @@ def package(name: str, least: str, *, imported: bool = False) -> Check:
         try:
             module = importlib.import_module(name)
             version = str(getattr(module, "__version__", version))
-            build = f", {_build(module)}" if name == "torch" else ""
+            if name == "torch":
+                build = f", built for CUDA {module.version.cuda}" if module.version.cuda else ", built without CUDA"
+                build = f", built for ROCm {module.version.hip}" if module.version.hip else build
         except ModuleNotFoundError as error:
-            if (error.name or name).split(".")[0] != name:
-                what = f"{version} cannot be loaded: {first_line(error)}"
-                return Check(name, WRONG, what, _install(str(error.name)))
+            if (error.name or name).split(".")[0] != name:  # a package that it needs
+                return Check(name, WRONG, f"{version} cannot be loaded: {first_line(error)}", _install(str(error.name)))
             version = None
-        except Exception as error:  # a library that is missing is an OSError, a mixed installation anything
+        except Exception as error:  # a missing library is an OSError; a mixed installation raises anything
             what = f"{version} cannot be loaded: {type(error).__name__}: {first_line(error)}"
             return Check(name, WRONG, what, _install(f"{name}>={least}", "--force-reinstall"))
     if version is None:
         return Check(name, WRONG, "not installed", command)
-    if release(version) < release(least):
+    if older(version, least):
         return Check(name, WRONG, f"{version}, but hf_cce needs {least} or newer", f"{command} --upgrade")
     return Check(name, OK, version + build)
 
 
-def _build(torch: Any) -> str:
-    """Return what this torch was built for, in words."""
-    if getattr(torch.version, "hip", None):
-        return f"built for ROCm {torch.version.hip}"
-    return f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-
-
 def triton(wanted: bool) -> Check:
     """Check Triton; ``wanted``: there is a GPU that can run the kernels."""
-    version = machine.versions("triton")["triton"]
-    if not wanted:
-        return Check("triton", OK, f"{version or 'not installed'}; no GPU here needs it")
-    command = _install(f"{'triton-windows' if sys.platform == 'win32' else 'triton'}>={TRITON}", "--upgrade")
-    if version is None:
-        return Check("triton", WRONG, "not installed: the GPU runs the slower PyTorch fallback", command)
-    if release(version) < release(TRITON):
-        return Check("triton", WRONG, f"{version}, but the kernels need {TRITON} or newer", command)
-    return Check("triton", OK, version)
+    name = "triton-windows" if sys.platform == "win32" else "triton"
+    if wanted:
+        return package(name, TRITON)
+    return Check(name, OK, f"{machine.versions(name)[name] or 'not installed'}; no GPU here needs it")
 
 
 def _runs_kernels(device: torch.device) -> bool:
@@ -199,7 +155,7 @@ def _gpu(device: torch.device) -> Check:
 
 
 def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
-    """Explain why torch sees no CUDA device: ``gpus`` of the driver, torch built for CUDA ``build``."""
+    """Explain why torch sees no CUDA device, given the driver's ``gpus`` and the CUDA version of torch's ``build``."""
     if not gpus:
         why = "no NVIDIA driver here" if gpus is None else "the NVIDIA driver names no GPU"
         return Check("gpu", NOTE, f"none ({why}): the PyTorch fallback runs on the CPU")
@@ -207,8 +163,7 @@ def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
     command = f"pip install --force-reinstall torch --index-url {CUDA_WHEELS}"
     if build is None:
         return Check("gpu", WRONG, f"{there}, but this torch is built without CUDA", command)
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Check("gpu", NOTE, f"{there}, but CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES")
     try:
         import torch
@@ -221,12 +176,12 @@ def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
     return Check("gpu", WRONG, found, command)
 
 
-def self_test(device: torch.device) -> tuple[list[Choice], Check]:
-    """Return what runs on ``device`` and why, and the check of loss and gradients of a small problem against float64."""
+def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
+    """Return what runs on ``device`` and why, and compare loss and gradients of a small problem with float64."""
     from hf_cce.diagnostics import gradcheck
 
     name, again = f"self-test {device}", f"hf-cce gradcheck --device {device}"
-    # Of odd sizes, so that tiles are cut; on a GPU large enough that several of them are there.
+    # Odd sizes, so that tiles are cut; on a GPU several tiles.
     problem = gradcheck.Problem(300, 256, 4003) if device.type == "cuda" else gradcheck.Problem(150, 48, 1003)
     dtypes = ("float32", str(machine.half_dtype(device)).removeprefix("torch."))
     try:
@@ -234,28 +189,24 @@ def self_test(device: torch.device) -> tuple[list[Choice], Check]:
         report = gradcheck.gradcheck(problem, device, dtypes, cases=(gradcheck.PLAIN, gradcheck.EVERYTHING))
     except Exception as error:  # a kernel that cannot be compiled raises what its compiler likes
         return [], Check(name, WRONG, f"{type(error).__name__}: {first_line(error)}", again)
-    compared = len(report.rows)
-    if report.failures:
-        row = max(report.failures, key=lambda row: row.share)
-        found = (
-            f"{len(report.failures)} of {compared} results are less exact than allowed; the worst is {row.quantity} "
-            f"({row.computed_by}): relative error {row.hf_cce:.1e}, allowed {row.allowed:.1e}"
-        )
-        return choices, Check(name, WRONG, found, again)
+    if not report["ok"]:
+        return choices, Check(name, WRONG, gradcheck.verdict(report), again)
+    compared = len(report["rows"])
     return choices, Check(name, OK, f"{compared} results, loss and gradients, as close to float64 as full logits are")
 
 
-def _choice(device: torch.device, dtype: str) -> Choice:
-    """Return what a training of usual size runs; ``hf_cce.dispatch`` knows."""
+def _choice(device: torch.device, dtype: str) -> dict[str, str]:
+    """Return what runs in a training of usual size."""
     import torch
 
     from hf_cce.dispatch import explain_dispatch
 
     found = explain_dispatch(8192, 1024, 49_152, getattr(torch, dtype), device)
-    why = found.why.split(" (TRITON_INTERPRET")[0]  # which is for tests
+    why = found.why.split(" (TRITON_INTERPRET")[0]  # an option for tests
     if found.implementation == "triton":
         why = "; ".join(filter(None, (why, hopper_kernels(device))))
-    return Choice(str(device), dtype, found.implementation, why, EXPECT[found.implementation])
+    what = {"implementation": found.implementation, "why": why, "expect": EXPECT[found.implementation]}
+    return {"device": str(device), "dtype": dtype, **what}
 
 
 def hopper_kernels(device: torch.device) -> str:
@@ -271,36 +222,16 @@ def hopper_kernels(device: torch.device) -> str:
     return f"general kernels; Hopper's own are faster and need triton {' or '.join(HOPPER_VERSIONS)}"
 
 
-def _tiny_model() -> Any:
-    import torch
-    from transformers import LlamaForCausalLM
-
-    from hf_cce.diagnostics.shapes import SHAPES, config_of
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config_of(SHAPES["tiny"])).train()
-
-
 def _model() -> Check:
-    """Check that a patched model of this Transformers computes its own loss without logits."""
+    """Check that a patched model of this Transformers trains as it does unpatched, without logits."""
+    import torch
+
+    from hf_cce.diagnostics import check
+
     name, again = "transformers model", _install(f"transformers>={REQUIRED['transformers']}", "--upgrade")
     try:
-        import torch
-
-        from hf_cce import apply_cce
-
-        model = _tiny_model()
-        ids = torch.arange(64).reshape(2, 32)
-        own = float(model(input_ids=ids, labels=ids).loss.detach())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # that full logits were made is a warning
-            apply_cce(model)
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        ours, fused = float(loss.detach()), model.cce_stats()["fused"]
+        report = check.check(check.load("tiny", True, torch.device("cpu")))
     except Exception as error:
         return Check(name, WRONG, f"{type(error).__name__}: {first_line(error)}", again)
-    if fused != 1 or abs(ours - own) > 1e-5 * own:
-        return Check(name, WRONG, f"patched, its loss is {ours:.6f} instead of {own:.6f} ({fused:.0f} fused)", again)
-    return Check(name, OK, f"apply_cce: the loss is the model's own, {own:.6f}, and no logits were made")
+    good = report["same"] and report["saves"]
+    return Check(name, OK if good else WRONG, check.verdict(report), None if good else again)

@@ -1,4 +1,4 @@
-"""``hf-cce estimate``: what a training step will hold in GPU memory, from the configuration alone, without and with CCE.
+"""``hf-cce estimate``: what a training step holds in GPU memory without and with CCE, from the configuration alone.
 
 Activations are counted on tensors without data; what the loss holds is arithmetic whose factors were measured (a test
 compares with ``benchmarks/results``). One process, AdamW, no gradient accumulation, packed rows.
@@ -6,7 +6,7 @@ compares with ``benchmarks/results``). One process, AdamW, no gradient accumulat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,21 +15,19 @@ import torch
 from hf_cce import CCEConfig
 from hf_cce.diagnostics.activations import ITEM, Activations, Adapters, Model, weigh
 from hf_cce.diagnostics.shapes import config_named, is_model_type
-from hf_cce.dispatch import DENSE_BYTES, EAGER_BYTES, Problem, explain_dispatch, materialized_bytes
+from hf_cce.dispatch import EAGER_BYTES, Problem, explain_dispatch, materialized_bytes
 
 GIB = 1 << 30
 WAYS = ("full", "cce")  # full logits, CCE
 # "backward": gradients, what the backward pass of a layer takes on top, and with checkpointing the layer once more.
 HELD = ("weights and optimizer", "activations", "logits and loss", "backward", "cuBLAS")
 WORKSPACES = 64 << 20  # of cuBLAS: one for the forward and one for the backward pass's thread, 32 MiB on Hopper GPUs
-# What PyTorch's allocator takes from the GPU, as a multiple of the peak. With full logits those are the largest blocks, and
-# where they are small so is the multiple.
-RESERVED = {"full": 1.112, "cce": 1.01}
-RESERVED_LEAST, RESERVED_OF_LOGITS = 1.08, 0.3
-# On top, in multiples of CCE's scratch, which is cut differently at each moment of a step: with gradient checkpointing, and
-# without (of so much scratch at most), where activations fill the gaps.
-PIECES_CHECKPOINTED, PIECES, PIECES_OF = 2.15, 1.8, 256 << 20
+RESERVED = {"full": 1.11, "cce": 1.01}  # what PyTorch's allocator takes from the GPU, as a multiple of the peak
+# With CCE also as a multiple of its scratch, which is cut differently at each moment of a step; of no more scratch than this
+# without gradient checkpointing, where activations fill the gaps.
+SCRATCHES, SCRATCH_WITH_ACTIVATIONS = 2.15, 256 << 20
 CONTEXT = 536 << 20  # CUDA's own
+MOST_ROWS = 1 << 20
 LITTLE = 0.1  # of the peak: a smaller saving is called little
 
 
@@ -45,7 +43,7 @@ class Step:
 
 @dataclass
 class Estimate:
-    """Of one step; ``plain`` and ``checkpointing`` by way (``WAYS``), empty where the activations are unknown."""
+    """One step; ``plain`` and ``checkpointing`` by way (``WAYS``), empty where the activations are unknown."""
 
     model: Model
     batch: int
@@ -72,7 +70,7 @@ def this_gpu() -> int | None:
 
 
 def loss_bytes(way: str, tokens: int, model: Model, dtype: str, budget: int | None = None) -> tuple[int, int, bool]:
-    """Return (peak with the gradients that the loss leaves, those gradients, whether few tokens keep the model's own loss)."""
+    """Return the peak of the loss with the gradients it leaves, these gradients, and whether CCE keeps full logits."""
     item, logits = ITEM[dtype], tokens * model.vocabulary
     weight = 4 if dtype in ("mixed", "float32") else 2
     left = model.trains_head * model.vocabulary * model.hidden * weight + tokens * model.hidden * item
@@ -81,14 +79,11 @@ def loss_bytes(way: str, tokens: int, model: Model, dtype: str, budget: int | No
     found = explain_dispatch(*sizes, kind, config=config, frozen=not model.trains_head)
     few = found.strategy == "full_logits"
     if way == "full" or few:
-        # The gradients of hidden states and weight are made when two of the three blocks are free again.
+        # The gradients of hidden states and weight are made when two of the three copies of the logits are free again.
         return max(EAGER_BYTES * logits, item * logits + left), left, few
-    narrow = found.logits_dtype if found.logits_dtype is not torch.float32 else None
-    # float32 logits of all tokens are the most it has use for
-    most = min(found.memory_budget, 4 * logits)
-    if narrow:
-        most = materialized_bytes(Problem(*sizes, kind, torch.device("cuda")), narrow)
-    return most + left, left, few
+    if found.logits_dtype in (torch.bfloat16, torch.float16):
+        return materialized_bytes(Problem(*sizes, kind, torch.device("cuda")), found.logits_dtype) + left, left, few
+    return min(found.memory_budget, 4 * logits) + left, left, few  # float32 logits of all tokens need no more
 
 
 @dataclass(frozen=True)
@@ -113,64 +108,45 @@ class Run:
         model = self.model
         kept, tokens = self.kept(batch), batch * self.sequence
         loss, left, few = loss_bytes(self.way, tokens, model, self.dtype, self.budget)
-        # Full logits leave their gradients after the peak of the loss, but for very few tokens.
+        # Full logits leave their gradients after the peak of the loss, except for very few tokens.
         logits = tokens * model.vocabulary * ITEM[self.dtype]
         made = left if (self.way == "cce" and not few) or loss == logits + left else 0
-        # Backward through the last layer holds two of its largest gradients. What checkpointing computes again comes on top:
-        # the first of those gradients takes its place when the second is made.
+        # Backward through the last layer holds two of its largest gradients. With checkpointing the layer is computed again,
+        # and the first of these gradients takes its place when the second is made.
         widest, layer = self.activations.widest, self.activations.layer
         again = batch * (widest + layer if self.checkpointing else 2 * widest) + model.unpacked
-        # The loss differentiated; the last layer; all gradients, no activation left.
+        # The backward pass of the loss; of the last layer; all gradients and no activation.
         moments = ((kept, loss - made, made), (kept, 0, left + again), (0, 0, model.gradients))
         held = (model.weights + 2 * model.gradients, *max(moments, key=sum), WORKSPACES)  # Adam has two moments
         return dict(zip(HELD, held, strict=True))
 
     def reserved(self, peak: float, tokens: int) -> float:
         """Return the bytes that PyTorch's allocator takes from the GPU for a step of that ``peak``."""
-        pieces, logits = 0.0, tokens * self.model.vocabulary
         if self.way == "full":
-            by_logits = peak + RESERVED_OF_LOGITS * EAGER_BYTES * logits
-            return max(RESERVED_LEAST * peak, min(RESERVED["full"] * peak, by_logits))
-        if 4 * logits > DENSE_BYTES:  # fewer are one tensor
-            scratch = min(CCEConfig(memory_budget=self.budget or "auto").scratch(tokens), 4 * logits)
-            pieces = PIECES_CHECKPOINTED * scratch if self.checkpointing else PIECES * min(scratch, PIECES_OF)
-        return RESERVED[self.way] * peak + pieces
-
-    def taken(self, batch: int) -> float:
-        """Return the bytes that a step takes from the GPU, without CUDA's own."""
-        return self.reserved(sum(self.at_peak(batch).values()), batch * self.sequence)
+            return RESERVED["full"] * peak
+        config = CCEConfig(memory_budget=self.budget or "auto")
+        scratch = min(config.scratch(tokens), 4 * tokens * self.model.vocabulary)
+        in_pieces = scratch if self.checkpointing else min(scratch, SCRATCH_WITH_ACTIVATIONS)
+        return RESERVED["cce"] * peak + SCRATCHES * in_pieces
 
     def largest_batch(self, gpu_memory: int) -> int:
-        """Return the largest batch that fits."""
-        checkpointed = replace(self, checkpointing=True)
+        """Return the largest batch that fits, 0 if not even one row does."""
+        runs = [self]
+        if self.way == "cce" and self.activations.checkpointed is not None:
+            # Few activations do not fill the gaps of the scratch, so without checkpointing it takes no less.
+            runs.append(replace(self, checkpointing=True))
 
-        def fits(batch: int) -> bool:
-            most = self.taken(batch)
-            if self.way == "cce" and self.activations.checkpointed is not None:
-                # Few activations do not fill the gaps of the scratch, so without checkpointing it takes no less.
-                most = max(most, checkpointed.taken(batch))
-            return most <= gpu_memory - CONTEXT
+        def too_many(batch: int) -> bool:
+            return any(
+                run.reserved(sum(run.at_peak(batch).values()), batch * self.sequence) > gpu_memory - CONTEXT
+                for run in runs
+            )
 
-        return largest(fits)
+        return bisect_left(range(1, MOST_ROWS), True, key=too_many)
 
     def step(self, batch: int, gpu_memory: int) -> Step:
         held = self.at_peak(batch)
         return Step(self.kept(batch), sum(held.values()), held, self.largest_batch(gpu_memory))
-
-
-def largest(fits: Callable[[int], bool], most: int = 1 << 20) -> int:
-    """Return the largest number of rows that ``fits``; 0 if not even one does, ``most`` if more do."""
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        if high >= most:
-            return most
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def estimate(
@@ -198,40 +174,35 @@ def estimate(
     peaks = {way: peak - left if way == "cce" and not few else peak for way, (peak, left, _) in loss.items()}
     found = Estimate(
         model, batch, sequence, dtype, gpu_memory, tokens * model.vocabulary, peaks, 2 * model.gradients, few,
-        notes=_notes(model, sequence, config, adapters),
+        notes=_notes(config, adapters),
     )  # fmt: skip
     if by_type:
         found.notes.append(f"{name} is a model type: the sizes are the defaults of {type(config).__name__}")
     if isinstance(activations, str):
         found.unknown = activations
         return found
-    for checkpointing, steps in ((False, found.plain), (True, found.checkpointing)):
-        if checkpointing and activations.checkpointed is None:
-            continue
-        for way in WAYS:
-            run = Run(way, model, activations, sequence, dtype, memory_budget, checkpointing)
-            steps[way] = run.step(batch, found.gpu_memory)
+    for way in WAYS:
+        run = Run(way, model, activations, sequence, dtype, memory_budget, checkpointing=False)
+        found.plain[way] = run.step(batch, gpu_memory)
+        if activations.checkpointed is not None:
+            found.checkpointing[way] = replace(run, checkpointing=True).step(batch, gpu_memory)
     return found
 
 
-def _notes(model: Model, sequence: int, config: Any, adapters: Adapters | None) -> list[str]:
+def _notes(config: Any, adapters: Adapters | None) -> list[str]:
     notes = []
     if adapters is not None:
         kind = "QLoRA: weights of linear layers in 4 bits (NF4)" if adapters.quantized else "LoRA"
         notes.append(f"{kind}, float32 adapters of rank {adapters.rank} on every linear layer but the head")
-    if model.softcapped:
+    if getattr(config.get_text_config(), "final_logit_softcapping", None):
         notes.append("this model caps its logits: full logits take more than is counted here")
     if getattr(config, "vision_config", None) is not None:
         notes.append("only rows of text are counted; what the vision tower keeps comes on top")
-    if model.positions and sequence > model.positions:
-        notes.append(f"this model is made for rows of up to {model.positions:,} tokens")
-    if model.attention == "eager":
-        notes.append("this model has no attention by torch's SDPA; with eager attention it keeps all scores")
     return notes
 
 
 def verdict(found: Estimate) -> str:
-    """Say what CCE brings here, and why where it is little."""
+    """Say what CCE saves, and why where it is little."""
     model, tokens = found.model, found.batch * found.sequence
     if found.few_tokens:
         return (
@@ -241,22 +212,20 @@ def verdict(found: Estimate) -> str:
     if not found.plain:
         saved = found.loss["full"] - found.loss["cce"]
         return f"CCE saves {saved / GIB:.1f} GiB of what the loss takes; the rest of the step is not known."
-    shares = {}
+    shares, texts = [], []
     for name, steps in (("", found.plain), ("with gradient checkpointing ", found.checkpointing)):
         if steps:
             before, after = steps["full"].peak, steps["cce"].peak
-            shares[name] = (1 - after / before, before, after)
-    words = "; ".join(
-        f"{name}{share:.0%} of the peak, {before / GIB:.1f} → {after / GIB:.1f} GiB"
-        for name, (share, before, after) in shares.items()
-    )
-    if shares[""][0] >= LITTLE:
-        return f"CCE saves {words}."
+            shares.append(1 - after / before)
+            texts.append(f"{name}{shares[-1]:.0%} of the peak, {before / GIB:.1f} → {after / GIB:.1f} GiB")
+    both = "; ".join(texts)
+    if shares[0] >= LITTLE:
+        return f"CCE saves {both}."
     why = (
         f"its vocabulary ({model.vocabulary:,}) is small against its layers ({model.layers} of width {model.hidden:,})"
     )
-    if max(share for share, _, _ in shares.values()) >= LITTLE:
-        return f"CCE brings little without gradient checkpointing: {words}; without it {why}."
+    if max(shares) >= LITTLE:
+        return f"CCE brings little without gradient checkpointing: {both}; without it {why}."
     if model.weights + 3 * model.gradients + WORKSPACES >= found.plain["full"].peak:
         why = f"{tokens:,} tokens are so few that weights, gradients and optimizer fill the memory"
-    return f"CCE brings little here: {words}: {why}."
+    return f"CCE brings little here: {both}: {why}."

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,16 +16,10 @@ from typing import Any
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; rename it to ``path`` if the block succeeds, remove it otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The suffix stays last: matplotlib picks the format by it.
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")  # NumPy and matplotlib look at the suffix
     try:
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp makes files that only their owner can read
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 

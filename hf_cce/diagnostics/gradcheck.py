@@ -1,7 +1,7 @@
 """``hf-cce gradcheck``: compare loss, log-probabilities and gradients with float64, beside those of full logits.
 
 The rule is that of ``tests/support/numerics.py``: a result may be as far from the exact one as the same result of full
-logits in the same dtype, plus rounding. The exact one is computed with full logits in float64 from the same inputs.
+logits in the same dtype, plus rounding. The exact result is that of full logits in float64 from the same inputs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,21 +18,26 @@ from torch import Tensor
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.shapes import first_line
+from hf_cce.diagnostics.machine import first_line
 
-IMPLEMENTATIONS: tuple[Literal["portable", "triton"], ...] = ("portable", "triton")
+# By implementation and gradient filter; only the kernels have one.
+CONFIGS = {
+    ("portable", ""): CCEConfig("portable"),
+    ("triton", "filter auto"): CCEConfig("triton", gradient_filter="auto"),
+    ("triton", "no filter"): CCEConfig("triton", gradient_filter=None),
+}
 DTYPES = ("float32", "bfloat16", "float16")
 IGNORED = -100
 CHUNK_BYTES = 128 << 20  # of float64 logits at a time; some five copies live at once
-# As in float16 training: without a loss scale gradients underflow, with full logits and with ours.
+# As in float16 training: without a loss scale gradients underflow, with full logits and with the fused loss.
 LOSS_SCALE = {torch.float16: 4096.0}
 ENOUGH_TOKENS = 128
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Sizes N, D, V of the inputs, and the seed that they are drawn by."""
+class Problem(NamedTuple):
+    """Sizes N, D, V of the inputs, and their seed."""
 
     tokens: int
     hidden_size: int
@@ -42,7 +47,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """Options of the loss, and what the inputs look like."""
+    """Options of the loss and properties of the inputs."""
 
     name: str
     logit_scale: float = 1.0
@@ -52,14 +57,14 @@ class Case:
     bias: bool = False
     ignored: bool = False
     spread: float = 2.0  # standard deviation of the logits
-    learnt: bool = False  # half of the labels are the most probable entry, as after training
+    trained: bool = False  # half of the labels are the most probable entry
 
 
 PLAIN = Case("plain")
 EVERYTHING = Case("everything", 0.7, 5.0, 0.1, 1e-2, True, True)
 CASES = (
     PLAIN,
-    Case("peaked", spread=8.0, learnt=True),
+    Case("peaked", spread=8.0, trained=True),
     Case("softcap", logit_scale=0.7, softcap=5.0),
     Case("smoothing", label_smoothing=0.1),
     Case("z-loss", z_loss=1e-2),
@@ -82,56 +87,6 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
     return math.inf if math.isnan(error) else error
 
 
-@dataclass(frozen=True)
-class Row:
-    """One comparison: relative errors of full logits and of hf_cce, and what is allowed."""
-
-    dtype: str
-    implementation: str
-    gradient_filter: str  # "" where there is none
-    case: str
-    quantity: str
-    full_logits: float
-    hf_cce: float
-    allowed: float
-
-    @property
-    def ok(self) -> bool:
-        return self.hf_cce <= self.allowed
-
-    @property
-    def share(self) -> float:
-        """Return the share of what is allowed; more than 1 fails."""
-        return self.hf_cce / self.allowed
-
-    @property
-    def computed_by(self) -> str:
-        return ", ".join(filter(None, (self.dtype, self.implementation, self.gradient_filter)))
-
-    def to_json(self) -> dict[str, Any]:
-        values = {**asdict(self), "ok": self.ok}
-        return {name: "inf" if value == math.inf else value for name, value in values.items()}  # JSON has no infinity
-
-
-@dataclass
-class Report:
-    """What ``gradcheck`` found."""
-
-    device: str
-    problem: Problem
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what could not be compared, and why
-
-    @property
-    def failures(self) -> list[Row]:
-        return [row for row in self.rows if not row.ok]
-
-    def to_json(self) -> dict[str, Any]:
-        about = {"ok": not self.failures, "device": self.device, "problem": asdict(self.problem), "notes": self.notes}
-        versions = machine.versions("torch", "triton", "transformers")
-        return {**about, "versions": versions, "rows": [row.to_json() for row in self.rows]}
-
-
 class Inputs(NamedTuple):
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]
@@ -144,6 +99,11 @@ class Inputs(NamedTuple):
         labels = self.labels.to(where) if isinstance(where, torch.device) else self.labels
         return Inputs(self.hidden.detach().to(where), self.weight.detach().to(where), labels, bias)
 
+    def trained(self) -> dict[str, Tensor]:
+        """Return the tensors that get gradients, by the names of these, with ``requires_grad`` set."""
+        tensors = {"∂hidden": self.hidden, "∂weight": self.weight} | ({} if self.bias is None else {"∂bias": self.bias})
+        return {name: x.requires_grad_() for name, x in tensors.items()}
+
 
 def make_inputs(problem: Problem, case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
     """Draw on the CPU in float32, so that every device and dtype gets the same numbers, rounded to ``dtype``."""
@@ -152,7 +112,7 @@ def make_inputs(problem: Problem, case: Case, dtype: torch.dtype, device: torch.
     hidden = torch.randn(n, d, generator=g).to(dtype)
     weight = torch.randn(v, d, generator=g).mul_(case.spread / d**0.5).to(dtype)
     labels = torch.randint(v, (n,), generator=g)
-    if case.learnt:
+    if case.trained:
         labels[: n // 2] = torch.mm(hidden[: n // 2].float(), weight.float().t()).argmax(1)
     if case.ignored:
         labels[::3] = IGNORED
@@ -166,75 +126,57 @@ def _from_logits(x: Tensor, labels: Tensor, case: Case, count: int) -> tuple[Ten
     z = x * case.logit_scale if case.logit_scale != 1.0 else x
     z = z if case.softcap is None else case.softcap * torch.tanh(z / case.softcap)
     z = z if z.dtype == torch.float64 else z.float()
-    nll = F.cross_entropy(z, labels, reduction="none", ignore_index=IGNORED)
-    loss = nll
-    if case.label_smoothing:
-        smoothing = case.label_smoothing
-        loss = F.cross_entropy(z, labels, reduction="none", ignore_index=IGNORED, label_smoothing=smoothing)
+    options: dict[str, Any] = dict(reduction="none", ignore_index=IGNORED)
+    loss = F.cross_entropy(z, labels, label_smoothing=case.label_smoothing, **options)
     if case.z_loss:
         loss = loss + case.z_loss * z.logsumexp(-1).square() * (labels != IGNORED)
-    return loss.sum() / count, -nll
+    return loss.sum() / count, -F.cross_entropy(z.detach(), labels, **options)
 
 
 def with_full_logits(inputs: Inputs, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return all quantities, computed with full logits in ``dtype``; gradients carry its loss scale.
 
-    Works in chunks of tokens where all logits would take too much memory, and adds the chunks up in float64, which makes
-    the result slightly more exact than that of one chunk.
+    In a wider dtype than the inputs' the logits of all tokens may not fit, so they are computed in chunks of tokens.
     """
     scale = LOSS_SCALE.get(dtype, 1.0)
-    hidden, weight, all_labels, bias = inputs.to(dtype)
-    leaves = [x.requires_grad_() for x in (weight, bias) if x is not None]
+    copy = inputs.to(dtype)
+    trained, (hidden, weight, all_labels, bias) = copy.trained(), copy
     count = max(1, int((all_labels != IGNORED).sum()))
-    wide = torch.float32 if hidden.device.type == "mps" else torch.float64
-    size = max(1, CHUNK_BYTES // (8 * len(weight)))
-    loss, log_probs, grad_hidden = 0.0, [], []
-    totals: list[Tensor] = []
+    size = len(hidden) if dtype == inputs.hidden.dtype else max(1, CHUNK_BYTES // (8 * len(weight)))
+    losses, log_probs = [], []
     for h, labels in zip(hidden.split(size), all_labels.split(size), strict=True):
-        h = h.detach().requires_grad_()
-        part, lp = _from_logits(F.linear(h, weight, bias), labels, case, count)
-        gradients = torch.autograd.grad(part * scale, [h, *leaves])
-        loss += float(part.detach())
+        loss, lp = _from_logits(F.linear(h, weight, bias), labels, case, count)
+        (loss * scale).backward()
+        losses.append(loss.detach())
         log_probs.append(lp.detach())
-        grad_hidden.append(gradients[0])
-        several = [g.to(wide) if len(hidden) > size else g for g in gradients[1:]]
-        totals = [a.add_(b) for a, b in zip(totals, several, strict=True)] if totals else several
-    found = {
-        "loss": torch.tensor(loss, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
-        "log-probs": torch.cat(log_probs),
-        "∂hidden": torch.cat(grad_hidden),
-    }
-    return found | {name: x.to(dtype) for name, x in zip(("∂weight", "∂bias"), totals, strict=False)}
+    gradients = {name: x.grad for name, x in trained.items() if x.grad is not None}
+    return {"loss": torch.stack(losses).sum(), "log-probs": torch.cat(log_probs), **gradients}
 
 
 def with_hf_cce(inputs: Inputs, case: Case, config: CCEConfig) -> dict[str, Tensor]:
     """Return the same quantities, computed by hf_cce."""
     scale, state = LOSS_SCALE.get(inputs.hidden.dtype, 1.0), FilterState()
-    hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
-    bias = None if inputs.bias is None else inputs.bias.detach().requires_grad_()
-    leaves = [hidden, weight] if bias is None else [hidden, weight, bias]
-    options: dict[str, Any] = dict(bias=bias, logit_scale=case.logit_scale, softcap=case.softcap, config=config)
+    options: dict[str, Any] = dict(logit_scale=case.logit_scale, softcap=case.softcap, config=config)
     more: dict[str, Any] = dict(label_smoothing=case.label_smoothing, z_loss=case.z_loss, filter_state=state)
+    copy = inputs.to(inputs.hidden.dtype)
+    trained, (hidden, weight, labels, bias) = copy.trained(), copy
     # A gradient filter drops nothing in its first step, and needs a few to find its threshold.
-    for _ in range(4 if config.gradient_filter is not None and inputs.hidden.is_cuda else 1):
-        for leaf in leaves:
-            leaf.grad = None
-        loss = linear_cross_entropy(hidden, weight, inputs.labels, **options, **more)
+    for _ in range(4 if config.gradient_filter is not None and hidden.is_cuda else 1):
+        for x in trained.values():
+            x.grad = None
+        loss = linear_cross_entropy(hidden, weight, labels, bias=bias, **options, **more)
         (loss * scale).backward()
-        float(loss.detach())  # the host learns what was kept
+        float(loss.detach())  # waits for what the filter learns from this step
     with torch.no_grad():
-        log_probs = linear_log_probs(hidden, weight, inputs.labels, **options).log_probs
-    gradients = {name: x.grad for name, x in zip(("∂hidden", "∂weight", "∂bias"), leaves, strict=False)}
-    return {"loss": loss.detach(), "log-probs": log_probs, **{k: x for k, x in gradients.items() if x is not None}}
-
-
-Config = tuple[str, str, CCEConfig]  # implementation, gradient filter, configuration
+        log_probs = linear_log_probs(hidden, weight, labels, bias=bias, **options).log_probs
+    gradients = {name: x.grad for name, x in trained.items() if x.grad is not None}
+    return {"loss": loss.detach(), "log-probs": log_probs, **gradients}
 
 
 def compare(
-    problem: Problem, case: Case, dtype_name: str, device: torch.device, configs: list[Config]
-) -> Iterator[Row]:
-    """Yield the rows of one case in one dtype for each of ``configs``."""
+    problem: Problem, case: Case, dtype_name: str, device: torch.device, names: list[tuple[str, str]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one case in one dtype, for each of the ``names`` of ``CONFIGS``."""
     dtype = getattr(torch, dtype_name)
     exact_device = torch.device("cpu") if device.type == "mps" else device  # Apple's GPUs have no float64
     inputs = make_inputs(problem, case, dtype, device)
@@ -246,38 +188,37 @@ def compare(
         return {name: relative_error(found[name].to(right) / scales[name], right) for name, right in exact.items()}
 
     full_logits = errors(with_full_logits(inputs, case, dtype))
-    for implementation, gradient_filter, config in configs:
-        for name, error in errors(with_hf_cce(inputs, case, config)).items():
-            theirs = full_logits[name]
-            most = allowed(theirs, dtype)
-            yield Row(dtype_name, implementation, gradient_filter, case.name, name, theirs, error, most)
+    for implementation, gradient_filter in names:
+        found = errors(with_hf_cce(inputs, case, CONFIGS[implementation, gradient_filter]))
+        for quantity, error in found.items():
+            most = allowed(full_logits[quantity], dtype)
+            yield {
+                "dtype": dtype_name,
+                "implementation": implementation,
+                "gradient_filter": gradient_filter,
+                "case": case.name,
+                "quantity": quantity,
+                "full_logits": full_logits[quantity],
+                "hf_cce": error,
+                "allowed": most,
+                "ok": error <= most,
+            }
 
 
-def configurations(device: torch.device, dtype_name: str) -> tuple[list[Config], list[str]]:
-    """Return what can run on ``device`` in that dtype, and why the rest cannot."""
+def runnable(device: torch.device, dtype_name: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the names of the ``CONFIGS`` that run on ``device`` in that dtype, and why the others do not."""
     dtype = getattr(torch, dtype_name)
-    found: list[Config] = []
-    notes = []
+    found, notes = [], []
     probe = make_inputs(Problem(4, 16, 32), PLAIN, dtype, device)
-    try:
-        with_full_logits(probe, PLAIN, dtype)
-    except (RuntimeError, TypeError) as error:
-        return [], [f"{dtype_name}: PyTorch has none on {device.type}: {first_line(error)}"]
-    for implementation in IMPLEMENTATIONS:
-        interpreted = implementation == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-        if interpreted and dtype == torch.bfloat16:
+    for name, config in CONFIGS.items():
+        if config.implementation == "triton" and device.type == "cpu" and dtype == torch.bfloat16 and INTERPRETED:
             notes.append("triton in bfloat16: Triton's interpreter truncates where a GPU rounds")
             continue
         try:
-            with_hf_cce(probe, PLAIN, CCEConfig(implementation))
+            with_hf_cce(probe, PLAIN, config)
+            found.append(name)
         except (RuntimeError, ImportError) as error:
-            notes.append(f"{implementation}: {first_line(error)}")
-            continue
-        if implementation == "portable":  # only the kernels have a filter
-            found.append((implementation, "", CCEConfig(implementation)))
-            continue
-        found.append((implementation, "filter auto", CCEConfig(implementation, gradient_filter="auto")))
-        found.append((implementation, "no filter", CCEConfig(implementation, gradient_filter=None)))
+            notes.append(f"{config.implementation}: {first_line(error)}")
     return found, notes
 
 
@@ -292,23 +233,57 @@ def gradcheck(
     dtypes: tuple[str, ...] = DTYPES,
     say: Say = lambda what: None,
     cases: tuple[Case, ...] | None = None,
-) -> Report:
-    """Compare everything that ``device`` can compute, in all ``CASES`` by default; ``say`` is told what is being computed.
+) -> dict[str, Any]:
+    """Compare everything that ``device`` can compute, in all ``CASES`` by default; ``say`` gets the progress.
+
+    Returns:
+        A report, ready for JSON: "ok", "rows" (the relative errors of full logits and of hf_cce, and what is allowed), "notes"
+        (what could not be compared, and why).
 
     Raises:
-        ValueError: ``device`` can compute nothing of it, or tokens are so few that luck decides.
+        ValueError: ``device`` can compute nothing of it, or there are too few tokens for a fair comparison.
     """
     if problem.tokens < ENOUGH_TOKENS:
         raise ValueError(
             f"--tokens must be at least {ENOUGH_TOKENS}, got {problem.tokens}: of fewer, luck decides what is closer"
         )
-    report = Report(machine.device_name(device), problem)
+    notes: dict[str, None] = {}
+    rows: list[dict[str, Any]] = []
     for dtype in dtypes:
-        configs, notes = configurations(device, dtype)
-        report.notes += [note for note in notes if note not in report.notes]
-        for case in (cases or CASES) if configs else ():
+        names, why_not = runnable(device, dtype)
+        notes |= dict.fromkeys(why_not)
+        for case in (cases or CASES) if names else ():
             say(f"{dtype}, {case.name}")
-            report.rows += compare(problem, case, dtype, device, configs)
-    if not report.rows:
-        raise ValueError(f"nothing can be compared on {device}: {'; '.join(report.notes)}")
-    return report
+            rows += compare(problem, case, dtype, device, names)
+    if not rows:
+        raise ValueError(f"nothing can be compared on {device}: {'; '.join(notes)}")
+    return {
+        "ok": all(row["ok"] for row in rows),
+        "device": machine.device_name(device),
+        "problem": problem._asdict(),
+        "notes": list(notes),
+        "versions": machine.versions("torch", "triton", "transformers"),
+        "rows": rows,
+    }
+
+
+def share(row: dict[str, Any]) -> float:
+    """Return the error of a row as a multiple of what is allowed."""
+    return row["hf_cce"] / row["allowed"]
+
+
+def computed_by(row: dict[str, Any]) -> str:
+    return ", ".join(filter(None, (row["dtype"], row["implementation"], row["gradient_filter"])))
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Return the result in one sentence."""
+    rows = report["rows"]
+    failures = [row for row in rows if not row["ok"]]
+    if not failures:
+        return f"All {len(rows)} results are as close to the exact ones as full logits are, plus rounding."
+    worst = max(failures, key=share)
+    return (
+        f"{len(failures)} of {len(rows)} results are less exact than allowed; the worst is {worst['quantity']} "
+        f"({computed_by(worst)}; {worst['case']}): relative error {worst['hf_cce']:.1e}, allowed {worst['allowed']:.1e}."
+    )

@@ -1,4 +1,7 @@
-"""The machine: device names, package versions, usable dtypes and memory. Imports torch only where it is needed."""
+"""Describe this machine: device names, package versions, default dtypes, memory in use.
+
+Nothing is imported with this module but the standard library: ``hf-cce doctor`` runs without torch.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import contextlib
 import ctypes
 import datetime
 import platform
+import re
 import shlex
-import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -17,14 +20,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+# By implementation of the loss.
+TITLE = {"triton": "Triton kernels", "portable": "PyTorch fallback"}
+EXPECT = {
+    "triton": "less memory and less time than full logits",
+    "portable": "less memory than full logits, not less time",
+}
+
 
 def origin(command: list[str], device: torch.device, *packages: str) -> dict[str, Any]:
-    """Return date, command, device and versions of ``packages`` for the head of a result file."""
+    """Return the first entries of a result file: date, command, device and versions of ``packages``."""
+    import hf_cce
+
+    own = {"hf_cce": hf_cce.__version__, "python": platform.python_version()}
     return {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(command),
         "device": device_name(device),
-        "versions": {"python": platform.python_version(), **versions("torch", "triton", *packages)},
+        "versions": {**own, **versions("torch", "triton", *packages)},
     }
 
 
@@ -44,46 +57,34 @@ def versions(*packages: str) -> dict[str, str | None]:
     return found
 
 
-def cpu_name() -> str:
-    """Return the processor model, such as "AMD EPYC 9654", or "CPU" where the system does not tell."""
-    # platform.processor() is empty on most Linux systems.
-    try:
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name" and value.strip():
-                return value.strip()
-    except OSError:
-        pass
-    return platform.processor() or "CPU"
-
-
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU; for a CPU also architecture, system and number of threads."""
+    """Return the name of a GPU, or of a CPU with its architecture, system and number of threads."""
     import torch
 
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    count = torch.get_num_threads()
-    threads = f", {count} thread{'s' * (count != 1)}" if device.type == "cpu" else ""
-    name = cpu_name() if device.type == "cpu" else device.type.upper()
-    return f"{name} ({platform.machine()}, {platform.system()}{threads})"
+    if device.type != "cpu":
+        return f"{device.type.upper()} ({platform.machine()}, {platform.system()})"
+    info = Path("/proc/cpuinfo")  # platform.processor() is empty on most Linux systems
+    found = re.search(r"^model name\s*:\s*(\S.*)$", info.read_text("utf-8"), re.MULTILINE) if info.exists() else None
+    name, count = found[1] if found else platform.processor() or "CPU", torch.get_num_threads()
+    return f"{name} ({platform.machine()}, {platform.system()}, {count} thread{'s' * (count != 1)})"
 
 
 def driver_gpus() -> list[str] | None:
     """Return "name, driver version" of each GPU that NVIDIA's driver lists, None without a driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    return done.stdout.strip().splitlines()
 
 
 def gpu_facts(device: torch.device) -> dict[str, Any]:
-    """Return what decides the speed of a CUDA device, for a report from a GPU that nobody here has."""
+    """Return what decides the speed of a CUDA device."""
     import torch
 
     found = torch.cuda.get_device_properties(device)
@@ -107,11 +108,18 @@ def best_device() -> torch.device:
 
 
 def half_dtype(device: torch.device) -> torch.dtype:
-    """Return the 16-bit dtype that ``device`` trains in: float16 on NVIDIA GPUs below compute capability 8.0 such as a T4."""
+    """Return the 16-bit dtype for ``device``: float16 on NVIDIA GPUs below compute capability 8.0 such as a T4."""
     import torch
 
     old = device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0)
     return torch.float16 if old else torch.bfloat16
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of matrix products in a training on ``device``: 16 bits on a GPU of CUDA, else float32."""
+    import torch
+
+    return half_dtype(device) if device.type == "cuda" else torch.float32
 
 
 def checked_device(name: str | None) -> torch.device:
@@ -122,18 +130,21 @@ def checked_device(name: str | None) -> torch.device:
     """
     import torch
 
-    why = ""
     try:
         device = torch.device(name) if name else best_device()
         if device.type != "cuda":
             torch.empty(0, device=device)
-        elif (device.index or 0) >= torch.cuda.device_count():  # creates no CUDA context in this process
-            why = f"torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices"
+        elif (device.index or 0) >= torch.cuda.device_count():  # which creates no CUDA context in this process
+            raise RuntimeError(f"torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]  # torch goes on with its backends
-    if why:
-        raise ValueError(f"--device {name} cannot be used here: {why}")
+        why = first_line(error).split(". ")[0]  # torch goes on to list its backends
+        raise ValueError(f"--device {name} cannot be used here: {why}") from None
     return device
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message, or the type where there is none."""
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
 
 
 def synchronize(device: torch.device) -> None:
@@ -159,29 +170,27 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the largest number of bytes in use since the process began, or since ``reset_peak_memory``."""
+    """Return the most bytes in use since the process began, or since ``reset_peak_memory``."""
     import psutil
     import torch
 
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
-        # MPS counts no peak; its driver's pool is only given back under pressure, so its size is close to one.
-        return torch.mps.driver_allocated_memory()
+        return torch.mps.driver_allocated_memory()  # MPS counts no peak, and its driver hardly gives memory back
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
-    if sys.platform == "linux":
-        # Not ru_maxrss: a child process starts with its parent's there, as the kernel carries it over exec.
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    if sys.platform == "linux":  # not ru_maxrss, which a child process inherits from its parent
+        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text("utf-8"), re.MULTILINE)
+        if found:  # gVisor has none
+            return int(found[1]) * 1024
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Let ``peak_memory`` begin anew, after what was freed has been given back; False where that cannot be done."""
+    """Free unused memory and restart ``peak_memory``; return False where that is not possible."""
     import torch
 
     if device.type == "cuda":
@@ -191,7 +200,7 @@ def reset_peak_memory(device: torch.device) -> bool:
         return True
     if device.type != "cpu" or sys.platform != "linux":
         return False
-    with contextlib.suppress(AttributeError, OSError):  # of glibc: else freed small blocks still count as in use
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has it; it returns freed small blocks to the system
         ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""What every notebook shares: ``begin`` says what runs here, ``measured`` takes memory and time, ``show`` compares them."""
+"""What every notebook shares: ``begin`` says what runs here, ``Measured`` takes memory and time, ``show`` compares them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+
+import torch
 
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.doctor import EXPECT
-
-if TYPE_CHECKING:
-    import torch
+from hf_cce.dispatch import explain_dispatch
 
 LOSS = (8192, 1024, 49_152)  # tokens, hidden size and vocabulary of the loss that ``begin`` asks about
 UNTRIED = "A T4 and other GPUs below compute capability 8.0 have not been tried; the table at the end is measured here."
@@ -33,15 +31,11 @@ class Here:
 
     def autocast(self) -> torch.autocast:
         """Return autocast in ``dtype``; with float32 it does nothing."""
-        import torch
-
-        enabled = self.dtype != torch.float32
-        return torch.autocast(self.device.type, self.dtype if enabled else torch.bfloat16, enabled=enabled)
+        half = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype if half else None, enabled=half)
 
     def scaler(self) -> torch.amp.GradScaler:
         """Return the scaler that float16 needs; with another dtype it does nothing."""
-        import torch
-
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
 
@@ -81,24 +75,19 @@ def begin(dtype: torch.dtype | None = None) -> Here:
     """Print device, dtype, implementation of the loss and what to expect of it.
 
     Args:
-        dtype: the notebook's own choice; None: what a training on this device multiplies in.
+        dtype: the notebook's own choice; None: the default of a training on this device.
     """
-    import torch
-
-    from hf_cce.dispatch import explain_dispatch
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if dtype is None:
-        dtype = machine.half_dtype(device) if device.type == "cuda" else torch.float32
+    dtype = dtype or machine.default_dtype(device)
     found = explain_dispatch(*LOSS, dtype, device)
-    name = machine.device_name(device) if device.type == "cuda" else "CPU"
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    name, old = "CPU", False
     if device.type == "cuda":
-        name += ", compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
+        capability = torch.cuda.get_device_capability(device)
+        name, old = "{}, compute capability {}.{}".format(machine.device_name(device), *capability), capability < (8, 0)
     print(f"device          {name}")
     print(f"dtype           {str(dtype).removeprefix('torch.')}")
-    print(f"implementation  {'Triton kernels' if found.implementation == 'triton' else 'PyTorch fallback'}")
-    print(f"expect          {EXPECT[found.implementation]}")
+    print(f"implementation  {machine.TITLE[found.implementation]}")
+    print(f"expect          {machine.EXPECT[found.implementation]}")
     if old:
         print(UNTRIED)
     return Here(device, dtype)

@@ -1,4 +1,4 @@
-"""Configurations without a download: of well-known shapes, of a model type, of a folder or a name on the hub."""
+"""Configurations and models without a download: of well-known shapes, of a model type, of a folder or a name on the hub."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-EOS = 0  # the tokenizer of hf_cce.diagnostics.text gives its end-of-text token this id
+from hf_cce.diagnostics.machine import first_line
+
+EOS = 0  # the end-of-text token of hf_cce.diagnostics.text
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides size and speed of a decoder; the head is tied to the embedding in all of them."""
+    """The size of a decoder, whose head is tied to the embedding."""
 
     family: str  # "llama" or "qwen2"
     hidden: int
@@ -38,8 +40,7 @@ def config_of(shape: Shape, sequence: int = 8192) -> Any:
     """Return the configuration of Transformers for ``shape``, for up to ``sequence`` tokens; caches are off."""
     from transformers import LlamaConfig, Qwen2Config
 
-    cls = {"llama": LlamaConfig, "qwen2": Qwen2Config}[shape.family]
-    return cls(
+    return {"llama": LlamaConfig, "qwen2": Qwen2Config}[shape.family](
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -61,10 +62,8 @@ def smollm2_like(vocabulary: int, hidden: int, layers: int) -> Shape:
     """Return SmolLM2-135M's shape in another size: heads of 64, a third of them for keys and values."""
     heads = max(1, hidden // 64)
     kv_heads = heads // 3 if heads % 3 == 0 else heads
-    return Shape(
-        "llama", hidden, layers, heads, kv_heads, hidden * 8 // 3, vocabulary, rope_theta=100_000.0,
-        initializer_range=1 / 24,
-    )  # fmt: skip
+    mlp = hidden * 8 // 3
+    return Shape("llama", hidden, layers, heads, kv_heads, mlp, vocabulary, 100_000.0, initializer_range=1 / 24)
 
 
 def is_model_type(name: str) -> bool:
@@ -89,17 +88,26 @@ def config_named(name: str) -> Any:
     path, near = Path(name), difflib.get_close_matches(name.lower(), [*CONFIG_MAPPING, *SHAPES], cutoff=0.75)
     ways = f"a folder with a config.json, a name on the hub, a model type such as llama, or one of {', '.join(SHAPES)}"
     if not path.exists():
-        # A name on the hub has one slash at most; its client would ask for anything, several times.
+        # The hub's client would ask for anything, several times; a name there has one slash at most.
         if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".json":
             raise ValueError(f"{name}: no such file or folder")
         if "/" not in name and near:
             raise ValueError(f"{name}: no configuration of this name; did you mean {' or '.join(near)}? Give {ways}")
     try:
         return AutoConfig.from_pretrained(name)
-    except Exception as error:  # the hub's client has dozens
+    except Exception as error:  # the hub's client has dozens of errors
         raise ValueError(f"{name}: no configuration found ({first_line(error)}). Give {ways}") from None
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of the message, or the type where there is none."""
-    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+def auto_class(name: str, config: Any) -> Any:
+    """Return the class of Transformers that builds the language model of ``config``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise ValueError(f"{name}: {type(config).__name__} belongs to no causal LM and to no model for images and text")

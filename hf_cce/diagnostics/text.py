@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import random
-import shutil
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +18,8 @@ import numpy as np
 import platformdirs
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from hf_cce.diagnostics.files import whole_file
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_CHARACTERS = 32_000_000  # more text makes no better demo, only a longer wait
@@ -76,33 +76,20 @@ def prepare(
     for document in documents:
         digest.update(document.encode("utf-8", "replace"))
     folder = (cache or cache_folder()) / f"corpus-{digest.hexdigest()[:16]}"
-    if not folder.is_dir():
+    tokens_file, tokenizer_file = folder / "tokens.npy", folder / "tokenizer.json"
+    if not tokens_file.is_file():  # the one that is written last
         tokenizer = given
         if tokenizer is None:
             say(f"training a byte-level BPE tokenizer on {sum(map(len, documents)) / 1e6:.0f} MB of text")
             tokenizer = train_tokenizer(documents, vocabulary)
         say("turning the text into tokens")
-        _keep(folder, tokenizer, encode(tokenizer, documents))
-    tokens_file, tokenizer_file = folder / "tokens.npy", folder / "tokenizer.json"
+        with whole_file(tokenizer_file) as temporary:
+            tokenizer.save(str(temporary))
+        with whole_file(tokens_file) as temporary:
+            np.save(temporary, encode(tokenizer, documents))
     tokens = len(np.load(tokens_file, mmap_mode="r"))
     entries = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()
     return Corpus(source, tokens_file, tokenizer_file, tokens, entries)
-
-
-def _keep(folder: Path, tokenizer: Tokenizer, tokens: np.ndarray) -> None:
-    """Write both files, then rename the folder; if another process was faster, its folder stays."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        tokenizer.save(str(temporary / "tokenizer.json"))
-        np.save(temporary / "tokens.npy", tokens)
-        try:
-            temporary.replace(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def train_tokenizer(documents: Iterable[str], vocabulary: int) -> Tokenizer:

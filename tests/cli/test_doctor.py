@@ -14,6 +14,7 @@ import pytest
 import torch
 from command import Result, hf_cce
 
+from hf_cce import CCEConfig
 from hf_cce.diagnostics import doctor, gradcheck, machine
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,7 @@ def process(before: str = "", *arguments: str, **environment: str) -> subprocess
 def portable_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter, which nobody trains with, is slow."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(gradcheck, "IMPLEMENTATIONS", ("portable",))
+        monkeypatch.setattr(gradcheck, "CONFIGS", {("portable", ""): CCEConfig("portable")})
 
 
 def test_a_good_machine_passes_and_says_what_runs() -> None:
@@ -86,12 +87,13 @@ def test_a_kernel_that_cannot_be_compiled_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_whose_loss_is_not_fused_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    import hf_cce
+    from hf_cce.diagnostics import check
 
     assert doctor._model().status == doctor.OK
-    monkeypatch.setattr(hf_cce, "apply_cce", lambda model: setattr(model, "cce_stats", lambda: {"fused": 0.0}))
-    check = doctor._model()
-    assert check.status == doctor.WRONG and "(0 fused)" in check.found and check.fix
+    right = check.check
+    monkeypatch.setattr(check, "check", lambda model: right(model) | {"saves": False})
+    found = doctor._model()
+    assert found.status == doctor.WRONG and "saves no memory" in found.found and found.fix
 
 
 def test_without_torch_and_transformers_it_says_how_to_get_them() -> None:
@@ -134,7 +136,8 @@ def test_triton_is_wanted_only_where_a_gpu_can_run_it(monkeypatch: pytest.Monkey
 
 def test_the_minimum_versions_are_those_of_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text("utf-8")
-    for name, least in {**doctor.REQUIRED, **doctor.OPTIONAL, "triton": doctor.TRITON}.items():
+    optional = {name: least for name, (least, _) in doctor.OPTIONAL.items()}
+    for name, least in {**doctor.REQUIRED, **optional, "triton": doctor.TRITON}.items():
         assert re.search(rf'"{name}>={re.escape(least)}[";]', text), name
 
 
@@ -142,7 +145,7 @@ def test_the_minimum_versions_are_those_of_the_package() -> None:
 def test_on_a_gpu_the_kernels_run_and_are_tested() -> None:
     choices, check = doctor.self_test(torch.device("cuda", 0))
     assert check.status == doctor.OK, check
-    assert {(choice.dtype, choice.implementation) for choice in choices} == {
+    assert {(choice["dtype"], choice["implementation"]) for choice in choices} == {
         ("bfloat16", "triton"),
         ("float32", "portable"),  # cuBLAS multiplies
     }

@@ -6,8 +6,6 @@ import functools
 import json
 import logging
 import re
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +16,18 @@ import torch
 from alive import Alive
 from command import Result, hf_cce
 from tiny_config import tiny_config
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig
+from transformers import LlamaForCausalLM, MambaConfig
 
-from hf_cce import dispatch
 from hf_cce.diagnostics import estimate as diagnostics
 from hf_cce.diagnostics.activations import Activations, Adapters, Model, weigh
-from hf_cce.diagnostics.shapes import SHAPES, config_named, config_of
+from hf_cce.diagnostics.shapes import SHAPES, Shape, config_named, config_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 MIB, GIB = 1 << 20, 1 << 30
 STEPS_TOLERANCE = 0.02  # 0.3 % at most when this was written
 estimated = functools.cache(diagnostics.estimate)
 NONE = Activations(0, 0, None, 0, 0)
+SIX_LAYERS = Shape("llama", 64, 6, 4, 4, 256, 4096)
 BUDGETS = {"hf_cce-256mib": 256 * MIB, "hf_cce-1gib": GIB, "hf_cce-2gib": 2 * GIB}
 
 
@@ -104,7 +102,7 @@ def measured_losses() -> list[Any]:
 @pytest.mark.parametrize(("way", "sizes", "extra_mib"), measured_losses())
 def test_the_loss_alone_takes_what_was_measured(way: str, sizes: tuple[int, int, int], extra_mib: float) -> None:
     n, d, v = sizes
-    model = Model("", "", 0, v, d, 0, False, "sdpa", None)
+    model = Model("", "", 0, v, d, 0)
     whole, left, few = diagnostics.loss_bytes(way, n, model, "bfloat16")
     measured = extra_mib * MIB + left  # the measurement leaves out the gradients
     if way == "cce" and not few and n < 8192:  # for fewer tokens the kernels use less than they may
@@ -113,30 +111,11 @@ def test_the_loss_alone_takes_what_was_measured(way: str, sizes: tuple[int, int,
         assert abs(off(whole, measured)) < 0.05
 
 
-def test_what_is_estimated_is_what_dispatch_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    n, model = 400, Model("", "", 0, 49_152, 576, 0, False, "sdpa", None)
-
-    def bytes_of_loss() -> tuple[int, bool]:
-        whole, left, few = diagnostics.loss_bytes("cce", n, model, "bfloat16")
-        return whole - left, few
-
-    whole, left, _ = diagnostics.loss_bytes("full", n, model, "bfloat16")
-    logits = n * model.vocabulary
-    assert bytes_of_loss() == (whole - left, True)
-    monkeypatch.setattr(dispatch, "EAGER_LOGITS", logits - 1)
-    assert bytes_of_loss() == (4 * logits, False)
-    monkeypatch.setattr(dispatch, "DENSE_BYTES", 3 * logits)
-    assert bytes_of_loss() == (2 * n * (model.vocabulary + 15), False)
-
-
 @pytest.mark.parametrize("vocabulary", [64, 8192])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_real_step_holds_what_was_estimated(vocabulary: int, checkpointing: bool) -> None:
     """Tensor by tensor on a CPU, which shares no code with the estimate and has the phases of a step that a GPU has."""
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=64, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=4, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+    config = config_of(replace(SIX_LAYERS, vocabulary=vocabulary))
     model = LlamaForCausalLM(config).train()
     if checkpointing:
         with warnings.catch_warnings():
@@ -155,10 +134,7 @@ def test_a_real_step_holds_what_was_estimated(vocabulary: int, checkpointing: bo
 def test_adapters_hold_what_peft_holds() -> None:
     """Weights, gradients, activations and peak of a LoRA step, tensor by tensor on a CPU, with PEFT's own adapters."""
     peft = pytest.importorskip("peft")
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=64, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=4, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+    config = config_of(SIX_LAYERS)
     model = peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(r=8, target_modules="all-linear")).train()
     ids = torch.randint(4096, (4, 256))
     with Alive({p.untyped_storage()._cdata for p in model.parameters()}) as alive:
@@ -195,23 +171,10 @@ def test_mixed_precision_keeps_the_casts_of_the_weights_once() -> None:
     assert diagnostics.estimate("tiny", 4, 64, "mixed", config=config).model.weights == 4 * model.parameters
 
 
-@pytest.mark.parametrize("way", diagnostics.WAYS)
-def test_the_largest_batch_fits_and_one_more_does_not(way: str) -> None:
-    found = diagnostics.estimate("smollm2-135m", 4, 2048, gpu_memory=16 * GIB)
-    most = found.plain[way].largest_batch
-    assert most > 1
-    fits = []
-    for batch in (most, most + 1):
-        peak = diagnostics.estimate("smollm2-135m", batch, 2048).plain[way].peak
-        run = diagnostics.Run(way, found.model, NONE, 2048, "bfloat16", None, False)
-        fits.append(run.reserved(peak, batch * 2048) <= 16 * GIB - diagnostics.CONTEXT)
-    assert fits == [True, False]
-    assert diagnostics.estimate("smollm2-135m", 1, 2048, gpu_memory=GIB).plain["full"].largest_batch == 0
-
-
 def test_a_tiny_vocabulary_costs_no_batch() -> None:
     """The scratch that CCE may take grows with the tokens; what it has use for does not, where logits are few."""
     found = diagnostics.estimate("small", 8, 1024, config=config_of(replace(SHAPES["smollm2-135m"], vocabulary=500)))
+    assert sum(found.plain["cce"].at_peak.values()) == found.plain["cce"].peak
     for steps in (found.plain, found.checkpointing):
         assert steps["cce"].largest_batch >= steps["full"].largest_batch > 1
 
@@ -223,12 +186,6 @@ def test_checkpointing_costs_no_batch() -> None:
     assert 1 < found.plain["cce"].largest_batch <= found.checkpointing["cce"].largest_batch
 
 
-def test_the_largest_batch_is_found_by_any_bound() -> None:
-    for bound in range(40):
-        assert diagnostics.largest(lambda rows, bound=bound: rows <= bound) == bound
-    assert diagnostics.largest(lambda rows: True, 64) == 64
-
-
 def test_it_says_where_cce_brings_much_little_and_nothing() -> None:
     much = diagnostics.estimate("qwen2.5-0.5b", 4, 8192)
     assert diagnostics.verdict(much).startswith("CCE saves 54% of the peak, 100.7 → 46.4 GiB")
@@ -237,6 +194,8 @@ def test_it_says_where_cce_brings_much_little_and_nothing() -> None:
         "CCE brings nothing here: 512 tokens make 25 million"
     )
     assert nothing.plain["cce"].peak == nothing.plain["full"].peak
+    none_fits = diagnostics.estimate("smollm2-135m", 1, 2048, gpu_memory=GIB)
+    assert none_fits.plain["full"].largest_batch == 0
     assert diagnostics.estimate("smollm2-135m", 16, 512).few_tokens is False
     narrow = config_of(replace(SHAPES["smollm2-135m"], vocabulary=512))  # bytes as tokens
     little = diagnostics.estimate("narrow", 32, 4096, config=narrow)
@@ -276,45 +235,12 @@ def test_the_command_reads_a_folder_and_a_file_and_writes_json(tmp_path: Path) -
     assert quiet.stdout.strip() == json.loads((tmp_path / "out.json").read_text("utf-8"))["verdict"]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("acme/none", "no configuration found"),  # without a network, as here
-        ("lama", "did you mean llama"),
-        ("./nowhere", "./nowhere: no such file or folder"),
-    ],
-)
-def test_a_name_that_is_not_known_is_an_error(name: str, message: str) -> None:
-    found = command(name)
-    assert found.exit_code == 2 and message in found.stderr and not found.stdout and found.stderr.count("\n") == 1
-
-
-def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}), "utf-8")
-    found = command(str(tmp_path))
-    assert found.exit_code == 2 and "no causal LM can be made" in found.stderr
-
-
 def test_the_page_shows_what_the_command_says() -> None:
     page = (RESULTS.parents[1] / "docs/commands.md").read_text("utf-8")
     for line in re.findall(r"^(?:\$ )?hf-cce estimate (.*)$", page, re.MULTILINE):
         shown = command(*line.split()).stdout
         text = "\n".join(line.rstrip() for line in shown.strip().splitlines())
         assert text in page, f"hf-cce estimate {line}: write\n{text}"
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "mixed"])
-@pytest.mark.parametrize(("batch", "sequence"), [(1, 4), (4, 8192)])
-def test_what_is_held_adds_up_to_the_peak(batch: int, sequence: int, dtype: str) -> None:
-    config = config_of(replace(SHAPES["smollm2-135m"], layers=2))
-    found = diagnostics.estimate("two layers", batch, sequence, dtype, config=config)
-    for way, step in (*found.plain.items(), *found.checkpointing.items()):
-        assert tuple(step.at_peak) == diagnostics.HELD and min(step.at_peak.values()) >= 0
-        assert sum(step.at_peak.values()) == step.peak
-        assert step.at_peak["weights and optimizer"] == found.model.weights + found.optimizer
-        # Whole or not at all: what is left of the loss are gradients.
-        assert step.at_peak["activations"] in (0, step.activations)
-        assert step.at_peak["logits and loss"] <= diagnostics.loss_bytes(way, batch * sequence, found.model, dtype)[0]
 
 
 def test_a_model_type_is_its_class_s_default_and_says_so() -> None:
@@ -325,7 +251,7 @@ def test_a_model_type_is_its_class_s_default_and_says_so() -> None:
     assert "llama is a model type: the sizes are the defaults of LlamaConfig" in note
     assert not diagnostics.estimate("qwen2.5-0.5b", 1, 64).notes
     found = command("vit")
-    assert found.exit_code == 2 and "vit: no causal LM can be made" in found.stderr
+    assert found.exit_code == 2 and "vit: ViTConfig belongs to no causal LM" in found.stderr
 
 
 def test_a_folder_of_the_name_of_a_model_type_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,41 +271,17 @@ def test_weights_that_are_drawn_by_their_own_values_are_not_drawn() -> None:
     assert found.model.parameters == sum(p.numel() for p in Gemma3ForConditionalGeneration(config).parameters())
 
 
-def test_without_torch_it_points_to_the_doctor() -> None:
-    code = (
-        "import sys\nsys.modules.update(torch=None)\nsys.argv[1:] = ['estimate', 'tiny']\n"
-        "from hf_cce.cli.app import main\nsys.exit(main())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=RESULTS.parents[1], capture_output=True, text=True, check=False
-    )
-    assert (
-        done.returncode == 2 and "hf-cce doctor says what is missing" in done.stderr and "Traceback" not in done.stderr
-    )
-
-
 def test_an_image_text_model_is_counted_as_its_text_model() -> None:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+    from transformers import CLIPVisionConfig, LlavaConfig
 
-    text = LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    text = config_of(replace(SHAPES["tiny"], vocabulary=32_000))
     vision = CLIPVisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28
     )
     whole = diagnostics.estimate("llava", 4, 1024, config=LlavaConfig(text_config=text, vision_config=vision))
     alone = diagnostics.estimate("llama", 4, 1024, config=text)
-    assert (
-        whole.model.parameters > alone.model.parameters and whole.model.vocabulary == alone.model.vocabulary == 32_000
-    )
+    assert whole.model.parameters > alone.model.parameters and whole.model.vocabulary == 32_000
     assert whole.loss == alone.loss and whole.unknown is alone.unknown is None
     for way, step in whole.plain.items():
         assert step.activations == alone.plain[way].activations > 0
-    assert any("rows of text" in note for note in whole.notes) and not any(
-        "rows of text" in note for note in alone.notes
-    )
+    assert any("rows of text" in note for note in whole.notes) and not alone.notes
