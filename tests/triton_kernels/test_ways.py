@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from alive import Alive
+from command import python
 from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
 from numerics import assert_as_good, relative_error
 from torch import Tensor
@@ -105,8 +104,7 @@ def test_the_newer_switch_for_tf32(switch: str) -> None:
         "f(h.float(), w.float(), y, reduction='none', config=CCEConfig('triton')).sum().backward()\n"
         "assert h.grad.isfinite().all()"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    python(program)
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
