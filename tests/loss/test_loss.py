@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from alive import Alive
+from command import python
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from losses import (
@@ -176,22 +171,11 @@ def test_second_backward_gives_the_same_again(reduction: str, scale: float) -> N
     )
     loss.backward(retain_graph=True)
     first = hidden.grad.clone(), weight.grad.clone()
+    weight.grad.mul_(100)  # in place, as gradient clipping does
     hidden.grad = weight.grad = None
     loss.backward()
     for name, one, other in zip(("hidden", "weight"), first, (hidden.grad, weight.grad), strict=True):
         assert_as_good(other, one, one, name)
-
-
-def test_changing_a_gradient_in_place_does_not_reach_the_next_backward() -> None:
-    inputs, labels = make_inputs(50, 16, 99, torch.float64)
-    hidden, weight = (x.requires_grad_() for x in inputs[:2])
-    loss = linear_cross_entropy(hidden, weight, labels)
-    loss.backward(retain_graph=True)
-    first = weight.grad.clone()
-    weight.grad.mul_(100)  # as gradient clipping does
-    weight.grad = None
-    loss.backward()
-    assert_as_good(weight.grad, first, first, "weight")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -230,19 +214,6 @@ def test_frozen_inputs_get_no_gradient_work(monkeypatch: pytest.MonkeyPatch) -> 
     weight.requires_grad_()
     linear_cross_entropy(hidden, weight, labels).backward()
     assert seen == [weight.shape]
-
-
-def test_tied_weight_gets_both_gradients() -> None:
-    (_, weight, _), labels = make_inputs(40, 16, 99, torch.float64, ignored="none")
-    tokens = torch.arange(40)
-
-    def both(loss):  # type: ignore[no-untyped-def]
-        w = weight.clone().requires_grad_()
-        loss(torch.tanh(w[tokens]), w).backward()
-        return w.grad
-
-    exact = both(lambda h, w: F.cross_entropy(h @ w.t(), labels))
-    assert_as_good(both(lambda h, w: linear_cross_entropy(h, w, labels)), exact, exact, "tied")
 
 
 def test_autocast_casts_as_the_matmul_would() -> None:
@@ -419,11 +390,10 @@ class Spy(TorchDispatchMode):
 with Spy():
     import hf_cce.loss
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     kinds = [
         f"aten.{name}.default 1 {dtype}" for dtype in (torch.float32, torch.float64) for name in ("exp", "log", "tanh")
     ]
-    assert done.stdout.splitlines() == kinds
+    assert python(program).splitlines() == kinds
 
 
 def test_what_was_not_asked_for_is_none() -> None:
@@ -464,63 +434,12 @@ def test_a_nan_in_the_hidden_states_is_not_hidden() -> None:
     assert linear_cross_entropy(hidden, weight, labels).isnan()
 
 
-H, W, Y = torch.randn(4, 8), torch.randn(11, 8), torch.arange(4)
-BAD_INPUTS = {
-    "labels .* do not (the first is 11)": dict(labels=torch.tensor([0, 1, 11, 3])),
-    "labels .* (the first is -7)": dict(labels=torch.tensor([0, 1, -7, 3])),
-    "labels must have the shape": dict(labels=Y[:3]),
-    "labels must be integers": dict(labels=Y.float()),
-    "hidden_states must be floating point": dict(hidden_states=H.long()),
-    "hidden_states must be [..., D] with D = 8": dict(hidden_states=H[:, :7]),
-    "weight must be [V, D]": dict(weight=W[0]),
-    "weight must have at least one row": dict(weight=W[:0]),
-    "weight must have the dtype of hidden_states": dict(weight=W.double()),
-    "weight must be on cpu": dict(weight=W.to("meta")),
-    "labels must be on cpu": dict(labels=Y.to("meta")),
-    "bias must be [V] = [11]": dict(bias=torch.randn(8)),
-    "bias must have the dtype": dict(bias=torch.randn(11).half()),
-    "softcap must be positive": dict(softcap=-1.0),
-    "logit_scale must be a number": dict(logit_scale=torch.tensor(0.5, requires_grad=True)),
-    "softcap must be a number": dict(softcap=torch.tensor(5.0, requires_grad=True)),
-    "label_smoothing must be a number": dict(label_smoothing=torch.tensor(0.1, requires_grad=True)),
-    "z_loss must be a number": dict(z_loss=torch.tensor(0.1, requires_grad=True)),
-    "reduction must be one of": dict(reduction="batchmean"),
-    "num_items_in_batch needs reduction='mean'": dict(reduction="sum", num_items_in_batch=3),
-    "num_items_in_batch must be a finite number, not negative": dict(num_items_in_batch=-3),
-    "num_items_in_batch must be one number": dict(num_items_in_batch=torch.ones(2)),
-    "label_smoothing must lie in": dict(label_smoothing=1.5),
-    "z_loss must not be negative": dict(z_loss=-1.0),
-}
-
-
-@pytest.mark.parametrize("message", BAD_INPUTS)
-def test_bad_input_gets_one_clear_error(message: str) -> None:
-    arguments = dict(hidden_states=H.clone().requires_grad_(), weight=W, labels=Y) | BAD_INPUTS[message]
-    pattern = ".*".join(re.escape(part) for part in message.split(".*"))
-    with pytest.raises(ValueError, match=pattern):
-        linear_cross_entropy(**arguments)
-
-
-def test_config_is_checked() -> None:
-    with pytest.raises(ValueError, match="implementation must be one of"):
-        CCEConfig(implementation="cuda")
-    with pytest.raises(ValueError, match="memory_budget must be at least"):
-        CCEConfig(memory_budget=1000)
-    with pytest.raises(ValueError, match="number of bytes"):
-        CCEConfig(memory_budget=1.5e9)
-    with pytest.raises(TypeError, match="unknown option memory"):
-        CCEConfig.of(None, memory=1 << 30)
-    with pytest.raises(TypeError, match="CCEConfig or None"):
-        linear_cross_entropy(H, W, Y, config={"implementation": "auto"})
-    assert CCEConfig.of(SMALL, implementation="portable") == CCEConfig("portable", 1 << 20)
-
-
 def test_explicit_kernels_never_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(RuntimeError, match="the tensors are on the CPU"):
-        linear_cross_entropy(H, W, Y, config=CCEConfig(implementation="triton"))
-    with pytest.raises(RuntimeError, match=r"tensors are torch\.float64"):
-        linear_cross_entropy(H.double(), W.double(), Y, config=CCEConfig(implementation="triton"))
+    for dtype, why in ((torch.float32, "the tensors are on the CPU"), (torch.float64, r"tensors are torch\.float64")):
+        (hidden, weight, _), labels = make_inputs(4, 8, 11, dtype)
+        with pytest.raises(RuntimeError, match=why):
+            linear_cross_entropy(hidden, weight, labels, config=CCEConfig(implementation="triton"))
     assert dispatch.choose_implementation(torch.device("cpu"), torch.float32) == "portable"
 
 
@@ -539,20 +458,15 @@ def test_a_missing_triton_is_named_only_where_installing_it_helps(monkeypatch: p
 @pytest.mark.parametrize(
     ("dtype", "reduction"), [(torch.float32, "mean"), (torch.float32, "none"), (torch.bfloat16, "mean")]
 )
-def test_memory_stays_below_a_tenth_of_the_logits(dtype: torch.dtype, reduction: str, tmp_path: Path) -> None:
+def test_memory_stays_below_a_tenth_of_the_logits(dtype: torch.dtype, reduction: str) -> None:
     n, d, v = 2048, 64, 50257
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, ignored="none")
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        linear_cross_entropy(hidden, weight, labels, reduction=reduction).sum().backward()
-    profile.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    allocations = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
-    peak = max(itertools.accumulate(size for _, size in allocations))
-    gradients = sum(x.grad.numel() * x.grad.element_size() for x in (hidden, weight))
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    with Alive({x.untyped_storage()._cdata for x in (*leaves, labels)}) as alive:
+        linear_cross_entropy(*leaves, labels, reduction=reduction).sum().backward()
+    gradients = sum(x.grad.numel() * x.grad.element_size() for x in leaves)
     vectors = 16 * 8 * n  # losses, labels and the like, [N] each
-    assert gradients < peak < gradients + vectors + n * v * 4 / 10
+    assert gradients < alive.peak < gradients + vectors + n * v * 4 / 10
 
 
 @pytest.mark.parametrize("first", ["import hf_cce.ops", "import torch.utils.flop_counter"])
@@ -577,7 +491,5 @@ for dtype in (torch.float32, torch.bfloat16):  # gradients formed in the forward
                 loss().backward()
             print(counter.get_total_flops(), (2 + head) * 2 * 6 * 8 * 11)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    counted = [line.split() for line in done.stdout.splitlines()]
+    counted = [line.split() for line in python(code).splitlines()]
     assert len(counted) == 12 and all(actual == expected for actual, expected in counted)

@@ -15,6 +15,8 @@ from typing import Any
 PAGE = Path(__file__).parents[2] / "docs/wrong-calls.md"
 REFUSALS = (TypeError, ValueError, RuntimeError)  # what the docstrings of public functions promise
 ROW = re.compile(r"^\| `(.+?)` \| (.*) \|$", re.MULTILINE)
+
+
 def message_of_call(call: str) -> str:
     """Return "ErrorType: message" of a Python call.
 
