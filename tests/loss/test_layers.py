@@ -83,12 +83,15 @@ def test_there_are_no_cycles() -> None:
         assert graph and list(TopologicalSorter(graph).static_order())  # or CycleError
 
 
-def test_diagnostics_cli_and_integrations_use_public_names_only() -> None:
-    for path in MODULES:
-        if layer_of(name_of(path)) in ("diagnostics", "cli", "integrations"):
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-                if isinstance(node, ast.ImportFrom) and node.module == "hf_cce":
-                    assert {alias.name for alias in node.names} <= set(hf_cce.__all__), name_of(path)
+def test_commands_integrations_and_recipes_use_public_names_only() -> None:
+    recipes = sorted((ROOT / "recipes").glob("*.py"))
+    rooms = [path for path in MODULES if layer_of(name_of(path)) in ("diagnostics", "cli", "integrations")]
+    for path in [*rooms, *recipes]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if module == "hf_cce":
+                assert {alias.name for alias in node.names} <= set(hf_cce.__all__), path
+            assert path not in recipes or not module.startswith("hf_cce."), path
 
 
 def test_modules_say_what_they_are_for() -> None:

@@ -199,13 +199,17 @@ def test_divisors() -> None:
 
 
 @pytest.mark.skipif(CUDA, reason="on a GPU it is a device-side assertion, tested below")
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bad", [99, -1])
-def test_out_of_range_labels_are_seen(bad: int) -> None:
-    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32)
+def test_out_of_range_labels_are_seen(bad: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, way)
+    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float16 if way == "dense16" else torch.float32)
     labels[17] = bad
+    hidden.requires_grad_()
+    weight.requires_grad_(not plain_options(way).frozen)
     for reduction in ("mean", "none"):
         with pytest.raises(ValueError, match=f"the first is {bad}"):
-            linear_cross_entropy(hidden, weight, labels, reduction=reduction, config=TRITON)
+            linear_cross_entropy(hidden, weight, labels, reduction=reduction, config=config_of(way))
 
 
 def test_entropy_gradient_with_masked_entries() -> None:
