@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -217,26 +220,20 @@ def test_frozen_inputs_get_no_gradient_work(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_autocast_casts_as_the_matmul_would() -> None:
-    (hidden, weight, bias), labels = make_inputs(100, 64, 999, torch.float32, bias=True)
+    inputs, labels = make_inputs(100, 64, 999, torch.float32, bias=True)
 
-    def run(loss):  # type: ignore[no-untyped-def]
-        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-        with torch.autocast("cpu", torch.bfloat16):
-            result = loss(*leaves)
-        result.backward()
-        return [result.detach(), *(x.grad for x in leaves)]
+    def run(loss: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+        def under_autocast(*given: Any) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return loss(*given)
 
-    def plain(h, w, b):  # type: ignore[no-untyped-def]
-        logits = F.linear(h, w, b)
-        assert logits.dtype == torch.bfloat16
-        return F.cross_entropy(logits.float(), labels)
+        return loss_and_gradients(under_autocast, inputs, labels, PLAIN, torch.float32)
 
-    exact = loss_and_gradients(plain_loss, (hidden, weight, bias), labels, PLAIN, torch.float64)
-    actual, twin = run(lambda h, w, b: linear_cross_entropy(h, w, labels, bias=b)), run(plain)
-    for name, a, t in zip(("loss", "hidden", "weight", "bias"), actual, twin, strict=True):
-        assert a.dtype == torch.float32
-        expected = exact[name] if name == "loss" else exact[name] / 4096 / 0.5  # the upstream gradient of the helper
-        assert_as_good(a, t, expected, name, torch.bfloat16)
+    exact = loss_and_gradients(plain_loss, inputs, labels, PLAIN, torch.float64)
+    actual, twin = run(fused_loss()), run(plain_loss)
+    for name, value in actual.items():
+        assert value.dtype == torch.float32
+        assert_as_good(value, twin[name], exact[name], name, torch.bfloat16)
 
 
 def test_autocast_leaves_float64_alone() -> None:
@@ -339,9 +336,19 @@ def test_gradients_lie_as_those_without_data_say(ignored: str, implementation: s
 
 
 @pytest.mark.parametrize("options", [PLAIN, Options(0.7, 5.0, True)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_log_probs_and_statistics(options: Options, dtype: torch.dtype) -> None:
-    inputs, labels = make_inputs(200, 64, 999, dtype, bias=options.bias)
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("portable", torch.float64), ("portable", torch.float32), ("portable", torch.bfloat16), ("triton", torch.float32)],
+    ids=str,
+)
+def test_log_probs_and_statistics(options: Options, implementation: str, dtype: torch.dtype) -> None:
+    """The upstream gradients of sums are expanded scalars, one number in memory."""
+    if implementation == "triton":
+        pytest.importorskip("triton")
+    device = "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
+    n, v = (70, 131) if implementation == "triton" else (200, 999)
+    inputs, labels = make_inputs(n, 64, v, dtype, device, bias=options.bias)
+    config = CCEConfig(implementation, 1 << 20)
     valid = labels != -100
 
     def plain(hidden, weight, bias):  # type: ignore[no-untyped-def]
@@ -356,7 +363,8 @@ def test_log_probs_and_statistics(options: Options, dtype: torch.dtype) -> None:
     def fused(hidden, weight, bias):  # type: ignore[no-untyped-def]
         out = linear_log_probs(
             hidden, weight, labels, bias=bias, logit_scale=options.logit_scale, softcap=options.softcap,
-            entropy=True, log_sum_sq_probs=True, mean_logit=True, is_top1=True, logsumexp=True, config=SMALL,
+            entropy=True, log_sum_sq_probs=True, mean_logit=True, is_top1=True, logsumexp=True,
+            config=config if hidden.dtype == dtype else None,
         )  # fmt: skip
         return [out.log_probs, out.entropy, out.log_sum_sq_probs, out.mean_logit, out.logsumexp], out.is_top1
 

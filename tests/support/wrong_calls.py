@@ -6,11 +6,11 @@ compares. A new row needs the call alone.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from pathlib import Path
 from typing import Any
+
+from tests.support.command import hf_cce
 
 PAGE = Path(__file__).parents[2] / "docs/wrong-calls.md"
 REFUSALS = (TypeError, ValueError, RuntimeError)  # what the docstrings of public functions promise
@@ -40,21 +40,14 @@ def message_of_call(call: str) -> str:
 
 
 def message_of_command(line: str) -> str:
-    """Return "Exit code: last line of standard error" of a command.
+    """Return the last line of standard error of a command.
 
     Raises:
-        AssertionError: exit code 0, something on standard output, or a traceback.
+        AssertionError: exit code other than 2, something on standard output, or a traceback.
     """
-    from hf_cce.cli.app import main
-
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code: object = main(line.split()[1:])
-        except SystemExit as ended:  # argparse's
-            code = ended.code
-    shown = err.getvalue().strip()
-    assert code == 2 and not out.getvalue() and shown and "Traceback" not in shown, (code, out.getvalue(), shown)
+    done = hf_cce(*line.split()[1:])
+    shown = done.stderr.strip()
+    assert done.exit_code == 2 and not done.stdout and shown and "Traceback" not in shown, done
     return re.sub(r"^hf-cce( \w+)?: error: ", "error: ", shown.splitlines()[-1])
 
 
