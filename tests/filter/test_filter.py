@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 SOFT = Options(0.7, 5.0, z_loss=1e-2)
+tiles_of_the_interpreter = pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
 
 
 def run(
@@ -103,7 +104,11 @@ def filter_data(n: int = 60, d: int = 32, v: int = 230, seed: int = 0) -> tuple[
     return (hidden, weight, None), labels
 
 
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
+def assert_within(factor: float, estimate: float | Tensor | None, actual: float) -> None:
+    assert estimate is not None and 0 < actual / factor <= float(estimate) <= factor * actual
+
+
+@tiles_of_the_interpreter
 @pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
 def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, "filtered")
@@ -117,47 +122,61 @@ def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options, mo
         stats = state.stats()
         assert 0 < stats["kept"] < 1 and 0 < stats["dropped_mass"] < 1
         errors.append([relative_error(a, e) for a, e in zip(gradients, exact[1:], strict=True)])
-        assert stats["error"] / 1.1 <= errors[-1][0] <= 1.1 * stats["error"]  # every token is measured
-        assert stats["weight_error"] / 2 <= errors[-1][1] <= 2 * stats["weight_error"]  # and a part of the vocabulary
-        assert (
-            options is SOFT or errors[-1][0] <= wanted
-        )  # the first threshold, a guess, is one for logits without a softcap
+        assert_within(1.1, stats["error"], errors[-1][0])  # every token is measured
+        assert_within(2, stats["weight_error"], errors[-1][1])  # and a part of the vocabulary
+        # the first threshold, a guess, is one for logits without a softcap
+        assert options is SOFT or errors[-1][0] <= wanted
     for lower, higher in zip(errors[1:], errors, strict=False):
         assert lower[0] < higher[0] and lower[1] < higher[1]
 
 
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
-def test_the_error_of_some_tokens_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More tokens than are measured, and a gradient from upstream that is not one."""
+@tiles_of_the_interpreter
+@pytest.mark.parametrize(
+    ("n", "unsure", "wanted", "options", "factors"),
+    [
+        # of fewer dropped tiles, one token may have most of the error
+        (150, 0, 0.03, Options(reduction="sum"), (3, 2)),
+        # one token in 24 is unsure and has most of the error: as they lie among others, each block of tokens has one, or none
+        (600, 25, 0.1, PLAIN, (1.05, 2)),
+    ],
+)
+def test_the_error_of_some_tokens_stands_for_all(
+    n: int, unsure: int, wanted: float, options: Options, factors: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tokens than are measured, also with a gradient from upstream that is not one."""
     force(monkeypatch, "filtered")
-    inputs, labels = filter_data(150, 32, 400)  # of fewer dropped tiles, one token may have most of the error
+    inputs, labels = filter_data(n, 32, 400, seed=2 if unsure else 0)
+    inputs[0][torch.randperm(n, generator=torch.Generator().manual_seed(2))[:unsure]] *= 0.25
     state = FilterState()
-    _, hidden, weight = run(inputs, labels, 0.03, Options(reduction="sum"), state)
-    exact = run_plain(inputs, labels, Options(reduction="sum"))
-    error = relative_error(hidden, exact[1])
-    assert 0 < error / 3 <= state.stats()["error"] <= 3 * error
-    error = relative_error(weight, exact[2])
-    assert 0 < error / 2 <= state.stats()["weight_error"] <= 2 * error
+    _, *found = run(inputs, labels, wanted, options, state)
+    errors = [relative_error(a, e) for a, e in zip(found, run_plain(inputs, labels, options)[1:], strict=True)]
+    assert_within(factors[0], state.stats()["error"], errors[0])
+    assert_within(factors[1], state.stats()["weight_error"], errors[1])
 
 
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
-def test_few_tokens_with_most_of_the_error_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in 24 is unsure: as they lie among others, each block of tokens has one, or none."""
+@pytest.mark.parametrize(
+    ("n", "measured", "options", "factors"),
+    [
+        (60, None, PLAIN, (1.1, 1.5)),
+        (60, None, Options(0.7, 5.0), (1.1, 1.5)),
+        # one token in 24 is unsure, and moved by rounding more than the others
+        pytest.param(600, 64, PLAIN, (1.1, 1.15), marks=tiles_of_the_interpreter),
+    ],
+    ids=str,
+)
+def test_what_rounded_logits_would_make_of_the_gradients(
+    n: int, measured: int | None, options: Options, factors: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float16, which the interpreter rounds to as a GPU does."""
+    from hf_cce.kernels.filter import error
+
     force(monkeypatch, "filtered")
-    inputs, labels = filter_data(600, 32, 400, seed=2)
-    unsure = torch.randperm(600, generator=torch.Generator().manual_seed(2))[:25]
-    inputs[0][unsure] *= 0.25
-    state = FilterState()
-    _, hidden, _ = run(inputs, labels, 0.1, state=state)
-    error = relative_error(hidden, run_plain(inputs, labels)[1])
-    assert 0 < error / 1.05 <= state.stats()["error"] <= 1.05 * error
-
-
-def gradients_of_rounded_logits(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
-) -> list[tuple[Tensor, ...]]:
-    """(of hidden, of weight) without and with logits that are rounded to float16."""
-    gradients = []
+    hidden, weight, labels = peaked(n, 32, 230, torch.float16, DEVICE, seed=5 if measured else 0)
+    if measured:
+        monkeypatch.setattr(error, "ROUNDED_TOKENS", measured)
+        hidden[torch.randperm(n, generator=torch.Generator().manual_seed(5))[:25]] *= 0.25
+    state, gradients = FilterState(), []
+    run((hidden, weight, None), labels, 0.02, options, state)
     for rounded in (False, True):
         leaves = [x.double().requires_grad_() for x in (hidden, weight)]
         z = leaves[0] @ leaves[1].t()
@@ -167,42 +186,12 @@ def gradients_of_rounded_logits(
         if options.softcap:
             z = options.softcap * torch.tanh(z / options.softcap)
         gradients.append(torch.autograd.grad(torch.nn.functional.cross_entropy(z, labels), leaves))
-    return gradients
-
-
-@pytest.mark.parametrize("options", [PLAIN, Options(0.7, 5.0)], ids=["plain", "softcap"])
-def test_what_rounded_logits_would_make_of_the_gradients(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float16, which the interpreter rounds to as a GPU does; every token is measured."""
-    force(monkeypatch, "filtered")
-    hidden, weight, labels = peaked(60, 32, 230, torch.float16, DEVICE)
-    state = FilterState()
-    run((hidden, weight, None), labels, 0.02, options, state)
-    gradients = gradients_of_rounded_logits(hidden, weight, labels, options)
     errors = [relative_error(b, a) for a, b in zip(*gradients, strict=True)]
-    report = state._last
-    assert 0 < errors[0] / 1.1 <= float(report.rounding_error) <= 1.1 * errors[0]
-    assert 0 < errors[1] / 1.5 <= float(report.rounding_weight_error) <= 1.5 * errors[1]
+    assert_within(factors[0], state._last.rounding_error, errors[0])
+    assert_within(factors[1], state._last.rounding_weight_error, errors[1])
 
 
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
-def test_what_rounded_logits_would_make_of_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 of 600 are measured; one in 24 is unsure, and moved by rounding more than the others."""
-    from hf_cce.kernels.filter import error
-
-    force(monkeypatch, "filtered")
-    monkeypatch.setattr(error, "ROUNDED_TOKENS", 64)
-    hidden, weight, labels = peaked(600, 32, 230, torch.float16, seed=5)
-    hidden[torch.randperm(600, generator=torch.Generator().manual_seed(5))[:25]] *= 0.25
-    state = FilterState()
-    run((hidden, weight, None), labels, 0.02, state=state)
-    exact, rounded = gradients_of_rounded_logits(hidden, weight, labels, PLAIN)
-    errors = [relative_error(b, a) for a, b in zip(exact, rounded, strict=True)]
-    assert state._last.rounding_error is not None
-    assert 0 < errors[0] / 1.1 <= float(state._last.rounding_error) <= 1.1 * errors[0]
-    assert 0 < errors[1] / 1.15 <= float(state._last.rounding_weight_error) <= 1.15 * errors[1]
-
-
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
+@tiles_of_the_interpreter
 def test_dropped_tiles_keep_their_mass(monkeypatch: pytest.MonkeyPatch) -> None:
     """A column of ones shows sums of the logits' gradient: of each token over the vocabulary, and of everything."""
     force(monkeypatch, "filtered")
@@ -218,7 +207,7 @@ def test_dropped_tiles_keep_their_mass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_as_good(of_weight[:, 0].sum(), twin[2][:, 0].sum(), exact[2][:, 0].sum(), "sum over everything")
 
 
-@pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
+@tiles_of_the_interpreter
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the identity for hidden states the weight's gradient is that of the logits, and each of its tiles can be looked at."""
@@ -339,7 +328,7 @@ def force_workspace(
 @pytest.mark.parametrize(
     "wanted",
     [
-        pytest.param(KEEPS_ALL, marks=pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")),
+        pytest.param(KEEPS_ALL, marks=tiles_of_the_interpreter),
         0.03,
     ],
     ids=["everything", "some"],
