@@ -97,15 +97,13 @@ def compile_all(arch: int, done: Callable[[str, Callable[[], Any]], None]) -> No
 
     launches.pretend(arch, launch)
     for d in HIDDEN_SIZES:
-        plain, scaled = (
-            launches.steps(spec, dtype, d, v) for spec, v in ((launches.PLAIN, 49_152), (launches.SCALED, 50_257))
-        )
+        plain = launches.steps(launches.PLAIN, dtype, d, 49_152)
         for name in PLAIN_STEPS:
             plain[name]()
-        for name in (
-            ("cached", "filtered") if arch == 90 else ()
-        ):  # the kernels of hopper.py have a scale, but no softcap
-            scaled[name]()
+        if arch == 90:  # the kernels of hopper.py have a scale, but no softcap
+            scaled = launches.steps(launches.SCALED, dtype, d, 50_257)
+            for name in ("cached", "filtered"):
+                scaled[name]()
     for dtype in dtypes:
         for d in HIDDEN_SIZES:
             every = launches.steps(launches.EVERYTHING, dtype, d, 50_257)
