@@ -106,7 +106,7 @@ types: $(VENV)/.dev  ## what CI asks of types
 	$(BIN)/mypy
 
 examples: $(VENV)/.dev  ## run the Python of README and docs/, and the demo on a tiny model
-	$(BIN)/python -m pytest tests/docs/test_readme.py tests/docs/test_docs.py tests/cli/test_demo.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/docs/test_docs.py tests/cli/test_demo.py $(PYTEST_ARGS)
 
 notebooks: $(VENV)/.dev  ## run the notebooks and store their outputs
 	$(BIN)/python notebooks/execute.py

@@ -1,22 +1,26 @@
-"""docs/ keeps its word: its Python runs, its links lead somewhere, its tables and lists are whole and not stale."""
+"""README and docs/ keep their word: their Python runs, links lead somewhere, tables and lists are whole and not stale."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
+import shlex
 import warnings
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import HOLE, in_module, messages
+from messages import messages
 from numerics import budget, relative_error
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "notebooks/README.md", "hf_cce/patches/MODELS.md")
 TROUBLE = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
 # Met by nobody who uses hf_cce as it is documented, or a sentence of a report and no complaint.
 INTERNAL = {
@@ -86,6 +90,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
         "model": model(),
         "tokenizer": tokenizer(),
         "input_ids": input_ids,
+        "args": transformers.TrainingArguments("out", max_steps=1, report_to=[], save_strategy="no"),
         "dataset": [{"input_ids": row, "labels": row} for row in input_ids],
         "hidden_states": torch.randn(2, 16, 64, requires_grad=True),
         "weight": torch.randn(99, 64, requires_grad=True),
@@ -96,6 +101,13 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     torch._dynamo.reset()
 
 
+def add_trl(stand_ins: dict[str, Any]) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    stand_ins["SFTTrainer"] = trl.SFTTrainer
+    stand_ins["sft_args"] = trl.SFTConfig("out", max_steps=1, report_to=[], save_strategy="no", bf16=False)
+    stand_ins["rows"] = datasets.Dataset.from_dict({"text": ["w1 w2 w3", "w4 w5"]})
+
+
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
     import torch
@@ -104,11 +116,8 @@ def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
         pytest.skip("the trainers would move the stand-ins to the GPU, and the blocks beside them stay on the CPU")
     text = page.read_text("utf-8")
     if "SFTTrainer" in text:
-        trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
         pytest.importorskip("peft")
-        stand_ins["SFTTrainer"] = trl.SFTTrainer
-        stand_ins["sft_args"] = trl.SFTConfig("out", max_steps=1, report_to=[], save_strategy="no", bf16=False)
-        stand_ins["rows"] = datasets.Dataset.from_dict({"text": ["w1 w2 w3", "w4 w5"]})
+        add_trl(stand_ins)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="hf_cce:")  # what is recommended does not fall back to full logits
         for code in code_of(page):
@@ -136,10 +145,7 @@ def test_what_goes_is_what_the_others_have(lines: list[str], stand_ins: dict[str
         pytest.skip("the trainers would move the stand-ins to the GPU")
     code = "\n".join(lines)
     if "SFTTrainer" in code:
-        trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-        stand_ins["SFTTrainer"] = trl.SFTTrainer
-        stand_ins["sft_args"] = trl.SFTConfig("out", max_steps=1, report_to=[], save_strategy="no", bf16=False)
-        stand_ins["rows"] = datasets.Dataset.from_dict({"text": ["w1 w2 w3", "w4 w5"]})
+        add_trl(stand_ins)
     if "F.linear_cross_entropy" in code and not hasattr(torch.nn.functional, "linear_cross_entropy"):
         pytest.skip("torch 2.13 has it")
     stand_ins["F"] = torch.nn.functional
@@ -160,24 +166,65 @@ def test_what_goes_is_what_the_others_have(lines: list[str], stand_ins: dict[str
         assert relative_error(stand_ins["loss"], theirs) <= budget(0.0, torch.float32)
 
 
+def shell_of(text: str) -> str:
+    return "\n".join(re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_parse(page: Path) -> None:
-    from test_readme import check_commands
+    from hf_cce.cli.app import parser
 
-    check_commands(page.read_text("utf-8"))
+    for name, arguments in re.findall(r"^hf-cce (\w+) ?([^#\n]*)", shell_of(page.read_text("utf-8")), re.MULTILINE):
+        parser().parse_args([name, *(word for word in shlex.split(arguments) if word != "--help")])  # or SystemExit
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_exist(name: str) -> None:
+    text = (ROOT / name).read_text("utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    commands = re.findall(r"^make ((?:[a-z-]+ ?)+)", shell_of(text), re.MULTILINE)
+    commands += re.findall(r"`make ([a-z-]+)", text)
+    assert commands and {target for command in commands for target in command.split()} <= targets
+
+
+def test_paths_in_how_it_works_exist() -> None:
+    flow = (ROOT / "docs/how-it-works.md").read_text("utf-8")
+    paths = [path.rstrip(".") for path in re.findall(r"(?<![\w/])(?:hf_cce|patches)/[\w/.]+", flow)]
+    assert paths and [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / name for name in OTHERS)], ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    from test_readme import check_links
+    """Every relative link leads to a file, and to a heading of it."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if target.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text("utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
 
-    check_links(str(page.relative_to(ROOT)))
+
+def test_the_counters_are_shown_as_they_are(stand_ins: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = [code for code in code_of(README) if "cce_stats()" in code]
+    exec(compile(block, "README.md", "exec"), stand_ins)
+    (shown,) = re.findall(r"\)  # ([01 ]+)$", block, re.MULTILINE)
+    assert shown in capsys.readouterr().out.splitlines()
+
+
+def test_the_table_of_options_is_complete() -> None:
+    from hf_cce import CCEConfig
+
+    (section,) = re.findall(r"^## Options\n(.*?)^## ", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == [field.name for field in fields(CCEConfig)]
 
 
 def test_the_index_names_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text("utf-8")
     assert all(f"]({page.name})" in index for page in PAGES if page.name != "README.md")
-    assert "](docs/README.md)" in (ROOT / "README.md").read_text("utf-8")
+    assert "](docs/README.md)" in README.read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/performance.md", "docs/comparison.md", "docs/accuracy.md"])
@@ -198,7 +245,7 @@ def test_tables_are_those_of_their_json(name: str) -> None:
 def test_every_result_and_every_table_is_on_a_page() -> None:
     from benchmarks.report import RESULTS, TABLES
 
-    pages = "".join(path.read_text("utf-8") for path in [*PAGES, ROOT / "README.md"])
+    pages = "".join(path.read_text("utf-8") for path in PAGES)
     for path in RESULTS.iterdir():
         assert path.suffix == ".json" and path.name in pages, f"{path.name}: run make docs, or delete it"
         found = json.loads(path.read_text("utf-8"))
@@ -246,30 +293,3 @@ def test_no_entry_and_no_exception_is_left_over() -> None:
     assert len(known) > 100 and len(known) == len(set(known))
     assert set(known) <= set(messages()), sorted(set(known) - set(messages()))
     assert set(INTERNAL) <= set(messages()) and not set(INTERNAL) & set(known)
-
-
-def test_messages_are_found_whatever_their_form() -> None:
-    import ast
-
-    source = """
-WHY = "it is so"
-def f(x, call):
-    if x:
-        raise ValueError(f"{x} is wrong: {WHY}")
-    message = f"said of {x}"
-    warnings.warn(message, stacklevel=2)
-    reason = None if x else "for this reason"
-    call.note_refused("refused")
-    raise RuntimeError("one " + "two")
-def why_not(x):
-    return None if x else "because"
-"""
-    found = {text for _, text in in_module(ast.parse(source))}
-    assert found == {
-        f"{HOLE} is wrong: it is so",
-        f"said of {HOLE}",
-        "for this reason",
-        "refused",
-        "one two",
-        "because",
-    }

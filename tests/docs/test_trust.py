@@ -1,4 +1,4 @@
-"""docs/trust.md names tests that exist, and SECURITY.md says what the code does."""
+"""docs/trust.md names tests that exist, SECURITY.md says what the code does, docs/wrong-calls.md what a mistake gets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from promises import PAGE, PROMISES, ROOT, page
+from promises import PAGE, ROOT, page
+from wrong_calls import message, table
 
 CODE = sorted([*(ROOT / "hf_cce").rglob("*.py"), *(ROOT / "recipes").glob("*.py")])
-CHECKS = [check for promises in PROMISES.values() for promise in promises for check in promise.checks]
+CHECKS = re.findall(r"`(\w+/test_\w+\.py::\w+)`", PAGE.read_text("utf-8"))
 # Modules that unpickle or open connections, and functions that run text. torch.load alone may be called, with weights_only=True.
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "socket", "urllib", "http",
                   "requests", "httpx", "aiohttp", "ftplib", "huggingface_hub"}  # fmt: skip
@@ -64,3 +65,8 @@ def test_every_check_of_a_promise_exists(check: str) -> None:
 
 def test_the_page_is_fresh() -> None:
     assert PAGE.read_text("utf-8") == page(), "python -m tests.support.promises"
+
+
+@pytest.mark.parametrize("line", table())
+def test_a_wrong_call_gets_its_message(line: str) -> None:
+    assert message(line) == table()[line]

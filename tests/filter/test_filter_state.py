@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from losses import PLAIN, make_inputs, plain_loss
+from losses import PLAIN, check_against_plain, fused_loss, make_inputs
 from models import batch, tiny_llama
 from numerics import assert_as_good
 from test_callback import build
@@ -111,24 +111,18 @@ def test_a_loss_asks_the_state_of_its_device(monkeypatch: pytest.MonkeyPatch) ->
     assert asked == [torch.device("cpu")] and state.stats()["kept"] > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_auto_is_exact_but_in_bfloat16(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "dtype"), [("auto", torch.float32), ("auto", torch.float16), (None, torch.float32)], ids=str
+)
+def test_auto_is_exact_but_in_bfloat16(wanted: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     state = FilterState()
     assert state.threshold("auto", torch.zeros(1, dtype=dtype)) is None
     tau = state.threshold("auto", torch.zeros(1, dtype=torch.bfloat16))
     assert tau is not None and tau.dtype == torch.float32 and 0 < tau < 1e-2
     if not CUDA:
         taken = force(monkeypatch, "filtered")
-        step(state, "auto", dtype=dtype)
+        step(state, wanted, dtype=dtype)
         assert "filtered" not in taken and state.stats() == {}
-
-
-@cpu_only
-def test_without_a_filter_nothing_is_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = force(monkeypatch, "filtered")
-    state = FilterState()
-    step(state, None)
-    assert "filtered" not in taken and state.stats() == {}
 
 
 def test_another_wish_begins_with_another_threshold() -> None:
@@ -398,17 +392,8 @@ def test_a_stale_order_gives_right_gradients(monkeypatch: pytest.MonkeyPatch) ->
     state = FilterState()
     step(state)
     (hidden, weight, _), labels = make_inputs(37, 16, 40, torch.float32)
-    found = {}
-    for name, dtype in (("ours", torch.float32), ("twin", torch.float32), ("exact", torch.float64)):
-        leaves = [x.flip(0).to(dtype).requires_grad_() for x in (hidden, weight)]
-        if name == "ours":
-            config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
-            linear_cross_entropy(*leaves, labels, config=config, filter_state=state).backward()
-        else:
-            plain_loss(*leaves, None, labels, PLAIN).backward()
-        found[name] = leaves
-    for ours, twin, exact in zip(*found.values(), strict=True):
-        assert_as_good(ours.grad, twin.grad, exact.grad, "gradient")
+    loss = fused_loss(CCEConfig("triton", gradient_filter=KEEPS_ALL), state)
+    check_against_plain(loss, (hidden.flip(0), weight.flip(0), None), labels, PLAIN, torch.float32, "stale")
 
 
 @cpu_only
@@ -452,40 +437,28 @@ def test_nothing_is_measured_where_nobody_keeps_a_state(monkeypatch: pytest.Monk
 @cpu_only
 @pytest.mark.parametrize("way", ["filtered", "dense", "stored", "grouped", "exact"])
 def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first consumes what the forward pass left; the second is exact, with ignored labels in between the others."""
+    """The first consumes what the forward pass left, unless it wants several gradients at once; no second derivative."""
     taken = force(monkeypatch, way)
     (hidden, weight, _), labels = make_inputs(37, 16, 70, torch.float32)
     weight.requires_grad_(not plain_options(way).frozen)
     leaves = [x for x in (hidden.requires_grad_(), weight) if x.requires_grad]
-    config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
-    loss = linear_cross_entropy(hidden, weight, labels, config=config, filter_state=FilterState())
-    first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    second = torch.autograd.grad(loss, leaves, retain_graph=True)
+
+    def loss() -> Tensor:
+        config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
+        return linear_cross_entropy(hidden, weight, labels, config=config, filter_state=FilterState())
+
+    once = loss()
+    first = torch.autograd.grad(once, leaves, retain_graph=True)
+    second = torch.autograd.grad(once, leaves, retain_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(torch.autograd.grad(loss, leaves, create_graph=True)[0].sum(), leaves)
-    for a, b, name in zip(first, second, ("hidden", "weight"), strict=False):
-        assert_as_good(b, a, a, name)
+        torch.autograd.grad(torch.autograd.grad(once, leaves, create_graph=True)[0].sum(), leaves)
     assert taken[way] == 1
     if way in ("filtered", "dense", "grouped"):
         assert taken[backward_of(way)] == 1
-
-
-@cpu_only
-@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "grouped", "exact"])
-def test_several_upstream_gradients_at_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``is_grads_batched=True`` recomputes, as nobody can tell one number by which to scale what is there."""
-    taken = force(monkeypatch, way)
-    (hidden, weight, _), labels = make_inputs(37, 16, 70, torch.float32)
-    weight.requires_grad_(not plain_options(way).frozen)
-    leaves = [x for x in (hidden.requires_grad_(), weight) if x.requires_grad]
-    config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
-    loss = linear_cross_entropy(hidden, weight, labels, config=config, filter_state=FilterState())
-    upstream = torch.tensor([1.0, -2.0])
-    batched = torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True, retain_graph=True)
-    single = torch.autograd.grad(loss, leaves, retain_graph=True)
-    assert taken[way] == 1
-    for a, b, name in zip(batched, single, ("hidden", "weight"), strict=False):
-        assert_as_good(a, torch.stack([b, -2 * b]), torch.stack([b, -2 * b]), name)
+    batched = torch.autograd.grad(loss(), leaves, torch.tensor([1.0, -2.0]), is_grads_batched=True)
+    for a, b, several, name in zip(first, second, batched, ("hidden", "weight"), strict=False):
+        assert_as_good(b, a, a, name)
+        assert_as_good(several, torch.stack([a, -2 * a]), torch.stack([a, -2 * a]), f"{name}, two at once")
 
 
 @cpu_only
@@ -583,17 +556,3 @@ def test_the_callback_logs_nothing_of_a_filter_without_one(tmp_path: Path) -> No
     trainer.train()
     told = {key for entry in trainer.state.log_history for key in entry if key.startswith("cce/")}
     assert told == {"cce/fused", "cce/materialized"}
-
-
-@pytest.mark.parametrize("value", [0, 0.0, -0.1, 0.2, 1, True, False, "on", "none", float("nan"), float("inf"), [0.01]])
-def test_wrong_filters_are_named(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"gradient_filter must be 'auto', None or a number in \(0, 0.1\], got"):
-        CCEConfig(gradient_filter=value)
-    with pytest.raises(ValueError, match="gradient_filter"):
-        CCECallback(gradient_filter=value)
-
-
-@pytest.mark.parametrize("value", ["auto", None, 0.1, 1e-9])
-def test_right_filters(value: Any) -> None:
-    assert CCEConfig(gradient_filter=value).gradient_filter == value
-    assert CCEConfig() == CCEConfig(gradient_filter="auto")

@@ -1,85 +1,22 @@
-"""Arguments of a wrong type: one error that names the argument and the way out, at no cost worth naming."""
+"""Arguments that are no plain tensors and floats, and what checking them costs.
+
+Wrong ones are the rows of docs/wrong-calls.md, each of which tests/docs/test_trust.py calls.
+"""
 
 from __future__ import annotations
 
-import math
-import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numerics import assert_as_good
-from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs
 
 H, W, Y = torch.randn(4, 8), torch.randn(11, 8), torch.arange(4)
-WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (dict(hidden_states=None), TypeError, "hidden_states must be a tensor [..., D], got None"),
-    (dict(hidden_states=H.tolist()), TypeError, "got a list; torch.as_tensor(hidden_states) makes one"),
-    (dict(weight=None), TypeError, "weight must be a tensor [V, D], got None"),
-    (dict(weight=W.numpy()), TypeError, "got a ndarray; torch.as_tensor(weight) makes one"),
-    (dict(weight=nn.Linear(8, 11)), TypeError, "weight must be a tensor [V, D], got a Linear; pass its .weight"),
-    (dict(weight=nn.ReLU()), TypeError, "weight must be a tensor [V, D], got a ReLU"),
-    (dict(bias=nn.Linear(8, 11)), TypeError, "bias must be a tensor [V], got a Linear; pass its .bias"),
-    (dict(bias=[0.0] * 11), TypeError, "bias must be a tensor [V], got a list"),
-    (dict(labels=None), TypeError, "labels must be a tensor [...], got None"),
-    (dict(labels=[0, 1, 2, 3]), TypeError, "got a list; torch.as_tensor(labels) makes one"),
-    (dict(labels=Y.to(torch.int8)), ValueError, "int16 or uint8), got torch.int8; labels.long() converts them"),
-    (
-        dict(weight=W.t()),
-        ValueError,
-        "weight must be [V, D] with D = 8 as in hidden_states, got shape (8, 11), which looks",
-    ),
-    (dict(softcap="30"), TypeError, "softcap must be a number or None, got a str"),
-    (dict(softcap=True), TypeError, "softcap must be a number or None, got a bool"),
-    (dict(softcap=math.inf), ValueError, "softcap must be a finite number or None, got inf"),
-    (dict(softcap=math.nan), ValueError, "softcap must be a finite number or None, got nan"),
-    (dict(logit_scale=None), TypeError, "logit_scale must be a number, got None"),
-    (dict(logit_scale=1j), TypeError, "logit_scale must be a number, got a complex"),
-    (dict(logit_scale=math.nan), ValueError, "logit_scale must be a finite number, got nan"),
-    (dict(logit_scale=-math.inf), ValueError, "logit_scale must be a finite number, got -inf"),
-    (dict(ignore_index=None), TypeError, "ignore_index must be an int, got None; where no label is to be ignored"),
-    (dict(ignore_index=-100.0), TypeError, "ignore_index must be an int, got a float"),
-    (dict(ignore_index=torch.tensor(3)), TypeError, "ignore_index must be an int, got a Tensor"),
-    (dict(filter_state=3), TypeError, "filter_state must be a FilterState or None, got a int"),
-]
-ONLY_OF_THE_LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (dict(label_smoothing="0.1"), TypeError, "label_smoothing must be a number, got a str"),
-    (dict(label_smoothing=math.nan), ValueError, "label_smoothing must be a finite number, got nan"),
-    (dict(z_loss=None), TypeError, "z_loss must be a number, got None"),
-    (dict(z_loss=math.nan), ValueError, "z_loss must be a finite number, got nan"),
-    (dict(z_loss=math.inf), ValueError, "z_loss must be a finite number, got inf"),
-]
-ONLY_OF_THE_LOSS += [
-    (dict(num_items_in_batch="8"), TypeError, "num_items_in_batch must be a number or a tensor, got a str"),
-    (dict(num_items_in_batch=[4]), TypeError, "num_items_in_batch must be a number or a tensor, got a list"),
-    (dict(num_items_in_batch=True), TypeError, "num_items_in_batch must be a number or a tensor, got a bool"),
-    (
-        dict(num_items_in_batch=math.inf),
-        ValueError,
-        "num_items_in_batch must be a finite number, not negative, got inf",
-    ),
-    (
-        dict(num_items_in_batch=math.nan),
-        ValueError,
-        "num_items_in_batch must be a finite number, not negative, got nan",
-    ),
-    (dict(num_items_in_batch=-1), ValueError, "num_items_in_batch must be a finite number, not negative, got -1"),
-    (dict(shift="no"), TypeError, "shift must be True or False, got a str"),
-]
-CASES = [(function, *case) for function in (linear_cross_entropy, linear_log_probs) for case in WRONG]
-CASES += [(linear_cross_entropy, *case) for case in ONLY_OF_THE_LOSS]
-
-
-@pytest.mark.parametrize(("function", "wrong", "error", "message"), CASES)
-def test_a_wrong_type_is_named(function: Any, wrong: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = dict(hidden_states=H, weight=W, labels=Y) | wrong
-    with pytest.raises(error, match=re.escape(message)):
-        function(**arguments)
 
 
 @pytest.mark.parametrize("implementation", ["portable", "triton"])
@@ -106,6 +43,7 @@ def test_options_as_numbers_of_numpy() -> None:
     config = CCEConfig(memory_budget=np.int64(1 << 28), gradient_filter=np.float32(2**-10))
     assert config == CCEConfig(memory_budget=1 << 28, gradient_filter=2**-10) and hash(config)
     assert type(config.memory_budget) is int and type(config.gradient_filter) is float
+    assert CCEConfig.of(config, implementation="portable") == CCEConfig("portable", 1 << 28, 2**-10)
 
 
 def _dual(loss: Any) -> None:

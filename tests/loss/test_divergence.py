@@ -167,57 +167,6 @@ def test_a_second_derivative_is_refused() -> None:
             torch.autograd.grad(ours(x, leaves, case), leaves[:1], create_graph=True)
 
 
-H, W, T = torch.ones(3, 4), torch.ones(5, 4), torch.ones(3, 5)
-IDS, LOG_PROBS = torch.zeros(3, 2, dtype=torch.long), torch.full((3, 2), -2.0)
-BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-    ((None, W, T), {}, TypeError, "student_hidden must be a tensor"),
-    ((H, W, None), {}, TypeError, "teacher must be a TeacherHead, a TeacherTopK or a tensor of logits, got None"),
-    ((H, W, (H, W)), {}, TypeError, "teacher must be a TeacherHead, .* got a tuple"),
-    ((H, W.t(), T), {}, ValueError, r"student_hidden must be \[..., D\] with D = 5"),
-    ((H, W.double(), T), {}, ValueError, "student_weight must have the dtype of student_hidden"),
-    ((H.long(), W, T), {}, ValueError, "student_hidden must be floating point"),
-    ((H, W, T[:2]), {}, ValueError, "teacher logits must have the shape of student_hidden but for its last dimension"),
-    ((H, W, TeacherHead(H[:2], W)), {}, ValueError, "teacher hidden must have the shape of student_hidden"),
-    ((H, W, TeacherHead(H, W[:, :3])), {}, ValueError, "teacher hidden must be"),
-    ((H, W, T.long()), {}, ValueError, "teacher logits must be floating point"),
-    ((H, W, T), {"kind": "kl"}, ValueError, "kind must be one of"),
-    ((H, W, T), {"kind": "jsd", "beta": 1.0}, ValueError, r"beta must lie in \(0, 1\), got 1.0"),
-    ((H, W, T), {"temperature": 0.0}, ValueError, "temperature must be positive, got 0.0"),
-    ((H, W, T), {"temperature": torch.ones((), requires_grad=True)}, ValueError, "temperature must be a number"),
-    ((H, W, T), {"softcap": -1.0}, ValueError, "student_softcap must be positive or None"),
-    ((H, W, T), {"reduction": "batchmean"}, ValueError, "reduction must be one of"),
-    ((H, W, T), {"reduction": "sum", "num_items_in_batch": 3}, ValueError, "num_items_in_batch needs reduction='mean'"),
-    ((H, W, T), {"student_bias": torch.ones(4)}, ValueError, r"student_bias must be \[V\] = \[5\]"),
-    (
-        (H, W, T),
-        {"mask": torch.ones(2, dtype=torch.bool)},
-        ValueError,
-        "mask must have the shape of student_hidden without",
-    ),
-    ((H, W, T), {"mask": torch.ones(3)}, ValueError, "mask must be bool or integers, got torch.float32"),
-    ((H, W, T), {"config": {}}, TypeError, "config must be a CCEConfig"),
-    ((H.double(), W.double(), T), {"config": CCEConfig(implementation="triton")}, RuntimeError, "cannot run here"),
-    ((H, W, TeacherTopK(IDS, LOG_PROBS, "drop")), {}, ValueError, "teacher tail must be one of"),
-    ((H, W, TeacherTopK(IDS.float(), LOG_PROBS)), {}, ValueError, "teacher ids must be integers"),
-    ((H, W, TeacherTopK(IDS, LOG_PROBS[:, :1])), {}, ValueError, "teacher ids and log_probs must have one shape"),
-    ((H, W, TeacherTopK(IDS[:2], LOG_PROBS)), {}, ValueError, r"teacher ids must be \[..., k\]"),
-    (
-        (H, W, TeacherTopK(IDS + 5, LOG_PROBS)),
-        {},
-        ValueError,
-        r"ids must lie in \[0, 5\), the student's vocabulary, got 5",
-    ),
-]
-
-
-@pytest.mark.parametrize(("arguments", "options", "error", "words"), BAD, ids=range(len(BAD)))
-def test_errors_name_the_argument(
-    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        linear_divergence(*arguments, **options)
-
-
 @pytest.mark.parametrize("form", ["head", "lump"])
 @pytest.mark.parametrize("case", [KINDS[0], KINDS[2]], ids=str)
 def test_memory_beside_inputs_and_gradients(case: Case, form: str) -> None:

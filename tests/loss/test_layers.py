@@ -4,68 +4,30 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from command import python
+from public_api import current, stored
+
+import hf_cce
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = {
-    "apply_cce",
-    "remove_cce",
-    "supported_models",
-    "CCEConfig",
-    "CCEWarning",
-    "CCECallback",
-    "FilterState",
-    "linear_cross_entropy",
-    "linear_log_probs",
-    "linear_divergence",
-    "TeacherHead",
-    "TeacherTopK",
-}
 
-# The layers from the lowest up; a module may import its own layer's folder and every layer named beside it.
-# The table stands in words in CONTRIBUTING.md.
-MAY_IMPORT: dict[str, set[str]] = {
-    "config": set(),
-    "spec": set(),
-    "quantized": set(),
-    "kernels": {"spec"},
-    "reference": {"quantized", "spec", "config"},
-    "fallback": {"reference", "spec", "config"},
-    "filter_state": set(),
-    "strategies": {"kernels", "fallback", "reference", "spec", "filter_state", "config"},
-    "dispatch": {"strategies", "fallback", "quantized", "spec", "filter_state", "config"},
-    "flops": set(),
-    "ops": {"dispatch", "strategies", "reference", "quantized", "spec", "filter_state", "flops"},
-    "head_checks": {"quantized"},
-    "sharded": {"ops", "spec"},
-    "loss": {"dispatch", "reference", "spec", "head_checks", "ops", "sharded", "filter_state", "config"},
-    "divergence_passes": {"kernels", "ops", "reference", "spec"},
-    "divergence_topk": {"divergence_passes", "ops", "spec"},
-    "divergence": {
-        "divergence_passes",
-        "divergence_topk",
-        "loss",
-        "dispatch",
-        "reference",
-        "spec",
-        "head_checks",
-        "config",
-    },
-    "deferred": {"loss", "head_checks", "quantized", "sharded", "filter_state", "config"},
-    "patches": {"deferred", "loss", "divergence", "head_checks", "quantized", "sharded", "filter_state", "config"},
-    "families": {"patches"},
-    "api": {"families", "patches", "config"},
-    "callback": {"api", "patches", "deferred", "config"},
-    "__init__": {"api", "callback", "patches", "loss", "divergence", "filter_state", "config"},
-    "diagnostics": {"__init__", "dispatch", "kernels"},
-    "integrations": {"__init__"},
-    "cli": {"__init__", "families", "diagnostics"},
-    "__main__": {"cli"},
-}
+
+def rooms() -> dict[str, set[str]]:
+    """What each room may import, by the table of CONTRIBUTING.md; the rooms of one row may import each other."""
+    found = {}
+    table = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("| room | holds | may import |")[2]
+    for names, allowed in re.findall(r"^\| (`.+?) \| .+ \| (.+?) \|$", table, re.MULTILINE):
+        row = re.findall(r"`(\w+)/?`", names)
+        others = {"__init__" if name == "public names" else name for name in allowed.split(", ") if name != "nothing"}
+        found.update({name: others | {*row} - {name} for name in row})
+    return found
+
+
+MAY_IMPORT = rooms()
 MODULES = sorted((ROOT / "hf_cce").rglob("*.py"))
 
 
@@ -81,7 +43,7 @@ def layer_of(module: str) -> str:
 def imports_of(path: Path) -> set[str]:
     """The modules of ours that ``path`` imports, anywhere in it; those under TYPE_CHECKING too: they bind as well."""
     found: set[str] = set()
-    known = {name_of(p).removesuffix(".__init__") for p in MODULES} | {f"hf_cce.{layer}" for layer in MAY_IMPORT}
+    known = {name_of(p).removesuffix(".__init__") for p in MODULES}
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -103,9 +65,7 @@ def imports_of(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_go_one_way(path: Path) -> None:
     layer = layer_of(name_of(path))
-    assert layer in MAY_IMPORT, (
-        f"{name_of(path)} is in no layer: name it in tests/loss/test_layers.py and CONTRIBUTING.md"
-    )
+    assert layer in MAY_IMPORT, f"{name_of(path)} is in no room: name it in the table of CONTRIBUTING.md"
     for module in imports_of(path):
         assert module.split(".")[0] == "hf_cce", f"{name_of(path)} imports {module}: write hf_cce.patches"
         target = layer_of(module)
@@ -114,35 +74,28 @@ def test_imports_go_one_way(path: Path) -> None:
         )
 
 
-def test_the_layers_have_no_cycle() -> None:
-    order: list[str] = []
-    while len(order) < len(MAY_IMPORT):
-        free = [layer for layer, below in MAY_IMPORT.items() if layer not in order and below <= set(order)]
-        assert free, f"a cycle among {set(MAY_IMPORT) - set(order)}"
-        order += free
-
-
-def test_the_modules_have_no_cycle() -> None:
+def test_there_are_no_cycles() -> None:
+    """Neither among the modules nor among the rooms."""
     names = {name_of(path).removesuffix(".__init__"): path for path in MODULES}
-    graph = {name: imports_of(path) & set(names) - {name} for name, path in names.items()}
-    done: set[str] = set()
-    while len(done) < len(graph):
-        free = {name for name, below in graph.items() if name not in done and below <= done}
-        assert free, f"a cycle among {sorted(set(graph) - done)}"
-        done |= free
+    modules = {name: imports_of(path) & set(names) - {name} for name, path in names.items()}
+    of_command = {name: allowed - {"__main__"} for name, allowed in MAY_IMPORT.items()}  # one row with cli
+    for graph in (modules, of_command):
+        assert graph and list(TopologicalSorter(graph).static_order())  # or CycleError
 
 
-def test_diagnostics_cli_and_integrations_use_public_names_only() -> None:
-    for path in MODULES:
-        if layer_of(name_of(path)) in ("diagnostics", "cli", "integrations"):
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-                if isinstance(node, ast.ImportFrom) and node.module == "hf_cce":
-                    assert {alias.name for alias in node.names} <= PUBLIC, name_of(path)
+def test_commands_integrations_and_recipes_use_public_names_only() -> None:
+    recipes = sorted((ROOT / "recipes").glob("*.py"))
+    rooms = [path for path in MODULES if layer_of(name_of(path)) in ("diagnostics", "cli", "integrations")]
+    for path in [*rooms, *recipes]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if module == "hf_cce":
+                assert {alias.name for alias in node.names} <= set(hf_cce.__all__), path
+            assert path not in recipes or not module.startswith("hf_cce."), path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_say_what_they_are_for(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text("utf-8"))), f"{path} has no docstring"
+def test_modules_say_what_they_are_for() -> None:
+    assert [path for path in MODULES if not ast.get_docstring(ast.parse(path.read_text("utf-8")))] == []
 
 
 def test_patches_copy_no_forward() -> None:
@@ -159,42 +112,27 @@ def test_tolerances_live_in_numerics_only() -> None:
                 raise AssertionError(f"{path.name}:{node.value.lineno}: {node.arg}=…; use tests/support/numerics.py")
 
 
-def test_public_names() -> None:
-    import hf_cce
+def test_what_is_public_is_written_down() -> None:
+    """Names, parameters, defaults, fields of results, options of the command: no change of them goes unnoticed."""
+    assert stored() == current(), "python -m tests.support.public_api --write, with a line in CHANGELOG.md"
 
-    assert set(hf_cce.__all__) == PUBLIC
-    assert len(hf_cce.__all__) == len(PUBLIC) <= 12
-    for name in PUBLIC:
-        assert getattr(hf_cce, name) is not None
-    assert set(dir(hf_cce)) >= PUBLIC
+
+def test_public_names() -> None:
+    assert len(hf_cce.__all__) <= 12
+    assert all(getattr(hf_cce, name).__doc__ for name in hf_cce.__all__) and set(dir(hf_cce)) >= set(hf_cce.__all__)
     with pytest.raises(AttributeError):
         hf_cce.no_such_name  # noqa: B018
-    for own in (
-        hf_cce.apply_cce,
-        hf_cce.remove_cce,
-        hf_cce.linear_cross_entropy,
-        hf_cce.linear_log_probs,
-        hf_cce.linear_divergence,
-    ):
-        assert own.__doc__, own
-
-
-def run(code: str) -> str:
-    """What ``code`` prints in a fresh Python."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_import_loads_neither_triton_nor_trl_nor_transformers() -> None:
-    loaded = run("import sys, hf_cce; print(*sorted({name.split('.')[0] for name in sys.modules}))").split()
+    loaded = python("import sys, hf_cce; print(*sorted({name.split('.')[0] for name in sys.modules}))").split()
     assert not {"triton", "trl", "transformers", "peft", "accelerate", "matplotlib"} & set(loaded)
     assert not {"axolotl", "swift", "llamafactory", "lightning", "pydantic"} & set(loaded)
 
 
 def test_the_command_line_shows_its_help_without_torch() -> None:
     code = "import sys, hf_cce.cli.app; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    assert not {"torch", "transformers", "matplotlib", "tokenizers"} & set(run(code).split())
+    assert not {"torch", "transformers", "matplotlib", "tokenizers"} & set(python(code).split())
 
 
 def test_the_loss_runs_on_a_cpu_where_triton_cannot_be_imported() -> None:
@@ -210,7 +148,7 @@ loss.backward()
 assert weight.grad.abs().sum() > 0
 print(float(loss))
 """
-    assert float(run(code)) > 0
+    assert float(python(code)) > 0
 
 
 def test_what_is_made_has_a_dtype() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import re
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from alive import Alive
+from command import python
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from losses import (
@@ -176,22 +174,11 @@ def test_second_backward_gives_the_same_again(reduction: str, scale: float) -> N
     )
     loss.backward(retain_graph=True)
     first = hidden.grad.clone(), weight.grad.clone()
+    weight.grad.mul_(100)  # in place, as gradient clipping does
     hidden.grad = weight.grad = None
     loss.backward()
     for name, one, other in zip(("hidden", "weight"), first, (hidden.grad, weight.grad), strict=True):
         assert_as_good(other, one, one, name)
-
-
-def test_changing_a_gradient_in_place_does_not_reach_the_next_backward() -> None:
-    inputs, labels = make_inputs(50, 16, 99, torch.float64)
-    hidden, weight = (x.requires_grad_() for x in inputs[:2])
-    loss = linear_cross_entropy(hidden, weight, labels)
-    loss.backward(retain_graph=True)
-    first = weight.grad.clone()
-    weight.grad.mul_(100)  # as gradient clipping does
-    weight.grad = None
-    loss.backward()
-    assert_as_good(weight.grad, first, first, "weight")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -232,40 +219,21 @@ def test_frozen_inputs_get_no_gradient_work(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [weight.shape]
 
 
-def test_tied_weight_gets_both_gradients() -> None:
-    (_, weight, _), labels = make_inputs(40, 16, 99, torch.float64, ignored="none")
-    tokens = torch.arange(40)
-
-    def both(loss):  # type: ignore[no-untyped-def]
-        w = weight.clone().requires_grad_()
-        loss(torch.tanh(w[tokens]), w).backward()
-        return w.grad
-
-    exact = both(lambda h, w: F.cross_entropy(h @ w.t(), labels))
-    assert_as_good(both(lambda h, w: linear_cross_entropy(h, w, labels)), exact, exact, "tied")
-
-
 def test_autocast_casts_as_the_matmul_would() -> None:
-    (hidden, weight, bias), labels = make_inputs(100, 64, 999, torch.float32, bias=True)
+    inputs, labels = make_inputs(100, 64, 999, torch.float32, bias=True)
 
-    def run(loss):  # type: ignore[no-untyped-def]
-        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-        with torch.autocast("cpu", torch.bfloat16):
-            result = loss(*leaves)
-        result.backward()
-        return [result.detach(), *(x.grad for x in leaves)]
+    def run(loss: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+        def under_autocast(*given: Any) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return loss(*given)
 
-    def plain(h, w, b):  # type: ignore[no-untyped-def]
-        logits = F.linear(h, w, b)
-        assert logits.dtype == torch.bfloat16
-        return F.cross_entropy(logits.float(), labels)
+        return loss_and_gradients(under_autocast, inputs, labels, PLAIN, torch.float32)
 
-    exact = loss_and_gradients(plain_loss, (hidden, weight, bias), labels, PLAIN, torch.float64)
-    actual, twin = run(lambda h, w, b: linear_cross_entropy(h, w, labels, bias=b)), run(plain)
-    for name, a, t in zip(("loss", "hidden", "weight", "bias"), actual, twin, strict=True):
-        assert a.dtype == torch.float32
-        expected = exact[name] if name == "loss" else exact[name] / 4096 / 0.5  # the upstream gradient of the helper
-        assert_as_good(a, t, expected, name, torch.bfloat16)
+    exact = loss_and_gradients(plain_loss, inputs, labels, PLAIN, torch.float64)
+    actual, twin = run(fused_loss()), run(plain_loss)
+    for name, value in actual.items():
+        assert value.dtype == torch.float32
+        assert_as_good(value, twin[name], exact[name], name, torch.bfloat16)
 
 
 def test_autocast_leaves_float64_alone() -> None:
@@ -369,9 +337,19 @@ def test_gradients_lie_as_those_without_data_say(ignored: str, implementation: s
 
 
 @pytest.mark.parametrize("options", [PLAIN, Options(0.7, 5.0, True)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_log_probs_and_statistics(options: Options, dtype: torch.dtype) -> None:
-    inputs, labels = make_inputs(200, 64, 999, dtype, bias=options.bias)
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("portable", torch.float64), ("portable", torch.float32), ("portable", torch.bfloat16), ("triton", torch.float32)],
+    ids=str,
+)
+def test_log_probs_and_statistics(options: Options, implementation: str, dtype: torch.dtype) -> None:
+    """The upstream gradients of sums are expanded scalars, one number in memory."""
+    if implementation == "triton":
+        pytest.importorskip("triton")
+    device = "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
+    n, v = (70, 131) if implementation == "triton" else (200, 999)
+    inputs, labels = make_inputs(n, 64, v, dtype, device, bias=options.bias)
+    config = CCEConfig(implementation, 1 << 20)
     valid = labels != -100
 
     def plain(hidden, weight, bias):  # type: ignore[no-untyped-def]
@@ -386,7 +364,8 @@ def test_log_probs_and_statistics(options: Options, dtype: torch.dtype) -> None:
     def fused(hidden, weight, bias):  # type: ignore[no-untyped-def]
         out = linear_log_probs(
             hidden, weight, labels, bias=bias, logit_scale=options.logit_scale, softcap=options.softcap,
-            entropy=True, log_sum_sq_probs=True, mean_logit=True, is_top1=True, logsumexp=True, config=SMALL,
+            entropy=True, log_sum_sq_probs=True, mean_logit=True, is_top1=True, logsumexp=True,
+            config=config if hidden.dtype == dtype else None,
         )  # fmt: skip
         return [out.log_probs, out.entropy, out.log_sum_sq_probs, out.mean_logit, out.logsumexp], out.is_top1
 
@@ -420,11 +399,10 @@ class Spy(TorchDispatchMode):
 with Spy():
     import hf_cce.loss
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     kinds = [
         f"aten.{name}.default 1 {dtype}" for dtype in (torch.float32, torch.float64) for name in ("exp", "log", "tanh")
     ]
-    assert done.stdout.splitlines() == kinds
+    assert python(program).splitlines() == kinds
 
 
 def test_what_was_not_asked_for_is_none() -> None:
@@ -465,63 +443,12 @@ def test_a_nan_in_the_hidden_states_is_not_hidden() -> None:
     assert linear_cross_entropy(hidden, weight, labels).isnan()
 
 
-H, W, Y = torch.randn(4, 8), torch.randn(11, 8), torch.arange(4)
-BAD_INPUTS = {
-    "labels .* do not (the first is 11)": dict(labels=torch.tensor([0, 1, 11, 3])),
-    "labels .* (the first is -7)": dict(labels=torch.tensor([0, 1, -7, 3])),
-    "labels must have the shape": dict(labels=Y[:3]),
-    "labels must be integers": dict(labels=Y.float()),
-    "hidden_states must be floating point": dict(hidden_states=H.long()),
-    "hidden_states must be [..., D] with D = 8": dict(hidden_states=H[:, :7]),
-    "weight must be [V, D]": dict(weight=W[0]),
-    "weight must have at least one row": dict(weight=W[:0]),
-    "weight must have the dtype of hidden_states": dict(weight=W.double()),
-    "weight must be on cpu": dict(weight=W.to("meta")),
-    "labels must be on cpu": dict(labels=Y.to("meta")),
-    "bias must be [V] = [11]": dict(bias=torch.randn(8)),
-    "bias must have the dtype": dict(bias=torch.randn(11).half()),
-    "softcap must be positive": dict(softcap=-1.0),
-    "logit_scale must be a number": dict(logit_scale=torch.tensor(0.5, requires_grad=True)),
-    "softcap must be a number": dict(softcap=torch.tensor(5.0, requires_grad=True)),
-    "label_smoothing must be a number": dict(label_smoothing=torch.tensor(0.1, requires_grad=True)),
-    "z_loss must be a number": dict(z_loss=torch.tensor(0.1, requires_grad=True)),
-    "reduction must be one of": dict(reduction="batchmean"),
-    "num_items_in_batch needs reduction='mean'": dict(reduction="sum", num_items_in_batch=3),
-    "num_items_in_batch must be a finite number, not negative": dict(num_items_in_batch=-3),
-    "num_items_in_batch must be one number": dict(num_items_in_batch=torch.ones(2)),
-    "label_smoothing must lie in": dict(label_smoothing=1.5),
-    "z_loss must not be negative": dict(z_loss=-1.0),
-}
-
-
-@pytest.mark.parametrize("message", BAD_INPUTS)
-def test_bad_input_gets_one_clear_error(message: str) -> None:
-    arguments = dict(hidden_states=H.clone().requires_grad_(), weight=W, labels=Y) | BAD_INPUTS[message]
-    pattern = ".*".join(re.escape(part) for part in message.split(".*"))
-    with pytest.raises(ValueError, match=pattern):
-        linear_cross_entropy(**arguments)
-
-
-def test_config_is_checked() -> None:
-    with pytest.raises(ValueError, match="implementation must be one of"):
-        CCEConfig(implementation="cuda")
-    with pytest.raises(ValueError, match="memory_budget must be at least"):
-        CCEConfig(memory_budget=1000)
-    with pytest.raises(ValueError, match="number of bytes"):
-        CCEConfig(memory_budget=1.5e9)
-    with pytest.raises(TypeError, match="unknown option memory"):
-        CCEConfig.of(None, memory=1 << 30)
-    with pytest.raises(TypeError, match="CCEConfig or None"):
-        linear_cross_entropy(H, W, Y, config={"implementation": "auto"})
-    assert CCEConfig.of(SMALL, implementation="portable") == CCEConfig("portable", 1 << 20)
-
-
 def test_explicit_kernels_never_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(RuntimeError, match="the tensors are on the CPU"):
-        linear_cross_entropy(H, W, Y, config=CCEConfig(implementation="triton"))
-    with pytest.raises(RuntimeError, match=r"tensors are torch\.float64"):
-        linear_cross_entropy(H.double(), W.double(), Y, config=CCEConfig(implementation="triton"))
+    for dtype, why in ((torch.float32, "the tensors are on the CPU"), (torch.float64, r"tensors are torch\.float64")):
+        (hidden, weight, _), labels = make_inputs(4, 8, 11, dtype)
+        with pytest.raises(RuntimeError, match=why):
+            linear_cross_entropy(hidden, weight, labels, config=CCEConfig(implementation="triton"))
     assert dispatch.choose_implementation(torch.device("cpu"), torch.float32) == "portable"
 
 
@@ -540,20 +467,15 @@ def test_a_missing_triton_is_named_only_where_installing_it_helps(monkeypatch: p
 @pytest.mark.parametrize(
     ("dtype", "reduction"), [(torch.float32, "mean"), (torch.float32, "none"), (torch.bfloat16, "mean")]
 )
-def test_memory_stays_below_a_tenth_of_the_logits(dtype: torch.dtype, reduction: str, tmp_path: Path) -> None:
+def test_memory_stays_below_a_tenth_of_the_logits(dtype: torch.dtype, reduction: str) -> None:
     n, d, v = 2048, 64, 50257
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, ignored="none")
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        linear_cross_entropy(hidden, weight, labels, reduction=reduction).sum().backward()
-    profile.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    allocations = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
-    peak = max(itertools.accumulate(size for _, size in allocations))
-    gradients = sum(x.grad.numel() * x.grad.element_size() for x in (hidden, weight))
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    with Alive({x.untyped_storage()._cdata for x in (*leaves, labels)}) as alive:
+        linear_cross_entropy(*leaves, labels, reduction=reduction).sum().backward()
+    gradients = sum(x.grad.numel() * x.grad.element_size() for x in leaves)
     vectors = 16 * 8 * n  # losses, labels and the like, [N] each
-    assert gradients < peak < gradients + vectors + n * v * 4 / 10
+    assert gradients < alive.peak < gradients + vectors + n * v * 4 / 10
 
 
 @pytest.mark.parametrize("first", ["import hf_cce.ops", "import torch.utils.flop_counter"])
@@ -578,7 +500,5 @@ for dtype in (torch.float32, torch.bfloat16):  # gradients formed in the forward
                 loss().backward()
             print(counter.get_total_flops(), (2 + head) * 2 * 6 * 8 * 11)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    counted = [line.split() for line in done.stdout.splitlines()]
+    counted = [line.split() for line in python(code).splitlines()]
     assert len(counted) == 12 and all(actual == expected for actual, expected in counted)

@@ -4,8 +4,8 @@
     python -m tests.support.aot --write      # the same, and make what was found the budget
     python -m tests.support.aot --arch 90    # one architecture
 
-What there is to compile stands in aot_specs.py; a new kernel needs an entry there.
-``test_aot.py`` runs ``--json`` in a process of its own for each architecture: the tests' own process interprets kernels.
+What there is to compile is what the steps of launches.py launch. ``test_aot.py`` runs ``--json`` in a process of its own for each
+architecture: the tests' own process interprets kernels.
 """
 
 from __future__ import annotations
@@ -19,39 +19,24 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
-
-from tests.support.aot_specs import SPECS, TYPES, Spec
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "hf_cce" / "kernels"
 BUDGET = Path(__file__).with_name("aot_budget.json")
 KIB = 1 << 10
 # Shared memory that one block can have, in bytes, by architecture (CUDA programming guide, technical specifications).
-SHARED_LIMIT = {
-    75: 64 * KIB,
-    80: 163 * KIB,
-    86: 99 * KIB,
-    89: 99 * KIB,
-    90: 227 * KIB,
-    100: 227 * KIB,
-    120: 99 * KIB,
-}
+SHARED_LIMIT = {75: 64 * KIB, 80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
 TENSOR_MEMORY_LIMIT = 512  # columns, Blackwell's
 REGISTER_SLACK = 8  # the unit in which registers are allocated to a thread
-HIDDEN_SIZES = (
-    1024,
-    2880,
-    4096,
-)  # plans depend on it, and on whether it is a multiple of 256; equal plans are compiled once
+HIDDEN_SIZES = (1024, 2880, 4096)  # plans depend on it, and on whether it is a multiple of 256
+# Of the steps of launches.py what is compiled besides all of them with every option: each kernel takes seconds.
+PLAIN_STEPS = ("cached", "grouped", "filtered", "filtered, frozen")
+OTHER_DTYPES = ("cached", "statistics", "filtered", "filtered, frozen", "reverse KL")
 
 
 def jitted_kernels() -> set[str]:
@@ -66,190 +51,64 @@ def jitted_kernels() -> set[str]:
     return found
 
 
-def launch_literals(name: str) -> dict[str, Any]:
-    """The keyword arguments that are literals where the kernel ``name`` is launched, such as BLOCK and num_warps.
-
-    Read from the source, so that a spec cannot fall behind it.
-    """
-    found: dict[str, Any] = {}
-    for path in KERNELS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            launch = isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-            if launch and ast.unparse(node.func.value).rpartition(".")[2] == name:
-                for keyword in node.keywords:
-                    if keyword.arg and isinstance(keyword.value, ast.Constant):
-                        found.setdefault(keyword.arg, keyword.value.value)
-    return found
-
-
-def _plan(kind: str, arch: int, dtype: Any, hidden_size: int) -> Any:
-    """What hf_cce.kernels.launch_config picks on that architecture for aligned tensors; ``kind``: forward, backward or filter."""
-    import torch
-
-    from hf_cce.kernels import launch_config
-
-    tensor = SimpleNamespace(
-        device=SimpleNamespace(type="cuda"), dtype=dtype, shape=(8192, hidden_size), stride=lambda _: hidden_size,
-        element_size=lambda: dtype.itemsize, data_ptr=lambda: 0,
-    )  # fmt: skip
-    properties = SimpleNamespace(multi_processor_count=132)  # enters no kernel, only how many programs are launched
-    with (
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(arch, 10)),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-    ):
-        return (
-            launch_config.filter_plan(tensor, tensor)
-            if kind == "filter"
-            else launch_config.make_plan(tensor, tensor, kind == "backward")
-        )
+def label_of(function: Any, arguments: dict[str, Any], dtype: Any) -> str:
+    """Name of a compilation in the budget: what differs between the launches of a kernel, but for the alignment of numbers."""
+    constants = {p.name: arguments.get(p.name, p.default) for p in function.params if p.is_constexpr}
+    blocks = [str(value) for name, value in constants.items() if name.startswith("BLOCK_")]
+    launch = [
+        f"{short}{arguments[name]}" for name, short in (("num_warps", "w"), ("num_stages", "s")) if name in arguments
+    ]
+    others = {name: value for name, value in constants.items() if name not in ("GROUP_M", "PRECISION", "UPCAST")}
+    flags = [
+        name if value is True else f"{name}={value}"
+        for name, value in others.items()
+        if value is not None and value is not False and not name.startswith("BLOCK_")
+    ]
+    of_dtype = [str(dtype).removeprefix("torch.")] if multiplies(function) else []
+    return " ".join(filter(None, [name_of(function), *of_dtype, "x".join(blocks), *launch, *flags]))
 
 
-def _sparse(plan: Any, block_d: int, num_warps: int, num_stages: int) -> dict[str, Any]:
-    """The constants of a product with kept tiles: see hf_cce.kernels.filter.sparse."""
-    own = {"BLOCK_K": plan.sparse_block_k, "BLOCK_D": block_d, "num_warps": num_warps, "num_stages": num_stages}
-    return {**plan.constants(), **own, "IN_PARTS": plan.in_parts}
+def name_of(function: Any) -> str:
+    """``module.function``, as in ``jitted_kernels``."""
+    return f"{function.fn.__module__.removeprefix('hf_cce.kernels.')}.{function.fn.__name__}"
 
 
-def _blocks(plan: Any) -> dict[str, Any]:
-    return {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
+def multiplies(function: Any) -> bool:
+    """Whether a kernel has a product, so that its tiles and what it needs depend on the dtype."""
+    return any(p.name in ("PRECISION", "STAGES") for p in function.params)
 
 
-# What kernels are launched with: a kind of plan, and its part in their constants.
-PLANS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    "forward": ("forward", lambda plan: plan.constants()),
-    "backward": ("backward", lambda plan: plan.constants()),
-    "backward blocks": ("backward", _blocks),
-    "filter forward": ("filter", lambda plan: plan.constants()),
-    "filter blocks": ("filter", _blocks),
-    "kept tiles": (
-        "filter",
-        lambda plan: {**plan.constants(), "FLATTEN": plan.flatten, "num_warps": plan.tile_warps},
-    ),
-    "hidden gradient": ("filter", lambda p: _sparse(p, p.block_d, p.sparse_warps, p.hidden_stages)),
-    "labels": ("forward", lambda plan: plan.label_constants()),
-    "own blocks": ("forward", lambda plan: {}),  # the dtype alone
-    "weight gradient": ("filter", lambda p: _sparse(p, p.weight_block_d, p.weight_warps, p.weight_stages)),
-}
+def compile_all(arch: int, done: Callable[[str, Callable[[], Any]], None]) -> None:
+    """``done(label, compile)`` once for each of the compilations of an architecture."""
+    import torch  # not at the top, as what is below: tests import this module where there is no Triton
 
+    from tests.support import launches
 
-def plan_constants(key: str, arch: int, dtype: Any, hidden_size: int) -> dict[str, Any]:
-    """The constants of the plan ``key`` of PLANS, or of hf_cce.kernels.hopper, for one problem."""
-    if key.startswith("hopper"):
-        return import_module("hf_cce.kernels.hopper").constants()
-    kind, part = PLANS[key]
-    return part(_plan(kind, arch, dtype, hidden_size))
+    seen: set[str] = set()
+    first: dict[Any, Any] = {}  # the dtype of each kernel's first launch
+    dtypes = [*([torch.bfloat16] if arch >= 80 else []), torch.float16, torch.float32]
+    dtype = dtypes[0]
 
+    def launch(function: Any, arguments: dict[str, Any], compile: Callable[[], Any]) -> None:
+        label = label_of(function, arguments, dtype)
+        if label not in seen and (multiplies(function) or first.setdefault(function.fn, dtype) == dtype):
+            seen.add(label)
+            done(label, compile)
 
-@dataclass(frozen=True)
-class Build:
-    """One compilation; ``label`` is its name in the budget."""
-
-    label: str
-    spec: Spec
-    dtype: Any
-    constants: dict[str, Any]  # constexprs that are not flags, num_warps, num_stages
-    flags: dict[str, Any]
-    odd: bool  # sizes of type "size" are no multiples of 16
-
-
-def builds(arch: int) -> Iterator[Build]:
-    """Everything to compile for an architecture. Sparing, since each takes seconds."""
-    import torch
-
-    for spec in SPECS:
-        if spec.archs and arch not in spec.archs:
-            continue
-        fn = _function(spec)
-        literals = {**launch_literals(spec.name), **spec.constants}
-        dtypes = [*([torch.bfloat16] if arch >= 80 else []), torch.float16, *([] if _gluon(fn) else [torch.float32])]
-        multiplies = spec.plan is not None and not spec.plan.endswith("blocks")
-        for dtype in dtypes if multiplies else dtypes[:1]:
-            plans: dict[str, dict[str, Any]] = {"": {}}
-            if spec.plan:
-                picked = [plan_constants(spec.plan, arch, dtype, size) for size in HIDDEN_SIZES]
-                plans = {_describe(dtype, constants): constants for constants in picked}
-            for shape, constants in plans.items():
-                known = {**constants, **literals}
-                flags = [p.name for p in fn.params if p.is_constexpr and p.name not in known]
-                both = {"plain": dict.fromkeys(flags, False), "everything": dict.fromkeys(flags, True)}
-                variants = spec.variants or (both if flags else {"plain": {}})
-                for name, on in variants.items():
-                    # The smaller variants of one dtype are enough to see what the largest, the last, adds.
-                    if dtype != dtypes[0] and name != [*variants][-1]:
-                        continue
-                    label = " ".join(filter(None, (spec.kernel, shape, name)))
-                    odd = name.endswith(("everything", "odd"))
-                    yield Build(label, spec, dtype, known, {**dict.fromkeys(flags, False), **on}, odd)
-
-
-def _function(spec: Spec) -> Any:
-    module, _, name = spec.kernel.rpartition(".")
-    return getattr(import_module(f"hf_cce.kernels.{module}"), name)
-
-
-def _describe(dtype: Any, c: dict[str, Any]) -> str:
-    blocks = "x".join(str(value) for name, value in c.items() if name.startswith("BLOCK_"))
-    dtype_name = str(dtype).removeprefix("torch.")
-    launch = f" w{c['num_warps']} s{c['num_stages']}" if "num_warps" in c else ""
-    return f"{dtype_name} {blocks}{launch}".rstrip() + (" tma" if c.get("TMA") else "")
-
-
-def signature(build: Build) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:
-    """What Triton's ``ASTSource`` wants: types by name ("constexpr" for constants), constants by name, alignments."""
-    types, constexprs, attributes = {}, {}, {}
-    values = {**build.constants, **build.flags}
-    for index, parameter in enumerate(_function(build.spec).params):
-        name = parameter.name
-        if parameter.is_constexpr:
-            if name not in values:
-                raise ValueError(
-                    f"{build.spec.kernel}: no value for the constexpr {name}; give it in the spec's constants"
-                )
-            types[name], constexprs[name] = "constexpr", values[name]
-            continue
-        kind = build.spec.types.get(name) or TYPES.get(name)
-        if kind is None:
-            raise ValueError(
-                f"{build.spec.kernel}: no type for the argument {name}; give it in tests/support/aot_specs.py"
-            )
-        kind, _, condition = kind.partition(" if ")
-        if condition and not all(values[flag] for flag in condition.split(" and ")):
-            types[name], constexprs[name] = "constexpr", None
-            continue
-        if kind.startswith("tile "):
-            kind, _, flag = kind.removeprefix("tile ").partition(" unless ")
-            described = values.get("TMA", True) and not (flag and values[flag])
-            block = [values[size] for size in kind.split()]
-            kind = _descriptor(build.dtype, block, _gluon(_function(build.spec))) if described else "*T"
-        if kind == "size":
-            kind = "i32" if build.odd else "i32:16"
-        aligned = kind.startswith("*") or kind.endswith(":16")
-        if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        types[name] = kind.removesuffix(":16").replace("*T", "*" + _short(build.dtype))
-    return types, constexprs, attributes
-
-
-def _short(dtype: Any) -> str:
-    from triton._utils import canonicalize_dtype
-
-    return canonicalize_dtype(str(dtype).removeprefix("torch."))
-
-
-def _gluon(fn: Any) -> bool:
-    return getattr(fn, "is_gluon", lambda: False)()
-
-
-def _descriptor(dtype: Any, block: list[int], gluon: bool) -> str:
-    """The type of a host-made TMA descriptor, spelled as this version of Triton spells it."""
-    import torch
-    from triton.runtime.jit import mangle_type
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    tensor = torch.empty(block, dtype=dtype)  # of real memory, since the constructor looks at its alignment
-    if gluon:
-        return mangle_type(import_module("hf_cce.kernels.hopper").blocks(tensor, *block))
-    return mangle_type(TensorDescriptor.from_tensor(tensor, block))
+    launches.pretend(arch, launch)
+    for d in HIDDEN_SIZES:
+        plain = launches.steps(launches.PLAIN, dtype, d, 49_152)
+        for name in PLAIN_STEPS:
+            plain[name]()
+        if arch == 90:  # the kernels of hopper.py have a scale, but no softcap
+            scaled = launches.steps(launches.SCALED, dtype, d, 50_257)
+            for name in ("cached", "filtered"):
+                scaled[name]()
+    for dtype in dtypes:
+        for d in HIDDEN_SIZES:
+            every = launches.steps(launches.EVERYTHING, dtype, d, 50_257)
+            for name in every if dtype == dtypes[0] else OTHER_DTYPES:
+                every[name]()
 
 
 def cuobjdump() -> str | None:
@@ -260,24 +119,8 @@ def cuobjdump() -> str | None:
     return str(bundled) if bundled.exists() else shutil.which("cuobjdump")
 
 
-def compiled(build: Build, arch: int) -> Any:
-    """What Triton makes of it."""
-    import triton  # not at the top: this module is imported where kernels are interpreted, and where there is no Triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types, constexprs, attributes = signature(build)
-    if _gluon(_function(build.spec)):
-        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
-    source = ASTSource(fn=_function(build.spec), signature=types, constexprs=constexprs, attrs=attributes)
-    options = {name: build.constants[name] for name in ("num_warps", "num_stages") if name in build.constants}
-    options |= import_module("hf_cce.kernels.launch_config").FP_FUSION
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def compile_build(build: Build, arch: int) -> dict[str, int]:
-    """Registers and stack bytes a thread, shared memory in bytes and tensor memory in columns a block."""
-    built = compiled(build, arch)
+def needs_of(built: Any) -> dict[str, int]:
+    """Registers and stack bytes a thread, shared memory in bytes and tensor memory in columns a block, of a compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(built.asm["cubin"])
@@ -290,13 +133,16 @@ def compile_build(build: Build, arch: int) -> dict[str, int]:
 
 
 def measure(arch: int) -> dict[str, dict[str, Any]]:
-    """What every build of an architecture needs, by its label; ``{"failed": why}`` for one that does not compile."""
+    """What every compilation of an architecture needs, by its label; ``{"failed": why}`` for one that does not compile."""
     found: dict[str, dict[str, Any]] = {}
-    for build in builds(arch):
+
+    def done(label: str, compile: Callable[[], Any]) -> None:
         try:
-            found[build.label] = compile_build(build, arch)
+            found[label] = needs_of(compile())
         except Exception as error:  # Triton raises all kinds, and the other kernels are of interest too
-            found[build.label] = {"failed": f"{type(error).__name__}: {str(error)[-2000:]}"}
+            found[label] = {"failed": f"{type(error).__name__}: {str(error)[-2000:]}"}
+
+    compile_all(arch, done)
     return found
 
 
@@ -320,9 +166,9 @@ def complaints(
     Another version of Triton brings another ptxas and other numbers; then only the limits of the hardware count.
     """
     rewrite = "if that is meant, run python -m tests.support.aot --write"
-    wrong = [
-        f"sm_{arch} {label}: in the budget, but there is no such kernel; {rewrite}" for label in budget.keys() - found
-    ]
+    wrong = []
+    if same_compiler:
+        wrong += [f"sm_{arch} {label}: in the budget, but not launched; {rewrite}" for label in budget.keys() - found]
     for label, needs in found.items():
         where = f"sm_{arch} {label}"
         if "failed" in needs:
@@ -332,10 +178,12 @@ def complaints(
             wrong.append(f"{where}: {needs['shared']:,} bytes of shared memory, the GPU has {SHARED_LIMIT[arch]:,}")
         if needs.get("tensor_memory", 0) > TENSOR_MEMORY_LIMIT:
             wrong.append(f"{where}: {needs['tensor_memory']} columns of tensor memory, of {TENSOR_MEMORY_LIMIT}")
+        if not same_compiler:
+            continue
         if label not in budget:
             wrong.append(f"{where}: not in the budget; {rewrite}")
             continue
-        for what, count in needs.items() if same_compiler else ():
+        for what, count in needs.items():
             allowed = budget[label].get(what, 0) + (REGISTER_SLACK if what == "registers" else 0)
             if count > allowed:
                 wrong.append(f"{where}: {what} {count:,}, allowed {allowed:,}; {rewrite}")

@@ -1,12 +1,16 @@
-"""The command ``hf-cce`` in this process."""
+"""The command ``hf-cce`` in this process, and Python in a new one."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
-from hf_cce.cli.app import main
+ROOT = Path(__file__).parents[2]
 
 
 class Result(NamedTuple):
@@ -17,6 +21,8 @@ class Result(NamedTuple):
 
 def hf_cce(*arguments: str) -> Result:
     """Run ``hf-cce`` with ``arguments``."""
+    from hf_cce.cli.app import main
+
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -24,3 +30,13 @@ def hf_cce(*arguments: str) -> Result:
         except SystemExit as ended:  # argparse's, for wrong arguments and --help
             code = int(ended.code or 0)
     return Result(code, out.getvalue(), err.getvalue())
+
+
+def python(code: str, interpreted: bool = True) -> str:
+    """What ``code`` prints in a fresh Python at the root; ``interpreted=False``: where Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if interpreted or name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numerics import assert_as_good
 from torch import Tensor
 
-from hf_cce import linear_cross_entropy
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy
 
 Inputs = tuple[Tensor, Tensor, Tensor | None]
 
@@ -73,11 +73,12 @@ def plain_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tens
     return loss.sum() if options.reduction == "sum" else loss
 
 
-def fused_loss(config=None):  # type: ignore[no-untyped-def]
+def fused_loss(config: CCEConfig | None = None, state: FilterState | None = None) -> Callable[..., Tensor]:
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
         return linear_cross_entropy(
             hidden, weight, labels, bias=bias, logit_scale=options.logit_scale, softcap=options.softcap,
             label_smoothing=options.label_smoothing, z_loss=options.z_loss, reduction=options.reduction, config=config,
+            filter_state=state,
         )  # fmt: skip
 
     return loss

@@ -14,34 +14,20 @@ ROOT = Path(__file__).parents[2]
 HOLE = "…"
 # Raised to end the process or to speak to other code, not to a reader.
 SILENT = {"SystemExit", "NotImplementedError", "Unavailable", "Missing"}
-WARNS = {"warnings.warn", "torch._assert_async"}
 TABLES = {"REFUSED", "SPECIAL"}
 REASONS = {"reason", "why"}  # names that reasons are given to
+Names = dict[str, ast.AST]  # what names that are assigned once stand for
 
 
-def text_of(node: ast.AST, names: dict[str, ast.AST]) -> str | None:
-    """The string that ``node`` makes, with holes; ``names``: what names of this module or function stand for. None: no string."""
+def text_of(node: ast.AST, names: Names) -> str | None:
+    """The string that ``node`` makes, with holes; None: no string."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
-        parts = []
-        for value in node.values:
-            if isinstance(value, ast.Constant):
-                parts.append(str(value.value))
-            else:
-                assert isinstance(value, ast.FormattedValue)
-                known = (
-                    text_of(value.value, names)
-                    if isinstance(value.value, ast.Name) and value.value.id.isupper()
-                    else None
-                )
-                known = known or (
-                    text_of(names[value.value.id], names)
-                    if isinstance(value.value, ast.Name) and value.value.id.startswith("_") and value.value.id in names
-                    else None
-                )
-                parts.append(known or HOLE)
-        return "".join(parts)
+        return "".join(text_of(value, names) or HOLE for value in node.values)
+    if isinstance(node, ast.FormattedValue):
+        known = isinstance(node.value, ast.Name) and (node.value.id.isupper() or node.value.id.startswith("_"))
+        return text_of(node.value, names) if known else None
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left, right = text_of(node.left, names), text_of(node.right, names)
         return None if left is None and right is None else (left or HOLE) + (right or HOLE)
@@ -50,68 +36,45 @@ def text_of(node: ast.AST, names: dict[str, ast.AST]) -> str | None:
     return None
 
 
-def assigned(tree: ast.AST) -> dict[str, ast.AST]:
-    """What the names assigned in ``tree`` stand for, where that is said once."""
-    found: dict[str, list[ast.AST]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            found.setdefault(node.targets[0].id, []).append(node.value)
-    return {name: values[0] for name, values in found.items() if len(values) == 1}
-
-
-def strings(node: ast.AST | None, names: dict[str, ast.AST]) -> Iterator[str]:
-    """Every text that a returned value may be."""
-    if isinstance(node, ast.IfExp):
-        yield from strings(node.body, names)
-        yield from strings(node.orelse, names)
-    elif isinstance(node, ast.BoolOp):
-        for value in node.values:
+def strings(node: ast.AST | None, names: Names) -> Iterator[str]:
+    """Every text that a value may be."""
+    if isinstance(node, (ast.IfExp, ast.BoolOp)):
+        for value in node.values if isinstance(node, ast.BoolOp) else (node.body, node.orelse):
             yield from strings(value, names)
     elif node is not None and (text := text_of(node, names)) and text.strip(HOLE + " :"):
         yield text
 
 
-def in_module(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    names = assigned(tree)
+def shown(tree: ast.Module, names: Names) -> Iterator[tuple[ast.AST | None, Names]]:
+    """What is shown, and the names that it may be made of."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            kind, arguments = ast.unparse(node.exc.func), node.exc.args
-            if kind not in SILENT and arguments:
-                text = text_of(arguments[0], names)
-                if text is not None and text.strip(HOLE + " :"):
-                    yield node.lineno, text
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in WARNS:
-            text = text_of(node.args[-1] if ast.unparse(node.func) == "torch._assert_async" else node.args[0], names)
-            if text is not None:
-                yield node.lineno, text
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".note_refused", "reasons.append")):
-            if text := text_of(node.args[0], {}):
-                yield node.lineno, text
+            if node.exc.args and ast.unparse(node.exc.func) not in SILENT:
+                yield node.exc.args[0], names
+        elif isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            if function in ("warnings.warn", "torch._assert_async"):
+                yield node.args[0 if function == "warnings.warn" else -1], names
+            elif function.endswith((".note_refused", "reasons.append")):
+                yield node.args[0], {}
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in REASONS:
-            yield from ((node.lineno, text) for text in strings(node.value, {}))
+            yield node.value, {}
         elif isinstance(node, ast.FunctionDef) and node.name.lstrip("_").startswith("why"):
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Return):
-                    yield from ((inner.lineno, text) for text in strings(inner.value, names))
-        elif (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and node.target.id in TABLES
-            and isinstance(node.value, ast.Dict)
-        ):
-            for value in node.value.values:
-                yield from ((value.lineno, text) for text in strings(value, names))
+            yield from ((inner.value, names) for inner in ast.walk(node) if isinstance(inner, ast.Return))
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in TABLES:
+            assert isinstance(node.value, ast.Dict)
+            yield from ((value, names) for value in node.value.values)
 
 
 def messages() -> dict[str, str]:
     """Each message of hf_cce, and where it is."""
     found: dict[str, str] = {}
     for path in sorted((ROOT / "hf_cce").rglob("*.py")):
-        for line, text in in_module(ast.parse(path.read_text("utf-8"))):
-            found.setdefault(" ".join(text.split()), f"{path.relative_to(ROOT)}:{line}")
+        tree, assigned = ast.parse(path.read_text("utf-8")), dict[str, list[ast.AST]]()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                assigned.setdefault(node.targets[0].id, []).append(node.value)
+        for node, names in shown(tree, {name: values[0] for name, values in assigned.items() if len(values) == 1}):
+            for text in strings(node, names):
+                found.setdefault(" ".join(text.split()), f"{path.relative_to(ROOT)}:{node.lineno}")  # type: ignore
     return found
-
-
-if __name__ == "__main__":
-    for message, place in messages().items():
-        print(f"{place}\t{message}")

@@ -1,4 +1,4 @@
-"""What a user may call: names, parameters, results, options of the command; and which changes of it break a caller.
+"""What a user may call: names, parameters, results, options of the command.
 
 The last that was agreed on lies in public_api.json. ``python -m tests.support.public_api --write`` stores today's.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,65 +51,9 @@ def current() -> Api:
     return dict(sorted(api.items()))
 
 
-def breaks(old: Api, new: Api) -> list[str]:
-    """What a caller of ``old`` may trip over in ``new``, in words; additions are none."""
-    found = []
-    for name, was in old.items():
-        now = new.get(name)
-        if now is None:
-            found.append(f"{name} is gone")
-            continue
-        if was["kind"] != now["kind"]:
-            found.append(f"{name} was a {was['kind']}, is a {now['kind']}")
-        gone = [field for field in was.get("fields", ()) if field not in now.get("fields", ())]
-        found += [f"{name} has no {field} any more" for field in gone]
-        if was["kind"] == "result" and not gone and now["fields"][: len(was["fields"])] != was["fields"]:
-            found.append(f"the fields of {name} are in another order")
-        found += _broken_parameters(name, was.get("parameters", []), now.get("parameters", []))
-    return found
-
-
-def _broken_parameters(name: str, was: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    found = []
-    known = {p["name"]: p for p in now}
-    for p in was:
-        q = known.get(p["name"])
-        if q is None:
-            found.append(f"{name} takes no {p['name']} any more")
-            continue
-        if q["kind"] != p["kind"] and not (p["kind"] == "KEYWORD_ONLY" and q["kind"] == "POSITIONAL_OR_KEYWORD"):
-            found.append(f"{name}: {p['name']} was {p['kind']}, is {q['kind']}")
-        if "default" in p and "default" not in q:
-            found.append(f"{name}: {p['name']} has no default any more")
-        elif p.get("default") != q.get("default") and "default" in p:
-            found.append(f"{name}: the default of {p['name']} was {p['default']}, is {q['default']}")
-        if p["annotation"] != q["annotation"]:
-            found.append(f"{name}: {p['name']} was {p['annotation']}, is {q['annotation']}")
-    old = {p["name"] for p in was}
-    required = [
-        p["name"] for p in now if p["name"] not in old and "default" not in p and not p["kind"].startswith("VAR")
-    ]
-    found += [f"{name} needs {each}, which is new" for each in required]
-    by_place = [p["name"] for p in was if p["kind"] == "POSITIONAL_OR_KEYWORD"]
-    place_now = [p["name"] for p in now if p["kind"] == "POSITIONAL_OR_KEYWORD"]
-    if place_now[: len(by_place)] != by_place and set(by_place) <= set(place_now):
-        found.append(f"{name}: its positional arguments are in another order")
-    return found
-
-
 def stored() -> Api:
     return json.loads(STORED.read_text("utf-8"))
 
 
-def main(arguments: list[str]) -> int:
-    old = stored() if STORED.exists() else {}
-    broken = breaks(old, current())
-    print("\n".join(broken) or "Nothing breaks.")
-    if "--write" in arguments:
-        STORED.write_text(json.dumps(current(), indent=1) + "\n", "utf-8")
-        return 0
-    return int(bool(broken))
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    STORED.write_text(json.dumps(current(), indent=1) + "\n", "utf-8")

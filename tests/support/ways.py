@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from losses import Options
 from torch import Tensor
 
-from hf_cce import CCEConfig, dispatch, kernels
+from hf_cce import CCEConfig, dispatch, kernels, strategies
 
 # "dense": real logits in float32; "dense16": in the dtype of the inputs.
 # "narrow": a first slab of one tile's width is stored, and the others are computed twice.
@@ -39,7 +41,9 @@ _FUNCTIONS = {
 
 
 def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
-    """Whether a loss with these options can take that way; "exact" takes what no other does."""
+    """Whether a loss with these options can take that way; "exact" takes what no other does, "portable" is PyTorch's."""
+    if way == "portable":
+        return True
     if options.reduction == "none" or options.label_smoothing:
         return way == "exact"
     if way == "dense16":
@@ -121,8 +125,28 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return taken
 
 
+def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are those of an H200, and nothing is launched, multiplied or read: for tensors without memory."""
+    from triton.runtime.jit import KernelInterface
+
+    from hf_cce.kernels import launch_config
+
+    def validate_labels(labels: Tensor, spec: Any, v: int, divisor: Any, triton: bool) -> Tensor:
+        return kernels.validate_labels(labels, spec.ignore_index, v, divisor)[1]
+
+    monkeypatch.setattr(strategies, "validate_labels", validate_labels)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(launch_config, "hopper_is_proven", lambda: True)
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *args, **options: None)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hf_cce.kernels") and hasattr(module, "multiply_add"):
+            monkeypatch.setattr(module, "multiply_add", lambda *_, **__: None)
+
+
 def config_of(way: str, **options: Any) -> CCEConfig:
-    return CCEConfig("triton", **{"gradient_filter": KEEPS_ALL if way == "filtered" else None, **options})
+    implementation = "portable" if way == "portable" else "triton"
+    return CCEConfig(implementation, **{"gradient_filter": KEEPS_ALL if way == "filtered" else None, **options})
 
 
 def peaked(

@@ -28,22 +28,6 @@ SIZES = [(1, 64, 99), (129, 96, 257), (700, 1000, 1003), (2048, 64, 4099), (1100
 SIZES += [(8192, 64, 600), (8400, 64, 1003)]  # 64 row blocks, which share weight tiles, and some more
 
 
-@pytest.mark.parametrize(
-    ("wanted", "bias", "softcap", "expected"),
-    [
-        ((), False, 0.0, True),
-        ((None, False), False, 0.0, True),
-        ((None, True), False, 0.0, False),
-        ((), True, 0.0, False),
-        ((), False, 30.0, False),
-    ],
-)
-def test_which_losses_they_do(wanted: tuple[Any, ...], bias: bool, softcap: float, expected: bool) -> None:
-    shapes = plan.Plan(128, 128, 64, 4, 3, True, "ieee", hopper=True)
-    assert plan.uses_hopper(shapes, torch.zeros(1) if bias else None, softcap, *wanted) is expected
-    assert not plan.uses_hopper(plan.replace(shapes, hopper=False), None, 0.0)
-
-
 def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[LogitInputs, plan.Plan, LabelLogits]:
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, "cuda", spread=4.0)
     labels = torch.where(labels < 0, IGNORE, labels)

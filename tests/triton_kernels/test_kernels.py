@@ -153,40 +153,6 @@ def test_results_repeat_bit_for_bit() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_statistics(softcap: float | None, dtype: torch.dtype) -> None:
-    (hidden, weight, bias), labels = make_inputs(70, 64, 131, dtype, DEVICE, bias=True)
-    wants = dict(entropy=True, log_sum_sq_probs=True, mean_logit=True, is_top1=True, logsumexp=True)
-
-    def stats(as_dtype: torch.dtype, implementation: str):  # type: ignore[no-untyped-def]
-        h, w, b = (x.to(as_dtype) for x in (hidden, weight, bias))
-        config = CCEConfig(implementation)
-        return linear_log_probs(h, w, labels, bias=b, logit_scale=0.7, softcap=softcap, config=config, **wants)
-
-    exact, twin, actual = stats(torch.float64, "portable"), stats(dtype, "portable"), stats(dtype, "triton")
-    for name, a, t, e in zip(actual._fields, actual, twin, exact, strict=True):
-        if a.dtype == torch.bool:
-            assert torch.equal(a, e)
-        else:
-            assert_as_good(a, t, e, name, dtype)
-
-
-def test_gradients_of_entropy_and_mean_logit() -> None:
-    (hidden, weight, _), labels = make_inputs(40, 64, 131, torch.float32, DEVICE)
-
-    def gradients(dtype: torch.dtype, implementation: str) -> list[torch.Tensor]:
-        leaves = [x.detach().clone().to(dtype).requires_grad_() for x in (hidden, weight)]
-        out = linear_log_probs(*leaves, labels, entropy=True, mean_logit=True, config=CCEConfig(implementation))
-        # Sums: their upstream gradients are expanded scalars, one float in memory.
-        (out.log_probs.sum() + 0.3 * out.entropy.sum() + out.mean_logit.sum()).backward()
-        return [x.grad for x in leaves]
-
-    exact, twin = gradients(torch.float64, "portable"), gradients(torch.float32, "portable")
-    for name, a, t, e in zip(("hidden", "weight"), gradients(torch.float32, "triton"), twin, exact, strict=True):
-        assert_as_good(a, t, e, name)
-
-
 def test_divisors() -> None:
     (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32, DEVICE)
     total = linear_cross_entropy(hidden, weight, labels, reduction="sum", config=CCEConfig("portable"))
@@ -199,13 +165,17 @@ def test_divisors() -> None:
 
 
 @pytest.mark.skipif(CUDA, reason="on a GPU it is a device-side assertion, tested below")
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bad", [99, -1])
-def test_out_of_range_labels_are_seen(bad: int) -> None:
-    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32)
+def test_out_of_range_labels_are_seen(bad: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, way)
+    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float16 if way == "dense16" else torch.float32)
     labels[17] = bad
+    hidden.requires_grad_()
+    weight.requires_grad_(not plain_options(way).frozen)
     for reduction in ("mean", "none"):
         with pytest.raises(ValueError, match=f"the first is {bad}"):
-            linear_cross_entropy(hidden, weight, labels, reduction=reduction, config=TRITON)
+            linear_cross_entropy(hidden, weight, labels, reduction=reduction, config=config_of(way))
 
 
 def test_entropy_gradient_with_masked_entries() -> None:

@@ -1,0 +1,98 @@
+"""A step takes no more than its memory budget: counted on tensors without memory, by the plan of a Hopper GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from alive import Alive
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ways import like_hopper
+
+from hf_cce import FilterState
+from hf_cce.spec import Divisor, Inputs, LossSpec
+from hf_cce.strategies import Exact, Filtered, Strategy
+
+pytest.importorskip("triton")
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    like_hopper(monkeypatch)
+
+
+def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec) -> bool:
+    """Whether the budget has room for what ``kind`` keeps of the forward pass; fails if a step takes more.
+
+    Besides inputs and gradients; a few vectors [N] are not counted.
+    """
+    hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
+    labels, scalar = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
+    strategy: Strategy = Exact(spec, Divisor(), True)
+    if kind == "filtered":
+        strategy = Filtered(spec, Divisor(), FilterState(), scalar, True, strategy)
+    x = Inputs(hidden, weight, None, labels)
+    with Alive({t.untyped_storage()._cdata for t in (hidden, weight, labels, scalar)}) as alive:
+        outputs, saved = strategy.forward(x)
+        if strategy.left is None:
+            return False
+        gradients = strategy.backward(x, saved, [torch.empty_like(loss) for loss in outputs], spec.needs)
+        assert gradients is not None
+        own = sum(grad.numel() * grad.itemsize for grad in gradients if grad is not None)
+        assert own == dtype.itemsize * d * (n + v * spec.needs[1])
+    assert alive.peak - own <= spec.memory_budget + 64 * n, f"{alive.peak - own:,} of {spec.memory_budget:,}"
+    return True
+
+
+def spec_of(budget: int, frozen: bool, softcap: float = 0.0) -> LossSpec:
+    return LossSpec(-100, 1.0, softcap, needs=(True, not frozen, False), memory_budget=budget)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "n", "d", "v", "budgets"),
+    [
+        *(
+            ("stored", *sizes, (256, 512, 1024))
+            for sizes in ((8192, 1024, 49_152), (4096, 4096, 128_256), (8192, 896, 151_937), (16_384, 2048, 128_256))
+        ),
+        *(
+            ("grouped", *sizes, (512, 1024, 1536))
+            for sizes in ((8192, 1024, 49_152), (8192, 896, 151_936), (32_768, 4096, 32_000))
+        ),
+    ],
+)
+def test_what_is_kept_without_a_filter(
+    kind: str, n: int, d: int, v: int, budgets: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    found = [check(kind, n, d, v, dtype, spec_of(mib * MIB, kind == "grouped")) for mib in budgets]
+    assert all(found) if kind == "grouped" else any(found)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("mib", [32, 64, 96, 128, 256, 1024])
+def test_what_the_filter_keeps(mib: int, frozen: bool) -> None:
+    found = [
+        check("filtered", n, d, v, torch.bfloat16, spec_of(mib * MIB, frozen))
+        for n, d, v in (
+            (2048, 896, 151936),
+            (8192, 768, 128256),
+            (8192, 1024, 49152),
+            (4096, 4096, 32000),
+            (16384, 2048, 151936),
+            (8192, 4096, 128256),
+        )
+    ]
+    assert any(found) or mib < 64
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n=st.integers(1, 40_000), d=st.integers(1, 8192), v=st.integers(1, 300_000), budget=st.integers(MIB, 1 << 31),
+    softcap=st.sampled_from([0.0, 5.0]), frozen=st.booleans(), dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)  # fmt: skip
+def test_the_filter_fits_any_budget(
+    n: int, d: int, v: int, budget: int, softcap: float, frozen: bool, dtype: torch.dtype
+) -> None:
+    check("filtered", n, d, v, dtype, spec_of(budget, frozen, softcap))
