@@ -6,7 +6,6 @@ nobody lists kernels or the types of their arguments. Only in a process of its o
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,12 +15,12 @@ from typing import Any
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.jit import KernelInterface
 
 from hf_cce import divergence_passes as passes
-from hf_cce import kernels, strategies
+from hf_cce import strategies
 from hf_cce.filter_state import FilterState
 from hf_cce.kernels import launch_config
+from hf_cce.kernels.launcher import OPTIONS, Kernel
 from hf_cce.spec import Divisor, Inputs, LossSpec, Wanted
 from hf_cce.strategies import SUM, Exact, Filtered, FilteredStatistics, Materialized, Statistics, Strategy
 
@@ -54,24 +53,13 @@ def pretend(arch: int, launch: Launch) -> None:
     torch.cuda.get_device_capability = lambda *_: divmod(arch, 10)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, total_memory=140 << 30)
     launch_config.hopper_is_proven = lambda: True
-    strategies.validate_labels = _validate_labels
-    for name, module in list(sys.modules.items()):
-        if name.startswith("hf_cce.kernels") and hasattr(module, "multiply_add"):
-            module.multiply_add = lambda *_, **__: None  # type: ignore[attr-defined]
 
-    def getitem(function: Any, grid: Any) -> Any:
-        def run(*args: Any, **options: Any) -> None:
-            given = {p.name: x for p, x in zip(function.params, args, strict=False)} | options
-            launch(function, given, lambda: function.run(*args, grid=grid, warmup=True, **options))
+    def run(self: Kernel, grid: Any, *args: Any, **constants: Any) -> None:
+        function = self.function
+        given = {p.name: x for p, x in zip(function.params, args, strict=False)} | constants | OPTIONS
+        launch(function, given, lambda: function.warmup(*args, grid=grid, **constants, **OPTIONS))
 
-        return run
-
-    KernelInterface.__getitem__ = getitem  # type: ignore[method-assign]
-
-
-def _validate_labels(labels: torch.Tensor, spec: LossSpec, v: int, divisor: Divisor, triton: bool) -> torch.Tensor:
-    """As that of hf_cce.strategies, which reads whether they are valid."""
-    return kernels.validate_labels(labels, spec.ignore_index, v, divisor)[1]
+    Kernel._launch = run  # type: ignore[method-assign]
 
 
 MIB = 1 << 20
@@ -114,25 +102,12 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
         "statistics": (Statistics(biased, every, True), with_bias),
         "filtered statistics": (FilteredStatistics(spec, SUM, FilterState(), tau, True, statistics), x),
     }
-    found = {name: partial(step, *of) for name, of in taken.items()}
+    found = {name: partial(strategies.rehearse, *of) for name, of in taken.items()}
     student = passes.Head(hidden, weight, with_bias.bias, spec.logit_scale, spec.softcap)
     given = passes.Head(torch.empty(n, v, dtype=dtype, device="meta"), None, None, 1.0, 0.0)
     for name, beta in (("forward KL", 0.0), ("reverse KL", 1.0), ("JSD", 0.5)):
         found[name] = partial(divergence_step, student, student, beta)
     return found | {"given logits": partial(divergence_step, student, given, 1.0)}
-
-
-def step(strategy: Strategy, x: Inputs) -> None:
-    """Forward and backward."""
-    needs = strategy.spec.needs
-    outputs, saved = strategy.forward(x)
-    # The gradient of the entropy is not filtered.
-    upstream = [
-        None if isinstance(strategy, Filtered) and i > 1 else torch.empty_like(y) for i, y in enumerate(outputs)
-    ]
-    if strategy.backward(x, saved, upstream, needs) is None:
-        grads = strategy.token_grads(saved, upstream, True)
-        strategies.recompute(x, strategy.spec, saved.in_token_order(), saved.entropy, grads, True)
 
 
 def divergence_step(student: passes.Head, teacher: passes.Head, beta: float) -> None:
