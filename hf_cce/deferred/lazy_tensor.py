@@ -236,7 +236,9 @@ class Wrapper(LazyTensor, Tensor):
             with torch.inference_mode(False), torch.no_grad():
                 if self.base is None or self.base._written:
                     self.recipe.call.note_materialized(why)
-                    self._logits = self.recipe.build()
+                    made = self.recipe.build()
+                    # torch refuses writes into a view that was made without gradients, as a product with a bias is
+                    self._logits = made.data if made._is_view() else made
                 else:
                     self._logits = apply_ops(self.recipe.ops[len(self.base.recipe.ops) :], self.base._read(why))
             self._version_made = self._logits._version
