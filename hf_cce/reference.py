@@ -159,10 +159,10 @@ def logit_stats_backward(
     n = labels.numel()
     grad_hidden = torch.zeros(hidden.shape if need_hidden else 0, dtype=wide, device=hidden.device)
     if grad_weight is None:
-        grad_weight = weight.new_empty(weight.shape if need_weight else 0)
+        grad_weight = hidden.new_empty(weight.shape if need_weight else 0)
     if not n:
         grad_weight.zero_()
-    grad_bias = weight.new_zeros(v if need_bias else 0)
+    grad_bias = hidden.new_zeros(v if need_bias else 0)
     narrow = hidden.dtype != wide
     # Rows of the weight in float32; and what oneDNN takes in several threads for a product of narrow numbers, as much again
     weight_copy = (8 * weight.shape[1] if narrow else 0) + scratch_per_row(weight)

@@ -156,7 +156,9 @@ class LazyLogitsTensor(LazyLogits, Tensor):
             with torch.inference_mode(False), torch.no_grad():
                 if base is None or base._written:
                     self.recipe.call.note_materialized(why)
-                    memory.keep(self.recipe.build(), self.recipe.family)
+                    made = self.recipe.build()
+                    # torch refuses writes into a view that was made without gradients, as a product with a bias is
+                    memory.keep(made.data if made._is_view() else made, self.recipe.family)
                 else:
                     since = self.recipe.ops[len(base.recipe.ops) :]
                     memory.keep(apply_ops(since, base._read(why)), self.recipe.family)
