@@ -67,6 +67,7 @@ def test_autocast(family: str) -> None:
 def test_a_float32_bias_on_logits_of_autocast(name: str) -> None:
     """Encoder-decoders keep ``final_logits_bias`` in float32: added to bfloat16 logits it makes them float32, and the loss."""
     kind = getattr(transformers, name)
+    torch.manual_seed(1)
     plain = kind(tiny_config(kind.config_class)).train()
     plain.final_logits_bias.normal_()
     patched = apply_cce(copy.deepcopy(plain))

@@ -150,13 +150,9 @@ def _knobs() -> list[tuple[str, str]]:
     pairs = []
     for name in () if tiny.OLDER else TESTED:
         settings = tiny.config(name)
-        inside = [
-            vars(settings),
-            *(vars(each) for each in vars(settings).values() if isinstance(each, PreTrainedConfig)),
-        ]
-        pairs += [
-            (name, knob) for knob, value in KNOBS.items() if type(value) is float and any(knob in x for x in inside)
-        ]
+        inside = [settings, *(each for each in vars(settings).values() if isinstance(each, PreTrainedConfig))]
+        has = {knob for each in inside for knob in vars(each)}
+        pairs += [(name, knob) for knob, value in KNOBS.items() if type(value) is float and knob in has]
     return pairs
 
 

@@ -424,35 +424,24 @@ def test_materializes_what_the_forward_would_have_made(name: str, dtype: torch.d
         assert_as_good(grad, twin, reference, name, dtype)
 
 
+ATTRIBUTES = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "is_leaf", "layout")
+SAID: list[Callable[[Any], Any]] = [
+    *(operator.attrgetter(name) for name in ATTRIBUTES),
+    *(
+        operator.methodcaller(name)
+        for name in ("size", "dim", "numel", "is_floating_point", "is_contiguous", "__len__")
+    ),
+    lambda x: x.size(-1),
+    lambda x: hasattr(x, "no_such_thing"),
+    lambda x: [x.float().dtype, x.half().dtype, x.double().dtype, x.bfloat16().dtype],
+    lambda x: x[:, 2].shape,
+    lambda x: [x.contiguous() is x, x.float() is x, x.to(x.device) is x],
+    lambda x: bool({x: 1}),
+]
+
+
 def test_says_what_a_tensor_says_without_making_it() -> None:
-    asks: list[Callable[[Any], Any]] = [
-        lambda x: x.shape,
-        lambda x: x.size(),
-        lambda x: x.size(-1),
-        lambda x: x.ndim,
-        lambda x: x.dim(),
-        lambda x: len(x),
-        lambda x: x.dtype,
-        lambda x: x.device,
-        lambda x: x.requires_grad,
-        lambda x: x.numel(),
-        lambda x: x.is_floating_point(),
-        lambda x: x.is_contiguous(),
-        lambda x: hasattr(x, "no_such_thing"),
-        lambda x: x.float().dtype,
-        lambda x: x[:, 2].shape,
-        lambda x: x.is_cuda,
-        lambda x: x.is_leaf,
-        lambda x: x.layout,
-        lambda x: x.contiguous() is x,
-        lambda x: x.float() is x,
-        lambda x: x.to(x.device) is x,
-        lambda x: bool({x: 1}),
-        lambda x: x.half().dtype,
-        lambda x: x.double().dtype,
-        lambda x: x.bfloat16().dtype,
-    ]
-    for position, ask in enumerate(asks):
+    for position, ask in enumerate(SAID):
         expected, (actual, _, call) = outcome(ask, torch.float32, False)[0], outcome(ask, torch.float32, True)
         assert actual == expected, position
         assert call.stats.materialized == 0
@@ -492,34 +481,30 @@ def test_real_logits_are_made_once() -> None:
     assert outcome(ask, torch.float32, True)[2].stats.materialized == 1
 
 
-def test_reading_without_grad_first_does_not_lose_the_gradient() -> None:
+@pytest.mark.parametrize(
+    ("then", "fused"), [(flat_loss, 1), (lambda logits: logits.softmax(-1)[..., 0], 0)], ids=["loss", "softmax"]
+)
+def test_reading_without_grad_first_loses_neither_gradient_nor_loss(then: Callable[[Any], Any], fused: int) -> None:
     def ask(logits: Any) -> Any:
         with torch.no_grad():
             logits.argmax(-1)
-        return logits.softmax(-1)[..., 0]
+        return then(logits)
 
     expected, actual = outcome(ask, torch.float32, False), outcome(ask, torch.float32, True)
-    assert len(actual[1]) == 3
+    assert len(actual[1]) == 3 and actual[2].fused == fused
     for grad, twin in zip(actual[1], expected[1], strict=True):
-        assert torch.equal(grad, twin)
+        assert_as_good(grad, twin, twin, "gradient")
 
 
-def test_a_read_before_the_loss_keeps_the_loss_fused() -> None:
-    def ask(logits: Any) -> Any:
-        with torch.no_grad():
-            logits.argmax(-1)
-        return flat_loss(logits)
-
-    assert outcome(ask, torch.float32, True)[2].fused == 1
-
-
-def test_logits_of_changed_weights_are_refused() -> None:
-    hidden_states, weight, _ = ingredients()
-    logits = lazy_logits(hidden_states, weight)
+@pytest.mark.parametrize("changed", [1, 2], ids=["weight", "bias"])
+def test_logits_of_a_changed_head_are_refused(changed: int) -> None:
+    used = ingredients()
+    logits = lazy_logits(*used)
     part = logits[:, 1:]
     with torch.no_grad():
-        weight.add_(1.0)
+        used[changed].add_(1.0)
     for read in (
+        lambda: logits.materialize(),
         lambda: logits.argmax(-1),
         lambda: part.argmax(-1),
         lambda: logits[1],
@@ -528,15 +513,6 @@ def test_logits_of_changed_weights_are_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match="have changed since"):
             read()
-
-
-def test_logits_of_a_changed_bias_are_refused() -> None:
-    hidden_states, weight, bias = ingredients()
-    logits = lazy_logits(hidden_states, weight, bias)
-    with torch.no_grad():
-        bias.add_(1.0)
-    with pytest.raises(RuntimeError, match="have changed since"):
-        logits.materialize()
 
 
 @pytest.mark.parametrize(
@@ -641,13 +617,3 @@ def test_few_rows_at_a_time_find_the_same_words() -> None:
         Recipe.build = real  # type: ignore
     assert torch.equal(found, (hidden @ weight.t()).argmax(-1))
     assert max(seen) * 4 <= 1 << 20 and sum(seen) == 500 * 3001
-
-
-def test_a_closed_call_tells_who_made_its_logits() -> None:
-    """A trainer of another version that asks for something else gets it, and the warning of all who read logits."""
-    call = TrainingCall(labels=False)
-    logits = lazy_logits(torch.randn(2, 3, D), torch.randn(V, D), call=call)
-    call.closed = True
-    with pytest.warns(UserWarning, match="outputs.logits of a training call was used"):
-        assert math.isfinite(float(logits.softmax(-1).sum()))
-    assert call.stats.read == 1

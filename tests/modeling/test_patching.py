@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,18 +226,6 @@ def test_a_patched_model_is_freed_when_nobody_holds_it() -> None:
         assert [reference() for reference in kept] == [None, None]
     finally:
         gc.enable()
-
-
-def test_a_head_that_is_called_by_keyword() -> None:
-    class Mine(LlamaForCausalLM):
-        def forward(self, labels: Any = None, **inputs: Any) -> Any:
-            logits = self.lm_head(input=self.model(**inputs).last_hidden_state)
-            return SimpleNamespace(loss=self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY))
-
-    plain = Mine(tiny_llama().config).train()
-    patched = apply_cce(copy.deepcopy(plain))
-    assert_same_training(patched, plain, batch())
-    assert_fused(patched)
 
 
 def test_without_data_a_patched_model_does_what_it_did() -> None:

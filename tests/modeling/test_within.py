@@ -16,7 +16,6 @@ from models import (
     batch,
     exact,
     loss_and_grads,
-    own_loss,
     stats,
     tiny_llama,
     told,
@@ -90,6 +89,32 @@ class Asks(LlamaForCausalLM):
         return outputs
 
 
+class SavesLogits(LlamaForCausalLM):
+    """As many do by hand: head and loss in a checkpoint, a part of the tokens at a time."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        hidden_states = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        labels = labels[:, 1:].flatten()
+
+        def loss(hidden_states: Any, labels: Any) -> Any:
+            logits = self.lm_head(hidden_states)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+        parts = zip(hidden_states[:, :-1].flatten(0, 1).split(10), labels.split(10), strict=True)
+        total = sum(checkpoint(loss, *part, use_reentrant=False) for part in parts)
+        return CausalLMOutputWithPast(loss=total / (labels != -100).sum())
+
+
+class ByKeyword(LlamaForCausalLM):
+    """Calls its head as torch.nn.Linear names its argument."""
+
+    def forward(self, labels: Any = None, **inputs: Any) -> Any:
+        logits = self.lm_head(input=self.model(**inputs).last_hidden_state)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
 def of(kind: Any) -> tuple[Any, Any]:
     """A model of that class, and its patched copy."""
     other = tiny_llama()
@@ -98,8 +123,11 @@ def of(kind: Any) -> tuple[Any, Any]:
     return plain, apply_cce(copy.deepcopy(plain))
 
 
-@pytest.mark.parametrize(("kind", "losses"), [(Distils, 1), (Samples, 1), (Drops, 2), (Fails, 1), (Asks, 1)])
-def test_a_model_that_calls_itself(kind: Any, losses: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "losses"),
+    [(Distils, 1), (Samples, 1), (Drops, 2), (Fails, 1), (Asks, 1), (SavesLogits, 5), (ByKeyword, 1)],
+)
+def test_a_model_with_a_forward_of_its_own(kind: Any, losses: int) -> None:
     plain, patched = of(kind)
     before = set(vars(patched.lm_head))
     with told() as messages:
@@ -243,23 +271,6 @@ def test_hooks_on_what_holds_the_head(kind: str) -> None:
     assert stats(patched).fused == (kind != "forward_hook")
 
 
-class SavesLogits(LlamaForCausalLM):
-    """As many do by hand: head and loss in a checkpoint, a part of the tokens at a time."""
-
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
-        hidden_states = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        labels = labels[:, 1:].flatten()
-
-        def loss(hidden_states: Any, labels: Any) -> Any:
-            logits = self.lm_head(hidden_states)
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-
-        parts = zip(hidden_states[:, :-1].flatten(0, 1).split(10), labels.split(10), strict=True)
-        total = sum(checkpoint(loss, *part, use_reentrant=False) for part in parts)
-        return CausalLMOutputWithPast(loss=total / (labels != -100).sum())
-
-
 def in_a_checkpoint(model: Any, inputs: Any) -> torch.Tensor:
     def run(embedded: torch.Tensor) -> torch.Tensor:
         return model(inputs_embeds=embedded, labels=inputs["labels"]).loss
@@ -270,10 +281,9 @@ def in_a_checkpoint(model: Any, inputs: Any) -> torch.Tensor:
     return checkpoint(run, embedded, use_reentrant=False)
 
 
-@pytest.mark.parametrize(("kind", "loss_of"), [(SavesLogits, own_loss), (LlamaForCausalLM, in_a_checkpoint)])
-def test_a_checkpoint_in_the_models_forward_and_one_around_it(kind: Any, loss_of: Any) -> None:
-    plain, patched = of(kind)
-    assert_same_training(patched, plain, batch(), loss_of=loss_of)
+def test_a_model_in_a_checkpoint_of_the_caller() -> None:
+    plain, patched = twins()
+    assert_same_training(patched, plain, batch(), loss_of=in_a_checkpoint)
     assert_fused(patched)
 
 
