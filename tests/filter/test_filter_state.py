@@ -449,7 +449,7 @@ def test_nothing_is_measured_where_nobody_keeps_a_state(monkeypatch: pytest.Monk
 
 
 @cpu_only
-@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "grouped", "exact"])
+@pytest.mark.parametrize("way", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
 def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first consumes what the forward pass left; the second is exact, with ignored labels in between the others."""
     taken = force(monkeypatch, way)
@@ -465,12 +465,12 @@ def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch)
     for a, b, name in zip(first, second, ("hidden", "weight"), strict=False):
         assert_as_good(b, a, a, name)
     assert taken[way] == 1
-    if way in ("filtered", "dense", "grouped"):
+    if way in ("filtered", "materialized", "token_groups"):
         assert taken[backward_of(way)] == 1
 
 
 @cpu_only
-@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "grouped", "exact"])
+@pytest.mark.parametrize("way", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
 def test_several_upstream_gradients_at_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``is_grads_batched=True`` recomputes, as nobody can tell one number by which to scale what is there."""
     taken = force(monkeypatch, way)
@@ -488,7 +488,7 @@ def test_several_upstream_gradients_at_once(way: str, monkeypatch: pytest.Monkey
 
 
 @cpu_only
-@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "grouped", "exact"])
+@pytest.mark.parametrize("way", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
 def test_micro_batches_add_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways round: one after the other, and both losses before any gradient; the state is one."""
     taken = force(monkeypatch, way)
