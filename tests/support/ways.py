@@ -14,9 +14,11 @@ from torch import Tensor
 from hf_cce import CCEConfig, dispatch, kernels
 
 # "materialized": full logits in float32; "materialized16": in the dtype of the inputs.
-# "exp_cache": exp(logits) are kept for the backward pass; "partial_exp_cache": of a first slab of one tile's width, and the others
-# are computed twice. "token_groups": of a frozen head, gradients in the forward pass, group after group of tokens;
-# "one_token_group": likewise, with all tokens in one group. "exact": nothing is kept, all is computed twice.
+# "exp_cache": exp(logits) are kept for the backward pass.
+# "partial_exp_cache": those of a first slab of one tile's width; the others are computed twice.
+# "token_groups": of a frozen head, gradients in the forward pass, group after group of tokens.
+# "one_token_group": likewise, with all tokens in one group.
+# "exact": nothing is kept, and all is computed twice.
 WAYS = (
     "materialized",
     "materialized16",
