@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from numerics import budget
+from processes import started
 from ranks import ENGINES
 from spread import CASES, IGNORED_WORDS
 
@@ -33,26 +31,15 @@ REASON = {
 }
 
 
-def ran(ranks: int, folder: Path, *of: str) -> dict[str, Any]:
-    path, here = folder / "ranks.json", Path(__file__).parents[1] / "support"
-    paths = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    run = subprocess.run(
-        [*command, str(here / "ranks.py"), str(path), *of], capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(path.read_text("utf-8"))
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One start of two processes for all engines."""
-    return ran(2, tmp_path_factory.mktemp("ranks"))
+    return started("ranks.py", tmp_path_factory.mktemp("ranks") / "ranks.json")
 
 
 def test_a_head_that_an_evaluation_leaves_on_some_of_four_ranks(tmp_path: Path) -> None:
-    found = ran(4, tmp_path, "cpu", "float32", "fsdp2_head_over_some")["fsdp2_head_over_some"]
+    engine = "fsdp2_head_over_some"
+    found = started("ranks.py", tmp_path / "ranks.json", "cpu", "float32", engine, ranks=4)[engine]
     assert "failed" not in found, found["failed"]
     for name, error in found["errors"].items():
         assert error <= budget(found["twin"][name], torch.float32), name
@@ -85,24 +72,15 @@ def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str,
         assert counted["missed"] == counted["materialized"] == steps and len(told) == 1 and REASON[engine] in told[0]
 
 
-@pytest.mark.parametrize("engine", [engine for engine in ENGINES if not engine.startswith("tensor_parallel")])
-def test_evaluation_leaves_parameters_as_without_us(engine: str, results: dict[str, Any]) -> None:
-    assert results[engine]["same parameters"]
-
-
-@pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith("tensor_parallel")])
-def test_an_evaluation_and_a_loss_of_ones_own(engine: str, results: dict[str, Any]) -> None:
-    """The logits of an evaluation, read once the call is over; and the gradients of a loss on those of a call without labels."""
-    assert (
-        results[engine]["same logits"] or engine == "fsdp2_adapted_head"
-    )  # two products in one: equal but for rounding
-    half = torch.bfloat16 if "mixed" in engine else torch.float32
-    assert results[engine]["without labels"] <= budget(torch.finfo(half).eps, half)
-
-
-@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine.startswith("tensor_parallel")])
-def test_logits_of_a_spread_vocabulary_are_there_for_who_asks(engine: str, results: dict[str, Any]) -> None:
-    assert results[engine]["same logits"]
+@pytest.mark.parametrize("engine", ENGINES)
+def test_evaluations_and_a_loss_of_ones_own(engine: str, results: dict[str, Any]) -> None:
+    """The logits, read once the call is over, the parameters that it leaves, and the gradients of a loss on logits."""
+    result = results[engine]
+    assert result["same logits"] or engine == "fsdp2_adapted_head"  # two products in one: equal but for rounding
+    if not engine.startswith("tensor_parallel"):
+        assert result["same parameters"]
+        half = torch.bfloat16 if "mixed" in engine else torch.float32
+        assert result["without labels"] <= budget(torch.finfo(half).eps, half)
 
 
 # A vocabulary spread over the two ranks; see tests/support/spread.py

@@ -9,7 +9,8 @@ import pytest
 import torch
 from losses import OPTIONS, PLAIN, Options, full_logits, fused_loss, loss_and_gradients, make_inputs, plain_loss
 from numerics import assert_as_good, budget
-from test_zero import started
+from processes import started
+from ranks import ENGINES
 
 from hf_cce import CCEConfig, linear_log_probs
 
@@ -113,6 +114,4 @@ def test_kernels_run_where_the_tensors_are(device: str, dtype: str, options: Opt
 
 
 def test_the_cases_for_gpus_are_engines_that_the_script_knows() -> None:
-    from ranks import ENGINES
-
     assert {engine for _, _, engine in CASES} <= set(ENGINES)

@@ -3,49 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from numerics import budget
+from processes import started
+from zero import CASES
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-# As tests/support/zero.py has them, which cannot be imported without DeepSpeed
-CASES = (
-    "llama",
-    "tied",
-    "bias",
-    "frozen head",
-    "only the head",
-    "checkpointed",
-    "two micro-batches",
-    "bfloat16",
-    "watched",
-    "stage 1",
-    "stage 2",
-)
-
-
-def started(script: str, path: Path, *arguments: str, device: str = "cpu") -> dict[str, Any]:
-    """What two processes of ``script`` have written to ``path``; on a CPU they see no GPU."""
-    here = Path(__file__).parents[1] / "support"
-    paths = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    run = subprocess.run(
-        [*command, str(here / script), str(path), *arguments], capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | hidden,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert "unknown inputs or outputs type" not in run.stdout + run.stderr, "DeepSpeed has seen what is no tensor"
-    return json.loads(path.read_text("utf-8"))
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])])
@@ -93,7 +61,7 @@ def test_the_loss_is_fused_or_the_reason_is_told(case: str, results: dict[str, A
 
 @pytest.mark.parametrize("case", CASES)
 def test_deepspeed_does_what_it_does_without_us(case: str, results: dict[str, Any]) -> None:
-    twin, told = results[case]["told of twin"], results[case]["told of errors"]
-    assert twin["freed"] is not case.startswith("stage") and told.pop("gathers") <= twin.pop("gathers")
-    assert told == twin and told["evaluated"] == "Tensor" and told["nodes left"] == 0
+    twin, seen = results[case]["seen of twin"], results[case]["seen of errors"]
+    assert twin["freed"] is not case.startswith("stage") and seen.pop("gathers") <= twin.pop("gathers")
+    assert seen == twin and seen["evaluated"] == "Tensor" and seen["nodes left"] == 0
     assert results[case]["same logits"]

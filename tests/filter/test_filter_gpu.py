@@ -50,7 +50,7 @@ def config_for(way: str) -> CCEConfig:
     return CCEConfig("triton", memory_budget=1 << 30, gradient_filter="auto" if way == "filtered" else None)
 
 
-@pytest.mark.parametrize("way", ["filtered", "stored", "grouped", "exact", "dense", "full"])
+@pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized", "full"])
 def test_no_step_waits_for_the_device(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = peaked(*SHAPE, torch.bfloat16, "cuda")
     if way == "full":  # a handful of tokens, by PyTorch
@@ -80,7 +80,7 @@ def test_no_step_waits_for_the_device(way: str, monkeypatch: pytest.MonkeyPatch)
     assert taken[way] == (18 if way != "full" else 0) and sum(taken.values()) == 2 * taken[way]
 
 
-@pytest.mark.parametrize("way", ["filtered", "stored", "grouped", "exact", "dense"])
+@pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
 def test_results_repeat_bit_for_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = force(monkeypatch, way)
     hidden, weight, labels = peaked(*SHAPE, torch.bfloat16, "cuda")
@@ -130,7 +130,7 @@ def test_a_compiled_step_is_that_of_eager_code(mode: str | None, monkeypatch: py
     assert 0 < states[1].stats()["kept"] < 1 and taken["filtered gradients"] == 18
 
 
-@pytest.mark.parametrize("way", ["filtered", "stored", "grouped", "exact", "dense"])
+@pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
 def test_a_cuda_graph_of_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured whole and replayed: the gradients of an eager call, also for inputs that changed in between."""
     taken = force(monkeypatch, way)
@@ -295,4 +295,4 @@ def test_where_full_logits_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "EAGER_LOGITS", n * v - 1)
     gradients(leaves, labels, CCEConfig())
     gradients(leaves, labels, CCEConfig("triton"))
-    assert taken["dense"] == taken["dense gradients"] == 2
+    assert taken["materialized"] == taken["materialized gradients"] == 2

@@ -435,7 +435,7 @@ def test_nothing_is_measured_where_nobody_keeps_a_state(monkeypatch: pytest.Monk
 
 
 @cpu_only
-@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "grouped", "exact"])
+@pytest.mark.parametrize("way", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
 def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first consumes what the forward pass left, unless it wants several gradients at once; no second derivative."""
     taken = force(monkeypatch, way)
@@ -453,7 +453,7 @@ def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(torch.autograd.grad(once, leaves, create_graph=True)[0].sum(), leaves)
     assert taken[way] == 1
-    if way in ("filtered", "dense", "grouped"):
+    if way in ("filtered", "materialized", "token_groups"):
         assert taken[backward_of(way)] == 1
     batched = torch.autograd.grad(loss(), leaves, torch.tensor([1.0, -2.0]), is_grads_batched=True)
     for a, b, several, name in zip(first, second, batched, ("hidden", "weight"), strict=False):
@@ -462,7 +462,7 @@ def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @cpu_only
-@pytest.mark.parametrize("way", ["filtered", "dense", "stored", "grouped", "exact"])
+@pytest.mark.parametrize("way", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
 def test_micro_batches_add_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways round: one after the other, and both losses before any gradient; the state is one."""
     taken = force(monkeypatch, way)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import warnings
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,34 +12,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import batch, logits_made, stats, tiny_llama
+from models import batch, logits_made, loss_and_grads, stats, tiny_llama, told, twins
 from numerics import assert_as_good
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_full_backward_hook
 from torch.utils.checkpoint import checkpoint
 
-from hf_cce import apply_cce, remove_cce
+from hf_cce import apply_cce
 from hf_cce.deferred.lazy_tensor import LazyGrad
 
 Loss = Callable[[Any], Tensor]
 Prepared = Callable[[Any], Any]
 
 
-def untied() -> Any:
-    return tiny_llama(tie_word_embeddings=False)
-
-
-def loss_and_gradients(model: Any, prepare: Prepared, loss_of: Loss) -> dict[str, Tensor]:
+def step(model: Any, prepare: Prepared, loss_of: Loss) -> dict[str, Tensor]:
     prepared = prepare(model)
-    loss = loss_of(prepared(**batch()))
-    loss.backward()
-    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    return {"loss": loss.detach(), **gradients}
+    return loss_and_grads(model, batch(), loss_of=lambda _, inputs: loss_of(prepared(**inputs)))
 
 
 def check_equal(prepare: Prepared, loss_of: Loss) -> None:
-    plain = untied()
-    ours = apply_cce(copy.deepcopy(plain))
-    expected, found = (loss_and_gradients(model, prepare, loss_of) for model in (plain, ours))
+    expected, found = (step(model, prepare, loss_of) for model in twins())
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert_as_good(found[name], value, value, name)
@@ -53,55 +45,26 @@ def as_it_is(model: Any) -> Any:
     return model
 
 
-def hooked(hook: Callable[[Tensor], Any], compiled: bool = False) -> Prepared:
+def on_head(hook: Callable[..., Any], kind: str = "register_forward_hook") -> Prepared:
     def prepare(model: Any) -> Any:
-        model.lm_head.register_forward_hook(lambda module, inputs, output: hook(output))
-        return torch.compile(model, backend="eager") if compiled else model
+        getattr(model.lm_head, kind)(hook)
+        return model
 
     return prepare
 
 
-def without_gradient(write: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
-    def hook(output: Tensor) -> None:
+def writes(write: Callable[[Tensor], Any]) -> Prepared:
+    """A hook that writes without a gradient: the write has none of its own; what it is written to has."""
+
+    def hook(module: Any, inputs: Any, output: Tensor) -> None:
         with torch.no_grad():
             write(output)
 
-    return hook
+    return on_head(hook)
 
 
 def forbid(output: Tensor) -> None:
     output[..., 3:9] = float("-inf")
-
-
-WRITES = {
-    "scales": lambda output: output.mul_(0.5),
-    "clamps": lambda output: output.clamp_(-0.1, 0.1),
-    "forbids": forbid,
-}
-
-
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_hook_that_writes_without_gradient(write: Callable[[Tensor], Any]) -> None:
-    """The write has no gradient of its own; what it is written to has."""
-    assert all((batch()["labels"] < 3).logical_or(batch()["labels"] > 8).any(1))
-    loss_of = own_loss if write is not forbid else lambda outputs: outputs.logits[..., 10:20].square().mean()
-    check_equal(hooked(without_gradient(write)), loss_of)
-
-
-def test_a_hook_that_writes_past_the_version() -> None:
-    check_equal(hooked(lambda output: (output.data.mul_(0.5), None)[1]), own_loss)
-
-
-def test_a_compiled_hook_that_writes_through_real_logits() -> None:
-    torch._dynamo.reset()
-    check_equal(hooked(lambda output: (output.transpose(1, 2).mul_(0.5), None)[1], compiled=True), own_loss)
-
-
-def test_a_compiled_hook_that_writes_through_a_view_is_refused() -> None:
-    torch._dynamo.reset()
-    prepare = hooked(lambda output: (output[0].mul_(0.5), None)[1], compiled=True)
-    with pytest.raises(RuntimeError, match="a view of logits that were written to since"):
-        loss_and_gradients(apply_cce(untied()), prepare, own_loss)
 
 
 def target_without_gradient(outputs: Any) -> Tensor:
@@ -120,12 +83,6 @@ def looked_at_in_inference(outputs: Any) -> Tensor:
     with torch.inference_mode():
         assert outputs.logits.argmax(-1).shape == outputs.logits.shape[:-1]
     return outputs.loss + outputs.logits.square().mean()
-
-
-@pytest.mark.filterwarnings("ignore:hf_cce. outputs.logits")
-@pytest.mark.parametrize("loss_of", [target_without_gradient, part_without_gradient, looked_at_in_inference])
-def test_logits_under_no_grad(loss_of: Loss) -> None:
-    check_equal(as_it_is, loss_of)
 
 
 class Reverse(torch.autograd.Function):
@@ -185,18 +142,30 @@ def hook_on_logits(hook: Callable[[Tensor], Any]) -> Loss:
     return loss_of
 
 
-def on_head(hook: Callable[..., Any], kind: str = "register_forward_hook") -> Prepared:
-    def prepare(model: Any) -> Any:
-        getattr(model.lm_head, kind)(hook)
-        return model
-
-    return prepare
-
-
 def softcapped(model: Any) -> Any:
     """With everything that may be recorded between the head and ``outputs.logits``."""
     model.lm_head.register_forward_hook(lambda module, args, x: (torch.tanh(x / 5.0) * 5.0).double()[:, :, :].float())
     return model
+
+
+def biased(model: Any) -> Any:
+    """With a trainable bias after the head, as ESM has it: its gradient is that of the logits, summed over the tokens."""
+    model.bias = nn.Parameter(torch.linspace(-1, 1, 99))
+    model.lm_head.register_forward_hook(lambda module, args, x: x + model.bias)
+    return model
+
+
+def in_a_reentrant_checkpoint(model: Any) -> Any:
+    """Its backward pass calls the model anew, and looks for tensors in what that returns."""
+
+    def forward(input_ids: Tensor, labels: Tensor, **more: Any) -> Any:
+        def run(embeddings: Tensor) -> Any:
+            return model(inputs_embeds=embeddings, labels=labels, return_dict=False, use_cache=False)[:2]
+
+        loss, logits = checkpoint(run, model.get_input_embeddings()(input_ids), use_reentrant=True)
+        return SimpleNamespace(loss=loss + logits.square().mean())
+
+    return forward
 
 
 # What is done to the model, what to its outputs, and whether full logits or their gradient are made
@@ -247,7 +216,34 @@ USES: dict[str, tuple[Prepared, Loss, bool]] = {
         as_it_is,
         lambda o: F.cross_entropy(o.logits.flatten(0, 1), batch()["labels"].flatten(), torch.arange(99.0)), False,
     ),
+    "hook that scales": (writes(lambda output: output.mul_(0.5)), own_loss, True),
+    "hook that clamps": (writes(lambda output: output.clamp_(-0.1, 0.1)), own_loss, True),
+    "hook that forbids": (writes(forbid), lambda o: o.logits[..., 10:20].square().mean(), True),
+    "hook that writes past the version": (writes(lambda output: output.data.mul_(0.5)), own_loss, True),
+    "target without gradient": (as_it_is, target_without_gradient, True),
+    "part without gradient": (as_it_is, part_without_gradient, True),
+    "looked at in inference mode": (as_it_is, looked_at_in_inference, True),
+    "bias": (biased, own_loss, False),
+    "bias, and a loss on the logits": (biased, mean_in(lambda x: x), True),
+    "bias, and a hook on the gradient": (biased, hook_on_logits(lambda grad: 2 * grad), True),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_compiled_hook_that_writes_is_right_or_refused(view: bool) -> None:
+    """Through real logits, a transposed one; through a part of lazy ones nobody could tell."""
+    torch._dynamo.reset()
+
+    def prepare(model: Any) -> Any:
+        write = lambda output: ((output[0] if view else output.transpose(1, 2)).mul_(0.5), None)[1]  # noqa: E731
+        model.lm_head.register_forward_hook(lambda module, inputs, output: write(output))
+        return torch.compile(model, backend="eager")
+
+    if not view:
+        check_equal(prepare, own_loss)
+        return
+    with pytest.raises(RuntimeError, match="a view of logits that were written to since"):
+        step(apply_cce(tiny_llama()), prepare, own_loss)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -255,30 +251,27 @@ USES: dict[str, tuple[Prepared, Loss, bool]] = {
 def test_what_is_done_to_real_logits_may_be_done_to_lazy_ones(name: str) -> None:
     prepare, loss_of, made = USES[name]
     check_equal(prepare, loss_of)
-    ours = apply_cce(untied())
+    ours = apply_cce(tiny_llama())
     with logits_made(model=ours) as seen:
-        loss_and_gradients(ours, prepare, loss_of)
+        step(ours, prepare, loss_of)
     assert bool(seen) == (stats(ours).materialized > 0) == made
 
 
+def test_the_whole_model_in_a_reentrant_checkpoint() -> None:
+    check_equal(in_a_reentrant_checkpoint, own_loss)
+
+
 def test_logits_are_a_tensor() -> None:
-    outputs = apply_cce(untied())(**batch())
-    logits = outputs.logits
-    assert (
-        isinstance(logits, Tensor) and torch.is_tensor(logits) and logits.requires_grad and logits.grad_fn is not None
-    )
+    ours = apply_cce(tiny_llama())
+    logits = ours(**batch()).logits
+    assert torch.is_tensor(logits) and logits.requires_grad and logits.grad_fn is not None
     assert not logits.is_leaf and not logits.detach().requires_grad and logits.float().grad_fn is not None
-    assert "not made" in repr(logits) and stats_of(logits).materialized == 0
-
-
-def stats_of(logits: Any) -> Any:
-    return logits.recipe.call.stats
+    assert "not made" in repr(logits) and stats(ours).materialized == 0
 
 
 def test_the_lazy_gradient_adds_up_and_can_be_read() -> None:
     grads: list[list[Any]] = [[], []]
-    plain = untied()
-    for model, seen in zip((plain, apply_cce(copy.deepcopy(plain))), grads, strict=True):
+    for model, seen in zip(twins(), grads, strict=True):
         outputs = model(**batch())
         lse = outputs.logits.logsumexp(-1).mean()
         for loss in (outputs.loss, lse, outputs.loss + 2 * lse):
@@ -294,8 +287,7 @@ def test_the_lazy_gradient_adds_up_and_can_be_read() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("prepare", [as_it_is, softcapped], ids=["logits", "softcap"])
 def test_a_second_derivative_is_refused_or_right(prepare: Prepared) -> None:
-    plain = untied()
-    ours = apply_cce(copy.deepcopy(plain))
+    plain, ours = twins()
     outputs = prepare(ours)(**batch())
     with pytest.raises(RuntimeError, match=r"no second derivative \(create_graph=True\).*materialize\(\)"):
         torch.autograd.grad(outputs.loss, ours.lm_head.weight, create_graph=True)
@@ -314,7 +306,7 @@ def test_a_second_derivative_is_refused_or_right(prepare: Prepared) -> None:
 
 
 def test_weights_that_were_changed_before_the_backward_pass_are_an_error() -> None:
-    ours = apply_cce(untied())
+    ours = apply_cce(tiny_llama())
     loss = ours(**batch()).loss
     with torch.no_grad():
         ours.lm_head.weight.add_(1.0)
@@ -323,7 +315,7 @@ def test_weights_that_were_changed_before_the_backward_pass_are_an_error() -> No
 
 
 def test_a_graph_is_freed_by_its_backward_pass() -> None:
-    ours = apply_cce(untied())
+    ours = apply_cce(tiny_llama())
     outputs = ours(**batch())
     loss, kept = outputs.loss, weakref.ref(outputs.logits.recipe.hidden_states.untyped_storage())
     del outputs
@@ -336,7 +328,7 @@ def test_a_graph_is_freed_by_its_backward_pass() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_utilities_of_accelerate() -> None:
     utils = pytest.importorskip("accelerate.utils")
-    ours = apply_cce(untied())
+    ours = apply_cce(tiny_llama())
     logits = ours(**batch()).logits
     assert utils.find_batch_size({"logits": logits}) == len(logits) and utils.gather(logits).shape == logits.shape
     assert utils.recursively_apply(lambda x: x.float(), {"a": logits})["a"].shape == logits.shape
@@ -357,7 +349,7 @@ def test_ddp(options: Any, tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
     try:
         check_equal(lambda model: nn.parallel.DistributedDataParallel(model, **options), own_loss)
-        ours = apply_cce(untied())
+        ours = apply_cce(tiny_llama())
         wrapped = nn.parallel.DistributedDataParallel(ours, **options)
         with logits_made(model=ours) as made:
             outputs = wrapped(**batch())
@@ -368,63 +360,89 @@ def test_ddp(options: Any, tmp_path: Any) -> None:
         dist.destroy_process_group()
 
 
-def test_a_head_with_a_trainable_bias_after_it() -> None:
-    """As ESM has it: its gradient is that of the logits, summed over the tokens."""
-
-    def biased(model: Any) -> Any:
-        model.bias = nn.Parameter(torch.linspace(-1, 1, 99))
-        model.lm_head.register_forward_hook(lambda module, args, x: x + model.bias)
-        return model
-
-    check_equal(biased, own_loss)
-    check_equal(biased, mean_in(lambda x: x))
-    check_equal(biased, hook_on_logits(lambda grad: 2 * grad))
-    ours = apply_cce(untied())
-    loss_and_gradients(ours, biased, own_loss)
-    assert stats(ours).materialized == 0 and bool(ours.bias.grad.any())
+# Hooks on the gradient of the logits, and who keeps it
+def by_module(model: Any, see: Callable[[Tensor], Any]) -> Any:
+    return model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: see(outputs[0]))
 
 
-def test_the_whole_model_in_a_reentrant_checkpoint() -> None:
-    """Its backward pass calls the model anew, and looks for tensors in what that returns."""
-
-    def prepare(model: Any) -> Any:
-        def forward(input_ids: Tensor, labels: Tensor, **more: Any) -> Any:
-            def run(embeddings: Tensor) -> Any:
-                return model(inputs_embeds=embeddings, labels=labels, return_dict=False, use_cache=False)[:2]
-
-            loss, logits = checkpoint(run, model.get_input_embeddings()(input_ids), use_reentrant=True)
-            return SimpleNamespace(loss=loss + logits.square().mean())
-
-        return forward
-
-    check_equal(prepare, own_loss)
+def by_module_before(model: Any, see: Callable[[Tensor], Any]) -> Any:
+    return model.lm_head.register_full_backward_pre_hook(lambda module, outputs: see(outputs[0]))
 
 
-def test_an_adapter_that_writes_to_some_tokens() -> None:
-    """PEFT's aLoRA adds to the tokens from its invocation on, in place, and then asks for the dtype."""
-    peft = pytest.importorskip("peft")
-    ids = batch()["input_ids"]
-    if "alora_invocation_tokens" not in peft.LoraConfig.__dataclass_fields__:
-        pytest.skip(f"peft {peft.__version__} has no aLoRA")
-
-    def prepare(model: Any) -> Any:
-        torch.manual_seed(3)
-        config = peft.LoraConfig(
-            task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules=["q_proj", "lm_head"],
-            alora_invocation_tokens=[int(ids[0, ids.shape[1] // 2])],
-        )  # fmt: skip
-        return peft.get_peft_model(model, config)
-
-    check_equal(prepare, own_loss)
+def by_tensor(model: Any, see: Callable[[Tensor], Any]) -> Any:
+    return model.lm_head.register_forward_hook(lambda module, inputs, output: (output.register_hook(see), None)[1])
 
 
-def test_a_loss_that_the_user_sets_later_stays() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def by_every_module(model: Any, see: Callable[[Tensor], Any]) -> Any:
+    return register_module_full_backward_hook(
+        lambda module, inputs, outputs: see(outputs[0]) if module is model.lm_head else None
+    )
 
-    def mine(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-        return logits.square().mean()
 
-    model: nn.Module = apply_cce(GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2)))
-    model.loss_function = mine  # type: ignore[assignment]
-    remove_cce(model)
-    assert model.loss_function is mine
+@pytest.mark.parametrize("register", [by_module, by_module_before, by_tensor, by_every_module])
+def test_a_hook_on_the_head_sees_the_gradient_of_the_logits(register: Callable[..., Any]) -> None:
+    """At every step; a gradient that nobody reads is not made, and who reads it is named once."""
+    plain, ours = twins()
+    seen: dict[Any, list[Tensor]] = {plain: [], ours: []}
+    with told() as messages:
+        for model in (plain, ours, ours):
+            handle = register(model, seen[model].append)
+            try:
+                model(**batch()).loss.backward()
+            finally:
+                handle.remove()
+    assert (len(seen[plain]), len(seen[ours])) == (1, 2)
+    assert messages == [] and stats(ours).fused == 2 and stats(ours).materialized == 0
+    for number, gradient in enumerate(seen[ours]):
+        with told() as messages:
+            assert_as_good(gradient, seen[plain][0], seen[plain][0], "gradient of the logits")
+        assert number or "of their gradient)" in messages[0]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["in the head", "of outputs.logits"])
+def test_retain_grad_keeps_the_gradient(after: bool) -> None:
+    kept: list[Tensor] = []
+    for model in twins():
+        if not after:
+            on_head(lambda module, inputs, output: (output.retain_grad(), kept.append(output), None)[2])(model)
+        outputs = model(**batch())
+        if after:
+            outputs.logits.retain_grad()
+            kept.append(outputs.logits)
+        outputs.loss.backward()
+    expected, found = (logits.grad for logits in kept)
+    assert found.shape == expected.shape and expected.any()
+    assert_as_good(found * 1.0, expected, expected, "kept")
+
+
+# Who reads the logits of a training call is told what that costs
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda logits: logits.topk(70), "topk"),
+        (lambda logits: torch.softmax(logits, -2), "softmax"),
+        (lambda logits: logits[..., 3], "__getitem__"),
+        (lambda logits: logits.float().detach().cpu().numpy(), "cpu"),
+    ],
+)
+def test_reading_logits_at_every_step_is_named_once(read: Callable[[Any], Any], name: str) -> None:
+    model = apply_cce(tiny_llama())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            outputs = model(**batch())
+            outputs.loss.backward()
+            read(outputs.logits)
+    (ours,) = [w for w in caught if "hf_cce" in str(w.message)]
+    assert f"outputs.logits of a training call was used ({name})" in str(ours.message)
+    assert ours.filename == __file__  # it shows the line that reads, not one of torch or ours
+    assert (stats(model).fused, stats(model).materialized, stats(model).read) == (3, 3, 3)
+
+
+def test_asking_for_logits_by_name_is_no_reason_to_warn() -> None:
+    model = apply_cce(tiny_llama())
+    with told() as messages:
+        outputs = model(**batch())
+        print(outputs.logits, outputs.logits.shape, outputs.logits.float().dtype)
+        outputs.logits.materialize().argmax(-1)
+    assert messages == [] and (stats(model).materialized, stats(model).read) == (1, 0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from models import FAMILIES
+from models import FAMILIES, tiny_llama
 from transformers.loss import loss_utils
 
 from hf_cce import apply_cce
@@ -53,17 +53,12 @@ def check(target: Any, who: str) -> None:
 
 
 @pytest.mark.parametrize("who", FORWARDS)
-def test_on_the_instance(who: str) -> None:
-    model = FAMILIES["llama"].build()
-    model.forward = MethodType(function_of(*FORWARDS[who][:2]), model)
+def test_on_the_instance_or_the_class(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, model = function_of(*FORWARDS[who][:2]), tiny_llama()
+    model.forward = MethodType(forward, model)
     check(model, who)
-
-
-@pytest.mark.parametrize("who", FORWARDS)
-def test_on_the_class(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FAMILIES["llama"].build()
-    monkeypatch.setattr(LLAMA, "forward", function_of(*FORWARDS[who][:2]))
-    check(model, who)
+    monkeypatch.setattr(LLAMA, "forward", forward)
+    check(tiny_llama(), who)
     check(LLAMA, who)
 
 
@@ -73,14 +68,14 @@ def test_under_wrappers() -> None:
     for assigned in (functools.WRAPPER_ASSIGNMENTS, ()):
         outer = functools.wraps(inner, assigned=assigned)(lambda *args, labels=None, **kwargs: None)
         assert assigned or outer.__module__ == __name__
-        model = FAMILIES["llama"].build()
+        model = tiny_llama()
         model.forward = MethodType(outer, model)
         check(model, "liger")
 
 
 def test_inside_peft() -> None:
     peft = pytest.importorskip("peft")
-    model = FAMILIES["llama"].build()
+    model = tiny_llama()
     model.forward = MethodType(function_of(*FORWARDS["apple"][:2]), model)
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="Apple's cut cross-entropy is active"):
@@ -90,7 +85,7 @@ def test_inside_peft() -> None:
 def test_a_loss_function_by_unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
     """patch_loss_functions() writes into LOSS_MAPPING; the class keeps its own forward."""
     theirs = function_of("unsloth_zoo.loss_utils", "patch_loss_functions.<locals>.UnslothForCausalLMLoss")
-    model, gpt2 = FAMILIES["llama"].build(), FAMILIES["gpt2"].build()
+    model, gpt2 = tiny_llama(), FAMILIES["gpt2"].build()
     monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", theirs)
     for target in (model, gpt2, LLAMA):
         assert "Unsloth is active on it" in (why_other(target) or "")
@@ -99,7 +94,7 @@ def test_a_loss_function_by_unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_functional_by_liger(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FAMILIES["llama"].build()
+    model = tiny_llama()
     monkeypatch.setattr(F, "cross_entropy", function_of("liger_kernel.transformers.functional", "liger_cross_entropy"))
     with pytest.raises(ValueError, match=r"Liger's cross-entropy is active on it .*liger_cross_entropy"):
         apply_cce(model)
@@ -107,23 +102,23 @@ def test_a_functional_by_liger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_else_is_refused() -> None:
     """Own forwards and wrappers of anybody, Liger's layers, names that merely begin alike; and our own patch, applied twice."""
-    model = FAMILIES["llama"].build()
+    model = tiny_llama()
     model.model.norm.forward = MethodType(
         function_of("liger_kernel.transformers.rms_norm", "forward"), model.model.norm
     )
     model.forward = MethodType(function_of("liger_kernel_of_mine.model", "forward"), model)
     assert why_other(model) is None
-    fresh = FAMILIES["llama"].build()
+    fresh = tiny_llama()
     assert why_other(apply_cce(fresh)) is None and apply_cce(fresh) is fresh
 
 
 def test_released_liger() -> None:
     patches = pytest.importorskip("liger_kernel.transformers.monkey_patch")
     options = {"rope": False, "rms_norm": False, "swiglu": False}
-    model = FAMILIES["llama"].build()
+    model = tiny_llama()
     patches.apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=True, **options)
     check(model, "liger")
-    model = FAMILIES["llama"].build()
+    model = tiny_llama()
     patches.apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False, **options | {"rms_norm": True})
     ours = apply_cce(model)
     assert type(ours) is LLAMA and why_other(ours) is None and torch.is_tensor(ours.lm_head.weight)

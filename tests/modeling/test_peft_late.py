@@ -19,8 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import assert_fused, batch, exact, loss_and_grads, stats, tiny_llama, with_open_gates
-from numerics import assert_as_good
+from models import (
+    assert_fused,
+    assert_results_as_good,
+    batch,
+    exact,
+    loss_and_grads,
+    stats,
+    tiny_llama,
+    with_open_gates,
+)
 
 from hf_cce import apply_cce, remove_cce
 from hf_cce.patches import peft_tuner
@@ -72,11 +80,12 @@ def in_a_process(how: str, saved: str, tuner: str) -> None:
     elif how == "class":
         apply_cce(type(tiny_llama()))
         model = tiny_llama()
-    else:
-        model = apply_cce(apply_cce(tiny_llama()))
-    if how == "class":
         remove_cce(type(model))
+    else:
+        model = tiny_llama() if how == "after PEFT" else apply_cce(apply_cce(tiny_llama()))
     patched = adapted(model, tuner)
+    if how == "after PEFT":
+        apply_cce(patched)
     if tuner == "lora":
         assert OLD in Path(str(sys.modules["peft.tuners.tuners_utils"].__file__)).read_text("utf-8")
     plain = adapted(tiny_llama(), tuner)
@@ -84,8 +93,7 @@ def in_a_process(how: str, saved: str, tuner: str) -> None:
     plain.get_base_model().register_forward_pre_hook(lambda *_: hooked.append("called"))
     twin = loss_and_grads(plain, batch())
     reference = loss_and_grads(exact(adapted(tiny_llama(), tuner)), batch(), double=True)
-    for name, value in loss_and_grads(patched, batch()).items():
-        assert_as_good(value, twin[name], reference[name], name)
+    assert_results_as_good(loss_and_grads(patched, batch()), twin, reference)
     assert_fused(patched, calls=1)
     assert hooked == []  # an unpatched model stays called as it was
     print("fused", stats(patched).fused)
@@ -95,14 +103,8 @@ def fused_in_a_process(how: str, tuner: str, first: Path | None, tmp_path: Path)
     """``first``: a folder for the front of ``sys.path``."""
     (tmp_path / "model").write_bytes(pickle.dumps(apply_cce(tiny_llama())))
     code = f"import test_peft_late as test; test.in_a_process({how!r}, {str(tmp_path / 'model')!r}, {tuner!r})"
-    folders = [
-        *([] if first is None else [first]),
-        ROOT,
-        ROOT / "tests/support",
-        ROOT / "tests/modeling",
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
-    path = os.pathsep.join(map(str, folders))
+    folders = [first, ROOT, ROOT / "tests/support", ROOT / "tests/modeling", os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(str(folder) for folder in folders if folder)
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True
     )
@@ -110,8 +112,8 @@ def fused_in_a_process(how: str, tuner: str, first: Path | None, tmp_path: Path)
     assert done.stdout.split() == ["fused", "1"]
 
 
-@pytest.mark.parametrize("how", ["instance", "class", "unpickled"])
-def test_a_model_patched_before_peft_is_imported(how: str, old_peft: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["instance", "class", "unpickled", "after PEFT"])
+def test_a_tuner_that_calls_past_the_hooks(how: str, old_peft: Path, tmp_path: Path) -> None:
     fused_in_a_process(how, "lora", old_peft, tmp_path)
 
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from models import (
-    FAMILIES,
     VOCABULARY,
     assert_fused,
-    assert_results_as_good,
     assert_same_training,
     batch,
     exact,
-    head_of,
     loss_and_grads,
     stats,
     tiny_llama,
+    told,
+    twins,
 )
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map_only
@@ -71,173 +71,22 @@ class Fails(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
 
-def of(kind: Any) -> Any:
-    plain = tiny_llama()
-    model = kind(plain.config).train()
-    model.load_state_dict(plain.state_dict())
-    return model
+class Asks(LlamaForCausalLM):
+    """Its loss calls the model again, in evaluation and with gradients."""
 
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        def loss_function(**given: Any) -> Any:
+            self.eval()
+            teacher = self(input_ids=input_ids).logits
+            self.train()
+            return usual(**given) + 0.1 * teacher.square().mean()
 
-@pytest.mark.parametrize(("kind", "losses"), [(Distils, 1), (Samples, 1), (Drops, 2), (Fails, 1)])
-def test_a_model_that_calls_itself(kind: Any, losses: int, recwarn: Any) -> None:
-    plain = of(kind)
-    patched = apply_cce(copy.deepcopy(plain))
-    before = set(vars(patched.lm_head))
-    for steps in (1, 2):
-        assert_same_training(patched, plain, batch())
-        assert_fused(patched, steps * losses)
-    assert set(vars(patched.lm_head)) == before and not [w for w in recwarn if "hf_cce" in str(w.message)]
-
-
-def test_a_hook_that_calls_the_model() -> None:
-    plain = of(LlamaForCausalLM)
-    reference = loss_and_grads(exact(plain), batch(), double=True)
-    patched = apply_cce(copy.deepcopy(plain))
-    for model in (plain, patched):
-
-        def looks(module: Any, args: Any, model: Any = model) -> None:
-            if not getattr(model, "looking", False):
-                model.looking = True
-                with torch.no_grad():
-                    model(input_ids=batch()["input_ids"])
-                model.looking = False
-
-        model.model.register_forward_pre_hook(looks)
-    twin, found = loss_and_grads(plain, batch()), loss_and_grads(patched, batch())
-    assert_results_as_good(found, twin, reference)
-    assert_fused(patched, 1)
-
-
-@pytest.mark.parametrize("inner", [False, True], ids=["alone", "within a call"])
-def test_a_model_trains_on_after_ctrl_c(inner: bool) -> None:
-    """torch runs no hook then, and the head stays as it is in a call; the next calls are right all the same."""
-    plain = of(Distils if inner else LlamaForCausalLM)
-    patched = apply_cce(copy.deepcopy(plain))
-    stop = [True]
-
-    def stops(module: Any, args: Any) -> None:
-        if stop[0] and (not inner or not torch.is_grad_enabled()):
-            raise KeyboardInterrupt
-
-    patched.model.norm.register_forward_pre_hook(stops)
-    plain.model.norm.register_forward_pre_hook(lambda module, args: None)
-    before = set(vars(patched.lm_head))
-    with pytest.raises(KeyboardInterrupt):
-        patched(**batch())
-    stop[0] = False
-    assert_same_training(patched, plain, batch())
-    assert stats(patched).fused == 1
-    hidden_states = torch.randn(2, 32)
-    assert torch.equal(patched.lm_head(hidden_states), plain.lm_head(hidden_states))
-    ids = batch()["input_ids"]
-    assert torch.equal(patched.eval()(ids).logits, plain.eval()(ids).logits)
-    assert set(vars(remove_cce(patched).lm_head)) == before
-
-
-def test_a_loss_type_that_is_set_later() -> None:
-    """GPT-2 has none of its own; the one by which we name its loss must not win over it."""
-    plain = FAMILIES["gpt2"].build()
-    patched = apply_cce(copy.deepcopy(plain))
-    for model in (plain, patched):
-        model.loss_type = "ForMaskedLM"
-    assert_same_training(patched, plain, batch())
-
-
-def clamped(output: Any) -> Any:
-    return output.clamp(-1, 1) if isinstance(output, torch.Tensor) else output
-
-
-def hook(module: Any, args: Any, output: Any) -> Any:
-    return clamped(output)
-
-
-def by_tree_map(module: Any, args: Any, output: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda x: x.clamp(-1, 1), output)
-
-
-def in_place_of_forward(model: Any) -> Any:
-    forward = model.lm_head.forward
-    model.lm_head.forward = lambda hidden_states: clamped(forward(hidden_states))
-
-
-def in_place_of_forward_for_its_input(model: Any) -> Any:
-    forward = model.lm_head.forward
-
-    def halved(hidden_states: Any) -> Any:
-        return forward(hidden_states / 2 if isinstance(hidden_states, torch.Tensor) else hidden_states)
-
-    model.lm_head.forward = halved
-
-
-def in_a_checkpoint(model: Any) -> Any:
-    forward = model.lm_head.forward
-    model.lm_head.forward = lambda hidden_states: checkpoint(forward, hidden_states, use_reentrant=True)
-
-
-PUT: dict[str, Any] = {
-    "hook": lambda model: head_of(model).register_forward_hook(hook),
-    "tree map": lambda model: head_of(model).register_forward_hook(by_tree_map),
-    "forward": in_place_of_forward,
-    "input": in_place_of_forward_for_its_input,
-    "checkpoint": in_a_checkpoint,
-}
-
-
-@pytest.mark.parametrize("put", PUT)
-def test_who_asks_what_the_logits_are_gets_tensors(put: str) -> None:
-    plain = tiny_llama()
-    usual = float(loss_and_grads(plain, batch())["loss"])
-    patched = copy.deepcopy(plain)
-    reference = exact(plain)
-    for model in (plain, patched, reference):
-        PUT[put](model)
-    twin, reference = loss_and_grads(plain, batch()), loss_and_grads(reference, batch(), double=True)
-    assert put == "checkpoint" or abs(float(twin["loss"]) - usual) > usual / 10
-    apply_cce(patched)
-    reason = {"checkpoint": "without gradients", "input": "a function in the place of the head's forward"}.get(
-        put, "clamp"
-    )
-    with pytest.warns(UserWarning, match=f"hf_cce fell back to full logits: .*{reason}"):
-        found = loss_and_grads(patched, batch())
-    assert_results_as_good(found, twin, reference)
-    assert stats(patched).missed == 1
-
-
-def test_a_hook_on_all_modules() -> None:
-    plain = tiny_llama()
-    patched = apply_cce(copy.deepcopy(plain))
-
-    def clamps(module: Any, args: Any, output: Any) -> Any:
-        return clamped(output) if isinstance(module, torch.nn.Linear) and module.out_features == VOCABULARY else None
-
-    handle = register_module_forward_hook(clamps)
-    try:
-        with pytest.warns(UserWarning, match="hf_cce fell back to full logits: clamp asked for the logits"):
-            assert_same_training(patched, plain, batch())
-    finally:
-        handle.remove()
-    loss_and_grads(patched, batch())
-    assert stats(patched).missed == stats(patched).fused == 1
-
-
-@pytest.mark.parametrize("kind", ["forward", "backward", "backward_pre"])
-def test_hooks_on_what_holds_the_head(kind: str, recwarn: Any) -> None:
-    """BERT's head is in ``cls.predictions``, whose output is the logits, too."""
-    plain = FAMILIES["bert"].build()
-    patched = apply_cce(copy.deepcopy(plain))
-    for model in (plain, patched):
-        module = model.cls.predictions
-        if kind == "forward":
-            module.register_forward_hook(hook)
-        elif kind == "backward":
-            module.register_full_backward_hook(
-                lambda module, before, after: tuple(None if x is None else x / 2 for x in before)
-            )
-        else:
-            module.register_full_backward_pre_hook(lambda module, after: tuple(x / 2 for x in after))
-    assert_same_training(patched, plain, batch())
-    assert stats(patched).missed == (kind == "forward")
-    assert stats(patched).fused == (kind != "forward")
+        usual = LlamaForCausalLM.loss_function.fget(self)
+        if labels is not None:
+            self.loss_function = loss_function
+        outputs = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        vars(self).pop("_loss_function", None)
+        return outputs
 
 
 class SavesLogits(LlamaForCausalLM):
@@ -257,26 +106,185 @@ class SavesLogits(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=total / (labels != -100).sum())
 
 
-def test_a_head_in_a_checkpoint_of_the_models_forward() -> None:
-    plain = of(SavesLogits)
-    patched = apply_cce(copy.deepcopy(plain))
+class ByKeyword(LlamaForCausalLM):
+    """Calls its head as torch.nn.Linear names its argument."""
+
+    def forward(self, labels: Any = None, **inputs: Any) -> Any:
+        logits = self.lm_head(input=self.model(**inputs).last_hidden_state)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def of(kind: Any) -> tuple[Any, Any]:
+    """A model of that class, and its patched copy."""
+    other = tiny_llama()
+    plain = kind(other.config).train()
+    plain.load_state_dict(other.state_dict())
+    return plain, apply_cce(copy.deepcopy(plain))
+
+
+@pytest.mark.parametrize(
+    ("kind", "losses"),
+    [(Distils, 1), (Samples, 1), (Drops, 2), (Fails, 1), (Asks, 1), (SavesLogits, 5), (ByKeyword, 1)],
+)
+def test_a_model_with_a_forward_of_its_own(kind: Any, losses: int) -> None:
+    plain, patched = of(kind)
+    before = set(vars(patched.lm_head))
+    with told() as messages:
+        for steps in (1, 2):
+            assert_same_training(patched, plain, batch())
+            assert stats(patched).missed == stats(patched).materialized == 0 and stats(patched).fused == steps * losses
+    assert set(vars(patched.lm_head)) == before and messages == []
+
+
+def test_a_hook_that_calls_the_model() -> None:
+    plain, patched = twins()
+    reference = exact(plain)
+    for model in (plain, patched):
+
+        def looks(module: Any, args: Any, model: Any = model) -> None:
+            if not getattr(model, "looking", False):
+                model.looking = True
+                with torch.no_grad():
+                    model(input_ids=batch()["input_ids"])
+                model.looking = False
+
+        model.model.register_forward_pre_hook(looks)
+    assert_same_training(patched, plain, batch(), reference=reference)
+    assert_fused(patched, 1)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["alone", "within a call"])
+def test_a_model_trains_on_after_ctrl_c(inner: bool) -> None:
+    """torch runs no hook then, and the head stays as it is in a call; the next calls are right all the same."""
+    plain, patched = of(Distils if inner else LlamaForCausalLM)
+
+    def stops(module: Any, args: Any) -> None:
+        if not inner or not torch.is_grad_enabled():
+            raise KeyboardInterrupt
+
+    before = set(vars(patched.lm_head))
+    stopping = patched.model.norm.register_forward_pre_hook(stops)
+    with pytest.raises(KeyboardInterrupt):
+        patched(**batch())
+    stopping.remove()
     assert_same_training(patched, plain, batch())
-    assert_fused(patched)
+    assert stats(patched).fused == 1
+    hidden_states = torch.randn(2, 32)
+    assert torch.equal(patched.lm_head(hidden_states), plain.lm_head(hidden_states))
+    ids = batch()["input_ids"]
+    assert torch.equal(patched.eval()(ids).logits, plain.eval()(ids).logits)
+    assert set(vars(remove_cce(patched).lm_head)) == before
+
+
+def test_a_loss_that_is_set_later_is_the_models() -> None:
+    """GPT-2 has no loss type of its own; the one by which we name its loss must not win over another, nor go with the patch."""
+    plain, patched = twins("gpt2")
+    for model in (plain, patched):
+        model.loss_type = "ForMaskedLM"
+    assert_same_training(patched, plain, batch())
+    _, patched = twins("gpt2")
+    patched.loss_function = mine = lambda logits, labels, **_: logits.square().mean()
+    assert remove_cce(patched).loss_function is mine
+
+
+def clamped(output: Any) -> Any:
+    return output.clamp(-1, 1) if isinstance(output, torch.Tensor) else output
+
+
+def hook(module: Any, args: Any, output: Any) -> Any:
+    return clamped(output)
+
+
+def by_tree_map(module: Any, args: Any, output: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda x: x.clamp(-1, 1), output)
+
+
+def in_place_of_forward(wrap: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def put(model: Any) -> None:
+        model.lm_head.forward = wrap(model.lm_head.forward)
+
+    return put
+
+
+# What is put on the head, and why that gets full logits
+PUT: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "hook": (lambda model: model.lm_head.register_forward_hook(hook), "clamp"),
+    "tree map": (lambda model: model.lm_head.register_forward_hook(by_tree_map), "clamp"),
+    "forward": (in_place_of_forward(lambda forward: lambda x: clamped(forward(x))), "clamp"),
+    "input": (
+        in_place_of_forward(lambda forward: lambda x: forward(x / 2 if isinstance(x, torch.Tensor) else x)),
+        "a function in the place of the head's forward",
+    ),
+    "checkpoint": (
+        in_place_of_forward(lambda forward: lambda x: checkpoint(forward, x, use_reentrant=True)),
+        "without gradients",
+    ),
+}
+
+
+@pytest.mark.parametrize("put", PUT)
+def test_who_asks_what_the_logits_are_gets_tensors(put: str) -> None:
+    plain = tiny_llama()
+    usual = float(loss_and_grads(plain, batch())["loss"])
+    patched, reference = copy.deepcopy(plain), exact(plain)
+    for model in (plain, patched, reference):
+        PUT[put][0](model)
+    assert put == "checkpoint" or abs(float(plain(**batch()).loss.detach()) - usual) > usual / 10
+    apply_cce(patched)
+    with pytest.warns(UserWarning, match=f"hf_cce fell back to full logits: .*{PUT[put][1]}"):
+        assert_same_training(patched, plain, batch(), reference=reference)
+    assert stats(patched).missed == 1
+
+
+def test_a_hook_on_all_modules() -> None:
+    plain, patched = twins()
+
+    def clamps(module: Any, args: Any, output: Any) -> Any:
+        return clamped(output) if isinstance(module, torch.nn.Linear) and module.out_features == VOCABULARY else None
+
+    handle = register_module_forward_hook(clamps)
+    try:
+        with pytest.warns(UserWarning, match="hf_cce fell back to full logits: clamp asked for the logits"):
+            assert_same_training(patched, plain, batch())
+    finally:
+        handle.remove()
+    loss_and_grads(patched, batch())
+    assert stats(patched).missed == stats(patched).fused == 1
+
+
+HALVED = {
+    "full_backward_hook": lambda module, before, after: tuple(None if x is None else x / 2 for x in before),
+    "full_backward_pre_hook": lambda module, after: tuple(x / 2 for x in after),
+    "forward_hook": hook,
+}
+
+
+@pytest.mark.parametrize("kind", HALVED)
+def test_hooks_on_what_holds_the_head(kind: str) -> None:
+    """BERT's head is in ``cls.predictions``, whose output is the logits, too."""
+    plain, patched = twins("bert")
+    for model in (plain, patched):
+        getattr(model.cls.predictions, f"register_{kind}")(HALVED[kind])
+    assert_same_training(patched, plain, batch())
+    assert stats(patched).missed == (kind == "forward_hook")
+    assert stats(patched).fused == (kind != "forward_hook")
+
+
+def in_a_checkpoint(model: Any, inputs: Any) -> torch.Tensor:
+    def run(embedded: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=embedded, labels=inputs["labels"]).loss
+
+    embedded = model.get_input_embeddings()(inputs["input_ids"])
+    if embedded.dtype is torch.float64:  # the reference: exact in its forward pass alone
+        return run(embedded)
+    return checkpoint(run, embedded, use_reentrant=False)
 
 
 def test_a_model_in_a_checkpoint_of_the_caller() -> None:
-    plain = tiny_llama()
-    patched = apply_cce(copy.deepcopy(plain))
-    found = []
-    for model in (plain, patched):
-        model.zero_grad()
-        embedded = model.get_input_embeddings()(batch()["input_ids"])
-        run = lambda x, model=model: model(inputs_embeds=x, labels=batch()["labels"]).loss  # noqa: E731
-        loss = checkpoint(run, embedded, use_reentrant=False)
-        loss.backward()
-        found.append({"loss": loss.detach()} | {name: x.grad.clone() for name, x in model.named_parameters()})
+    plain, patched = twins()
+    assert_same_training(patched, plain, batch(), loss_of=in_a_checkpoint)
     assert_fused(patched)
-    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("of", ["forward", "head"])
@@ -302,8 +310,7 @@ def test_logits_that_a_graph_has_deferred_are_not_read_after_a_step(of: str) -> 
     "cleared", [("_forward_hooks", "_forward_pre_hooks"), ("_forward_hooks",)], ids=["all", "some"]
 )
 def test_a_model_whose_hooks_were_cleared_is_patched_anew(cleared: tuple[str, ...]) -> None:
-    plain = tiny_llama()
-    patched = apply_cce(copy.deepcopy(plain))
+    plain, patched = twins()
     for module in patched.modules():
         for name in cleared:
             getattr(module, name).clear()
@@ -312,20 +319,6 @@ def test_a_model_whose_hooks_were_cleared_is_patched_anew(cleared: tuple[str, ..
     assert_same_training(patched, plain, batch())
     assert_fused(patched, 1)
     assert len(patched._forward_hooks) == len(patched._forward_pre_hooks) == 1
-
-
-class HandsOn(LlamaForCausalLM):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
-
-
-def test_labels_without_a_name_through_a_forward_that_hands_all_on() -> None:
-    plain = of(HandsOn)
-    patched = apply_cce(copy.deepcopy(plain))
-    for model in (plain, patched):
-        model(batch()["input_ids"], None, None, None, None, batch()["labels"]).loss.backward()
-    assert_fused(patched, 1)
-    assert_same_training(patched, plain, batch())
 
 
 def test_a_head_that_was_replaced_is_not_saved() -> None:

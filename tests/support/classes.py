@@ -63,21 +63,13 @@ def page() -> str:
 
 
 def stale() -> list[str]:
-    """What is wrong with the file, class by class."""
-    text = PAGE.read_text("utf-8")
-    written = {line.split(" | ")[0][2:]: line for line in text.splitlines() if line.startswith("| ") and " | " in line}
-    found = rows()
-    same = f"Transformers {transformers.__version__} " in text
-    wrong = [
-        f"{cls} is in transformers {transformers.__version__} and not in the table"
-        for cls in found.keys() - written.keys()
-    ]
-    wrong += [
-        f"{cls}: {written[cls]!r} should be {line!r}" for cls, line in found.items() if written.get(cls, line) != line
-    ]
-    if same and not wrong and text != page():
-        wrong = ["the text around the table, or a class that Transformers does not have"]
-    return sorted(wrong)
+    """Rows that the file lacks, of classes that are new or have changed; else, for the same Transformers, other lines."""
+    text, fresh = PAGE.read_text("utf-8"), page()
+    lacking = [line for line in fresh.splitlines() if line not in text.splitlines()]
+    rows = [line for line in lacking if line.startswith("| ")]
+    if rows or f"Transformers {transformers.__version__} " not in text:
+        return rows
+    return lacking or (["a row of a class that Transformers does not have"] if text != fresh else [])
 
 
 def main() -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from models import FAMILIES, batch, exact, loss_and_grads, stats, tiny_llama
+from models import FAMILIES, batch, exact, loss_and_grads, stats, tiny_llama, told
 from numerics import relative_error
 from peft import LoraConfig, get_peft_model
 from spread import everything
@@ -47,17 +46,16 @@ def mesh_of(shape: tuple[int, ...], **names: Any) -> Any:
     return init_device_mesh(DEVICE.partition(":")[0], shape, **names)
 
 
-def ddp(model: Any, patch: Callable[[Any], Any]) -> Any:
+# Each of the functions below puts a model under an engine, patched before or after.
+Patch = Callable[[Any], Any]
+
+
+def ddp(model: Any, patch: Patch) -> Any:
     return DistributedDataParallel(patch(model))
 
 
-def ddp_patched_late(model: Any, patch: Callable[[Any], Any]) -> Any:
-    return patch(DistributedDataParallel(model))
-
-
-def context_parallel(model: Any, patch: Callable[[Any], Any]) -> Any:
-    """Each rank has a part of every sequence, and labels that were shifted before they were cut; no layer mixes tokens."""
-    return DistributedDataParallel(patch(model))
+def patched_first(engine: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda model, patch: engine(patch(model), lambda model: model)
 
 
 def _layers(model: Any, **options: Any) -> None:
@@ -65,118 +63,61 @@ def _layers(model: Any, **options: Any) -> None:
         fully_shard(layer, **options)
 
 
-def fsdp2(model: Any, patch: Callable[[Any], Any], **options: Any) -> Any:
+def fsdp2(model: Any, patch: Patch, **options: Any) -> Any:
     """As accelerate groups: the head with the final norm, whole until the backward pass."""
     _layers(model, **options)
     fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
     return patch(fully_shard(model, **options))
 
 
-def fsdp2_patched_first(model: Any, patch: Callable[[Any], Any]) -> Any:
-    return fsdp2(patch(model), lambda model: model)
-
-
-def fsdp2_root(model: Any, patch: Callable[[Any], Any]) -> Any:
+def fsdp2_root(model: Any, patch: Patch) -> Any:
     _layers(model)
     return patch(fully_shard(model))
 
 
-def fsdp2_mixed(model: Any, patch: Callable[[Any], Any]) -> Any:
-    return fsdp2(model, patch, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
-
-
-def fsdp2_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
+def fsdp2_head_alone(model: Any, patch: Patch, **options: Any) -> Any:
     """In a group of its own, which would free its weight right after its forward."""
     _layers(model)
-    fully_shard(model.lm_head)
+    fully_shard(model.lm_head, **options)
     return patch(fully_shard(model))
 
 
-def fsdp2_forward_between(model: Any, patch: Callable[[Any], Any]) -> Any:
-    """Likewise; before the backward pass another forward runs, which frees the weight that the gradients are made of."""
-    return fsdp2_head_alone(model, patch)
-
-
-def fsdp2_head_over_some(model: Any, patch: Callable[[Any], Any]) -> Any:
-    """Likewise; after its forward it is split over two of four ranks, where an evaluation leaves it. For four ranks alone."""
-    _layers(model)
-    fully_shard(model.lm_head, reshard_after_forward=2)
-    return patch(fully_shard(model))
-
-
-def fsdp2_adapted_head(model: Any, patch: Callable[[Any], Any]) -> Any:
+def fsdp2_adapted_head(model: Any, patch: Patch) -> Any:
     """LoRA on it, in a group of its own: FSDP2 derives classes of its own from those of PEFT."""
-    base = model.get_base_model()
-    _layers(base)
-    fully_shard(base.lm_head)
-    fully_shard(base)
+    fsdp2_head_alone(model.get_base_model(), lambda base: base)
     return patch(model)
 
 
-def fsdp1(model: Any, patch: Callable[[Any], Any], **options: Any) -> Any:
+def fsdp1(model: Any, patch: Patch, **options: Any) -> Any:
     """The wrapper that FSDP2 replaces: layers in units of their own, the head in the root's."""
     options = {"auto_wrap_policy": ModuleWrapPolicy({type(model.model.layers[0])}), "use_orig_params": True, **options}
     return patch(FullyShardedDataParallel(model, device_id=torch.device(DEVICE), **options))
 
 
-def fsdp1_flat(model: Any, patch: Callable[[Any], Any]) -> Any:
-    return fsdp1(model, patch, use_orig_params=False)
-
-
-def fsdp1_patched_first(model: Any, patch: Callable[[Any], Any]) -> Any:
-    return fsdp1(patch(model), lambda model: model)
-
-
-def fsdp1_mixed(model: Any, patch: Callable[[Any], Any]) -> Any:
-    return fsdp1(model, patch, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-
-
-def fsdp1_head_alone(model: Any, patch: Callable[[Any], Any]) -> Any:
+def fsdp1_head_alone(model: Any, patch: Patch) -> Any:
     """In a unit of its own, which frees its weight right after its forward: real logits, and a warning."""
     head = model.lm_head
     return fsdp1(model, patch, auto_wrap_policy=CustomPolicy(lambda module: module is head))
 
 
-def tensor_parallel(model: Any, patch: Callable[[Any], Any], head: str = "lm_head") -> Any:
+def tensor_parallel(model: Any, patch: Patch, head: str = "lm_head") -> Any:
     """By torch: the vocabulary of the head in shards, the logits gathered in a hook."""
     mesh = mesh_of((dist.get_world_size(),))
     parallelize_module(model, mesh, {head: ColwiseParallel(output_layouts=Replicate())})
     return patch(model)
 
 
-def tensor_parallel_bias(model: Any, patch: Callable[[Any], Any]) -> Any:
-    return tensor_parallel(model, patch)
-
-
-def tensor_parallel_softcap(model: Any, patch: Callable[[Any], Any]) -> Any:
-    return tensor_parallel(model, patch)
-
-
-def tensor_parallel_logsumexp(model: Any, patch: Callable[[Any], Any]) -> Any:
-    """Bamba's z-loss asks its logits for it."""
-    return tensor_parallel(model, patch)
-
-
-def tensor_parallel_sequence(model: Any, patch: Callable[[Any], Any]) -> Any:
+def tensor_parallel_sequence(model: Any, patch: Patch) -> Any:
     """The head's input in shards of the sequence, which torch's hook gathers."""
     mesh = mesh_of((dist.get_world_size(),))
-    styles = {
-        "model.norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    parallelize_module(
-        model, mesh, {"model.norm": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))}
-    )
-    parallelize_module(model, mesh, styles)
+    before = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
+    parallelize_module(model, mesh, {"model.norm": before})
+    head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    parallelize_module(model, mesh, {"model.norm": SequenceParallel(), "lm_head": head})
     return patch(model)
 
 
-def tensor_parallel_mixed(model: Any, patch: Callable[[Any], Any]) -> Any:
-    """Under autocast."""
-    return tensor_parallel(model, patch)
-
-
-def tensor_parallel_fsdp2(model: Any, patch: Callable[[Any], Any]) -> Any:
+def tensor_parallel_fsdp2(model: Any, patch: Patch) -> Any:
     """A mesh of two dimensions, the head alone in its group of FSDP2; by hand also with two times two ranks."""
     mesh = mesh_of((1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
     parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
@@ -185,7 +126,7 @@ def tensor_parallel_fsdp2(model: Any, patch: Callable[[Any], Any]) -> Any:
     return patch(fully_shard(model, mesh=mesh["data"]))
 
 
-def tensor_parallel_logits_split(model: Any, patch: Callable[[Any], Any]) -> Any:
+def tensor_parallel_logits_split(model: Any, patch: Patch) -> Any:
     """The head leaves its logits in shards, and the model's loss gathers them: real logits, and a warning."""
     mesh = mesh_of((dist.get_world_size(),))
     parallelize_module(model, mesh, {"lm_head": ColwiseParallel(use_local_output=False)})
@@ -194,12 +135,7 @@ def tensor_parallel_logits_split(model: Any, patch: Callable[[Any], Any]) -> Any
     return patch(model)
 
 
-def tensor_parallel_lora(model: Any, patch: Callable[[Any], Any]) -> Any:
-    """The layer in shards is one inside the head: real logits, and a warning."""
-    return tensor_parallel(model, patch, "base_model.model.lm_head.base_layer")
-
-
-def tensor_parallel_plan(model: Any, patch: Callable[[Any], Any]) -> Any:
+def tensor_parallel_plan(model: Any, patch: Patch) -> Any:
     """By Transformers' own plan, for the whole model: loading it is what applies it."""
     folder = Path(sys.argv[1]).parent / f"saved-{type(model).__name__}-{model.config.tie_word_embeddings}"
     if dist.get_rank() == 0:
@@ -214,11 +150,7 @@ def tensor_parallel_plan(model: Any, patch: Callable[[Any], Any]) -> Any:
     return patch(model.train())
 
 
-def tensor_parallel_plan_tied(model: Any, patch: Callable[[Any], Any]) -> Any:
-    return tensor_parallel_plan(model, patch)
-
-
-def tensor_parallel_plan_compiled(model: Any, patch: Callable[[Any], Any]) -> Any:
+def tensor_parallel_plan_compiled(model: Any, patch: Patch) -> Any:
     """A graph gets real logits, says so when it is traced, and counts nothing."""
     model = tensor_parallel_plan(model, patch)
     torch._dynamo.reset()
@@ -243,39 +175,40 @@ def lora_on_the_head() -> Any:
     return get_peft_model(tiny_llama(), config)
 
 
-ENGINES = {
-    f.__name__: f
-    for f in (
-        ddp,
-        ddp_patched_late,
-        context_parallel,
-        fsdp2,
-        fsdp2_patched_first,
-        fsdp2_root,
-        fsdp2_mixed,
-        fsdp2_head_alone,
-        fsdp2_forward_between,
-        fsdp2_adapted_head,
-        fsdp1,
-        fsdp1_flat,
-        fsdp1_patched_first,
-        fsdp1_mixed,
-        fsdp1_head_alone,
-        tensor_parallel,
-        tensor_parallel_bias,
-        tensor_parallel_softcap,
-        tensor_parallel_logsumexp,
-        tensor_parallel_sequence,
-        tensor_parallel_mixed,
-        tensor_parallel_fsdp2,
-        tensor_parallel_logits_split,
-        tensor_parallel_lora,
-        tensor_parallel_plan,
-        tensor_parallel_plan_tied,
-        tensor_parallel_plan_compiled,
-    )
+ENGINES: dict[str, Callable[..., Any]] = {
+    "ddp": ddp,
+    "ddp_patched_late": lambda model, patch: patch(DistributedDataParallel(model)),
+    # A part of every sequence for each rank, with labels that were shifted before they were cut; no layer mixes tokens
+    "context_parallel": ddp,
+    "fsdp2": fsdp2,
+    "fsdp2_patched_first": patched_first(fsdp2),
+    "fsdp2_root": fsdp2_root,
+    "fsdp2_mixed": partial(fsdp2, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)),
+    "fsdp2_head_alone": fsdp2_head_alone,
+    # Before the backward pass another forward runs, which frees the weight that the gradients are made of
+    "fsdp2_forward_between": fsdp2_head_alone,
+    "fsdp2_adapted_head": fsdp2_adapted_head,
+    "fsdp1": fsdp1,
+    "fsdp1_flat": partial(fsdp1, use_orig_params=False),
+    "fsdp1_patched_first": patched_first(fsdp1),
+    "fsdp1_mixed": partial(fsdp1, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)),
+    "fsdp1_head_alone": fsdp1_head_alone,
+    "tensor_parallel": tensor_parallel,
+    "tensor_parallel_bias": tensor_parallel,
+    "tensor_parallel_softcap": tensor_parallel,
+    "tensor_parallel_logsumexp": tensor_parallel,  # Bamba's z-loss asks its logits for it
+    "tensor_parallel_sequence": tensor_parallel_sequence,
+    "tensor_parallel_mixed": tensor_parallel,  # under autocast
+    "tensor_parallel_fsdp2": tensor_parallel_fsdp2,
+    "tensor_parallel_logits_split": tensor_parallel_logits_split,
+    # The layer in shards is one inside the head: real logits, and a warning
+    "tensor_parallel_lora": partial(tensor_parallel, head="base_model.model.lm_head.base_layer"),
+    "tensor_parallel_plan": tensor_parallel_plan,
+    "tensor_parallel_plan_tied": tensor_parallel_plan,
+    "tensor_parallel_plan_compiled": tensor_parallel_plan_compiled,
 }
-OF_FOUR = {"fsdp2_head_over_some": fsdp2_head_over_some}
+# For four ranks: after its forward the head is split over two of them, where an evaluation leaves it
+OF_FOUR = {"fsdp2_head_over_some": partial(fsdp2_head_alone, reshard_after_forward=2)}
 MODELS: dict[str, Callable[[], Any]] = {
     "context_parallel": lambda: tiny_llama(num_hidden_layers=0),
     "tensor_parallel_bias": FAMILIES["phi"].build,
@@ -347,12 +280,12 @@ def shared_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) 
     return found, logits.full_tensor() if isinstance(logits, DTensor) else logits.detach()
 
 
-def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Any]:
+def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    tensor, build = engine.__name__.startswith("tensor_parallel"), MODELS.get(engine.__name__, BUILD)
+    tensor, build = engine.startswith("tensor_parallel"), MODELS.get(engine, BUILD)
     rows = slice(None) if tensor else slice(rank * ROWS // world, (rank + 1) * ROWS // world)
     inputs, items = {key: value[rows] for key, value in whole.items()}, int((whole["labels"][:, 1:] != -100).sum())
-    if engine is context_parallel:
+    if engine == "context_parallel":
         shifted = torch.nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
         whole = {"input_ids": whole["input_ids"], "labels": whole["labels"], "shift_labels": shifted}
         inputs = {key: value.chunk(world, dim=1)[rank].contiguous() for key, value in whole.items()}
@@ -361,20 +294,19 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
     after: dict[str, dict[str, str]] = {}  # what parameters are once the model has been evaluated
     outcome: dict[str, Any] = {"told": [], "errors": {}, "twin": {}}
     options = OPTIONS
-    if engine is fsdp2_forward_between and os.environ.get("TRITON_INTERPRET") == "1":
+    if engine == "fsdp2_forward_between" and os.environ.get("TRITON_INTERPRET") == "1":
         options = {**OPTIONS, "implementation": "triton"}  # the portable one has its gradients when it returns
     for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **options))):
-        model = engine(build().to(DEVICE), patch)
+        model = (ENGINES | OF_FOUR)[engine](build().to(DEVICE), patch)
 
         def between(model: Any = model) -> None:
-            if engine is fsdp2_forward_between:
+            if engine == "fsdp2_forward_between":
                 with torch.no_grad():
                     model(input_ids=inputs["input_ids"])
 
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with told() as messages:
             if tensor:
-                found, logits[name] = shared_step(model, inputs, items, engine is tensor_parallel_mixed)
+                found, logits[name] = shared_step(model, inputs, items, engine == "tensor_parallel_mixed")
             else:
                 with torch.no_grad():
                     first, second = (model.eval()(**inputs).logits for _ in range(2))
@@ -392,7 +324,7 @@ def run(engine: Callable[..., Any], whole: dict[str, Tensor], reference: dict[st
         whole_of = [torch.cat([x[key].double().flatten() for key in reference]) for x in (found, reference)]
         outcome[name]["everything"] = relative_error(*whole_of)
         if name == "errors":
-            outcome["told"] = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
+            outcome["told"] = messages
             counted = stats(model)
             outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")}
         if not tensor:
@@ -413,10 +345,8 @@ def all_of(engines: list[str], whole: dict[str, Tensor]) -> dict[str, Any]:
     inputs, results = {**whole, "num_items_in_batch": torch.tensor(items)}, {}
     for name in engines:
         try:
-            build = MODELS.get(name, BUILD)
-            results[name] = run(
-                (ENGINES | OF_FOUR)[name], whole, loss_and_grads(exact(build().to(DEVICE)), inputs, double=True)
-            )
+            model = MODELS.get(name, BUILD)().to(DEVICE)
+            results[name] = run(name, whole, loss_and_grads(exact(model), inputs, double=True))
         except Exception as error:  # the other engines are of interest too
             results[name] = {"failed": f"{type(error).__name__}: {error}"}
         dist.barrier()

@@ -58,6 +58,27 @@ _POSITIONS = (
     "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length seq_len max_target_positions"
 )
 
+_OTHER_SIZES = {
+    0: "num_kv_shared_layers num_nextn_predict_layers",
+    2: "o_groups num_codebooks",
+    3: "num_channels",
+    4: """
+        patch_size mamba_n_heads mamba_num_heads mamba_dt_rank time_step_rank num_query_tokens latent_query_num
+        num_filters mm_tokens_per_image
+    """,
+    8: """
+        qk_nope_head_dim qk_rope_head_dim index_topk rotary_dim state_size ssm_state_size mamba_d_state
+        mamba_chunk_size chunk_size hc_lowrank num_mel_bins laurel_rank
+    """,
+    9: "codebook_vocab_size",
+    16: """
+        image_size q_lora_rank kv_lora_rank o_lora_rank qk_head_dim v_head_dim sliding_window
+        sliding_window_size attention_chunk_size downsample_hidden_size max_image_size max_img_size
+        num_position_embeddings max_source_positions
+    """,
+    32: "base_channels upsample_groups",
+    VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input",
+}
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(_WIDTHS.split(), HIDDEN),
     **dict.fromkeys(_INNER.split(), 64),
@@ -68,52 +89,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(_PER_TOKEN.split(), 2),
     **dict.fromkeys(_ONES.split(), 1),
     **dict.fromkeys(_POSITIONS.split(), 64),
-    "vocab_size": VOCABULARY,
-    "decoder_vocab_size": VOCABULARY,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "num_channels": 3,
-    "image_size": 16,
-    "patch_size": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "o_lora_rank": 16,
-    "o_groups": 2,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 16,
-    "index_topk": 8,
-    "rotary_dim": 8,
-    "state_size": 8,
-    "ssm_state_size": 8,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": 8,
-    "chunk_size": 8,
-    "mamba_n_heads": 4,
-    "mamba_num_heads": 4,
-    "mamba_dt_rank": 4,
-    "time_step_rank": 4,
-    "sliding_window": 16,
-    "sliding_window_size": 16,
-    "attention_chunk_size": 16,
-    "num_query_tokens": 4,
-    "latent_query_num": 4,
-    "num_filters": 4,
-    "base_channels": 32,
-    "downsample_hidden_size": 16,
-    "max_image_size": 16,
-    "max_img_size": 16,
-    "mm_tokens_per_image": 4,
-    "upsample_groups": 32,
-    "num_codebooks": 2,
-    "codebook_vocab_size": 9,
-    "hc_lowrank": 8,
-    "num_kv_shared_layers": 0,
-    "num_position_embeddings": 16,
-    "max_source_positions": 16,
-    "num_mel_bins": 8,
-    "num_nextn_predict_layers": 0,
-    "laurel_rank": 8,
+    **{name: size for size, names in _OTHER_SIZES.items() for name in names.split()},
 }
 _NEEDED = {"head_dim", "num_key_value_heads", *_PER_TOKEN.split()}  # some classes fall over a default of None
 KNOBS: dict[str, Any] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -13,28 +12,37 @@ import torch
 from losses import Options
 from torch import Tensor
 
-from hf_cce import CCEConfig, dispatch, kernels, strategies
+from hf_cce import CCEConfig, dispatch, kernels
 
-# "dense": real logits in float32; "dense16": in the dtype of the inputs.
-# "narrow": a first slab of one tile's width is stored, and the others are computed twice.
-# "grouped": of a frozen head; of some tokens all of them are, and gradients are formed in the forward pass, group after group.
-# "whole": likewise, with all tokens in one group.
-WAYS = ("dense", "dense16", "stored", "narrow", "grouped", "whole", "filtered", "exact")
+# "materialized": real logits in float32; "materialized16": in the dtype of the inputs.
+# "partial_exp_cache": a first slab of one tile's width is stored, and the others are computed twice.
+# "token_groups": of a frozen head; of some tokens all of them are, and gradients are formed in the forward pass, group after group.
+# "one_token_group": likewise, with all tokens in one group.
+WAYS = (
+    "materialized",
+    "materialized16",
+    "exp_cache",
+    "partial_exp_cache",
+    "token_groups",
+    "one_token_group",
+    "filtered",
+    "exact",
+)
 KEEPS_ALL = 1e-9  # a gradient_filter that drops nothing but what is zero
 # FILTER_FROM, DENSE_BYTES, NARROW_BYTES
 _THRESHOLDS = {
-    "dense": (math.inf, math.inf, 0.0),
-    "dense16": (math.inf, 0.0, math.inf),
+    "materialized": (math.inf, math.inf, 0.0),
+    "materialized16": (math.inf, 0.0, math.inf),
     "filtered": (0.0, 0.0, 0.0),
 }
 _FUNCTIONS = {
-    "materialized_cross_entropy": "dense",
-    "cached_cross_entropy": "stored",
-    "grouped_cross_entropy": "grouped",
-    "formed_gradients": "formed gradients",
+    "materialized_cross_entropy": "materialized",
+    "cached_cross_entropy": "exp_cache",
+    "grouped_cross_entropy": "token_groups",
+    "formed_gradients": "precomputed gradients",
     "filtered_cross_entropy": "filtered",
     "cross_entropy": "exact",
-    "materialized_gradients": "dense gradients",
+    "materialized_gradients": "materialized gradients",
     "filtered_gradients": "filtered gradients",
     "logit_stats_backward": "recomputed gradients",
 }
@@ -46,33 +54,35 @@ def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
         return True
     if options.reduction == "none" or options.label_smoothing:
         return way == "exact"
-    if way == "dense16":
+    if way == "materialized16":
         return dtype != torch.float32
-    if way in ("stored", "narrow"):
+    if way in ("exp_cache", "partial_exp_cache"):
         return dtype != torch.float16  # has no range for it
-    if way in ("grouped", "whole"):
+    if way in ("token_groups", "one_token_group"):
         return dtype != torch.float16 and options.frozen
     return way != "filtered" or not options.bias
 
 
 def plain_options(way: str) -> Options:
     """The default options, if that way is for them; else those of a frozen head."""
-    return Options(frozen=way in ("grouped", "whole"))
+    return Options(frozen=way in ("token_groups", "one_token_group"))
 
 
 def takes(way: str) -> str:
     """The name under which ``watch`` counts the forward pass of a way."""
-    return {"narrow": "stored", "dense16": "dense", "whole": "grouped"}.get(way, way)
+    return {"partial_exp_cache": "exp_cache", "materialized16": "materialized", "one_token_group": "token_groups"}.get(
+        way, way
+    )
 
 
 def backward_of(way: str) -> str:
     """The name under which ``watch`` counts the backward pass of a way."""
     own = {
-        "dense": "dense gradients",
-        "dense16": "dense gradients",
+        "materialized": "materialized gradients",
+        "materialized16": "materialized gradients",
         "filtered": "filtered gradients",
-        "grouped": "formed gradients",
-        "whole": "formed gradients",
+        "token_groups": "precomputed gradients",
+        "one_token_group": "precomputed gradients",
     }
     return own.get(way, "recomputed gradients")
 
@@ -86,11 +96,11 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     monkeypatch.setattr(dispatch, "NARROW_BYTES", narrow_bytes)
     from hf_cce.kernels import exp_cache, loss, token_groups
 
-    if way in ("grouped", "whole"):  # several slabs of the product
+    if way in ("token_groups", "one_token_group"):  # several slabs of the product
         monkeypatch.setattr(token_groups, "BUFFER", 4 << 20 if torch.cuda.is_available() else 1 << 12)
-    if way in ("narrow", "exact", "grouped", "whole"):
+    if way in ("partial_exp_cache", "exact", "token_groups", "one_token_group"):
         # a whole tile of every plan, on a GPU and in the interpreter
-        width = (256 if torch.cuda.is_available() else 32) if way == "narrow" else 0
+        width = (256 if torch.cuda.is_available() else 32) if way == "partial_exp_cache" else 0
         monkeypatch.setattr(
             exp_cache,
             "_scratch_columns",
@@ -98,10 +108,10 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
         )
 
     def group_size(shape: Any, *_: Any) -> int:
-        if way not in ("grouped", "whole") or shape.dtype == torch.float16:
+        if way not in ("token_groups", "one_token_group") or shape.dtype == torch.float16:
             return 0
         few = 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
-        return few if way == "grouped" else -(-shape.n // few) * few
+        return few if way == "token_groups" else -(-shape.n // few) * few
 
     monkeypatch.setattr(loss, "group_size", group_size)
     return watch(monkeypatch)
@@ -114,7 +124,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def counting(function: Any, name: str) -> Any:
         def wrapper(*args: Any) -> Any:
             result = function(*args)
-            if result is not None:  # else the budget does not allow it
+            if result is None:  # the budget does not allow it
+                return None
+            if not any(isinstance(x, Tensor) and x.is_meta for x in result):  # else a warm-up
                 taken[name] += 1
             return result
 
@@ -126,22 +138,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are those of an H200, and nothing is launched, multiplied or read: for tensors without memory."""
-    from triton.runtime.jit import KernelInterface
+    """Plans are those of an H200, and nothing is launched: for tensors without memory."""
+    from hf_cce.kernels import launch_config, launcher
 
-    from hf_cce.kernels import launch_config
-
-    def validate_labels(labels: Tensor, spec: Any, v: int, divisor: Any, triton: bool) -> Tensor:
-        return kernels.validate_labels(labels, spec.ignore_index, v, divisor)[1]
-
-    monkeypatch.setattr(strategies, "validate_labels", validate_labels)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(launch_config, "_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(launch_config, "hopper_is_proven", lambda: True)
-    monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *args, **options: None)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("hf_cce.kernels") and hasattr(module, "multiply_add"):
-            monkeypatch.setattr(module, "multiply_add", lambda *_, **__: None)
+    monkeypatch.setattr(launcher.Kernel, "_launch", lambda *args, **constants: None)
 
 
 def config_of(way: str, **options: Any) -> CCEConfig:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from models import batch, logits_made, tiny_llama
+from models import assert_fused, batch, logits_made, stats, tiny_llama, told
 from numerics import assert_as_good
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -58,38 +57,30 @@ def history(trainer: Any) -> list[float]:
 
 def run(trainer: Any) -> list[str]:
     """Train; what we had to say about it."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told() as messages:
         trainer.train()
-    return [str(w.message) for w in caught if "hf_cce" in str(w.message)]
+    return messages
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=["fp32", "bf16", "checkpointing"]
-)
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
 def test_a_run_is_the_run_without(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Accumulation, rows of different lengths, num_items_in_batch and evaluation included."""
+    """Accumulation, rows of different lengths and num_items_in_batch included; no step makes logits."""
     plain, patched = build(tmp_path, **options), build(tmp_path, CCECallback(on_unused="raise"), **options)
     assert patched.model_accepts_loss_kwargs
     assert getattr(patched, "_loss_shifts_labels", None) == getattr(plain, "_loss_shifts_labels", None)
     plain.train()
-    assert run(patched) == []
-    dtype = torch.bfloat16 if options.get("bf16") else torch.float32
+    with logits_made(tokens=40) as seen:
+        assert run(patched) == []
+    assert seen == []
     start = tiny_llama().state_dict()
     for (name, actual), twin in zip(patched.model.named_parameters(), plain.model.parameters(), strict=True):
         assert not torch.equal(twin, start[name])
-        if dtype is torch.float32:
-            assert_as_good(actual, twin, twin, name)
+        assert_as_good(actual, twin, twin, name)
     losses, expected = torch.tensor(history(patched)), torch.tensor(history(plain))
     assert len(losses) == 3
-    reference = expected
-    if dtype is torch.bfloat16:
-        full = build(tmp_path)
-        full.train()
-        reference = torch.tensor(history(full))
-    assert_as_good(losses, expected, reference, "logged losses", dtype)
-    stats = patch_of(patched.model).stats
-    assert (stats.calls, stats.fused, stats.missed, stats.materialized) == (6, 6, 0, 0)
+    assert_as_good(losses, expected, expected, "logged losses")
+    assert_fused(patched.model, calls=6)
+    assert stats(patched.model).fused == 6
 
 
 def test_a_step_without_labels_changes_nothing(tmp_path: Path) -> None:
@@ -108,27 +99,6 @@ def test_a_step_without_labels_changes_nothing(tmp_path: Path) -> None:
         assert_as_good(actual, found[0][name], found[0][name], name)  # NaN fails
 
 
-def test_evaluation_has_logits(tmp_path: Path) -> None:
-    seen = []
-
-    def compute_metrics(prediction: Any) -> dict[str, float]:
-        seen.append(prediction.predictions.shape)
-        return {}
-
-    results = [
-        build(tmp_path, *callbacks, compute_metrics=compute_metrics).evaluate()["eval_loss"]
-        for callbacks in ([], [CCECallback()])
-    ]
-    assert results[0] == results[1] and seen[0] == seen[1] == (4, 24, 99)
-
-
-def test_training_steps_make_no_logits(tmp_path: Path) -> None:
-    trainer = build(tmp_path, CCECallback(), max_steps=1)
-    with logits_made(tokens=40) as seen:
-        trainer.train()
-    assert seen == []
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_way_is_told_once_and_counted_in_the_logs(
     device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -139,33 +109,13 @@ def test_the_way_is_told_once_and_counted_in_the_logs(
     trainer = build(tmp_path, callback, use_cpu=device == "cpu")
     with caplog.at_level("INFO", logger="hf_cce"):
         run(trainer)
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("hf_cce")]
-    assert told == ["hf_cce: the losses of this training run are computed without logits"]
+    logged = [record.getMessage() for record in caplog.records if record.name.startswith("hf_cce")]
+    assert logged == ["hf_cce: the losses of this training run are computed without logits"]
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["cce/fused"] for entry in steps] == [2.0, 4.0, 6.0]  # two calls a step
     assert all(entry["cce/materialized"] == 0.0 for entry in steps)
     peaks = [entry.get("cce/peak_gib") for entry in steps]
     assert all(peak is not None and peak > 0 for peak in peaks) if device == "cuda" else peaks == [None] * 3
-
-
-def test_patches_when_the_trainer_is_built_with_its_options(tmp_path: Path) -> None:
-    trainer = build(tmp_path, CCECallback(implementation="portable"))
-    assert patch_of(trainer.model).config.implementation == "portable"
-
-
-def test_added_late(tmp_path: Path) -> None:
-    trainer = build(tmp_path)
-    trainer.add_callback(CCECallback(on_unused="raise"))
-    assert patch_of(trainer.model) is None
-    assert run(trainer) == []
-    assert patch_of(causal_lm(trainer.model)).stats.missed == 0
-
-
-def test_model_init(tmp_path: Path) -> None:
-    """Trainer throws the first model away and builds another one in train()."""
-    trainer = build(tmp_path, CCECallback(on_unused="raise"), model_init=lambda: tiny_llama())
-    assert run(trainer) == []
-    assert patch_of(trainer.model).stats.fused == 6
 
 
 def test_a_second_run_is_checked_anew(tmp_path: Path) -> None:
@@ -237,28 +187,29 @@ def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return outputs["logits"].float().square().mean()
 
 
-def test_a_loss_on_logits_that_is_not_known(tmp_path: Path) -> None:
-    told = run(build(tmp_path, CCECallback(), compute_loss_func=own_loss))
-    assert len(told) == 1 and "outputs.logits of a training call was used (square)" in told[0]
-    with (
-        pytest.warns(UserWarning, match="outputs.logits of a training call was used"),
-        pytest.raises(RuntimeError, match="computed its loss from full logits"),
-    ):
-        build(tmp_path, CCECallback(on_unused="raise"), compute_loss_func=own_loss).train()
+def from_logits(model: Any) -> Any:
+    return lambda logits, labels, **_: logits.softmax(-1).square().mean()
 
 
-def test_a_loss_from_full_logits(tmp_path: Path) -> None:
+def from_weights(model: Any) -> Any:
+    return lambda logits, labels, **_: model.lm_head.weight.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "of_the_model", "of_the_run"),
+    [
+        (from_logits, "square asked for the logits", "from full logits"),
+        (from_weights, "ended without the fused loss: its loss is no cross entropy", "another way"),
+    ],
+)
+def test_a_loss_of_the_model_that_is_not_ours(loss: Any, of_the_model: str, of_the_run: str, tmp_path: Path) -> None:
+    """Each message once, and none of full logits where none were made."""
     model = tiny_llama()
-    model.loss_function = lambda logits, labels, **_: logits.softmax(-1).square().mean()
-    told = run(build(tmp_path, CCECallback(), model=model))
-    assert len(told) == 2 and "square asked for the logits" in told[0] and "from full logits" in told[1]
-
-
-def test_a_loss_that_takes_no_logits(tmp_path: Path) -> None:
-    model = tiny_llama()
-    model.loss_function = lambda logits, labels, **_: model.lm_head.weight.square().mean()
-    told = run(build(tmp_path, CCECallback(), model=model))
-    assert len(told) == 2 and "ended without the fused loss" in told[0] and "another way" in told[1]
+    model.loss_function = loss(model)
+    first, second = run(build(tmp_path, CCECallback(), model=model))
+    assert of_the_model in first and of_the_run in second
+    made = loss is from_logits
+    assert stats(model).missed == 6 and (stats(model).materialized > 0) == ("full logits" in first) == made
 
 
 def test_a_trainer_that_reads_logits_is_told_so_once(tmp_path: Path) -> None:
@@ -268,17 +219,8 @@ def test_a_trainer_that_reads_logits_is_told_so_once(tmp_path: Path) -> None:
             self.right = (outputs.logits.square().argmax(-1) == inputs["input_ids"]).float().mean()
             return (loss, outputs) if return_outputs else loss
 
-    told = run(build(tmp_path, CCECallback(on_unused="raise"), trainer=Measuring))
-    assert len(told) == 1 and "outputs.logits of a training call was used (square)" in told[0]
-
-
-def test_a_patch_that_somebody_removed(tmp_path: Path) -> None:
-    class Removing(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            remove_cce(kwargs["model"])
-
-    told = run(build(tmp_path, CCECallback(), Removing()))
-    assert len(told) == 1 and "removed during training" in told[0]
+    messages = run(build(tmp_path, CCECallback(on_unused="raise"), trainer=Measuring))
+    assert len(messages) == 1 and "outputs.logits of a training call was used (square)" in messages[0]
 
 
 class From(TrainerCallback):
@@ -292,8 +234,8 @@ class From(TrainerCallback):
             self.change(kwargs["model"])
 
 
-def loss_from_logits(model: Any) -> None:
-    model.loss_function = lambda logits, labels, **_: logits.softmax(-1).square().mean()
+def lose_from_logits(model: Any) -> None:
+    model.loss_function = from_logits(model)
 
 
 class OwnLoss(Trainer):
@@ -317,7 +259,7 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
     ("change", "reason"),
     [
         (remove_cce, "the patch was removed during training"),
-        (loss_from_logits, "computed its loss from full logits"),
+        (lose_from_logits, "computed its loss from full logits"),
         (None, "computed its loss from full logits"),
     ],
 )
@@ -332,12 +274,12 @@ def test_a_later_step_without_our_loss(change: Any, reason: str, options: dict[s
 
     if options and change is not remove_cce:
         reason = "no graph that torch.compile made, and that ran in this step, holds our loss"
-    told = [message for message in run(trainer("warn", "warn")) if "fell back to full logits" not in message]
+    messages = [message for message in run(trainer("warn", "warn")) if "fell back to full logits" not in message]
     if change is None and not options:
-        assert len(told) == 1 and "outputs.logits of a training call was used (square)" in told[0]
-        told = [f"hf_cce: training step 2 ended without our fused loss: {reason}"]  # which the first line has said
-    assert len(told) == 1 and told[0].startswith("hf_cce: training step 2 ended without our fused loss: ")
-    assert reason in told[0]
+        assert len(messages) == 1 and "outputs.logits of a training call was used (square)" in messages[0]
+        messages = [f"hf_cce: training step 2 ended without our fused loss: {reason}"]  # which the first line has said
+    assert len(messages) == 1 and messages[0].startswith("hf_cce: training step 2 ended without our fused loss: ")
+    assert reason in messages[0]
     with pytest.raises(RuntimeError, match=f"training step 2 ended without our fused loss: .*{reason}"):
         run(trainer("raise", "raise"))
 
@@ -371,8 +313,8 @@ def test_micro_batches_that_miss_are_counted_at_the_end(
     """A step of which only some do is no reason to warn."""
     trainer = build(tmp_path, CCECallback(), trainer=OwnLoss, disable_tqdm=False, **options)
     trainer.first, trainer.last = 3, last
-    told = run(trainer)
-    assert len(told) == (
+    messages = run(trainer)
+    assert len(messages) == (
         last > (3 if options else 2)
     )  # compiled: a whole step that misses; else who reads logits is told
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_cce: ")]
@@ -383,77 +325,16 @@ def test_micro_batches_that_miss_are_counted_at_the_end(
     )
 
 
-@pytest.mark.parametrize("how", ["arguments", "model.compile"])
-def test_compilation_is_named_where_it_hides_the_cause(how: str, tmp_path: Path) -> None:
-    model = tiny_llama()
-    if how == "model.compile":
-        model.compile(backend="eager")
-    trainer = build(
-        tmp_path,
-        CCECallback(),
-        model=model,
-        compute_loss_func=own_loss,
-        max_steps=1,
-        **(COMPILED if how == "arguments" else {}),
-    )
-    told = run(trainer)
-    assert len(told) == 1 and "no graph that torch.compile made" in told[0] and "compute_loss_func" in told[0]
-
-
-def test_compiled_layers_hide_nothing(tmp_path: Path) -> None:
-    model = tiny_llama()
-    model.model.layers[0].compile(backend="eager")
-    told = run(build(tmp_path, CCECallback(), model=model, compute_loss_func=own_loss, max_steps=1))
-    assert len(told) == 1 and "torch.compile" not in told[0] and "outputs.logits of a training call was used" in told[0]
-
-
-@pytest.mark.parametrize("callback", [None, "warn", "raise"])
-def test_trl_bypasses_the_forward_and_is_named_once(
-    tmp_path: Path, callback: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where its function is not the one that hf_cce.patches.trl knows."""
-    from hf_cce.patches import trl as trl_patch
-
-    trl = pytest.importorskip("trl")
-    if not hasattr(trl.trainer.utils, "add_fused_lm_head"):
-        pytest.skip("this TRL calls the model's forward")
-    monkeypatch.setattr(trl_patch, "enter", lambda call: False)
-    import datasets
-
-    data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, 8, 9, 10]] * 4, "labels": [[5, 6, 7, 8, 9, 10]] * 4})
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer(), pad_token="<pad>", eos_token="<eos>"
-    )
-    options = {
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-    }
-    trainer = trl.SFTTrainer(
-        model=apply_cce(tiny_llama()),
-        args=trl.SFTConfig(output_dir=str(tmp_path), disable_tqdm=True, bf16=False, **options),
-        train_dataset=data,
-        processing_class=tokenizer,
-        callbacks=[] if callback is None else [CCECallback(on_unused=callback)],
-    )
-    reason = "TRL replaces the model's forward with its own fused LM head"
-    if callback == "raise":
-        with pytest.raises(RuntimeError, match=reason):
-            run(trainer)
-        return
-    for expected in (1, 0 if callback is None else 1):  # the callback reports once per run
-        told = run(trainer)
-        assert len(told) == expected and all(reason in message for message in told)
-    assert patch_of(trainer.model).stats.bypassed == 4
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    return Tokenizer(WordLevel({"<pad>": 0, "<eos>": 2, "a": 3}, unk_token="a"))
+@pytest.mark.parametrize("compiled", ["arguments", "model", "layer"])
+def test_compilation_is_named_where_it_hides_the_cause(compiled: str, tmp_path: Path) -> None:
+    model, options = tiny_llama(), COMPILED if compiled == "arguments" else {}
+    if compiled != "arguments":
+        (model if compiled == "model" else model.model.layers[0]).compile(backend="eager")
+    (message,) = run(build(tmp_path, CCECallback(), model=model, compute_loss_func=own_loss, max_steps=1, **options))
+    if compiled == "layer":
+        assert "torch.compile" not in message and "outputs.logits of a training call was used" in message
+    else:
+        assert "no graph that torch.compile made" in message and "compute_loss_func" in message
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
@@ -465,20 +346,16 @@ def test_bad_arguments(tmp_path: Path) -> None:
         build(tmp_path, CCECallback(), model=transformers.LlamaForSequenceClassification(tiny_llama().config))
 
 
-def test_an_already_patched_model_stays_patched_once(tmp_path: Path) -> None:
-    model = apply_cce(tiny_llama())
-    hooks = len(model._forward_hooks)
-    trainer = build(tmp_path, CCECallback(on_unused="raise"), model=model)
-    assert run(trainer) == []
-    assert len(model._forward_hooks) == hooks
-
-
 def test_options_of_a_patched_model_are_kept_unless_the_callback_has_its_own(tmp_path: Path) -> None:
     options = {"gradient_filter": None, "memory_budget": 1 << 20}
-    trainer = build(tmp_path, CCECallback(on_unused="raise"), model=apply_cce(tiny_llama(), **options))
-    assert patch_of(trainer.model).config == CCEConfig(**options)
+    model = apply_cce(tiny_llama(), **options)
+    hooks = len(model._forward_hooks)
+    trainer = build(tmp_path, CCECallback(on_unused="raise"), model=model)
+    assert patch_of(model).config == CCEConfig(**options)
     assert run(trainer) == []
-    assert patch_of(trainer.model).config == CCEConfig(**options)
+    assert patch_of(model).config == CCEConfig(**options) and len(model._forward_hooks) == hooks
     for callback in (CCECallback(CCEConfig()), CCECallback(gradient_filter="auto")):
         trainer = build(tmp_path, callback, model=apply_cce(tiny_llama(), **options))
         assert patch_of(trainer.model).config == CCEConfig()
+    trainer = build(tmp_path, CCECallback(implementation="portable"))
+    assert patch_of(trainer.model).config == CCEConfig(implementation="portable")

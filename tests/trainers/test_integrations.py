@@ -196,13 +196,8 @@ def test_released_llama_factory(data: Path) -> None:
     except (ImportError, OSError, RuntimeError) as error:  # it needs torchaudio, whose build must fit that of torch
         pytest.skip(f"LLaMA-Factory cannot be imported: {error}")
     columns = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-    entry = {
-        "file_name": "chat/train.jsonl",
-        "formatting": "sharegpt",
-        "columns": {"messages": "messages"},
-        "tags": columns,
-    }
-    (data / "dataset_info.json").write_text(json.dumps({"chat": entry}), "utf-8")
+    entry = {"file_name": "chat/train.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}}
+    (data / "dataset_info.json").write_text(json.dumps({"chat": {**entry, "tags": columns}}), "utf-8")
     cfg = {
         "model_name_or_path": "model",
         "stage": "sft",

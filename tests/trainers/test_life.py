@@ -47,20 +47,11 @@ def train(folder: Path, *, cce: bool, steps: int = STEPS, resume: bool = False) 
 def resume_in_a_new_process(folder: Path, *, cce: bool) -> None:
     """The same run to its end; it saves the merged model in ``folder``/ours-merged or plain-merged."""
     code = f"import sys, test_life; from pathlib import Path; test_life.finish(Path(sys.argv[1]), {cce})"
-    paths = [
-        str(ROOT),
-        *(str(ROOT / "tests" / name) for name in ("support", "trainers")),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    paths = [ROOT, ROOT / "tests/support", ROOT / "tests/trainers", os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

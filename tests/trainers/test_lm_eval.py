@@ -90,27 +90,10 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
         "utf-8",
     )
     found = {}
+    shared = ["--model_args", f"pretrained={tmp_path / 'model'}", "--tasks", "own", "--include_path", str(tmp_path)]
     for name, module in (("hf", "lm_eval"), ("hf_cce", "hf_cce.integrations.lm_eval")):
-        command = [
-            sys.executable,
-            "-m",
-            module,
-            "run",
-            "--model",
-            name,
-            "--model_args",
-            f"pretrained={tmp_path / 'model'}",
-        ]
-        command += [
-            "--tasks",
-            "own",
-            "--include_path",
-            str(tmp_path),
-            "--device",
-            "cpu",
-            "--output_path",
-            str(tmp_path / name),
-        ]
+        own = ["--model", name, "--device", "cpu", "--output_path", str(tmp_path / name)]
+        command = [sys.executable, "-m", module, "run", *shared, *own]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
         assert done.returncode == 0, done.stderr[-3000:]

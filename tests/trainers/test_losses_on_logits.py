@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import FAMILIES, assert_results_as_good, batch, exact, logits_made, loss_and_grads, stats, tiny_llama
+from models import assert_same_training, batch, logits_made, loss_and_grads, stats, tiny_llama, told, twins
 from numerics import assert_as_good
 from test_callback import build, run
 from test_trainer_features import assert_same_run
@@ -75,48 +74,29 @@ def confident(outputs: Any, labels: Tensor) -> Tensor:
 
 LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a plain loop": lambda outputs, labels: F.cross_entropy(outputs.logits.flatten(0, 1), shifted(labels).flatten()),
-    "classes first": lambda outputs, labels: F.cross_entropy(outputs.logits.transpose(1, 2), shifted(labels)),
-    "log_softmax": lambda outputs, labels: F.nll_loss(outputs.logits.log_softmax(-1).flatten(0, 1), shifted(labels).flatten()),
-    "class weights": lambda outputs, labels: F.cross_entropy(
-        outputs.logits.flatten(0, 1), shifted(labels).flatten(), torch.linspace(0.5, 2.0, V, dtype=outputs.logits.dtype)
-    ),
     "token weights": scaled,
     "channels": channels,
     "DFT by ms-swift": lambda outputs, labels: token_losses(outputs, labels, dft=True).sum() / (labels != -100).sum(),
     "DFT by LLaMA-Factory": dft,
     "entropy bonus": confident,
-}  # fmt: skip
+}
 
 
-def results(model: Any, loss_of: Any, double: bool = False) -> dict[str, Tensor]:
-    inputs = batch()
-    labels = inputs.pop("labels")
-    if double:
-        usual, Tensor.float = Tensor.float, Tensor.double  # the losses above ask for float32
-    try:
-        loss = loss_of(model(**inputs), labels)
-    finally:
-        if double:
-            Tensor.float = usual
-    loss.backward()
-    return {
-        "loss": loss.detach(),
-        "head": model.get_output_embeddings().weight.grad,
-        "body": model.model.norm.weight.grad,
-    }
+def by_caller(loss_of: Any) -> Any:
+    """The loss that the caller takes from the logits of a call without labels."""
+    return lambda model, inputs: loss_of(model(**{k: v for k, v in inputs.items() if k != "labels"}), inputs["labels"])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_ones_own(name: str, family: str) -> None:
     """With a softcap, a scale, or neither; nothing is said, nothing of tokens x vocabulary is made."""
-    plain = FAMILIES[family].build(tie_word_embeddings=False)
-    reference, patched = exact(plain), apply_cce(copy.deepcopy(plain))
-    with warnings.catch_warnings(), logits_made(model=patched) as seen:
-        warnings.filterwarnings("error", message="hf_cce")
-        actual = results(patched, LOSSES[name])
-    assert seen == [] and stats(patched).materialized == 0 and stats(patched).fused == stats(patched).calls == 1
-    assert_results_as_good(actual, results(plain, LOSSES[name]), results(reference, LOSSES[name], double=True))
+    plain, patched = twins(family, tie_word_embeddings=False)
+    with told() as messages, logits_made(model=patched) as seen:
+        loss_and_grads(patched, batch(), loss_of=by_caller(LOSSES[name]))
+    assert seen == messages == [] and stats(patched).materialized == 0
+    assert stats(patched).fused == stats(patched).calls == 1
+    assert_same_training(patched, plain, batch(), loss_of=by_caller(LOSSES[name]))
 
 
 @pytest.mark.parametrize("name", ["token weights", "DFT by LLaMA-Factory", "entropy bonus"])
@@ -144,13 +124,12 @@ def test_divergences_of_whole_distributions_get_real_logits_and_one_warning() ->
         student, other = outputs.logits[:, :-1].log_softmax(-1), teacher[:, :-1].log_softmax(-1)
         return F.kl_div(student, other, reduction="sum", log_target=True) + F.kl_div(other, student.exp())
 
-    plain, patched = tiny_llama(), apply_cce(tiny_llama())
-    expected = results(plain, divergence)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = [results(patched, divergence)["loss"] for _ in range(2)]
-    assert len([w for w in caught if "outputs.logits of a training call was used" in str(w.message)]) == 1
-    assert torch.equal(found[0], expected["loss"]) and stats(patched).materialized == 2
+    plain, patched = twins()
+    expected = loss_and_grads(plain, batch(), loss_of=by_caller(divergence))
+    with told() as messages:
+        found = [loss_and_grads(patched, batch(), loss_of=by_caller(divergence)) for _ in range(2)]
+    assert len(messages) == 1 and "outputs.logits of a training call was used" in messages[0]
+    assert torch.equal(found[0]["loss"], expected["loss"]) and stats(patched).materialized == 2
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "reduction": "sum"}, {"num_items_in_batch": 17}], ids=str)
@@ -209,25 +188,20 @@ def test_calls_that_are_no_training_have_plain_logits() -> None:
     assert stats(model).calls == 0
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_token_statistics_of_a_loss(reduction: str) -> None:
+@pytest.mark.parametrize("items", [{}, {"num_items_in_batch": 17}], ids=["mean", "sum"])
+def test_token_statistics_of_a_loss(items: dict[str, int]) -> None:
     """Accuracy, entropy and perplexity in the pass of the loss, which stays what it was; over all labels so far."""
     plain, patched = tiny_llama(), apply_cce(tiny_llama(), token_stats=True)
-    items = {} if reduction == "mean" else {"num_items_in_batch": 17}
-    reference = loss_and_grads(exact(plain), {**batch(), **items}, double=True)
     assert "entropy" not in patched.cce_stats()
     with logits_made(model=patched) as seen:
-        actual = loss_and_grads(patched, {**batch(), **items})
+        patched(**batch(), **items)
     assert seen == []
-    assert_results_as_good(actual, loss_and_grads(plain, {**batch(), **items}), reference)
+    assert_same_training(patched, plain, {**batch(), **items})
     with torch.no_grad():
         patched(**batch())  # an evaluation counts for nothing
-        logits, labels = (
-            plain(input_ids=batch()["input_ids"], attention_mask=batch()["attention_mask"]).logits,
-            batch()["labels"],
-        )
-    valid = shifted(labels) != -100
-    log_p, target = logits.log_softmax(-1)[valid], shifted(labels)[valid]
+        logits = plain(input_ids=batch()["input_ids"], attention_mask=batch()["attention_mask"]).logits
+    target = shifted(batch()["labels"])
+    log_p, target = logits.log_softmax(-1)[target != -100], target[target != -100]
     found = patched.cce_stats()
     expected = {
         "token_accuracy": (log_p.argmax(-1) == target).double().mean(),
@@ -256,27 +230,23 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
 
 def test_heads_for_tokens_further_ahead() -> None:
     """The recipe of docs/guides.md for Medusa's heads: their losses beside the model's own, none of which makes logits."""
-    torch.manual_seed(0)
     plain = tiny_llama()
-    patched, reference = apply_cce(copy.deepcopy(plain)), exact(plain)
-    heads = [torch.nn.Linear(32, V, bias=False) for _ in range(3)]
+    plain.heads = torch.nn.ModuleList(torch.nn.Linear(32, V, bias=False) for _ in range(3))
+    patched = apply_cce(copy.deepcopy(plain))
 
-    def outcome(model: Any, ours: bool) -> dict[str, Tensor]:
-        inputs, dtype = batch(), model.dtype
+    def loss_of(model: Any, inputs: Any) -> Tensor:
         outputs, labels = model(**inputs, output_hidden_states=True), inputs["labels"]
-        hidden_states, loss = outputs.hidden_states[-1], outputs.loss.to(dtype)
-        weights = [head.weight.detach().to(dtype).requires_grad_() for head in heads]
-        for k, weight in enumerate(weights, start=1):
-            if ours:
-                loss = loss + 0.8**k * linear_cross_entropy(hidden_states[:, :-k], weight, labels[:, k:], shift=True)
+        hidden_states, loss = outputs.hidden_states[-1], outputs.loss
+        for k, head in enumerate(model.heads, start=1):
+            if model is patched:
+                further = linear_cross_entropy(hidden_states[:, :-k], head.weight, labels[:, k:], shift=True)
             else:
-                logits = F.linear(hidden_states, weight)[:, : -k - 1]
-                loss = loss + 0.8**k * F.cross_entropy(logits.flatten(0, 1), labels[:, k + 1 :].flatten())
-        loss.backward()
-        found = {f"head {k}": weight.grad for k, weight in enumerate(weights)}
-        return {"loss": loss.detach(), **found, "body": model.model.norm.weight.grad}
+                logits = head(hidden_states)[:, : -k - 1]
+                further = F.cross_entropy(logits.flatten(0, 1), labels[:, k + 1 :].flatten())
+            loss = loss + 0.8**k * further
+        return loss
 
     with logits_made(tokens=34, model=patched) as seen:
-        actual = outcome(patched, True)
+        loss_and_grads(patched, batch(), loss_of=loss_of)
     assert seen == []
-    assert_results_as_good(actual, outcome(plain, False), outcome(reference, False))
+    assert_same_training(patched, plain, batch(), loss_of=loss_of)

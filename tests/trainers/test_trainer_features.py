@@ -170,12 +170,10 @@ def test_evaluation_between_the_steps(loss_only: bool, tmp_path: Path) -> None:
 def test_weights_after_steps_in_bfloat16(seed: int, tmp_path: Path) -> None:
     """By what the steps have changed: no further from float32 than without us. On a CPU ``fp16`` changes nothing."""
     options = {"max_steps": 4, "seed": seed}
+    exact = trained("plain", tmp_path, **options)
+    twin, ours = (trained(how, tmp_path, bf16=True, **options) for how in ("plain", "callback"))
+    assert_fused(ours.model, calls=8)
     start = torch.cat([value.flatten() for value in tiny_llama().parameters()])
-    exact, twin, ours = (
-        trained("plain", tmp_path, **options),
-        trained("plain", tmp_path, bf16=True, **options),
-        trained("callback", tmp_path, calls=8, bf16=True, **options),
-    )
     steps = [torch.cat([x.detach().flatten() for x in t.model.parameters()]) - start for t in (ours, twin, exact)]
     assert_as_good(*steps, "weights", torch.bfloat16)
     losses = [torch.tensor(history(trainer)) for trainer in (ours, twin, exact)]

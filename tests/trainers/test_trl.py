@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import logits_made, stats, tiny_llama
+from models import logits_made, stats, tiny_llama, told
 from numerics import assert_as_good, budget, relative_error
 from ways import KEEPS_ALL, force
 
@@ -58,10 +57,8 @@ def common(folder: Path, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sft(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
-    rows = datasets.Dataset.from_dict({"text": [text(i, 8 + i) for i in range(8)]})
-    args = trl.SFTConfig(**common(folder, gradient_accumulation_steps=2, max_length=24, **options))
-    return trl.SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer(), callbacks=callbacks)
+def texts() -> Any:
+    return datasets.Dataset.from_dict({"text": [text(i, 8 + i) for i in range(8)]})
 
 
 def preferences() -> Any:
@@ -74,155 +71,133 @@ def preferences() -> Any:
     )
 
 
-def dpo(folder: Path, model: Any, callbacks: list[Any]) -> Any:
-    args = trl.DPOConfig(**common(folder))
-    return trl.DPOTrainer(
-        model=model, args=args, train_dataset=preferences(), processing_class=tokenizer(), callbacks=callbacks
-    )
+def prompts() -> Any:
+    return preferences().select_columns("prompt")
 
 
-def kto(folder: Path, model: Any, callbacks: list[Any]) -> Any:
-    rows = datasets.Dataset.from_dict(
-        {
-            "prompt": [text(i, 4) for i in range(8)],
-            "completion": [" " + text(100 + i, 6) for i in range(8)],
-            "label": [i % 2 == 0 for i in range(8)],
-        }
-    )
-    args = trl.KTOConfig(**common(folder))
-    return trl.KTOTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer(), callbacks=callbacks)
+def judged() -> Any:
+    rows = preferences().select_columns(["prompt", "chosen"]).rename_column("chosen", "completion")
+    return rows.add_column("label", [i % 2 == 0 for i in range(8)])
+
+
+def with_reference() -> Any:
+    return preferences().add_column("reference", [" " + text(300 + i, 7) for i in range(8)])
 
 
 def even_words(completions: list[str], **_: Any) -> list[float]:
     return [sum(word[-1:] in "02468" for word in completion.split()) / 8 for completion in completions]
 
 
-def online(name: str) -> Callable[..., Any]:
-    def build(folder: Path, model: Any, callbacks: list[Any]) -> Any:
-        options = {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.05}
-        args = getattr(trl, f"{name}Config")(**common(folder, **options))
-        return getattr(trl, f"{name}Trainer")(
-            model=model, args=args, train_dataset=preferences().select_columns("prompt"), processing_class=tokenizer(),
-            reward_funcs=even_words, callbacks=callbacks,
-        )  # fmt: skip
-
-    return build
+def has_w4(completions: list[str], **_: Any) -> list[float]:
+    return [float("w4" in completion) for completion in completions]
 
 
-def experimental(name: str, **chosen: Any) -> Callable[..., Any]:
-    """ORPO, CPO and TPO: their trainers compute the loss from the logits of calls without labels."""
+def trainer_of(name: str, rows: Callable[[], Any], module: str = "trl", reward: Any = None, **usual: Any) -> Any:
+    """How to build one of TRL's trainers by its name."""
 
     def build(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
-        module = pytest.importorskip(f"trl.experimental.{name.lower()}")
-        rows = preferences()
-        if name == "TPO":
-            rows = rows.add_column("reference", [" " + text(300 + i, 7) for i in range(8)])
-        args = getattr(module, f"{name}Config")(**common(folder, **{**chosen, **options}))
-        return getattr(module, f"{name}Trainer")(
-            model=model, args=args, train_dataset=rows, processing_class=tokenizer(), callbacks=callbacks
+        found = pytest.importorskip(module)
+        args = getattr(found, f"{name}Config")(**common(folder, **{**usual, **options}))
+        more = {} if reward is None else {"reward_funcs": reward}
+        return getattr(found, f"{name}Trainer")(
+            model=model, args=args, train_dataset=rows(), processing_class=tokenizer(), callbacks=callbacks, **more
         )
 
     return build
 
 
-def with_rewards(name: str, **chosen: Any) -> Callable[..., Any]:
-    """OnlineDPO and A2PO, which sample completions and compare with a frozen copy of the model."""
-
-    def build(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
-        module = pytest.importorskip(f"trl.experimental.{chosen['module']}")
-        more = {key: value for key, value in chosen.items() if key != "module"}
-        args = getattr(module, f"{name}Config")(**common(folder, temperature=0.7, **{**more, **options}))
-        reward = even_words if name == "OnlineDPO" else lambda completions, **_: [float("w4" in x) for x in completions]
-        return getattr(module, f"{name}Trainer")(
-            model=model, args=args, train_dataset=preferences().select_columns("prompt"), processing_class=tokenizer(),
-            reward_funcs=reward, callbacks=callbacks,
-        )  # fmt: skip
-
-    return build
+def experimental(name: str, rows: Callable[[], Any] = preferences, **usual: Any) -> Any:
+    return trainer_of(name, rows, f"trl.experimental.{usual.pop('module', name.lower())}", **usual)
 
 
+sft = trainer_of("SFT", texts, gradient_accumulation_steps=2, max_length=24)
+SAMPLING = {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.05, "reward": even_words}
+# Their losses come from the logits of calls without labels.
 PREFERENCE: dict[str, Callable[..., Any]] = {
     "orpo": experimental("ORPO", max_length=16),
     "orpo accumulated": experimental("ORPO", gradient_accumulation_steps=2, beta=0.4),
     "cpo": experimental("CPO"),
     "cpo simpo": experimental("CPO", loss_type="simpo", cpo_alpha=0.0),
-    "tpo": experimental("TPO"),
-    "tpo alone": experimental("TPO", tpo_alpha=0.0, loss_type="tpo-l"),
+    "tpo": experimental("TPO", with_reference),
+    "tpo alone": experimental("TPO", with_reference, tpo_alpha=0.0, loss_type="tpo-l"),
 }
 TRAINERS: dict[str, Callable[..., Any]] = {
     **PREFERENCE,
-    "online dpo": with_rewards("OnlineDPO", module="online_dpo", max_new_tokens=6),
-    "a2po": with_rewards("A2PO", module="a2po", max_completion_length=6, num_value_samples=2),
+    # These two sample completions, and compare with a frozen copy of the model.
+    "online dpo": experimental(
+        "OnlineDPO", prompts, module="online_dpo", reward=even_words, temperature=0.7, max_new_tokens=6
+    ),
+    "a2po": experimental("A2PO", prompts, reward=has_w4, temperature=0.7, max_completion_length=6, num_value_samples=2),
     "sft": sft,
     "sft dft": lambda *args: sft(*args, loss_type="dft"),
-    "dpo": dpo,
-    "kto": kto,
-    "grpo": online("GRPO"),
-    "rloo": online("RLOO"),
+    "dpo": trainer_of("DPO", preferences),
+    "kto": trainer_of("KTO", judged),
+    "grpo": trainer_of("GRPO", prompts, **SAMPLING),
+    "rloo": trainer_of("RLOO", prompts, **SAMPLING),
 }
 
 
 def run(trainer: Any) -> tuple[list[dict[str, float]], list[str]]:
     """The log of every step, and our warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told() as messages:
         trainer.train()
-    told = [str(w.message) for w in caught if "hf_cce" in str(w.message)]
     timing = ("time", "per_second", "runtime", "flos", "cce/", "epoch")
     return [
         {key: value for key, value in entry.items() if not any(word in key for word in timing)}
         for entry in trainer.state.log_history
         if "loss" in entry
-    ], told
+    ], messages
+
+
+def both(folder: Path, build: Callable[..., Any], config: Any = None, **options: Any) -> tuple[Any, Any]:
+    """The trainer as it is and with our callback, after training, and what each of them has logged."""
+    found = []
+    tiny_llama().save_pretrained(folder / "model")  # some trainers load a copy of it, as the reference
+    for ours in (False, True):
+        transformers.set_seed(0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+        trainer = build(folder / str(ours), model, [CCECallback(config, on_unused="raise")] if ours else [], **options)
+        log, messages = run(trainer)
+        assert messages == [] and len(log) == STEPS
+        found.append((trainer, log))
+    return found[0], found[1]
+
+
+def assert_same_steps(folder: Path, build: Callable[..., Any], **options: Any) -> Any:
+    """All that is logged, and the weights in the end; every training call was answered without logits. The patched trainer."""
+    (plain, theirs), (patched, ours) = both(folder, build, **options)
+    for mine, other in zip(ours, theirs, strict=True):
+        expected: dict[str, Any] = {key: pytest.approx(value, rel=2e-4, abs=2e-5) for key, value in other.items()}
+        if (
+            abs(other.get("rewards/margins", 1.0)) < 1e-6
+        ):  # before the first update; which of two is preferred is rounding
+            expected["rewards/accuracies"] = mine["rewards/accuracies"]
+        assert mine == expected
+    weights = [torch.cat([x.detach().flatten() for x in t.model.parameters()]) for t in (patched, plain)]
+    assert relative_error(weights[0], weights[1].double()) < 1e-3
+    counted = stats(patched.model)
+    assert counted.fused == counted.calls > 0
+    assert counted.missed == counted.bypassed == counted.materialized == 0
+    return patched
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_every_step_is_that_of_the_unpatched_trainer(name: str, tmp_path: Path) -> None:
-    logs, weights = {}, {}
-    tiny_llama().save_pretrained(tmp_path / "model")  # some trainers load a copy of it, as the reference
-    for ours in (False, True):
-        transformers.set_seed(0)
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-        callbacks = [CCECallback(on_unused="raise")] if ours else []
-        trainer = TRAINERS[name](tmp_path / str(ours), model, callbacks)
-        logs[ours], told = run(trainer)
-        weights[ours] = torch.cat([x.detach().flatten() for x in trainer.model.parameters()])
-        assert told == []
-        if ours:
-            counted = stats(trainer.model)
-            assert counted.fused == counted.calls > 0
-            assert counted.missed == counted.bypassed == counted.materialized == 0
-    assert len(logs[True]) == len(logs[False]) == STEPS
-    for mine, theirs in zip(logs[True], logs[False], strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert mine[key] == pytest.approx(value, rel=2e-4, abs=2e-5), key
-    assert relative_error(weights[True], weights[False].double()) < 1e-3
+    assert_same_steps(tmp_path, TRAINERS[name])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's, on the CPU")
-@pytest.mark.parametrize(("name", "loss_type"), [("sft", "nll"), ("sft", "dft"), ("grpo", "")])
+@pytest.mark.parametrize(("name", "options"), [("sft", {}), ("sft", {"loss_type": "dft"}), ("grpo", {})])
 def test_fine_tuning_and_nothing_else_goes_through_the_filter(
-    name: str, loss_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force(monkeypatch, "filtered")
-    tiny_llama().save_pretrained(tmp_path / "model")
-    logs = {}
-    for ours in (False, True):
-        transformers.set_seed(0)
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-        config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
-        callbacks = [CCECallback(config, on_unused="raise")] if ours else []
-        options = {"loss_type": loss_type} if loss_type else {}
-        trainer = TRAINERS[name](tmp_path / str(ours), model, callbacks, **options)
-        logs[ours], told = run(trainer)
-        assert told == []
-    assert bool(trainer.model.cce_stats().get("kept")) == (name == "sft")
-    if name == "grpo":  # samples other words, as its log-probabilities are rounded otherwise
-        return
-    for mine, theirs in zip(logs[True], logs[False], strict=True):
-        for key, value in theirs.items():
-            assert mine[key] == pytest.approx(value, rel=2e-4, abs=2e-5), key
+    config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
+    if name == "sft":
+        assert assert_same_steps(tmp_path, sft, config=config, **options).model.cce_stats().get("kept")
+    else:  # samples other words, as its log-probabilities are rounded otherwise
+        _, (trainer, _) = both(tmp_path, TRAINERS[name], config)
+        assert not trainer.model.cce_stats().get("kept")
 
 
 @pytest.mark.parametrize(("scale", "softcap", "temperature"), [(1.0, None, 1.0), (0.7, 5.0, 0.6)])
@@ -230,11 +205,7 @@ def test_fine_tuning_and_nothing_else_goes_through_the_filter(
 def test_log_probabilities_and_gradients(scale: float, softcap: float | None, temperature: float, bias: bool) -> None:
     """TRL's own function and ours, against its own in float64."""
     g = torch.Generator().manual_seed(0)
-    hidden, weight, offset = (
-        torch.randn(17, 24, generator=g),
-        torch.randn(91, 24, generator=g),
-        torch.randn(91, generator=g),
-    )
+    hidden, weight, offset = (torch.randn(*shape, generator=g) for shape in ((17, 24), (91, 24), (91,)))
     targets = torch.randint(91, (17,), generator=g)
     function = trl.trainer.utils._ChunkedLogProbFunction
     original = getattr(function, "original", function)
@@ -295,22 +266,12 @@ def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: boo
     assert_as_good(gradient, exact, exact.double(), "gradient")
 
 
-def test_other_models_and_other_trls_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    patched = sft(tmp_path / "a", apply_cce(tiny_llama()), [])
-    run(patched)
+def test_other_models_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(sft(tmp_path / "a", apply_cce(tiny_llama()), []))
     assert isinstance(trl.trainer.utils._ChunkedLogProbFunction, trl_patch._Dispatch)
     seen: list[int] = []
-    real = trl_patch._answer
-    monkeypatch.setattr(trl_patch, "_answer", lambda *args: seen.append(1) or real(*args))
-    plain = sft(tmp_path / "b", tiny_llama(), [])
-    _, told = run(plain)
-    assert told == [] and seen == []
-    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", _Other)
-    other = sft(tmp_path / "c", apply_cce(tiny_llama()), [])
-    _, told = run(other)
-    assert len(told) == 1 and "TRL replaces the model's forward" in told[0]
-    assert stats(other.model).bypassed > 0 == stats(other.model).fused
-    assert trl.trainer.utils._ChunkedLogProbFunction is _Other
+    monkeypatch.setattr(trl_patch, "_answer", lambda *args: seen.append(1))
+    assert run(sft(tmp_path / "b", tiny_llama(), []))[1] == seen == []
 
 
 class _Other:
@@ -323,6 +284,25 @@ class _Other:
     def apply(*args: Any) -> Any:
         function: Any = trl.kernels.ChunkedLogProbFunction
         return function.apply(*args)
+
+
+@pytest.mark.parametrize("on_unused", [None, "warn", "raise"])
+def test_a_trl_whose_function_is_another_is_left_alone_and_named_once(
+    on_unused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", _Other)
+    callbacks = [] if on_unused is None else [CCECallback(on_unused=on_unused)]
+    trainer = sft(tmp_path, apply_cce(tiny_llama()), callbacks)
+    reason = "TRL replaces the model's forward with its own fused LM head"
+    if on_unused == "raise":
+        with pytest.raises(RuntimeError, match=reason):
+            run(trainer)
+        return
+    for expected in (1, 0 if on_unused is None else 1):  # the callback reports once per run
+        _, messages = run(trainer)
+        assert len(messages) == expected and all(reason in message for message in messages)
+    assert stats(trainer.model).bypassed > 0 == stats(trainer.model).fused
+    assert trl.trainer.utils._ChunkedLogProbFunction is _Other
 
 
 def test_evaluation_is_answered_too_and_counts_as_no_training(tmp_path: Path) -> None:
@@ -352,8 +332,8 @@ def test_preference_trainers_by_the_callback_or_without(
     model = apply_cce(tiny_llama())
     trainer = PREFERENCE[name](tmp_path, model, [])
     with logits_made(tokens=34) as seen:
-        _, told = run(trainer)
-    assert told == [] and seen == []
+        _, messages = run(trainer)
+    assert messages == seen == []
     counted = copy.copy(stats(model))
     assert counted.fused == counted.calls > 0 and counted.materialized == 0
     assert math.isfinite(trainer.evaluate(trainer.train_dataset)["eval_loss"])
@@ -401,10 +381,10 @@ def test_torch_compile_is_named_as_the_cause(name: str, tmp_path: Path) -> None:
     trainer = {"sft": sft, **PREFERENCE}[name](
         tmp_path, tiny_llama(), [CCECallback()], torch_compile=True, torch_compile_backend="eager", max_steps=1
     )
-    _, told = run(trainer)
+    _, messages = run(trainer)
     reason = "under torch.compile TRL's fused LM head" if name == "sft" else "calls without labels"
-    assert len(told) == 1 and "training step 1 ended without our fused loss" in told[0]
-    assert reason in told[0] and "train without torch_compile" in told[0]
+    assert len(messages) == 1 and "training step 1 ended without our fused loss" in messages[0]
+    assert reason in messages[0] and "train without torch_compile" in messages[0]
 
 
 @pytest.mark.parametrize("name", ["orpo", "cpo", "tpo"])
@@ -415,9 +395,9 @@ def test_preference_trainers_in_bfloat16(name: str, tmp_path: Path) -> None:
         transformers.set_seed(0)
         callbacks = [CCECallback(on_unused="raise")] if how == "ours" else []
         trainer = PREFERENCE[name](tmp_path / how, tiny_llama(), callbacks, bf16=not precise)
-        (first, *_), told = run(trainer)
+        (first, *_), messages = run(trainer)
         kept = [key for key in first if "log" in key or "loss" in key or "rewards/" in key]
         found[how] = torch.tensor([first[key] for key in kept if "accuracies" not in key])
-        assert told == []
+        assert messages == []
     assert len(found["ours"]) > 5
     assert_as_good(found["ours"], found["twin"], found["exact"], name, torch.bfloat16)

@@ -96,50 +96,46 @@ MODES: dict[str, Mode] = {
 }  # fmt: skip
 
 
-def sft(folder: Path, mode: Mode, callbacks: list[Any], **options: Any) -> Any:
-    rows = datasets.Dataset.from_dict(mode.rows())
-    # SGD, as Adam makes steps of full size out of rounding
-    chosen = {"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 0.1, "max_length": 40, **mode.options}
-    others = {name: options.pop(name) for name in ("peft_config", "compute_loss_func") if name in options}
-    reader = tokenizer()
-    reader.chat_template = TEMPLATE
-    torch.manual_seed(3)  # of adapters
-    return trl.SFTTrainer(
-        model=tiny_llama(), args=trl.SFTConfig(**common(folder, **chosen, **options)), train_dataset=rows,
-        eval_dataset=rows.select(range(4)), processing_class=reader, callbacks=callbacks, **others,
-    )  # fmt: skip
-
-
 def assert_as_trl(folder: Path, mode: Mode, **options: Any) -> tuple[Any, list[str]]:
     """Every logged number, those of an evaluation, and all weights; the patched trainer, and what we had to say."""
-    logs, weights, evaluated = {}, {}, {}
-    for ours in (False, True):
-        trainer = sft(folder / str(ours), mode, [CCECallback()] if ours else [], **options)
+    others = {name: options.pop(name) for name in ("peft_config", "compute_loss_func") if name in options}
+    rows = datasets.Dataset.from_dict(mode.rows())
+    reader = tokenizer()
+    reader.chat_template = TEMPLATE
+    # SGD, as Adam makes steps of full size out of rounding
+    chosen = {"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 0.1, "max_length": 40, **mode.options}
+    found = []
+    for callbacks in ([], [CCECallback()]):
+        torch.manual_seed(3)  # of adapters
+        args = trl.SFTConfig(**common(folder / str(len(found)), **chosen, **options))
+        trainer = trl.SFTTrainer(
+            model=tiny_llama(), args=args, train_dataset=rows, eval_dataset=rows.select(range(4)),
+            processing_class=reader, callbacks=callbacks, **others,
+        )  # fmt: skip
         assert mode.took(trainer)
-        logs[ours], told = run(trainer)
-        assert len(logs[ours]) == STEPS
-        assert ours or told == []
-        weights[ours] = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
-        evaluated[ours] = trainer.evaluate()
-    assert {"loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm"} <= logs[False][0].keys()
-    for key in logs[False][0]:
-        mine, theirs = (torch.tensor([entry[key] for entry in logs[ours]]) for ours in (True, False))
-        assert theirs.any(), key
-        if key in ("num_tokens", "mean_token_accuracy"):
-            assert torch.equal(mine, theirs), key
-        assert_as_good(mine, theirs, theirs, key, torch.float32)
+        log, messages = run(trainer)
+        assert len(log) == STEPS and (callbacks or messages == [])
+        weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+        found.append((log, weights, trainer.evaluate()))
+    (theirs, their_weights, their_evaluation), (ours, our_weights, our_evaluation) = found
+    assert {"loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm"} <= theirs[0].keys()
+    for key in theirs[0]:
+        mine, other = (torch.tensor([entry[key] for entry in log]) for log in (ours, theirs))
+        assert other.any(), key
+        assert key not in ("num_tokens", "mean_token_accuracy") or torch.equal(mine, other), key
+        assert_as_good(mine, other, other, key, torch.float32)
     for key in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
-        mine, theirs = (torch.tensor(evaluated[ours][key]) for ours in (True, False))
-        assert_as_good(mine, theirs, theirs, key, torch.float32)
-    for key, value in weights[False].items():
-        assert_as_good(weights[True][key], value, value, key)
-    return trainer, told
+        mine, other = (torch.tensor(evaluation[key]) for evaluation in (our_evaluation, their_evaluation))
+        assert_as_good(mine, other, other, key, torch.float32)
+    for key, value in their_weights.items():
+        assert_as_good(our_weights[key], value, value, key)
+    return trainer, messages
 
 
-def assert_all_fused(trainer: Any, told: list[str]) -> None:
+def assert_all_fused(trainer: Any, messages: list[str]) -> None:
     counted = stats(trainer.model)
     assert counted.fused == counted.calls > STEPS  # some steps have two micro-batches
-    assert told == [] and counted.missed == counted.bypassed == counted.materialized == 0
+    assert messages == [] and counted.missed == counted.bypassed == counted.materialized == 0
 
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
@@ -178,7 +174,7 @@ def test_adapters(name: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_losses_that_trl_takes_from_logits(options: dict[str, Any], known: bool, tmp_path: Path) -> None:
     """By a call without labels; the metrics come of another one without gradients."""
-    trainer, told = assert_as_trl(tmp_path, MODES["completion only"], **options)
+    trainer, messages = assert_as_trl(tmp_path, MODES["completion only"], **options)
     counted = stats(trainer.model)
     assert counted.calls == (counted.fused if known else counted.materialized) > 0
-    assert len(told) == (not known) and all("outputs.logits of a training call was used" in each for each in told)
+    assert len(messages) == (not known) and all("outputs.logits of a training call was used" in x for x in messages)

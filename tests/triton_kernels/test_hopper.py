@@ -148,5 +148,5 @@ def test_losses_are_right_with_and_without(
                 check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, name)
     hopper_runs = special and plan.hopper_is_proven() and torch.cuda.get_device_capability()[0] == 9
     assert bool(ran) == (
-        hopper_runs and takes(way) != "dense" and (way == "exact" or applies(way, plain_options(way), dtype))
+        hopper_runs and takes(way) != "materialized" and (way == "exact" or applies(way, plain_options(way), dtype))
     )

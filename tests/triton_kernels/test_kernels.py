@@ -51,7 +51,7 @@ def test_loss_and_gradients(
         assert taken == {takes(way): 1, backward: 1}
 
 
-@pytest.mark.parametrize("way", ["dense", "stored", "filtered", "exact"])
+@pytest.mark.parametrize("way", ["materialized", "exp_cache", "filtered", "exact"])
 @pytest.mark.parametrize("softcap", [30.0, 1e4])
 def test_a_softcap_far_above_the_logits(softcap: float, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It changes next to nothing there: tanh of small numbers, of which nothing must cancel."""
@@ -61,7 +61,7 @@ def test_a_softcap_far_above_the_logits(softcap: float, way: str, monkeypatch: p
     check_against_plain(fused_loss(config_of(way)), inputs, labels, options, torch.float32, f"softcap {softcap}, {way}")
 
 
-@pytest.mark.parametrize("way", ["dense", "exact"])
+@pytest.mark.parametrize("way", ["materialized", "exact"])
 def test_a_vocabulary_of_several_blocks_of_columns(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block may hold a larger logit than those before it, by which their sums are scaled down."""
     force(monkeypatch, way)
@@ -169,7 +169,7 @@ def test_divisors() -> None:
 @pytest.mark.parametrize("bad", [99, -1])
 def test_out_of_range_labels_are_seen(bad: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, way)
-    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float16 if way == "dense16" else torch.float32)
+    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float16 if way == "materialized16" else torch.float32)
     labels[17] = bad
     hidden.requires_grad_()
     weight.requires_grad_(not plain_options(way).frozen)
@@ -242,10 +242,10 @@ def test_the_training_path_does_not_synchronise_the_host() -> None:
     [
         (64 << 20, 128256, "auto"),
         (256 << 20, 128256, "auto"),
-        (256 << 20, 50257, "stored"),
-        (1280 << 20, 50257, "stored"),
-        (1280 << 20, 50257, "whole"),
-        (1280 << 20, 110001, "grouped"),
+        (256 << 20, 50257, "exp_cache"),
+        (1280 << 20, 50257, "exp_cache"),
+        (1280 << 20, 50257, "one_token_group"),
+        (1280 << 20, 110001, "token_groups"),
     ],
 )
 def test_memory_budget_holds(budget: int, v: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:

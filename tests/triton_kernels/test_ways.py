@@ -24,12 +24,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("way", WAYS)
 def test_strided_labels_and_inputs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = replace(plain_options(way), bias=way not in ("filtered", "grouped", "whole"))
-    dtype = torch.float16 if way == "dense16" else torch.float32
+    options = replace(plain_options(way), bias=way not in ("filtered", "token_groups", "one_token_group"))
+    dtype = torch.float16 if way == "materialized16" else torch.float32
     assert applies(way, options, dtype)
     taken = force(monkeypatch, way)
     # Of small products in 16 bits, in rows as ours, cuBLAS rounds the parts. (Where this way is taken they are large.)
-    shape = (600, 640, 4001) if way == "dense16" and DEVICE == "cuda" else (37, 40, 131)
+    shape = (600, 640, 4001) if way == "materialized16" and DEVICE == "cuda" else (37, 40, 131)
     inputs, labels = make_inputs(*shape, dtype, DEVICE, bias=options.bias)
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
@@ -75,7 +75,7 @@ def test_a_word_of_the_vocabulary_as_ignore_index(
     assert way == "portable" or taken[takes(way)] == 2
 
 
-@pytest.mark.parametrize("way", ["stored", "narrow", "grouped", "whole"])
+@pytest.mark.parametrize("way", ["exp_cache", "partial_exp_cache", "token_groups", "one_token_group"])
 def test_what_has_no_range_to_be_stored_is_computed_anew(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """exp(z − z_label) of a token whose label is 100 nats away; the blocks of its neighbours are kept."""
     taken = force(monkeypatch, way)
@@ -205,7 +205,7 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
     n: int, d: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some tokens' labels are there; the values of one, whose loss is beyond the limit, are computed anew."""
-    force(monkeypatch, "narrow")
+    force(monkeypatch, "partial_exp_cache")
     if DEVICE == "cuda":  # whose tiles are larger, as what is lent has to be
         n, d, v = 16 * n, max(d, 320), 16 * v
     from hf_cce.kernels import loss as module
@@ -221,14 +221,16 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
     if (
         dtype == torch.float32
     ):  # so few bfloat16 values, stored, err more than full logits; no more than without lending
-        check_against_plain(fused_loss(config_of("narrow")), inputs, labels, options, dtype, f"lent, {n}, {d}")
+        check_against_plain(
+            fused_loss(config_of("partial_exp_cache")), inputs, labels, options, dtype, f"lent, {n}, {d}"
+        )
     exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
-    found = [loss_and_gradients(fused_loss(config_of("narrow")), inputs, labels, options, dtype)]
+    found = [loss_and_gradients(fused_loss(config_of("partial_exp_cache")), inputs, labels, options, dtype)]
     assert all(lent >= 32 and width > 0 and lent * (n + d) < d * v for lent, width in filter(None, seen))
     if dtype == torch.float32:
         return
     monkeypatch.setattr("hf_cce.kernels.exp_cache._dw_buffer_columns", lambda *_: 0)
-    found.append(loss_and_gradients(fused_loss(config_of("narrow")), inputs, labels, options, dtype))
+    found.append(loss_and_gradients(fused_loss(config_of("partial_exp_cache")), inputs, labels, options, dtype))
     assert seen[-1][0] == 0
     for name in ("hidden", "weight"):
         lent, alone = (relative_error(each[name], exact[name]) for each in found)
@@ -271,7 +273,7 @@ def test_memory_of_few_tokens_is_that_of_full_logits() -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        linear_cross_entropy(*leaves, labels, config=config_of("dense")).backward()
+        linear_cross_entropy(*leaves, labels, config=config_of("materialized")).backward()
         above = torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in leaves)
     assert above < 2 * n * v * 1.1
 
@@ -285,7 +287,7 @@ def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
     from hf_cce import kernels
     from hf_cce.kernels import materialized
 
-    taken, made = force(monkeypatch, "dense16"), []
+    taken, made = force(monkeypatch, "materialized16"), []
     real = materialized.logits_of
 
     def logits_of(*given: Any) -> Tensor:
@@ -298,10 +300,10 @@ def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
     for options in (PLAIN, Options(0.7, 5.0, z_loss=1e-2), Options(reduction="sum")):
         inputs = (hidden, weight, None)
         what = f"16 bits, {ignored}, {options}"
-        check_against_plain(fused_loss(config_of("dense16")), inputs, labels, options, torch.float16, what)
-        found = loss_and_gradients(fused_loss(config_of("dense16")), inputs, labels, options, torch.float16)
+        check_against_plain(fused_loss(config_of("materialized16")), inputs, labels, options, torch.float16, what)
+        found = loss_and_gradients(fused_loss(config_of("materialized16")), inputs, labels, options, torch.float16)
         assert not found["hidden"][labels == -100].any()
-    assert made == [(torch.float16, 0, 0)] * 6 and taken["dense"] == taken["dense gradients"] == 6
+    assert made == [(torch.float16, 0, 0)] * 6 and taken["materialized"] == taken["materialized gradients"] == 6
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts tensors in the interpreter; a GPU's allocator counts below")
@@ -350,6 +352,6 @@ def test_memory_of_logits_of_16_bits_on_the_gpu(
 
     config = CCEConfig("triton", gradient_filter=None)
     ours = above(lambda: linear_cross_entropy(*leaves, labels, config=config))
-    assert taken["dense"] == taken["dense gradients"] == 2
+    assert taken["materialized"] == taken["materialized gradients"] == 2
     assert 2 * n * v < ours <= 2 * n * (v + 15) + 4 * n * d * (v % 8 > 0) + 64 * n <= config.scratch(n)
     assert ours <= above(lambda: plain_loss(*leaves, None, labels, PLAIN))
