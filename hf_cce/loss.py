@@ -29,14 +29,22 @@ class LogProbs(NamedTuple):
     """What ``linear_log_probs`` returns: tensors of the shape of ``labels``; None for what was not asked.
 
     Float32 (float64 for float64 inputs); zero, or False, at ignored positions.
+
+    Attributes:
+        log_probs: log p(label); differentiable.
+        entropy: −Σ p log p in nats; differentiable.
+        log_sum_sq_probs: log Σ p²; no gradient.
+        mean_logit: mean over the vocabulary; differentiable.
+        is_top1: bool: the label's logit is the largest.
+        logsumexp: log Σ exp z; differentiable.
     """
 
-    log_probs: Tensor  # log p(label); differentiable
-    entropy: Tensor | None = None  # −Σ p log p in nats; differentiable
-    log_sum_sq_probs: Tensor | None = None  # log Σ p²; no gradient
-    mean_logit: Tensor | None = None  # mean over the vocabulary; differentiable
-    is_top1: Tensor | None = None  # bool: the label's logit is the largest
-    logsumexp: Tensor | None = None  # log Σ exp z; differentiable
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
+    is_top1: Tensor | None = None
+    logsumexp: Tensor | None = None
 
 
 def linear_cross_entropy(
@@ -147,10 +155,19 @@ def linear_log_probs(
     """Log-probability of each label under a linear head, and on request other statistics, without the logits.
 
     Args:
-        hidden_states: [..., D]; weight: [V, D]; bias: [V] or None; labels: [...]: as in ``linear_cross_entropy``. No shift.
+        hidden_states: [..., D], as in ``linear_cross_entropy``.
+        weight: [V, D], likewise.
+        labels: [...], likewise; nothing is shifted.
+        bias: [V] or None.
         logit_scale: factor on the logits, before the softcap; 1 / temperature for a sampling temperature.
-        softcap, ignore_index, config: as in ``linear_cross_entropy``.
-        entropy, log_sum_sq_probs, mean_logit, is_top1, logsumexp: ask for that field of the result.
+        softcap: as in ``linear_cross_entropy``.
+        ignore_index: as in ``linear_cross_entropy``.
+        entropy: compute that field of the result.
+        log_sum_sq_probs: likewise.
+        mean_logit: likewise.
+        is_top1: likewise.
+        logsumexp: likewise.
+        config: as in ``linear_cross_entropy``.
         filter_state: as in ``linear_cross_entropy``. Without it the gradients are exact, whatever ``config.gradient_filter``
             says; with it they are filtered where that pays: for losses that weigh tokens alike, or nearly. The statistics are
             of a pass of its own, and differ by rounding from those of a call without gradients.

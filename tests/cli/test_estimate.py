@@ -296,7 +296,7 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_what_the_command_says() -> None:
-    page = (RESULTS.parents[1] / "docs/commands.md").read_text("utf-8")
+    page = (RESULTS.parents[1] / "docs/reference/cli.md").read_text("utf-8")
     for line in re.findall(r"^(?:\$ )?hf-cce estimate (.*)$", page, re.MULTILINE):
         shown = command(*line.split()).stdout
         text = "\n".join(line.rstrip() for line in shown.strip().splitlines())

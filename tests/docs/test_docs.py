@@ -16,8 +16,8 @@ from messages import HOLE, in_module, messages
 from numerics import budget, relative_error
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
-TROUBLE = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+MESSAGES = (ROOT / "docs/reference/messages.md").read_text("utf-8")
 # Met by nobody who uses hf_cce as it is documented, or a sentence of a report and no complaint.
 INTERNAL = {
     "module … has no attribute …": "Python's own words for a misspelt name",
@@ -28,6 +28,10 @@ INTERNAL = {
     "its vocabulary (…) is small against its layers (… of width …)": "of estimate's verdict",
     "… tokens are so few that weights, gradients and optimizer fill the memory": "likewise",
 }
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT / "docs"))
 
 
 def load(path: Path) -> Any:
@@ -96,7 +100,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WITH_CODE, ids=page_id)
 def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
     import torch
 
@@ -113,7 +117,7 @@ def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
         warnings.filterwarnings("error", message="hf_cce:")  # what is recommended does not fall back to full logits
         for code in code_of(page):
             exec(compile(code, str(page), "exec"), stand_ins)
-            if ".backward(" in code and page.stem == "guides":  # a frozen model would train nothing, and say nothing
+            if ".backward(" in code and page.parent.name == "guides":  # a frozen model would train nothing, and say nothing
                 assert any(parameter.requires_grad for parameter in stand_ins["model"].parameters())
 
 
@@ -160,14 +164,14 @@ def test_what_goes_is_what_the_others_have(lines: list[str], stand_ins: dict[str
         assert relative_error(stand_ins["loss"], theirs) <= budget(0.0, torch.float32)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_parse(page: Path) -> None:
     from test_readme import check_commands
 
     check_commands(page.read_text("utf-8"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
     from test_readme import check_links
 
@@ -176,11 +180,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_index_names_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text("utf-8")
-    assert all(f"]({page.name})" in index for page in PAGES if page.name != "README.md")
+    pages = [page_id(page) for page in PAGES if page.name != "README.md"]
+    assert [page for page in pages if f"]({page})" not in index] == []
     assert "](docs/README.md)" in (ROOT / "README.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/performance.md", "docs/comparison.md", "docs/accuracy.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks/summary.md", "docs/benchmarks/comparison.md", "docs/benchmarks/tables.md", "docs/concepts/gradient-filter.md"])
 def test_tables_are_those_of_their_json(name: str) -> None:
     from benchmarks.report import PAGES as FILLED
     from benchmarks.report import filled
@@ -207,8 +212,14 @@ def test_every_result_and_every_table_is_on_a_page() -> None:
         assert f"<!-- {name} table: begin" in pages, name
 
 
-def test_the_public_names_are_described_as_they_are() -> None:
-    assert (ROOT / "docs/api.md").read_text("utf-8") == load(ROOT / "docs/make_api.py").page(), "run: make docs"
+def test_every_public_name_has_its_section() -> None:
+    """`make site` puts the docstring there, and fails on a name that it does not find."""
+    import hf_cce
+
+    text = (ROOT / "docs/reference/api.md").read_text("utf-8")
+    sections = re.findall(r"^## (\w+)\n\n::: hf_cce\.(\w+)$", text, re.MULTILINE)
+    assert sorted(sections) == [(name, name) for name in sorted(hf_cce.__all__)]
+    assert all(f"[`{name}`](#{name.lower()})" in text for name in hf_cce.__all__)
 
 
 def test_pictures_are_those_of_the_notebook_and_of_the_results() -> None:
@@ -222,14 +233,14 @@ def test_pictures_are_those_of_the_notebook_and_of_the_results() -> None:
     for picture, results in (("time-memory.png", (maker.HEADS, maker.QUACK)), ("curves.png", (maker.CURVES,))):
         drawn_from = Image.open(ROOT / "docs/pictures" / picture).text["Source"]
         assert drawn_from == "".join(map(maker.digest, results)), "run: make docs"
-    shown = set(re.findall(r"\]\(pictures/([\w.-]+)\)", "".join(page.read_text("utf-8") for page in PAGES)))
+    shown = set(re.findall(r"\]\(\.\./pictures/([\w.-]+)\)", "".join(page.read_text("utf-8") for page in PAGES)))
     assert shown == {path.name for path in (ROOT / "docs/pictures").iterdir()}
 
 
 def explained() -> list[str]:
     """The messages in code spans with which an entry of the page begins."""
     found = []
-    for entry in re.findall(r"^ *- (`.+?)(?=^ *- |^$|\Z)", TROUBLE, re.MULTILINE | re.DOTALL):
+    for entry in re.findall(r"^ *- (`.+?)(?=^ *- |^$|\Z)", MESSAGES, re.MULTILINE | re.DOTALL):
         for span in re.findall(r"(?:\A|, )`([^`]+)`(?=[:,])", entry):
             found.append(" ".join(span.split()))
     return found
@@ -238,7 +249,7 @@ def explained() -> list[str]:
 def test_every_message_has_its_entry() -> None:
     known = set(explained())
     missing = {text: place for text, place in messages().items() if text not in known | set(INTERNAL)}
-    assert not missing, f"write in docs/troubleshooting.md what to do, or in INTERNAL why nobody meets it: {missing}"
+    assert not missing, f"write in docs/reference/messages.md what to do, or in INTERNAL why nobody meets it: {missing}"
 
 
 def test_no_entry_and_no_exception_is_left_over() -> None:

@@ -87,11 +87,11 @@ def check_commands(text: str) -> int:
 
 
 def test_commands_of_hf_cce_parse() -> None:
-    assert check_commands((ROOT / "docs/commands.md").read_text("utf-8"))
+    assert check_commands((ROOT / "docs/reference/cli.md").read_text("utf-8"))
 
 
-def test_paths_in_how_it_works_exist() -> None:
-    flow = (ROOT / "docs/how-it-works.md").read_text("utf-8")
+def test_paths_in_the_flow_of_a_step_exist() -> None:
+    flow = (ROOT / "docs/concepts/deferred-logits.md").read_text("utf-8")
     paths = [path.rstrip(".") for path in re.findall(r"(?<![\w/])(?:hf_cce|patches)/[\w/.]+", flow)]
     assert len(paths) >= 6
     for path in paths:
@@ -136,6 +136,13 @@ def test_the_counters_are_shown_as_they_are(namespace: dict[str, Any], capsys: p
     (shown,) = re.findall(r"\)  # ([01 ]+)$", block, re.MULTILINE)
     assert shown in capsys.readouterr().out.splitlines()
     assert "_hf_cce" not in README  # only what is public
+
+
+def test_it_is_short() -> None:
+    """Whoever opens the page sees what it is, how to install it, what to change and whether it helps, without scrolling."""
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    assert lines.index("## Usage") <= 45
 
 
 def test_the_table_of_options_is_complete() -> None:

@@ -1,4 +1,4 @@
-"""docs/trust.md names tests that exist, and SECURITY.md says what the code does."""
+"""docs/reference/trust.md names tests that exist, and SECURITY.md says what the code does."""
 
 from __future__ import annotations
 

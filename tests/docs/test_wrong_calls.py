@@ -1,4 +1,4 @@
-"""Every wrong call of docs/wrong-calls.md gets the message that stands there, and never a traceback of ours."""
+"""Every wrong call of docs/reference/wrong-calls.md gets the message that stands there, and never a traceback of ours."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_a_float32_bias_on_logits_of_autocast(name: str) -> None:
 
 
 def test_the_loss_is_float32_whatever_the_weights_are() -> None:
-    """As docs/limits.md has it: BART's own loss is of logits that it leaves in bfloat16."""
+    """As docs/start/support.md has it: BART's own loss is of logits that it leaves in bfloat16."""
     plain = FAMILIES["bart"].build().bfloat16()
     patched = apply_cce(copy.deepcopy(plain))
     assert plain(**batch()).loss.dtype == torch.bfloat16 and patched(**batch()).loss.dtype == torch.float32

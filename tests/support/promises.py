@@ -1,4 +1,4 @@
-"""What hf_cce promises, and the tests that fail where a promise is broken: ``docs/trust.md``.
+"""What hf_cce promises, and the tests that fail where a promise is broken: ``docs/reference/trust.md``.
 
 ``python -m tests.support.promises`` writes the page; tests/docs/test_trust.py checks that it is fresh and that the tests exist.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGE, MUTANTS = ROOT / "docs/trust.md", ROOT / "tests/mutants/report.json"
+PAGE, MUTANTS = ROOT / "docs/reference/trust.md", ROOT / "tests/mutants/report.json"
 
 
 class Promise(NamedTuple):
@@ -173,7 +173,7 @@ PROMISES = {
     ),
     "Supply chain": (
         Promise(
-            "hf_cce unpickles nothing, runs no code from data and opens no connection ([SECURITY.md](../.github/SECURITY.md))",
+            "hf_cce unpickles nothing, runs no code from data and opens no connection ([SECURITY.md](../../.github/SECURITY.md))",
             ("docs/test_trust.py::test_nothing_is_unpickled_run_or_downloaded",),
             "CI",
         ),

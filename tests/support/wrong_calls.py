@@ -1,4 +1,4 @@
-"""Wrong calls of the public functions and the command, and the message that each gets: ``docs/wrong-calls.md``.
+"""Wrong calls of the public functions and the command, and the message that each gets: ``docs/reference/wrong-calls.md``.
 
 ``python -m tests.support.wrong_calls`` writes the page; tests/docs/test_wrong_calls.py makes every call again and compares.
 """
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "docs/wrong-calls.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/wrong-calls.md"
 REFUSALS = (TypeError, ValueError, RuntimeError)  # what the docstrings of public functions promise
 SETUP = "H, W, Y, bias = torch.randn(4, 8), torch.randn(11, 8), torch.arange(4), torch.zeros(11)"
 CALLS = (
