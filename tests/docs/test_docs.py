@@ -117,7 +117,8 @@ def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
         warnings.filterwarnings("error", message="hf_cce:")  # what is recommended does not fall back to full logits
         for code in code_of(page):
             exec(compile(code, str(page), "exec"), stand_ins)
-            if ".backward(" in code and page.parent.name == "guides":  # a frozen model would train nothing, and say nothing
+            if ".backward(" in code and page.parent.name == "guides":
+                # A frozen model would train nothing, and say nothing.
                 assert any(parameter.requires_grad for parameter in stand_ins["model"].parameters())
 
 
@@ -185,7 +186,16 @@ def test_the_index_names_every_page() -> None:
     assert "](docs/README.md)" in (ROOT / "README.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks/summary.md", "docs/benchmarks/comparison.md", "docs/benchmarks/tables.md", "docs/concepts/gradient-filter.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        "docs/benchmarks/summary.md",
+        "docs/benchmarks/comparison.md",
+        "docs/benchmarks/tables.md",
+        "docs/concepts/gradient-filter.md",
+    ],
+)
 def test_tables_are_those_of_their_json(name: str) -> None:
     from benchmarks.report import PAGES as FILLED
     from benchmarks.report import filled

@@ -208,7 +208,7 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
 
 
 def test_heads_for_tokens_further_ahead() -> None:
-    """The recipe of docs/guides/any-loss.md for Medusa's heads: their losses beside the model's own, none of which makes logits."""
+    """Several heads, as in docs/guides/any-loss.md: their losses beside the model's own, and none of them makes logits."""
     torch.manual_seed(0)
     plain = tiny_llama()
     patched, reference = apply_cce(copy.deepcopy(plain)), exact(plain)
