@@ -52,7 +52,8 @@ class FilterState:
     Patched models have one each. To train a head of your own, make one and pass it to every call of ``linear_cross_entropy``.
     Copies and pickles start from scratch.
 
-    It holds the order of the vocabulary, the corrections, the threshold and the last measured errors: 8 · V bytes, and D · D + 16 · (V + D) elements of the weight's dtype. The device never waits for the host.
+    It holds the order of the vocabulary, the corrections, the threshold and the last measured errors: 8 · V bytes, and
+    D · D + 16 · (V + D) elements of the weight's dtype. The device never waits for the host.
     """
 
     def __init__(self) -> None:
@@ -195,8 +196,8 @@ class FilterState:
         Returns:
             ``kept``: share of the tiles of the logits' gradient that were computed. ``dropped_mass``: share of the tokens'
             probability in the others. ``tau``: threshold on the error of the logits' gradient. ``error``: estimated relative
-            error of the hidden states' gradient. ``weight_error``: of the weight's, NaN if it is frozen. ``dense``: 1 while the filter
-            pauses. Under DataParallel they are those of one device.
+            error of the hidden states' gradient. ``weight_error``: of the weight's, NaN if it is frozen. ``dense``: 1 while
+            the filter pauses. Under DataParallel they are those of one device.
         """
         if self._newest is not None:
             return self._newest.stats()
