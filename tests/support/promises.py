@@ -232,9 +232,9 @@ def page() -> str:
     ]
     for title, promises in PROMISES.items():
         rows = "\n".join(
-            f"| {x.text} | {'<br>'.join(f'`{check}`' for check in x.checks)} | {x.where} |" for x in promises
+            f"| {x.text} | {x.where} | {'<br>'.join(f'`{check}`' for check in x.checks)} |" for x in promises
         )
-        parts.append(f"## {title}\n\n| promise | tests | where |\n|---|---|---|\n{rows}\n")
+        parts.append(f"## {title}\n\n| promise | where | tests |\n|---|---|---|\n{rows}\n")
     parts.append(f"## Supported versions\n\n{versions()}\n")
     parts.append(f"## Mutants\n\n{mutants()}\n")
     parts.append("## Not checked yet\n\n" + "\n".join(f"- {text}" for text in NOT_CHECKED) + "\n")
