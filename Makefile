@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-oldest test-newest test-places test-hopper test-gpu mutants style quality types examples notebooks docs build clean
+.PHONY: help install demo test test-slow test-oldest test-newest test-places test-hopper test-gpu mutants style quality types examples notebooks docs site build clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -112,12 +112,14 @@ examples: $(VENV)/.dev  ## run the Python of README and docs/, and the demo on a
 notebooks: $(VENV)/.dev  ## run the notebooks and store their outputs
 	$(BIN)/python notebooks/execute.py
 
-docs: $(VENV)/.dev  ## make what is made in README and docs/: tables, pictures, the public names
+docs: $(VENV)/.dev  ## write the generated parts of README and docs/: tables, pictures, promises, wrong calls
 	$(BIN)/python -m benchmarks.report
-	$(BIN)/python docs/make_api.py
 	$(BIN)/python -m tests.support.wrong_calls
 	$(BIN)/python -m tests.support.promises
 	$(BIN)/python docs/make_pictures.py
+
+site: $(VENV)/.site  ## README and docs/ as a site, into build/site
+	$(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
 
 build: $(VENV)/.dev  ## sdist and wheel into dist/
 	$(BIN)/python -m pip install --quiet build

@@ -1,4 +1,4 @@
-"""The picture of ``benchmarks.curves``: losses above, differences to eager below, one column a setting."""
+"""The picture of ``benchmarks.curves``: losses above, differences to full logits below, one column a setting."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hf_cce.diagnostics.files import whole_file
 
 EXACT = "#7a4f9a"
 STYLE: dict[str, dict[str, Any]] = {  # drawn in this order: the wide and pale ones lie below
-    "eager": dict(color=PLAIN, linewidth=5, alpha=0.35, label="Transformers (eager)"),
-    "compiled": dict(color=STATE, linewidth=2.2, alpha=0.75, label="yardstick: eager, compiled loss"),
-    "reversed": dict(color=FAINT, linewidth=2.2, label="yardstick: eager, rows reversed"),
+    "eager": dict(color=PLAIN, linewidth=5, alpha=0.35, label="full logits"),
+    "compiled": dict(color=STATE, linewidth=2.2, alpha=0.75, label="full logits, compiled"),
+    "reversed": dict(color=FAINT, linewidth=2.2, label="full logits, rows reversed"),
     "hf_cce": dict(color=CCE, linewidth=1.2, label="hf_cce"),
-    "hf_cce-exact": dict(color=EXACT, linewidth=1.0, label="hf_cce, exact gradients", linestyle=(0, (4, 1.5))),
+    "hf_cce-exact": dict(color=EXACT, linewidth=1.0, label="hf_cce, no filter", linestyle=(0, (4, 1.5))),
 }
-SHORT = {"hf_cce": "hf_cce", "hf_cce-exact": "exact", "compiled": "compiled", "reversed": "reversed"}
+SHORT = {"hf_cce": "hf_cce", "hf_cce-exact": "no filter", "compiled": "compiled", "reversed": "reversed"}
 
 
 def draw(report: dict[str, Any], path: Path, metadata: dict[str, str | None] | None = None, dpi: int = 150) -> None:
@@ -50,7 +50,7 @@ def draw(report: dict[str, Any], path: Path, metadata: dict[str, str | None] | N
         others = [each["settings"][title] for each in report.get("other_seeds", ()) if title in each["settings"]]
         _column(axes[:, column], title, runs, first, others, report.get("over_seeds", {}).get(title, {}))
     axes[0, 0].set_ylabel("loss (nats per token)")
-    axes[1, 0].set_ylabel("difference to eager (nats)")
+    axes[1, 0].set_ylabel("difference to full logits (nats)")
     lines, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(lines, labels, frameon=False, loc="lower center", ncols=len(lines), fontsize=9)
     with whole_file(path) as temporary:

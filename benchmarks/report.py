@@ -1,6 +1,6 @@
 """Write the tables of ``benchmarks/results`` into README.md and docs/, between the markers that name them.
 
-usage: python -m benchmarks.report [README.md docs/performance.md …]
+usage: python -m benchmarks.report [README.md docs/benchmarks/tables.md …]
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from hf_cce.diagnostics.files import whole_file
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-PAGES = ("README.md", "docs/performance.md", "docs/comparison.md", "docs/accuracy.md")
+PAGES = (
+    "README.md",
+    "docs/benchmarks/summary.md",
+    "docs/benchmarks/comparison.md",
+    "docs/benchmarks/tables.md",
+    "docs/concepts/gradient-filter.md",
+)
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "trl", "quack-kernels")
 HEADS = {"V49152": "49,152 × 1,024", "V128256": "128,256 × 768"}
 Table = Callable[[str], list[str]]  # page -> lines
@@ -163,10 +169,14 @@ def summary(page: str) -> list[str]:
     return [*lines, *source(page, *cases.values())]
 
 
-def never_slower(page: str) -> list[str]:
+def never_slower(make_rows: Callable[[list[dict[str, Any]]], list[str]]) -> Table:
     """Cases drawn at random, beside full logits: a file of rows, without a heading."""
-    rows: Any = read("never_slower")
-    return [*tables.never_slower_rows(rows), "", f"{len(rows)} cases; {link('never_slower', page)}."]
+
+    def lines(page: str) -> list[str]:
+        cases: Any = read("never_slower")
+        return [*make_rows(cases), "", f"{len(cases)} cases; {link('never_slower', page)}."]
+
+    return lines
 
 
 def of_loops(kind: str) -> tuple[str, ...]:
@@ -179,7 +189,6 @@ def of_loops(kind: str) -> tuple[str, ...]:
 TABLES: dict[str, Table] = {
     "summary": summary,
     "compared-trained": alone("heads", "trained V49152 N=8192", "8,192 tokens, trained head 49,152 × 1,024"),
-    "compared-second": alone("heads", "trained V128256 N=8192", "8,192 tokens, trained head 128,256 × 768"),
     "compared-flat": alone("flat", "flat N=8192 D=896 V=151936", "8,192 tokens, random data, head 151,936 × 896"),
     "compared-quack": quack,
     "not-compared": not_compared,
@@ -203,7 +212,8 @@ TABLES: dict[str, Table] = {
     "odd-50257": modes("flat_odd", "flat N=8192 D=768 V=50257"),
     "odd-32001": modes("flat_odd", "flat N=8192 D=4096 V=32001"),
     "few": one("flat_few", tables.few_rows),
-    "never-slower": never_slower,
+    "never-slower": never_slower(tables.never_slower_kinds),
+    "never-slower-cases": never_slower(tables.never_slower_cases),
     "cpu": one("flat_cpu", tables.few_rows),
     "demo": one("demo", tables.demo_rows),
     "errors": errors,

@@ -26,23 +26,23 @@ logger = logging.getLogger(__name__)
 
 
 def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) -> Target:
-    """From now on a training call of ``model`` with labels makes no logits; loss and gradients stay what they were.
+    """Patch a model so that training computes its loss without materializing logits.
+
+    Loss and gradients stay what they were. Evaluation without labels and generation run the model's own code.
 
     Args:
-        model: a causal LM of Transformers, bare or inside PEFT, DDP, FSDP, DeepSpeed, accelerate or torch.compile; or a
-            class such as ``LlamaForCausalLM``, or a model type such as ``"llama"``: then every instance made later is
-            patched, and those that exist are not. A model type stands for its causal LM, and where it has none for its
-            class for images, sound and text.
-        config: options of the loss; ``options`` replace single ones. A second call changes them.
+        model: a causal LM of Transformers, bare or inside PEFT, DDP, FSDP, DeepSpeed, accelerate or ``torch.compile``. Also a
+            class such as ``LlamaForCausalLM`` or a model type such as ``"llama"``: then every instance made later is patched.
+        config: options of the loss. Patching again changes them.
+        **options: single options of ``CCEConfig``, which replace those of ``config``.
 
     Returns:
-        ``model``, the same object. It gains a method, ``model.cce_stats()``, which says for your logs what happened.
-        With ``HF_CCE_DISABLE=1`` in the environment nothing is patched, and its counters stay at 0.
+        ``model``, the same object, with a new method ``model.cce_stats()``. With ``HF_CCE_DISABLE=1`` in the environment
+        nothing is patched, and the counters stay at 0.
 
     Raises:
         TypeError: an option does not exist, or ``config`` is no ``CCEConfig``.
-        ValueError: an option has a value that is not allowed, or the model cannot be supported; the message says which and why.
-            Nothing is patched then.
+        ValueError: an option has a wrong value, or the model is not supported. The message says why; nothing is patched.
         RuntimeError: Transformers is older than 5.0.
     """
     config = CCEConfig.of(config, **options)
@@ -64,9 +64,9 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
 
 
 def remove_cce(model: Target) -> Target:
-    """Take back what ``apply_cce`` did to this model, class or model type; an unpatched one is left as it is.
+    """Restore a model, class or model type that ``apply_cce`` patched.
 
-    As with ``apply_cce``, a class speaks for the instances made later: those that exist keep their patch.
+    Removing the patch of a class affects the instances made later. An unpatched model is left as it is.
 
     Returns:
         ``model``, the same object.
@@ -94,7 +94,7 @@ def _log_disabled() -> None:
 
 
 def supported_models() -> list[str]:
-    """The model types that ``apply_cce`` takes by name, sorted. Instances of other classes with an LM head work too."""
+    """Return the model types that ``apply_cce`` takes by name, sorted. Instances of other classes with an LM head work too."""
     return sorted(family.model_type for family in families() if family.status != "refused")
 
 

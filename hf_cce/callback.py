@@ -55,31 +55,27 @@ class _Run:
 
 
 class CCECallback(TrainerCallback):
-    """``Trainer(..., callbacks=[CCECallback()])`` is ``apply_cce(model)`` plus a check, step by step, that it took effect.
+    """Patch the model of a Trainer, and check at every step that the loss is fused.
 
-    It patches when the Trainer has been built (before accelerate wraps the model) and again when training begins, for
-    callbacks added later and for ``model_init``, whose model is built only then.
+    The model is patched when the Trainer is built, before accelerate wraps it; with ``model_init``, or for a callback added
+    later, when training begins.
 
-    After the first step a line says which way the loss went; where micro-batches missed the fused loss, another at the end says
-    how many. Both are logged (level INFO) and, unless that level is switched on, printed by the main process where Trainer shows
-    its progress. For silence set ``disable_tqdm=True``, or ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
+    After the first step one line says how the losses are computed. If micro-batches missed the fused loss, another line at the
+    end says how many. Both go to the log (level INFO); where that level is off, the main process prints them. For silence, set
+    ``disable_tqdm=True`` or ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
 
-    The Trainer's logs get ``cce/fused`` (losses without logits so far), ``cce/materialized`` (times real logits were
-    made nevertheless), with ``token_stats=True`` those of the tokens since the last entry (``cce/token_accuracy``,
-    ``cce/entropy``, ``cce/perplexity``), and with ``details=True`` the gradient filter's of ``model.cce_stats()`` (``cce/kept``
-    and others, once it has run) and on a GPU ``cce/peak_gib`` (PyTorch's largest allocation on the model's device since the
-    process began, in GiB). Trainer calls the callbacks of ``report_to`` (W&B, TensorBoard) before those that it is
-    given, so they do not see these; to send them on, add this callback first:
+    The Trainer's logs get ``cce/fused`` and ``cce/materialized``. Trainer calls the reporters of ``report_to`` before the
+    callbacks that it is given. To send the keys to W&B or TensorBoard, put this callback first:
     ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
 
     Args:
-        config: options of the loss; ``options`` replace single ones. Given neither, a model that is patched keeps its options.
-        on_unused: what to do when a step, the first or a later one, has ended without one fused loss: ``"warn"`` or ``"raise"``
-            (RuntimeError). One report per training run.
-        details: log the gradient filter's figures and the peak of memory as well.
+        config: options of the loss. Without ``config`` and ``options``, a patched model keeps its options.
+        on_unused: what to do when a step ends without a fused loss: ``"warn"`` once in a run, or ``"raise"`` a RuntimeError.
+        details: log the gradient filter's measurements and the peak memory of the GPU as well.
+        **options: single options of ``CCEConfig``, which replace those of ``config``.
 
     Raises:
-        ValueError: ``on_unused`` is neither, or, in the Trainer, the model cannot be supported.
+        ValueError: ``on_unused`` has a wrong value, or, in the Trainer, the model is not supported.
     """
 
     def __init__(

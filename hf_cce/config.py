@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 
 class CCEWarning(UserWarning):
-    """A training call or a step goes another way than asked for: its results are right, and memory or time is not saved."""
+    """The loss is correct, but memory or time is not saved as asked. The message names the reason."""
 
 
 Implementation = Literal["auto", "triton", "portable"]
@@ -35,37 +35,27 @@ def _bytes(given: Any) -> int | str:
 
 @dataclass(frozen=True)
 class CCEConfig:
-    """How the fused loss runs. Immutable and hashable, so that one object can serve many models and calls.
+    """Options of the fused loss. Immutable and hashable: one object can serve many models and calls.
 
     Args:
         implementation: ``"auto"`` picks the Triton kernels for float16 and bfloat16 on an NVIDIA GPU of compute capability
-            8.0 or newer, and PyTorch everywhere else. ``"triton"`` runs the kernels or raises (on
-            compute capability 7.5, a T4's, it is an experiment); ``"portable"`` runs PyTorch.
-            On a CUDA device, all but ``"triton"`` leave up to 42 million logits that fit the budget (fewer where the
-            vocabulary is odd) to PyTorch's own loss on full logits, which is then the fastest; a patched model keeps its own.
-        memory_budget: scratch memory that one call may hold besides its inputs and gradients: bytes, or a string such as
-            ``"512MiB"`` or ``"1.5GiB"``; at least 1 MiB. A few numbers for each token come on top (below 1 MiB for 8,192 tokens).
-            ``"auto"`` is 256 MiB for each 8,192 tokens, or part of them. Where nothing is left out of the gradients it takes more
-            if that pays: in all, as much as the gradient of a trained head takes, if that is more; the fallback on a GPU takes
-            twice as much in float32, or a tenth of what full logits take, and the size of that gradient besides. In
-            float32 and in the fallback few tokens have full logits of up to 480 MiB.
-            Smaller budgets mean more, smaller slabs of the vocabulary, hence less speed; some have no room for the gradient
-            filter. Where nothing is left out, the gradient of the weight may be allocated in the forward pass already, and
-            under torch.compile all gradients are, but in float16; where several losses are added up before one backward pass,
-            each has its own. Two floors: portable PyTorch works on at least 16 tokens with the whole vocabulary, or 16 entries
-            of it with all tokens, and in float16 and bfloat16 it accumulates the gradient of the hidden states in float32.
-        gradient_filter: the Triton kernels of the scalar loss may leave out tiles of the logits' gradient that hardly matter and
-            keep their probability mass in their place. A number is the error this may make in the gradient of the hidden states,
-            and in that of the weight, relative to its norm, at most 0.1; it is held by measurement where a ``FilterState`` is
-            kept, as on patched models. ``"auto"`` keeps both, in bfloat16, below what rounding the logits to bfloat16 makes, and
-            leaves out nothing in other dtypes. None leaves out nothing. Under torch.compile nothing is
-            left out in float16, nor from the gradients of ``linear_log_probs``.
-        token_stats: count token accuracy, entropy and perplexity in the pass of the loss, on patched models: see
-            ``model.cce_stats()``. A loss with label smoothing, a compiled graph and a vocabulary that is spread over processes
-            count nothing.
+            8.0 or newer, and PyTorch everywhere else. ``"triton"`` runs the kernels or raises. ``"portable"`` runs PyTorch.
+            Except with ``"triton"``, few tokens on a GPU get PyTorch's own loss on full logits, which is faster there.
+        memory_budget: scratch memory of one call, besides its inputs and gradients: bytes, or a string such as ``"512MiB"``;
+            at least 1 MiB. ``"auto"`` is 256 MiB for each 8,192 tokens, or part of them; it takes more where that makes
+            exact gradients faster, up to the size of the head's gradient, and in the PyTorch fallback on a GPU. A smaller
+            budget is slower, and may have no room for the gradient filter. The PyTorch fallback needs at least 16 tokens
+            with the whole vocabulary, or 16 entries with all tokens. Under torch.compile the gradients form in the forward
+            pass, but in float16.
+        gradient_filter: the Triton kernels may skip tiles of the logits' gradient that hardly matter. A number, at most 0.1,
+            is the relative error that this may make in the gradients of hidden states and weight. ``"auto"`` keeps it below
+            the error of bfloat16 logits, and skips nothing in other dtypes. None skips nothing. The error is measured where
+            a ``FilterState`` is kept, as on patched models. Under torch.compile nothing is skipped in float16, nor in
+            ``linear_log_probs``.
+        token_stats: count token accuracy, entropy and perplexity of patched models, in the pass of the loss.
 
     Raises:
-        ValueError: an option has a value that is not allowed; the message names it.
+        ValueError: an option has a wrong value; the message names it.
     """
 
     implementation: Implementation = "auto"
@@ -93,7 +83,7 @@ class CCEConfig:
 
     @classmethod
     def of(cls, config: CCEConfig | None, **options: Any) -> CCEConfig:
-        """``config`` with ``options`` replaced, or a new one from ``options``.
+        """Return ``config`` with ``options`` replaced, or a new one made from ``options``.
 
         Raises:
             TypeError: ``config`` is no ``CCEConfig``, or an option does not exist; the message lists those that do.

@@ -27,24 +27,35 @@ Tail = Literal["lump", "renormalize"]
 
 
 class TeacherHead(NamedTuple):
-    """A teacher as hidden states and LM head. No gradients."""
+    """A teacher given by hidden states and LM head. It gets no gradients.
 
-    hidden_states: Tensor  # [..., D_t]; D_t may differ from the student's D
-    weight: Tensor  # [V_t, D_t]
-    bias: Tensor | None = None  # [V_t]
+    Attributes:
+        hidden_states: [..., D_t]; D_t may differ from the student's D.
+        weight: [V_t, D_t].
+        bias: [V_t] or None.
+        logit_scale: factor on the logits, before the softcap.
+        softcap: positive, or None.
+    """
+
+    hidden_states: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
 
 
 class TeacherTopK(NamedTuple):
-    """A teacher as its k most probable tokens, as inference servers return them. No gradients.
+    """A teacher given by its k most probable tokens, as inference servers return them. It gets no gradients.
 
-    Both distributions are compared on these tokens: with ``tail="lump"`` and one more event, all other tokens together; with
-    ``"renormalize"`` both are divided by their sums over the k tokens.
+    Attributes:
+        ids: [..., k], all different within a position.
+        log_probs: [..., k], at the temperature of the call.
+        tail: ``"lump"`` compares all other tokens as one more event; ``"renormalize"`` divides both distributions by their sums
+            over the k tokens.
     """
 
-    ids: Tensor  # [..., k], all different within a position
-    log_probs: Tensor  # [..., k]
+    ids: Tensor
+    log_probs: Tensor
     tail: Tail = "lump"
 
 

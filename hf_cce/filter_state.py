@@ -52,15 +52,13 @@ class _PendingCount(NamedTuple):
 
 
 class FilterState:
-    """Steers the gradient filter of one head from step to step; the device never waits for the host.
+    """What the gradient filter learns about one head, from step to step.
 
-    The error of the gradients is estimated on some tokens and some rows of the weight, in the first steps, in those after a
-    pause, and every 32 steps; the threshold follows it. Where the filter keeps too many tiles it pauses for 32 steps. The order
-    of the vocabulary is kept for 8 steps, the covariance of the weight's rows for 32.
+    Patched models have one each. To train a head of your own, make one and pass it to every call of ``linear_cross_entropy``.
+    Copies and pickles start from scratch.
 
-    It holds 8 · V bytes for the order, D · D + 16 · (V + D) elements of the weight's dtype for corrections, 8 bytes for each tile
-    of the last step, and a few numbers. ``apply_cce`` makes one per model; pass one to ``linear_cross_entropy`` to train a head
-    of your own. Copies and pickles begin anew.
+    It holds the order of the vocabulary, the corrections, the threshold and the last measured errors: 8 · V bytes, and
+    D · D + 16 · (V + D) elements of the weight's dtype. The device never waits for the host.
     """
 
     def __init__(self) -> None:
@@ -212,12 +210,13 @@ class FilterState:
             self._paused, self._began = PAUSE_STEPS, self._calls
 
     def stats(self) -> dict[str, float]:
-        """Return figures of the last filtered step; empty before the first. Waits for the device.
+        """Return the measurements of the last filtered step; empty before the first. Waits for the device.
 
-        ``kept``: share of the tiles of the logits' gradient that were computed. ``dropped_mass``: share of the tokens'
-        probability in the others. ``tau``: the threshold on the error of the logits' gradient. ``error``: the last estimate of
-        the error of the hidden states' gradient, relative to its norm; ``weight_error``: likewise of the weight's, NaN where it
-        is frozen. ``dense``: 1 while the filter pauses. Under DataParallel they are those of one device.
+        Returns:
+            ``kept``: share of the tiles of the logits' gradient that were computed. ``dropped_mass``: share of the tokens'
+            probability in the others. ``tau``: threshold on the error of the logits' gradient. ``error``: estimated relative
+            error of the hidden states' gradient. ``weight_error``: of the weight's, NaN if it is frozen. ``dense``: 1 while
+            the filter pauses. Under DataParallel they are those of one device.
         """
         if self._newest is not None:
             return self._newest.stats()

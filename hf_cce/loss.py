@@ -26,17 +26,25 @@ _LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class LogProbs(NamedTuple):
-    """What ``linear_log_probs`` returns: tensors of the shape of ``labels``; None for what was not asked.
+    """The result of ``linear_log_probs``: tensors of the shape of ``labels``, or None where not asked for.
 
-    Float32 (float64 for float64 inputs); zero, or False, at ignored positions.
+    Float32 (float64 for float64 inputs). Zero or False at ignored positions.
+
+    Attributes:
+        log_probs: log p(label); differentiable.
+        entropy: −Σ p log p in nats; differentiable.
+        log_sum_sq_probs: log Σ p²; no gradient.
+        mean_logit: mean over the vocabulary; differentiable.
+        is_top1: bool: the label's logit is the largest.
+        logsumexp: log Σ exp z; differentiable.
     """
 
-    log_probs: Tensor  # log p(label); differentiable
-    entropy: Tensor | None = None  # −Σ p log p in nats; differentiable
-    log_sum_sq_probs: Tensor | None = None  # log Σ p²; no gradient
-    mean_logit: Tensor | None = None  # mean over the vocabulary; differentiable
-    is_top1: Tensor | None = None  # bool: the label's logit is the largest
-    logsumexp: Tensor | None = None  # log Σ exp z; differentiable
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
+    is_top1: Tensor | None = None
+    logsumexp: Tensor | None = None
 
 
 def linear_cross_entropy(
@@ -56,7 +64,7 @@ def linear_cross_entropy(
     config: CCEConfig | None = None,
     filter_state: FilterState | None = None,
 ) -> Tensor:
-    """``F.cross_entropy(logits, labels)`` of a linear head, without ever holding the logits.
+    """Compute ``F.cross_entropy(logits, labels)`` of a linear head without materializing the logits.
 
     The loss of a token is lse − (1 − ε) z_label − ε · mean(z) + z_loss · lse², with ε = ``label_smoothing`` (as in
     ``F.cross_entropy``) and lse = logsumexp(z); the z-loss is PaLM's (Chowdhery et al., 2022, section 5).
@@ -76,19 +84,18 @@ def linear_cross_entropy(
         shift: the label of position t is ``labels[..., t + 1]``; the last position has none.
         label_smoothing: ε in [0, 1].
         z_loss: non-negative.
-        config: how to compute; see ``CCEConfig``.
-        filter_state: what the gradient filter has learned from earlier calls with this head, kept by whoever trains it; see
-            ``FilterState``. Without one every call starts anew and nothing is measured.
+        config: options; see ``CCEConfig``.
+        filter_state: what the gradient filter has learned about this head. Without one nothing is measured, and ``"auto"``
+            skips nothing.
 
     Returns:
         A scalar, or [...] for ``reduction="none"`` (zero where ignored), in float32 (float64 for float64 inputs). When every
         label is ignored, or there are no tokens, the mean is 0 with zero gradients, where ``F.cross_entropy`` gives NaN.
 
     Raises:
-        TypeError: an argument is not of the type that it has here.
-        ValueError: shapes, dtypes, devices or options do not fit, or, on the CPU, a label is out of range. On a GPU an
-            out-of-range label fails a device-side assertion that names ``labels`` (for few tokens PyTorch's own, of
-            ``nll_loss``), without synchronizing the host.
+        TypeError: an argument has a wrong type.
+        ValueError: shapes, dtypes, devices or options do not fit, or, on the CPU, a label is out of range. On a GPU such a
+            label fails a device-side assertion.
         RuntimeError: in a double backward, under ``torch.func`` transforms and forward-mode AD, or where ``config`` asks for
             kernels that cannot run here.
     """
@@ -144,17 +151,24 @@ def linear_log_probs(
     config: CCEConfig | None = None,
     filter_state: FilterState | None = None,
 ) -> LogProbs:
-    """Log-probability of each label under a linear head, and on request other statistics, without the logits.
+    """Compute the log-probability of each label under a linear head, and other statistics, without materializing the logits.
 
     Args:
-        hidden_states: [..., D]; weight: [V, D]; bias: [V] or None; labels: [...]: as in ``linear_cross_entropy``. No shift.
+        hidden_states: [..., D], as in ``linear_cross_entropy``.
+        weight: [V, D], likewise.
+        labels: [...], likewise; nothing is shifted.
+        bias: [V] or None.
         logit_scale: factor on the logits, before the softcap; 1 / temperature for a sampling temperature.
-        softcap, ignore_index, config: as in ``linear_cross_entropy``.
-        entropy, log_sum_sq_probs, mean_logit, is_top1, logsumexp: ask for that field of the result.
-        filter_state: as in ``linear_cross_entropy``. Without it the gradients are exact, whatever ``config.gradient_filter``
-            says; with it they are filtered where that pays: for losses that weigh tokens alike, or nearly. The statistics are
-            of a pass of its own, and differ by rounding from those of a call without gradients. Under torch.compile the
-            gradients are exact.
+        softcap: as in ``linear_cross_entropy``.
+        ignore_index: as in ``linear_cross_entropy``.
+        entropy: compute that field of the result.
+        log_sum_sq_probs: likewise.
+        mean_logit: likewise.
+        is_top1: likewise.
+        logsumexp: likewise.
+        config: as in ``linear_cross_entropy``.
+        filter_state: with one, gradients go through the gradient filter; without one they are exact. The filter suits
+            losses that weigh tokens about equally. Under torch.compile the gradients are exact.
 
     Returns:
         ``LogProbs``, each field of the shape of ``labels``.

@@ -236,7 +236,7 @@ def test_the_command_reads_a_folder_and_a_file_and_writes_json(tmp_path: Path) -
 
 
 def test_the_page_shows_what_the_command_says() -> None:
-    page = (RESULTS.parents[1] / "docs/commands.md").read_text("utf-8")
+    page = (RESULTS.parents[1] / "docs/reference/cli.md").read_text("utf-8")
     for line in re.findall(r"^(?:\$ )?hf-cce estimate (.*)$", page, re.MULTILINE):
         shown = command(*line.split()).stdout
         text = "\n".join(line.rstrip() for line in shown.strip().splitlines())

@@ -87,7 +87,7 @@ def test_bfloat16_weights() -> None:
 
 
 def test_the_loss_is_float32_whatever_the_weights_are() -> None:
-    """As docs/limits.md has it: BART's own loss is of logits that it leaves in bfloat16."""
+    """As docs/start/support.md has it: BART's own loss is of logits that it leaves in bfloat16."""
     plain, patched = (model.bfloat16() for model in twins("bart"))
     assert plain(**batch()).loss.dtype is torch.bfloat16 and patched(**batch()).loss.dtype is torch.float32
 

@@ -19,9 +19,9 @@ from numerics import budget, relative_error
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "notebooks/README.md", "hf_cce/patches/MODELS.md")
-TROUBLE = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+MESSAGES = (ROOT / "docs/reference/messages.md").read_text("utf-8")
 # Met by nobody who uses hf_cce as it is documented, or a sentence of a report and no complaint.
 INTERNAL = {
     "module … has no attribute …": "Python's own words for a misspelt name",
@@ -32,6 +32,10 @@ INTERNAL = {
     "its vocabulary (…) is small against its layers (… of width …)": "of estimate's verdict",
     "… tokens are so few that weights, gradients and optimizer fill the memory": "likewise",
 }
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def load(path: Path) -> Any:
@@ -108,7 +112,7 @@ def add_trl(stand_ins: dict[str, Any]) -> None:
     stand_ins["rows"] = datasets.Dataset.from_dict({"text": ["w1 w2 w3", "w4 w5"]})
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WITH_CODE, ids=page_id)
 def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
     import torch
 
@@ -122,7 +126,8 @@ def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
         warnings.filterwarnings("error", message="hf_cce:")  # what is recommended does not fall back to full logits
         for code in code_of(page):
             exec(compile(code, str(page), "exec"), stand_ins)
-            if ".backward(" in code and page.stem == "guides":  # a frozen model would train nothing, and say nothing
+            if ".backward(" in code and page.parent.name == "guides":
+                # A frozen model would train nothing, and say nothing.
                 assert any(parameter.requires_grad for parameter in stand_ins["model"].parameters())
 
 
@@ -170,7 +175,7 @@ def shell_of(text: str) -> str:
     return "\n".join(re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_parse(page: Path) -> None:
     from hf_cce.cli.app import parser
 
@@ -187,13 +192,13 @@ def test_make_targets_exist(name: str) -> None:
     assert commands and {target for command in commands for target in command.split()} <= targets
 
 
-def test_paths_in_how_it_works_exist() -> None:
-    flow = (ROOT / "docs/how-it-works.md").read_text("utf-8")
+def test_paths_in_the_flow_of_a_step_exist() -> None:
+    flow = (ROOT / "docs/concepts/deferred-logits.md").read_text("utf-8")
     paths = [path.rstrip(".") for path in re.findall(r"(?<![\w/])(?:hf_cce|patches)/[\w/.]+", flow)]
     assert paths and [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, *(ROOT / name for name in OTHERS)], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / name for name in OTHERS)], ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
     """Every relative link leads to a file, and to a heading of it."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
@@ -214,6 +219,12 @@ def test_the_counters_are_shown_as_they_are(stand_ins: dict[str, Any], capsys: p
     assert shown in capsys.readouterr().out.splitlines()
 
 
+def test_the_readme_is_short() -> None:
+    """Whoever opens the page sees what it is, how to install it, what to change and whether it helps, without scrolling."""
+    lines = README.read_text("utf-8").splitlines()
+    assert len(lines) <= 150 and lines.index("## Usage") <= 45
+
+
 def test_the_table_of_options_is_complete() -> None:
     from hf_cce import CCEConfig
 
@@ -223,11 +234,21 @@ def test_the_table_of_options_is_complete() -> None:
 
 def test_the_index_names_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text("utf-8")
-    assert all(f"]({page.name})" in index for page in PAGES if page.name != "README.md")
+    pages = [page_id(page).removeprefix("docs/") for page in PAGES if page.name != "README.md"]
+    assert [page for page in pages if f"]({page})" not in index] == []
     assert "](docs/README.md)" in README.read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/performance.md", "docs/comparison.md", "docs/accuracy.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        "docs/benchmarks/summary.md",
+        "docs/benchmarks/comparison.md",
+        "docs/benchmarks/tables.md",
+        "docs/concepts/gradient-filter.md",
+    ],
+)
 def test_tables_are_those_of_their_json(name: str) -> None:
     from benchmarks.report import PAGES as FILLED
     from benchmarks.report import filled
@@ -254,8 +275,14 @@ def test_every_result_and_every_table_is_on_a_page() -> None:
         assert f"<!-- {name} table: begin" in pages, name
 
 
-def test_the_public_names_are_described_as_they_are() -> None:
-    assert (ROOT / "docs/api.md").read_text("utf-8") == load(ROOT / "docs/make_api.py").page(), "run: make docs"
+def test_every_public_name_has_its_section() -> None:
+    """`make site` puts the docstring there, and fails on a name that it does not find."""
+    import hf_cce
+
+    text = (ROOT / "docs/reference/api.md").read_text("utf-8")
+    sections = re.findall(r"^## (\w+)\n\n::: hf_cce\.(\w+)$", text, re.MULTILINE)
+    assert sorted(sections) == [(name, name) for name in sorted(hf_cce.__all__)]
+    assert all(f"[`{name}`](#{name.lower()})" in text for name in hf_cce.__all__)
 
 
 def test_pictures_are_those_of_the_notebook_and_of_the_results() -> None:
@@ -269,14 +296,14 @@ def test_pictures_are_those_of_the_notebook_and_of_the_results() -> None:
     for picture, results in (("time-memory.png", (maker.HEADS, maker.QUACK)), ("curves.png", (maker.CURVES,))):
         drawn_from = Image.open(ROOT / "docs/pictures" / picture).text["Source"]
         assert drawn_from == "".join(map(maker.digest, results)), "run: make docs"
-    shown = set(re.findall(r"\]\(pictures/([\w.-]+)\)", "".join(page.read_text("utf-8") for page in PAGES)))
+    shown = set(re.findall(r"\]\(\.\./pictures/([\w.-]+)\)", "".join(page.read_text("utf-8") for page in PAGES)))
     assert shown == {path.name for path in (ROOT / "docs/pictures").iterdir()}
 
 
 def explained() -> list[str]:
     """The messages in code spans with which an entry of the page begins."""
     found = []
-    for entry in re.findall(r"^ *- (`.+?)(?=^ *- |^$|\Z)", TROUBLE, re.MULTILINE | re.DOTALL):
+    for entry in re.findall(r"^ *- (`.+?)(?=^ *- |^$|\Z)", MESSAGES, re.MULTILINE | re.DOTALL):
         for span in re.findall(r"(?:\A|, )`([^`]+)`(?=[:,])", entry):
             found.append(" ".join(span.split()))
     return found
@@ -285,7 +312,7 @@ def explained() -> list[str]:
 def test_every_message_has_its_entry() -> None:
     known = set(explained())
     missing = {text: place for text, place in messages().items() if text not in known | set(INTERNAL)}
-    assert not missing, f"write in docs/troubleshooting.md what to do, or in INTERNAL why nobody meets it: {missing}"
+    assert not missing, f"write in docs/reference/messages.md what to do, or in INTERNAL why nobody meets it: {missing}"
 
 
 def test_no_entry_and_no_exception_is_left_over() -> None:

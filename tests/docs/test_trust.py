@@ -1,4 +1,4 @@
-"""docs/trust.md names tests that exist, SECURITY.md says what the code does, docs/wrong-calls.md what a mistake gets."""
+"""docs/reference/trust.md names tests that exist, SECURITY.md says what the code does, wrong-calls.md what a mistake gets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Arguments that are no plain tensors and floats, and what checking them costs.
 
-Wrong ones are the rows of docs/wrong-calls.md, each of which tests/docs/test_trust.py calls.
+Wrong ones are the rows of docs/reference/wrong-calls.md, each of which tests/docs/test_trust.py calls.
 """
 
 from __future__ import annotations

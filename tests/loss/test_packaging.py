@@ -78,7 +78,7 @@ def test_sdist_holds_all_that_git_does(sdist: Path) -> None:
     assert wanted - found == set()
     assert found - wanted - made == set()
     assert {
-        "docs/guides.md",
+        "docs/guides/trainer.md",
         "notebooks/quickstart.ipynb",
         "recipes/sft.py",
         "tests/support/numerics.py",

@@ -30,7 +30,7 @@ A test fails when it is stale. `test_all_classes.py` holds each row, on a tiny m
 - **supported**: loss and the gradient of every parameter as exact as without the patch, with padding, ignored labels and
   `num_items_in_batch`; no tensor of tokens x vocabulary is made; evaluation and greedy generation bit for bit the same;
   `remove_cce` leaves nothing behind.
-- **special**: all of that, but tokens x vocabulary numbers are held nevertheless.
+- **special**: the same, but a tensor of tokens x vocabulary is held.
 - **refused**: `apply_cce` raises an error with this reason.
 - **not tested**: it cannot be built where the tests run; nothing is known against it.
 

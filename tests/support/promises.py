@@ -1,4 +1,4 @@
-"""What is made in ``docs/trust.md``: the tables of versions and of mutants. ``python -m tests.support.promises`` writes them.
+"""What is made in ``docs/reference/trust.md``: the tables of versions and of mutants. ``python -m tests.support.promises`` writes them.
 
 The promises of the page name tests; tests/docs/test_trust.py checks that these exist and that what is made is fresh.
 """
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE, MUTANTS = ROOT / "docs/trust.md", ROOT / "tests/mutants/report.json"
+PAGE, MUTANTS = ROOT / "docs/reference/trust.md", ROOT / "tests/mutants/report.json"
 
 
 def versions() -> str:

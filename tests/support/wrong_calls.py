@@ -1,4 +1,4 @@
-"""Wrong calls of the public functions and the command, and the message that each gets: the rows of ``docs/wrong-calls.md``.
+"""Wrong calls of the public functions and the command, and the message that each gets: the rows of ``docs/reference/wrong-calls.md``.
 
 ``python -m tests.support.wrong_calls`` writes the messages of today; tests/docs/test_trust.py makes every call again and
 compares. A new row needs the call alone.
@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.support.command import hf_cce
 
-PAGE = Path(__file__).parents[2] / "docs/wrong-calls.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/wrong-calls.md"
 REFUSALS = (TypeError, ValueError, RuntimeError)  # what the docstrings of public functions promise
 ROW = re.compile(r"^\| `(.+?)` \| (.*) \|$", re.MULTILINE)
 

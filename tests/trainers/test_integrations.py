@@ -111,11 +111,11 @@ def test_no_file_is_named_like_a_package() -> None:
 
 
 def test_lightning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The example of docs/guides.md, on a tiny model."""
+    """The example of docs/guides/other-trainers.md, on a tiny model."""
     lightning = pytest.importorskip("lightning")
     import transformers
 
-    guide = (ROOT / "docs/guides.md").read_text("utf-8")
+    guide = (ROOT / "docs/guides/other-trainers.md").read_text("utf-8")
     (code,) = re.findall(r"^```py\n(import lightning.*?)^```$", guide, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: tiny_llama().eval())
@@ -125,7 +125,7 @@ def test_lightning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         )
     rows = [{name: value[row] for name, value in batch(rows=4).items()} for row in range(4)]
     names: dict[str, Any] = {"dataset": rows}
-    exec(compile(code, "docs/guides.md", "exec"), names)
+    exec(compile(code, "docs/guides/other-trainers.md", "exec"), names)
     stats = names["module"].model.cce_stats()
     assert stats["fused"] == stats["calls"] == 2 and stats["materialized"] == 0
 

@@ -145,13 +145,10 @@ def test_divergences_of_gkd_and_gold(name: str, beta: float, options: dict[str, 
         mine = {"student_logits": outputs.logits[:, :-1, :], "labels": labels[:, 1:], "beta": beta, **options}
         return trainer.generalized_jsd_loss(**mine, teacher_logits=teacher[:, :-1].to(outputs.logits.dtype))
 
-    plain = FAMILIES["gemma2"].build(tie_word_embeddings=False)
-    reference, patched = exact(plain), apply_cce(copy.deepcopy(plain))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="hf_cce")
-        actual = results(patched, divergence)
-    assert stats(patched).materialized == 0 and stats(patched).fused == 1
-    assert_results_as_good(actual, results(plain, divergence), results(reference, divergence, double=True))
+    plain, patched = twins("gemma2", tie_word_embeddings=False)
+    with told() as messages:
+        assert_same_training(patched, plain, batch(), loss_of=by_caller(divergence))
+    assert messages == [] and stats(patched).materialized == 0 and stats(patched).fused == 1
 
 
 def test_label_smoothing_passes_through_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,17 +163,16 @@ def test_label_smoothing_passes_through_the_head_once(monkeypatch: pytest.Monkey
         original = getattr(ops._Fused, name)
         counted = lambda *args, original=original, name=name: passes.append(name) or original(*args)  # noqa: E731
         monkeypatch.setattr(ops._Fused, name, staticmethod(counted))
-    plain = tiny_llama()
-    reference, patched = exact(plain), apply_cce(copy.deepcopy(plain))
+    plain, patched = twins()
     seen: list[Any] = []
 
     def watched(outputs: Any, labels: Tensor) -> Tensor:
         seen.append(outputs.logits.recipe.call)
         return smoothed(outputs, labels)
 
-    actual = results(patched, watched)
+    loss_and_grads(patched, batch(), loss_of=by_caller(watched))
     assert passes == ["forward", "backward"] and seen[0].last_pass is None and seen[0].stats.materialized == 0
-    assert_results_as_good(actual, results(plain, smoothed), results(reference, smoothed, double=True))
+    assert_same_training(patched, plain, batch(), loss_of=by_caller(smoothed))
 
 
 def test_calls_that_are_no_training_have_plain_logits() -> None:
@@ -229,7 +225,7 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
 
 
 def test_heads_for_tokens_further_ahead() -> None:
-    """The recipe of docs/guides.md for Medusa's heads: their losses beside the model's own, none of which makes logits."""
+    """Several heads, as in docs/guides/any-loss.md: their losses beside the model's own, none of which makes logits."""
     plain = tiny_llama()
     plain.heads = torch.nn.ModuleList(torch.nn.Linear(32, V, bias=False) for _ in range(3))
     patched = apply_cce(copy.deepcopy(plain))
