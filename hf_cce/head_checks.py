@@ -104,7 +104,7 @@ def why_not_read(weight: Any, bias: Any = None) -> str | None:
     for name, value in (("weight", weight), ("bias", bias)):
         if value is None and name == "bias":
             continue
-        if type(value) not in (Tensor, nn.Parameter, FrozenWeight):
+        if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter, FrozenWeight):
             return f"the head's {name} is a {type(value).__name__} (tensor parallel, sharded or quantised)"
         if not value.is_floating_point():
             return f"the head's {name} is quantised to {value.dtype}"
