@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from alive import Alive
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from losses import (
@@ -120,6 +121,17 @@ def test_shift_is_the_shift_of_transformers() -> None:
         twin = expected.double()  # Transformers computes the loss in float32
         assert_as_good(actual.float(), twin.float(), actual, f"num_items_in_batch={items}", torch.float32)
         assert_as_good(expected, expected, actual, f"num_items_in_batch={items}", torch.float32)
+
+
+def test_no_grad_takes_the_memory_of_tensors_that_need_no_gradient() -> None:
+    (hidden, weight, _), labels = make_inputs(200, 64, 3001, torch.float32)
+    peaks = []
+    for needed in (False, True):
+        leaves = [x.detach().requires_grad_(needed) for x in (hidden, weight)]
+        with torch.no_grad(), Alive({x.untyped_storage()._cdata for x in (hidden, weight, labels)}) as alive:
+            linear_cross_entropy(*leaves, labels)
+        peaks.append(alive.peak)
+    assert peaks[0] == peaks[1] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 MUTANTS, REPORT = HERE / "mutants.json", HERE / "report.json"
-TIMEOUT = 240  # seconds; a mutant that hangs is noticed too
+TIMEOUT = 900  # seconds; a mutant that hangs is noticed too
 
 
 def mutants() -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ def run_tests(copy: Path, tests: str) -> int:
         arguments = [
             "-x",
             "-q",
-            "--timeout=60",
+            "--timeout=300",
             "--no-header",
             "--tb=no",
             "-p",

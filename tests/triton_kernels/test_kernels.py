@@ -113,6 +113,20 @@ def test_narrow_budgets_change_nothing_but_the_order(
     assert forward.make_plan is backward.make_plan  # both ways see the same tiles
 
 
+def test_statistics_of_ignored_tokens_are_zero_whatever_memory_held() -> None:
+    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32, DEVICE, ignored="none")
+    labels[::3] = 5  # a word of the vocabulary, which no tile writes where it is ignored
+    wants = dict(entropy=True, log_sum_sq_probs=True, mean_logit=True, logsumexp=True)
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+    try:
+        found = linear_log_probs(hidden, weight, labels, ignore_index=5, config=TRITON, **wants)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in found._asdict().items():
+        if value is not None:
+            assert value.isfinite().all() and not value[labels == 5].any(), name
+
+
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
 def test_ignored_labels(ignored: str) -> None:
     inputs, labels = make_inputs(70, 64, 99, torch.float32, DEVICE, ignored=ignored)
@@ -157,6 +171,8 @@ def test_results_repeat_bit_for_bit() -> None:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_statistics(softcap: float | None, dtype: torch.dtype) -> None:
     (hidden, weight, bias), labels = make_inputs(70, 64, 131, dtype, DEVICE, bias=True)
+    most_likely = (hidden.float() @ weight.float().t() + bias.float()).argmax(-1)
+    labels[::4] = most_likely[::4]
     wants = dict(entropy=True, log_sum_sq_probs=True, mean_logit=True, is_top1=True, logsumexp=True)
 
     def stats(as_dtype: torch.dtype, implementation: str):  # type: ignore[no-untyped-def]
