@@ -113,8 +113,9 @@ def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(way: str, monkey
     (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
     ignored = (labels < 0)[:, None]
     found = [scaled_gradients(way, (hidden.where(~ignored, by * hidden), weight), labels) for by in (0.0, 1e4)]
-    for quiet, loud in zip(*found, strict=True):
-        assert quiet.any() and torch.equal(quiet, loud)
+    for quiet, loud in zip(*found, strict=True):  # the filter may take tokens in another order
+        assert quiet.any()
+        assert_as_good(loud, quiet, quiet, way)
 
 
 @pytest.mark.parametrize("far", [slice(20, 21), slice(None)], ids=["one", "all"])
