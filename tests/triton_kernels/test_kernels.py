@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from losses import EVERYTHING, OPTIONS, PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs
+from losses import (
+    EVERYTHING,
+    OPTIONS,
+    PLAIN,
+    Options,
+    check_against_plain,
+    fused_loss,
+    loss_and_gradients,
+    make_inputs,
+    plain_loss,
+)
 from numerics import assert_as_good
 from ways import WAYS, applies, backward_of, config_of, force, plain_options, takes, watch
 
@@ -266,6 +276,24 @@ def test_real_sizes_on_the_gpu(
             check_against_plain(
                 fused_loss(config_of(way)), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}, {way}"
             )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["stored", "exact", "filtered"])
+def test_more_logits_than_32_bits_count(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same few tokens over and over: loss and gradient of the weight are theirs, as full logits of them give."""
+    inputs, labels = make_inputs(64, 64, 131_104, torch.bfloat16, "cuda")
+    copies = 513
+    many = (inputs[0].repeat(copies, 1), inputs[1], None)
+    assert len(many[0]) * len(inputs[1]) > 1 << 32
+    force(monkeypatch, way)
+    actual = loss_and_gradients(fused_loss(config_of(way)), many, labels.repeat(copies), PLAIN, torch.bfloat16)
+    actual["hidden"] = copies * actual["hidden"][-64:].float()
+    exact, twin = (
+        loss_and_gradients(plain_loss, inputs, labels, PLAIN, dtype) for dtype in (torch.float64, torch.bfloat16)
+    )
+    for name, value in actual.items():
+        assert_as_good(value, twin[name], exact[name], f"{way}: {name}", torch.bfloat16)
 
 
 @pytest.mark.gpu
