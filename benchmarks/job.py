@@ -27,7 +27,9 @@ class Job:
     tokens_file: str
     entries: int  # of the tokenizer: every token id is below
     tokenizer_file: str = ""  # asked for by TRL
-    loop: str = "plain"  # or "trainer", "sft": see benchmarks.trainers
+    loop: str = "plain"  # or "trainer", "sft", "recipe": see benchmarks.trainers
+    recipe: str = ""  # flags of recipes/sft.py, with the loop "recipe"
+    images: int = 0  # pixels of the side of a picture in each row, with the loop "recipe"
     ids: str = "rank"  # or "spread", see ``token_ids``
     attention: str = "sdpa"
     gradient_checkpointing: bool = False

@@ -20,7 +20,7 @@ import torch
 from benchmarks.installed import Missing, install
 from benchmarks.job import Job, Marks, token_ids
 from benchmarks.largest import search
-from benchmarks.trainers import train
+from benchmarks.trainers import run_recipe, train
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.shapes import SHAPES, config_of
 
@@ -92,8 +92,9 @@ def measure(job: Job) -> dict[str, Any]:
     at = {"phase": "build", "step": 0}
     start = time.perf_counter()
     try:
-        model = build(job, torch.bfloat16)
-        result["parameters"] = sum(p.numel() for p in model.parameters())
+        model = None if job.loop == "recipe" else build(job, torch.bfloat16)
+        if model is not None:
+            result["parameters"] = sum(p.numel() for p in model.parameters())
 
         def before_timing() -> None:
             memory_so_far(result, device)
@@ -102,7 +103,11 @@ def measure(job: Job) -> dict[str, Any]:
                 torch.cuda.reset_peak_memory_stats(device)
             result["first_steps_s"] = time.perf_counter() - start  # building, compiling and tuning included
 
-        if job.loop == "plain":
+        if job.loop == "recipe":
+            at["phase"] = "training"
+            milliseconds, losses[:], result["installed"] = run_recipe(job, before_timing)
+            result.update(timed(job, milliseconds, 1))
+        elif job.loop == "plain":
             result.update(_plain_loop(job, model, losses, at, before_timing, result))
         else:
             at["phase"] = "training"

@@ -35,6 +35,8 @@ NOTES = {
     "weights": "bfloat16, random: initialised by the seed, the same for every loss; no model was downloaded",
     "trained": "bfloat16, random at first, then trained on this text for pretrain_steps steps (fp32 weights, bf16 autocast, "
     "full logits); the same for every loss",
+    "recipe": "random, saved in bfloat16, loaded by recipes/sft.py as its flags say; it tokenizes the text again, so that "
+    "rows may be a few tokens shorter",
     "optimizer": "torch.optim.AdamW(fused=True), its state in bfloat16; fresh at the first warm-up step",
     "time": "CUDA events around each part of each step, the host not waiting; on a CPU wall time. Medians of the timed steps",
     "memory": "peak_gib: most allocated in the timed steps; reserved_gib: most that PyTorch's allocator held; on a CPU "
@@ -118,7 +120,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--losses", nargs="+", default=list(LOSSES), choices=LOSSES, metavar="LOSS", help=", ".join(LOSSES)
     )
-    parser.add_argument("--loop", choices=LOOPS, default="plain", help="or Transformers' Trainer, or TRL's SFTTrainer")
+    parser.add_argument(
+        "--loop",
+        choices=[*LOOPS, "recipe"],
+        default="plain",
+        help="or Transformers' Trainer, TRL's SFTTrainer, recipes/sft.py",
+    )
+    parser.add_argument("--recipe", default="", metavar="FLAGS", help="of recipes/sft.py, with --loop recipe")
+    parser.add_argument(
+        "--images", type=int, default=0, metavar="PIXELS", help="side of a picture in each row, with --loop recipe"
+    )
     parser.add_argument("--attention", default="sdpa", help="attn_implementation of Transformers")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--memory-limit", type=float, metavar="GIB", help="of PyTorch's allocator, as on a smaller GPU")
@@ -174,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     start = time.perf_counter()
     report = header("benchmarks.steps", arguments, args)
-    weights = "trained" if args.pretrain_steps else "weights"
+    weights = "recipe" if args.loop == "recipe" else "trained" if args.pretrain_steps else "weights"
     report["notes"] = {name: NOTES[name] for name in (weights, "optimizer", "time", "memory")}
     report["allocator"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
     with tempfile.TemporaryDirectory() as folder:

@@ -10,12 +10,14 @@ from benchmarks import measure, names
 from benchmarks.never_slower import misses
 
 Report = dict[str, Any]
-LOOPS = {"plain": "plain loop", "trainer": "Trainer", "sft": "SFTTrainer"}
+LOOPS = {"plain": "plain loop", "trainer": "Trainer", "sft": "SFTTrainer", "recipe": "recipes/sft.py"}
 # SFTTrainer as released has a fused head of its own, and its use_liger_kernel exchanges more than the loss.
 IN_LOOP = {
     ("sft", "eager"): "SFTTrainer as released",
     ("sft", "liger"): "`use_liger_kernel=True` (norms and MLP too)",
     ("sft", "hf_cce"): "**hf_cce** by `CCECallback`",
+    ("recipe", "eager"): "`HF_CCE_DISABLE=1`",
+    ("recipe", "hf_cce"): "**hf_cce** by `CCECallback`",
     ("trainer", "hf_cce"): "**hf_cce** by `CCECallback`",
 }
 SCATTERS = 1.2  # most of the times by the least; above, a median alone says too little

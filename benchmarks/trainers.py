@@ -1,22 +1,31 @@
 """The steps of ``benchmarks.onestep`` driven by Transformers' Trainer or TRL's SFTTrainer, as their users start them.
 
 The data are rows of token ids that are ready, so that nothing but training is timed; losses are put in as by a user: hf_cce by
-its callback, the others into the model.
+its callback, the others into the model. The loop "recipe" runs recipes/sft.py on a saved model and rows of text, with pictures if
+asked for: "hf_cce" as it is, "eager" with HF_CCE_DISABLE=1.
 """
 
 from __future__ import annotations
 
+import os
+import runpy
+import shlex
 import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks.installed import Missing, install
 from benchmarks.job import Job, Marks, token_ids
 from hf_cce import CCECallback, CCEConfig
+from hf_cce.diagnostics.shapes import SHAPES, config_of
 
+SFT_RECIPE = Path(__file__).parents[1] / "recipes/sft.py"
 LOOPS = ("plain", "trainer", "sft")
+PATCH = 14  # pixels of a picture that become one token
 OURS = {"hf_cce": CCEConfig(), "hf_cce-exact": CCEConfig(gradient_filter=None)}
 LIGER_IN_TRAINER = "SFTConfig(use_liger_kernel=True)"
 
@@ -103,13 +112,7 @@ def _sft(job: Job, model: Any, options: dict[str, Any], rows: torch.Tensor, call
         from datasets import Dataset
     except ImportError as error:
         raise Missing(f"{type(error).__name__}: {error}") from error
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
-    ends = "<|endoftext|>"
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_file(job.tokenizer_file), eos_token=ends, pad_token=ends
-    )
     args = trl.SFTConfig(
         **options,
         max_length=job.sequence,
@@ -117,6 +120,105 @@ def _sft(job: Job, model: Any, options: dict[str, Any], rows: torch.Tensor, call
         use_liger_kernel=job.loss == "liger",
     )
     return trl.SFTTrainer(
-        model=model, args=args, train_dataset=Dataset.from_dict({"input_ids": rows.tolist()}), processing_class=tokenizer,
+        model=model, args=args, train_dataset=Dataset.from_dict({"input_ids": rows.tolist()}), processing_class=_tokenizer(job),
         callbacks=callbacks,
     )  # fmt: skip
+
+
+def _tokenizer(job: Job, **options: Any) -> Any:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    ends = "<|endoftext|>"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_file(job.tokenizer_file), eos_token=ends, pad_token=ends, **options
+    )
+
+
+def run_recipe(job: Job, before_timing: Any) -> tuple[list[float], list[float], str]:
+    """Train by recipes/sft.py with the flags ``job.recipe``; returns what ``train`` does.
+
+    Raises:
+        Missing: TRL or datasets is not installed, or the recipe does not take this loss.
+    """
+    if job.loss not in ("eager", "hf_cce"):
+        raise Missing("recipes/sft.py trains with hf_cce or, with HF_CCE_DISABLE=1, without")
+    clock = _callback(job, torch.device(job.device), before_timing)
+    environment = {"HF_CCE_DISABLE": "1"} if job.loss == "eager" else {}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, environment):
+        try:
+            main = runpy.run_path(str(SFT_RECIPE))["main"]
+            _write_model_and_rows(job, Path(folder))
+        except ImportError as error:
+            raise Missing(f"{type(error).__name__}: {error}") from error
+        options = {
+            "model_name_or_path": folder, "dataset_name": f"{folder}/rows.parquet", "output_dir": f"{folder}/out",
+            "max_length": "none" if job.images else job.sequence, "max_steps": job.warmup + job.steps,
+            "per_device_train_batch_size": job.batch, "learning_rate": job.learning_rate, "save_strategy": "no",
+            "logging_strategy": "no", "disable_tqdm": True, "report_to": "none", "seed": job.seed,
+            "gradient_checkpointing": job.gradient_checkpointing, "attn_implementation": job.attention,
+        }  # fmt: skip
+        flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        trainer = main([*flags, *shlex.split(job.recipe)], [clock])
+    (loss,) = (row["train_loss"] for row in trainer.state.log_history if "train_loss" in row)
+    done = {"flags": job.recipe, "device_map": getattr(trainer.model, "hf_device_map", None), **environment}
+    if not environment:
+        done["cce_stats"] = trainer.model.cce_stats()
+    return clock.marks.milliseconds(), [loss], f"recipes/sft.py, {done}"
+
+
+def _write_model_and_rows(job: Job, folder: Path) -> None:
+    """Random weights, a tokenizer or processor, and rows.parquet: text of ``job.sequence`` tokens, those of a picture included.
+
+    The head is not tied to the embedding, so that a ``device_map`` can put it elsewhere.
+    """
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, set_seed
+
+    shape, config = SHAPES[job.model], config_of(SHAPES[job.model], job.sequence)
+    config.tie_word_embeddings = False
+    patches = (job.images // PATCH) ** 2
+    tokenizer = _tokenizer(job)
+    texts = tokenizer.batch_decode(torch.from_numpy(token_ids(job)).flatten(0, 1)[:, : job.sequence - patches])
+    rows: list[dict[str, Any]] = [{"text": text} for text in texts]
+    set_seed(job.seed)
+    if job.images:
+        import numpy as np
+        from PIL import Image
+        from transformers import CLIPVisionConfig, LlavaConfig, LlavaProcessor
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+        config.vocab_size += 64
+        side = {"height": job.images, "width": job.images}
+        LlavaProcessor(
+            CLIPImageProcessorPil(size={"shortest_edge": job.images}, crop_size=side),
+            tokenizer,
+            patch_size=PATCH,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template="{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+            "{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
+            "{% endif %}{% endfor %}",
+        ).save_pretrained(folder)
+        vision = CLIPVisionConfig(  # as wide and as deep as the decoder
+            hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads, image_size=job.images, patch_size=PATCH,
+        )  # fmt: skip
+        config = LlavaConfig(
+            vision_config=vision, text_config=config, image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+            vision_feature_layer=-1, image_seq_length=patches, tie_word_embeddings=False,
+        )  # fmt: skip
+        pixels = np.random.default_rng(job.seed).integers(0, 256, (len(texts), job.images, job.images, 3), np.uint8)
+        rows = [
+            {
+                "images": [Image.fromarray(picture)],
+                "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}],
+            }
+            for picture, text in zip(pixels, texts, strict=True)
+        ]
+    else:
+        tokenizer.save_pretrained(folder)
+    auto: Any = AutoModelForImageTextToText if job.images else AutoModelForCausalLM
+    auto.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    Dataset.from_list(rows).to_parquet(folder / "rows.parquet")

@@ -10,6 +10,7 @@ and with `images` beside messages or prompt for an image-text model.
         --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct --dataset_name trl-lib/Capybara
 
 LoRA:   --use_peft --lora_target_modules all-linear        QLoRA (pip install bitsandbytes): --load_in_4bit besides
+Head on the CPU between uses, with QLoRA or without: --model_init_kwargs '{"device_map": {"model": 0, "lm_head": "cpu"}}'
 Chats:  --assistant_only_loss        Speed: --packing       Evaluation: --eval_strategy steps, on the split test
 Resume: --resume_from_checkpoint out/checkpoint-500        Logs: --report_to wandb        Hub: --push_to_hub
 All flags are TRL's: --help lists them, --config FILE.yaml reads them. HF_CCE_DISABLE=1 trains the same without hf_cce.
@@ -18,11 +19,13 @@ All flags are TRL's: --help lists them, --config FILE.yaml reads them. HF_CCE_DI
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import load_dataset
+from transformers import TrainerCallback
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
 from hf_cce import CCECallback
@@ -62,7 +65,7 @@ def read_data(script: ScriptArguments, splits: list[str], text_field: str) -> An
     )
 
 
-def main(arguments: list[str] | None = None) -> SFTTrainer:
+def main(arguments: list[str] | None = None, callbacks: Sequence[TrainerCallback] = ()) -> SFTTrainer:
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig))
     parser.set_defaults(dtype=None, **machine_defaults())
     script, training, model = parser.parse_args_and_config(arguments)
@@ -82,14 +85,17 @@ def main(arguments: list[str] | None = None) -> SFTTrainer:
         "trust_remote_code": training.trust_remote_code,
         **(training.model_init_kwargs or {}),
     }
+    quantization = get_quantization_config(model)
+    if quantization is not None:  # what --model_init_kwargs '{"device_map": …}' leaves on the CPU is not quantized
+        quantization.llm_int8_enable_fp32_cpu_offload = True
     trainer = SFTTrainer(
         model=model.model_name_or_path,
         args=training,
         train_dataset=data[splits[0]],
         eval_dataset=data[splits[1]] if evaluates else None,
-        quantization_config=get_quantization_config(model),
+        quantization_config=quantization,
         peft_config=get_peft_config(model),
-        callbacks=[CCECallback()],
+        callbacks=[CCECallback(), *callbacks],
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, padded, row_major
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.tiles import tile_logits, tile_position
+from hf_cce.kernels.tiles import softcap_slope, tile_logits, tile_position
 from hf_cce.spec import Inputs, LossSpec, Wanted
 
 FORWARD_KL, REVERSE_KL, JSD = 0, 1, 2
@@ -232,7 +232,7 @@ def _pair_gradient_kernel(
         gradient = tl.where(ps > 0, (1.0 - beta) * ps * (log_ps - log_m - row_offset[:, None]), 0.0)
     gradient = tl.where(valid[:, None], gradient * g[:, None], 0.0)
     if HAS_SOFTCAP:
-        gradient *= 1.0 - (zs / softcap) * (zs / softcap)
+        gradient *= softcap_slope(zs, softcap)
     if HAS_SCALE:
         gradient *= logit_scale
     at = out + row.to(tl.int64) * out_stride

@@ -22,6 +22,7 @@ from hf_cce.kernels.labels import LabelLogits
 from hf_cce.kernels.launch_config import ceil_div, empty_slab, padded
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import ALIGNED
+from hf_cce.kernels.tiles import softcap_slope
 
 LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the ends of bfloat16
 
@@ -80,7 +81,7 @@ def _exp_to_dlogits_kernel(
     g = tl.load(grad_lse + rows, mask=label != ignore_index, other=0.0)
     of_label = g * p_label + tl.load(grad_label + rows, mask=label != ignore_index, other=0.0)
     if HAS_SOFTCAP:
-        of_label *= 1.0 - (at_label / softcap) * (at_label / softcap)
+        of_label *= softcap_slope(at_label, softcap)
     at = rows.to(tl.int64)[:, None] * width + cols[None, :]
     mask = in_rows[:, None] & (cols < width)[None, :]
     x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32) * (g * p_label * logit_scale)[:, None]

@@ -17,7 +17,7 @@ from hf_cce.kernels.inputs import LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.tiles import tile_logits, tile_position
+from hf_cce.kernels.tiles import softcap_slope, tile_logits, tile_position
 from hf_cce.spec import Inputs, LossSpec, Stats, Wanted
 
 
@@ -143,7 +143,7 @@ def _tile_stats_kernel(
     if WANT_TOP1:
         tl.store(tile_max + out, top, mask=in_rows)
     top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
-    slope = 1.0 - (z / softcap) * (z / softcap) if HAS_SOFTCAP else 1.0
+    slope = softcap_slope(z, softcap) if HAS_SOFTCAP else 1.0
     z = z - top[:, None]
     e = tl.exp(z)
     total = tl.sum(e, 1)

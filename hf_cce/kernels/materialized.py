@@ -17,7 +17,7 @@ from hf_cce.kernels.launch_config import empty_slab, padded
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.loss import total_loss
 from hf_cce.kernels.matmul import multiply, multiply_add
-from hf_cce.kernels.tiles import softcapped
+from hf_cce.kernels.tiles import softcap_slope, softcapped
 from hf_cce.spec import Inputs, LossSpec
 
 
@@ -117,7 +117,7 @@ def _row_gradient_kernel(
         x = _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         gradient = tl.where(valid, tl.exp(x - row_lse), 0.0) * of_lse - tl.where(cols == label, g, 0.0)
         if HAS_SOFTCAP:
-            gradient *= 1.0 - (x / softcap) * (x / softcap)
+            gradient *= softcap_slope(x, softcap)
         # In shared memory, all threads must have read the logits of this block before any writes.
         tl.debug_barrier()
         tl.store(to + cols, (gradient * logit_scale).to(out.dtype.element_ty), mask=cols < vocab_size)

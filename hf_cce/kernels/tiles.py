@@ -24,7 +24,14 @@ def softcapped(x, softcap):
     t2 = t * t
     near = x + x * (t2 * (-1.0 / 3.0 + t2 * (2.0 / 15.0 + t2 * (-17.0 / 315.0 + t2 * (62.0 / 2835.0)))))
     e = tl.exp(-2.0 * tl.abs(t))
-    return tl.where(t2 < 0.09, near, tl.where(x < 0, -softcap, softcap) * ((1.0 - e) / (1.0 + e)))
+    return tl.where(t2 < 0.09, near, tl.where(x < 0, -1.0, 1.0) * (softcap - 2.0 * softcap * e / (1.0 + e)))
+
+
+@triton.jit
+def softcap_slope(z, softcap):
+    """The derivative of ``softcapped`` where it is z: 1 − tanh² as (1 − |tanh|) (1 + |tanh|), exact also where tanh is near 1."""
+    from_cap = (softcap - tl.abs(z)) / softcap
+    return from_cap * (2.0 - from_cap)
 
 
 @triton.jit
@@ -130,8 +137,7 @@ def tile_gradient(
         g_label = tl.load(grad_label + rows, mask=hit, other=0.0)
         gradient += tl.where(cols[None, :] == label[:, None], g_label[:, None], 0.0)
     if HAS_SOFTCAP:
-        t = z / softcap
-        gradient *= 1.0 - t * t
+        gradient *= softcap_slope(z, softcap)
     if HAS_SCALE:
         gradient *= logit_scale
     return gradient

@@ -25,6 +25,7 @@ from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, padded
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import multiply_add
+from hf_cce.kernels.tiles import softcap_slope
 
 FEWEST_TOKENS = 512  # smaller groups leave the GPU idle
 # Bytes of a float32 product. They are as many tiles as keep cuBLAS busy, and stay in an H200's L2 cache until they are rounded.
@@ -70,7 +71,7 @@ def _factors_kernel(
     g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
     c = g * p + tl.load(grad_label + rows, mask=in_rows, other=0.0)
     if HAS_SOFTCAP:
-        c *= 1.0 - (z / softcap) * (z / softcap)
+        c *= softcap_slope(z, softcap)
     # A row block that is computed anew holds the gradient itself, its labels' entries included.
     f = tl.where(beyond != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
     c = tl.where((beyond == 0) & valid, c * logit_scale, 0.0)

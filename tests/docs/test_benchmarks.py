@@ -165,6 +165,24 @@ def test_steps_of_trainers_come_to_the_same_loss(loop: str, words: str, tmp_path
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    "more", [["--recipe=--use_peft --dtype float32"], ["--images", "28"]], ids=["LoRA", "pictures"]
+)
+def test_steps_of_the_recipe(more: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("trl", "datasets", "peft", "PIL"):
+        pytest.importorskip(package)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    report = run(
+        steps, tmp_path / "a.json", *small(words, "--loop", "recipe", "--losses", "hf_cce", "eager", "liger", *more)
+    )
+    assert "HF_CCE_DISABLE" in report["missing"]["liger"] and report["reference"] == "eager"
+    ours = report["results"]["hf_cce"]
+    assert "'fused': 3" in ours["installed"] and "'HF_CCE_DISABLE': '1'" in report["results"]["eager"]["installed"]
+    assert ours["relative_difference"] <= budget(0.0, torch.float32)
+    assert any("recipes/sft.py" in line for line in tables.step_rows([report]))
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_steps_out_of_memory_are_a_result_and_missing_packages_have_a_reason(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

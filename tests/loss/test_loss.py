@@ -120,6 +120,17 @@ def test_shift_is_the_shift_of_transformers() -> None:
         assert_as_good(expected, expected, actual, f"num_items_in_batch={items}", torch.float32)
 
 
+def test_no_grad_takes_the_memory_of_tensors_that_need_no_gradient() -> None:
+    (hidden, weight, _), labels = make_inputs(200, 64, 3001, torch.float32)
+    peaks = []
+    for needed in (False, True):
+        leaves = [x.detach().requires_grad_(needed) for x in (hidden, weight)]
+        with torch.no_grad(), Alive({x.untyped_storage()._cdata for x in (hidden, weight, labels)}) as alive:
+            linear_cross_entropy(*leaves, labels)
+        peaks.append(alive.peak)
+    assert peaks[0] == peaks[1] > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
 def test_shift_with_other_label_types_and_ignore_index(dtype: torch.dtype) -> None:
     (hidden, weight, _), labels = make_inputs(48, 32, 99, torch.float64, ignored="none")

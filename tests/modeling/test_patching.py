@@ -42,6 +42,7 @@ from hf_cce.api import class_names
 from hf_cce.deferred import answers, head_input
 from hf_cce.deferred.logits import LazyLogits
 from hf_cce.dispatch import explain_dispatch
+from hf_cce.head_checks import output_embeddings, why_not_read
 from hf_cce.patches.causal_lm import patch_of
 from hf_cce.patches.refused import REFUSED
 
@@ -55,7 +56,7 @@ def test_returns_the_model_and_keeps_its_face() -> None:
     assert apply_cce(model) is model
     assert inspect.signature(model.forward) == signature and model.forward == forward
     assert type(model) is LlamaForCausalLM
-    assert remove_cce(model) is model
+    assert remove_cce(model) is model and not hasattr(model, "cce_stats")
     assert remove_cce(model) is model  # a second time there is nothing to do
 
 
@@ -344,6 +345,41 @@ def test_a_linear_that_somebody_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_fused(patched, calls=1)
     with pytest.warns(UserWarning, match=r"torch\.nn\.functional\.linear was replaced"):
         assert_same_training(apply_cce(with_lora()), with_lora(), batch())
+    hooked = apply_cce(tiny_llama())
+    hooked.lm_head.forward = functools.partial(nn.Linear.forward, hooked.lm_head)
+    with pytest.warns(UserWarning, match=r"torch\.nn\.functional\.linear was replaced"):
+        loss_and_grads(hooked, batch())
+
+
+def test_a_wrapper_that_is_put_on_the_head_between_calls() -> None:
+    plain, patched = tiny_llama(), apply_cce(tiny_llama())
+    assert_same_training(patched, plain, batch())
+    forward, seen = patched.lm_head.forward, []
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        return forward(*args, **kwargs)
+
+    patched.lm_head.forward = wrapper
+    assert_same_training(patched, plain, batch())
+    assert_fused(patched, calls=2)
+    assert len(seen) == 1 and patched.lm_head.forward is wrapper
+
+
+def test_the_head_of_a_model_inside_is_taken_where_there_is_one() -> None:
+    inner = [tiny_llama(), tiny_llama()]
+    outer = nn.Module()
+    outer.get_output_embeddings = lambda: None
+    outer.first = inner[0]
+    assert output_embeddings(outer) is inner[0].lm_head
+    outer.second = inner[1]
+    assert output_embeddings(outer) is None
+
+
+@pytest.mark.parametrize("shape", [(0,), (12,), (0, 4), (2, 3, 4)])
+def test_a_weight_that_is_no_matrix_is_not_read(shape: tuple[int, ...]) -> None:
+    """As FSDP1 leaves it where it has flattened its parameters."""
+    assert "has shape" in str(why_not_read(torch.empty(shape))) and why_not_read(torch.empty(3, 4)) is None
 
 
 # Classes and names

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 MUTANTS, REPORT = HERE / "mutants.json", HERE / "report.json"
-TIMEOUT = 240  # seconds; a mutant that hangs is noticed too
+TIMEOUT = 900  # seconds; a mutant that hangs is noticed too
 
 
 def mutants() -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ def run_tests(copy: Path, tests: str) -> int:
         arguments = [
             "-x",
             "-q",
-            "--timeout=60",
+            "--timeout=300",
             "--no-header",
             "--tb=no",
             "-p",
@@ -143,13 +143,17 @@ def main() -> int:
     os.environ.update(HF_HUB_OFFLINE="1", TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
     sys.dont_write_bytecode = True
-    import hypothesis  # noqa: F401
+    import hypothesis
     import pytest  # noqa: F401
     import torch  # noqa: F401
     import transformers  # noqa: F401
     import triton
     import triton.language  # noqa: F401
 
+    # A failing example is enough: to look for a smaller one takes minutes.
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutants", phases=phases)
+    hypothesis.settings.load_profile("mutants")
     with tempfile.TemporaryDirectory(prefix="hf_cce_mutants") as folder:
         copy = Path(folder)
         copy_of_repository(copy)

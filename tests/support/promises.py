@@ -1,4 +1,4 @@
-"""What is made in ``docs/reference/trust.md``: the tables of versions and of mutants. ``python -m tests.support.promises`` writes them.
+"""Write what is made in ``docs/reference/trust.md``, versions and mutants: ``python -m tests.support.promises``.
 
 The promises of the page name tests; tests/docs/test_trust.py checks that these exist and that what is made is fresh.
 """

@@ -26,7 +26,7 @@ from torch import Tensor
 from hf_cce import CCEConfig
 
 VARIANTS = 96
-VALUES = ("normal", "flat", "one-hot", "large", "foreseen", "not foreseen", "NaN", "infinity")
+VALUES = ("normal", "flat", "equal", "one-hot", "large", "huge", "foreseen", "not foreseen", "NaN", "infinity")
 IGNORED = ("none", "some", "most", "first block", "half")
 
 
@@ -55,9 +55,10 @@ class Case:
 def variants(large: bool) -> list[Variant]:
     """Return the same variants each time; ``large``: with the vocabularies of real models."""
     draw = random.Random(0)
-    sizes = (99, 1000, 32000, 50257, 262144) if large else (34, 99, 131)
-    return [
-        Variant(
+    sizes = (1, 2, 99, 1000, 32000, 50257, 262144) if large else (1, 2, 34, 99, 131)
+    found = []
+    while len(found) < VARIANTS:
+        variant = Variant(
             draw.choice(("float32", "float16", "bfloat16") if large else ("float32", "float16")),
             draw.choice((64, 72, 576)) if large else draw.choice((24, 64, 72)),
             draw.choice(sizes),
@@ -67,17 +68,20 @@ def variants(large: bool) -> list[Variant]:
             ),
             draw.choice(("auto", 1 << 20, 16 << 20)),
             draw.random() < 0.3,
-        )
-        for _ in range(VARIANTS)
-    ]  # fmt: skip
+        )  # fmt: skip
+        # Of one or two entries, label smoothing and the bias's gradient leave a difference of numbers that are nearly equal.
+        if variant.v > 2 or not (variant.options.label_smoothing or variant.options.bias):
+            found.append(variant)
+    return found
 
 
 def make_case(seed: int, large: bool) -> Case:
     draw = random.Random(seed)
-    return Case(
-        draw.choice(variants(large)), draw.randint(16, 2048 if large else 50), draw.choice(VALUES), draw.choice(IGNORED),
-        draw.random() < 0.1, seed,
-    )  # fmt: skip
+    variant, n, values = draw.choice(variants(large)), draw.randint(16, 2048 if large else 50), draw.choice(VALUES)
+    # Logits of ±10⁴: a softcap has no gradient left there, and a z-loss leaves the range of float16.
+    if values == "huge" and (variant.options.softcap or variant.options.z_loss):
+        values = "large"
+    return Case(variant, n, values, draw.choice(IGNORED), draw.random() < 0.1, seed)
 
 
 def tensors(case: Case, device: str) -> tuple[Inputs, Tensor]:
@@ -89,12 +93,12 @@ def tensors(case: Case, device: str) -> tuple[Inputs, Tensor]:
     hidden = torch.randn(n, d, generator=g)
     if case.one_label:
         labels[:] = int(labels[0])
-    if case.values == "flat":
-        hidden *= 0.05
+    if case.values in ("flat", "equal"):
+        hidden *= 0.05 if case.values == "flat" else 0.0
     elif case.values == "one-hot":
         hidden = torch.nn.functional.one_hot(torch.randint(d, (n,), generator=g), d).float() * 8
-    elif case.values == "large":
-        hidden *= 30
+    elif case.values in ("large", "huge"):  # logits of some tens; some beyond ±10⁴
+        hidden *= 30 if case.values == "large" else 6000
     elif case.values in ("foreseen", "not foreseen"):  # p of the label near 1, near 0
         hidden += (1 if case.values == "foreseen" else -1) * 0.75 * weight[labels]
     if case.ignored != "none":
@@ -111,8 +115,17 @@ def tensors(case: Case, device: str) -> tuple[Inputs, Tensor]:
     return (hidden, weight.to(device, dtype), bias), labels
 
 
+def widened_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
+    """``plain_loss`` that leaves 16 bits right after the product: full logits that are rounded once."""
+    identity = torch.eye(len(weight), device=weight.device)
+    bias = None if bias is None else bias.float()
+    return plain_loss((hidden @ weight.t()).float(), identity, bias, labels, options)
+
+
 def check(case: Case, device: str, implementation: str) -> None:
-    """Compare loss and gradients with full logits, in the order of the hidden dimension and in the opposite one.
+    """Compare loss and gradients with full logits: as they are, with the hidden dimension reversed, and rounded once.
+
+    The three round differently. Where a few tokens decide, chance makes any one of them nearly exact.
 
     Raises:
         AssertionError: the loss is finite where that of full logits is not, or an error exceeds the budget of numerics.py.
@@ -129,9 +142,10 @@ def check(case: Case, device: str, implementation: str) -> None:
     twin = loss_and_gradients(plain_loss, inputs, labels, options, dtype)
     hidden, weight, bias = inputs
     other = loss_and_gradients(plain_loss, (hidden.flip(-1), weight.flip(-1), bias), labels, options, dtype)
+    once = loss_and_gradients(widened_loss, inputs, labels, options, dtype)
     for name, value in actual.items():
         opposite = other[name].flip(-1) if name in ("hidden", "weight") else other[name]
-        assert_as_good(value, [twin[name], opposite], exact[name], f"{case}: {name}", dtype)
+        assert_as_good(value, [twin[name], opposite, once[name]], exact[name], f"{case}: {name}", dtype)
 
 
 def main() -> int:

@@ -16,8 +16,8 @@ from hf_cce import CCEConfig, dispatch, kernels
 
 # "materialized": real logits in float32; "materialized16": in the dtype of the inputs.
 # "partial_exp_cache": a first slab of one tile's width is stored, and the others are computed twice.
-# "token_groups": of a frozen head; of some tokens all of them are, and gradients are formed in the forward pass, group after group.
-# "one_token_group": likewise, with all tokens in one group.
+# "token_groups": of a frozen head; all exponentials of some tokens are stored, and gradients form in the forward pass, group
+# after group. "one_token_group": likewise, with all tokens in one group.
 WAYS = (
     "materialized",
     "materialized16",

@@ -1,4 +1,4 @@
-"""Wrong calls of the public functions and the command, and the message that each gets: the rows of ``docs/reference/wrong-calls.md``.
+"""Wrong calls of the public functions and the command, with the message of each: ``docs/reference/wrong-calls.md``.
 
 ``python -m tests.support.wrong_calls`` writes the messages of today; tests/docs/test_trust.py makes every call again and
 compares. A new row needs the call alone.

@@ -146,23 +146,26 @@ def environment() -> dict[str, str]:
     return {**os.environ, **given, "AXOLOTL_DO_NOT_TRACK": "1", "TRITON_INTERPRET": "0"}
 
 
-def losses(folder: Path, *command: str, **more: str) -> tuple[list[float], list[float]]:
-    """The losses of three steps as they are printed, and how many of ours they count."""
+def printed(folder: Path, *command: str, **more: str) -> dict[str, list[float]]:
+    """What three steps print: losses, ms-swift's token accuracy, and how many losses ours and full logits are."""
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment() | more, capture_output=True, text=True, timeout=600, check=False
     )  # fmt: skip
-    printed = done.stdout + done.stderr
-    assert done.returncode == 0, printed[-4000:]
-    assert ("computed without logits" in printed) is not bool(more)
-    return tuple([float(x) for x in re.findall(rf"'{key}': '?([\d.]+)", printed)] for key in ("loss", "cce/fused"))  # type: ignore[return-value]
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text[-4000:]
+    assert ("computed without logits" in text) is not bool(more)
+    keys = ("loss", "token_acc", "cce/fused", "cce/materialized")
+    return {key: [float(x) for x in re.findall(rf"'{key}': '?([\d.]+)", text)] for key in keys}
 
 
-def check_the_same(folder: Path, *command: str) -> None:
+def check_the_same(folder: Path, *command: str) -> dict[str, list[float]]:
     """Three steps with hf_cce, each of them without logits, have the losses of three without it, to the digits shown."""
-    ours, fused = losses(folder, *command)
-    theirs, none = losses(folder, *command, HF_CCE_DISABLE="1")
-    assert len(ours) == 3 and fused == [1.0, 2.0, 3.0] and none == []
-    assert [round(x, 2) for x in ours] == [round(x, 2) for x in theirs]
+    ours, theirs = printed(folder, *command), printed(folder, *command, HF_CCE_DISABLE="1")
+    assert len(ours["loss"]) == 3 and ours["cce/fused"] == [1.0, 2.0, 3.0] and theirs["cce/fused"] == []
+    assert ours["cce/materialized"] == [0.0, 0.0, 0.0]
+    assert [round(x, 2) for x in ours["loss"]] == [round(x, 2) for x in theirs["loss"]]
+    assert ours["token_acc"] == theirs["token_acc"]
+    return ours
 
 
 @pytest.mark.slow
@@ -180,13 +183,14 @@ def test_released_axolotl(data: Path) -> None:
 @pytest.mark.slow
 def test_released_ms_swift(data: Path) -> None:
     pytest.importorskip("swift.callbacks.mapping")
-    check_the_same(
+    found = check_the_same(
         data, "-m", "swift.cli.sft", "--external_plugins", str(SWIFT_FILE), "--callbacks", "hf_cce",
         "--model", "model", "--model_type", "llama", "--template", "chatml", "--use_hf", "true", "--torch_dtype", "float32",
         "--dataset", "chat/train.jsonl", "--split_dataset_ratio", "0", "--tuner_type", "lora", "--max_length", "128",
         "--max_steps", "3", "--logging_steps", "1", "--per_device_train_batch_size", "2",
         "--gradient_accumulation_steps", "1", "--report_to", "none", "--output_dir", "out",
     )  # fmt: skip
+    assert len(found["token_acc"]) == 3  # of logits.argmax, which makes those of a few tokens at a time
 
 
 @pytest.mark.slow

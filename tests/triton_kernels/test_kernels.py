@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from losses import EVERYTHING, OPTIONS, PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs
+from losses import (
+    EVERYTHING,
+    OPTIONS,
+    PLAIN,
+    Options,
+    check_against_plain,
+    fused_loss,
+    loss_and_gradients,
+    make_inputs,
+    plain_loss,
+)
 from numerics import assert_as_good
 from ways import WAYS, applies, backward_of, config_of, force, plain_options, takes, watch
 
@@ -65,7 +75,8 @@ def test_a_softcap_far_above_the_logits(softcap: float, way: str, monkeypatch: p
 def test_a_vocabulary_of_several_blocks_of_columns(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block may hold a larger logit than those before it, by which their sums are scaled down."""
     force(monkeypatch, way)
-    inputs, labels = make_inputs(3, 16, 4500, torch.float32, DEVICE)
+    inputs, labels = make_inputs(3, 16, 9000, torch.float32, DEVICE)
+    inputs[1][-1] = 4.0 * inputs[0][0]  # the first token's largest, by far
     check_against_plain(fused_loss(config_of(way)), inputs, labels, PLAIN, torch.float32, way)
 
 
@@ -111,6 +122,20 @@ def test_narrow_budgets_change_nothing_but_the_order(
     if way == "filtered" and not CUDA:  # a GPU's tiles are too large for these budgets
         assert taken == {"filtered": len(budgets), "filtered gradients": len(budgets)}
     assert forward.make_plan is backward.make_plan  # both ways see the same tiles
+
+
+def test_statistics_of_ignored_tokens_are_zero_whatever_memory_held() -> None:
+    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32, DEVICE, ignored="none")
+    labels[::3] = 5  # a word of the vocabulary, which no tile writes where it is ignored
+    wants = dict(entropy=True, log_sum_sq_probs=True, mean_logit=True, logsumexp=True)
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+    try:
+        found = linear_log_probs(hidden, weight, labels, ignore_index=5, config=TRITON, **wants)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in found._asdict().items():
+        if value is not None:
+            assert value.isfinite().all() and not value[labels == 5].any(), name
 
 
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
@@ -219,6 +244,24 @@ def test_real_sizes_on_the_gpu(
             check_against_plain(
                 fused_loss(config_of(way)), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}, {way}"
             )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["exp_cache", "exact", "filtered"])
+def test_more_logits_than_32_bits_count(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same few tokens over and over: loss and gradient of the weight are theirs, as full logits of them give."""
+    inputs, labels = make_inputs(64, 64, 131_104, torch.bfloat16, "cuda")
+    copies = 513
+    many = (inputs[0].repeat(copies, 1), inputs[1], None)
+    assert len(many[0]) * len(inputs[1]) > 1 << 32
+    force(monkeypatch, way)
+    actual = loss_and_gradients(fused_loss(config_of(way)), many, labels.repeat(copies), PLAIN, torch.bfloat16)
+    actual["hidden"] = copies * actual["hidden"][-64:].float()
+    exact, twin = (
+        loss_and_gradients(plain_loss, inputs, labels, PLAIN, dtype) for dtype in (torch.float64, torch.bfloat16)
+    )
+    for name, value in actual.items():
+        assert_as_good(value, twin[name], exact[name], f"{way}: {name}", torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -75,14 +75,56 @@ def test_a_word_of_the_vocabulary_as_ignore_index(
     assert way == "portable" or taken[takes(way)] == 2
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_every_entry_of_the_vocabulary_as_a_label(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those at the borders of tiles, too."""
+    taken, options = force(monkeypatch, way), plain_options(way)
+    dtype = torch.float16 if way == "materialized16" else torch.float32
+    inputs, _ = make_inputs(131, 40, 131, dtype, DEVICE)
+    labels = torch.randperm(131, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, way)
+    assert taken[takes(way)] == 1
+
+
+def scaled_gradients(way: str, inputs: tuple[Tensor, ...], labels: Tensor, factor: float = 1.0) -> list[Tensor]:
+    """Of hidden states and, but for a frozen head, weight; of ``factor`` times the loss."""
+    hidden, weight = (x.detach().clone() for x in inputs)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(not plain_options(way).frozen)]
+    config = CCEConfig("portable") if way == "portable" else config_of(way)
+    (factor * linear_cross_entropy(*leaves, labels, config=config, filter_state=FilterState())).backward()
+    return [x.grad for x in leaves if x.grad is not None]
+
+
+@pytest.mark.parametrize("way", [*WAYS, "portable"])
+def test_half_of_a_loss_has_half_of_its_gradients(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way != "portable":
+        force(monkeypatch, way)
+    (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
+    for whole, half in zip(*(scaled_gradients(way, (hidden, weight), labels, by) for by in (1.0, 0.5)), strict=True):
+        assert whole.any() and torch.equal(0.5 * whole, half)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "portable"])
+def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way != "portable":
+        force(monkeypatch, way)
+    (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
+    ignored = (labels < 0)[:, None]
+    found = [scaled_gradients(way, (hidden.where(~ignored, by * hidden), weight), labels) for by in (0.0, 1e4)]
+    for quiet, loud in zip(*found, strict=True):  # the filter may take tokens in another order
+        assert quiet.any()
+        assert_as_good(loud, quiet, quiet, way)
+
+
+@pytest.mark.parametrize("far", [slice(20, 21), slice(None)], ids=["one", "all"])
 @pytest.mark.parametrize("way", ["exp_cache", "partial_exp_cache", "token_groups", "one_token_group"])
-def test_what_has_no_range_to_be_stored_is_computed_anew(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """exp(z − z_label) of a token whose label is 100 nats away; the blocks of its neighbours are kept."""
+def test_what_has_no_range_to_be_stored_is_computed_anew(way: str, far: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """exp(z − z_label) of tokens whose label is 100 nats away; the blocks of their neighbours are kept."""
     taken = force(monkeypatch, way)
     (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
     weight[7] = weight[8] = 0.0
-    weight[7, 0] = hidden[20, 0] = 10.0
-    labels[20] = 8
+    weight[7, 0] = 10.0
+    hidden[far, 0], labels[far] = 10.0, 8
     assert torch.nn.functional.cross_entropy(hidden[20] @ weight.t(), labels[20]) > 80
     inputs, options = (hidden, weight, None), plain_options(way)
     check_against_plain(fused_loss(config_of(way)), inputs, labels, options, torch.float32, f"far, {way}")

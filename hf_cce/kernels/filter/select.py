@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_cce.kernels.filter.workspace import MASS_GROUP, SavedForward
 from hf_cce.kernels.launch_config import ceil_div, padded, power_of_2
 from hf_cce.kernels.launcher import Kernel
+from hf_cce.kernels.tiles import softcap_slope
 
 # Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last bin holds what must be kept.
 BINS = tl.constexpr(512)
@@ -69,7 +70,7 @@ def _tile_energy_kernel(
     at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
     wrong = tl.where(valid, 1.0 - tl.exp(at_label - row_lse), 0.0)
     if HAS_SOFTCAP:
-        wrong *= 1.0 - (at_label / softcap) * (at_label / softcap)
+        wrong *= softcap_slope(at_label, softcap)
     total = tl.where(begin == 0, tl.sum(wrong * wrong), 0.0)
     label_block = label // BLOCK_N
     for first in range(begin, end, BLOCK_T):
