@@ -30,7 +30,7 @@ def softcapped(x, softcap):
 @triton.jit
 def softcap_slope(z, softcap):
     """The derivative of ``softcapped`` where it is z: 1 − tanh² as (1 − |tanh|) (1 + |tanh|), exact also where tanh is near 1."""
-    from_cap = (softcap - tl.abs(z)) / softcap
+    from_cap = (softcap - tl.abs(z)) * (1.0 / softcap)
     return from_cap * (2.0 - from_cap)
 
 

@@ -203,7 +203,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             call = TrainingCall(state.config, owner=state, head=head, evaluation=True)
         reason = tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head)
         if reason is None:
-            bnb.enter()
+            if not compiling:  # in a graph 4-bit heads are refused
+                bnb.enter()
             if not labels:
                 preference.enter()
                 distillation.enter()
