@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-oldest test-newest test-places test-hopper test-gpu mutants style quality types examples notebooks docs site build clean
+.PHONY: help install demo test test-slow test-oldest test-newest test-places test-hopper test-quantized test-gpu mutants style quality types examples notebooks docs site build clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -88,6 +88,10 @@ test-places:  ## train with the released Axolotl, ms-swift and LLaMA-Factory, wi
 test-hopper: $(VENV)/.dev  ## that the tiles for Hopper's GPUs compile as they should with the Triton that runs them; needs no GPU
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/hopper "triton==3.6.*"
 	PYTHONPATH=$(abspath $(VENV))/hopper $(BIN)/python -m pytest tests/triton_kernels/test_aot.py -k loops_carry $(PYTEST_ARGS)
+
+test-quantized: $(VENV)/.dev  ## heads quantised by bitsandbytes and torchao; beside the environment, as whoever finds them imports them
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/quantized "bitsandbytes>=0.50" "torchao>=0.18"
+	PYTHONPATH=$(abspath $(VENV))/quantized $(BIN)/python -m pytest -n $(JOBS) tests/modeling/test_quantized_heads.py $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.dev  ## only the tests that need a GPU, one after the other
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
