@@ -1,7 +1,7 @@
 """What an LM head with adapters returns while its forward runs: a sum of products that have not been multiplied out.
 
-LoRA, DoRA, VeRA, LoKr, LoHa and IA3 add to the product of the head more products that end in the vocabulary, some multiplied by
-a vector with a number per word. All that is one linear head: Σ fᵢ ⊙ (xᵢ Wᵢᵀ) + b = [x₁, x₂ …] [f₁ ⊙ W₁, f₂ ⊙ W₂ …]ᵀ + b.
+LoRA and its like add to the product of the head more products that end in the vocabulary, some multiplied by a vector with one
+number per vocabulary entry. All that is one linear head: Σ fᵢ ⊙ (xᵢ Wᵢᵀ) + b = [x₁, x₂ …] [f₁ ⊙ W₁, f₂ ⊙ W₂ …]ᵀ + b.
 ``AdapterHead`` collects the terms; at the end of the head's forward ``deferred`` makes one head of them, whose gradient autograd
 takes apart again. Whatever else is asked of it gets the real logits.
 

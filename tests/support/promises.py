@@ -30,7 +30,7 @@ def mutants() -> str:
     lines = [
         "`make mutants` changes one place of a kernel or of a rule at a time: a mask, a sign, a threshold, a missing "
         f"all-reduce. Of {report['listed']} mutants {ran} have run: the tests noticed {report['killed'] + report['timeout']}, "
-        f"{report['argued']} survivors are equivalent or harmless for a reason given, {report['survived']} survive."
+        f"survivors that are equivalent or harmless for a reason given: {report['argued']}; others: {report['survived']}."
     ]
     for kind, title in (("survived", "Survivors, each a gap in the tests:"), ("argued", "Accepted:")):
         rows = [row for row in report["mutants"] if row["result"] == kind]
