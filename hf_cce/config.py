@@ -29,7 +29,7 @@ def _bytes(given: Any) -> int | str:
     else:
         raise ValueError(f"memory_budget must be 'auto', a number of bytes, or a size such as '512MiB', got {given!r}")
     if number < MIB:
-        raise ValueError(f"memory_budget must be at least 1 MiB, got {given!r}")
+        raise ValueError(f"memory_budget must be at least 1 MiB, got {given!r}; a number without a unit is in bytes")
     return number
 
 

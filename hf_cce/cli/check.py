@@ -36,8 +36,10 @@ def run(options: argparse.Namespace, out: Output) -> int:
     out.progress("")
     out.verdict(check.verdict(report))
     without, with_cce = report["losses"]
+    random = options.tiny or check.is_random(options.model_name_or_path)
+    weights = "a tiny model with random weights" if random else "its own weights"
     out.print(
-        f"{report['model']}, {report['parameters']:,} parameters, {report['device']}, float32",
+        f"{report['model']}, {weights}, {report['parameters']:,} parameters, {report['device']}, float32",
         f"Loss: {without:.7f} without CCE, {with_cce:.7f} with CCE",
         f"Logits in evaluation: {'identical' if report['evaluation_same'] else 'different'}\n",
     )

@@ -25,18 +25,19 @@ def run(options: argparse.Namespace, out: Output) -> int:
     checks = found["checks"]
     wrong = [check for check in checks if check["status"] == "wrong"]
     if wrong:
-        out.print(f"{len(wrong)} thing{'s' * (len(wrong) > 1)} wrong; see below for what can be done.\n")
+        out.print(f"{len(wrong)} thing{'s' * (len(wrong) > 1)} wrong; the commands that fix it are below.\n")
     else:
         out.print("All is well.\n")
     out.print(table([(check["name"], check["status"], check["found"]) for check in checks], left=3))
     if found["implementations"]:
-        out.print("", "What a training runs, and what to expect beside full logits:")
+        out.print("", "What training runs here, and what to expect compared with full logits:")
     for choice in found["implementations"]:
         title = TITLE[choice["implementation"]]
         out.print(f"  {choice['device']}, {choice['dtype']}: {title}: {choice['expect']}", f"    {choice['why']}")
-    fixes = [f"  {check['name']} ({check['status']}): {check['fix']}" for check in checks if check["fix"]]
-    if fixes:
-        out.print("", "What can be done:", *fixes)
+    for title, status in (("To fix:", "wrong"), ("Optional:", "note")):
+        fixes = [f"  {check['name']}: {check['fix']}" for check in checks if check["fix"] and check["status"] == status]
+        if fixes:
+            out.print("", title, *fixes)
     out.save(found)
     if out.quiet:
         for check in wrong:

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     )
     steps = (*found.plain.values(), *found.checkpointing.values())
     if any(not all(step.at_peak.values()) for step in steps):
-        out.print("–: nothing of it is held at that moment, which with CCE is often after the loss.")
+        out.print("–: none of it is held at the peak, which may come after the loss or when all gradients are there.")
     if found.unknown:
         out.print(f"Activations, peak and largest batch are not known: {found.unknown}.")
     out.print(*(f"Note: {note}." for note in found.notes))

@@ -38,7 +38,7 @@ def load(target: str, tiny: bool, device: torch.device) -> Any:
     """
     config = config_named(target)
     auto = auto_class(target, config)
-    if tiny or is_model_type(target) or target.lower() in SHAPES:
+    if tiny or is_random(target):
         return _tiny(target, auto, config).to(device)
     if Path(target).is_file():
         raise ValueError(f"{target}: a file, and the weights are needed, too; give its folder, or add --tiny")
@@ -50,6 +50,11 @@ def load(target: str, tiny: bool, device: torch.device) -> Any:
         raise ValueError(
             f"{target}: no weights in this folder; for a tiny random model of its class add --tiny"
         ) from None
+
+
+def is_random(target: str) -> bool:
+    """True for a model type or a known shape: neither has weights to load."""
+    return is_model_type(target) or target.lower() in SHAPES
 
 
 def _tiny(target: str, auto: Any, config: Any) -> Any:
@@ -221,4 +226,4 @@ def verdict(report: dict[str, Any]) -> str:
     if not report["saves"]:
         why = " ".join(report["warnings"]) or "Its loss was computed from logits."
         return f"hf_cce trains this model correctly, but saves no memory. {why}"
-    return "hf_cce trains this model as it is trained without, and makes no logits."
+    return "Loss and gradients are the same with and without hf_cce, and no logits are made."

@@ -88,7 +88,7 @@ def test_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
     assert_fused(patched, calls=2)
 
 
-@pytest.mark.parametrize("family", ["phi", "gemma2", "cohere"])
+@pytest.mark.parametrize("family", ["phi", "gemma2", "granite"])
 @pytest.mark.parametrize("name", ["nf4", "int8", "float8"])
 def test_bias_softcap_and_scale(name: str, family: str) -> None:
     (plain, reference), (patched, _) = (build(FORMATS[name], family) for _ in range(2))
