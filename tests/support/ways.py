@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -138,13 +139,16 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are those of an H200, and nothing is launched: for tensors without memory."""
+    """Plans are those of an H200, and nothing is launched or multiplied: for tensors without memory."""
     from hf_cce.kernels import launch_config, launcher
 
     monkeypatch.setattr(launch_config, "_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(launch_config, "hopper_is_proven", lambda: True)
     monkeypatch.setattr(launcher.Kernel, "_launch", lambda *args, **constants: None)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hf_cce.kernels") and hasattr(module, "multiply_add"):
+            monkeypatch.setattr(module, "multiply_add", lambda *_, **__: None)
 
 
 def config_of(way: str, **options: Any) -> CCEConfig:
