@@ -259,7 +259,10 @@ def test_lora_on_the_head(how: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["lora", "dora", "ia3"])
 def test_adapters_on_the_head_compile(name: str) -> None:
-    """In as many graphs as a plain head, one more than without us; and who asks for logits afterwards gets those of the sum."""
+    """In two graphs more than without us, as with a plain head: the loss's, and that of the hook which counts the call.
+
+    Who asks for logits afterwards gets those of the sum.
+    """
     row = HEADS[name]
     plain, patched, reference = build(row), build(row, "peft"), build(row, double=True)
     reference.load_state_dict(plain.state_dict())
@@ -273,7 +276,7 @@ def test_adapters_on_the_head_compile(name: str) -> None:
         model.compile(backend=counter)
         for _ in range(3):
             output = model(**inputs)
-    assert counters[1].frame_count <= counters[0].frame_count + 1 and stats(patched).traced and output.logits is None
+    assert counters[1].frame_count <= counters[0].frame_count + 2 and stats(patched).traced and output.logits is None
     assert_same_training(patched, plain, inputs, reference=reference)
 
 
