@@ -284,10 +284,8 @@ def _beside_dequantized(x: Inputs, spec: LossSpec) -> LossSpec | None:
 def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: FilterState | None) -> Strategy:
     """The strategy of the tokens' statistics, filtered only with a ``state``."""
     p = Problem.of(x)
-    triton, beside = (
-        choose_implementation(p.device, p.dtype, spec.implementation) == "triton",
-        _beside_dequantized(x, spec),
-    )
+    triton = choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
+    beside = _beside_dequantized(x, spec)
     statistics = Statistics(beside or spec, wanted, triton and beside is not None)
     if state is None or not statistics.triton or not may_filter(p, spec, wanted):
         return statistics

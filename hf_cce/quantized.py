@@ -60,8 +60,7 @@ class FrozenWeight(Tensor):
             hidden, weight, bias = args
             if isinstance(weight, FrozenWeight) and weight.product is not None:
                 return weight.product(hidden, bias)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return Tensor.__torch_function__(func, (), args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
