@@ -10,8 +10,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-# τ bounds the error of the logits' gradient. The errors of dh and dW are a few τ, the less a head is trained the more.
-AUTO_TAU = 6.5e-4  # first threshold of gradient_filter="auto"
+# τ bounds the error of the logits' gradient, relative to it or, for "auto", to what rounding is likely to change in it. The errors
+# of dh and dW are a few τ, the less a head is trained the more.
+AUTO_TAU = 2e-3  # first threshold of gradient_filter="auto"
 AUTO_SHARE = 0.75  # "auto" aims at this share of the error that rounded logits would make in the same step
 AUTO_SHARE_FROZEN = (
     0.84  # likewise where the weight is frozen: the error of dh is estimated more closely than that of dW

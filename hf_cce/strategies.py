@@ -344,7 +344,8 @@ class Filtered(Strategy):
         """What the kernels are asked for."""
         measure = self.steered and self.state.measure()  # nobody would read what an unsteered call measures
         grads = self.sorted_grads(filtered, saved, upstream)
-        return kernels_module().BackwardRequest(grads.lse, grads.label, self.tau, *needs[:2], measure)
+        by_rounding = self.spec.gradient_filter == "auto"
+        return kernels_module().BackwardRequest(grads.lse, grads.label, self.tau, *needs[:2], measure, by_rounding)
 
     def sorted_grads(self, filtered: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
         """Upstream gradients as those of the statistics, in the order of the filter's rows."""

@@ -164,6 +164,7 @@ def _combine_kernel(
     tile_expectation,
     tile_lse2,
     tile_max,
+    tile_ratio,
     label_logit,  # [N]
     labels,  # [N]
     lse,  # [N] and what follows: the results
@@ -171,6 +172,7 @@ def _combine_kernel(
     entropy,
     log_sum_sq,
     is_top1,
+    rounding,  # see hf_cce.kernels.filter.select
     tile_stride,
     num_tokens,
     vocab_size,
@@ -180,6 +182,7 @@ def _combine_kernel(
     WANT_ENTROPY: tl.constexpr,
     WANT_SQ: tl.constexpr,
     WANT_TOP1: tl.constexpr,
+    WANT_ROUNDING: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -193,6 +196,7 @@ def _combine_kernel(
     weighted = tl.zeros((BLOCK_R,), tl.float32)
     z_sum = tl.zeros((BLOCK_R,), tl.float32)
     z_max = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    energy = tl.zeros((BLOCK_R,), tl.float32)
     for first in range(0, num_tiles, BLOCK_T):
         tiles = first + tl.arange(0, BLOCK_T)
         at = tiles.to(tl.int64)[:, None] * tile_stride + rows[None, :]
@@ -206,6 +210,9 @@ def _combine_kernel(
         if WANT_ENTROPY:
             expectation = tl.load(tile_expectation + at, mask=mask, other=0.0)
             weighted = weighted * decay + tl.sum(e * expectation, 0)
+        if WANT_ROUNDING:
+            ratio = tl.load(tile_ratio + at, mask=mask, other=0.0).to(tl.float32)
+            energy = energy * decay * decay + tl.sum(e * e * ratio, 0)
         top = new_top
         if WANT_SQ:
             part2 = tl.load(tile_lse2 + at, mask=mask, other=float("-inf"))
@@ -228,6 +235,10 @@ def _combine_kernel(
         tl.store(entropy + rows, tl.where(valid, row_lse - weighted / total, 0.0), mask=in_rows)
     if WANT_SQ:
         tl.store(log_sum_sq + rows, tl.where(valid, top2 + tl.log(total2) - 2.0 * row_lse, 0.0), mask=in_rows)
+    if WANT_ROUNDING:
+        of_all = tl.minimum(energy / (total * total), 1.0)
+        likely = of_all * (1.0 - tl.sqrt(of_all)) * tl.sqrt(1.0 - of_all)
+        tl.store(rounding + rows, tl.where(valid, likely, 0.0), mask=in_rows)
     if WANT_TOP1:
         target = tl.load(label_logit + rows, mask=in_rows, other=0.0)
         tl.store(is_top1 + rows, valid & (target >= z_max), mask=in_rows)
@@ -265,13 +276,13 @@ def combine(
     inputs: LogitInputs,
     label_logit: Tensor,  # [N]; zeros are written where there is no valid label
     lse: Tensor,  # [N], written
-    outputs: Sequence[Tensor | None] = (None,) * 4,  # mean_logit, entropy, log_sum_sq, is_top1; written
+    outputs: Sequence[Tensor | None] = (None,) * 5,  # mean_logit, entropy, log_sum_sq, is_top1, rounding; written
 ) -> None:
     """Fold the statistics of tiles into those of tokens."""
     n, stride = inputs.shape.n, padded(inputs.shape.n)
     _combine_kernel[(ceil_div(n, 32),)](
-        *tiles[:5], label_logit, inputs.labels, lse, *outputs, stride, n, inputs.shape.v, tiles.lse.numel() // stride,
-        inputs.ignore_index, **tiles.flags, BLOCK_R=32, BLOCK_T=256, num_warps=8,
+        *tiles[:6], label_logit, inputs.labels, lse, *outputs, stride, n, inputs.shape.v, tiles.lse.numel() // stride,
+        inputs.ignore_index, **tiles.flags, WANT_ROUNDING=outputs[4] is not None, BLOCK_R=32, BLOCK_T=256, num_warps=8,
     )  # fmt: skip
 
 
@@ -299,6 +310,6 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
             *(torch.empty(size, device=device, dtype=torch.float32) if want else None for want in (True, *wanted))  # type: ignore[arg-type]
         )
         tile_stats(group_inputs, tiles, label.tokens(rows, plan.block_m), plan)
-        outputs = [result[rows] if want else None for result, want in zip(results, wanted, strict=True)]
+        outputs = [*(result[rows] if want else None for result, want in zip(results, wanted, strict=True)), None]
         combine(tiles, group_inputs, label.logit[rows], lse[rows], outputs)
     return Stats(lse, label.logit, *results)

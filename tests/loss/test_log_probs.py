@@ -143,7 +143,7 @@ def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypat
         g -= torch.where(live, g.sum() / live.sum() - 1e-4, 0.0)
     exact = kernels.logit_stats_backward(x, spec, lse, None, TokenGrads(g, -g))
     tokens, tau = saved.order.token_perm, torch.tensor(3e-2, device=DEVICE)
-    request = kernels.BackwardRequest(g[tokens], -g[tokens], tau, True, True, True)
+    request = kernels.BackwardRequest(g[tokens], -g[tokens], tau, True, True, True, False)
     *ours, report = kernels.filtered_gradients(saved, weight, request)
     wrong = [relative_error(a, b.double()) for a, b in zip(ours, exact, strict=False)]
     assert 0 < report.kept < report.tiles

@@ -39,11 +39,13 @@ def estimate_errors(
         Frobenius norms, scalars on the device, by the names of ``FilterReport``.
     """
     step = _Step(saved, weight, request, kept, mass)
-    likely_rounded, dropped_energy = _token_energies(step)
+    # Gradients of ignored tokens may be infinite.
+    valid = step.valid(torch.arange(len(saved.hidden), device=weight.device))
+    likely_rounded = torch.where(valid, saved.rounding * request.grad_lse.square(), 0.0)
     rounding_hidden, rounding_weight = _rounding_errors(step, likely_rounded)
     errors: dict[str, Any] = {}
     if request.need_hidden:
-        errors |= {"error": _hidden_error(step, dropped_energy, covariance), "rounding_error": rounding_hidden}
+        errors |= {"error": _hidden_error(step, _dropped_energy(step), covariance), "rounding_error": rounding_hidden}
     if request.need_weight:
         errors |= {"weight_error": _weight_error(step, correction), "rounding_weight_error": rounding_weight}
     return errors
@@ -148,27 +150,18 @@ class _Step:
         return gradient.masked_fill_(kept, 0.0).to(self.weight.dtype)
 
 
-def _token_energies(step: _Step) -> tuple[Tensor, Tensor]:
-    """Return, for each token, how much rounding is likely to change, and the energy of its dropped tiles; [N] each.
-
-    Energy is Σ (p − S/width)², times the token's squared gradient. Rounding logits by independent δ changes p by p (δ − Σ p δ).
-    With E the energy over all tiles, the square of that is about E (1 − √E)² if one entry has most of the probability, and
-    E (1 − E) if several share it evenly: the geometric mean of the two is taken.
-    """
+def _dropped_energy(step: _Step) -> Tensor:
+    """Return the energy of each token's dropped tiles, times its squared gradient, [N]."""
     saved, n = step.saved, len(step.saved.hidden)
     tokens = torch.arange(n, device=step.weight.device)
-    valid, row_blocks = step.valid(tokens), tokens // saved.plan.block_m
-    in_all, in_dropped = torch.zeros((2, n), device=step.weight.device, dtype=torch.float32).unbind()
+    row_blocks = tokens // saved.plan.block_m
+    total = torch.zeros(n, device=step.weight.device, dtype=torch.float32)
     for start in range(0, len(saved.tile_lse), step.rows_at_once):
         tiles = slice(start, start + step.rows_at_once)
         energy = (saved.tile_lse[tiles, :n] - saved.lse).exp_().square_().mul_(saved.tile_ratio[tiles, :n])
-        in_all += energy.sum(0)
         kept = (step.kept.kept_slot[tiles] >= 0).index_select(1, row_blocks)
-        in_dropped += energy.masked_fill_(kept, 0.0).sum(0)
-    e = in_all.clamp_max(1.0)
-    likely = e * (1.0 - e.sqrt()) * (1.0 - e).sqrt()
-    squared = step.request.grad_lse.square()
-    return torch.where(valid, likely * squared, 0.0), torch.where(valid, in_dropped * squared, 0.0)
+        total += energy.masked_fill_(kept, 0.0).sum(0)
+    return torch.where(step.valid(tokens), total * step.request.grad_lse.square(), 0.0)
 
 
 def _hidden_error(step: _Step, energy: Tensor, covariance: Tensor | None) -> Tensor:

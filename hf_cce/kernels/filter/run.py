@@ -111,7 +111,7 @@ def _forward(
     bias = None if inputs.bias is None else inputs.bias.index_select(0, vocab_perm[:v])
     means = weight.new_empty((cols, d))
     # Padded, so that each begins aligned: Triton would compile another kernel for pointers that are not.
-    lse, label_logit = torch.empty((2, padded(n)), device=device, dtype=torch.float32)[:, :n].unbind()
+    lse, label_logit, rounding = torch.empty((3, padded(n)), device=device, dtype=torch.float32)[:, :n].unbind()
     tile_lse = torch.empty((cols, padded(n)), device=device, dtype=torch.float32)
     tile_ratio = torch.empty((cols, padded(n)), dtype=torch.bfloat16, device=device)
     tile_damping = torch.empty_like(tile_ratio) if spec.softcap > 0 else None
@@ -133,10 +133,10 @@ def _forward(
         slab = in_order._replace(weight=permuted, bias=None if bias is None else bias[first:stop])
         slab_tiles = TileStats(*(None if stat is None else stat[block:] for stat in tiles))  # type: ignore[arg-type]
         tile_stats(slab, slab_tiles, label, plan, first)
-    combine(tiles, in_order, label.logit, lse, [None, entropy, None, is_top1])
+    combine(tiles, in_order, label.logit, lse, [None, entropy, None, is_top1, rounding])
     return SavedForward(
-        order, hidden, permuted if workspace.keep_weight else None, bias, means, lse, label.logit, tile_lse, tile_ratio,
-        tile_damping, workspace, plan, vocabulary, spec.logit_scale, spec.softcap,
+        order, hidden, permuted if workspace.keep_weight else None, bias, means, lse, label.logit, rounding, tile_lse,
+        tile_ratio, tile_damping, workspace, plan, vocabulary, spec.logit_scale, spec.softcap,
     )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ class _Choice(NamedTuple):
 
 def _choose(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> _Choice:
     plan, vocabulary, vocab_perm = saved.plan, saved.vocabulary, saved.vocabulary.vocab_perm
-    kept = select(saved, request.tau)
+    kept = select(saved, request.tau, request.by_rounding)
     # float16 has no range for the corrections.
     corrected = saved.workspace.corrected and saved.hidden.dtype != torch.float16
     mass = dropped_mass(saved, kept, request.grad_lse, weight.shape[1] if corrected and request.need_hidden else 0)

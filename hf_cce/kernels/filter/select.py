@@ -2,10 +2,15 @@
 
 Columns are vocabulary entries and rows are tokens, in an order in which what matters lies together (hf_cce.kernels.filter.order).
 The forward pass leaves, for each row of each tile, its mass S = Σ p (as a logsumexp) and its energy Σ (p − S/width)² over S²
-(``tile_ratio``). The backward pass drops the tiles of least energy while their sum stays under
-τ² Σ_i [(1 − p_label)² + Σ (p − S/width)²]. A dropped tile keeps its mass, spread evenly over its columns. A tile that holds a
-label is never dropped, so the label's term is exact. With a softcap, p stands for p (1 − (z/softcap)²), the size of the gradient;
-``tile_damping`` is the mean of the second factor.
+(``tile_ratio``). The backward pass drops the tiles of least energy while their sum stays under τ² times a reference:
+Σ_i [(1 − p_label)² + Σ (p − S/width)²], the energy of the whole gradient; or, for gradient_filter="auto", Σ_i ``rounding``, as the
+error that full logits make by rounding is a smaller share of the gradient in some batches than in others. A dropped tile keeps
+its mass, spread evenly over its columns. A tile that holds a label is never dropped, so the label's term is exact. With a
+softcap, p stands for p (1 − (z/softcap)²), the size of the gradient; ``tile_damping`` is the mean of the second factor.
+
+``rounding`` is how much of a token's gradient rounded logits are likely to change. Rounding by independent δ changes p by
+p (δ − Σ p δ). With E the energy over all tiles, the square of that is about E (1 − √E)² if one entry has most of the probability,
+and E (1 − E) if several share it evenly: the geometric mean of the two is taken.
 
 Everything is decided on the device, in integers or in a fixed order: results repeat bit for bit and the host waits for nothing.
 """
@@ -45,8 +50,9 @@ def _tile_energy_kernel(
     lse,  # [N]
     label_logit,  # [N]
     labels,  # [N], V where ignored
+    rounding,  # [N], if BY_ROUNDING
     energy,  # [T, row blocks], written; infinite for a tile that holds a label
-    part,  # [programs], written: partial sums of the energy of the whole gradient
+    part,  # [programs], written: partial sums of the reference
     tile_stride,
     num_tokens,
     num_row_blocks,
@@ -54,6 +60,7 @@ def _tile_energy_kernel(
     span,  # column blocks of a program
     v,
     softcap,
+    BY_ROUNDING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -67,11 +74,15 @@ def _tile_energy_kernel(
     label = tl.load(labels + rows, mask=in_rows, other=v)
     valid = label < v
     row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
-    at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
-    wrong = tl.where(valid, 1.0 - tl.exp(at_label - row_lse), 0.0)
-    if HAS_SOFTCAP:
-        wrong *= softcap_slope(at_label, softcap)
-    total = tl.where(begin == 0, tl.sum(wrong * wrong), 0.0)
+    if BY_ROUNDING:
+        of_rows = tl.load(rounding + rows, mask=in_rows, other=0.0)
+    else:
+        at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
+        wrong = tl.where(valid, 1.0 - tl.exp(at_label - row_lse), 0.0)
+        if HAS_SOFTCAP:
+            wrong *= softcap_slope(at_label, softcap)
+        of_rows = wrong * wrong
+    total = tl.where(begin == 0, tl.sum(of_rows), 0.0)
     label_block = label // BLOCK_N
     for first in range(begin, end, BLOCK_T):
         blocks = first + tl.arange(0, BLOCK_T)
@@ -81,7 +92,8 @@ def _tile_energy_kernel(
         mass = tl.exp(tl.load(tile_lse + at, mask=mask, other=float("-inf")) - row_lse[None, :])
         e = tl.sum(mass * mass * tl.load(tile_ratio + at, mask=mask, other=0.0).to(tl.float32), 1)
         held = tl.max(((label_block[None, :] == blocks[:, None]) & valid[None, :]).to(tl.int32), 1) > 0
-        total += tl.sum(tl.where(held, 0.0, e))
+        if not BY_ROUNDING:
+            total += tl.sum(tl.where(held, 0.0, e))
         tl.store(energy + blocks * num_row_blocks + row_block, tl.where(held, float("inf"), e), mask=inside)
     tl.store(part + program, total)
 
@@ -292,10 +304,10 @@ class Kept(NamedTuple):
     row_order: Tensor  # [P, row blocks]: the row blocks of each pass, those with most kept tiles first
 
 
-def select(saved: SavedForward, tau: Tensor) -> Kept:
+def select(saved: SavedForward, tau: Tensor, by_rounding: bool) -> Kept:
     """Choose the tiles to keep for the threshold ``tau``. A pass holds at most ``room`` tiles before its last column block."""
     (rows, cols), passes = saved.tile_grid, saved.workspace.passes
-    energy, part, sums = _tile_energies(saved)
+    energy, part, sums = _tile_energies(saved, by_rounding)
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=tau.device)
@@ -323,8 +335,8 @@ def select(saved: SavedForward, tau: Tensor) -> Kept:
     return kept
 
 
-def _tile_energies(saved: SavedForward) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tiles' energies [T, row blocks], partial sums of the whole gradient's, and a histogram of tiles by energy."""
+def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tiles' energies [T, row blocks], partial sums of the reference, and a histogram of tiles by energy."""
     plan, (rows, cols), n, v = saved.plan, saved.tile_grid, saved.lse.numel(), saved.vocabulary.inv_vocab_perm.numel()
     device = saved.lse.device
     span = ceil_div(max(32, ceil_div(rows * cols, 2048)), 16) * 16  # some hundreds of programs
@@ -332,8 +344,8 @@ def _tile_energies(saved: SavedForward) -> tuple[Tensor, Tensor, Tensor]:
     energy = torch.empty((cols, rows), device=device, dtype=torch.float32)
     part = torch.empty(grid[0] * grid[1], device=device, dtype=torch.float32)
     _tile_energy_kernel[grid](
-        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.order.labels, energy, part, padded(n), n, rows,
-        cols, span, v, saved.softcap or 1.0, HAS_SOFTCAP=saved.softcap > 0,
+        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.order.labels, saved.rounding, energy, part,
+        padded(n), n, rows, cols, span, v, saved.softcap or 1.0, BY_ROUNDING=by_rounding, HAS_SOFTCAP=saved.softcap > 0,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
     counting = ceil_div(rows * cols, 2048)

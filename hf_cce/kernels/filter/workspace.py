@@ -89,7 +89,7 @@ class _Needs:
     def standing(self) -> int:
         """From the forward pass to the end: permutations, means of column blocks, hidden states and weight in order."""
         n, d, v, _ = self.shape
-        permutations = 4 * (3 * v + 4 * n)
+        permutations = 4 * (3 * v + 5 * n)
         means = (self.element + 4) * self.cols * d
         # With a gradient of the weight, its own memory holds the rows in order until it is written.
         weight = self.element * v * d if self.keep_weight and not self.need_weight else 0
@@ -179,6 +179,7 @@ class BackwardRequest:
     need_hidden: bool
     need_weight: bool
     measure: bool  # whether to estimate the error
+    by_rounding: bool  # what ``tau`` refers to: see hf_cce.kernels.filter.select
 
 
 @dataclass
@@ -192,6 +193,7 @@ class SavedForward:
     means: Tensor  # [T, D]: mean rows of the column blocks
     lse: Tensor  # [N]
     label_logit: Tensor  # [N]
+    rounding: Tensor  # [N]: see hf_cce.kernels.filter.select
     tile_lse: Tensor  # [T, N], like the next two: see hf_cce.kernels.filter.select
     tile_ratio: Tensor
     tile_damping: Tensor | None

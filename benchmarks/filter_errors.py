@@ -1,0 +1,119 @@
+"""Compare the filter's errors with those of bfloat16 full logits, batch by batch, on trained heads of many sizes.
+
+Each head is trained on the spot, as in ``benchmarks.heads``. One filter state sees its batches one after the other, as in
+training. A report that exists is continued: heads it has are not measured again.
+
+usage: python -m benchmarks.filter_errors --head 49152:1024:8:60 65537:1536:4:60 --json OUT.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.heads import Head, HeadSpec, train_head
+from hf_cce.diagnostics import machine
+from hf_cce.diagnostics.bench import FusedLoss, Loss, exact_results, filter_stats, full_logits
+from hf_cce.diagnostics.files import write_json
+from hf_cce.diagnostics.gradcheck import Inputs, relative_error
+
+# Vocabulary, hidden size, layers, seconds of training; odd vocabularies, and heads that are hardly trained, among them.
+HEADS = (
+    "32000:2048:2:45", "49152:1024:6:45", "50257:768:6:45", "49152:576:6:15", "65537:1536:4:45", "128256:768:6:45",
+    "65537:3072:2:45", "128256:4096:1:45", "200019:1024:4:45", "262144:896:4:45",
+)  # fmt: skip
+BATCHES = 16
+SEQUENCE = 1024  # tokens of a held-out sequence
+MOST_LOGITS = 1_100_000_000  # of a batch
+GRADIENTS = ("hidden", "weight")
+
+
+def measure(head: Head, device: torch.device) -> list[dict[str, Any]]:
+    """Return for each batch the relative errors of both gradients, filtered and by full logits, and the share kept."""
+    weight = head.weight.to(device)
+    sequences = len(head.labels) // SEQUENCE
+    size = min(8, sequences, MOST_LOGITS // (len(weight) * SEQUENCE))
+    generator, fused, rows = torch.Generator().manual_seed(0), FusedLoss(), []
+    losses: dict[str, Loss] = {"hf_cce": fused, "eager": full_logits}
+    for _ in range(BATCHES):
+        drawn = torch.randperm(sequences, generator=generator)[:size]
+        tokens = (drawn[:, None] * SEQUENCE + torch.arange(SEQUENCE)).flatten()
+        problem = Inputs(head.hidden_states[tokens].to(device), weight, head.labels[tokens].to(device))
+        exact = exact_results(problem)
+        row: dict[str, Any] = {"tokens": len(tokens)}
+        for name, loss in losses.items():
+            leaves = [problem.hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+            value = loss(leaves[0], leaves[1], problem.labels)
+            value.backward()
+            row["loss"] = value.item()
+            for key, x in zip(GRADIENTS, leaves, strict=True):
+                assert x.grad is not None
+                row[f"{name}_{key}_error"] = relative_error(x.grad, exact[f"∂{key}"])
+            del leaves, value
+        rows.append(row | filter_stats(fused))
+        del exact, problem
+    return rows
+
+
+def of_head(given: str) -> tuple[str, dict[str, Any]]:
+    """Train one head and measure it: (``given``, its entry of the report).
+
+    In a process of its own, whose memory is free afterwards.
+    """
+    vocabulary, hidden_size, layers, seconds = map(int, given.split(":"))
+    device = machine.checked_device(None)
+    began = time.perf_counter()
+    say = partial(print, f"{given}:", file=sys.stderr, flush=True)
+    # Training reports every second; every tenth is enough here.
+    head = train_head(
+        HeadSpec(vocabulary, hidden_size, layers), seconds, device,
+        say=lambda line: None if line.startswith("training:") and "0 of" not in line else say(line),
+    )  # fmt: skip
+    rows = measure(head, device)
+    found = {
+        "vocab_size": vocabulary, "hidden_size": hidden_size, "layers": layers, "seconds": seconds,
+        "held_out_loss": head.about["held_out_loss"], "tokenizer_entries": head.about["tokenizer_entries"], "batches": rows,
+        "worst": worst(rows),
+    }  # fmt: skip
+    spent = time.perf_counter() - began
+    say(f"{spent:.0f} s, loss {found['held_out_loss']:.2f}, kept {rows[-1].get('kept')}, worst {found['worst']}")
+    return given, found
+
+
+def worst(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the largest ratio of the filter's error to full logits' over the batches, for each gradient."""
+    return {key: max(row[f"hf_cce_{key}_error"] / row[f"eager_{key}_error"] for row in rows) for key in GRADIENTS}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--head", nargs="+", default=HEADS, metavar="V:D:LAYERS:SECONDS", help=f"default: {' '.join(HEADS)}"
+    )
+    parser.add_argument("--parallel", type=int, default=2, help="heads at a time, on one device")
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args(arguments)
+    command = machine.this_command("benchmarks.filter_errors", arguments)
+    report = machine.origin(command, machine.checked_device(None), "transformers") | {"heads": {}}
+    if args.json.is_file():
+        report["heads"] = json.loads(args.json.read_text("utf-8"))["heads"]
+    missing = [given for given in args.head if given not in report["heads"]]
+    with multiprocessing.get_context("spawn").Pool(args.parallel, maxtasksperchild=1) as pool:
+        for given, found in pool.imap_unordered(of_head, missing):
+            report["heads"][given] = found
+            write_json(args.json, report)
+    for given, found in report["heads"].items():
+        print(f"{given:24s} loss {found['held_out_loss']:.2f}  worst {found['worst']}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
