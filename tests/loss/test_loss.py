@@ -311,7 +311,7 @@ def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
     for num_items, divisor in ((None, 0.0), (torch.tensor(7), 0.0), (None, 7.0)):
         torch.library.opcheck(
             torch.ops.hf_cce.cross_entropy.default,
-            (*leaves, labels, num_items, divisor, 0, *options),
+            (*leaves, labels, num_items, divisor, 0, False, *options),
         )
     for wanted in ((True,) * 4, (False,) * 4, (True, False, False, False), (False, True, False, False)):
         torch.library.opcheck(
