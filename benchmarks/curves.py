@@ -1,7 +1,8 @@
-"""Train the same small model on the same data from the same start, with one loss after the other.
+"""Train the same model on the same data with one loss after the other, each with several seeds.
 
-Two settings: from random initialisation, and from a checkpoint that full logits have trained. Two correct bfloat16 runs drift
-apart, too; how far is measured with a compiled loss and with the rows of each batch reversed. --seeds repeats everything.
+Two settings: from random initialisation, and from the checkpoint that the first of these runs with full logits leaves. Every run
+is scored on held-out text and on a second corpus, the documentation and licences of installed packages. The noise is the range of
+full logits over the seeds. A file of results that exists is continued: only the runs that it lacks are made.
 
 usage: python -m benchmarks.curves --json OUT.json --plot OUT.png
 """
@@ -9,17 +10,26 @@ usage: python -m benchmarks.curves --json OUT.json --plot OUT.png
 from __future__ import annotations
 
 import argparse
-import copy
+import gc
+import hashlib
+import json
 import math
-import statistics
 import sys
+import sysconfig
 import time
+import uuid
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import tables
@@ -27,18 +37,20 @@ from benchmarks.curves_plot import draw
 from benchmarks.installed import Missing, install
 from benchmarks.plots import require_matplotlib
 from hf_cce.diagnostics import machine, text
-from hf_cce.diagnostics.files import write_json
+from hf_cce.diagnostics.files import whole_file, write_json
 from hf_cce.diagnostics.shapes import Shape, config_of
+from hf_cce.dispatch import explain_dispatch
 
-YARDSTICKS = ("compiled", "reversed")  # as correct as eager: their distance from it is what rounding does
-OURS = ("hf_cce", "hf_cce-exact")
-FILTER_EVERY = 10  # steps after which the filter is asked what it kept
+KNOWN = ("eager", "hf_cce-exact", "hf_cce", "compiled", "reversed")  # the last two: as correct as eager
+FILTER_EVERY = 50  # steps after which the filter is asked what it kept
+HELD_OUT = 0.05  # share of the text
+PROSE_CHARACTERS = 4_000_000
 RANDOM, TRAINED = "from random initialisation", "from a trained checkpoint"
-Say = Callable[[str], None]
-PACKAGES = ("transformers", "liger-kernel", "cut-cross-entropy")
+Report = dict[str, Any]
+PACKAGES = ("transformers",)
 NOTES = (
-    "float32 weights and AdamW state, bfloat16 autocast, no dropout; same start and same batches in the same order for every "
-    f"loss; difference: to full logits, in nats per token; yardsticks: {', '.join(YARDSTICKS)}"
+    "float32 weights and AdamW state, bfloat16 autocast, no dropout; for each seed same start and same batches in the same order "
+    "for every loss; nats per token; several runs share the GPU, so that seconds a step are no measure of speed"
 )
 
 
@@ -48,256 +60,337 @@ class Setup:
 
     device: str = "cuda"
     vocab: int = 49_152
-    dim: int = 512  # a multiple of 64: heads have 64 channels
-    layers: int = 8
-    batch: int = 16
-    sequence: int = 1024
-    steps: int = 300  # of each run, in each setting
-    checkpoint_steps: int = 300  # with eager, before the second setting begins
-    learning_rate: float = 1e-3  # after a rise over ``rising`` steps; constant then
-    rising: int = 20
-    seed: int = 0
-    seeds: int = 1  # how often it is all repeated, with the seeds that follow
+    dim: int = 1024  # a multiple of 64: heads have 64 channels
+    layers: int = 4
+    batch: int = 6
+    sequence: int = 512
+    steps: int = 2000
+    learning_rate: float = 1e-3  # rises over ``rising`` steps, falls over the last fifth
+    fine_tune_rate: float = 2e-4  # of the runs from the checkpoint
+    rising: int = 100
+    every: int = 10  # steps whose mean loss is one point of the curve
+    evaluated: int = 16  # batches of each evaluation
 
 
 PRESETS = {
     "gpu": Setup(),
-    "tiny": Setup("cpu", 512, 64, 1, 2, 32, steps=12, checkpoint_steps=8, rising=4),
+    "tiny": Setup("cpu", 512, 64, 1, 2, 32, steps=12, rising=4, every=2, evaluated=2),
 }
 
 
-@dataclass(frozen=True)
-class State:
-    """Where a run starts: copies of weights and optimizer's state, and how many steps made them."""
+class Job(NamedTuple):
+    """One run."""
 
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Any] | None
-    step: int
+    setting: str
+    loss: str
+    seed: int
+
+    @classmethod
+    def of(cls, run: dict[str, Any]) -> Job:
+        return cls(run["setting"], run["loss"], run["seed"])
 
 
-def build(setup: Setup, state: State | None) -> tuple[Any, torch.optim.Optimizer]:
-    """A fresh model, so that no run inherits a patch, and its optimizer; from the seed, or from ``state``."""
-    from transformers import LlamaForCausalLM, set_seed
+class Data(NamedTuple):
+    """Files of tokens."""
 
-    set_seed(setup.seed)
+    text: Path
+    second: Path
+
+
+def model_of(setup: Setup) -> Any:
+    """Return a fresh model, so that no run inherits a patch."""
+    from transformers import LlamaForCausalLM
+
     heads = max(1, setup.dim // 64)
-    shape = Shape("llama", setup.dim, setup.layers, heads, heads, setup.dim * 8 // 3, setup.vocab)
-    with torch.device(setup.device):
-        model: Any = LlamaForCausalLM(config_of(shape, setup.sequence))
-    model.to(setup.device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), setup.learning_rate, betas=(0.9, 0.95), fused=True)
-    if state is not None:
-        model.load_state_dict(state.weights)
-        if state.optimizer is not None:
-            optimizer.load_state_dict(copy.deepcopy(state.optimizer))
-    return model, optimizer
+    shape = Shape("llama", setup.dim, setup.layers, heads, heads, setup.dim * 11 // 4, setup.vocab)
+    return LlamaForCausalLM(config_of(shape, setup.sequence))
 
 
-def train(
-    setup: Setup, name: str, batches: Tensor, start: State | None, snapshot_at: int | None = None
-) -> tuple[dict[str, Any], State | None]:
-    """One run over ``batches`` [steps, batch, sequence].
-
-    Returns:
-        its losses (nats per token), seconds and what was installed; and the state after ``snapshot_at`` steps, if asked for.
+def train(setup: Setup, job: Job, data: Data, checkpoint: Path, writes_checkpoint: bool) -> dict[str, Any]:
+    """Make one run, from the weights in ``checkpoint`` if the job says so; keep its last weights there if asked to.
 
     Raises:
-        Missing: the loss ``name`` cannot run here.
+        Missing: the loss cannot run here.
         RuntimeError: the loss became infinite or NaN.
     """
-    device = torch.device(setup.device)
-    model, optimizer = build(setup, start)
-    reversed_rows = name == "reversed"
-    installed = "eager, the rows of each batch in reverse" if reversed_rows else install(model, name)
-    first, snapshot, losses, filtered = start.step if start else 0, None, [], []
-    began = time.perf_counter()
-    for step, rows in enumerate(batches):
-        if step == snapshot_at:
-            snapshot = taken(model, optimizer, first + step)
+    from safetensors.torch import load_model, save_model
+    from transformers import set_seed
+
+    device, fine_tunes = torch.device(setup.device), job.setting == TRAINED
+    gc.collect()  # what the last run of this process left
+    set_seed(job.seed)
+    with device:
+        model = model_of(setup).train()
+    if fine_tunes:
+        load_model(model, str(checkpoint), device=setup.device)
+    highest = setup.fine_tune_rate if fine_tunes else setup.learning_rate
+    optimizer = torch.optim.AdamW(model.parameters(), highest, betas=(0.9, 0.95), fused=True)
+    reversed_rows = job.loss == "reversed"
+    installed = "eager, the rows of each batch in reverse" if reversed_rows else install(model, job.loss)
+
+    def batches(file: Path, count: int, seed: int, part: tuple[float, float] = (0.0, 1.0)) -> Tensor:
+        return torch.from_numpy(text.windows(file, (count, setup.batch), setup.sequence, seed, part)).to(device)
+
+    seed = job.seed + 1000 * fine_tunes  # the checkpoint has seen other batches
+    trained_on = batches(data.text, setup.steps, seed, (0.0, 1.0 - HELD_OUT))
+    scored_on = {
+        "held_out": batches(data.text, setup.evaluated, 0, (1.0 - HELD_OUT, 1.0)),
+        "second_corpus": batches(data.second, setup.evaluated, 0),
+    }
+    points = {setup.steps * quarter // 4 for quarter in (1, 2, 3, 4)} | {max(1, setup.steps // 20)}
+    losses: list[Tensor] = []
+    evaluations: list[dict[str, float]] = []
+    filtered: list[dict[str, float]] = []
+    machine.reset_peak_memory(device)
+    seconds, began = 0.0, time.perf_counter()
+    for step, rows in enumerate(trained_on, 1):
         for group in optimizer.param_groups:
-            group["lr"] = setup.learning_rate * min(1.0, (first + step + 1) / setup.rising)
+            group["lr"] = highest * min(1.0, step / setup.rising, 5 * (setup.steps + 1 - step) / setup.steps)
         rows = rows.flip(0) if reversed_rows else rows
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach().float())  # read at the end, so that the host waits for none
+        losses.append(loss.detach().float())  # read at the evaluations, so that the host seldom waits
         if step % FILTER_EVERY == 0 and hasattr(model, "cce_stats"):
             told: dict[str, float] = model.cce_stats()
             of_filter = {key: told[key] for key in ("kept", "dense", "error") if math.isfinite(told.get(key, math.nan))}
             filtered.append({"step": step, **of_filter})
-    values = torch.stack(losses)
-    if not torch.isfinite(values).all():
-        raise RuntimeError(f"{name}: the loss became infinite or NaN; try a smaller --learning-rate")
-    run: dict[str, Any] = {"losses": values.tolist(), "installed": installed, "seconds": time.perf_counter() - began}
+        if step not in points:
+            continue
+        machine.synchronize(device)
+        seconds += time.perf_counter() - began
+        memory = {"bytes": machine.memory_in_use(device), "peak_bytes": machine.peak_memory(device)}
+        scores = {name: evaluated(model, rows) for name, rows in scored_on.items()}
+        evaluations.append({"step": step, **scores, **memory})
+        latest = float(losses[-1])
+        said = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
+        say(f"{job.loss}, seed {job.seed}, {job.setting}: step {step:,} of {setup.steps:,}: loss {latest:.4f}, {said}; "
+            f"{1000 * seconds / step:.1f} ms a step, peak {memory['peak_bytes'] / 2**30:.2f} GiB")  # fmt: skip
+        if not math.isfinite(latest):
+            raise RuntimeError(f"{job.loss}: the loss became infinite or NaN; try a smaller --learning-rate")
+        machine.reset_peak_memory(device)
+        began = time.perf_counter()
+    values = torch.stack(losses).tolist()
+    late = values[-max(1, len(values) // 4) :]
+    run: dict[str, Any] = {
+        **job._asdict(),
+        "installed": installed,
+        "losses": [fmean(values[at : at + setup.every]) for at in range(0, len(values), setup.every)],
+        "evaluations": evaluations,
+        "final": {"training": fmean(late), **{name: evaluations[-1][name] for name in scored_on}},
+        "seconds_per_step": seconds / setup.steps,
+        "checkpoint": identity(checkpoint) if fine_tunes else None,
+    }
     if any("kept" in each for each in filtered):  # or the filter never ran
         run["filter"] = filtered
-    if snapshot_at is not None and snapshot is None:
-        snapshot = taken(model, optimizer, first + len(batches))
-    return run, snapshot
+    if writes_checkpoint:
+        with whole_file(checkpoint) as temporary:
+            save_model(model, str(temporary), metadata={"identity": uuid.uuid4().hex})
+    return run
 
 
-def taken(model: Any, optimizer: torch.optim.Optimizer, step: int) -> State:
-    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return State(weights, copy.deepcopy(optimizer.state_dict()), step)
+@torch.no_grad()
+def evaluated(model: Any, batches: Tensor) -> float:
+    """Return the mean loss of ``batches`` [count, batch, sequence] from full logits, whatever loss the model trains with."""
+    model.eval()
+    losses = []
+    for rows in batches:
+        with torch.autocast(rows.device.type, torch.bfloat16):
+            logits = model(input_ids=rows).logits
+        losses.append(F.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten()))
+    model.train()
+    return float(torch.stack(losses).mean())
 
 
-def compare(runs: dict[str, dict[str, Any]]) -> None:
-    """Write into each run how far it is from eager, in nats and in multiples of the yardsticks.
+def identity(checkpoint: Path) -> str | None:
+    """Return what tells these weights from those of another run; None if there are none."""
+    from safetensors import safe_open
 
-    "late_mean_difference" is signed, over the last quarter: noise averages out there, and training worse does not.
+    if not checkpoint.is_file():
+        return None
+    with safe_open(str(checkpoint), "pt") as file:
+        return str(file.metadata()["identity"])
+
+
+def missing_jobs(report: Report, jobs: list[Job], checkpoint: Path) -> list[Job]:
+    """Return the jobs that ``report`` lacks. The first of ``jobs`` leaves the checkpoint.
+
+    If the checkpoint that earlier runs began from is gone, they are dropped: runs from another one do not compare with them.
     """
-    exact = runs["eager"]["losses"]
-    for run in runs.values():
-        differences = [a - b for a, b in zip(run["losses"], exact, strict=True)]
-        sizes = [abs(d) for d in differences]
-        late = differences[-max(1, len(sizes) // 4) :]
-        run.update(
-            max_difference=max(sizes),
-            mean_difference=statistics.fmean(sizes),
-            late_mean_difference=statistics.fmean(late),
-            late_mean_loss=statistics.fmean(run["losses"][-len(late) :]),
-        )
-    yardsticks = [runs[name] for name in YARDSTICKS if name in runs]
-    for key in ("max_difference", "mean_difference"):
-        unit = max((run[key] for run in yardsticks), default=0.0)
-        for run in runs.values():
-            run[f"{key}_in_yardsticks"] = run[key] / unit if unit > 0 else None
+
+    def lacking() -> list[Job]:
+        present = {Job.of(run) for run in report["runs"]}
+        return [job for job in jobs if job not in present and job.loss not in report["missing"]]
+
+    if any(job.setting == TRAINED for job in lacking()):
+        known = identity(checkpoint)
+        runs = [run for run in report["runs"] if run["checkpoint"] in (None, known)]
+        report["runs"] = [run for run in runs if known or Job.of(run) != jobs[0]]
+    return lacking()
 
 
 def measure(
-    setup: Setup, names: list[str], corpus: text.Corpus, say: Say, keep: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
-    """Both settings with every loss of ``names`` (and eager): {"settings": {title: {name: run}}, "missing": {name: why}}.
-
-    ``keep`` gets that after every run, with the runs there are.
-    """
-    total = max(setup.steps, setup.checkpoint_steps + setup.steps)
-    drawn = text.windows(corpus.tokens_file, (total, setup.batch), setup.sequence, setup.seed)
-    batches = torch.from_numpy(drawn).to(setup.device)
-    settings: dict[str, dict[str, Any]] = {}
-    missing: dict[str, str] = {}
-    # One eager run serves twice: its first steps are the first setting's curve, its state in the middle is the checkpoint.
-    length = max(setup.steps, setup.checkpoint_steps)
-    whole, checkpoint = train(setup, "eager", batches[:length], None, setup.checkpoint_steps)
-    say(
-        f"eager, {length} steps {RANDOM}: {whole['losses'][0]:.3f} → {whole['losses'][-1]:.3f} in {whole['seconds']:.1f} s"
+    report: Report, setup: Setup, jobs: list[Job], data: Data, args: argparse.Namespace, keep: Callable[[], None]
+) -> None:
+    """Make the runs that ``report`` lacks, ``args.parallel`` at a time, and call ``keep`` after each."""
+    checkpoint = (
+        text.cache_folder() / f"curves-{hashlib.sha256(repr((setup, data)).encode()).hexdigest()[:16]}.safetensors"
     )
-    whole["losses_to_checkpoint"] = whole["losses"][: setup.checkpoint_steps]
-    whole["losses"] = whole["losses"][: setup.steps]
-    rest = batches[setup.checkpoint_steps :][: setup.steps]
-    for title, start, data in ((RANDOM, None, batches[: setup.steps]), (TRAINED, checkpoint, rest)):
-        runs = settings[title] = {"eager": whole} if start is None else {}
-        for name in ["eager", *(name for name in names if name != "eager")]:
-            if name in runs or name in missing:
-                continue
-            try:
-                runs[name], _ = train(setup, name, data, start)
-            except Missing as reason:
-                missing[name] = str(reason)
-                say(f"{name} is missing: {reason}")
-                continue
-            losses, seconds = runs[name]["losses"], runs[name]["seconds"]
-            say(f"{name}, {len(losses)} steps {title}: {losses[0]:.3f} → {losses[-1]:.3f} in {seconds:.1f} s")
-            compare(runs)
-            keep({"settings": settings, "missing": missing})
-        compare(runs)
-    return {"settings": settings, "missing": missing}
+    maker, queue, running = jobs[0], deque(missing_jobs(report, jobs, checkpoint)), dict[Future[Any], Job]()
+    say(f"{len(queue)} of {len(jobs)} runs to make")
+    until = time.monotonic() + (args.seconds or math.inf)
+    pool: Executor = ThreadPoolExecutor(1)
+    if args.parallel > 1:
+        pool = ProcessPoolExecutor(args.parallel, get_context("spawn"))
+    with pool:
+        while queue or running:
+            while queue and len(running) < args.parallel and time.monotonic() < until:
+                if queue[0].setting == TRAINED and maker in running.values():
+                    break
+                job = queue.popleft()
+                if job.loss not in report["missing"]:
+                    running[pool.submit(train, setup, job, data, checkpoint, job == maker)] = job
+            if not running:
+                say(f"--seconds {args.seconds:g} are over: {len(queue)} runs left; the same command makes them")
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job = running.pop(future)
+                try:
+                    report["runs"].append(future.result())
+                except Missing as reason:
+                    report["missing"][job.loss] = str(reason)
+                    say(f"{job.loss} is missing: {reason}")
+                report["runs"].sort(key=lambda run: jobs.index(Job.of(run)) if Job.of(run) in jobs else len(jobs))
+                report["summary"] = summarize(report["runs"])
+                keep()
 
 
-def over_seeds(repeats: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Of every seed's "settings": how far each loss ends from eager in the mean, and the standard error of that mean.
+def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """Compare the last losses of each loss with those of full logits with the same seeds.
 
     Returns:
-        {title: {name: {"late_mean_difference", "standard_error", "seeds"}}}; nats per token, signed, of the last quarter.
+        {setting: {loss: {quantity: {"mean", "difference", "standard_error", "of_seeds", "noise"}}}}: nats per token. "of_seeds":
+        the signed differences of each seed. "difference": their mean, with its standard error (None for one seed). "noise": the
+        range of full logits over the seeds; None for the training loss, as each seed trains on other batches.
     """
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for title, runs in repeats[0]["settings"].items():
-        for name in runs:
-            every = [each["settings"].get(title, {}).get(name) for each in repeats]
-            late = [run["late_mean_difference"] for run in every if run and "late_mean_difference" in run]
-            if name != "eager" and len(late) > 1:
-                error = statistics.stdev(late) / math.sqrt(len(late))
-                mean = statistics.fmean(late)
-                found.setdefault(title, {})[name] = {
-                    "late_mean_difference": mean,
-                    "standard_error": error,
-                    "seeds": len(late),
+    final: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
+    for run in runs:
+        final.setdefault(run["setting"], {}).setdefault(run["loss"], {})[run["seed"]] = run["final"]
+    summary: dict[str, Any] = {}
+    for setting, losses in final.items():
+        full = losses.get("eager", {})
+        for loss, seeds in losses.items():
+            both = [seed for seed in seeds if seed in full]
+            for quantity in seeds[both[0]] if both else ():
+                of_full = [full[seed][quantity] for seed in full]
+                of_seeds = [seeds[seed][quantity] - full[seed][quantity] for seed in both]
+                summary.setdefault(setting, {}).setdefault(loss, {})[quantity] = {
+                    "mean": fmean(seeds[seed][quantity] for seed in both),
+                    "difference": fmean(of_seeds),
+                    "standard_error": stdev(of_seeds) / math.sqrt(len(both)) if len(both) > 1 else None,
+                    "of_seeds": of_seeds,
+                    "noise": None if quantity == "training" else max(of_full) - min(of_full),
                 }
-    return found
+    return summary
+
+
+def second_corpus(corpus: text.Corpus, dataset: str | None) -> Path:
+    """Return a file of tokens beside those of ``corpus``: of the file ``dataset``, or what installed packages ship as text."""
+    packages = Path(sysconfig.get_path("purelib"))
+    files = [Path(dataset)] if dataset else sorted(packages.rglob("*"))
+    documents, left = [], PROSE_CHARACTERS
+    for path in files:
+        if path.is_file() and (path.suffix in {".rst", ".md", ".txt"} or path.name.startswith(("LICENSE", "METADATA"))):
+            documents.append(path.read_text("utf-8", "replace")[:left])
+            left -= len(documents[-1])
+    ids = text.encode(corpus.tokenizer(), dict.fromkeys(documents))  # many licences are the same
+    path = corpus.tokens_file.with_name(f"second-{hashlib.sha256(ids.tobytes()).hexdigest()[:16]}.npy")
+    with whole_file(path) as temporary:
+        np.save(temporary, ids)
+    return path
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Setup]:
-    known = ("eager", *YARDSTICKS, *OURS)
-    usual = ["eager", "compiled", *OURS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="gpu" if torch.cuda.is_available() else "tiny")
     for name, value in asdict(PRESETS["gpu"]).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"gpu: {value}; tiny: "
                             f"{getattr(PRESETS['tiny'], name)}")  # fmt: skip
-    parser.add_argument("--losses", nargs="+", default=usual, choices=known, metavar="LOSS", help=", ".join(known))
-    parser.add_argument("--dataset", help="text file or folder; default: Python's own sources")
+    parser.add_argument("--losses", nargs="+", default=KNOWN[:3], choices=KNOWN, metavar="LOSS", help=", ".join(KNOWN))
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each loss; default: %(default)s")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time, each in its process")
+    parser.add_argument("--seconds", type=float, help="start no run later than this; call again for those left")
+    parser.add_argument("--dataset", help="text file or folder to train on; default: Python's own sources")
+    parser.add_argument("--second-dataset", help="text file to score on; default: what installed packages ship")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(arguments)
     preset = PRESETS[args.preset]
     given = {name: getattr(args, name) for name in asdict(preset) if getattr(args, name) is not None}
-    for name in ("vocab", "dim", "layers", "batch", "sequence", "steps", "checkpoint_steps", "rising", "seeds"):
-        if given.get(name, 1) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {given[name]}")
+    for name, value in {**given, "seeds": args.seeds, "parallel": args.parallel}.items():
+        if name != "device" and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
     if given.get("dim", 64) % 64:
         parser.error(f"--dim must be a multiple of 64, got {given['dim']}")
     return args, replace(preset, **given)
 
 
+def begun(args: argparse.Namespace, about: Report) -> Report:
+    """Return the report to continue: that in ``--json``, or an empty one.
+
+    Raises:
+        ValueError: the file has runs of another setup.
+    """
+    if args.json and args.json.is_file():
+        report: Report = json.loads(args.json.read_text("utf-8"))
+        differing = [key for key in ("device", "versions", "setup", "data") if report[key] != about[key]]
+        if differing:
+            raise ValueError(f"--json {args.json}: its runs differ in {', '.join(differing)}; name another file")
+        return {**report, **about}
+    return {**about, "runs": [], "missing": {}, "summary": {}}
+
+
 def main(arguments: list[str] | None = None) -> int:
     args, setup = parse(arguments)
-    say: Say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    tokens = setup.batch * setup.sequence
+    decided = explain_dispatch(tokens, setup.dim, setup.vocab, torch.bfloat16, setup.device)
+    say(f"hf_cce computes a loss of {tokens:,} tokens by: {decided.strategy}")
     try:
         if args.plot:
             require_matplotlib(args.plot)
         corpus = text.prepare(setup.vocab, dataset=args.dataset, say=say)
+        data = Data(corpus.tokens_file, second_corpus(corpus, args.second_dataset))
+        command = machine.this_command("benchmarks.curves", arguments)
+        with torch.device("meta"):
+            parameters = sum(parameter.numel() for parameter in model_of(setup).parameters())
         about = {
-            **machine.origin(
-                machine.this_command("benchmarks.curves", arguments), torch.device(setup.device), *PACKAGES
-            ),
-            "setup": asdict(setup),
-            "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries},
+            **machine.origin(command, torch.device(setup.device), *PACKAGES),
+            "setup": {**asdict(setup), "parameters": parameters, "strategy": decided.strategy},
+            "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries,
+                     "second_corpus_tokens": len(np.load(data.second, mmap_mode="r"))},
             "notes": NOTES,
-        }
-        report = repeated(about, setup, args, corpus, say)
+        }  # fmt: skip
+        report = begun(args, about)
+        jobs = [
+            Job(setting, loss, seed)
+            for setting in (RANDOM, TRAINED)
+            for seed in range(args.seeds)
+            for loss in ("eager", *(loss for loss in args.losses if loss != "eager"))
+        ]
+        measure(report, setup, jobs, data, args, lambda: write_json(args.json, report) if args.json else None)
     except (ValueError, RuntimeError) as error:
         say(f"error: {error}")
         return 1
-    if args.plot:
+    if args.plot and report["summary"]:
         draw(report, args.plot)
     print("\n".join(tables.curve_rows(report)), flush=True)
     return 0
-
-
-def repeated(
-    about: dict[str, Any], setup: Setup, args: argparse.Namespace, corpus: text.Corpus, say: Say
-) -> dict[str, Any]:
-    """Measure with each seed; return the report, which is written after every run."""
-    repeats: list[dict[str, Any]] = []  # of the seeds before
-
-    def whole(measured: dict[str, Any]) -> dict[str, Any]:
-        first, *others = every = [*repeats, measured]
-        return about | first | ({"other_seeds": others, "over_seeds": over_seeds(every)} if others else {})
-
-    def keep(measured: dict[str, Any]) -> None:
-        if args.json:
-            write_json(args.json, whole(measured))
-
-    for seed in range(setup.seed, setup.seed + setup.seeds):
-        say(f"seed {seed}")
-        measured = measure(replace(setup, seed=seed), args.losses, corpus, say, keep)
-        report = whole(measured)
-        repeats.append(measured)
-    if args.json:
-        write_json(args.json, report)
-    return report
 
 
 if __name__ == "__main__":

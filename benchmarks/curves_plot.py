@@ -19,6 +19,7 @@ STYLE: dict[str, dict[str, Any]] = {  # drawn in this order: the wide and pale o
     "hf_cce-exact": dict(color=EXACT, linewidth=1.0, label="hf_cce, no filter", linestyle=(0, (4, 1.5))),
 }
 SHORT = {"hf_cce": "hf_cce", "hf_cce-exact": "no filter", "compiled": "compiled", "reversed": "reversed"}
+Runs = dict[str, dict[int, dict[str, Any]]]  # {loss: {seed: run}}
 
 
 def draw(report: dict[str, Any], path: Path, metadata: dict[str, str | None] | None = None, dpi: int = 150) -> None:
@@ -29,7 +30,6 @@ def draw(report: dict[str, Any], path: Path, metadata: dict[str, str | None] | N
     setup = report["setup"]
     figure = Figure(figsize=(11, 6.6), dpi=dpi, facecolor="white")
     FigureCanvasAgg(figure)
-    seeds = 1 + len(report.get("other_seeds", ()))
     figure.text(
         0.02, 0.955, "The same training with one loss after the other", fontsize=13, fontweight="bold", color=INK
     )
@@ -41,14 +41,14 @@ def draw(report: dict[str, Any], path: Path, metadata: dict[str, str | None] | N
     lines = textwrap.fill(about, LINE)
     figure.text(0.02, 0.936, lines, fontsize=8.5, color="#5b6470", verticalalignment="top")
     top = 0.83 - 0.025 * max(0, lines.count("\n") - 1)
-    figure.subplots_adjust(
-        left=0.075, right=0.985, top=top, bottom=0.13, wspace=0.2, hspace=0.16 if seeds == 1 else 0.25
-    )
-    axes = figure.subplots(2, len(report["settings"]), sharex="col", height_ratios=[1, 1], squeeze=False)
-    for column, (title, runs) in enumerate(report["settings"].items()):
-        first = setup["checkpoint_steps"] if column else 0
-        others = [each["settings"][title] for each in report.get("other_seeds", ()) if title in each["settings"]]
-        _column(axes[:, column], title, runs, first, others, report.get("over_seeds", {}).get(title, {}))
+    figure.subplots_adjust(left=0.075, right=0.985, top=top, bottom=0.13, wspace=0.2, hspace=0.25)
+    axes = figure.subplots(2, len(report["summary"]), sharex="col", height_ratios=[1, 1], squeeze=False)
+    for column, (setting, summary) in enumerate(report["summary"].items()):
+        runs: Runs = {}
+        for run in report["runs"]:
+            if run["setting"] == setting:
+                runs.setdefault(run["loss"], {})[run["seed"]] = run
+        _column(axes[:, column], setting, runs, summary, setup["every"])
     axes[0, 0].set_ylabel("loss (nats per token)")
     axes[1, 0].set_ylabel("difference to full logits (nats)")
     lines, labels = axes[0, 0].get_legend_handles_labels()
@@ -57,37 +57,36 @@ def draw(report: dict[str, Any], path: Path, metadata: dict[str, str | None] | N
         figure.savefig(temporary, metadata=metadata)
 
 
-def _apart(runs: dict[str, Any], name: str) -> list[float]:
-    return [a - b for a, b in zip(runs[name]["losses"], runs["eager"]["losses"], strict=True)]
-
-
-def _column(
-    axes: Any, title: str, runs: dict[str, Any], first: int, others: list[dict[str, Any]], means: dict[str, Any]
-) -> None:
+def _column(axes: Any, setting: str, runs: Runs, summary: dict[str, Any], every: int) -> None:
+    """Draw the first seed's losses, and the mean difference over the seeds."""
     losses, differences = axes
+    full, parts, quantity, noise = runs["eager"], [], "", ""
     for name, style in STYLE.items():
-        if name not in runs:
+        if name not in summary:
             continue
-        steps = range(first + 1, first + len(runs[name]["losses"]) + 1)
-        losses.plot(steps, runs[name]["losses"], solid_capstyle="round", **style)
-        if name != "eager":
-            every = [_apart(each, name) for each in (runs, *others) if name in each]
-            differences.plot(steps, [fmean(values) for values in zip(*every, strict=True)], **style)
+        one = runs[name][min(runs[name])]
+        steps = range(every, every * len(one["losses"]) + 1, every)
+        losses.plot(steps, one["losses"], solid_capstyle="round", **style)
+        if name == "eager":
+            continue
+        apart = [
+            [a - b for a, b in zip(run["losses"], full[seed]["losses"], strict=True)]
+            for seed, run in runs[name].items()
+            if seed in full
+        ]
+        differences.plot(steps, [fmean(values) for values in zip(*apart, strict=True)], **style)
+        quantity = "held_out" if "held_out" in summary[name] else "training"
+        found = summary[name][quantity]
+        noise = "" if found["noise"] is None else f"; full logits' range over them {found['noise']:.4f}"
+        error = "" if found["standard_error"] is None else f" ± {found['standard_error']:.4f}"
+        parts.append(f"{SHORT[name]} {found['difference']:+.4f}".replace("-", "−") + error)
     differences.axhline(0, color=INK, linewidth=0.6)
     differences.set_xlabel("training step")
     differences.xaxis.get_major_locator().set_params(integer=True)
     differences.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
-    losses.set_title(title, loc="left", fontsize=10.5, color=INK)
-    parts, what = [], "mean |difference| in yardsticks: "
-    for name, label in SHORT.items():
-        if name in means:
-            what = f"mean of {1 + len(others)} seeds; ± standard error, last quarter, 10⁻³ nats:\n"
-            mean, error = (means[name][key] * 1000 for key in ("late_mean_difference", "standard_error"))
-            parts.append(f"{label} {mean:+.0f} ± {error:.0f}".replace("-", "−"))
-        elif not means and name.startswith("hf_cce"):
-            ratio = runs.get(name, {}).get("mean_difference_in_yardsticks")
-            parts += [f"{label} {ratio:.2f}"] if ratio is not None else []
+    losses.set_title(setting, loc="left", fontsize=10.5, color=INK)
     if parts:
+        what = f"{quantity.replace('_', '-')} loss at the end, {len(full)} seed{'s' * (len(full) > 1)}{noise}:\n"
         differences.set_title(what + ", ".join(parts), loc="right", fontsize=8.5, color="#5b6470")
     quiet(losses, "both")
     quiet(differences, "both")

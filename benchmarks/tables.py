@@ -212,22 +212,38 @@ def error_rows(report: Report, titles: dict[str, str]) -> list[str]:
     return lines
 
 
+QUANTITIES = {"training": "training, last quarter", "held_out": "held-out text", "second_corpus": "second corpus"}
+
+
 def curve_rows(report: Report) -> list[str]:
-    """The same training with one loss after the other: means of the last quarter, and the distance to full logits."""
-    every = [report["settings"], *(each["settings"] for each in report.get("other_seeds", ()))]
-    lines = head("start", "loss", "mean loss, last quarter", "difference to full logits", "of each seed")
-    for start, runs in report["settings"].items():
-        steps = f" ({report['setup']['checkpoint_steps']:,} steps)" if "checkpoint" in start else ""
-        for name in names.ordered(runs):
-            of_seeds = [each[start][name] for each in every if name in each.get(start, {})]
-            late = sum(run["late_mean_loss"] for run in of_seeds) / len(of_seeds)
-            mean = report.get("over_seeds", {}).get(start, {}).get(name)
-            apart = f"{mean['late_mean_difference']:+.4f} ± {mean['standard_error']:.4f}" if mean else "–"
-            one_by_one = (
-                "–" if name == "eager" else ", ".join(f"{run['late_mean_difference']:+.4f}" for run in of_seeds)
-            )
-            cells = (text.replace("-", "−") for text in (apart, one_by_one))
-            lines.append(row(f"{start}{steps}", names.title(name), f"{late:.4f}", *cells))
+    """The same training with one loss after the other: last losses, distance to full logits, and memory during the run."""
+    seeds = "range of full logits over the seeds"
+    lines = head("start", "loss", "on", "mean loss", "difference to full logits", "of each seed", seeds, "within it")
+    for start, losses in report["summary"].items():
+        for quantity, title in QUANTITIES.items():
+            for name in names.ordered(name for name in losses if quantity in losses[name]):
+                found = losses[name][quantity]
+                cells = ["–"] * 4
+                if name != "eager":
+                    difference, noise, error = (found[key] for key in ("difference", "noise", "standard_error"))
+                    apart = f"{difference:+.4f}" + (f" ± {error:.4f}" if error is not None else "")
+                    cells[:2] = [apart, ", ".join(f"{each:+.4f}" for each in found["of_seeds"])]
+                    if noise is not None:
+                        cells[2:] = [f"{noise:.4f}", "yes" if abs(difference) <= noise else "no"]
+                cells = [cell.replace("-", "−") for cell in cells]
+                lines.append(row(start, names.title(name), title, f"{found['mean']:.4f}", *cells))
+    scored = [run for run in report["runs"] if run["evaluations"]]
+    if scored:
+        lines += [
+            "",
+            *head("start", "loss", "seed", "memory at the first and last evaluation", "peak before each", "tiles kept"),
+        ]
+    for run in scored:
+        ends = run["evaluations"][0], run["evaluations"][-1]
+        memory = (" → ".join(f"{end[key] / 2**20:,.1f}" for end in ends) + " MiB" for key in ("bytes", "peak_bytes"))
+        kept = [each["kept"] for each in run.get("filter", ()) if "kept" in each]
+        tiles = f"{kept[0]:.0%} → {kept[-1]:.0%}" if kept else "–"
+        lines.append(row(run["setting"], names.title(run["loss"]), run["seed"], *memory, tiles))
     return lines
 
 

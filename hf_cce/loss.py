@@ -22,6 +22,7 @@ from hf_cce.reference import token_losses
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, Wanted
 
 Reduction = Literal["mean", "sum", "none"]
+Form = tuple[int, float, float]  # ignore_index, logit_scale, softcap (0 for none)
 _LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -100,10 +101,8 @@ def linear_cross_entropy(
             kernels that cannot run here.
     """
     config = _checked(config)
-    _check_index(ignore_index)
     if not isinstance(shift, bool):
         raise TypeError(f"shift must be True or False, got {_kind(shift)}")
-    _check_state(filter_state)
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
     if num_items_in_batch is not None and reduction != "mean":
@@ -114,23 +113,20 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
     if z_loss < 0.0:
         raise ValueError(f"z_loss must not be negative, got {z_loss}")
-    hidden, weight, bias, cap = _prepare(hidden_states, weight, bias, labels, logit_scale, softcap)
-    logit_scale, ignore_index = _on_host(logit_scale), _on_host(ignore_index, int)
+    x, form = _prepare(Inputs(hidden_states, weight, bias, labels), ignore_index, logit_scale, softcap, filter_state)
     if shift:
         if labels.dim() == 0:
             raise ValueError("labels must have a sequence dimension to be shifted, got a scalar")
-        labels = F.pad(labels.long(), (0, 1), value=ignore_index)[..., 1:]
-    flat = labels.reshape(-1).long().contiguous()
-
-    x = Inputs(hidden, weight, bias, flat)
-    spec = _spec(x, config, (ignore_index, logit_scale, cap), label_smoothing, z_loss)
-    shared = _shared(hidden, weight, bias)
+        labels = F.pad(labels.long(), (0, 1), value=form[0])[..., 1:]
+        x = x._replace(labels=labels.reshape(-1))
+    spec = _spec(x, config, form, label_smoothing, z_loss)
+    shared = _shared(x)
     if reduction != "none" and not shared:
-        return ops.cross_entropy(x, spec, _divisor(reduction, num_items_in_batch, hidden.device), filter_state)
+        return ops.cross_entropy(x, spec, _divisor(reduction, num_items_in_batch, x.hidden.device), filter_state)
     loss = token_losses(_statistics(shared, x, spec, Wanted(mean=label_smoothing > 0), None), spec)
     if reduction == "none":
         return loss.view(labels.shape)
-    divisor = _divisor(reduction, num_items_in_batch, hidden.device)
+    divisor = _divisor(reduction, num_items_in_batch, x.hidden.device)
     return loss.sum() * dispatch.loss_factor(x, spec, divisor).to(loss.dtype)
 
 
@@ -177,15 +173,11 @@ def linear_log_probs(
         TypeError, ValueError, RuntimeError: as in ``linear_cross_entropy``.
     """
     config = _checked(config)
-    _check_index(ignore_index)
-    hidden, weight, bias, cap = _prepare(hidden_states, weight, bias, labels, logit_scale, softcap)
-    logit_scale, ignore_index = _on_host(logit_scale), _on_host(ignore_index, int)
-    _check_state(filter_state)
-    shared = _shared(hidden, weight, bias)
+    x, form = _prepare(Inputs(hidden_states, weight, bias, labels), ignore_index, logit_scale, softcap, filter_state)
+    shared = _shared(x)
     if shared and is_top1:
         raise ValueError("is_top1 is not known where the vocabulary is spread over processes; leave it out")
-    x = Inputs(hidden, weight, bias, labels.reshape(-1).long())
-    spec = _spec(x, config, (ignore_index, logit_scale, cap))
+    spec = _spec(x, config, form)
     stats = _statistics(shared, x, spec, Wanted(mean_logit, entropy, log_sum_sq_probs, is_top1), filter_state)
 
     def shaped(values: Tensor, wanted: bool) -> Tensor | None:
@@ -201,15 +193,15 @@ def linear_log_probs(
     )
 
 
-def _shared(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _shared(x: Inputs) -> bool:
     """Whether the vocabulary is spread over processes.
 
     Raises:
-        ValueError: some of the three are DTensors, but they are no such head.
+        ValueError: some of ``x`` are DTensors, but they are no such head.
     """
-    if not any(map(sharded.is_dtensor, (hidden, weight, bias))):
+    if not any(map(sharded.is_dtensor, x[:3])):
         return False
-    reason = sharded.why_not_share(hidden, weight, bias)
+    reason = sharded.why_not_share(*x[:3])
     if reason is not None:
         raise ValueError(
             f"weight: {reason}. Under tensor parallelism hidden_states must be a DTensor, replicated, and weight and bias "
@@ -221,7 +213,7 @@ def _shared(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _spec(
     x: Inputs,
     config: CCEConfig,
-    form: tuple[int, float, float],  # ignore_index, logit_scale, softcap
+    form: Form,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> LossSpec:
@@ -302,18 +294,6 @@ def _on_host(value: Any, kind: type = float) -> Any:
     return value if type(value) in (float, int) or isinstance(value, (torch.SymFloat, torch.SymInt)) else kind(value)
 
 
-def _check_state(filter_state: object) -> None:
-    if not isinstance(filter_state, (FilterState, type(None))):
-        raise TypeError(f"filter_state must be a FilterState or None, got {_kind(filter_state)}")
-
-
-def _check_index(ignore_index: object) -> None:
-    if not isinstance(ignore_index, _INTEGERS) or isinstance(ignore_index, bool):
-        raise TypeError(
-            f"ignore_index must be an int, got {_kind(ignore_index)}; where no label is to be ignored, leave it at -100"
-        )
-
-
 def _check_tensor(name: str, shape: str, value: object) -> None:
     """For what is no tensor: an error that names the argument, and the tensor that was meant where one can tell."""
     if isinstance(value, Tensor):
@@ -351,14 +331,16 @@ def few_tokens(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None =
 
 
 def _prepare(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    logit_scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor | None, float]:
-    """Check everything that can be checked without reading data; cast for autocast; flatten to [N, D]."""
+    x: Inputs, ignore_index: int, logit_scale: float, softcap: float | None, filter_state: FilterState | None
+) -> tuple[Inputs, Form]:
+    """Check everything that can be checked without reading data; cast for autocast; flatten to [N, D] and [N]."""
+    hidden_states, weight, bias, labels = x
+    if not isinstance(ignore_index, _INTEGERS) or isinstance(ignore_index, bool):
+        raise TypeError(
+            f"ignore_index must be an int, got {_kind(ignore_index)}; where no label is to be ignored, leave it at -100"
+        )
+    if not isinstance(filter_state, (FilterState, type(None))):
+        raise TypeError(f"filter_state must be a FilterState or None, got {_kind(filter_state)}")
     _check_tensor("hidden_states", "[..., D]", hidden_states)
     _check_tensor("weight", "[V, D]", weight)
     _check_tensor("labels", "[...]", labels)
@@ -413,4 +395,5 @@ def _prepare(
         _refuse_learnable(softcap=softcap)
         if not softcap > 0:
             raise ValueError(f"softcap must be positive or None, got {softcap}")
-    return hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias, float(softcap or 0.0)
+    x = Inputs(hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias, labels.reshape(-1).long().contiguous())
+    return x, (_on_host(ignore_index, int), _on_host(logit_scale), float(softcap or 0.0))

@@ -220,7 +220,7 @@ logit_stats_backward.register_autograd(_refuse_second_derivative)
     mutates_args=(),
     tags=(torch.Tag.cudagraph_unsafe,),
     schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? num_items, float divisor, SymInt filter_state, "
-    "SymInt ignore_index, float logit_scale, float softcap, float label_smoothing, float z_loss, "
+    "bool counted, SymInt ignore_index, float logit_scale, float softcap, float label_smoothing, float z_loss, "
     "bool need_hidden, bool need_weight, bool need_bias, SymInt memory_budget, str implementation, float gradient_filter, "
     "bool auto_budget) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -232,16 +232,21 @@ def cross_entropy_op(
     num_items: Tensor | None,
     divisor: float,
     filter_state: int,
+    counted: bool,
     *options: Any,
 ) -> tuple[Tensor, ...]:
     """(loss, lse [N], factor, grad of hidden, of weight, of bias), the gradients empty where they are not formed here.
 
     The loss is the sum over the tokens times ``factor``: one over ``divisor`` if positive, else over ``num_items`` if given,
     else over the number of labels that are not ignored; zero where that would divide by zero. ``filter_state`` is the handle
-    of a FilterState, or 0; ``options`` are the fields of a LossSpec, ``gradient_filter`` being 0 for None and AUTO for "auto".
+    of a FilterState, or 0; ``counted`` adds to the counters of its model. ``options`` are the fields of a LossSpec,
+    ``gradient_filter`` being 0 for None and AUTO for "auto".
     """
     x, spec = Inputs(hidden, weight, bias, labels), _spec_of(options)
     state = FilterState.of(filter_state)
+    if counted and state is not None and state.counters is not None:
+        state.counters.calls += 1
+        state.counters.fused += 1
     strategy, (loss,), saved = _forward(dispatch_traced(x, spec, Divisor(num_items, divisor), state), x)
     gradients: Gradients = (None, None, None)
     if forms_gradients(hidden.dtype) and any(spec.needs):
@@ -270,7 +275,7 @@ def _spec_of(options: tuple[Any, ...]) -> LossSpec:
 @cross_entropy_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     wide = accumulation_dtype(hidden.dtype)
-    needs = others[10:13] if forms_gradients(hidden.dtype) else (False, False, False)
+    needs = others[11:14] if forms_gradients(hidden.dtype) else (False, False, False)
     loss, factor = (hidden.new_empty((), dtype=wide) for _ in range(2))
     return loss, hidden.new_empty(hidden.shape[0], dtype=wide), factor, *_fake_gradients(hidden, weight, needs)
 
@@ -279,14 +284,14 @@ def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     _, lse, factor, *gradients = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:4], lse, factor)
-    ctx.spec = _spec_of(inputs[7:])
+    ctx.spec = _spec_of(inputs[8:])
     # Detached, since an output that knows its node and a node that holds the output would be a cycle.
     ctx.gradients = [g.detach() for g in gradients] if forms_gradients(inputs[0].dtype) else None
 
 
 def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 19
+        return (None,) * 20
     *inputs, lse, factor = ctx.saved_tensors
     x, needs = Inputs(*inputs), ctx.needs_input_grad[:3]
     spec = replace(ctx.spec, needs=needs)
@@ -299,7 +304,7 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
         # With create_graph=True it is the operator that refuses the second derivative.
         grads = reference.token_gradients(grad, factor, lse, spec)
         gradients = recompute_by_operator(x, spec, lse, None, grads)
-    return (*_only(needs, gradients), *[None] * 16)
+    return (*_only(needs, gradients), *[None] * 17)
 
 
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_cross_entropy)
@@ -349,7 +354,8 @@ def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterStat
     """The scalar loss: through the operator where somebody is tracing, else directly."""
     if traced(x.hidden):
         handle = 0 if state is None else state.handle
-        return torch.ops.hf_cce.cross_entropy(*x, *divisor, handle, *_options_of(spec))[0]
+        counted = torch.compiler.is_compiling()
+        return torch.ops.hf_cce.cross_entropy(*x, *divisor, handle, counted, *_options_of(spec))[0]
     strategy = dispatch(x, spec, divisor, state)
     if isinstance(strategy, FullLogits):
         with _computing(x.hidden):

@@ -25,7 +25,7 @@ _LIBRARIES = {"accelerate", "deepspeed", "hf_cce", "peft", "torch", "transformer
 class Stats:
     """What happened in the training calls of one model: ``model._hf_cce.stats``.
 
-    Under ``torch.compile`` Python counters would recompile the graph at every step: there ``count_call`` counts.
+    Under ``torch.compile`` Python counters would recompile the graph at every step: there the loss's operator counts.
     """
 
     calls: int = 0  # training calls, with labels or without
@@ -120,18 +120,13 @@ class TrainingCall:
             for group in groups:
                 group.reshard()
 
-    def counted(self, loss: Tensor) -> Tensor:
-        """The loss of this call in a graph, whose runs are counted."""
-        handle = 0 if self.filter_state is None else self.filter_state.handle
-        return torch.ops.hf_cce.count_call(loss, handle, self.fused, int(self.full_logits))
-
     def close(self) -> None:
         self.closed = True
         self.versions = None if self.head is None else versions_in(self.head)
 
     def note_fused(self) -> None:
         self.fused += 1
-        if torch.compiler.is_compiling():  # counted when the call ends
+        if torch.compiler.is_compiling():  # the operator counts whenever the graph runs
             self.traced += 1
             self.stats.traced = True
         else:
@@ -146,8 +141,7 @@ class TrainingCall:
         if self.evaluation:
             return
         self.full_logits = True
-        if not torch.compiler.is_compiling():  # else counted when the call ends
-            self.stats.materialized += 1
+        self.stats.materialized += not torch.compiler.is_compiling()
         if not self.closed:
             self.reasons.append(f"{why} asked for the logits themselves")
         elif why != "materialize":  # that one is asked for by name
@@ -171,28 +165,6 @@ class TrainingCall:
     def note_refused(self, why: str) -> None:
         if not torch.compiler.is_compiling():
             self.reasons.append(why)
-
-
-@torch.library.custom_op("hf_cce::count_call", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def count_call(loss: Tensor, filter_state: int, fused: int, materialized: int) -> Tensor:
-    """A copy of the ``loss`` of a compiled training call, which is counted for the model that ``filter_state`` belongs to.
-
-    The host counts when the graph runs: it is no part of what a CUDA graph repeats.
-    """
-    state = FilterState.of(filter_state)
-    if state is not None and state.counters is not None:
-        stats = state.counters
-        stats.calls, stats.fused, stats.missed = stats.calls + 1, stats.fused + fused, stats.missed + (fused == 0)
-        stats.materialized += materialized
-    return loss.clone()
-
-
-@count_call.register_fake
-def _(loss: Tensor, filter_state: int, fused: int, materialized: int) -> Tensor:
-    return torch.empty_like(loss)
-
-
-count_call.register_autograd(lambda ctx, grad: (grad, None, None, None))
 
 
 def versions_in(head: Any) -> list[int]:

@@ -1,8 +1,8 @@
 """``hf-cce check``: does a model train with CCE as it does without? Loss, gradients, logits in evaluation.
 
 A large model has no exact result to compare with, so its own rounding is the measure: the unpatched model runs again with
-its LM head summing over the hidden dimension in another order. The patched model may differ by twice as much as that changes,
-plus sixteen units of rounding. All in float32.
+its LM head summing over the hidden dimension in another order. The patched model may differ by what ``gradcheck.allowed`` makes
+of that change. All in float32.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_cce import CCEConfig, apply_cce, remove_cce
+from hf_cce.diagnostics.gradcheck import allowed, relative_error
 from hf_cce.diagnostics.machine import first_line
 from hf_cce.diagnostics.shapes import SHAPES, auto_class, config_named, is_model_type
 from hf_cce.dispatch import why_no_triton
@@ -106,8 +107,8 @@ def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
     device = next(model.parameters()).device
     inputs = _inputs(model, device)
     say("without CCE")
-    loss, grads = _train(model, inputs)
-    noise = _rounding(model, inputs, loss, grads, say)
+    plain = _train(model, inputs)
+    noise = _rounding(model, inputs, plain, say)
     evaluated = _evaluate(model, inputs)
     say("with CCE")
     # Few tokens would keep full logits on a GPU: ask for kernels, or, without any, for a budget too small for full logits.
@@ -119,29 +120,23 @@ def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            patched_loss, patched = _train(model, inputs)
+            patched = _train(model, inputs)
         stats = model.cce_stats()
         same = torch.equal(_evaluate(model, inputs), evaluated)
     finally:
         remove_cce(model)
     model.zero_grad(set_to_none=True)
-    if patched.keys() != grads.keys():
-        raise ValueError(f"gradients of {sorted(patched.keys() ^ grads.keys())} are there with or without CCE only")
-    errors = {
-        "loss": abs(patched_loss - loss) / abs(loss),
-        **{name: _error(patched[name], grads[name]) for name in grads},
-    }
-    # Twice the model's own rounding, plus sixteen units of rounding.
-    allowed = {name: 2 * noise[name] + 16 * torch.finfo(torch.float32).eps for name in errors}
-    rows = [
-        {"name": name, "error": error, "allowed": allowed[name], "ok": error <= allowed[name]}
-        for name, error in errors.items()
-    ]
+    if patched.keys() != plain.keys():
+        raise ValueError(f"gradients of {sorted(patched.keys() ^ plain.keys())} are there with or without CCE only")
+    rows = []
+    for name, error in _errors(patched, plain).items():
+        most = allowed(noise[name], torch.float32)
+        rows.append({"name": name, "error": error, "allowed": most, "ok": error <= most})
     return {
         "model": type(model).__name__,
         "device": str(device),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "losses": (loss, patched_loss),  # without, with
+        "losses": (float(plain["loss"]), float(patched["loss"])),
         "differences": rows,
         "stats": stats,
         "evaluation_same": same,
@@ -151,10 +146,10 @@ def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
     }
 
 
-def _rounding(model: Any, inputs: dict[str, Any], loss: float, grads: dict[str, Tensor], say: Say) -> dict[str, float]:
-    """Return how far rounding moves "loss" and gradients of the unpatched model; 0 if its head is no plain linear layer."""
+def _rounding(model: Any, inputs: dict[str, Any], plain: dict[str, Tensor], say: Say) -> dict[str, float]:
+    """Return how far rounding moves the results of the unpatched model; 0 if its head is no plain linear layer."""
     head: Any = model.get_output_embeddings()
-    noise = dict.fromkeys(["loss", *grads], 0.0)
+    noise = dict.fromkeys(plain, 0.0)
     for seed in range(ORDERS if type(head) is nn.Linear else 0):
         say(f"without CCE, rounded differently ({seed + 1} of {ORDERS})")
         order = torch.randperm(head.in_features, generator=torch.Generator().manual_seed(seed)).to(head.weight.device)
@@ -163,8 +158,7 @@ def _rounding(model: Any, inputs: dict[str, Any], loss: float, grads: dict[str, 
             return F.linear(args[0][..., order], head.weight[:, order], head.bias)
 
         with head.register_forward_hook(reordered):
-            other, others = _train(model, inputs)
-        found = {"loss": abs(other - loss) / abs(loss), **{name: _error(others[name], grads[name]) for name in grads}}
+            found = _errors(_train(model, inputs), plain)
         noise = {name: max(noise[name], found[name]) for name in noise}
     return noise
 
@@ -182,8 +176,8 @@ def _inputs(model: Any, device: torch.device) -> dict[str, Any]:
     return {**{name: value.to(device) for name, value in inputs.items()}, "use_cache": False}
 
 
-def _train(model: Any, inputs: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss, and the gradients as one vector for each module.
+def _train(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Return "loss", and the gradients as one vector for each module.
 
     Not for each parameter: the gradient of a bias before a softmax is rounding alone.
     """
@@ -201,7 +195,7 @@ def _train(model: Any, inputs: dict[str, Any]) -> tuple[float, dict[str, Tensor]
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             groups.setdefault(name.rpartition(".")[0] or name, []).append(parameter.grad.flatten())
-    return float(loss.detach()), {name: torch.cat(values) for name, values in groups.items()}
+    return {"loss": loss.detach(), **{name: torch.cat(values) for name, values in groups.items()}}
 
 
 def _evaluate(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -211,10 +205,8 @@ def _evaluate(model: Any, inputs: dict[str, Any]) -> Tensor:
     return logits
 
 
-def _error(value: Tensor, reference: Tensor) -> float:
-    size = float(reference.double().norm())
-    error = float((value.double() - reference.double()).norm())
-    return error / size if size > 0 else error
+def _errors(results: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, float]:
+    return {name: relative_error(results[name], value.double()) for name, value in plain.items()}
 
 
 def verdict(report: dict[str, Any]) -> str:

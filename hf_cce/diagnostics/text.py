@@ -120,13 +120,20 @@ def encode(tokenizer: Tokenizer, documents: Iterable[str]) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def windows(tokens_file: str | Path, count: tuple[int, ...], sequence: int, seed: int) -> np.ndarray:
+def windows(
+    tokens_file: str | Path, count: tuple[int, ...], sequence: int, seed: int, part: tuple[float, float] = (0.0, 1.0)
+) -> np.ndarray:
     """Return [*count, sequence] token ids (int64): windows of the text, drawn by ``seed``.
 
+    Args:
+        part: where in the text they lie, begin and end as shares of it.
+
     Raises:
-        ValueError: the text is no longer than ``sequence``.
+        ValueError: that part of the text is no longer than ``sequence``.
     """
     tokens = np.load(tokens_file, mmap_mode="r")
+    begin, end = (round(share * len(tokens)) for share in part)
+    tokens = tokens[begin:end]
     if len(tokens) <= sequence:
         raise ValueError(f"the text has only {len(tokens)} tokens, too few for sequences of {sequence}")
     starts = np.random.default_rng(seed).integers(len(tokens) - sequence, size=count)

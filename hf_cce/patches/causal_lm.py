@@ -114,7 +114,8 @@ def cce_stats(state: Patch) -> dict[str, float]:
         few tokens that the model's own loss was left to do it, which is then faster; ``missed``, calls that ended without a fused
         loss; ``materialized``, how often full logits were made nevertheless, by a head that cannot put them off or afterwards,
         and ``read``, how often of these for somebody who used ``outputs.logits``; ``bypassed``, calls that TRL answered with a
-        fused head of its own; ``traced``, 1 where a compiled graph holds the fused loss; with
+        fused head of its own; ``traced``, 1 where a compiled graph holds the fused loss (such a graph counts its
+        scalar cross-entropies alone, each as a call); with
         ``token_stats``, means over all labels so far: ``token_accuracy``, ``entropy`` and ``perplexity``; and, once the
         gradient filter has run, what ``FilterState.stats`` says of its last step.
     """
@@ -311,9 +312,8 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         call.closed = True
         return None
     _close(state, call, head)
-    if torch.compiler.is_compiling():  # a graph, as DataParallel's gather, hands on tensors only
-        return _with_logits(output, lambda value: None, lambda loss: call.counted(loss))
-    if getattr(model, "_is_replica", False):
+    if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
+        # A graph and DataParallel's gather hand on tensors only
         return _with_logits(output, lambda value: None)
     if any(isinstance(x, LazyLogits) and not isinstance(x, torch.Tensor) for x in _values_of(output)):
         # Deferred in a graph, of the head or of the model's forward alone
@@ -361,17 +361,11 @@ def _values_of(output: Any) -> Any:
     return output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
 
 
-def _with_logits(output: Any, change: Any, count: Any = None) -> Any:
-    """The same return value with other logits; a tuple without those that are None, as ``to_tuple`` leaves None out.
-
-    ``count`` is called with the loss, which comes first, and returns it.
-    """
-    values = list(_values_of(output))
-    changed = [change(value) if isinstance(value, LazyLogits) else value for value in values]
-    if count is not None and isinstance(changed[0], torch.Tensor):
-        changed[0] = count(changed[0])
+def _with_logits(output: Any, change: Any) -> Any:
+    """The same return value with other logits; a tuple without those that are None, as ``to_tuple`` leaves None out."""
+    changed = [change(value) if isinstance(value, LazyLogits) else value for value in _values_of(output)]
     if isinstance(output, tuple):
-        gone = [isinstance(old, LazyLogits) and new is None for old, new in zip(values, changed, strict=True)]
+        gone = [isinstance(old, LazyLogits) and new is None for old, new in zip(output, changed, strict=True)]
         return tuple(value for value, left in zip(changed, gone, strict=True) if not left)
     return type(output)(**dict(zip(output, changed, strict=True))) if isinstance(output, dict) else output
 
@@ -396,8 +390,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
     if torch.compiler.is_compiling():
         return
     call.close()
-    state.stats.calls += 1
-    state.stats.fused += call.traced
+    state.stats.calls += 1 - call.traced  # those that a graph has counted
     if (call.few_tokens or not call.labels) and not call.reasons:
         return  # without labels, the logits are read after the call
     missed = call.fused == 0

@@ -29,7 +29,9 @@ from benchmarks import (
     steps,
     tables,
 )
+from hf_cce.diagnostics import text
 from hf_cce.diagnostics.shapes import SHAPES, config_of
+from hf_cce.dispatch import explain_dispatch
 
 ROOT = Path(__file__).parents[2]
 
@@ -221,23 +223,56 @@ def test_alternate(loop: str, words: str, tmp_path: Path) -> None:
     assert tables.turn_rows(report)[2].startswith("| **hf_cce** |")
 
 
-def test_curves_with_seeds(words: str, tmp_path: Path) -> None:
+def test_curves_are_resumed(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    files = ["--plot", str(tmp_path / "curves.png")]
-    arguments = ["--preset", "tiny", "--dataset", words, "--losses", "reversed", "hf_cce", "--seeds", "2", *files]
-    assert curves.main([*arguments, "--json", str(tmp_path / "a.json")]) == 0
-    report = json.loads((tmp_path / "a.json").read_text("utf-8"))
-    assert list(report["settings"]) == [curves.RANDOM, curves.TRAINED] and len(report["other_seeds"]) == 1
-    for runs in report["settings"].values():
-        full = runs["eager"]["losses"]
-        for found in runs.values():
-            assert len(found["losses"]) == 12
-            assert abs(found["losses"][0] - full[0]) <= full[0] * budget(0.0, torch.bfloat16)  # same start, same data
-    # The second setting goes on where the checkpoint was: on the batches that the first one saw after it.
-    whole, after = (report["settings"][title]["eager"]["losses"] for title in (curves.RANDOM, curves.TRAINED))
-    assert all(abs(a - b) <= a * budget(0.0, torch.bfloat16) for a, b in zip(whole[8:], after, strict=False))
+    texts = ["--dataset", words, "--second-dataset", words, "--plot", str(tmp_path / "curves.png")]
+    arguments = ["--preset", "tiny", "--seeds", "1", *texts, "--losses", "hf_cce"]
+    assert curves.main([*arguments, "--seconds", "1e-9"]) == 0
+    assert "4 runs left" in capsys.readouterr().err
+    first = run(curves, tmp_path / "a.json", *arguments)["runs"]
+    report = run(curves, tmp_path / "a.json", *arguments, "reversed")
+    runs = {curves.Job.of(found): found for found in report["runs"]}
+    assert len(first) == 4 and len(runs) == len(report["runs"]) == 6
+    assert all(runs[curves.Job.of(found)] == found for found in first) and "2 of 6 runs" in capsys.readouterr().err
+    for about, found in runs.items():
+        full = runs[about._replace(loss="eager")]
+        assert len(found["losses"]) == 6 and found["evaluations"][-1]["held_out"] == found["final"]["held_out"]
+        for quantity, value in found["final"].items():
+            assert abs(value - full["final"][quantity]) <= value * budget(0.0, torch.bfloat16), (about, quantity)
+    # The second setting begins with the weights of the first one's end.
+    learned, tuned = (runs[curves.Job(setting, "eager", 0)]["losses"] for setting in (curves.RANDOM, curves.TRAINED))
+    assert learned[0] > np.log(512) > learned[-1] and tuned[0] < learned[0]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert len(tables.curve_rows(report)) == 8 and report["over_seeds"][curves.RANDOM]["hf_cce"]["seeds"] == 2
+    # Without the checkpoint the runs that began from it are made anew.
+    checkpoint = next(text.cache_folder().glob("curves-*.safetensors"))
+    checkpoint.unlink()
+    assert curves.missing_jobs(report, [*runs], checkpoint) == []
+    del report["runs"][-1]
+    again = curves.missing_jobs(report, [*runs], checkpoint)
+    assert again == [each for each in runs if each.setting == curves.TRAINED or each == (curves.RANDOM, "eager", 0)]
+
+
+def test_curves_verdict() -> None:
+    final = {("eager", 0): 3.0, ("eager", 1): 3.1, ("hf_cce", 0): 3.05, ("hf_cce", 1): 3.15, ("reversed", 0): 3.2}
+    runs = [
+        {"setting": "s", "loss": name, "seed": seed, "final": {"held_out": value}, "evaluations": []}
+        for (name, seed), value in final.items()
+    ]
+    summary = curves.summarize(runs)
+    ours, other = (summary["s"][name]["held_out"] for name in ("hf_cce", "reversed"))
+    assert ours["of_seeds"] == [3.05 - 3.0, 3.15 - 3.1] and len(other["of_seeds"]) == 1
+    lines = tables.curve_rows({"summary": summary, "runs": runs})
+    assert lines[2].endswith("| held-out text | 3.1000 | +0.0500 ± 0.0000 | +0.0500, +0.0500 | 0.1000 | yes |")
+    assert lines[4].endswith("| held-out text | 3.2000 | +0.2000 | +0.2000 | 0.1000 | no |")
+
+
+def test_long_runs_train_a_large_model_with_the_filter() -> None:
+    setup = curves.PRESETS["gpu"]
+    with torch.device("meta"):
+        model = curves.model_of(setup)
+    assert sum(parameter.numel() for parameter in model.parameters()) >= 100_000_000 and setup.steps >= 2000
+    tokens = setup.batch * setup.sequence
+    assert explain_dispatch(tokens, setup.dim, setup.vocab, torch.bfloat16, "cuda").strategy == "filtered"
 
 
 def test_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,8 +212,11 @@ def test_dropped_tiles_keep_their_mass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the identity for hidden states the weight's gradient is that of the logits, and each of its tiles can be looked at."""
     from hf_cce.kernels.filter import run as filter_run
+    from hf_cce.kernels.filter import select
 
     force(monkeypatch, "filtered")
+    energies, of_tiles = [], select._tile_energies
+    monkeypatch.setattr(select, "_tile_energies", lambda saved: energies.append(of_tiles(saved)) or energies[0])
     # What hf_cce.kernels.filter.corrections adds to the weight's gradient has no tile of its own.
     real = filter_run.plan_workspace
     monkeypatch.setattr(filter_run, "plan_workspace", lambda *a: dataclasses.replace(real(*a), corrected=False))
@@ -253,6 +256,37 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     assert_as_good(actual[at_label], twin[at_label], exact[at_label], "the target's term")
     size = exact.norm()
     assert (actual - exact).norm() <= 1.01 * state.stats()["tau"] * size  # energies are bfloat16
+    # The threshold is a share of the whole gradient's energy: of the targets' terms, and of the tiles that may be dropped.
+    energy, part, _ = energies[0]
+    tile_energy = energy[energy.isfinite()].double().sum()
+    whole = [(x[at_label].double() ** 2).sum() + tile_energy for x in (twin, exact)]
+    assert_as_good(part.sum(), *whole, "energy of the whole gradient", torch.float32)
+
+
+@tiles_of_the_interpreter
+@pytest.mark.parametrize("softcap", [None, 6.0])
+def test_an_ignored_token_that_is_nan_leaves_the_others_alone(
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in plain PyTorch, where only the weight's gradient becomes NaN: it sums over all tokens."""
+    force(monkeypatch, "filtered")
+    (hidden, weight, _), labels = filter_data()
+    options, state = Options(softcap=softcap), FilterState()
+    labels[::7] = -100
+    valid = labels >= 0
+    loss, of_hidden, _ = run_plain((hidden, weight, None), labels, options)
+    hidden[~valid] = float("nan")
+    actual = run((hidden, weight, None), labels, 0.1, options, state)
+    assert state.stats()["kept"] < 1 and 0 < state.stats()["dropped_mass"] < 1 and actual[1] is not None
+    assert relative_error(actual[0], loss) <= 1e-6 and relative_error(actual[1][valid], of_hidden[valid]) <= 0.1
+
+
+def test_nothing_is_kept_of_ignored_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, "filtered")
+    inputs, labels = filter_data()
+    state = FilterState()
+    _, *gradients = run(inputs, torch.full_like(labels, -100), 0.1, PLAIN, state)
+    assert state.stats()["kept"] == 0 and not any(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("counted", [True, False])
