@@ -37,12 +37,16 @@ GRADIENTS = ("hidden", "weight")
 
 
 def measure(head: Head, device: torch.device) -> list[dict[str, Any]]:
-    """Return for each batch the relative errors of both gradients, filtered and by full logits, and the share kept."""
+    """Return for each batch the relative errors of both gradients, filtered and by full logits, and what the filter did.
+
+    "frozen": of the hidden states' gradient, where the head is frozen.
+    """
     weight = head.weight.to(device)
     sequences = len(head.labels) // SEQUENCE
     size = min(8, sequences, MOST_LOGITS // (len(weight) * SEQUENCE))
-    generator, fused, rows = torch.Generator().manual_seed(0), FusedLoss(), []
-    losses: dict[str, Loss] = {"hf_cce": fused, "eager": full_logits}
+    generator, rows = torch.Generator().manual_seed(0), []
+    fused, frozen = FusedLoss(), FusedLoss()
+    losses: dict[str, Loss] = {"frozen": frozen, "hf_cce": fused, "eager": full_logits}
     for _ in range(BATCHES):
         drawn = torch.randperm(sequences, generator=generator)[:size]
         tokens = (drawn[:, None] * SEQUENCE + torch.arange(SEQUENCE)).flatten()
@@ -50,15 +54,15 @@ def measure(head: Head, device: torch.device) -> list[dict[str, Any]]:
         exact = exact_results(problem)
         row: dict[str, Any] = {"tokens": len(tokens)}
         for name, loss in losses.items():
-            leaves = [problem.hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+            leaves = [problem.hidden.detach().requires_grad_(), weight.detach().requires_grad_(name != "frozen")]
             value = loss(leaves[0], leaves[1], problem.labels)
             value.backward()
             row["loss"] = value.item()
             for key, x in zip(GRADIENTS, leaves, strict=True):
-                assert x.grad is not None
-                row[f"{name}_{key}_error"] = relative_error(x.grad, exact[f"∂{key}"])
+                if x.grad is not None:
+                    row[f"{name}_{key}_error"] = relative_error(x.grad, exact[f"∂{key}"])
             del leaves, value
-        rows.append(row | filter_stats(fused))
+        rows.append(row | filter_stats(fused) | {"frozen_kept": filter_stats(frozen).get("kept")})
         del exact, problem
     return rows
 
@@ -90,7 +94,8 @@ def of_head(given: str) -> tuple[str, dict[str, Any]]:
 
 def worst(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the largest ratio of the filter's error to full logits' over the batches, for each gradient."""
-    return {key: max(row[f"hf_cce_{key}_error"] / row[f"eager_{key}_error"] for row in rows) for key in GRADIENTS}
+    found = {key: max(row[f"hf_cce_{key}_error"] / row[f"eager_{key}_error"] for row in rows) for key in GRADIENTS}
+    return found | {"frozen": max(row["frozen_hidden_error"] / row["eager_hidden_error"] for row in rows)}
 
 
 def main(arguments: list[str] | None = None) -> int:

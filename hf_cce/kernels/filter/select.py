@@ -3,9 +3,9 @@
 Columns are vocabulary entries and rows are tokens, in an order in which what matters lies together (hf_cce.kernels.filter.order).
 The forward pass leaves, for each row of each tile, its mass S = Σ p (as a logsumexp) and its energy Σ (p − S/width)² over S²
 (``tile_ratio``). The backward pass drops the tiles of least energy while their sum stays under τ² times a reference:
-Σ_i [(1 − p_label)² + Σ (p − S/width)²], the energy of the whole gradient; or, for gradient_filter="auto", Σ_i ``rounding``, as the
-error that full logits make by rounding is a smaller share of the gradient in some batches than in others. A dropped tile keeps
-its mass, spread evenly over its columns. A tile that holds a label is never dropped, so the label's term is exact. With a
+Σ_i [(1 − p_label)² + Σ (p − S/width)²], the energy of the whole gradient; or, for gradient_filter="auto", Σ_i ``rounding``,
+as the error that full logits make by rounding is a smaller share of the gradient in some batches than in others. A dropped tile
+keeps its mass, spread evenly over its columns. A tile that holds a label is never dropped, so the label's term is exact. With a
 softcap, p stands for p (1 − (z/softcap)²), the size of the gradient; ``tile_damping`` is the mean of the second factor.
 
 ``rounding`` is how much of a token's gradient rounded logits are likely to change. Rounding by independent δ changes p by
