@@ -218,7 +218,7 @@ QUANTITIES = {"training": "training, last quarter", "held_out": "held-out text",
 def curve_rows(report: Report) -> list[str]:
     """The same training with one loss after the other: last losses, distance to full logits, and memory during the run."""
     seeds = "range of full logits over the seeds"
-    lines = head("start", "loss", "on", "mean loss", "difference to full logits", "of each seed", seeds, "within it")
+    lines = head("start", "loss", "on", "mean loss", "difference to full logits", "of each seed", seeds, "not worse by more")
     for start, losses in report["summary"].items():
         for quantity, title in QUANTITIES.items():
             for name in names.ordered(name for name in losses if quantity in losses[name]):
@@ -229,7 +229,7 @@ def curve_rows(report: Report) -> list[str]:
                     apart = f"{difference:+.4f}" + (f" ± {error:.4f}" if error is not None else "")
                     cells[:2] = [apart, ", ".join(f"{each:+.4f}" for each in found["of_seeds"])]
                     if noise is not None:
-                        cells[2:] = [f"{noise:.4f}", "yes" if abs(difference) <= noise else "no"]
+                        cells[2:] = [f"{noise:.4f}", "yes" if difference <= noise else "no"]
                 cells = [cell.replace("-", "−") for cell in cells]
                 lines.append(row(start, names.title(name), title, f"{found['mean']:.4f}", *cells))
     scored = [run for run in report["runs"] if run["evaluations"]]

@@ -15,7 +15,7 @@ from torch import Tensor
 AUTO_TAU = 1e-3  # first threshold of gradient_filter="auto"
 # "auto" aims at this share of the error that rounded logits would make in the same step. The rest is for what estimates miss, and
 # for batches between two of them (benchmarks.filter_errors).
-AUTO_SHARE = 0.6
+AUTO_SHARE = 0.5
 AUTO_SHARE_FROZEN = (
     0.84  # likewise where the weight is frozen: the error of dh is estimated more closely than that of dW
 )
@@ -194,9 +194,9 @@ class FilterState:
             return None
         ratios = [target / x.clamp_min(1e-12) for x, target in measured]
         step = (ratios[0] if len(ratios) == 1 else torch.minimum(*ratios)).clamp(0.25, 4.0)
-        # Estimates scatter: after the first, go half the way up, in octaves. Down go all the way, as the error must not be above.
+        # Estimates scatter: after the first, go half the way, in octaves.
         if self._calls != self._began:
-            step = torch.minimum(step, step.sqrt())
+            step = step.sqrt()
         step = step.nan_to_num(1.0)
         return (self._tau * step).clamp(SMALLEST_TAU, LARGEST_TAU)
 
