@@ -218,7 +218,9 @@ QUANTITIES = {"training": "training, last quarter", "held_out": "held-out text",
 def curve_rows(report: Report) -> list[str]:
     """The same training with one loss after the other: last losses, distance to full logits, and memory during the run."""
     seeds = "range of full logits over the seeds"
-    lines = head("start", "loss", "on", "mean loss", "difference to full logits", "of each seed", seeds, "not worse by more")
+    lines = head(
+        "start", "loss", "on", "mean loss", "difference to full logits", "of each seed", seeds, "not worse by more"
+    )
     for start, losses in report["summary"].items():
         for quantity, title in QUANTITIES.items():
             for name in names.ordered(name for name in losses if quantity in losses[name]):

@@ -48,6 +48,56 @@ def _teacher_tile(
     return z
 
 
+@triton.jit
+def _store_mixture(log_ps, log_pt, out, in_rows, tile_gap, tile_divergence, beta):
+    """Write a tile's parts of KL(p_s ‖ m) and of the JSD."""
+    ps, pt = tl.exp(log_ps), tl.exp(log_pt)
+    log_m = tl.log((1.0 - beta) * ps + beta * pt)
+    student = tl.sum(tl.where(ps > 0, ps * (log_ps - log_m), 0.0), 1)
+    teacher = tl.sum(tl.where(pt > 0, pt * (log_pt - log_m), 0.0), 1)
+    tl.store(tile_divergence + out, (1.0 - beta) * student + beta * teacher, mask=in_rows)
+    tl.store(tile_gap + out, student, mask=in_rows)
+
+
+@triton.jit
+def _store_means(
+    zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation,
+    KIND: tl.constexpr, WANT_ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """Write a tile's logsumexps, and means under its own softmax."""
+    top = tl.max(zs, 1)
+    top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
+    teacher_top = tl.max(zt, 1)
+    teacher_top = tl.where(teacher_top == float("-inf"), 0.0, teacher_top)
+    es, et = tl.exp(zs - top[:, None]), tl.exp(zt - teacher_top[:, None])
+    total, teacher_total = tl.sum(es, 1), tl.sum(et, 1)
+    tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
+    tl.store(tile_teacher_lse + out, teacher_top + tl.log(teacher_total), mask=in_rows)
+    some = tl.where(total > 0, total, 1.0)
+    if KIND == 0:
+        gap = tl.sum(tl.where(et > 0, et * (zt - zs), 0.0), 1) / tl.where(teacher_total > 0, teacher_total, 1.0)
+    else:
+        gap = tl.sum(tl.where(es > 0, es * (zs - zt), 0.0), 1) / some
+    tl.store(tile_gap + out, gap, mask=in_rows)
+    if WANT_ENTROPY:
+        expectation = tl.sum(tl.where(es > 0, es * zs, 0.0), 1) / some
+        tl.store(tile_expectation + out, expectation, mask=in_rows)
+
+
+@triton.jit
+def _slope(log_ps, log_pt, offset, beta, KIND: tl.constexpr):
+    """The derivative of a row's divergence by the student's logits; ``offset`` is of no account if KIND is 0."""
+    ps = tl.exp(log_ps)
+    if KIND == 0:
+        slope = ps - tl.exp(log_pt)
+    elif KIND == 1:
+        slope = tl.where(ps > 0, ps * (log_ps - log_pt - offset[:, None]), 0.0)
+    else:
+        log_m = tl.log((1.0 - beta) * ps + beta * tl.exp(log_pt))
+        slope = tl.where(ps > 0, (1.0 - beta) * ps * (log_ps - log_m - offset[:, None]), 0.0)
+    return slope
+
+
 # do_not_specialize: numbers that change from step to step must not make Triton compile again.
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -122,32 +172,11 @@ def _pair_stats_kernel(
         zs = tl.where(in_cols, zs, float("-inf"))
         zt = tl.where(in_cols, zt, float("-inf"))
     if KIND == 2:
-        zs -= row_lse[:, None]
-        zt -= row_teacher_lse[:, None]
-        ps, pt = tl.exp(zs), tl.exp(zt)
-        log_m = tl.log((1.0 - beta) * ps + beta * pt)
-        student = tl.sum(tl.where(ps > 0, ps * (zs - log_m), 0.0), 1)
-        teacher = tl.sum(tl.where(pt > 0, pt * (zt - log_m), 0.0), 1)
-        tl.store(tile_divergence + out, (1.0 - beta) * student + beta * teacher, mask=in_rows)
-        tl.store(tile_gap + out, student, mask=in_rows)
+        _store_mixture(
+            zs - row_lse[:, None], zt - row_teacher_lse[:, None], out, in_rows, tile_gap, tile_divergence, beta
+        )
     else:
-        top = tl.max(zs, 1)
-        top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
-        teacher_top = tl.max(zt, 1)
-        teacher_top = tl.where(teacher_top == float("-inf"), 0.0, teacher_top)
-        es, et = tl.exp(zs - top[:, None]), tl.exp(zt - teacher_top[:, None])
-        total, teacher_total = tl.sum(es, 1), tl.sum(et, 1)
-        tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
-        tl.store(tile_teacher_lse + out, teacher_top + tl.log(teacher_total), mask=in_rows)
-        some = tl.where(total > 0, total, 1.0)
-        if KIND == 0:
-            gap = tl.sum(tl.where(et > 0, et * (zt - zs), 0.0), 1) / tl.where(teacher_total > 0, teacher_total, 1.0)
-        else:
-            gap = tl.sum(tl.where(es > 0, es * (zs - zt), 0.0), 1) / some
-        tl.store(tile_gap + out, gap, mask=in_rows)
-        if WANT_ENTROPY:
-            expectation = tl.sum(tl.where(es > 0, es * zs, 0.0), 1) / some
-            tl.store(tile_expectation + out, expectation, mask=in_rows)
+        _store_means(zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation, KIND, WANT_ENTROPY)
 
 
 @Kernel
@@ -210,8 +239,7 @@ def _pair_gradient_kernel(
     row_lse = tl.load(lse + rows, mask=valid, other=float("inf"))
     row_teacher_lse = tl.load(teacher_lse + rows, mask=valid, other=float("inf"))
     g = tl.load(grad + rows, mask=valid, other=0.0)
-    if KIND != 0:
-        row_offset = tl.load(offset + rows, mask=valid, other=0.0)
+    row_offset = tl.load(offset + rows, mask=valid, other=0.0)
     zt = _teacher_tile(
         teacher_hidden, teacher_weight, teacher_bias, row, col, num_tokens, vocab_size, teacher_depth, teacher_hidden_stride,
         teacher_weight_stride, teacher_logit_scale, teacher_softcap, GIVEN, TEACHER_HAS_BIAS, TEACHER_HAS_SCALE,
@@ -221,15 +249,7 @@ def _pair_gradient_kernel(
         hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride, logit_scale, softcap,
         HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    log_ps, log_pt = zs - row_lse[:, None], zt - row_teacher_lse[:, None]
-    ps = tl.exp(log_ps)
-    if KIND == 0:
-        gradient = ps - tl.exp(log_pt)
-    elif KIND == 1:
-        gradient = tl.where(ps > 0, ps * (log_ps - log_pt - row_offset[:, None]), 0.0)
-    else:
-        log_m = tl.log((1.0 - beta) * ps + beta * tl.exp(log_pt))
-        gradient = tl.where(ps > 0, (1.0 - beta) * ps * (log_ps - log_m - row_offset[:, None]), 0.0)
+    gradient = _slope(zs - row_lse[:, None], zt - row_teacher_lse[:, None], row_offset, beta, KIND)
     gradient = tl.where(valid[:, None], gradient * g[:, None], 0.0)
     if HAS_SOFTCAP:
         gradient *= softcap_slope(zs, softcap)

@@ -97,7 +97,7 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
         "recomputed": (exact(replace(biased, label_smoothing=0.1)), with_bias),
         "full logits": (Materialized(biased, items, torch.float32), few._replace(bias=with_bias.bias)),
         "narrow full logits": (Materialized(spec, items, dtype), few),
-        "filtered": (filtered(spec), x),
+        "filtered": (filtered(replace(spec, gradient_filter="auto")), x),
         "filtered, frozen": (filtered(frozen), x),
         "statistics": (Statistics(biased, every, True), with_bias),
         "filtered statistics": (FilteredStatistics(spec, SUM, FilterState(), tau, True, statistics), x),
