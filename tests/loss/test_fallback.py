@@ -59,6 +59,17 @@ def test_loss_and_gradients(
     assert taken == [loop] * 9
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [PLAIN, EVERYTHING], ids=str)
+def test_gradients_of_several_blocks_are_summed(
+    options: Options, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = force(monkeypatch, "column_blocks", False)
+    inputs, labels = make_inputs(300, 96, 3001, dtype, bias=options.bias, ignored="some")
+    check_against_plain(fused_loss(SMALL), inputs, labels, options, dtype, str(options))
+    assert taken == ["column_blocks"]
+
+
 @pytest.mark.parametrize("options", [PLAIN, GENERAL], ids=str)
 def test_with_room_no_row_of_the_weight_gradient_is_recomputed(
     options: Options, monkeypatch: pytest.MonkeyPatch
