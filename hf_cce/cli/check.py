@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from hf_cce.cli.common import Output, add_device, table
 
@@ -11,11 +12,11 @@ SHOWN = 5
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model_name_or_path", metavar="MODEL", help="a folder, a name on the hub, or a type such as llama"
+        "model_name_or_path", metavar="MODEL", nargs="?", help="a folder, a name on the hub, or a type such as llama"
     )
+    parser.add_argument("--curve", action="store_true", help="train 64 steps of a small model instead")
     parser.add_argument("--tiny", action="store_true", help="a small random model of its class; always so for a type")
     add_device(parser)
-    parser.set_defaults(device="cpu")
     parser.add_argument("--details", action="store_true", help="show every gradient, not only the worst")
 
 
@@ -25,13 +26,20 @@ def run(options: argparse.Namespace, out: Output) -> int:
     Loss, gradients and evaluation of random text are compared in float32, on the CPU unless --device names another one; memory
     holds the weights and two sets of gradients. --tiny leaves the weights out.
 
+    --curve needs no MODEL: it trains a small one for 64 steps on the best device, or --device, and compares the losses with full
+    logits in float64, here and as the package has them.
+
     Exit code 0: the same but for rounding, and no logits were made. 1: it differs, or logits were made. 2: it could not be
     checked.
     """
     from hf_cce.diagnostics import check
     from hf_cce.diagnostics.machine import checked_device
 
-    model = check.load(options.model_name_or_path, options.tiny, checked_device(options.device))
+    if (options.model_name_or_path is None) != options.curve:
+        raise ValueError("give a MODEL or --curve, one of the two")
+    if options.curve:
+        return _curve(options, out)
+    model = check.load(options.model_name_or_path, options.tiny, checked_device(options.device or "cpu"))
     report = check.check(model, out.progress)
     out.progress("")
     out.verdict(check.verdict(report))
@@ -46,9 +54,25 @@ def run(options: argparse.Namespace, out: Output) -> int:
     rows = report["differences"]
     if not options.details:
         rows = sorted(rows, key=lambda row: -row["error"] / row["allowed"])[:SHOWN]
-    cells = [(x["name"], f"{x['error']:.1e}", f"{x['allowed']:.1e}", "ok" if x["ok"] else "differs") for x in rows]
-    out.print(table([("loss, or gradient of", "error", "allowed", ""), *cells]))
+    out.print(_table(rows, "loss, or gradient of"))
     if len(rows) < len(report["differences"]):
         out.print(f"The {SHOWN} closest to the limit, of {len(report['differences'])}; --details shows all.")
     out.save(report)
     return int(not (report["same"] and report["saves"]))
+
+
+def _curve(options: argparse.Namespace, out: Output) -> int:
+    from hf_cce.diagnostics import curve
+    from hf_cce.diagnostics.machine import checked_device
+
+    report = curve.compare(checked_device(options.device), out.progress)
+    out.progress("")
+    out.verdict(curve.verdict(report))
+    out.print(f"A GPT-2 of 2 layers, {report['device']}\n", _table(report["rows"], "largest difference of a loss"))
+    out.save(report)
+    return int(not report["same"])
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> str:
+    cells = [(x["name"], f"{x['error']:.1e}", f"{x['allowed']:.1e}", "ok" if x["ok"] else "differs") for x in rows]
+    return table([(title, "error", "allowed", ""), *cells])

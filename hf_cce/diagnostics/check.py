@@ -111,11 +111,7 @@ def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
     noise = _rounding(model, inputs, plain, say)
     evaluated = _evaluate(model, inputs)
     say("with CCE")
-    # Few tokens would keep full logits on a GPU: ask for kernels, or, without any, for a budget too small for full logits.
-    if device.type == "cuda" and why_no_triton(device, torch.float32) is None:
-        config = CCEConfig("triton", gradient_filter=None)
-    else:
-        config = CCEConfig(memory_budget=1 << 20, gradient_filter=None)
+    config = computes_no_logits(device)
     apply_cce(model, config)
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -144,6 +140,13 @@ def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
         "same": same and all(row["ok"] for row in rows),
         "saves": stats["fused"] > 0 and stats["materialized"] == 0,
     }
+
+
+def computes_no_logits(device: torch.device) -> CCEConfig:
+    """Return a configuration that keeps even few tokens from full logits: kernels, or without any, too small a budget."""
+    if device.type == "cuda" and why_no_triton(device, torch.float32) is None:
+        return CCEConfig("triton", gradient_filter=None)
+    return CCEConfig(memory_budget=1 << 20, gradient_filter=None)
 
 
 def _rounding(model: Any, inputs: dict[str, Any], plain: dict[str, Tensor], say: Say) -> dict[str, float]:

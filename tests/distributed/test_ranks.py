@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +108,44 @@ def test_a_spread_vocabulary_names_mistakes(results: dict[str, Any]) -> None:
     for case, words in MISTAKES.items():
         assert words in told[case], case
     assert len(told) == 4 + len(MISTAKES)
+
+
+DIES = """
+import datetime, os, sys
+import torch
+import torch.distributed as dist
+from losses import make_inputs
+from spread import spread
+from torch.distributed.device_mesh import init_device_mesh
+from hf_cce import linear_cross_entropy
+
+file, rank = sys.argv[1], int(sys.argv[2])
+limit = datetime.timedelta(seconds=60)
+dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2, timeout=limit)
+mesh = init_device_mesh("cpu", (2,))
+(hidden, weight, _), labels = make_inputs(64, 32, 3001, torch.float32, "cpu")
+for step in range(2):
+    if step and rank:
+        os._exit(3)
+    x = spread(mesh, hidden.clone().requires_grad_(), weight.clone().requires_grad_())
+    linear_cross_entropy(*x, labels).backward()
+    print("step", step, flush=True)
+"""
+
+
+def test_a_rank_that_dies_is_an_error_of_the_others(tmp_path: Path) -> None:
+    support = Path(__file__).parents[1] / "support"
+    paths = os.pathsep.join([str(support), str(support.parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", DIES, str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    (said, error), _ = (process.communicate(timeout=300) for process in ranks)
+    assert [process.returncode for process in ranks] == [1, 3], error[-3000:]
+    assert said.split() == ["step", "0"] and "hf_cce" in error and "Error" in error.strip().splitlines()[-1], error[
+        -3000:
+    ]

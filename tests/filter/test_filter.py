@@ -281,6 +281,22 @@ def test_an_ignored_token_that_is_nan_leaves_the_others_alone(
     assert relative_error(actual[0], loss) <= 1e-6 and relative_error(actual[1][valid], of_hidden[valid]) <= 0.1
 
 
+@tiles_of_the_interpreter
+def test_two_heads_that_take_turns_get_what_each_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, with what the filter learns from step to step."""
+    force(monkeypatch, "filtered")
+    data = filter_data(seed=0), filter_data(seed=1)
+
+    def train(*turns: int) -> list[Tensor | None]:
+        states = FilterState(), FilterState()
+        return [x for i in turns for x in run(*data[i], 0.1, PLAIN, states[i])]
+
+    first, second, both = train(0, 0, 0), train(1, 1, 1), train(0, 1, 0, 1, 0, 1)
+    for step in range(3):
+        alone = first[3 * step : 3 * step + 3] + second[3 * step : 3 * step + 3]
+        assert all(torch.equal(a, b) for a, b in zip(both[6 * step : 6 * step + 6], alone, strict=True))
+
+
 def test_nothing_is_kept_of_ignored_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, "filtered")
     inputs, labels = filter_data()

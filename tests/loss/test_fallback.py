@@ -59,6 +59,29 @@ def test_loss_and_gradients(
     assert taken == [loop] * 9
 
 
+def test_no_label_of_recomputed_rows_is_taken_for_an_ignored_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted from the first of these rows, where -100 is a label like others."""
+    force(monkeypatch, "token_blocks", True)
+    firsts, real = [], fallback._later_rows
+    monkeypatch.setattr(fallback, "_later_rows", lambda *args: firsts.append(args[-1]) or real(*args))
+    inputs, labels = make_inputs(300, 96, 3001, torch.bfloat16)
+    for _ in range(2):
+        check_against_plain(fused_loss(SMALL), inputs, labels, GENERAL, torch.bfloat16, str(firsts))
+        labels[:150] = firsts[0] - 100
+    assert len(firsts) == 2 and firsts[0] == firsts[1] > 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [PLAIN, EVERYTHING], ids=str)
+def test_gradients_of_several_blocks_are_summed(
+    options: Options, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = force(monkeypatch, "column_blocks", False)
+    inputs, labels = make_inputs(300, 96, 3001, dtype, bias=options.bias, ignored="some")
+    check_against_plain(fused_loss(SMALL), inputs, labels, options, dtype, str(options))
+    assert taken == ["column_blocks"]
+
+
 @pytest.mark.parametrize("options", [PLAIN, GENERAL], ids=str)
 def test_with_room_no_row_of_the_weight_gradient_is_recomputed(
     options: Options, monkeypatch: pytest.MonkeyPatch

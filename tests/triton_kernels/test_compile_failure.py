@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from losses import EVERYTHING, PLAIN, Options, check_against_plain, fused_loss, make_inputs
+from losses import EVERYTHING, PLAIN, Options, check_against_plain, fused_loss, make_inputs, plain_loss
 from numerics import assert_as_good
-from ways import force
+from ways import KEEPS_ALL, force
 
-from hf_cce import CCEConfig, CCEWarning, dispatch, linear_log_probs, ops, strategies
+from hf_cce import (
+    CCEConfig,
+    CCEWarning,
+    FilterState,
+    dispatch,
+    linear_cross_entropy,
+    linear_log_probs,
+    ops,
+    strategies,
+)
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,3 +93,50 @@ def test_who_asks_for_the_kernels_gets_the_error(broken: Any) -> None:
     with pytest.raises(TritonError):
         fused_loss(CCEConfig("triton", gradient_filter=None))(*inputs, labels, PLAIN)
     assert strategies.compile_failure(inputs[0].device) is None
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError, KeyboardInterrupt, OSError], ids=lambda error: error.__name__
+)
+@pytest.mark.parametrize(
+    ("way", "where", "function"),
+    [
+        ("exact", "loss", "make_plan"),
+        ("exact", "backward", "make_plan"),
+        ("filtered", "filter.run", "combine"),
+        ("filtered", "filter.run", "select"),
+    ],
+)
+def test_the_step_after_any_other_failure_is_right(
+    way: str, where: str, function: str, error: type[BaseException], broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory, Ctrl-C, or no room on the disk for Triton's cache: it is raised, and says nothing of the kernels."""
+    module = importlib.import_module(f"hf_cce.kernels.{where}")
+    broken()  # "auto" takes the kernels
+    real, taken = getattr(module, function), force(monkeypatch, way)
+    inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
+    hidden, weight = (x.clone().requires_grad_() for x in inputs[:2])
+    config, state = CCEConfig("auto", gradient_filter=KEEPS_ALL if way == "filtered" else None), FilterState()
+
+    def failing(*args: Any, **options: Any) -> Any:
+        raise error(28, "No space left on device")
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        loss = linear_cross_entropy(hidden, weight, labels, config=config, filter_state=state)
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    monkeypatch.setattr(module, function, failing)
+    with pytest.raises(error, match="No space left"):
+        compute()
+    monkeypatch.setattr(module, function, real)
+    assert strategies.compile_failure(hidden.device) is None
+    taken.clear()
+    found = compute()
+    assert taken[way] == 1
+    wide = [x.detach().to(torch.float64).requires_grad_() for x in (hidden, weight)]
+    exact, twin = (plain_loss(*leaves, None, labels, PLAIN) for leaves in (wide, (hidden, weight)))
+    of_exact, of_twin = torch.autograd.grad(exact, wide), torch.autograd.grad(twin, (hidden, weight))
+    for name, *each in zip(
+        ("loss", "hidden", "weight"), found, (twin.detach(), *of_twin), (exact.detach(), *of_exact), strict=True
+    ):
+        assert_as_good(*each, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,22 @@ for i, k in itertools.combinations(range(len(args)), 2):
     if kernel_of[i] != kernel_of[k]:
         assert key_of[i] != key_of[k], (args[i], args[k], key_of[i])
 print("kernels", len(set(kernel_of.values())), "keys", len(set(key_of.values())))
+"""
+
+COMPILES = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from hf_cce.kernels.filter.select import _count_kernel
+
+class Driver:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = get_current_stream = lambda self, *_: 0
+
+driver.set_active(Driver())
+energy, counts = torch.empty(64, device="meta"), torch.empty(512, dtype=torch.int32, device="meta")
+compiled = _count_kernel.function.warmup(energy, counts, 64, BLOCK=2048, num_warps=4, grid=(1,))
+print(compiled.hash, len(compiled.asm["cubin"]))
 """
 
 FIRST_STEPS = """
@@ -76,6 +93,16 @@ def python(program: str, **environment: str) -> str:
 
 def test_arguments_of_two_compiled_kernels_have_two_keys(tmp_path: Path) -> None:
     print(python(SAME_AS_TRITON, TRITON_CACHE_DIR=str(tmp_path)))
+
+
+@pytest.mark.slow
+def test_eight_processes_fill_one_cache(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        printed = list(threads.map(lambda _: python(COMPILES, TRITON_CACHE_DIR=str(tmp_path)), range(8)))
+    assert len(set(printed)) == 1 and int(printed[0].split()[1]) > 0
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert written and python(COMPILES, TRITON_CACHE_DIR=str(tmp_path)) == printed[0]
+    assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
 
 
 @pytest.mark.gpu

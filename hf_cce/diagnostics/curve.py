@@ -1,0 +1,111 @@
+"""``hf-cce check --curve``: 64 training steps without and with CCE, beside the losses that the package brings.
+
+These are of full logits in float64. How far float32 drifts from them is measured with full logits; with CCE it may be twice as
+far, plus sixteen units of rounding, as in ``hf_cce.diagnostics.check``. float64 here may differ from the package's by as many of
+its own, smaller units.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hf_cce import CCEConfig, apply_cce
+from hf_cce.diagnostics.check import Say, computes_no_logits
+
+GOLDEN = Path(__file__).with_name("curve.json")
+STEPS, ROWS, LENGTH, VOCABULARY, USED = 64, 4, 25, 1024, 64
+
+
+def train(dtype: torch.dtype, device: torch.device, config: CCEConfig | None = None) -> list[float]:
+    """Return the losses of a small GPT-2 on text that a rule makes; ``config`` None: full logits."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes: dict[str, Any] = {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": VOCABULARY,
+        "n_positions": LENGTH,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    # Of GPT-2 every operation is in float64, if the loss is; Llama's norms are in float32.
+    model: Any = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    random = np.random.RandomState(0)  # the same numbers in every version of NumPy
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            if parameter.ndim > 1:
+                parameter.copy_(torch.from_numpy(0.1 * random.standard_normal(tuple(parameter.shape))))
+    model.to(device, dtype).train()
+    if config is not None:
+        apply_cce(model, config)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    losses = []
+    for _ in range(STEPS):
+        starts, steps = random.randint(USED, size=(ROWS, 1)), random.randint(1, 4, size=(ROWS, 1))
+        ids = torch.from_numpy((starts + steps * np.arange(LENGTH)) % USED).to(device)
+        labels = ids.masked_fill(torch.arange(LENGTH, device=device) < 3, -100)
+        if dtype == torch.float64:  # Transformers' loss is in float32
+            loss = F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        else:
+            loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def compare(device: torch.device, say: Say = lambda what: None) -> dict[str, Any]:
+    """Train without and with CCE and compare the losses.
+
+    Returns:
+        A report, ready for JSON: the curves, and "rows" with the largest difference of each to what it is compared with, and the
+        difference allowed. "same" is the answer.
+    """
+    curves, cpu = {"golden": json.loads(GOLDEN.read_text("utf-8"))}, torch.device("cpu")
+    say("full logits in float64")
+    curves["exact"] = train(torch.float64, cpu)
+    say("full logits in float32")
+    curves["full logits"] = train(torch.float32, device)
+    say("with CCE")
+    curves["hf_cce"] = train(torch.float32, device, computes_no_logits(device))
+
+    def apart(name: str, other: str) -> float:
+        return max(abs(a - b) for a, b in zip(curves[name], curves[other], strict=True))
+
+    eps = torch.finfo(torch.float32).eps
+    allowed = 2 * apart("full logits", "exact") + 16 * eps * max(curves["golden"])
+    in_double = allowed * torch.finfo(torch.float64).eps / eps
+    compared = {
+        "full logits in float64 here, from the package's": (apart("exact", "golden"), in_double),
+        "hf_cce in float32, from full logits in float64": (apart("hf_cce", "exact"), allowed),
+        "hf_cce in float32, from the package's": (apart("hf_cce", "golden"), allowed),
+    }
+    rows = [
+        {"name": name, "error": error, "allowed": most, "ok": error <= most} for name, (error, most) in compared.items()
+    ]
+    return {"device": str(device), "curves": curves, "rows": rows, "same": all(row["ok"] for row in rows)}
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Return the result in one sentence."""
+    if report["same"]:
+        return f"{STEPS} steps with hf_cce give the losses of full logits and those of the package."
+    if report["rows"][0]["ok"]:
+        return f"{STEPS} steps with hf_cce give other losses than full logits. Please report it, with the output of --json."
+    return (
+        f"{STEPS} steps with full logits give other losses here than with the versions that the package was made with."
+    )
+
+
+if __name__ == "__main__":  # writes the package's curve
+    from hf_cce.diagnostics.files import write_json
+
+    write_json(GOLDEN, train(torch.float64, torch.device("cpu")))
