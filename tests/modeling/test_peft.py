@@ -261,7 +261,7 @@ def test_lora_on_the_head(how: str, kind: str) -> None:
         assert_as_good(value, twin[name], reference[name], name, rounding)
 
 
-@pytest.mark.parametrize("name", ["lora", "dora", "ia3"])
+@pytest.mark.parametrize("name", ["lora", "dora", "ia3", "miss"])
 def test_adapters_on_the_head_compile(name: str) -> None:
     """In two graphs more than without us, as with a plain head: the loss's, and that of the hook which counts the call.
 
