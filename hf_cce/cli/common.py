@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from hf_cce.diagnostics.files import write_json
 
 DTYPES = ("bfloat16", "float16", "float32")
+PROGRESS_SECONDS = 15  # between two lines of progress where there is no terminal
 
 
 def size(text: str) -> int:
@@ -55,16 +57,17 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 class Output:
-    """Where a command writes: its answer to standard output, progress to a terminal, numbers to a JSON file."""
+    """Where a command writes: its answer to standard output, progress to standard error, numbers to a JSON file."""
 
     def __init__(self, quiet: bool, json_path: Path | None) -> None:
         self.json_path, self.quiet = json_path, quiet
         self.silent = quiet or str(json_path) == "-"
+        self.last_progress = time.monotonic()
 
     def print(self, *lines: str) -> None:
         """Print unless ``--quiet`` or ``--json -`` was given."""
         if lines and not self.silent:
-            print(*lines, sep="\n")
+            print(*lines, sep="\n", flush=True)  # a pipe is not flushed by line
 
     def verdict(self, text: str) -> None:
         """Print the answer in one sentence, also with ``--quiet``."""
@@ -72,9 +75,14 @@ class Output:
             print(text)
 
     def progress(self, text: str) -> None:
-        """Show the progress in one line of the terminal; the empty text removes it."""
-        if not self.silent and sys.stderr.isatty():
+        """Show the progress in one line of the terminal; the empty text removes it. Elsewhere print a line now and then."""
+        if self.silent:
+            return
+        if sys.stderr.isatty():
             print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
+        elif text and time.monotonic() - self.last_progress >= PROGRESS_SECONDS:
+            self.last_progress = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
 
     def save(self, report: Any) -> None:
         """Write the JSON that was asked for; a dict gets the command."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from hf_cce.deferred.adapters import AdapterHead, Term
 from hf_cce.deferred.lazy_tensor import LazyTensor, StandIn, plain
@@ -75,7 +76,8 @@ def _why_not(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: t
 class HeadInput(LazyTensor):
     """Hidden states [..., D] on their way through a head that is more than a Linear; ``F.linear`` on them is ``linear``.
 
-    Every operation that is not in the table gets the hidden states themselves.
+    Every operation that is not in the table gets the hidden states themselves. In a head that PEFT has wrapped its results are
+    followed too, because an adapter may multiply them by a matrix that ends in the vocabulary (MiSS, PSOFT, PVeRA).
     """
 
     hidden_states: Tensor
@@ -83,6 +85,21 @@ class HeadInput(LazyTensor):
 
     def _real(self, why: str) -> Tensor:
         return self.hidden_states
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        call = next((x.call for x in tree_leaves(args) if isinstance(x, HeadInput)), None)
+        return result if call is None else _followed(result, call)
+
+
+def _followed(result: Any, call: TrainingCall) -> Any:
+    """``result``, of an operation on a ``HeadInput``, as one; a tuple of results likewise."""
+    if not call.adapted or call.few_tokens:
+        return result
+    if type(result) is tuple:
+        return tuple(_followed(each, call) for each in result)
+    return head_input(result, call) if type(result) is Tensor and result.is_floating_point() else result
 
 
 def head_input(hidden_states: Tensor, call: TrainingCall) -> Any:
@@ -122,6 +139,9 @@ class _PlainInput(HeadInput, StandIn):
     def __init__(self, hidden_states: Tensor) -> None:
         self.shape, self.dtype, self.device = hidden_states.shape, hidden_states.dtype, hidden_states.device
         self.requires_grad = hidden_states.requires_grad
+
+    def _do(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return _followed(super()._do(name, *args, **kwargs), self.call)
 
 
 class ShardedLogits(StandIn):

@@ -58,7 +58,10 @@ class LazyTensor:
         kwargs = kwargs or {}
         if "input" in kwargs and len(args) == 0:
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
-        name, first = _name_of(func), args[0] if len(args) > 0 else None
+        name = _name_of(func)
+        if name == "matmul" and torch.compiler.is_compiling():
+            args = _as_written(args)
+        first = args[0] if len(args) > 0 else None
         facts = isinstance(first, LazyTensor) and isinstance(first, Tensor) and not first._written
         if (facts and _asks_for_facts(func)) or func in _AUTOGRAD:
             return as_tensors(func, args, kwargs)
@@ -68,6 +71,15 @@ class LazyTensor:
         elif len(args) == 2 and isinstance(args[1], LazyTensor) and name in _COMMUTING:
             result = args[1]._ask(name, (first,), kwargs)
         return func(*plain(args, name), **plain(kwargs, name)) if result is NotImplemented else result
+
+
+def _as_written(args: Any) -> Any:
+    """The arguments of ``x @ matrix``, which Dynamo hands over as ``matrix.matmul(x)`` if ``x`` is no ``torch.Tensor``."""
+    if len(args) != 2 or isinstance(args[0], LazyTensor) or args[0].dim() != 2 or not isinstance(args[1], StandIn):
+        return args
+    matrix, x = args
+    swapped = x.shape[-1] == matrix.shape[0] and (x.ndim > 2 or x.shape[0] != matrix.shape[1])
+    return (x, matrix) if swapped else args
 
 
 def as_tensors(func: Any, args: Any, kwargs: Any = None) -> Any:

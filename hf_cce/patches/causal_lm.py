@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_cce.config import CCEConfig, CCEWarning
 from hf_cce.deferred.adapters import AdapterHead
-from hf_cce.deferred.head_input import head_input, linear
+from hf_cce.deferred.head_input import HeadInput, head_input, linear
 from hf_cce.deferred.lazy_tensor import LazyTensor
 from hf_cce.deferred.logits import LazyLogits, to_wrapper
 from hf_cce.deferred.training_call import Stats, TokenSums, TrainingCall, outside
@@ -265,6 +265,8 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
         output = forward(hidden_states, *args, **kwargs)
     if isinstance(output, AdapterHead):
         return output.deferred()
+    if isinstance(output, HeadInput):
+        output = output.hidden_states
     if (
         call is not None
         and isinstance(output, torch.Tensor)

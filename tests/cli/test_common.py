@@ -11,7 +11,7 @@ import pytest
 from command import hf_cce
 
 from hf_cce import CCEConfig, apply_cce, supported_models
-from hf_cce.cli import app
+from hf_cce.cli import app, common
 from hf_cce.cli.common import size
 from hf_cce.diagnostics import demo, gradcheck, text
 from hf_cce.diagnostics.files import whole_file, write_json
@@ -33,6 +33,7 @@ QUICK = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Leave out what takes long: the two trainings of the demo, kernels in Triton's interpreter."""
+    monkeypatch.setattr(common, "PROGRESS_SECONDS", 1e9)
     monkeypatch.setattr(gradcheck, "CONFIGS", {("portable", ""): CCEConfig("portable")})
     saved = json.loads((ROOT / "benchmarks/results/demo.json").read_text("utf-8"))
     monkeypatch.setattr(demo, "twin", lambda *_: saved)
@@ -51,6 +52,19 @@ def test_output_folders_and_quiet(name: str, tmp_path: Path, monkeypatch: pytest
     assert json.loads((tmp_path / "new/deep/a.json").read_text("utf-8"))
     quiet = hf_cce(name, *QUICK[name], "--quiet", "--json", "new/deep/a.json")
     assert quiet.exit_code == 0 and not quiet.stderr and "a.json" not in quiet.stdout
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(common.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(common, "PROGRESS_SECONDS", 15)
+    for quiet in (False, True):
+        out = common.Output(quiet, None)
+        for line in ("step 1", "step 2", "", "step 3"):
+            out.progress(line)
+        assert capsys.readouterr() == ("", "" if quiet else "step 2\n")
 
 
 @pytest.mark.parametrize(
