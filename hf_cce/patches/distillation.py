@@ -56,11 +56,10 @@ STEP = "_distillation_step"
 _current: ContextVar[tuple[CCEConfig, Stats] | None] = ContextVar("hf_cce_distillation", default=None)
 
 
-def _answer(asked: dict[str, Any]) -> Any:
-    running = _current.get()
+def _answer(running: tuple[CCEConfig, Stats], asked: dict[str, Any]) -> Any:
     heads = [asked[f"{side}_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
     held = any(hasattr(x, "ds_id") for x in heads)
-    if running is None or held or why_not_read(*heads[:2]) or why_not_read(*heads[2:]):
+    if held or why_not_read(*heads[:2]) or why_not_read(*heads[2:]):
         return NotImplemented
     config, stats = running
     stats.fused += 1
@@ -81,7 +80,8 @@ def ready(args: Any) -> bool:
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(args).__mro__]
     module: Any = sys.modules.get(MODULE) if ARGUMENTS_OF_TRAINER in names else None
     trainer = getattr(module, "DistillationTrainer", None)
-    if not callable(getattr(trainer, "training_step", None)) or not trl.replace(module, NAME, ARGUMENTS, _answer):
+    known = callable(getattr(trainer, "training_step", None))
+    if not known or not trl.replace(module, NAME, ARGUMENTS, _current, _answer):
         return False
     if not hasattr(trainer.training_step, STEP):  # type: ignore[union-attr]
         trainer.training_step = _within(trainer.training_step)  # type: ignore[union-attr]

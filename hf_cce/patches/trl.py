@@ -35,27 +35,33 @@ ARGUMENTS = (
 # What SFT asks for, and nobody else: of the others DPO wants mean logits too, and all of them compare their log-probabilities
 # with those of a call without gradients, from which the filter's differ by rounding.
 FINE_TUNING = {"entropy", "is_top1"}
+Answer = Callable[[Any, dict[str, Any]], Any]
 _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", default=None)
 
 
 class Replacement:
-    """Stands where TRL looks for an autograd function; ``answer`` gets its arguments by name, and may return NotImplemented."""
+    """Stands where TRL looks for an autograd function, and answers while ``current`` holds something.
 
-    def __init__(self, original: Any, answer: Callable[[dict[str, Any]], Any]) -> None:
-        self.original, self.answer = original, answer
+    ``answer`` gets what it holds and the function's arguments by name, and may return NotImplemented.
+    """
+
+    def __init__(self, original: Any, current: ContextVar[Any], answer: Answer) -> None:
+        self.original, self.current, self.answer = original, current, answer
         self.signature = inspect.signature(original.forward)
 
     def apply(self, *args: Any) -> Any:
-        given = self.signature.bind(None, *args)
-        given.apply_defaults()
-        found = self.answer(given.arguments)
+        running, found = self.current.get(), NotImplemented
+        if running is not None:
+            given = self.signature.bind(None, *args)
+            given.apply_defaults()
+            found = self.answer(running, given.arguments)
         return self.original.apply(*args) if found is NotImplemented else found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)
 
 
-def replace(module: Any, name: str, arguments: tuple[str, ...], answer: Callable[[dict[str, Any]], Any]) -> bool:
+def replace(module: Any, name: str, arguments: tuple[str, ...], current: ContextVar[Any], answer: Answer) -> bool:
     """Put a ``Replacement`` in the place of a function; False where there is none of these arguments."""
     function = getattr(module, name, None)
     if isinstance(function, Replacement):
@@ -63,14 +69,14 @@ def replace(module: Any, name: str, arguments: tuple[str, ...], answer: Callable
     forward = getattr(function, "forward", None)
     if forward is None or tuple(inspect.signature(forward).parameters) != arguments:
         return False
-    setattr(module, name, Replacement(function, answer))
+    setattr(module, name, Replacement(function, current, answer))
     return True
 
 
 def enter(call: TrainingCall) -> bool:
     """From now on ``call`` answers, in this thread; False where this TRL cannot be answered."""
     utils = sys.modules.get("trl.trainer.utils")  # whoever calls with fused_lm_head=True has imported it
-    known = replace(utils, NAME, ARGUMENTS, _answer)
+    known = replace(utils, NAME, ARGUMENTS, _current, _answer)
     if known:
         _current.set(call)
     return known
@@ -89,11 +95,8 @@ def _held(parameter: Tensor) -> Tensor:
     return parameter.detach() if gathered(parameter) and not parameter.requires_grad else parameter
 
 
-def _answer(asked: dict[str, Any]) -> Any:
+def _answer(call: TrainingCall, asked: dict[str, Any]) -> Any:
     """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N], None where not asked for."""
-    call = _current.get()
-    if call is None:
-        return NotImplemented
     hidden, bias, temperature, outputs = (asked[name] for name in ("hidden", "bias", "temperature", "outputs"))
     softcap = asked["final_logit_softcapping"]
     held, held_bias = _held(asked["weight"]), None if bias is None else _held(bias)

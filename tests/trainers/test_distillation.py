@@ -82,7 +82,8 @@ def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: fl
     sizes = ((17, 24), (91, 24), (91,), (17, 40), (91, 40), (91,))
     tensors = [torch.randn(size, generator=g) * 0.5 for size in sizes]
     original = getattr(FUNCTION, "original", FUNCTION)
-    dispatch, counted = trl_patch.Replacement(original, distillation._answer), distillation.Stats()
+    dispatch = trl_patch.Replacement(original, distillation._current, distillation._answer)
+    counted = distillation.Stats()
 
     def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in tensors]
@@ -113,5 +114,6 @@ def test_a_head_that_zero_3_gathers_is_trls() -> None:
     counted = distillation.Stats()
     with distillation.answering(CCEConfig(), counted):
         heads = 2 * (torch.ones(3, 4), weight, None)
-        assert trl_patch.Replacement(Original, distillation._answer).apply(*heads, 0.5) == "TRL's"
+        replacement = trl_patch.Replacement(Original, distillation._current, distillation._answer)
+        assert replacement.apply(*heads, 0.5) == "TRL's"
     assert len(asked) == 1 and not counted.fused

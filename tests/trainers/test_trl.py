@@ -207,7 +207,7 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
     hidden, weight, offset = (torch.randn(*shape, generator=g) for shape in ((17, 24), (91, 24), (91,)))
     targets = torch.randint(91, (17,), generator=g)
     function = trl.trainer.utils._ChunkedLogProbFunction
-    replacement = trl_patch.Replacement(getattr(function, "original", function), trl_patch._answer)
+    replacement = trl_patch.Replacement(getattr(function, "original", function), trl_patch._current, trl_patch._answer)
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     call = trl_patch.TrainingCall()
 
@@ -253,7 +253,8 @@ def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: boo
 
     call = trl_patch.TrainingCall()
     token = trl_patch._current.set(call)
-    found = trl_patch.Replacement(Original, trl_patch._answer).apply(hidden, *head.values(), targets, 1.0, 32)
+    replacement = trl_patch.Replacement(Original, trl_patch._current, trl_patch._answer)
+    found = replacement.apply(hidden, *head.values(), targets, 1.0, 32)
     trl_patch._current.reset(token)
     if trained or not whole:
         assert found == ("TRL's",) and asked[0][1] is head["weight"] and asked[0][2] is head["bias"]
