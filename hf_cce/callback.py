@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import logging
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,8 +16,8 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_cce.api import apply_cce, causal_lm, disabled
-from hf_cce.config import CCEConfig, CCEWarning
-from hf_cce.deferred.training_call import Stats, outside
+from hf_cce.config import CCEConfig
+from hf_cce.deferred.training_call import Stats, warn
 from hf_cce.patches import distillation
 from hf_cce.patches.causal_lm import Patch, patch_of
 
@@ -183,7 +182,7 @@ class CCECallback(TrainerCallback):
             raise RuntimeError(message)
         if (run.stats.bypassed and not run.step.bypassed) or (run.stats.read and not run.step.read):
             return  # the patch has just said so, for those who use no callback
-        warnings.warn(message, CCEWarning, stacklevel=outside())
+        warn(message)
 
 
 def _say(args: Any, state: Any, message: str) -> None:

@@ -16,7 +16,7 @@ FAILURES = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all sub-commands. A module's ``run`` has its help text; ``add_options`` adds its options."""
+    """Return the parser of all sub-commands. A module's ``run`` has its help text; ``add_options``, if any, adds its options."""
     whole = argparse.ArgumentParser(prog="hf-cce", description="Train language models without materializing logits.")
     whole.add_argument("--version", action="version", version=f"hf-cce {hf_cce.__version__}")
     commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -25,7 +25,8 @@ def parser() -> argparse.ArgumentParser:
         one = commands.add_parser(
             name, help=about.splitlines()[0], description=about, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        module.add_options(one)
+        if hasattr(module, "add_options"):
+            module.add_options(one)
         one.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here; - is standard output")
         one.add_argument("-q", "--quiet", action="store_true", help="print only the answer, or nothing")
         one.set_defaults(run=module.run)

@@ -9,10 +9,6 @@ from hf_cce.cli.common import Output, table
 from hf_cce.diagnostics.machine import TITLE
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: doctor looks at everything."""
-
-
 def run(options: argparse.Namespace, out: Output) -> int:
     """Look at this machine: packages, GPUs, what runs on them, self-test.
 

@@ -14,10 +14,6 @@ MEANING = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: all types are listed."""
-
-
 def run(options: argparse.Namespace, out: Output) -> int:
     """List the model types of the installed Transformers.
 

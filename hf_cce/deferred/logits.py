@@ -114,7 +114,8 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     _made: Tensor | None = None  # the real logits with a gradient that goes back through this tensor
 
     def __new__(cls, recipe: Recipe) -> Any:
-        made = Tensor._make_wrapper_subclass(cls, recipe.shape, dtype=recipe.dtype, device=recipe.device)
+        shape, dtype, device = recipe.like
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made.recipe, made.memory = recipe, Memory()
         return made
 
@@ -197,20 +198,12 @@ class LazyLogitsInGraph(LazyLogits, StandIn):
     """Inside a compiled graph: autograd sees hidden states, weight and bias themselves, and nobody hooks the logits."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.memory = Memory(in_graph=True)
+        self.recipe, self.memory = recipe, Memory(in_graph=True)
+        _, self.dtype, self.device = recipe.like
 
     @property
     def shape(self) -> torch.Size:
-        return self.recipe.shape if self.memory.values is None else self.memory.values.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.recipe.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.recipe.device
+        return self.recipe.like.shape if self.memory.values is None else self.memory.values.shape
 
     @property
     def requires_grad(self) -> bool:

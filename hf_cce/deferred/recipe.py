@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_cce.deferred.lazy_tensor import Like, multiply, version_of
 from hf_cce.deferred.operations import Meaning, Op, apply_ops, meaning
-from hf_cce.deferred.training_call import TrainingCall
+from hf_cce.deferred.training_call import CHANGED, TrainingCall
 from hf_cce.sharded import replicated
 
 
@@ -59,18 +59,6 @@ class Recipe(NamedTuple):
         return Like(torch.Size((tokens[0], v, tokens[1]) if self.class_first else (*tokens, v)), dtype, device)
 
     @property
-    def shape(self) -> torch.Size:
-        return self.like.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.like.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.like.device
-
-    @property
     def parts(self) -> tuple[Any, Any, Any]:
         return self.hidden_states, self.weight, self.bias
 
@@ -111,10 +99,7 @@ class Recipe(NamedTuple):
 
     def check_fresh(self) -> None:
         if self.versions and self.versions != versions_of(*self.leaves[:3]):
-            raise RuntimeError(
-                "these logits were deferred, and hidden states or LM head have changed since (optimizer.step()?); "
-                "read outputs.logits before the step, or keep outputs.logits.materialize()"
-            )
+            raise RuntimeError(CHANGED)
 
 
 def leaf_of(x: Tensor) -> Tensor:

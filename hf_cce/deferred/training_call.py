@@ -18,6 +18,10 @@ from hf_cce.filter_state import FilterState
 from hf_cce.loss import LogProbs
 from hf_cce.sharded import local
 
+CHANGED = (
+    "these logits were deferred, and hidden states or LM head have changed since (optimizer.step()?); read outputs.logits before "
+    "the step, or keep outputs.logits.materialize()"
+)
 _LIBRARIES = {"accelerate", "deepspeed", "hf_cce", "peft", "torch", "transformers", "trl"}
 
 
@@ -108,10 +112,7 @@ class TrainingCall:
             [] if self.head is None else [x for x in self.head.modules() if hasattr(x, "set_reshard_after_forward")]
         )
         if not groups or self.versions not in (None, versions_in(self.head)):
-            raise RuntimeError(
-                "these logits were deferred, and hidden states or LM head have changed since (optimizer.step()?); "
-                "read outputs.logits before the step, or keep outputs.logits.materialize()"
-            )
+            raise RuntimeError(CHANGED)
         for group in groups:
             group.unshard()
         try:
@@ -147,13 +148,11 @@ class TrainingCall:
         elif why != "materialize":  # that one is asked for by name
             self.stats.read += 1
             if self.stats.read == 1:
-                warnings.warn(
+                warn(
                     f"hf_cce: outputs.logits of a training call was used ({why}), so full logits were made for it after "
                     "all. They are right; made at every step they cost the memory that CCE saves. Use logits in evaluation "
                     "mode, or outputs.logits.materialize() where you mean it; for per-token log-probabilities or entropy "
-                    "there is linear_log_probs.",
-                    CCEWarning,
-                    stacklevel=outside(),
+                    "there is linear_log_probs."
                 )
 
     def note_full_logits(self) -> None:
@@ -172,14 +171,15 @@ def versions_in(head: Any) -> list[int]:
     return [x._version for x in head.parameters() if not x.is_inference()]
 
 
-def outside() -> int:
-    """The ``stacklevel`` with which the caller's warning shows the user's line, and none of the libraries that it went through.
+def warn(message: str) -> None:
+    """Warn with the user's line, and none of the libraries that the call went through.
 
     Python shows a text once for each line: so each model that a notebook trains is told of, and a loop not at every step.
     """
     if torch.compiler.is_compiling():
-        return 2
-    level, frame = 1, sys._getframe(1)
+        warnings.warn(message, CCEWarning, stacklevel=3)
+        return
+    level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
-    return level
+    warnings.warn(message, CCEWarning, stacklevel=level)

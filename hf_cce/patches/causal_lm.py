@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
@@ -27,12 +26,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_cce.config import CCEConfig, CCEWarning
+from hf_cce.config import CCEConfig
 from hf_cce.deferred.adapters import AdapterHead
 from hf_cce.deferred.head_input import HeadInput, head_input, linear
 from hf_cce.deferred.lazy_tensor import LazyTensor
 from hf_cce.deferred.logits import LazyLogits, to_wrapper
-from hf_cce.deferred.training_call import Stats, TokenSums, TrainingCall, outside
+from hf_cce.deferred.training_call import Stats, TokenSums, TrainingCall, warn
 from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import adapter_in, find_head, why_not_defer
 from hf_cce.patches import bnb, distillation, peft_tuner, preference, tensor_parallel, trl
@@ -158,17 +157,10 @@ def _name_the_loss(model: nn.Module) -> bool:
     return True
 
 
-def _note_loss_type(model: nn.Module, state: Patch) -> None:
-    """Take that back where the model has been given a ``loss_type`` since: what is set by name would win over it."""
-    if state.set_loss_function and getattr(model, "loss_type", None) is not None:
-        _leave_the_loss(model, state)
-
-
 def _leave_the_loss(model: nn.Module, state: Patch) -> None:
-    if (
-        state.set_loss_function and model.__dict__.get("_loss_function") is _default_loss()
-    ):  # nobody has set another since
-        model.__dict__.pop("_loss_function", None)
+    """Take that back, but for a loss function that somebody else has set since."""
+    if state.set_loss_function and model.__dict__.get("_loss_function") is _default_loss():
+        model.__dict__.pop("_loss_function")
     state.set_loss_function = False
 
 
@@ -187,8 +179,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if outer is not None and outer.call is not None and outer.call.owner is not state:  # the loss is that model's
         _put_on(model, state, head, _Entry(outer.call, outer, guest=True))
         return
-    if not compiling:
-        _note_loss_type(model, state)
+    if not compiling and getattr(model, "loss_type", None) is not None:
+        _leave_the_loss(model, state)  # it would win over the type that the model has been given since
     training = model.training and torch.is_grad_enabled()
     if kwargs.get("fused_lm_head"):
         _enter_trl(state, training and (labels or kwargs.get("shift_labels") is not None))
@@ -378,12 +370,10 @@ def _note_bypass(state: Patch) -> None:
         return
     state.stats.bypassed += 1
     if state.stats.bypassed == 1:
-        warnings.warn(
+        warn(
             "hf_cce: apply_cce has no effect on this training: TRL replaces the model's forward with its own fused LM head "
             "(trl.trainer.utils.add_fused_lm_head), so neither the model's forward nor its loss is called. The training is "
-            "right, and what it saves is TRL's doing.",
-            CCEWarning,
-            stacklevel=outside(),
+            "right, and what it saves is TRL's doing."
         )
 
 
@@ -414,19 +404,13 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
         if call.full_logits:
             _tell(why)
         else:  # TRL's own fused head did it, or a loss of the model's own that takes no logits
-            warnings.warn(
+            warn(
                 f"hf_cce: a training call of this model ended without the fused loss: {why}. The loss is correct; no memory is "
-                "saved.",
-                CCEWarning,
-                stacklevel=outside(),
+                "saved."
             )
 
 
 def _tell(why: str) -> bool:
     """Warn that logits are made. While a graph is traced this runs once, there and then: Dynamo takes it for a constant."""
-    warnings.warn(
-        f"hf_cce fell back to full logits: {why}. The loss is correct; no memory is saved.",
-        CCEWarning,
-        stacklevel=outside(),
-    )
+    warn(f"hf_cce fell back to full logits: {why}. The loss is correct; no memory is saved.")
     return True

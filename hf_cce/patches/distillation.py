@@ -32,6 +32,7 @@ from hf_cce.deferred.recipe import Recipe
 from hf_cce.deferred.training_call import Stats
 from hf_cce.divergence import TeacherHead, token_divergences
 from hf_cce.head_checks import why_not_read
+from hf_cce.patches import trl
 
 ARGUMENTS_OF_TRAINER = "trl.trainer.distillation_config.DistillationConfig"
 MODULE = "trl.trainer.distillation_trainer"
@@ -55,29 +56,15 @@ STEP = "_distillation_step"
 _current: ContextVar[tuple[CCEConfig, Stats] | None] = ContextVar("hf_cce_distillation", default=None)
 
 
-class _Dispatch:
-    """Stands where the trainer's module looks for its function."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-        self.signature = inspect.signature(original.forward)
-
-    def apply(self, *args: Any) -> Any:
-        running = _current.get()
-        given = self.signature.bind(None, *args)
-        given.apply_defaults()
-        asked = given.arguments
-        heads = [asked[f"{side}_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
-        held = any(hasattr(x, "ds_id") for x in heads)
-        if running is None or held or why_not_read(*heads[:2]) or why_not_read(*heads[2:]):
-            return self.original.apply(*args)
-        config, stats = running
-        stats.fused += 1
-        student, teacher = (_head(asked, side) for side in ("student", "teacher"))
-        return token_divergences(student, teacher, asked["beta"], asked["temperature"], None, config, entropy=True)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.original, name)
+def _answer(running: tuple[CCEConfig, Stats], asked: dict[str, Any]) -> Any:
+    heads = [asked[f"{side}_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
+    held = any(hasattr(x, "ds_id") for x in heads)
+    if held or why_not_read(*heads[:2]) or why_not_read(*heads[2:]):
+        return NotImplemented
+    config, stats = running
+    stats.fused += 1
+    student, teacher = (_head(asked, side) for side in ("student", "teacher"))
+    return token_divergences(student, teacher, asked["beta"], asked["temperature"], None, config, entropy=True)
 
 
 def _head(asked: dict[str, Any], side: str) -> TeacherHead:
@@ -92,13 +79,10 @@ def ready(args: Any) -> bool:
     """Whether ``args`` are a DistillationTrainer's that can be answered; from now on its steps run within ``STEP``."""
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(args).__mro__]
     module: Any = sys.modules.get(MODULE) if ARGUMENTS_OF_TRAINER in names else None
-    function, trainer = getattr(module, NAME, None), getattr(module, "DistillationTrainer", None)
-    if function is None or not callable(getattr(trainer, "training_step", None)):
+    trainer = getattr(module, "DistillationTrainer", None)
+    known = callable(getattr(trainer, "training_step", None))
+    if not known or not trl.replace(module, NAME, ARGUMENTS, _current, _answer):
         return False
-    if not isinstance(function, _Dispatch):
-        if tuple(inspect.signature(function.forward).parameters) != ARGUMENTS:
-            return False
-        setattr(module, NAME, _Dispatch(function))
     if not hasattr(trainer.training_step, STEP):  # type: ignore[union-attr]
         trainer.training_step = _within(trainer.training_step)  # type: ignore[union-attr]
     return True

@@ -41,14 +41,7 @@ def why_refuse_class(cls: type) -> str | None:
     forward: Any = getattr(cls, "forward", None)
     if forward is None or not hasattr(cls, "get_output_embeddings"):
         return "it is no Transformers model"
-    if not _takes_labels(cls):
-        return _NO_LOSS
-    return None
-
-
-def _takes_labels(cls: type) -> bool:
-    """Whether the forward has a parameter for labels, or hands all keywords on to the next class's, which has one."""
-    return _parameters_with_labels(cls) is not None
+    return _NO_LOSS if _parameters_with_labels(cls) is None else None
 
 
 def labels_position(cls: type) -> int | None:
@@ -63,6 +56,7 @@ def labels_position(cls: type) -> int | None:
 
 
 def _parameters_with_labels(cls: type) -> list[str] | None:
+    """The parameters of the forward, or of the next class's forward that it hands all keywords on to; None without labels."""
     for base in cls.__mro__:
         if "forward" in vars(base):
             parameters = inspect.signature(getattr(base, "forward")).parameters  # noqa: B009  # mypy: not every class has it

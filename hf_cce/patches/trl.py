@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,36 +35,51 @@ ARGUMENTS = (
 # What SFT asks for, and nobody else: of the others DPO wants mean logits too, and all of them compare their log-probabilities
 # with those of a call without gradients, from which the filter's differ by rounding.
 FINE_TUNING = {"entropy", "is_top1"}
+Answer = Callable[[Any, dict[str, Any]], Any]
 _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", default=None)
 
 
-class _Dispatch:
-    """Stands where TRL looks for its function."""
+class Replacement:
+    """Stands where TRL looks for an autograd function, and answers while ``current`` holds something.
 
-    def __init__(self, original: Any) -> None:
-        self.original = original
+    ``answer`` gets what it holds and the function's arguments by name, and may return NotImplemented.
+    """
+
+    def __init__(self, original: Any, current: ContextVar[Any], answer: Answer) -> None:
+        self.original, self.current, self.answer = original, current, answer
+        self.signature = inspect.signature(original.forward)
 
     def apply(self, *args: Any) -> Any:
-        call = _current.get()
-        return self.original.apply(*args) if call is None else _answer(call, self.original, *args)
+        running, found = self.current.get(), NotImplemented
+        if running is not None:
+            given = self.signature.bind(None, *args)
+            given.apply_defaults()
+            found = self.answer(running, given.arguments)
+        return self.original.apply(*args) if found is NotImplemented else found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)
 
 
+def replace(module: Any, name: str, arguments: tuple[str, ...], current: ContextVar[Any], answer: Answer) -> bool:
+    """Put a ``Replacement`` in the place of a function; False where there is none of these arguments."""
+    function = getattr(module, name, None)
+    if isinstance(function, Replacement):
+        return True
+    forward = getattr(function, "forward", None)
+    if forward is None or tuple(inspect.signature(forward).parameters) != arguments:
+        return False
+    setattr(module, name, Replacement(function, current, answer))
+    return True
+
+
 def enter(call: TrainingCall) -> bool:
     """From now on ``call`` answers, in this thread; False where this TRL cannot be answered."""
     utils = sys.modules.get("trl.trainer.utils")  # whoever calls with fused_lm_head=True has imported it
-    function = getattr(utils, NAME, None)
-    if isinstance(function, _Dispatch):
+    known = replace(utils, NAME, ARGUMENTS, _current, _answer)
+    if known:
         _current.set(call)
-        return True
-    forward = getattr(function, "forward", None)
-    if forward is None or tuple(inspect.signature(forward).parameters) != ARGUMENTS:
-        return False
-    setattr(utils, NAME, _Dispatch(function))
-    _current.set(call)
-    return True
+    return known
 
 
 def leave() -> TrainingCall | None:
@@ -79,34 +95,24 @@ def _held(parameter: Tensor) -> Tensor:
     return parameter.detach() if gathered(parameter) and not parameter.requires_grad else parameter
 
 
-def _answer(
-    call: TrainingCall,
-    original: Any,
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,
-    targets: Tensor,  # [N]
-    temperature: float,
-    chunk_size: int,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
-) -> tuple[Tensor | None, ...]:
+def _answer(call: TrainingCall, asked: dict[str, Any]) -> Any:
     """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N], None where not asked for."""
-    held, held_bias = _held(weight), None if bias is None else _held(bias)
+    hidden, bias, temperature, outputs = (asked[name] for name in ("hidden", "bias", "temperature", "outputs"))
+    softcap = asked["final_logit_softcapping"]
+    held, held_bias = _held(asked["weight"]), None if bias is None else _held(bias)
     reason = why_not_read(held, held_bias)
     if reason is None and any(hasattr(x, "ds_id") for x in (held, held_bias)):
         reason = "DeepSpeed ZeRO-3 gathers the head for TRL's call alone, which makes its gradient at once"
     if reason is not None:
         call.note_refused(reason)
-        return original.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
+        return NotImplemented
     # softcap · tanh(scale · z / softcap) / T is the softcap / T of scale / T.
     result = linear_log_probs(
         hidden,
         held.to(hidden.dtype),
-        targets,
+        asked["targets"],
         bias=None if held_bias is None else held_bias.to(hidden.dtype),
-        logit_scale=logit_scale / temperature,
+        logit_scale=asked["logit_scale"] / temperature,
         softcap=None if softcap is None else softcap / temperature,
         entropy="entropy" in outputs,
         log_sum_sq_probs="log_sum_sq_probs" in outputs,

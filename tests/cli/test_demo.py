@@ -84,15 +84,9 @@ def test_whole_demo(words: Path, cache: Path, tmp_path: Path) -> None:
         assert shown in done.stdout, shown
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--hidden-size", "100"], "--hidden-size must be a multiple of 64"),
-        (["--seq-length", "1000000"], "too few for sequences of 1000000"),
-    ],
-)
-def test_errors_are_one_line(arguments: list[str], message: str, words: Path, cache: Path) -> None:
-    done = hf_cce(cache, "--dataset", str(words), *arguments)
+def test_an_error_of_the_training_process_is_one_line(words: Path, cache: Path) -> None:
+    done = hf_cce(cache, "--dataset", str(words), "--seq-length", "1000000")
+    message = "too few for sequences of 1000000"
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 

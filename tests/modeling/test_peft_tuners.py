@@ -27,26 +27,20 @@ from models import (
     with_open_gates,
 )
 from numerics import assert_as_good
+from test_peft import TUNERS as ROWS
 
 from hf_cce import apply_cce, remove_cce
 from hf_cce.api import causal_lm
 from hf_cce.patches.causal_lm import patch_of
 
 peft = pytest.importorskip("peft")
-CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adalora": (
-        peft.AdaLoraConfig,
-        {"init_r": 4, "target_r": 2, "target_modules": ["q_proj", "v_proj"], "total_step": 10, "tinit": 1, "tfinal": 2}
-        | {"init_lora_weights": False},
-    ),
-    "adaption": (peft.AdaptionPromptConfig, {"adapter_len": 3, "adapter_layers": 1}),
-}
-TUNERS = pytest.mark.parametrize("tuner", CONFIGS)
+TUNERS = pytest.mark.parametrize("tuner", ROWS)
 
 
 def config(tuner: str, **options: Any) -> Any:
-    kind, usual = CONFIGS[tuner]
-    return kind(**{"task_type": "CAUSAL_LM", **usual, **options})
+    found = ROWS[tuner].config()
+    vars(found).update(options)
+    return found
 
 
 def adapted(tuner: str, **options: Any) -> Any:

@@ -32,9 +32,11 @@ def hf_cce(*arguments: str) -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
-def python(code: str, interpreted: bool = True) -> str:
+def python(code: str, interpreted: bool = True, **more: str) -> str:
     """What ``code`` prints in a fresh Python at the root; ``interpreted=False``: where Triton compiles."""
-    environment = {name: value for name, value in os.environ.items() if interpreted or name != "TRITON_INTERPRET"}
+    environment = {
+        name: value for name, value in os.environ.items() if interpreted or name != "TRITON_INTERPRET"
+    } | more
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

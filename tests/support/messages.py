@@ -53,8 +53,8 @@ def shown(tree: ast.Module, names: Names) -> Iterator[tuple[ast.AST | None, Name
                 yield node.exc.args[0], names
         elif isinstance(node, ast.Call):
             function = ast.unparse(node.func)
-            if function in ("warnings.warn", "torch._assert_async"):
-                yield node.args[0 if function == "warnings.warn" else -1], names
+            if function in ("warn", "warnings.warn", "torch._assert_async"):
+                yield node.args[-1 if function == "torch._assert_async" else 0], names
             elif function.endswith((".note_refused", "reasons.append")):
                 yield node.args[0], {}
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in REASONS:

@@ -14,7 +14,6 @@ from numerics import assert_as_good
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cce import CCECallback, CCEConfig, apply_cce, remove_cce
-from hf_cce.api import causal_lm
 from hf_cce.patches.causal_lm import patch_of
 
 
@@ -170,16 +169,6 @@ def test_the_way_is_shown_once_a_run_where_somebody_watches(
             assert capsys.readouterr().out.count(LINE) == times
     finally:
         logger.setLevel(before)
-
-
-def test_compile(tmp_path: Path) -> None:
-    trainer = build(
-        tmp_path, CCECallback(on_unused="raise"), torch_compile=True, torch_compile_backend="eager", max_steps=1
-    )
-    assert run(trainer) == []
-    assert patch_of(causal_lm(trainer.model)).stats.traced
-    assert run(trainer) == []  # by the graph that is there
-    assert patch_of(causal_lm(trainer.model)).stats.traced
 
 
 # A run that misses the fused loss says so, once

@@ -13,6 +13,7 @@ from test_trl import STEPS, assert_same_steps, common, prompts, run, tokenizer, 
 
 from hf_cce import CCECallback, CCEConfig
 from hf_cce.patches import distillation
+from hf_cce.patches import trl as trl_patch
 
 module = pytest.importorskip(distillation.MODULE)
 FUNCTION = getattr(module, distillation.NAME, None)
@@ -43,7 +44,7 @@ def test_every_step_is_that_of_the_unpatched_trainer(name: str, tmp_path: Path) 
 
 def test_other_trainers_and_other_trls_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(build(tmp_path / "a", tiny_llama(), [CCECallback()]))
-    assert isinstance(getattr(module, distillation.NAME), distillation._Dispatch)
+    assert isinstance(getattr(module, distillation.NAME), trl_patch.Replacement)
     seen: list[int] = []
     monkeypatch.setattr(distillation, "token_divergences", lambda *args, **kwargs: seen.append(1))
     plain = build(tmp_path / "b", tiny_llama(), [])
@@ -81,7 +82,8 @@ def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: fl
     sizes = ((17, 24), (91, 24), (91,), (17, 40), (91, 40), (91,))
     tensors = [torch.randn(size, generator=g) * 0.5 for size in sizes]
     original = getattr(FUNCTION, "original", FUNCTION)
-    dispatch, counted = distillation._Dispatch(original), distillation.Stats()
+    dispatch = trl_patch.Replacement(original, distillation._current, distillation._answer)
+    counted = distillation.Stats()
 
     def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in tensors]
@@ -111,6 +113,7 @@ def test_a_head_that_zero_3_gathers_is_trls() -> None:
 
     counted = distillation.Stats()
     with distillation.answering(CCEConfig(), counted):
-        hidden = torch.ones(3, 4)
-        assert distillation._Dispatch(Original).apply(hidden, weight, None, hidden, weight, None, 0.5) == "TRL's"
+        heads = 2 * (torch.ones(3, 4), weight, None)
+        replacement = trl_patch.Replacement(Original, distillation._current, distillation._answer)
+        assert replacement.apply(*heads, 0.5) == "TRL's"
     assert len(asked) == 1 and not counted.fused

@@ -207,14 +207,16 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
     hidden, weight, offset = (torch.randn(*shape, generator=g) for shape in ((17, 24), (91, 24), (91,)))
     targets = torch.randint(91, (17,), generator=g)
     function = trl.trainer.utils._ChunkedLogProbFunction
-    original = getattr(function, "original", function)
+    replacement = trl_patch.Replacement(getattr(function, "original", function), trl_patch._current, trl_patch._answer)
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     call = trl_patch.TrainingCall()
 
     def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, offset)]
         arguments = (*leaves[:2], leaves[2] if bias else None, targets, temperature, 32, softcap, scale, outputs)
-        found = trl_patch._answer(call, original, *arguments) if ours else original.apply(*arguments)
+        token = trl_patch._current.set(call if ours else None)
+        found = replacement.apply(*arguments)
+        trl_patch._current.reset(token)
         wanted = leaves if bias else leaves[:2]
         gradients = torch.autograd.grad(found[0].sum() + 0.3 * found[1].square().sum(), wanted)
         assert not any(x.requires_grad for x in found[2:])
@@ -246,13 +248,14 @@ def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: boo
     asked = []
 
     class Original:
-        @staticmethod
-        def apply(*args: Any) -> Any:
-            asked.append(args)
-            return ("TRL's",)
+        forward = trl.trainer.utils._ChunkedLogProbFunction.forward
+        apply = staticmethod(lambda *args: asked.append(args) or ("TRL's",))
 
     call = trl_patch.TrainingCall()
-    found = trl_patch._answer(call, Original, hidden, *head.values(), targets, 1.0, 32)
+    token = trl_patch._current.set(call)
+    replacement = trl_patch.Replacement(Original, trl_patch._current, trl_patch._answer)
+    found = replacement.apply(hidden, *head.values(), targets, 1.0, 32)
+    trl_patch._current.reset(token)
     if trained or not whole:
         assert found == ("TRL's",) and asked[0][1] is head["weight"] and asked[0][2] is head["bias"]
         assert call.fused == 0 and "ZeRO-3" in call.reasons[0]
@@ -267,9 +270,9 @@ def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: boo
 
 def test_other_models_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(sft(tmp_path / "a", apply_cce(tiny_llama()), []))
-    assert isinstance(trl.trainer.utils._ChunkedLogProbFunction, trl_patch._Dispatch)
+    assert isinstance(trl.trainer.utils._ChunkedLogProbFunction, trl_patch.Replacement)
     seen: list[int] = []
-    monkeypatch.setattr(trl_patch, "_answer", lambda *args: seen.append(1))
+    monkeypatch.setattr(trl_patch, "linear_log_probs", lambda *args, **kwargs: seen.append(1))
     assert run(sft(tmp_path / "b", tiny_llama(), []))[1] == seen == []
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import triton
+
+from tests.support.command import python
 
 # Triton's driver for a GPU that is not there: it compiles, and cannot launch.
 SAME_AS_TRITON = """
@@ -83,30 +82,24 @@ def do_nothing(x):
     pass
 
 
-def python(program: str, **environment: str) -> str:
-    """What a process of its own prints, without the interpreter of Triton's kernels."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_arguments_of_two_compiled_kernels_have_two_keys(tmp_path: Path) -> None:
-    print(python(SAME_AS_TRITON, TRITON_CACHE_DIR=str(tmp_path)))
+    print(python(SAME_AS_TRITON, interpreted=False, TRITON_CACHE_DIR=str(tmp_path)))
 
 
 @pytest.mark.slow
 def test_eight_processes_fill_one_cache(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as threads:
-        printed = list(threads.map(lambda _: python(COMPILES, TRITON_CACHE_DIR=str(tmp_path)), range(8)))
+        printed = list(
+            threads.map(lambda _: python(COMPILES, interpreted=False, TRITON_CACHE_DIR=str(tmp_path)), range(8))
+        )
     assert len(set(printed)) == 1 and int(printed[0].split()[1]) > 0
     written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    assert written and python(COMPILES, TRITON_CACHE_DIR=str(tmp_path)) == printed[0]
+    assert written and python(COMPILES, interpreted=False, TRITON_CACHE_DIR=str(tmp_path)) == printed[0]
     assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", ["0.0", "60.0"], ids=["the filter pauses", "it drops most"])
 def test_the_first_step_compiles_what_later_steps_need(size: str, tmp_path: Path) -> None:
-    printed = python(FIRST_STEPS.replace("SIZE", size), TRITON_CACHE_DIR=str(tmp_path))
+    printed = python(FIRST_STEPS.replace("SIZE", size), interpreted=False, TRITON_CACHE_DIR=str(tmp_path))
     assert "later []" in printed, printed
