@@ -10,7 +10,8 @@ and with `images` beside messages or prompt for an image-text model.
         --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct --dataset_name trl-lib/Capybara
 
 LoRA:   --use_peft --lora_target_modules all-linear        QLoRA (pip install bitsandbytes): --load_in_4bit besides
-Head on the CPU between uses, with QLoRA or without: --model_init_kwargs '{"device_map": {"model": 0, "lm_head": "cpu"}}'
+Embedding on the CPU between uses, with QLoRA or without (TRL cannot train with an LM head there): --model_init_kwargs
+        '{"device_map": {"model.embed_tokens": "cpu", "model.layers": 0, "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}}'
 Chats:  --assistant_only_loss        Speed: --packing       Evaluation: --eval_strategy steps, on the split test
 Resume: --resume_from_checkpoint out/checkpoint-500        Logs: --report_to wandb        Hub: --push_to_hub
 All flags are TRL's: --help lists them, --config FILE.yaml reads them. HF_CCE_DISABLE=1 trains the same without hf_cce.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import hooks
 from models import logits_made, stats, tiny_llama, told
 from numerics import assert_as_good, budget, relative_error
 from ways import KEEPS_ALL, force
@@ -321,6 +322,16 @@ def test_evaluation_is_answered_too_and_counts_as_no_training(tmp_path: Path) ->
     expected = trainer.evaluate(rows)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
     assert found["eval_mean_token_accuracy"] == expected["eval_mean_token_accuracy"]
+
+
+def test_an_offloaded_head_is_an_error_that_says_what_to_offload(tmp_path: Path) -> None:
+    model = apply_cce(tiny_llama(tie_word_embeddings=False))
+    trainer = sft(tmp_path, model, [])
+    weights = {"weight": model.lm_head.weight.detach().clone()}
+    model.lm_head.requires_grad_(False)
+    hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    with pytest.raises(RuntimeError, match=r"offload model\.embed_tokens"):
+        run(trainer)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
