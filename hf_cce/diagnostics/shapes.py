@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from hf_cce.diagnostics.machine import first_line
 
-HUB_SECONDS = 3
 EOS = 0  # the end-of-text token of hf_cce.diagnostics.text
 
 
@@ -97,27 +93,10 @@ def config_named(name: str) -> Any:
             raise ValueError(f"{name}: no such file or folder")
         if "/" not in name and near:
             raise ValueError(f"{name}: no configuration of this name; did you mean {' or '.join(near)}? Give {ways}")
-    reachable = path.exists() or hub_is_reachable()
     try:
-        return AutoConfig.from_pretrained(name, local_files_only=not reachable)
+        return AutoConfig.from_pretrained(name)
     except Exception as error:  # the hub's client has dozens of errors
-        reason = first_line(error) if reachable else "the hub cannot be reached, and its cache has none"
-        raise ValueError(f"{name}: no configuration found ({reason}). Give {ways}") from None
-
-
-def hub_is_reachable() -> bool:
-    """Return whether a connection to the hub opens within seconds; its client would retry for half a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or getproxies():  # the client knows
-        return True
-    address = urlsplit(constants.ENDPOINT)
-    port = address.port or (80 if address.scheme == "http" else 443)
-    try:
-        socket.create_connection((address.hostname or "", port), timeout=HUB_SECONDS).close()
-    except OSError:
-        return False
-    return True
+        raise ValueError(f"{name}: no configuration found ({first_line(error)}). Give {ways}") from None
 
 
 def auto_class(name: str, config: Any) -> Any:

@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 import re
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from tiny_config import tiny_config
 from transformers import LlamaForCausalLM, MambaConfig
 
 from hf_cce.diagnostics import estimate as diagnostics
-from hf_cce.diagnostics import shapes
 from hf_cce.diagnostics.activations import Activations, Adapters, Model, weigh
 from hf_cce.diagnostics.shapes import SHAPES, Shape, config_named, config_of
 
@@ -252,18 +250,6 @@ def test_a_model_type_is_its_class_s_default_and_says_so() -> None:
     (note,) = [line for line in shown.stdout.splitlines() if line.startswith("Note:")]
     assert "llama is a model type: the sizes are the defaults of LlamaConfig" in note
     assert not diagnostics.estimate("qwen2.5-0.5b", 1, 64).notes
-
-
-def test_a_hub_that_cannot_be_reached_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setattr(shapes, "getproxies", dict)
-    start = time.monotonic()
-    with pytest.raises(ValueError, match=r"no configuration found \(the hub cannot be reached, and its cache has none"):
-        config_named("no/such-model")
-    assert time.monotonic() - start < 2 * shapes.HUB_SECONDS
 
 
 def test_a_folder_of_the_name_of_a_model_type_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def without_versions(message: str) -> str:
     """Return a message without what differs by the version of Python, torch or Transformers."""
     message = re.sub(r"(?<=\btransformers )\d\S*\d", "…", message)
     message = re.sub(r"Expected one of .* device type", "Expected one of … device type", message)
-    message = re.sub(r"no configuration found \(.*?\)\. Give", "no configuration found (…). Give", message)
+    message = re.sub(r"no configuration found \(.*?\.\)\.", "no configuration found (…).", message)
     head, chosen, choices = message.partition("(choose from ")
     return head + chosen + choices.replace("'", "")
 

@@ -330,8 +330,9 @@ def test_an_offloaded_head_is_an_error_that_says_what_to_offload(tmp_path: Path)
     weights = {"weight": model.lm_head.weight.detach().clone()}
     model.lm_head.requires_grad_(False)
     hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    model.train()
     with pytest.raises(RuntimeError, match=r"offload model\.embed_tokens"):
-        run(trainer)
+        trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))
 
 
 @pytest.mark.parametrize("kernel", [True, False])
