@@ -1,7 +1,8 @@
 """Compare the filter's errors with those of bfloat16 full logits, batch by batch, on trained heads of many sizes.
 
-Each head is trained on the spot, as in ``benchmarks.heads``. One filter state sees its batches one after the other, as in
-training. A report that exists is continued: heads it has are not measured again.
+This is how ``AUTO_SHARE`` is chosen: the worst ratio must be at most one. Each head is trained on the spot, as in
+``benchmarks.heads``. One filter state for the trained head and one for the frozen head see all batches in order, as in training.
+Heads that the report has already are skipped.
 
 usage: python -m benchmarks.filter_errors --head 49152:1024:8:60 65537:1536:4:60 --json OUT.json
 """
@@ -25,21 +26,21 @@ from hf_cce.diagnostics.bench import FusedLoss, Loss, exact_results, filter_stat
 from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.gradcheck import Inputs, relative_error
 
-# Vocabulary, hidden size, layers, seconds of training; odd vocabularies, and heads that are hardly trained, among them.
+# Vocabulary, hidden size, layers, seconds of training; with odd vocabularies and a head that is hardly trained.
 HEADS = (
     "32000:2048:2:45", "49152:1024:6:45", "50257:768:6:45", "49152:576:6:15", "65537:1536:4:45", "128256:768:6:45",
     "65537:3072:2:45", "128256:4096:1:45", "200019:1024:4:45", "262144:896:4:45",
 )  # fmt: skip
 BATCHES = 16
 SEQUENCE = 1024  # tokens of a held-out sequence
-MOST_LOGITS = 1_100_000_000  # of a batch
+MOST_LOGITS = 1_100_000_000  # in a batch
 GRADIENTS = ("hidden", "weight")
 
 
 def measure(head: Head, device: torch.device) -> list[dict[str, Any]]:
     """Return for each batch the relative errors of both gradients, filtered and by full logits, and what the filter did.
 
-    "frozen": of the hidden states' gradient, where the head is frozen.
+    ``frozen_hidden_error`` is of the hidden states' gradient where the head is frozen.
     """
     weight = head.weight.to(device)
     sequences = len(head.labels) // SEQUENCE
@@ -68,7 +69,7 @@ def measure(head: Head, device: torch.device) -> list[dict[str, Any]]:
 
 
 def of_head(given: str) -> tuple[str, dict[str, Any]]:
-    """Train one head and measure it: (``given``, its entry of the report).
+    """Train one head and measure it; return (``given``, its entry of the report).
 
     In a process of its own, whose memory is free afterwards.
     """

@@ -10,22 +10,20 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-# τ bounds the error of the logits' gradient, relative to it or, for "auto", to what rounding is likely to change in it. The
-# errors of dh and dW are a few τ, the less a head is trained the more.
+# τ: see hf_cce.kernels.filter.select. Where a number is asked for, the errors of dh and dW are a few τ, and more in a head that
+# is hardly trained. For "auto" τ only controls what is dropped.
 AUTO_TAU = 1e-3  # first threshold of gradient_filter="auto"
-# "auto" aims at this share of the error that rounded logits would make in the same step. The rest is for what estimates miss, and
-# for batches between two of them (benchmarks.filter_errors).
+# "auto" aims at this share of the error that rounding the logits would make in the same step. The margin covers the error of the
+# estimates, and steps between two of them; ``benchmarks.filter_errors`` measures whether it does.
 AUTO_SHARE = 0.5
-AUTO_SHARE_FROZEN = (
-    0.84  # likewise where the weight is frozen: the error of dh is estimated more closely than that of dW
-)
+# Likewise where the weight is frozen: the error of dh is estimated more closely than that of dW.
+AUTO_SHARE_FROZEN = 0.84
 ERROR_PER_TAU = 6.0  # gives the first threshold where an error is asked for
 SMALLEST_TAU, LARGEST_TAU = 1e-6, 1e-1
 
 MEASURE_EVERY = 32  # steps between two estimates of the error
-MEASURE_FIRST = (
-    4  # the first steps are all measured, and the first after a pause, during which the threshold grew stale
-)
+# The first steps are all measured, and the first after a pause, during which the threshold grew stale.
+MEASURE_FIRST = 4
 READ_EVERY = 4  # steps between two looks at the number of kept tiles
 # The number is read a fixed number of steps later, so that a run does not depend on how far the host is ahead of the device.
 READ_AFTER = 2
@@ -61,7 +59,8 @@ class FilterState:
     Copies and pickles start from scratch.
 
     It holds the order of the vocabulary, the corrections, the threshold and the last measured errors: 8 · V bytes, and
-    D · D + 16 · (V + D) elements of the weight's dtype. The device never waits for the host.
+    D · D + 16 · (V + D) elements of the weight's dtype. The device never waits for the host; the host reads one number that an
+    earlier step has left.
     """
 
     def __init__(self) -> None:
@@ -132,8 +131,8 @@ class FilterState:
     def probe_only(self) -> bool:
         """True if this step only finds out what the filter would keep, and drops nothing: "auto", at first and after a pause.
 
-        Where most tiles matter, as at the start of pretraining, the filter does not pay. What it drops then is most of the
-        gradient of words that do not occur: little by its norm, but Adam makes as much of it as of any other.
+        Where most tiles matter, as at the start of pretraining, the filter does not pay. What it would drop is mostly the
+        gradient of absent words: small in norm, but Adam scales it up.
         """
         return self._probing and self._wanted == "auto"
 
@@ -177,9 +176,9 @@ class FilterState:
         self._calls += 1
 
     def next_tau(self, report: Any) -> Tensor | None:
-        """Return the τ to which the errors of a report lead; None if none was estimated.
+        """Return the next τ; None if the report has no estimated error.
 
-        For "auto" the errors need not be relative, as they are compared with each other.
+        For "auto" the errors may be absolute or relative, as only their ratio is used.
         """
         if self._tau is None or self._tau.device != report.tau.device:
             return None

@@ -1,6 +1,6 @@
-"""The input of an LM head that is to put off its multiplication; the head's own forward runs on it.
+"""Wrap the input of an LM head, so that its multiplication is deferred while the head's own forward runs.
 
-And what a head answers whose vocabulary is spread over processes, until somebody asks for all of it.
+``ShardedLogits`` is the output of a head whose vocabulary is split over processes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hf_cce.sharded import is_dtensor, why_not_share
 
 
 def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: TrainingCall) -> Any:
-    """The head's multiplication: put off where that pays and the weight will still be there for the loss; else done.
+    """The head's multiplication: deferred where that pays and the weight will still be there for the loss; else done.
 
-    Where PEFT has wrapped the head (``call.adapted``) it gives an ``AdapterHead``. LoRA adds two more products, x Aᵀ and B on
-    that: the first, which is no product with a whole vocabulary, is done and goes on as the input of the second.
+    Where PEFT has wrapped the head (``call.adapted``) it gives an ``AdapterHead``. LoRA adds B (A x): A x is computed at once, as
+    it does not end in the vocabulary, and is wrapped as the input of B.
     """
     device = hidden_states.device.type
     if call.vocab_size is not None and weight.shape[0] != call.vocab_size:
         return head_input(F.linear(hidden_states, weight, bias), call)
     cast = reason = None
-    if device == "meta":  # nor does anybody know of autocast there
+    if device == "meta":  # for which autocast cannot be asked either
         reason = "the model is on the meta device, where tensors have no data"
     elif not torch.is_grad_enabled() and not call.evaluation:
         reason = "the head's forward runs without gradients, as in a checkpoint with use_reentrant=True"
@@ -47,7 +47,7 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
         call.note_refused(reason)
         call.note_full_logits()
         return F.linear(hidden_states, weight, bias)
-    begun = call.adapted and call.vocab_size is not None  # the terms of one head go one way
+    begun = call.adapted and call.vocab_size is not None  # all terms of one head are deferred, or none
     if not begun and few_tokens(hidden_states, weight, call.config):
         call.note_few_tokens()
         return F.linear(hidden_states, weight, bias)
@@ -69,15 +69,15 @@ def _why_not(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: t
         return "a compiled graph does not defer a head whose vocabulary is spread over processes"
     fits = cast is not None or hidden_states.dtype == weight.dtype
     if reason is None and (hidden_states.device != weight.device or not fits):
-        return "hidden states and head differ in dtype or device"  # torch's own error is the right one
+        return "hidden states and head differ in dtype or device"  # full logits let torch raise its own error
     return reason
 
 
 class HeadInput(LazyTensor):
     """Hidden states [..., D] on their way through a head that is more than a Linear; ``F.linear`` on them is ``linear``.
 
-    Every operation that is not in the table gets the hidden states themselves. In a head that PEFT has wrapped its results are
-    followed too, because an adapter may multiply them by a matrix that ends in the vocabulary (MiSS, PSOFT, PVeRA).
+    Every operation that is not in the table gets the hidden states themselves. In a head that PEFT has wrapped its results become
+    a ``HeadInput`` too, because an adapter may multiply them by a matrix that ends in the vocabulary (MiSS, PSOFT, PVeRA).
     """
 
     hidden_states: Tensor
@@ -94,7 +94,7 @@ class HeadInput(LazyTensor):
 
 
 def _followed(result: Any, call: TrainingCall) -> Any:
-    """``result``, of an operation on a ``HeadInput``, as one; a tuple of results likewise."""
+    """Wrap ``result``, of an operation on a ``HeadInput``, as one, also inside a tuple."""
     if not call.adapted or call.few_tokens:
         return result
     if type(result) is tuple:
@@ -103,7 +103,7 @@ def _followed(result: Any, call: TrainingCall) -> Any:
 
 
 def head_input(hidden_states: Tensor, call: TrainingCall) -> Any:
-    """The ``HeadInput`` of hidden states [..., D]; in eager code they themselves, under another class."""
+    """The ``HeadInput`` of hidden states [..., D]; in eager code the same tensor as a subclass."""
     in_graph = torch.compiler.is_compiling() or is_dtensor(hidden_states)
     made: Any = _PlainInput(hidden_states) if in_graph else hidden_states.as_subclass(_TensorInput)
     made.hidden_states, made.call = hidden_states, call
@@ -117,7 +117,7 @@ def _mul(x: Any, other: Any) -> Any:
 
 
 def _matmul(x: Any, other: Any) -> Any:
-    """An adapter's product (AdaLoRA) beside that of the head, which came before."""
+    """An adapter's own product (AdaLoRA), known only after that of the head."""
     known = x.call.adapted and x.call.vocab_size is not None and isinstance(other, Tensor) and other.dim() == 2
     return linear(x.hidden_states, other.t(), None, x.call) if known else NotImplemented
 

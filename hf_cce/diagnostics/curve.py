@@ -1,8 +1,8 @@
-"""``hf-cce check --curve``: 64 training steps without and with CCE, beside the losses that the package brings.
+"""``hf-cce check --curve``: train a small model for 64 steps without and with CCE; compare with the losses in curve.json.
 
-These are of full logits in float64. How far float32 drifts from them is measured with full logits; with CCE it may be twice as
-far, plus sixteen units of rounding, as in ``hf_cce.diagnostics.check``. float64 here may differ from the package's by as many of
-its own, smaller units.
+Those are of full logits in float64. Losses with CCE may differ from float64's by twice the largest difference of full logits in
+float32, measured here, plus 16 units of float32 at the largest loss: the rule of ``gradcheck.allowed``. Losses in float64 may
+differ from the file's by as many units of float64. ``python -m hf_cce.diagnostics.curve`` writes the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS, ROWS, LENGTH, VOCABULARY, USED = 64, 4, 25, 1024, 64
 
 
 def train(dtype: torch.dtype, device: torch.device, config: CCEConfig | None = None) -> list[float]:
-    """Return the losses of a small GPT-2 on text that a rule makes; ``config`` None: full logits."""
+    """Return the losses of a small GPT-2 on arithmetic sequences modulo 64; ``config`` None: full logits."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes: dict[str, Any] = {
@@ -35,7 +35,7 @@ def train(dtype: torch.dtype, device: torch.device, config: CCEConfig | None = N
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    # Of GPT-2 every operation is in float64, if the loss is; Llama's norms are in float32.
+    # GPT-2 runs wholly in float64; Llama computes its norms in float32.
     model: Any = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     random = np.random.RandomState(0)  # the same numbers in every version of NumPy
     with torch.no_grad():
@@ -105,7 +105,7 @@ def verdict(report: dict[str, Any]) -> str:
     )
 
 
-if __name__ == "__main__":  # writes the package's curve
+if __name__ == "__main__":
     from hf_cce.diagnostics.files import write_json
 
     write_json(GOLDEN, train(torch.float64, torch.device("cpu")))

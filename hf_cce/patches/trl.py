@@ -6,7 +6,7 @@ looked up each time, is ``trl.trainer.utils._ChunkedLogProbFunction.apply``. Ver
 those known here, and another TRL is left alone. It can go when TRL has a place for another kernel.
 
 How: the name is given to an object whose ``apply`` looks whether a call of a patched model is on its way in this thread, and
-passes everything else on to what was there. SFT's gradients go through the filter, as a loss of ours does; the other trainers'
+passes everything else on to what was there. SFT's gradients go through the filter, as those of a loss do; the other trainers'
 are exact. The calls without gradients, of evaluation and of the old policy, are answered too: their log-probabilities must be
 those of the training call to the last bit, or the ratio of policies is not one. Under DeepSpeed ZeRO-3 TRL gathers the head for
 the time of this call alone: a frozen one, as under LoRA, is held until the backward pass, which follows; one with a gradient
@@ -32,9 +32,9 @@ ARGUMENTS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",
 )  # fmt: skip
-# What SFT asks for, and nobody else: of the others DPO wants mean logits too, and all of them compare their log-probabilities
-# with those of a call without gradients, from which the filter's differ by rounding.
-FINE_TUNING = {"entropy", "is_top1"}
+# Only SFT asks for these and no more. The others compare their log-probabilities with those of a call without gradients, from
+# which the filter's differ by rounding.
+SFT_OUTPUTS = {"entropy", "is_top1"}
 Answer = Callable[[Any, dict[str, Any]], Any]
 _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", default=None)
 
@@ -42,7 +42,7 @@ _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", defaul
 class Replacement:
     """Stands where TRL looks for an autograd function, and answers while ``current`` holds something.
 
-    ``answer`` gets what it holds and the function's arguments by name, and may return NotImplemented.
+    ``answer`` gets that value and the function's arguments by name, and may return NotImplemented.
     """
 
     def __init__(self, original: Any, current: ContextVar[Any], answer: Answer) -> None:
@@ -62,7 +62,7 @@ class Replacement:
 
 
 def replace(module: Any, name: str, arguments: tuple[str, ...], current: ContextVar[Any], answer: Answer) -> bool:
-    """Put a ``Replacement`` in the place of a function; False where there is none of these arguments."""
+    """Put a ``Replacement`` in the place of a function; False if no function there has exactly these arguments."""
     function = getattr(module, name, None)
     if isinstance(function, Replacement):
         return True
@@ -91,7 +91,7 @@ def leave() -> TrainingCall | None:
 
 
 def _held(parameter: Tensor) -> Tensor:
-    """The values of a frozen parameter that ZeRO-3 has gathered, which stay when it lets the parameter go; or the parameter."""
+    """A frozen parameter that ZeRO-3 has gathered as a tensor whose values outlive its release; another parameter as it is."""
     return parameter.detach() if gathered(parameter) and not parameter.requires_grad else parameter
 
 
@@ -111,7 +111,7 @@ def _answer(call: TrainingCall, asked: dict[str, Any]) -> Any:
     if reason is not None:
         call.note_refused(reason)
         return NotImplemented
-    # softcap · tanh(scale · z / softcap) / T is the softcap / T of scale / T.
+    # softcap · tanh(scale · z / softcap) / T is what the loss computes with scale / T and softcap / T.
     result = linear_log_probs(
         hidden,
         held.to(hidden.dtype),
@@ -124,7 +124,7 @@ def _answer(call: TrainingCall, asked: dict[str, Any]) -> Any:
         mean_logit="mean_logits" in outputs,
         is_top1="is_top1" in outputs,
         config=call.config,
-        filter_state=call.filter_state if FINE_TUNING <= {*outputs} <= FINE_TUNING | {"log_probs"} else None,
+        filter_state=call.filter_state if SFT_OUTPUTS <= {*outputs} <= SFT_OUTPUTS | {"log_probs"} else None,
     )
     call.note_fused()
     mean_logits = None if result.mean_logit is None else result.mean_logit.detach()

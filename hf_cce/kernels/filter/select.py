@@ -1,16 +1,17 @@
 """Choose which tiles of the logits' gradient are computed, and what stands for the others.
 
 Columns are vocabulary entries and rows are tokens, in an order in which what matters lies together (hf_cce.kernels.filter.order).
-The forward pass leaves, for each row of each tile, its mass S = Σ p (as a logsumexp) and its energy Σ (p − S/width)² over S²
-(``tile_ratio``). The backward pass drops the tiles of least energy while their sum stays under τ² times a reference:
-Σ_i [(1 − p_label)² + Σ (p − S/width)²], the energy of the whole gradient; or, for gradient_filter="auto", Σ_i ``rounding``,
-as the error that full logits make by rounding is a smaller share of the gradient in some batches than in others. A dropped tile
-keeps its mass, spread evenly over its columns. A tile that holds a label is never dropped, so the label's term is exact. With a
-softcap, p stands for p (1 − (z/softcap)²), the size of the gradient; ``tile_damping`` is the mean of the second factor.
+The forward pass stores for each token and tile its mass S = Σ p (as the logsumexp ``tile_lse``) and ``tile_ratio``, its energy
+Σ (p − S/width)² over S². The backward pass drops the tiles of least energy while their sum stays under τ² times a reference:
+Σ_i (1 − p_label)² and the energy of the tiles without a label, about that of the whole gradient; or, for gradient_filter="auto",
+Σ_i ``rounding``. A fixed share of the gradient would not do there: the share that rounding the logits changes differs between
+batches. A dropped tile keeps its mass, spread evenly over its columns. A tile that holds a label is never dropped, so the label's
+term is exact. With a softcap, p stands for p (1 − (z/softcap)²), the size of the gradient; ``tile_damping`` is the mean of the
+second factor, weighted by p. S² in ``tile_ratio`` has no such factor.
 
-``rounding`` is how much of a token's gradient rounded logits are likely to change. Rounding by independent δ changes p by
-p (δ − Σ p δ). With E the energy over all tiles, the square of that is about E (1 − √E)² if one entry has most of the probability,
-and E (1 − E) if several share it evenly: the geometric mean of the two is taken.
+``rounding`` is the squared change of a token's gradient if each logit is rounded by an independent error of size δ, over δ². The
+rounding changes p by p (δ − Σ p δ). With E the energy over all tiles, the square of that is about E (1 − √E)² if one entry has
+most of the probability, and E (1 − E) if several share it evenly: the geometric mean of the two is taken.
 
 Everything is decided on the device, in integers or in a fixed order: results repeat bit for bit and the host waits for nothing.
 """
