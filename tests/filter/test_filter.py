@@ -24,7 +24,7 @@ tiles_of_the_interpreter = pytest.mark.skipif(CUDA, reason="tiles of a GPU are l
 def run(
     inputs: Inputs,
     labels: Tensor,
-    wanted: float | None,
+    wanted: Any,
     options: Options = PLAIN,
     state: FilterState | None = None,
     needs: tuple[bool, bool] = (True, True),
@@ -216,7 +216,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
 
     force(monkeypatch, "filtered")
     energies, of_tiles = [], select._tile_energies
-    monkeypatch.setattr(select, "_tile_energies", lambda saved: energies.append(of_tiles(saved)) or energies[0])
+    monkeypatch.setattr(select, "_tile_energies", lambda *a: energies.append(of_tiles(*a)) or energies[0])
     # What hf_cce.kernels.filter.corrections adds to the weight's gradient has no tile of its own.
     real = filter_run.plan_workspace
     monkeypatch.setattr(filter_run, "plan_workspace", lambda *a: dataclasses.replace(real(*a), corrected=False))
@@ -261,6 +261,39 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     tile_energy = energy[energy.isfinite()].double().sum()
     whole = [(x[at_label].double() ** 2).sum() + tile_energy for x in (twin, exact)]
     assert_as_good(part.sum(), *whole, "energy of the whole gradient", torch.float32)
+
+
+@tiles_of_the_interpreter
+def test_auto_refers_to_what_rounding_is_likely_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_cce.kernels.filter import select
+
+    force(monkeypatch, "filtered")
+    seen: list[tuple[Tensor, ...]] = []
+    of_tiles = select._tile_energies
+
+    def watched(saved: Any, by_rounding: bool) -> tuple[Tensor, Tensor, Tensor]:
+        assert by_rounding
+        found = of_tiles(saved, by_rounding)
+        seen.append((saved.rounding.clone(), saved.order.token_perm.clone(), found[1].clone()))
+        return found
+
+    monkeypatch.setattr(select, "_tile_energies", watched)
+    hidden, weight, labels = peaked(48, 40, 224, torch.bfloat16)
+    state = FilterState()
+    run((hidden, weight, None), labels, "auto", state=state)
+    rounding, rows, part = seen[0]
+    assert state._vocabulary is not None
+    columns = state._vocabulary[1].vocab_perm.long()
+    p = (hidden.double() @ weight.double().t()).softmax(1)[rows][:, columns].view(48, 7, 32)
+    energy = (p - p.mean(2, keepdim=True)).square().sum((1, 2))
+    # The interpreter truncates each tile's energy to bfloat16, so that of all of them lies between these two.
+    between = torch.stack([energy * (1 - 2**-7), energy])
+    likely = between * (1 - between.sqrt()) * (1 - between).sqrt()
+    valid = labels[rows] >= 0
+    low, high = (x * y for x, y in zip(likely.aminmax(dim=0), (0.999, 1.001), strict=True))
+    assert (rounding[~valid] == 0).all() and (rounding[valid] > 0).all()
+    assert ((low <= rounding) & (rounding <= high))[valid].all()
+    assert_as_good(part.sum(), rounding.sum(), rounding.double().sum(), "the reference", torch.float32)
 
 
 @tiles_of_the_interpreter
