@@ -195,6 +195,7 @@ TABLES: dict[str, Table] = {
     "steps-31gib": steps("steps_31gib"),
     "steps-trained": steps(*of_loops("trained")),
     "steps-random": steps(*of_loops("random")),
+    "steps-images": steps("steps_recipe_images"),
     "steps-in-turn": several(
         tables.turn_rows, "alternate_1024", "alternate_2048", "alternate_trainer", "alternate_sft"
     ),
