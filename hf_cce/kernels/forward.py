@@ -156,6 +156,16 @@ def _tile_stats_kernel(
     _store_moments(z, e, top, total, tile_expectation, tile_lse2, out, in_rows, WANT_ENTROPY, WANT_SQ)
 
 
+@triton.jit
+def _add_tiles(part, top, total):
+    """Add tiles' logsumexps ``part`` [BLOCK_T, BLOCK_R] to total · exp(top); also return total's factor and the summands."""
+    new_top = tl.maximum(top, tl.max(part, 0))
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    decay = tl.exp(top - safe)
+    e = tl.exp(part - safe[None, :])
+    return new_top, total * decay + tl.sum(e, 0), decay, e
+
+
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _combine_kernel(
@@ -202,24 +212,16 @@ def _combine_kernel(
         at = tiles.to(tl.int64)[:, None] * tile_stride + rows[None, :]
         mask = (tiles < num_tiles)[:, None] & valid[None, :]
         part = tl.load(tile_lse + at, mask=mask, other=float("-inf"))
-        new_top = tl.maximum(top, tl.max(part, 0))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        decay = tl.exp(top - safe)
-        e = tl.exp(part - safe[None, :])
-        total = total * decay + tl.sum(e, 0)
+        top, total, decay, e = _add_tiles(part, top, total)
         if WANT_ENTROPY:
             expectation = tl.load(tile_expectation + at, mask=mask, other=0.0)
             weighted = weighted * decay + tl.sum(e * expectation, 0)
         if WANT_ROUNDING:
             ratio = tl.load(tile_ratio + at, mask=mask, other=0.0).to(tl.float32)
             energy = energy * decay * decay + tl.sum(e * e * ratio, 0)
-        top = new_top
         if WANT_SQ:
             part2 = tl.load(tile_lse2 + at, mask=mask, other=float("-inf"))
-            new_top2 = tl.maximum(top2, tl.max(part2, 0))
-            safe2 = tl.where(new_top2 == float("-inf"), 0.0, new_top2)
-            total2 = total2 * tl.exp(top2 - safe2) + tl.sum(tl.exp(part2 - safe2[None, :]), 0)
-            top2 = new_top2
+            top2, total2, _, _ = _add_tiles(part2, top2, total2)
         if WANT_MEAN:
             z_sum += tl.sum(tl.load(tile_sum + at, mask=mask, other=0.0), 0)
         if WANT_TOP1:
