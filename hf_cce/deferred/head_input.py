@@ -89,7 +89,8 @@ class HeadInput(LazyTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        call = next((x.call for x in tree_leaves(args) if isinstance(x, HeadInput)), None)
+        # As another argument it may give no more than a dtype: weight.to(x).
+        call = next((x.call for x in tree_leaves(args[:1]) if isinstance(x, HeadInput)), None)
         return result if call is None else _followed(result, call)
 
 
