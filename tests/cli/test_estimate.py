@@ -43,7 +43,7 @@ def measured_steps() -> list[Any]:
     found = []
     for path in sorted(RESULTS.glob("steps_*.json")):
         report = json.loads(path.read_text("utf-8"))
-        if report["settings"].get("loop") == "sft":
+        if report["settings"].get("loop") in ("sft", "recipe"):
             continue  # its model's own loss is not what it trains with: TRL's fused head makes no full logits
         for name, row in report["results"].items():
             way = "full" if name == "eager" else "cce" if name.startswith("hf_cce") else ""
