@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from hf_cce import CCEConfig, apply_cce
 from hf_cce.diagnostics.check import Say, computes_no_logits
+from hf_cce.diagnostics.gradcheck import allowed
 
 GOLDEN = Path(__file__).with_name("curve.json")
 STEPS, ROWS, LENGTH, VOCABULARY, USED = 64, 4, 25, 1024, 64
@@ -80,13 +81,13 @@ def compare(device: torch.device, say: Say = lambda what: None) -> dict[str, Any
     def apart(name: str, other: str) -> float:
         return max(abs(a - b) for a, b in zip(curves[name], curves[other], strict=True))
 
-    eps = torch.finfo(torch.float32).eps
-    allowed = 2 * apart("full logits", "exact") + 16 * eps * max(curves["golden"])
-    in_double = allowed * torch.finfo(torch.float64).eps / eps
+    largest = max(curves["golden"])
+    bound = largest * allowed(apart("full logits", "exact") / largest, torch.float32)
+    in_double = bound * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     compared = {
         "full logits in float64 here, from the package's": (apart("exact", "golden"), in_double),
-        "hf_cce in float32, from full logits in float64": (apart("hf_cce", "exact"), allowed),
-        "hf_cce in float32, from the package's": (apart("hf_cce", "golden"), allowed),
+        "hf_cce in float32, from full logits in float64": (apart("hf_cce", "exact"), bound),
+        "hf_cce in float32, from the package's": (apart("hf_cce", "golden"), bound),
     }
     rows = [
         {"name": name, "error": error, "allowed": most, "ok": error <= most} for name, (error, most) in compared.items()
