@@ -58,12 +58,19 @@ def make_inputs(
 
 
 def full_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    z = F.linear(hidden, weight, bias) * options.logit_scale
+    return scaled_and_capped(F.linear(hidden, weight, bias), options)
+
+
+def scaled_and_capped(z: Tensor, options: Options) -> Tensor:
+    z = z * options.logit_scale
     return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
-    z = full_logits(hidden, weight, bias, options)
+    return loss_of_logits(full_logits(hidden, weight, bias, options), labels, options)
+
+
+def loss_of_logits(z: Tensor, labels: Tensor, options: Options) -> Tensor:
     z = z if z.dtype == torch.float64 else z.float()
     loss = F.cross_entropy(z, labels, reduction="none", label_smoothing=options.label_smoothing)
     valid = labels != -100

@@ -12,7 +12,8 @@ from torch import Tensor
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
     """‖actual − exact‖ / ‖exact‖ in float64; ‖actual‖ where ``exact`` is all zero. NaN or inf in ``actual`` gives inf."""
-    actual, exact = actual.detach().double().cpu(), exact.detach().double().cpu()
+    exact = exact.detach().double()
+    actual = actual.detach().to(exact)
     assert actual.shape == exact.shape, f"shape {tuple(actual.shape)} against {tuple(exact.shape)}"
     if not actual.numel():
         return 0.0
