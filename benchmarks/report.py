@@ -218,6 +218,7 @@ TABLES: dict[str, Table] = {
     "cpu": one("flat_cpu", tables.few_rows),
     "demo": one("demo", tables.demo_rows),
     "errors": errors,
+    "filter-errors": one("filter_errors", tables.filter_error_rows),
     "curves": one("curves", tables.curve_rows),
 }
 

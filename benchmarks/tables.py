@@ -249,6 +249,20 @@ def curve_rows(report: Report) -> list[str]:
     return lines
 
 
+def filter_error_rows(report: Report) -> list[str]:
+    """Errors of the filter on many heads, as shares of full logits': the largest over the batches, which is the promise."""
+    batches = {len(found["batches"]) for found in report["heads"].values()}
+    worst = f"largest of {max(batches)} batches"
+    lines = head("head", "held-out loss", "tiles kept", f"hidden states, {worst}", "weight", "hidden states, frozen head")
+    for found in sorted(report["heads"].values(), key=lambda found: (found["vocab_size"], found["hidden_size"])):
+        kept = sorted(batch["kept"] for batch in found["batches"] if batch.get("kept") is not None)
+        size = f"{found['vocab_size']:,} × {found['hidden_size']:,}"
+        ratios = (f"{found['worst'][key]:.2f}" for key in ("hidden", "weight", "frozen"))
+        tiles = f"{kept[0]:.0%} to {kept[-1]:.0%}" if kept else "all"
+        lines.append(row(size, f"{found['held_out_loss']:.2f}", tiles, *ratios))
+    return lines
+
+
 def demo_rows(report: Report) -> list[str]:
     """The demo on a CPU."""
     lines = head("the demo on a CPU", "without CCE", "with CCE")
