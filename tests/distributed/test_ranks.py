@@ -60,6 +60,12 @@ def test_gradients_are_those_of_one_process(engine: str, results: dict[str, Any]
         assert error <= budget(result["twin"][name], dtype), name
 
 
+@pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith(("fsdp1", "tensor_parallel"))])
+def test_a_step_repeats_bit_for_bit(engine: str, results: dict[str, Any]) -> None:
+    """Loss and gradients on every rank, summed over the ranks by gloo."""
+    assert results[engine]["repeats"]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str, Any]) -> None:
     counted, told = results[engine]["stats"], results[engine]["told"]

@@ -57,6 +57,14 @@ def test_remote_code_is_never_trusted(path: Path) -> None:
     assert set(values) <= {"False", "training.trust_remote_code"}
 
 
+def test_actions_are_pinned_by_commit() -> None:
+    """All but the one that publishes: PyPI's rules for uploads change, and an old commit of it fails."""
+    text = "".join(path.read_text("utf-8") for path in (ROOT / ".github/workflows").glob("*.yml"))
+    used = re.findall(r"uses: +([^@\s]+)@(\S+)", text)
+    assert len(used) >= 10
+    assert {name for name, ref in used if not re.fullmatch("[0-9a-f]{40}", ref)} == {"pypa/gh-action-pypi-publish"}
+
+
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_check_of_a_promise_exists(check: str) -> None:
     name, test = check.split("::")

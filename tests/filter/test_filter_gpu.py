@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,6 +97,39 @@ def test_results_repeat_bit_for_bit(way: str, monkeypatch: pytest.MonkeyPatch) -
     assert runs[0][1] == runs[1][1]
     if way == "filtered":
         assert 0 < runs[0][1]["kept"] < 1
+
+
+@pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
+def test_two_streams_give_the_bits_of_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heads at the same time, each on a stream of its own; then both change streams at every step, and wait."""
+    taken, here = force(monkeypatch, way), torch.cuda.current_stream()
+    monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
+    batches = [peaked(*SHAPE, torch.bfloat16, "cuda", seed=seed) for seed in (0, 1)]
+    sides = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def run(choose: Callable[[int, int], torch.cuda.Stream]) -> tuple[list[Tensor], list[dict[str, float]]]:
+        heads = [(leaves_of(*batch[:2], way), batch[2], FilterState()) for batch in batches]
+        last, found = [here, here], []
+        for step in range(4):
+            for number, (leaves, labels, state) in enumerate(heads):
+                stream = choose(number, step)
+                stream.wait_stream(last[number])
+                last[number] = stream
+                with torch.cuda.stream(stream):
+                    if step == 0:  # the device sleeps while the host enqueues, so that the streams run at the same time
+                        torch.cuda._sleep(200_000_000)
+                    loss = linear_cross_entropy(*leaves, labels, config=config_for(way), filter_state=state)
+                    found += [loss.detach(), *torch.autograd.grad(loss, trained(leaves))]
+        torch.cuda.synchronize()
+        return found, [state.stats() for *_, state in heads]
+
+    alone, stats = run(lambda number, step: here)
+    for choose in (lambda number, step: sides[number], lambda number, step: sides[(number + step) % 2]):
+        found, of_streams = run(choose)
+        assert of_streams == stats and all(map(torch.equal, found, alone))
+    assert taken[way] == 24
+    if way == "filtered":
+        assert all(0 < each["kept"] < 1 for each in stats)
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])

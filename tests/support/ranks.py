@@ -312,10 +312,15 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
                     first, second = (model.eval()(**inputs).logits for _ in range(2))
                     logits[name] = first + 0.0  # read after another forward, when FSDP has gathered the head anew
                     assert torch.equal(logits[name], second)
-                loss = model.train()(**inputs, num_items_in_batch=torch.tensor(items)).loss
-                loss.backward()  # a first one, to leave nothing behind that a second would trip over
-                model.zero_grad(set_to_none=True)
+                model.train()
+                if isinstance(model, FullyShardedDataParallel):  # ``step`` overwrites its parameters
+                    model(**inputs, num_items_in_batch=torch.tensor(items)).loss.backward()
+                    once = {}
+                else:
+                    once = {key: value.clone() for key, value in step(model, inputs, items, world).items()}
+                model.zero_grad(set_to_none=True)  # the first step must leave nothing behind that disturbs the second
                 found = step(model, inputs, items, world, between)
+                outcome["repeats"] = bool(once) and all(torch.equal(once[key], found[key]) for key in found)
                 with torch.no_grad():
                     model.eval()(**inputs)
                 after[name] = {key: type(value).__name__ for key, value in model.named_parameters()}
@@ -335,6 +340,7 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
         outcome["without labels"] = relative_error(own["errors"], own["twin"])
     ranks: list[Any] = [None] * world
     dist.all_gather_object(ranks, outcome)
+    outcome["repeats"] = all(each.get("repeats") for each in ranks)
     for key in outcome["errors"]:  # the worst of the ranks
         outcome["errors"][key] = max(each["errors"][key] for each in ranks)
     return outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +89,28 @@ class Stop(TrainerCallback):
         control.should_save = control.should_training_stop = state.global_step == self.step
 
 
+def as_an_older_version(checkpoint: Path) -> None:
+    """Name our entries of the logs, all that we ever left in a checkpoint, as before the first release."""
+    path = checkpoint / "trainer_state.json"
+    text = path.read_text("utf-8")
+    older = text.replace("cce/materialized", "cce_materialised").replace("cce/", "cce_")
+    assert older.count("cce_") == text.count("cce/") > 0
+    path.write_text(older, "utf-8")
+
+
 @pytest.mark.parametrize(
-    ("before", "after"), [*((way, way) for way in WAYS), ("plain", "callback"), ("callback", "plain")]
+    ("before", "after"),
+    [*((way, way) for way in WAYS), ("plain", "callback"), ("callback", "plain"), ("older", "callback")],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(before: str, after: str, tmp_path: Path) -> None:
     """Each part with two calls a step; who resumes need not have begun."""
     # A model made within train() leaves another seed behind for the order of rows
     init = {"model_init": lambda: tiny_llama()} if before == "model_init" else {}
     plain = trained("plain", tmp_path / "plain", max_steps=5, **init)
-    first = trained(before, tmp_path, Stop(3), max_steps=5, calls=6)
+    first = trained("callback" if before == "older" else before, tmp_path, Stop(3), max_steps=5, calls=6)
     assert_same(history(first), history(plain)[:3], "losses before")
+    if before == "older":
+        as_an_older_version(tmp_path / "checkpoint-3")
     resumed = trained(after, tmp_path, max_steps=5, calls=4, resume=str(tmp_path / "checkpoint-3"))
     assert resumed.state.global_step == 5 and len(history(resumed)) == 2
     assert_same_run(resumed, plain, 2)
@@ -131,6 +144,13 @@ def test_what_is_saved_is_what_was_saved(kind: str, tmp_path: Path) -> None:
         assert any(name.endswith("config.json") for name in texts)
         for name in texts:
             assert mine[name].read_text("utf-8") == theirs[name].read_text("utf-8"), name
+    states = [
+        json.loads((tmp_path / how / "checkpoint-3/trainer_state.json").read_text("utf-8"))
+        for how in ("plain", "callback")
+    ]
+    added = [states[1]["log_history"][i].keys() - entry.keys() for i, entry in enumerate(states[0]["log_history"])]
+    assert set().union(*added) == {"cce/fused", "cce/materialized"}
+    assert states[0].keys() == states[1].keys() and states[0]["stateful_callbacks"] == states[1]["stateful_callbacks"]
     if kind != "lora":
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "callback" / "saved")
         assert patch_of(loaded) is None

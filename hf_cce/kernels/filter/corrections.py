@@ -197,7 +197,7 @@ def make_weight_correction(
     del weighted
     # A mean over absolute mass: with signs, tokens whose gradients differ in sign would cancel.
     total = torch.linalg.vector_norm(mass, 1, dtype=torch.float32)
-    # Infinities and NaN, as where nothing is dropped, must not stay for later steps.
+    # Infinities and NaN must not stay for later steps: here where nothing is dropped, below where the weight has some.
     moment.div_(total).nan_to_num_(0.0, 0.0, 0.0)
     some = torch.arange(size, device=weight.device) * d // size
     directions = _orthonormal(moment.index_select(1, some))
@@ -211,7 +211,7 @@ def make_weight_correction(
     multiply_add(product, weight, directions.to(weight.dtype), first=True)
     row_coeffs = weight.new_empty((v, size))
     _row_coeffs_kernel[(ceil_div(v, block_n),)](product, vocab_perm, row_coeffs, v, BLOCK_N=block_n, SIZE=size)
-    return WeightCorrection(row_coeffs, basis.to(weight.dtype))
+    return WeightCorrection(row_coeffs.nan_to_num_(0.0, 0.0, 0.0), basis.to(weight.dtype))
 
 
 def _orthonormal(vectors: Tensor) -> Tensor:
