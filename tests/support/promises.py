@@ -1,4 +1,4 @@
-"""Write what is made in ``docs/reference/trust.md``, versions and mutants: ``python -m tests.support.promises``.
+"""Write what is made in ``docs/reference/trust.md``, random cases, versions, mutants: ``python -m tests.support.promises``.
 
 The promises of the page name tests; tests/docs/test_trust.py checks that these exist and that what is made is fresh.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE, MUTANTS = ROOT / "docs/reference/trust.md", ROOT / "tests/mutants/report.json"
+RANDOM = ROOT / "benchmarks/results/property.json"
 
 
 def versions() -> str:
@@ -44,14 +45,36 @@ def mutants() -> str:
     return "\n".join(lines)
 
 
+def random_cases() -> str:
+    """Return what benchmarks/results/property.json says, in sentences."""
+    report = json.loads(RANDOM.read_text("utf-8"))
+    failures = report["failures"]
+    lines = [
+        "`python -m tests.support.property` draws shapes, strides, dtypes, options, labels and values, among them infinities, "
+        "logits beyond ±10⁴ and probabilities near 0 and 1. It compares the kernels with float64 by the rule of "
+        "[numerics.py](../../tests/support/numerics.py); a case that fails is drawn four times more, and the five are judged "
+        "together. "
+        f"Of {report['cases']:,} cases on one {report['device']} {report['cases'] - len(failures):,} kept it"
+        + (". The others:" if failures else "."),
+        "",
+    ]
+    lines += [f"- seed {failure['case']['seed']}: {failure['argued']}" for failure in failures]
+    return "\n".join(lines).strip()
+
+
 def _inline(text: str) -> str:
     return " ".join(text.split())
+
+
+def made_parts() -> list[tuple[str, str]]:
+    """Return (title of the section, its text)."""
+    return [("Random cases", random_cases()), ("Supported versions", versions()), ("Mutants", mutants())]
 
 
 def page() -> str:
     """Return the page as it is to be."""
     text = PAGE.read_text("utf-8")
-    for title, made in (("Supported versions", versions()), ("Mutants", mutants())):
+    for title, made in made_parts():
         head, _, rest = text.partition(f"## {title}\n")
         text = f"{head}## {title}\n\n{made}\n\n##{rest.partition(chr(10) + '##')[2]}"
     return text
