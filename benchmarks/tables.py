@@ -219,7 +219,7 @@ def curve_rows(report: Report) -> list[str]:
     """The same training with one loss after the other: last losses, distance to full logits, and memory during the run."""
     seeds = "range of full logits over the seeds"
     lines = head(
-        "start", "loss", "on", "mean loss", "difference to full logits", "of each seed", seeds, "not worse by more"
+        "start", "loss", "on", "mean loss", "difference to full logits", "of each seed", seeds, "within that range"
     )
     for start, losses in report["summary"].items():
         for quantity, title in QUANTITIES.items():
@@ -253,7 +253,9 @@ def filter_error_rows(report: Report) -> list[str]:
     """Errors of the filter on many heads, as shares of full logits': the largest over the batches, which is the promise."""
     batches = {len(found["batches"]) for found in report["heads"].values()}
     worst = f"largest of {max(batches)} batches"
-    lines = head("head", "held-out loss", "tiles kept", f"hidden states, {worst}", "weight", "hidden states, frozen head")
+    lines = head(
+        "head", "held-out loss", "tiles kept", f"hidden states, {worst}", "weight", "hidden states, frozen head"
+    )
     for found in sorted(report["heads"].values(), key=lambda found: (found["vocab_size"], found["hidden_size"])):
         kept = sorted(batch["kept"] for batch in found["batches"] if batch.get("kept") is not None)
         size = f"{found['vocab_size']:,} × {found['hidden_size']:,}"

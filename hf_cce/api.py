@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) -> Target:
     """Patch a model so that training computes its loss without materializing logits.
 
-    Loss and gradients stay what they were. Evaluation without labels and generation run the model's own code.
+    The loss stays what it was, up to rounding. In bfloat16 on an NVIDIA GPU the gradients have the error of the gradient filter,
+    which ``gradient_filter=None`` switches off. Evaluation without labels and generation run the model's own code.
 
     Args:
         model: a causal LM of Transformers, bare or inside PEFT, DDP, FSDP, DeepSpeed, accelerate or ``torch.compile``. Also a

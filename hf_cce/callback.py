@@ -64,8 +64,8 @@ class CCECallback(TrainerCallback):
     ``disable_tqdm=True`` or ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
 
     The Trainer's logs get ``cce/fused`` and ``cce/materialized``. Trainer calls the reporters of ``report_to`` before the
-    callbacks that it is given. To send the keys to W&B or TensorBoard, put this callback first:
-    ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
+    callbacks that it is given. To send the keys to W&B or TensorBoard, patch the model with ``apply_cce`` and put this callback
+    first: ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
 
     Args:
         config: options of the loss. Without ``config`` and ``options``, a patched model keeps its options.

@@ -40,13 +40,13 @@ class CCEConfig:
     Args:
         implementation: ``"auto"`` picks the Triton kernels for float16 and bfloat16 on an NVIDIA GPU of compute capability
             8.0 or newer, and PyTorch everywhere else. ``"triton"`` runs the kernels or raises. ``"portable"`` runs PyTorch.
-            Except with ``"triton"``, few tokens on a GPU get PyTorch's own loss on full logits, which is faster there.
-        memory_budget: scratch memory of one call, besides its inputs and gradients: bytes, or a string such as ``"512MiB"``;
-            at least 1 MiB. ``"auto"`` is 256 MiB for each 8,192 tokens, or part of them; it takes more where that makes
-            exact gradients faster, up to the size of the head's gradient, and in the PyTorch fallback on a GPU. A smaller
-            budget is slower, and may have no room for the gradient filter. The PyTorch fallback needs at least 16 tokens
-            with the whole vocabulary, or 16 entries with all tokens. Under torch.compile the gradients form in the forward
-            pass, but in float16.
+            Except with ``"triton"``, few tokens on a GPU get the model's own loss on full logits, which is faster there.
+        memory_budget: workspace of one call, besides its inputs and gradients: bytes, or a string such as ``"512MiB"``; at least
+            1 MiB. ``"auto"`` is 256 MiB for every started 8,192 tokens. It takes more in two cases: for exact gradients, up to
+            the size of the head's gradient, and in the PyTorch fallback on a GPU. A smaller budget is slower, and may have no
+            room for the gradient filter. The PyTorch fallback needs room for 16 tokens with the whole vocabulary, or 16
+            vocabulary entries with all tokens. Under torch.compile the gradients are computed in the forward pass, except in
+            float16, and are held until the backward pass.
         gradient_filter: the Triton kernels may skip tiles of the logits' gradient that hardly matter. A number, at most 0.1,
             is the relative error that this may make in the gradients of hidden states and weight. ``"auto"`` keeps it below
             the error of bfloat16 logits, and skips nothing in other dtypes. None skips nothing. The error is measured where

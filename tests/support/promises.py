@@ -54,8 +54,8 @@ def random_cases() -> str:
         "logits beyond ±10⁴ and probabilities near 0 and 1. It compares the kernels with float64 by the rule of "
         "[numerics.py](../../tests/support/numerics.py); a case that fails is drawn four times more, and the five are judged "
         "together. "
-        f"Of {report['cases']:,} cases on one {report['device']} {report['cases'] - len(failures):,} kept it"
-        + (". The others:" if failures else "."),
+        f"Of {report['cases']:,} cases on one {report['device']} ([property.json](../../benchmarks/results/property.json)) "
+        f"{report['cases'] - len(failures):,} kept it" + (". The others:" if failures else "."),
         "",
     ]
     lines += [f"- seed {failure['case']['seed']}: {failure['argued']}" for failure in failures]

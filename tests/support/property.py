@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -224,7 +225,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, help="cases that it holds already are not run again")
     options = parser.parse_args()
     report = {
-        "command": f"python -m tests.support.property --cases {options.cases}", "implementation": options.implementation,
+        "date": date.today().isoformat(), "command": f"python -m tests.support.property --cases {options.cases}",
+        "implementation": options.implementation,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": {name: version(name) for name in ("torch", "triton")}, "cases": 0, "failures": [],
     }  # fmt: skip
