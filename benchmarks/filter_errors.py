@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks.heads import Head, HeadSpec, train_head
+from benchmarks.peers import FusedLoss, filter_stats
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.bench import FusedLoss, Loss, exact_results, filter_stats, full_logits
+from hf_cce.diagnostics.bench import Loss, exact_results, full_logits
 from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.gradcheck import Inputs, relative_error
 

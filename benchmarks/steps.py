@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import tables
+from benchmarks import tables, text
 from benchmarks.installed import LOSSES
 from benchmarks.job import Job
 from benchmarks.trainers import LOOPS
-from hf_cce.diagnostics import machine, text
+from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.shapes import SHAPES
 

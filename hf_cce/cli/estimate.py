@@ -85,8 +85,8 @@ def _table(found: Estimate) -> str:
         rows.append((title, *("unknown" if size is None else f"{size / 2**30:,.2f}" for size in sizes)))
 
     held = {"weights": found.model.weights, "optimizer": found.optimizer, "gradients": found.model.gradients}
-    for title, size in held.items():
-        add(title, [size] * len(steps))
+    for title, constant in held.items():
+        add(title, [constant] * len(steps))
     add("activations", [step.activations for _, step in steps])
     add("logits and loss", [step.loss for _, step in steps])
     add("peak", [step.peak for _, step in steps])

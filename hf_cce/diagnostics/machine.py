@@ -13,6 +13,10 @@ import re
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,43 +162,29 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Return the bytes in use now: of the GPU's allocator, or of the whole process on a CPU."""
-    import psutil
+    """Return the bytes in use now: of the GPU's allocator, or of the whole process on a CPU, under Linux only."""
     import torch
 
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.current_allocated_memory()
-    return int(psutil.Process().memory_info().rss)
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _process_bytes("VmRSS")
 
 
 def peak_memory(device: torch.device) -> int:
     """Return the most bytes in use since the process began, or since ``reset_peak_memory``."""
-    import psutil
     import torch
 
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()  # MPS counts no peak, and its driver hardly gives memory back
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    if sys.platform == "linux":  # not ru_maxrss, which a child process inherits from its parent
-        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text("utf-8"), re.MULTILINE)
-        if found:  # gVisor has none
-            return int(found[1]) * 1024
-    import resource
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _process_bytes("VmHWM")
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+def _process_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text("utf-8"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Free unused memory and restart ``peak_memory``; return False where that is not possible."""
+    """Restart ``peak_memory``; return False where memory cannot be measured."""
     import torch
 
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -207,3 +197,42 @@ def reset_peak_memory(device: torch.device) -> bool:
     except OSError:
         return False
     return True
+
+
+def watch_memory(device: torch.device) -> Callable[[], int | None]:
+    """Return a function that tells how many bytes were added at most since now, None where memory cannot be measured."""
+    if not reset_peak_memory(device):
+        return lambda: None
+    before = memory_in_use(device)
+    return lambda: max(0, peak_memory(device) - before)
+
+
+@dataclass
+class Measured:
+    """Memory and times of some steps.
+
+    Args:
+        device: where they run.
+        extra: the most bytes that a step added to the memory in use before it; None where that cannot be measured.
+        seconds: of each step.
+    """
+
+    device: torch.device
+    extra: int | None
+    seconds: list[float]
+
+    @classmethod
+    def on(cls, device: torch.device) -> Measured:
+        return cls(device, None, [])
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure one step."""
+        added = watch_memory(self.device)
+        synchronize(self.device)
+        start = time.perf_counter()
+        yield
+        synchronize(self.device)
+        self.seconds.append(time.perf_counter() - start)
+        if (extra := added()) is not None:
+            self.extra = max(self.extra or 0, extra)

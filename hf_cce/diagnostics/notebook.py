@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 
 from hf_cce.diagnostics import machine
+from hf_cce.diagnostics.machine import Measured as Measured  # the notebooks import it from here
 from hf_cce.dispatch import explain_dispatch
 
 LOSS = (8192, 1024, 49_152)  # tokens, hidden size and vocabulary of the loss that ``begin`` asks about
@@ -37,38 +35,6 @@ class Here:
     def scaler(self) -> torch.amp.GradScaler:
         """Return the scaler that float16 needs; with another dtype it does nothing."""
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-
-
-@dataclass
-class Measured:
-    """Memory and times of some steps.
-
-    Args:
-        device: where they run.
-        extra: the most bytes that a step added to the memory in use before it; None where that cannot be measured.
-        seconds: of each step.
-    """
-
-    device: torch.device
-    extra: int | None
-    seconds: list[float]
-
-    @classmethod
-    def on(cls, device: torch.device) -> Measured:
-        return cls(device, None, [])
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Measure one step."""
-        known = machine.reset_peak_memory(self.device)
-        before = machine.memory_in_use(self.device)
-        machine.synchronize(self.device)
-        start = time.perf_counter()
-        yield
-        machine.synchronize(self.device)
-        self.seconds.append(time.perf_counter() - start)
-        if known:
-            self.extra = max(self.extra or 0, machine.peak_memory(self.device) - before)
 
 
 def begin(dtype: torch.dtype | None = None) -> Here:
