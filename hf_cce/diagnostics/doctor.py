@@ -230,7 +230,7 @@ def _model() -> Check:
 
     name, again = "transformers model", _install(f"transformers>={REQUIRED['transformers']}", "--upgrade")
     try:
-        report = check.check(check.load("tiny", True, torch.device("cpu")))
+        report = check.check(check.load("tiny", True, torch.device("cpu"))[0])
     except Exception as error:
         return Check(name, WRONG, f"{type(error).__name__}: {first_line(error)}", again)
     good = report["same"] and report["saves"]
