@@ -165,7 +165,7 @@ def bench(
     """Measure on random data of each shape (none: some that suit the device); return the report, ready for JSON."""
     gpu = device.type == "cuda"
     dtypes = {"dtype": str(dtype), "reference": str(reference_dtype(device, dtype))}
-    report = machine.origin([], device) | {name: text.removeprefix("torch.") for name, text in dtypes.items()}
+    report = machine.origin(device) | {name: text.removeprefix("torch.") for name, text in dtypes.items()}
     report["results"] = {}
     if gpu:
         torch.cuda.set_device(device.index or 0)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_cce import apply_cce
 from hf_cce.diagnostics import machine
+from hf_cce.diagnostics.notebook import Here, Measured
 from hf_cce.diagnostics.shapes import config_of, smollm2_like
 
 CHARACTERS = 4_000_000
@@ -75,27 +76,27 @@ class Run:
     def __init__(self, settings: Settings, cce: bool) -> None:
         from transformers import LlamaForCausalLM
 
-        self.device, self.dtype = torch.device(settings.device), getattr(torch, str(settings.dtype))
+        self.here = Here(torch.device(settings.device), getattr(torch, str(settings.dtype)))
         torch.manual_seed(0)
         shape = smollm2_like(settings.vocabulary, settings.hidden, settings.layers or 1)
         model: Any = LlamaForCausalLM(config_of(shape))
-        self.model = model.to(self.device).train()
+        self.model = model.to(self.here.device).train()
         if cce:
             apply_cce(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, betas=(0.9, 0.95), fused=True)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        self.scaler = self.here.scaler()
         self.losses: list[float] = []
-        self.measured = machine.Measured.on(self.device)
+        self.measured = Measured.on(self.here.device)
 
     def step(self, rows: Tensor) -> None:
         """Train on ``rows`` [batch, sequence]."""
-        rows, half = rows.to(self.device), self.dtype.itemsize == 2
+        rows = rows.to(self.here.device)
         if len(self.losses) == 1:  # the first step made the optimizer's state, and was a warm-up
-            self.measured = machine.Measured.on(self.device)
+            self.measured = Measured.on(self.here.device)
         for group in self.optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, (len(self.losses) + 1) / 5)
         with self.measured.step():
-            with torch.autocast(self.device.type, self.dtype if half else None, enabled=half):
+            with self.here.autocast():
                 loss = self.model(input_ids=rows, labels=rows).loss
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
@@ -105,7 +106,7 @@ class Run:
 
     @torch.no_grad()
     def report(self, rows: Tensor) -> dict[str, Any]:
-        logits = self.model.eval()(input_ids=rows[:1].to(self.device)).logits
+        logits = self.model.eval()(input_ids=rows[:1].to(self.here.device)).logits
         return {
             "losses": self.losses,
             "step_seconds": self.measured.seconds,
@@ -140,7 +141,7 @@ def twin(settings: Settings, say: Say = lambda what: None) -> dict[str, Any]:
         say(
             f"step {step} of {settings.steps}: loss {plain.losses[-1]:.4f} without CCE, {fused.losses[-1]:.4f} with CCE"
         )
-    report = machine.origin([], plain.device, "transformers") | {"settings": asdict(settings)}
+    report = machine.origin(plain.here.device, "transformers") | {"settings": asdict(settings)}
     report["data"] = {"tokens": len(tokens), "tokenizer_entries": entries}
     report["parameters"] = plain.model.num_parameters()
     report |= {"plain": plain.report(batches[0]), "cce": fused.report(batches[0])}

@@ -93,13 +93,11 @@ def package(name: str, least: str, *, imported: bool = False) -> Check:
             if name == "torch":
                 build = f", built for CUDA {module.version.cuda}" if module.version.cuda else ", built without CUDA"
                 build = f", built for ROCm {module.version.hip}" if module.version.hip else build
-        except ModuleNotFoundError as error:
-            if (error.name or name).split(".")[0] != name:  # a package that it needs
-                return Check(name, WRONG, f"{version} cannot be loaded: {first_line(error)}", _install(str(error.name)))
-            version = None
         except Exception as error:  # a missing library is an OSError; a mixed installation raises anything
-            what = f"{version} cannot be loaded: {type(error).__name__}: {first_line(error)}"
-            return Check(name, WRONG, what, _install(f"{name}>={least}", "--force-reinstall"))
+            if not isinstance(error, ModuleNotFoundError) or error.name != name:
+                what = f"{version} cannot be loaded: {type(error).__name__}: {first_line(error)}"
+                return Check(name, WRONG, what, _install(f"{name}>={least}", "--force-reinstall"))
+            version = None
     if version is None:
         return Check(name, WRONG, "not installed", command)
     if older(version, least):

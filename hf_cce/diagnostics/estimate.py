@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from transformers.initialization import no_init_weights  # some initializers look at the values of the weights
 
 from hf_cce import CCEConfig
 from hf_cce.diagnostics.machine import first_line
@@ -153,16 +155,12 @@ def saved_for_backward(lm: Any, batch: int, sequence: int, mixed: bool) -> tuple
 
 
 @contextmanager
-def _without_data() -> Iterator[None]:
-    """Make tensors without data, initialize no weights, and silence Transformers."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from transformers.initialization import no_init_weights
-
-    logging.disable()  # what goes wrong here is caught and reported
+def _silent() -> Iterator[None]:
+    """Silence torch and Transformers; what goes wrong is caught and reported."""
+    logging.disable()
     try:
-        # No initialization, as some look at the values of the weights.
-        with FakeTensorMode(), no_init_weights(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Transformers renames gradient_checkpointing_enable
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(logging.NOTSET)
@@ -267,7 +265,7 @@ def estimate(
         notes.append("this model caps its logits: full logits take more than is counted here")
     if getattr(config, "vision_config", None) is not None:
         notes.append("only rows of text are counted; what the vision tower keeps comes on top")
-    with _without_data():
+    with FakeTensorMode(), no_init_weights(), _silent():
         lm = _built(name, config, torch.float32 if dtype == "mixed" else getattr(torch, dtype))
         model = _described(name, lm, lora_rank, four_bit)
         try:

@@ -10,13 +10,9 @@ import ctypes
 import datetime
 import platform
 import re
-import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,22 +28,16 @@ EXPECT = {
 }
 
 
-def origin(command: list[str], device: torch.device, *packages: str) -> dict[str, Any]:
-    """Return the first entries of a result file: date, command, device and versions of ``packages``."""
+def origin(device: torch.device, *packages: str) -> dict[str, Any]:
+    """Return the first entries of a result file: date, device and versions of ``packages``."""
     import hf_cce
 
     own = {"hf_cce": hf_cce.__version__, "python": platform.python_version()}
     return {
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(command),
         "device": device_name(device),
         "versions": {**own, **versions("torch", "triton", *packages)},
     }
-
-
-def this_command(module: str, arguments: list[str] | None) -> list[str]:
-    """Return the words of ``python -m module``; ``arguments`` None: those of this process."""
-    return ["python", "-m", module, *(sys.argv[1:] if arguments is None else arguments)]
 
 
 def versions(*packages: str) -> dict[str, str | None]:
@@ -205,34 +195,3 @@ def watch_memory(device: torch.device) -> Callable[[], int | None]:
         return lambda: None
     before = memory_in_use(device)
     return lambda: max(0, peak_memory(device) - before)
-
-
-@dataclass
-class Measured:
-    """Memory and times of some steps.
-
-    Args:
-        device: where they run.
-        extra: the most bytes that a step added to the memory in use before it; None where that cannot be measured.
-        seconds: of each step.
-    """
-
-    device: torch.device
-    extra: int | None
-    seconds: list[float]
-
-    @classmethod
-    def on(cls, device: torch.device) -> Measured:
-        return cls(device, None, [])
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Measure one step."""
-        added = watch_memory(self.device)
-        synchronize(self.device)
-        start = time.perf_counter()
-        yield
-        synchronize(self.device)
-        self.seconds.append(time.perf_counter() - start)
-        if (extra := added()) is not None:
-            self.extra = max(self.extra or 0, extra)

@@ -1,14 +1,16 @@
-"""What every notebook shares: ``begin`` says what runs here, ``Measured`` takes memory and time, ``show`` compares them."""
+"""What the notebooks and the demo share: ``begin`` says what runs here, ``Measured`` takes memory and time, ``show`` compares."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.machine import Measured as Measured  # the notebooks import it from here
 from hf_cce.dispatch import explain_dispatch
 
 LOSS = (8192, 1024, 49_152)  # tokens, hidden size and vocabulary of the loss that ``begin`` asks about
@@ -35,6 +37,37 @@ class Here:
     def scaler(self) -> torch.amp.GradScaler:
         """Return the scaler that float16 needs; with another dtype it does nothing."""
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+
+
+@dataclass
+class Measured:
+    """Memory and times of some steps.
+
+    Args:
+        device: where they run.
+        extra: the most bytes that a step added to the memory in use before it; None where that cannot be measured.
+        seconds: of each step.
+    """
+
+    device: torch.device
+    extra: int | None
+    seconds: list[float]
+
+    @classmethod
+    def on(cls, device: torch.device) -> Measured:
+        return cls(device, None, [])
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure one step."""
+        added = machine.watch_memory(self.device)
+        machine.synchronize(self.device)
+        start = time.perf_counter()
+        yield
+        machine.synchronize(self.device)
+        self.seconds.append(time.perf_counter() - start)
+        if (extra := added()) is not None:
+            self.extra = max(self.extra or 0, extra)
 
 
 def begin(dtype: torch.dtype | None = None) -> Here:
