@@ -172,4 +172,7 @@ def test_an_older_gpu_is_told_of_and_tested_in_float16(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     assert machine.half_dtype(device) is torch.float16 and machine.half_dtype(CPU) is torch.bfloat16
     check = doctor._gpu(device)
-    assert check.status == doctor.NOTE and "below 8.0, so the PyTorch fallback runs, in float16" in check.found
+    assert (
+        check.status == doctor.NOTE
+        and "7.5, CUDA 12.6: the PyTorch fallback runs, in float32 or float16" in check.found
+    )
