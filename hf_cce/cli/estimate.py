@@ -58,8 +58,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         options.dtype,
         options.gpu_memory or estimate.this_gpu() or 24 << 30,
         options.memory_budget,
-        lora_rank=options.lora_rank if options.lora or options.qlora else None,
-        four_bit=options.qlora,
+        lora=estimate.LoRA(options.lora_rank, options.qlora) if options.lora or options.qlora else None,
     )
     out.progress("")
     out.verdict(estimate.verdict(found))

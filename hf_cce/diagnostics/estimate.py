@@ -11,8 +11,8 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,13 @@ WORKSPACES = 64 << 20  # of cuBLAS: one for the forward and one for the backward
 CONTEXT = 1 << 30  # left for CUDA's own
 MARGIN = 1.12  # what PyTorch's allocator takes from the GPU, as a multiple of the peak
 LITTLE = 0.1  # of the peak: a smaller saving is called little
+
+
+class LoRA(NamedTuple):
+    """Float32 adapters on every linear layer but the head; ``four_bit``: over weights in 4 bits (QLoRA)."""
+
+    rank: int
+    four_bit: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Step:
     fits: bool | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Estimate:
     """One training step in each way: "full", "cce", and the same with ", checkpointing" where the model supports it."""
 
@@ -73,8 +80,8 @@ class Estimate:
     logits: int
     optimizer: int
     few_tokens: bool
-    steps: dict[str, Step] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    steps: dict[str, Step]
+    notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return all sizes in bytes."""
@@ -206,8 +213,8 @@ def _add_adapters(lm: Any, rank: int) -> list[Tensor]:
     return adapted
 
 
-def _described(name: str, lm: Any, lora_rank: int | None, four_bit: bool) -> Model:
-    """Put adapters on ``lm`` unless ``lora_rank`` is None, and return its sizes.
+def _described(name: str, lm: Any, lora: LoRA | None) -> Model:
+    """Put adapters on ``lm`` unless ``lora`` is None, and return its sizes.
 
     Raises:
         ValueError: it has no LM head.
@@ -216,8 +223,8 @@ def _described(name: str, lm: Any, lora_rank: int | None, four_bit: bool) -> Mod
     if head is None or getattr(head, "weight", None) is None:
         raise ValueError(f"{name}: {type(lm).__name__} has no LM head")
     (vocabulary, hidden), parameters = head.weight.shape, sum(p.numel() for p in lm.parameters())
-    adapted = [] if lora_rank is None else _add_adapters(lm, lora_rank)
-    packed = adapted if four_bit else []
+    adapted = [] if lora is None else _add_adapters(lm, lora.rank)
+    packed = adapted if lora is not None and lora.four_bit else []
     sizes = {p: p.numel() * p.element_size() for p in lm.parameters()}
     return Model(
         name,
@@ -240,34 +247,31 @@ def estimate(
     gpu_memory: int = 24 * GIB,
     memory_budget: int | None = None,
     config: Any = None,
-    lora_rank: int | None = None,
-    four_bit: bool = False,
+    lora: LoRA | None = None,
 ) -> Estimate:
     """Return what a step of ``batch`` rows of ``sequence`` tokens holds, and whether it fits ``gpu_memory`` bytes.
 
     Args:
-        lora_rank: train float32 LoRA adapters on every linear layer but the head; None: all weights.
-        four_bit: the weights of these layers are in 4 bits (QLoRA).
+        config: the model's configuration; None: that of ``name``.
+        lora: train adapters; None: all weights.
 
     Raises:
         ValueError: ``name`` names no configuration of a language model.
     """
     by_type = config is None and is_model_type(name)
     config = config_named(name) if config is None else config
-    saved: dict[str, tuple[int, int]] = {}
-    notes = []
-    if by_type:
-        notes.append(f"{name} is a model type: the sizes are the defaults of {type(config).__name__}")
-    if lora_rank is not None:
-        kind = "QLoRA: weights of linear layers in 4 bits (NF4)" if four_bit else "LoRA"
-        notes.append(f"{kind}, float32 adapters of rank {lora_rank} on every linear layer but the head")
+    notes = [f"{name} is a model type: the sizes are the defaults of {type(config).__name__}"] if by_type else []
+    if lora is not None:
+        kind = "QLoRA: weights of linear layers in 4 bits (NF4)" if lora.four_bit else "LoRA"
+        notes.append(f"{kind}, float32 adapters of rank {lora.rank} on every linear layer but the head")
     if getattr(config.get_text_config(), "final_logit_softcapping", None):
         notes.append("this model caps its logits: full logits take more than is counted here")
     if getattr(config, "vision_config", None) is not None:
         notes.append("only rows of text are counted; what the vision tower keeps comes on top")
+    saved: dict[str, tuple[int, int]] = {}
     with FakeTensorMode(), no_init_weights(), _silent():
         lm = _built(name, config, torch.float32 if dtype == "mixed" else getattr(torch, dtype))
-        model = _described(name, lm, lora_rank, four_bit)
+        model = _described(name, lm, lora)
         try:
             if not getattr(lm.config.get_text_config(), "num_attention_heads", None):
                 raise ValueError(f"{model.architecture} has no attention, and its own kernels are not counted")
@@ -276,25 +280,28 @@ def estimate(
                 lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
                 saved[", checkpointing"] = saved_for_backward(lm, batch, sequence, dtype == "mixed")
         except Exception as error:  # not all models run on tensors without data
-            notes.append(f"activations and peak are not known: {first_line(error)}")
+            what = "with checkpointing " if saved else ""
+            notes.append(f"activations and peak {what}are not known: {first_line(error)}")
     tokens = batch * sequence
-    few = loss_bytes("cce", tokens, model, dtype, memory_budget)[2]
-    found = Estimate(
-        model, batch, sequence, dtype, gpu_memory, tokens * model.vocabulary, 2 * model.gradients, few, notes=notes
-    )
+    steps: dict[str, Step] = {}
     for way in ("full", "cce"):
-        loss, left, _ = loss_bytes(way, tokens, model, dtype, memory_budget)
-        if not saved:
-            found.steps[way] = Step(loss)
-        for checkpointing, (activations, _) in saved.items():
-            # Backward through the last layer holds two of its largest gradients; with checkpointing, the layer once more.
-            plain, widest = saved[""]
-            again = widest + (plain // max(1, model.layers) if checkpointing else widest)
-            # The loss; the backward pass of the last layer; all gradients and no activation.
-            most = max(activations + loss, activations + left + again, model.gradients)
-            peak = model.weights + found.optimizer + most + WORKSPACES
-            found.steps[way + checkpointing] = Step(loss, activations, peak, MARGIN * peak + CONTEXT <= gpu_memory)
-    return found
+        loss, left, few = loss_bytes(way, tokens, model, dtype, memory_budget)
+        steps |= {way + kind: _step(model, loss, left, saved[""], saved[kind], gpu_memory) for kind in saved}
+        steps.setdefault(way, Step(loss))
+    return Estimate(
+        model, batch, sequence, dtype, gpu_memory, tokens * model.vocabulary, 2 * model.gradients, few, steps, notes
+    )
+
+
+def _step(model: Model, loss: int, left: int, plain: tuple[int, int], saved: tuple[int, int], gpu_memory: int) -> Step:
+    """Return the step that keeps ``saved`` activations, of the ``plain`` ones without checkpointing."""
+    (all_activations, widest), (activations, _) = plain, saved
+    # Backward through the last layer holds two of its largest gradients; with checkpointing, the layer once more.
+    again = widest + (widest if activations == all_activations else all_activations // max(1, model.layers))
+    # The loss; the backward pass of the last layer; all gradients and no activation. Adam has two moments.
+    most = max(activations + loss, activations + left + again, model.gradients)
+    peak = model.weights + 2 * model.gradients + most + WORKSPACES
+    return Step(loss, activations, peak, MARGIN * peak + CONTEXT <= gpu_memory)
 
 
 def verdict(found: Estimate) -> str:

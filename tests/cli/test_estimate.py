@@ -19,7 +19,7 @@ from tiny_config import tiny_config
 from transformers import LlamaForCausalLM, MambaConfig
 
 from hf_cce.diagnostics import estimate as diagnostics
-from hf_cce.diagnostics.estimate import Model
+from hf_cce.diagnostics.estimate import LoRA, Model
 from hf_cce.diagnostics.shapes import SHAPES, Shape, config_named, config_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -131,7 +131,7 @@ def test_adapters_hold_what_peft_holds() -> None:
     ids = torch.randint(4096, (4, 256))
     with Alive({p.untyped_storage()._cdata for p in model.parameters()}) as alive:
         model(input_ids=ids, labels=ids).loss.backward()
-    found = diagnostics.estimate("small", 4, 256, "float32", config=config, lora_rank=8)
+    found = diagnostics.estimate("small", 4, 256, "float32", config=config, lora=LoRA(8))
     trained = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
     assert found.model.weights == sum(p.numel() * 4 for p in model.parameters())
     assert found.model.gradients == trained == found.optimizer // 2 and not found.model.trains_head
@@ -141,9 +141,7 @@ def test_adapters_hold_what_peft_holds() -> None:
 
 
 def test_qlora_packs_the_weights_of_linear_layers() -> None:
-    lora, qlora = (
-        diagnostics.estimate("smollm2-135m", 1, 1024, lora_rank=16, four_bit=packed) for packed in (False, True)
-    )
+    lora, qlora = (diagnostics.estimate("smollm2-135m", 1, 1024, lora=LoRA(16, packed)) for packed in (False, True))
     linear = 30 * 576 * (2 * 576 + 2 * 192 + 3 * 1536)
     assert abs(lora.model.weights - qlora.model.weights - linear * (2 - 4.127 / 8)) < 1000
     assert lora.steps["cce"].activations == qlora.steps["cce"].activations
