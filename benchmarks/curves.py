@@ -32,11 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import tables
+from benchmarks import tables, text
 from benchmarks.curves_plot import draw
 from benchmarks.installed import Missing, install
+from benchmarks.origin import origin
 from benchmarks.plots import require_matplotlib
-from hf_cce.diagnostics import machine, text
+from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.files import whole_file, write_json
 from hf_cce.diagnostics.shapes import Shape, config_of
 from hf_cce.dispatch import explain_dispatch
@@ -366,11 +367,10 @@ def main(arguments: list[str] | None = None) -> int:
             require_matplotlib(args.plot)
         corpus = text.prepare(setup.vocab, dataset=args.dataset, say=say)
         data = Data(corpus.tokens_file, second_corpus(corpus, args.second_dataset))
-        command = machine.this_command("benchmarks.curves", arguments)
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in model_of(setup).parameters())
         about = {
-            **machine.origin(command, torch.device(setup.device), *PACKAGES),
+            **origin("benchmarks.curves", arguments, torch.device(setup.device), *PACKAGES),
             "setup": {**asdict(setup), "parameters": parameters, "strategy": decided.strategy},
             "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries,
                      "second_corpus_tokens": len(np.load(data.second, mmap_mode="r"))},

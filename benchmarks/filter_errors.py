@@ -21,8 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.heads import Head, HeadSpec, train_head
+from benchmarks.origin import origin
+from benchmarks.peers import FusedLoss, filter_stats
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.bench import FusedLoss, Loss, exact_results, filter_stats, full_logits
+from hf_cce.diagnostics.bench import Loss, exact_results, full_logits
 from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.gradcheck import Inputs, relative_error
 
@@ -107,8 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parallel", type=int, default=2, help="heads at a time, on one device")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args(arguments)
-    command = machine.this_command("benchmarks.filter_errors", arguments)
-    report = machine.origin(command, machine.checked_device(None), "transformers") | {"heads": {}}
+    report = origin("benchmarks.filter_errors", arguments, machine.checked_device(None), "transformers") | {"heads": {}}
     if args.json.is_file():
         report["heads"] = json.loads(args.json.read_text("utf-8"))["heads"]
     missing = [given for given in args.head if given not in report["heads"]]

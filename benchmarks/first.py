@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.installed import LOSSES, Missing, install
+from benchmarks.origin import origin
 from benchmarks.peers import BUILDERS, PACKAGES, make_peers
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.files import write_json
@@ -134,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     results: dict[str, dict[str, Any]] = {}
     report = {
-        **machine.origin(machine.this_command("benchmarks.first", arguments), device, *PACKAGES),
+        **origin("benchmarks.first", arguments, device, *PACKAGES),
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "of": "training step of a Llama of two layers" if args.step else "forward and backward of the loss",
         "shape": {"tokens": n, "hidden_size": d, "vocab_size": v},

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.text import Corpus, Say, cache_folder, prepare
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.bench import full_logits
 from hf_cce.diagnostics.files import whole_file
 from hf_cce.diagnostics.shapes import config_of, smollm2_like
-from hf_cce.diagnostics.text import Corpus, Say, cache_folder, prepare
 
 MAX_TOKENS = 32_768  # held-out tokens that a head keeps
 LEARNING_RATE = 1e-3

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.text import windows
 from hf_cce.diagnostics.shapes import SHAPES
-from hf_cce.diagnostics.text import windows
 
 
 @dataclass(frozen=True)

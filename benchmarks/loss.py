@@ -15,7 +15,7 @@ import torch
 from benchmarks import measure as instrument
 from benchmarks.heads import HEADS, MAX_TOKENS, Head, train_head
 from benchmarks.peers import BUILDERS, PACKAGES, make_peers
-from hf_cce.diagnostics import bench, machine
+from hf_cce.diagnostics import bench
 from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.gradcheck import Inputs
 
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
         plan = instrument.planned(args.device, args.dtype, args.repeats, tuple(words(args.modes, ",")))
-        report = instrument.header(machine.this_command("benchmarks.loss", arguments), plan, *PACKAGES)
+        report = instrument.header("benchmarks.loss", arguments, plan, *PACKAGES)
         measure(args, report, plan, lambda line: print(line, file=sys.stderr, flush=True))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

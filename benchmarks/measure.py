@@ -17,19 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.origin import origin
+from benchmarks.peers import FusedLoss, filter_stats
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.bench import (
-    DTYPES,
-    SETTLED,
-    FusedLoss,
-    Loss,
-    Say,
-    exact_results,
-    extra_mib,
-    filter_stats,
-    interleaved,
-    reference_dtype,
-)
+from hf_cce.diagnostics.bench import DTYPES, WARM_UP, Loss, Say, exact_results, extra_mib, interleaved, reference_dtype
 from hf_cce.diagnostics.gradcheck import LOSS_SCALE, Inputs, relative_error
 
 # By mode: prefix of its keys in a row, and how many matrix products a loss with full logits needs.
@@ -157,7 +148,7 @@ class Bench:
         for mode in self.modes:
             prefix = PREFIX[mode]
             self._step(loss, mode)
-            for _ in range(SETTLED if mode != "forward" and filter_stats(loss) else 0):
+            for _ in range(WARM_UP if mode != "forward" and filter_stats(loss) else 0):
                 self._step(loss, mode)
             row["loss_error"] = relative_error(self._step(loss, mode), exact["loss"])
             if mode != "forward":
@@ -200,9 +191,9 @@ def planned(device: str | None, dtype: str | None, repeats: int | None, modes: t
     return Plan(place, DTYPES[dtype] if dtype else machine.default_dtype(place), repeats or (10 if gpu else 5), modes)
 
 
-def header(command: list[str], plan: Plan, *packages: str) -> dict[str, Any]:
+def header(module: str, arguments: list[str] | None, plan: Plan, *packages: str) -> dict[str, Any]:
     """Return the first entries of a report."""
-    found = machine.origin(command, plan.device, *packages)
+    found = origin(module, arguments, plan.device, *packages)
     reference = reference_dtype(plan.device, plan.dtype)
     dtypes = {"dtype": str(plan.dtype).removeprefix("torch."), "reference": str(reference).removeprefix("torch.")}
     return {**found, **dtypes, "missing": {}, "results": {}}

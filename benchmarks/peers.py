@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.diagnostics.bench import LOSSES, MIB, FusedLoss, Loss
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy
+from hf_cce.diagnostics.bench import MIB, Loss, full_logits
 
 # Distributions that the peers come from: their versions go into each report.
 PACKAGES = ("transformers", "liger-kernel", "cut-cross-entropy", "trl", "quack-kernels", "nvidia-cutlass-dsl")
@@ -24,6 +25,29 @@ TRL_ARGUMENTS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",
 )  # fmt: skip
+
+
+class FusedLoss:
+    """hf_cce with one filter state for a trained weight and one for a frozen weight."""
+
+    def __init__(self, **options: Any) -> None:
+        self.config = CCEConfig(**options)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start on another head."""
+        self.states = {True: FilterState(), False: FilterState()}
+        self.last: FilterState | None = None
+
+    def __call__(self, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        self.last = self.states[weight.requires_grad]
+        return linear_cross_entropy(hidden_states, weight, labels, config=self.config, filter_state=self.last)
+
+
+def filter_stats(loss: Loss) -> dict[str, Any]:
+    """Return what the gradient filter did in the last training step of ``loss``, empty where there is none."""
+    state = loss.last if isinstance(loss, FusedLoss) else None
+    return {} if state is None else state.stats()
 
 
 class Unavailable(Exception):
@@ -86,7 +110,10 @@ def _torch_linear_cross_entropy() -> Loss:
 
 
 BUILDERS: dict[str, Callable[[], Loss]] = {
-    **LOSSES,
+    "hf_cce": FusedLoss,
+    "hf_cce exact": partial(FusedLoss, gradient_filter=None),
+    "eager": lambda: full_logits,
+    "torch.compile": lambda: torch.compile(full_logits, dynamic=False),
     "hf_cce 64 MiB": partial(FusedLoss, memory_budget=64 * MIB),
     "hf_cce exact 1.25 GiB": partial(FusedLoss, gradient_filter=None, memory_budget=1280 * MIB),
     "liger": _liger,

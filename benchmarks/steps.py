@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import tables
+from benchmarks import tables, text
 from benchmarks.installed import LOSSES
 from benchmarks.job import Job
+from benchmarks.origin import origin
 from benchmarks.trainers import LOOPS
-from hf_cce.diagnostics import machine, text
 from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.shapes import SHAPES
 
@@ -176,7 +176,7 @@ def job_of(args: argparse.Namespace, report: dict[str, Any], **options: Any) -> 
 
 def header(module: str, arguments: list[str] | None, args: argparse.Namespace) -> dict[str, Any]:
     """Return the first entries of a report. The device is named by the processes: this one leaves the GPU alone."""
-    found = machine.origin(machine.this_command(module, arguments), torch.device("cpu"), *PACKAGES)
+    found = origin(module, arguments, torch.device("cpu"), *PACKAGES)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     return {**found, "device": None, "settings": settings, "results": {}, "missing": {}}
 

@@ -269,8 +269,6 @@ def demo_rows(report: Report) -> list[str]:
     """The demo on a CPU."""
     lines = head("the demo on a CPU", "without CCE", "with CCE")
     runs = report["plain"], report["cce"]
-    lines.append(row("peak memory of the process", *(f"{run['peak_bytes'] / 1e6:,.0f} MB" for run in runs)))
-    extras = ((run["peak_bytes"] - run["rest_bytes"]) / 1e6 for run in runs)
-    lines.append(row("of which in a step", *(f"{extra:,.0f} MB" for extra in extras)))
+    lines.append(row("memory that a step adds", *(f"{run['step_bytes'] / 1e6:,.0f} MB" for run in runs)))
     last = len(report["plain"]["losses"])
     return [*lines, row(f"loss, step {last}", *(f"{run['losses'][-1]:.6f}" for run in runs))]

@@ -17,7 +17,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--curve", action="store_true", help="train 64 steps of a small model instead")
     parser.add_argument("--tiny", action="store_true", help="a small random model of its class; always so for a type")
     add_device(parser)
-    parser.add_argument("--details", action="store_true", help="show every gradient, not only the worst")
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
@@ -39,24 +38,20 @@ def run(options: argparse.Namespace, out: Output) -> int:
         raise ValueError("give a MODEL or --curve, one of the two")
     if options.curve:
         return _curve(options, out)
-    model = check.load(options.model_name_or_path, options.tiny, checked_device(options.device or "cpu"))
+    model, random = check.load(options.model_name_or_path, options.tiny, checked_device(options.device or "cpu"))
     report = check.check(model, out.progress)
     out.progress("")
     out.verdict(check.verdict(report))
     without, with_cce = report["losses"]
-    random = options.tiny or check.is_random(options.model_name_or_path)
     weights = "a tiny model with random weights" if random else "its own weights"
     out.print(
         f"{report['model']}, {weights}, {report['parameters']:,} parameters, {report['device']}, float32",
         f"Loss: {without:.7f} without CCE, {with_cce:.7f} with CCE",
         f"Logits in evaluation: {'identical' if report['evaluation_same'] else 'different'}\n",
     )
-    rows = report["differences"]
-    if not options.details:
-        rows = sorted(rows, key=lambda row: -row["error"] / row["allowed"])[:SHOWN]
+    rows = sorted(report["differences"], key=lambda row: -row["error"] / row["allowed"])[:SHOWN]
     out.print(_table(rows, "loss, or gradient of"))
-    if len(rows) < len(report["differences"]):
-        out.print(f"The {SHOWN} closest to the limit, of {len(report['differences'])}; --details shows all.")
+    out.print(f"The {len(rows)} closest to the limit, of {len(report['differences'])}; --json has all.")
     out.save(report)
     return int(not (report["same"] and report["saves"]))
 

@@ -10,8 +10,6 @@ from hf_cce.cli.common import DTYPES, Output, add_sizes, positive, size, table
 if TYPE_CHECKING:
     from hf_cce.diagnostics.estimate import Estimate
 
-TITLES = {"weights and optimizer": "weights, optimizer", "backward": "gradients, backward"}
-
 
 def gpu_size(text: str) -> int:
     """Return the bytes of "24GiB"; a plain number is GiB."""
@@ -43,15 +41,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
-    """Estimate the memory of a training step, and the largest batch that fits.
+    """Estimate the memory of a training step, and whether it fits.
 
-    No weights are loaded, and no GPU is needed. Counted is one process with AdamW, without gradient accumulation. The largest
-    batch leaves room for what PyTorch's allocator takes beyond the peak, and for CUDA's own memory.
+    No weights are loaded, and no GPU is needed. Counted is one process with AdamW, without gradient accumulation. A step fits if
+    the GPU has room for what PyTorch's allocator takes beyond the peak, and for CUDA's own memory.
 
     Exit code 0: estimated. 2: could not be estimated.
     """
     from hf_cce.diagnostics import estimate
-    from hf_cce.diagnostics.activations import Adapters
 
     out.progress("running the model's code on tensors without data")
     found = estimate.estimate(
@@ -61,7 +58,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         options.dtype,
         options.gpu_memory or estimate.this_gpu() or 24 << 30,
         options.memory_budget,
-        adapters=Adapters(options.lora_rank, options.qlora) if options.lora or options.qlora else None,
+        lora=estimate.LoRA(options.lora_rank, options.qlora) if options.lora or options.qlora else None,
     )
     out.progress("")
     out.verdict(estimate.verdict(found))
@@ -70,41 +67,30 @@ def run(options: argparse.Namespace, out: Output) -> int:
         "",
         f"{model.name}: {model.architecture}, {model.parameters / 1e6:,.0f} million parameters, vocabulary "
         f"{model.vocabulary:,}, hidden size {model.hidden:,}, {model.layers} layers; {found.dtype}",
-        f"{found.batch} × {found.sequence:,} tokens make {found.logits / 1e6:,.0f} million logits. In GiB"
-        f"{', what is held at the peak' if found.plain else ''}:\n",
+        f"{found.batch} × {found.sequence:,} tokens make {found.logits / 1e6:,.0f} million logits. In GiB:\n",
         _table(found),
         "",
+        *(f"Note: {note}." for note in found.notes),
     )
-    steps = (*found.plain.values(), *found.checkpointing.values())
-    if any(not all(step.at_peak.values()) for step in steps):
-        out.print("–: none of it is held at the peak, which may come after the loss or when all gradients are there.")
-    if found.unknown:
-        out.print(f"Activations, peak and largest batch are not known: {found.unknown}.")
-    out.print(*(f"Note: {note}." for note in found.notes))
     out.save(found.to_json())
     return 0
 
 
 def _table(found: Estimate) -> str:
-    rows = [("", "full logits", "with CCE")]
+    steps = sorted(found.steps.items(), key=lambda item: item[0].endswith("checkpointing"))
+    rows = [("", *(way.replace("full", "full logits").replace("cce", "with CCE") for way, _ in steps))]
 
-    def add(title: str, sizes: list[int]) -> None:
-        first, second = (f"{size / 2**30:,.2f}" if size else "–" for size in sizes)
-        rows.append((title, first, second))
+    def add(title: str, sizes: list[int | None]) -> None:
+        rows.append((title, *("unknown" if size is None else f"{size / 2**30:,.2f}" for size in sizes)))
 
-    if not found.plain:
-        add("weights, optimizer", [found.model.weights + found.optimizer] * 2)
-        add("gradients, when all are there", [found.model.gradients] * 2)
-        add("logits and loss", list(found.loss.values()))
-    for steps in (found.plain, found.checkpointing):
-        if not steps:
-            continue
-        if steps is found.checkpointing:
-            rows += [("", "", ""), ("with gradient checkpointing", "", "")]
-        both = list(steps.values())
-        for part in both[0].at_peak:
-            add(TITLES.get(part, part), [step.at_peak[part] for step in both])
-        add("peak", [step.peak for step in both])
-        first, second = (f"{step.largest_batch:,}" if step.largest_batch else "none" for step in both)
-        rows.append((f"largest batch in {found.gpu_memory / 2**30:.4g} GiB", first, second))
+    held = {"weights": found.model.weights, "optimizer": found.optimizer, "gradients": found.model.gradients}
+    for title, constant in held.items():
+        add(title, [constant] * len(steps))
+    add("activations", [step.activations for _, step in steps])
+    add("logits and loss", [step.loss for _, step in steps])
+    add("peak", [step.peak for _, step in steps])
+    if found.steps["full"].peak is not None:
+        rows.append(
+            (f"fits in {found.gpu_memory / 2**30:.4g} GiB", *("yes" if step.fits else "no" for _, step in steps))
+        )
     return table(rows)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -23,13 +22,13 @@ from hf_cce.diagnostics.gradcheck import LOSS_SCALE, PLAIN, Inputs, relative_err
 from hf_cce.dispatch import explain_dispatch
 
 MIB = 1 << 20
-COLUMNS = "forward + backward | memory | error of hidden states' gradient | of the weight's | tiles kept"
+COLUMNS = "forward + backward | memory | error of hidden states' gradient | of the weight's"
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # N, D, V
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_states [N, D], weight [V, D], labels [N]) -> mean loss
 Key = TypeVar("Key", bound=Hashable)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SETTLED = 6  # steps after which a gradient filter has found its threshold
+WARM_UP = 6  # steps after which a gradient filter has found its threshold
 GPU_SHAPES: tuple[Shape, ...] = ((8192, 1024, 49_152), (4096, 4096, 128_256), (8192, 896, 151_936), (512, 896, 151_936))
 CPU_SHAPES: tuple[Shape, ...] = ((128, 256, 8192), (512, 256, 8192), (512, 256, 16_384))
 
@@ -48,35 +47,15 @@ def full_logits(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor
     return F.cross_entropy(F.linear(hidden_states, weight).float(), labels)
 
 
-class FusedLoss:
-    """hf_cce with one filter state for a trained weight and one for a frozen weight."""
+def made_losses(device: torch.device, memory_budget: int | None) -> dict[str, Loss]:
+    """Return what is measured: hf_cce, full logits, and on a GPU torch.compile of these; on a CPU it takes minutes."""
 
-    def __init__(self, **options: Any) -> None:
-        self.config = CCEConfig(**options)
-        self.begin()
+    def hf_cce(gradient_filter: Any) -> Loss:
+        config = CCEConfig(memory_budget=memory_budget or "auto", gradient_filter=gradient_filter)
+        return partial(linear_cross_entropy, config=config, filter_state=FilterState())
 
-    def begin(self) -> None:
-        """Start on another head."""
-        self.states = {True: FilterState(), False: FilterState()}
-        self.last: FilterState | None = None
-
-    def __call__(self, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        self.last = self.states[weight.requires_grad]
-        return linear_cross_entropy(hidden_states, weight, labels, config=self.config, filter_state=self.last)
-
-
-LOSSES: dict[str, Callable[..., Loss]] = {
-    "hf_cce": FusedLoss,
-    "hf_cce exact": partial(FusedLoss, gradient_filter=None),
-    "eager": lambda **_: full_logits,
-    "torch.compile": lambda **_: torch.compile(full_logits, dynamic=False),
-}
-
-
-def filter_stats(loss: Loss) -> dict[str, Any]:
-    """Return what the gradient filter did in the last training step of ``loss``, empty where there is none."""
-    state = loss.last if isinstance(loss, FusedLoss) else None
-    return {} if state is None else state.stats()
+    losses = {"hf_cce": hf_cce("auto"), "hf_cce exact": hf_cce(None), "full logits": full_logits}
+    return losses | ({"torch.compile": torch.compile(full_logits, dynamic=False)} if device.type == "cuda" else {})
 
 
 def reference_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -129,15 +108,13 @@ def extra_mib(step: Callable[[], Any], leaves: Iterable[Tensor]) -> float | None
     On a CPU this is the memory of the whole process, accurate to some tenths of a MiB.
     """
     leaves = list(leaves)
-    device = leaves[0].device
-    if not machine.reset_peak_memory(device):
-        return None
-    before = machine.memory_in_use(device)
+    added = machine.watch_memory(leaves[0].device)
     step()
-    machine.synchronize(device)
-    extra = machine.peak_memory(device) - before
-    extra -= sum(x.grad.numel() * x.grad.element_size() for x in leaves if x.grad is not None)
-    return max(0.0, extra / MIB)
+    machine.synchronize(leaves[0].device)
+    extra = added()
+    if extra is None:
+        return None
+    return max(0, extra - sum(x.grad.nbytes for x in leaves if x.grad is not None)) / MIB
 
 
 def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) -> dict[str, dict[str, Any]]:
@@ -145,7 +122,7 @@ def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) ->
 
     Returns:
         By loss: "ms" (median), "ms_spread" (least, most), "extra_mib" (see ``extra_mib``), "loss_error", "grad_hidden_error",
-        "grad_weight_error", "filter"; or {"failed": why}.
+        "grad_weight_error"; or {"failed": why}.
     """
     hidden, weight = (x.detach().requires_grad_() for x in (problem.hidden, problem.weight))
     scale = LOSS_SCALE.get(hidden.dtype, 1.0)  # as in float16 training; divided out before gradients are compared
@@ -162,10 +139,8 @@ def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) ->
     for name, loss in losses.items():
         say(f"{name}: checking")
         gc.collect()  # garbage of another loss must not be freed, or counted, during this one
-        if isinstance(loss, FusedLoss):
-            loss.begin()
         try:
-            for _ in range(SETTLED):
+            for _ in range(WARM_UP):
                 value = step(loss)
             assert hidden.grad is not None and weight.grad is not None
             found = {"loss": value, "grad_hidden": hidden.grad / scale, "grad_weight": weight.grad / scale}
@@ -173,7 +148,7 @@ def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) ->
             rows[name] = {f"{what}_error": relative_error(x, right) for (what, x), right in errors}
             del found, errors
             hidden.grad = weight.grad = None
-            rows[name] |= {"filter": filter_stats(loss), "extra_mib": extra_mib(partial(step, loss), (hidden, weight))}
+            rows[name]["extra_mib"] = extra_mib(partial(step, loss), (hidden, weight))
         except Exception as error:  # a compiler may raise anything; the other losses are still measured
             rows[name] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
         hidden.grad = weight.grad = None
@@ -184,25 +159,13 @@ def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) ->
     return rows
 
 
-def chosen_losses(names: list[str], device: torch.device, memory_budget: int | None) -> dict[str, Loss]:
-    """Return the losses called ``names``; by default all, without torch.compile on a CPU, where it takes minutes.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
-    if unknown := sorted(set(names) - set(LOSSES)):
-        raise ValueError(f"unknown loss {', '.join(map(repr, unknown))}; known: {', '.join(LOSSES)}")
-    usual = list(LOSSES) if device.type == "cuda" else list(LOSSES)[:3]
-    return {name: LOSSES[name](memory_budget=memory_budget or "auto") for name in names or usual}
-
-
 def bench(
-    shapes: tuple[Shape, ...], losses: dict[str, Loss], device: torch.device, dtype: torch.dtype, repeats: int, say: Say
+    shapes: tuple[Shape, ...], device: torch.device, dtype: torch.dtype, memory_budget: int | None, say: Say
 ) -> dict[str, Any]:
-    """Measure ``losses`` on random data of each shape (none: some that suit the device); return the report, ready for JSON."""
+    """Measure on random data of each shape (none: some that suit the device); return the report, ready for JSON."""
     gpu = device.type == "cuda"
     dtypes = {"dtype": str(dtype), "reference": str(reference_dtype(device, dtype))}
-    report = machine.origin([], device) | {name: text.removeprefix("torch.") for name, text in dtypes.items()}
+    report = machine.origin(device) | {name: text.removeprefix("torch.") for name, text in dtypes.items()}
     report["results"] = {}
     if gpu:
         torch.cuda.set_device(device.index or 0)
@@ -210,18 +173,17 @@ def bench(
     for n, d, v in shapes or (GPU_SHAPES if gpu else CPU_SHAPES):
         title = f"{n:,} tokens, hidden size {d:,}, vocabulary {v:,}"
         say(title)
-        rows = measure(random_problem((n, d, v), device, dtype), losses, repeats, say)
+        rows = measure(
+            random_problem((n, d, v), device, dtype), made_losses(device, memory_budget), 10 if gpu else 5, say
+        )
         found = explain_dispatch(n, d, v, dtype, device)
         report["results"][title] = {"strategy": found.strategy, "implementation": found.implementation, "rows": rows}
         torch.compiler.reset()  # each problem compiles anew; otherwise Dynamo's recompile limit is reached
-        gc.collect()
-        if gpu:
-            torch.cuda.empty_cache()
     return report
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return where it ran, one table for each problem, and which losses failed."""
+    """Return where it ran, and one table for each problem."""
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if number)
     lines = [
         f"{report['device']}, {report['dtype']}; {versions}.",
@@ -230,22 +192,12 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     for title, result in report["results"].items():
         lines += ["", f"### {title}", "", f"Strategy: {result['strategy']}, {result['implementation']}", ""]
-        lines += [f"| loss | {COLUMNS} |", "|---" * 6 + "|"]
+        lines += [f"| loss | {COLUMNS} |", "|---" * 5 + "|"]
         for name, row in result["rows"].items():
             if "failed" in row:
                 lines.append(f"| {name} | failed: {row['failed']} |")
                 continue
             memory = "–" if row["extra_mib"] is None else f"{row['extra_mib']:,.0f} MiB"
-            kept = f"{row['filter']['kept']:.0%}" if row["filter"] else "–"
             errors = f"{row['grad_hidden_error']:.1e} | {row['grad_weight_error']:.1e}"
-            lines.append(f"| {name} | {row['ms']:.2f} ms | {memory} | {errors} | {kept} |")
+            lines.append(f"| {name} | {row['ms']:.2f} ms | {memory} | {errors} |")
     return "\n".join(lines) + "\n"
-
-
-def issue_report(report: dict[str, Any]) -> str:
-    """Return Markdown to attach to an issue: the tables, and every number folded below them."""
-    numbers = json.dumps(report, indent=1, ensure_ascii=False)
-    return (
-        f"# hf-cce bench on {report['device']}\n\n{markdown(report)}\n<details><summary>All numbers</summary>\n\n"
-        f"```json\n{numbers}\n```\n\n</details>\n"
-    )

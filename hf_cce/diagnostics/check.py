@@ -28,34 +28,25 @@ ROWS, LENGTH = 2, 24
 Say = Callable[[str], object]
 
 
-def load(target: str, tiny: bool, device: torch.device) -> Any:
-    """Return the model of a folder, a name on the hub or a model type, in float32.
+def load(target: str, tiny: bool, device: torch.device) -> tuple[Any, bool]:
+    """Return the model of a folder, a name on the hub or a model type, in float32, and whether its weights are random.
 
     Args:
-        tiny: a small model of the same class with random weights; always so for a model type.
+        tiny: a small model of the same class with random weights; always so for a model type or a known shape.
 
     Raises:
         ValueError: there is none of that name, it is no causal LM, it has no weights, or the tiny one cannot be built.
     """
     config = config_named(target)
     auto = auto_class(target, config)
-    if tiny or is_random(target):
-        return _tiny(target, auto, config).to(device)
-    if Path(target).is_file():
-        raise ValueError(f"{target}: a file, and the weights are needed, too; give its folder, or add --tiny")
+    if tiny or is_model_type(target) or target.lower() in SHAPES:
+        return _tiny(target, auto, config).to(device), True
     try:
-        return auto.from_pretrained(target, dtype=torch.float32).to(device)
-    except OSError:
-        if not Path(target).is_dir():
+        return auto.from_pretrained(target, dtype=torch.float32).to(device), False
+    except OSError as error:
+        if not Path(target).exists():
             raise
-        raise ValueError(
-            f"{target}: no weights in this folder; for a tiny random model of its class add --tiny"
-        ) from None
-
-
-def is_random(target: str) -> bool:
-    """True for a model type or a known shape: neither has weights to load."""
-    return is_model_type(target) or target.lower() in SHAPES
+        raise ValueError(f"{target}: no weights here; give a folder with weights, or add --tiny") from error
 
 
 def _tiny(target: str, auto: Any, config: Any) -> Any:
@@ -124,10 +115,9 @@ def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
     model.zero_grad(set_to_none=True)
     if patched.keys() != plain.keys():
         raise ValueError(f"gradients of {sorted(patched.keys() ^ plain.keys())} are there with or without CCE only")
-    rows = []
-    for name, error in _errors(patched, plain).items():
-        most = allowed(noise[name], torch.float32)
-        rows.append({"name": name, "error": error, "allowed": most, "ok": error <= most})
+    rows = [
+        compared(name, error, allowed(noise[name], torch.float32)) for name, error in _errors(patched, plain).items()
+    ]
     return {
         "model": type(model).__name__,
         "device": str(device),
@@ -140,6 +130,11 @@ def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
         "same": same and all(row["ok"] for row in rows),
         "saves": stats["fused"] > 0 and stats["materialized"] == 0,
     }
+
+
+def compared(name: str, error: float, most: float) -> dict[str, Any]:
+    """Return the row of a report about an ``error`` that may be ``most``."""
+    return {"name": name, "error": error, "allowed": most, "ok": error <= most}
 
 
 def computes_no_logits(device: torch.device) -> CCEConfig:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_cce import CCEConfig, apply_cce
-from hf_cce.diagnostics.check import Say, computes_no_logits
+from hf_cce.diagnostics.check import Say, compared, computes_no_logits
 from hf_cce.diagnostics.gradcheck import allowed
 
 GOLDEN = Path(__file__).with_name("curve.json")
@@ -27,17 +27,10 @@ def train(dtype: torch.dtype, device: torch.device, config: CCEConfig | None = N
     """Return the losses of a small GPT-2 on arithmetic sequences modulo 64; ``config`` None: full logits."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes: dict[str, Any] = {
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "vocab_size": VOCABULARY,
-        "n_positions": LENGTH,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    sizes: dict[str, Any] = dict(n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=LENGTH)
+    tokens: dict[str, Any] = dict(bos_token_id=0, eos_token_id=0)
     # GPT-2 runs wholly in float64; Llama computes its norms in float32.
-    model: Any = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    model: Any = GPT2LMHeadModel(GPT2Config(**sizes, **tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     random = np.random.RandomState(0)  # the same numbers in every version of NumPy
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
@@ -84,13 +77,10 @@ def compare(device: torch.device, say: Say = lambda what: None) -> dict[str, Any
     largest = max(curves["golden"])
     bound = largest * allowed(apart("full logits", "exact") / largest, torch.float32)
     in_double = bound * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    compared = {
-        "full logits in float64 here, from the package's": (apart("exact", "golden"), in_double),
-        "hf_cce in float32, from full logits in float64": (apart("hf_cce", "exact"), bound),
-        "hf_cce in float32, from the package's": (apart("hf_cce", "golden"), bound),
-    }
     rows = [
-        {"name": name, "error": error, "allowed": most, "ok": error <= most} for name, (error, most) in compared.items()
+        compared("full logits in float64 here, from the package's", apart("exact", "golden"), in_double),
+        compared("hf_cce in float32, from full logits in float64", apart("hf_cce", "exact"), bound),
+        compared("hf_cce in float32, from the package's", apart("hf_cce", "golden"), bound),
     ]
     return {"device": str(device), "curves": curves, "rows": rows, "same": all(row["ok"] for row in rows)}
 

@@ -1,235 +1,149 @@
-"""``hf-cce demo``: train the same model twice from one seed, without and with CCE, each in its own process.
+"""``hf-cce demo``: train the same small model twice from one seed, without and with CCE.
 
-On a CPU only the peak memory of a whole process can be measured.
+The steps of both take turns in one process, so that whatever else the machine does slows both. The model is a Llama of
+SmolLM2's shape with fresh weights; the text is source code of Python's standard library.
 """
 
 from __future__ import annotations
 
-import gc
-import json
-import math
+import random
 import statistics
-import subprocess
-import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import hf_cce
-from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.shapes import config_of, smollm2_like
-from hf_cce.diagnostics.text import Corpus, windows
+import torch
+from torch import Tensor
 
-Report = Callable[[dict[str, Any]], None]
-TIMED_STEPS = 10  # below, speed is not compared
+from hf_cce import apply_cce
+from hf_cce.diagnostics import machine
+from hf_cce.diagnostics.notebook import Here, Measured
+from hf_cce.diagnostics.shapes import config_of, smollm2_like
+
+CHARACTERS = 4_000_000
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One training run. None: what suits the device, see ``resolved``."""
+    """Sizes of the model and of both runs. None: what suits the device, see ``resolved``."""
 
-    tokens_file: str
-    model: str | None = None  # name or folder of pretrained weights; None: a fresh model of SmolLM2's shape
+    device: str
     vocabulary: int = 49_152
     hidden: int = 576
     layers: int | None = None
     steps: int | None = None
     batch: int | None = None
     sequence: int | None = None
-    learning_rate: float = 1e-3
-    seed: int = 0
     dtype: str | None = None  # of autocast; the weights stay float32, as under Trainer's bf16=True
-    device: str | None = None
-    cce: bool = False
 
     def resolved(self) -> Settings:
         """Return the settings with each None filled in, by the device and the size of its memory."""
-        import torch
-
-        device = torch.device(self.device) if self.device else machine.best_device()
+        device = torch.device(self.device)
         suited: dict[str, Any] = {"layers": 2, "steps": 16, "batch": 4, "sequence": 512}
         if device.type == "cuda":
             size = torch.cuda.get_device_properties(device).total_memory >> 30
             batch, sequence = (8, 2048) if size >= 60 else (4, 1024) if size >= 14 else (2, 512)
             suited = {"layers": 30, "steps": 100, "batch": batch, "sequence": sequence}
         suited["dtype"] = str(machine.default_dtype(device)).removeprefix("torch.")
-        chosen = {name: value for name, value in suited.items() if getattr(self, name) is None}
-        return replace(self, device=str(device), **chosen)
+        return replace(self, **{name: value for name, value in suited.items() if getattr(self, name) is None})
 
 
-def twin(settings: Settings, corpus: Corpus, report: Report = lambda event: None) -> dict[str, Any]:
-    """Run both and compare.
+def text_tokens(vocabulary: int) -> tuple[Tensor, int]:
+    """Return source code as token ids, and the entries of a byte-level BPE tokenizer that is trained on it.
 
-    Args:
-        settings: of both runs; ``cce`` is set here.
-        corpus: the text, for the record.
-        report: called with an event for each run ("start") and step ("step").
+    Short text gives fewer entries than ``vocabulary``.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+
+    files = sorted(p for p in Path(sysconfig.get_path("stdlib")).rglob("*.py") if "site-packages" not in p.parts)
+    random.Random(0).shuffle(files)
+    documents: list[str] = []
+    while files and sum(map(len, documents)) < CHARACTERS:
+        documents.append(files.pop().read_text("utf-8", errors="ignore"))
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(documents, vocab_size=vocabulary, show_progress=False)
+    ids = [i for encoding in tokenizer.encode_batch(documents) for i in encoding.ids]
+    return torch.tensor(ids), tokenizer.get_vocab_size()
+
+
+class Run:
+    """One of the two trainings: a fresh model, its optimizer, and what its steps took."""
+
+    def __init__(self, settings: Settings, cce: bool) -> None:
+        from transformers import LlamaForCausalLM
+
+        self.here = Here(torch.device(settings.device), getattr(torch, str(settings.dtype)))
+        torch.manual_seed(0)
+        shape = smollm2_like(settings.vocabulary, settings.hidden, settings.layers or 1)
+        model: Any = LlamaForCausalLM(config_of(shape))
+        self.model = model.to(self.here.device).train()
+        if cce:
+            apply_cce(model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, betas=(0.9, 0.95), fused=True)
+        self.scaler = self.here.scaler()
+        self.losses: list[float] = []
+        self.measured = Measured.on(self.here.device)
+
+    def step(self, rows: Tensor) -> None:
+        """Train on ``rows`` [batch, sequence]."""
+        rows = rows.to(self.here.device)
+        if len(self.losses) == 1:  # the first step made the optimizer's state, and was a warm-up
+            self.measured = Measured.on(self.here.device)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (len(self.losses) + 1) / 5)
+        with self.measured.step():
+            with self.here.autocast():
+                loss = self.model(input_ids=rows, labels=rows).loss
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(loss.item())
+
+    @torch.no_grad()
+    def report(self, rows: Tensor) -> dict[str, Any]:
+        logits = self.model.eval()(input_ids=rows[:1].to(self.here.device)).logits
+        return {
+            "losses": self.losses,
+            "step_seconds": self.measured.seconds,
+            "median_seconds": statistics.median(self.measured.seconds),
+            "step_bytes": self.measured.extra,
+            "eval_logits_shape": list(logits.shape),
+        }
+
+
+def twin(settings: Settings, say: Say = lambda what: None) -> dict[str, Any]:
+    """Train without and with CCE, in turns, and compare.
 
     Returns:
-        All measurements, ready for JSON. ``peak_bytes`` and ``rest_bytes`` (between two steps: weights and optimizer
-        state) are of the GPU's allocator, or of the whole process on a CPU.
-    """
-    began = time.perf_counter()
-    plain = in_own_process(replace(settings, cce=False), report)
-    fused = in_own_process(replace(settings, cce=True), report)
-    common = plain.pop("common")
-    fused.pop("common")
-    return {
-        **common,
-        "data": {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries},
-        "plain": plain,
-        "cce": fused,
-        "largest_difference": max(abs(a - b) for a, b in zip(plain["losses"], fused["losses"], strict=True)),
-        "seconds": time.perf_counter() - began,
-    }
-
-
-def why_no_speed(report: dict[str, Any]) -> str | None:
-    """Return why the speeds of the two runs cannot be compared, None where they can."""
-    timed = [report[run]["step_seconds"][1:] for run in ("plain", "cce")]  # the first step also warms up
-    if (steps := len(timed[0])) < TIMED_STEPS:
-        return f"{steps} timed steps are too few (--max-steps {TIMED_STEPS + 1} or more)"
-    (a, _, b), (c, _, d) = (statistics.quantiles(each, n=4) for each in timed)
-    if a <= d and c <= b:
-        return "the times of the steps of both runs overlap"
-    return None
-
-
-def in_own_process(settings: Settings, report: Report) -> dict[str, Any]:
-    """Run ``train`` in a fresh Python, which sends its events as lines of JSON; end it with this process.
+        A report, ready for JSON. "plain" and "cce" have the losses, the seconds of each step after the first, "step_bytes" (what
+        a step adds to weights and optimizer, None where that cannot be measured), and the shape of logits in evaluation.
 
     Raises:
-        RuntimeError: the training failed, or its process was killed.
+        ValueError: the text is too short for one sequence.
     """
-    command = [sys.executable, "-m", "hf_cce.diagnostics.demo", json.dumps(asdict(settings))]
-    # In a session of its own the child does not get Ctrl-C: this process ends it.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True)
-    assert process.stdout is not None
-    try:
-        for event in map(json.loads, process.stdout):
-            if event["event"] == "result":
-                return event["result"]
-            if event["event"] == "error":
-                raise RuntimeError(event["message"])
-            report(event)
-        raise RuntimeError(
-            f"the run {'with' if settings.cce else 'without'} CCE was killed (exit code {process.wait()}); "
-            "out of memory? Try a smaller --batch-size, --seq-length or --layers"
+    began, settings = time.perf_counter(), settings.resolved()
+    assert settings.steps and settings.batch and settings.sequence
+    say("turning source code of Python into tokens")
+    tokens, entries = text_tokens(settings.vocabulary)
+    if (room := len(tokens) - settings.sequence) <= 0:
+        raise ValueError(f"the text has only {len(tokens)} tokens, too few for sequences of {settings.sequence}")
+    starts = torch.randint(room, (settings.steps, settings.batch, 1), generator=torch.Generator().manual_seed(0))
+    batches = tokens[starts + torch.arange(settings.sequence)]
+    plain, fused = Run(settings, cce=False), Run(settings, cce=True)
+    for step, rows in enumerate(batches, 1):
+        plain.step(rows)
+        fused.step(rows)
+        say(
+            f"step {step} of {settings.steps}: loss {plain.losses[-1]:.4f} without CCE, {fused.losses[-1]:.4f} with CCE"
         )
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def _child() -> None:
-    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not mix with the events
-
-    def send(event: dict[str, Any]) -> None:
-        print(json.dumps(event), file=out, flush=True)
-
-    try:
-        send({"event": "result", "result": train(Settings(**json.loads(sys.argv[1])), send)})
-    except Exception as error:
-        send({"event": "error", "message": f"{type(error).__name__}: {error}"})
-
-
-def train(settings: Settings, report: Report = lambda event: None) -> dict[str, Any]:
-    """Run once in this process: build, train, measure."""
-    import torch
-
-    settings = settings.resolved()
-    assert settings.steps and settings.batch and settings.sequence and settings.device
-    device = torch.device(settings.device)
-    model = _built(settings).to(device).train()
-    if settings.cce:
-        hf_cce.apply_cce(model)
-    batches = windows(settings.tokens_file, (settings.steps, settings.batch), settings.sequence, settings.seed)
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    if (largest := int(batches.max())) >= vocabulary:
-        raise ValueError(f"token {largest} does not fit the model's vocabulary of {vocabulary}")
-    common = _common(settings, model)
-    report({"event": "start", "cce": settings.cce, "common": common})
-    losses, seconds = _steps(model, batches, settings, report)
-    gc.collect()
-    peak, rest = machine.peak_memory(device), machine.memory_in_use(device)
-    model.eval()
-    with torch.no_grad():
-        shape = list(model(input_ids=torch.from_numpy(batches[0, :1]).to(device)).logits.shape)
-    return {
-        "common": common,
-        "losses": losses,
-        "step_seconds": seconds,
-        "tokens_per_second": settings.batch * settings.sequence / statistics.median(seconds[1:] or seconds),
-        "peak_bytes": peak,
-        "rest_bytes": rest,
-        "eval_logits_shape": shape,
-    }
-
-
-def _steps(model: Any, batches: Any, settings: Settings, report: Report) -> tuple[list[float], list[float]]:
-    """Train on ``batches`` [steps, batch, sequence]; return the loss and the seconds of each step."""
-    import torch
-
-    device, dtype = torch.device(str(settings.device)), getattr(torch, str(settings.dtype))
-    half = dtype.itemsize == 2
-    autocast = torch.autocast(device.type, dtype if half else None, enabled=half)
-    optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, betas=(0.9, 0.95), fused=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    losses, seconds = [], []
-    for step, rows in enumerate(batches):
-        ids = torch.from_numpy(rows).to(device)
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min(1.0, (step + 1) / 5)
-        machine.synchronize(device)
-        start = time.perf_counter()
-        with autocast:
-            loss = model(input_ids=ids, labels=ids).loss
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        machine.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-        report({"event": "step", "cce": settings.cce, "step": step, "loss": losses[-1], "seconds": seconds[-1]})
-        if not math.isfinite(losses[-1]):
-            raise RuntimeError(f"the loss became {losses[-1]} at step {step}; try a smaller --learning-rate")
-    return losses, seconds
-
-
-def _built(settings: Settings) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM, set_seed
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    set_seed(settings.seed)
-    if settings.model:
-        return AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
-    config = config_of(smollm2_like(settings.vocabulary, settings.hidden, settings.layers or 1))
-    return AutoModelForCausalLM.from_config(config)
-
-
-def _common(settings: Settings, model: Any) -> dict[str, Any]:
-    """Return what both runs share: settings, sizes, device, versions."""
-    import torch
-
-    head = model.get_output_embeddings().weight
-    kept = {k: v for k, v in asdict(settings).items() if k not in ("cce", "tokens_file")}
-    found = machine.origin([], torch.device(str(settings.device)), "transformers")
-    sizes = {
-        "name": settings.model or "SmolLM2-shaped",
-        "class": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "layers": model.config.get_text_config().num_hidden_layers,
-        "vocabulary": head.shape[0],
-        "hidden": head.shape[1],
-    }
-    return {**found, "settings": kept, "model": sizes}
-
-
-if __name__ == "__main__":
-    _child()
+    report = machine.origin(plain.here.device, "transformers") | {"settings": asdict(settings)}
+    report["data"] = {"tokens": len(tokens), "tokenizer_entries": entries}
+    report["parameters"] = plain.model.num_parameters()
+    report |= {"plain": plain.report(batches[0]), "cce": fused.report(batches[0])}
+    report["largest_difference"] = max(abs(a - b) for a, b in zip(plain.losses, fused.losses, strict=True))
+    return report | {"seconds": time.perf_counter() - began}

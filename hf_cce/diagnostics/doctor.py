@@ -93,13 +93,11 @@ def package(name: str, least: str, *, imported: bool = False) -> Check:
             if name == "torch":
                 build = f", built for CUDA {module.version.cuda}" if module.version.cuda else ", built without CUDA"
                 build = f", built for ROCm {module.version.hip}" if module.version.hip else build
-        except ModuleNotFoundError as error:
-            if (error.name or name).split(".")[0] != name:  # a package that it needs
-                return Check(name, WRONG, f"{version} cannot be loaded: {first_line(error)}", _install(str(error.name)))
-            version = None
         except Exception as error:  # a missing library is an OSError; a mixed installation raises anything
-            what = f"{version} cannot be loaded: {type(error).__name__}: {first_line(error)}"
-            return Check(name, WRONG, what, _install(f"{name}>={least}", "--force-reinstall"))
+            if not isinstance(error, ModuleNotFoundError) or error.name != name:
+                what = f"{version} cannot be loaded: {type(error).__name__}: {first_line(error)}"
+                return Check(name, WRONG, what, _install(f"{name}>={least}", "--force-reinstall"))
+            version = None
     if version is None:
         return Check(name, WRONG, "not installed", command)
     if older(version, least):
@@ -141,17 +139,12 @@ def _devices() -> tuple[list[torch.device], list[Check]]:
 
 
 def _gpu(device: torch.device) -> Check:
-    from hf_cce.dispatch import CAPABILITY
-
     facts = machine.gpu_facts(device)
-    found = f"{facts['name']}, {facts['memory_gib']} GiB"
-    if facts["cuda"] is None:
-        return Check(str(device), NOTE, f"{found}: no NVIDIA GPU, so the PyTorch fallback runs")
-    found += f", compute capability {facts['capability']}, CUDA {facts['cuda']}"
+    found = f"{facts['name']}, {facts['memory_gib']} GiB, compute capability {facts['capability']}"
+    found += f", CUDA {facts['cuda'] or 'none'}"
     if _runs_kernels(device):
         return Check(str(device), OK, found)
-    need = ".".join(map(str, CAPABILITY))
-    return Check(str(device), NOTE, f"{found}: below {need}, so the PyTorch fallback runs, in float16 or float32")
+    return Check(str(device), NOTE, f"{found}: the PyTorch fallback runs, in float32 or {_half(device)}")
 
 
 def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
@@ -176,6 +169,10 @@ def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
     return Check("gpu", WRONG, found, command)
 
 
+def _half(device: torch.device) -> str:
+    return str(machine.half_dtype(device)).removeprefix("torch.")
+
+
 def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
     """Return what runs on ``device`` and why, and compare loss and gradients of a small problem with float64."""
     from hf_cce.diagnostics import gradcheck
@@ -183,7 +180,7 @@ def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
     name, again = f"self-test {device}", f"hf-cce gradcheck --device {device}"
     # Odd sizes, so that tiles are cut; on a GPU several tiles.
     problem = gradcheck.Problem(300, 256, 4003) if device.type == "cuda" else gradcheck.Problem(150, 48, 1003)
-    dtypes = ("float32", str(machine.half_dtype(device)).removeprefix("torch."))
+    dtypes = ("float32", _half(device))
     try:
         choices = [_choice(device, dtype) for dtype in dtypes]
         report = gradcheck.gradcheck(problem, device, dtypes, cases=(gradcheck.PLAIN, gradcheck.EVERYTHING))
@@ -230,7 +227,7 @@ def _model() -> Check:
 
     name, again = "transformers model", _install(f"transformers>={REQUIRED['transformers']}", "--upgrade")
     try:
-        report = check.check(check.load("tiny", True, torch.device("cpu")))
+        report = check.check(check.load("tiny", True, torch.device("cpu"))[0])
     except Exception as error:
         return Check(name, WRONG, f"{type(error).__name__}: {first_line(error)}", again)
     good = report["same"] and report["saves"]

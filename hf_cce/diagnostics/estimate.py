@@ -1,49 +1,76 @@
 """``hf-cce estimate``: what a training step holds in GPU memory without and with CCE, from the configuration alone.
 
-Activations are counted on tensors without data; what the loss holds is arithmetic whose factors were measured (a test
-compares with ``benchmarks/results``). One process, AdamW, no gradient accumulation, packed rows.
+The model's forward runs on tensors without data; the storages that autograd saves are the activations. What the loss holds is
+arithmetic. One process, AdamW, no gradient accumulation. A test compares with peaks measured in ``benchmarks/results``.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from transformers.initialization import no_init_weights  # some initializers look at the values of the weights
 
 from hf_cce import CCEConfig
-from hf_cce.diagnostics.activations import ITEM, Activations, Adapters, Model, weigh
-from hf_cce.diagnostics.shapes import config_named, is_model_type
+from hf_cce.diagnostics.machine import first_line
+from hf_cce.diagnostics.shapes import auto_class, config_named, is_model_type
 from hf_cce.dispatch import EAGER_BYTES, Problem, explain_dispatch, materialized_bytes
 
 GIB = 1 << 30
-WAYS = ("full", "cce")  # full logits, CCE
-# "backward": gradients, what the backward pass of a layer takes on top, and with checkpointing the layer once more.
-HELD = ("weights and optimizer", "activations", "logits and loss", "backward", "cuBLAS")
+# Bytes of an activation, by dtype of the training; mixed is float32 weights under bfloat16 autocast, as Trainer's bf16=True.
+ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "mixed": 2}
+NF4_BYTES = 4.127 / 8  # of a weight under QLoRA: 4-bit NormalFloat with double quantization
 WORKSPACES = 64 << 20  # of cuBLAS: one for the forward and one for the backward pass's thread, 32 MiB on Hopper GPUs
-RESERVED = {"full": 1.11, "cce": 1.01}  # what PyTorch's allocator takes from the GPU, as a multiple of the peak
-# With CCE also as a multiple of its scratch, which is cut differently at each moment of a step; of no more scratch than this
-# without gradient checkpointing, where activations fill the gaps.
-SCRATCHES, SCRATCH_WITH_ACTIVATIONS = 2.15, 256 << 20
-CONTEXT = 536 << 20  # CUDA's own
-MOST_ROWS = 1 << 20
+CONTEXT = 1 << 30  # left for CUDA's own
+MARGIN = 1.12  # what PyTorch's allocator takes from the GPU, as a multiple of the peak
 LITTLE = 0.1  # of the peak: a smaller saving is called little
+
+
+class LoRA(NamedTuple):
+    """Float32 adapters on every linear layer but the head; ``four_bit``: over weights in 4 bits (QLoRA)."""
+
+    rank: int
+    four_bit: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model that decide its memory."""
+
+    name: str
+    architecture: str
+    parameters: int
+    vocabulary: int
+    hidden: int
+    layers: int
+    weights: int = 0  # bytes
+    gradients: int = 0  # bytes of all that is trained
+    trains_head: bool = True
 
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes of a training step."""
+    """Bytes of one way to train; None where the activations are unknown."""
 
-    activations: int
-    peak: int
-    at_peak: dict[str, int]  # by ``HELD``; adds up to ``peak``
-    largest_batch: int  # that fits; 0: none does
+    loss: int  # logits and loss
+    activations: int | None = None
+    peak: int | None = None
+    fits: bool | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Estimate:
-    """One step; ``plain`` and ``checkpointing`` by way (``WAYS``), empty where the activations are unknown."""
+    """One training step in each way: "full", "cce", and the same with ", checkpointing" where the model supports it."""
 
     model: Model
     batch: int
@@ -51,13 +78,10 @@ class Estimate:
     dtype: str
     gpu_memory: int
     logits: int
-    loss: dict[str, int]
     optimizer: int
     few_tokens: bool
-    plain: dict[str, Step] = field(default_factory=dict)
-    checkpointing: dict[str, Step] = field(default_factory=dict)
-    unknown: str | None = None  # why there are no activations
-    notes: list[str] = field(default_factory=list)
+    steps: dict[str, Step]
+    notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return all sizes in bytes."""
@@ -86,67 +110,133 @@ def loss_bytes(way: str, tokens: int, model: Model, dtype: str, budget: int | No
     return min(found.memory_budget, 4 * logits) + left, left, few  # float32 logits of all tokens need no more
 
 
-@dataclass(frozen=True)
-class Run:
-    """A training of ``model`` on rows of ``sequence`` tokens, in one way, with gradient checkpointing or without."""
+class _FlashAttention(torch.autograd.Function):
+    """Keep what the attention kernels of a GPU keep; on tensors without data PyTorch would keep all scores."""
 
-    way: str
-    model: Model
-    activations: Activations
-    sequence: int
-    dtype: str
-    budget: int | None
-    checkpointing: bool
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        b, heads, n, _ = query.shape
+        out = query.new_empty(b, n, heads, value.shape[-1]).transpose(1, 2)  # the kernels' layout
+        ctx.save_for_backward(query, key, value, out, query.new_empty(b, heads, n, dtype=torch.float32))
+        return out
 
-    def kept(self, batch: int) -> int:
-        """Return the bytes of activations."""
-        row = (self.activations.checkpointed or 0) if self.checkpointing else self.activations.row
-        return self.activations.fixed + batch * row
 
-    def at_peak(self, batch: int) -> dict[str, int]:
-        """Return what is held, by ``HELD``, at the largest of three moments of a step."""
-        model = self.model
-        kept, tokens = self.kept(batch), batch * self.sequence
-        loss, left, few = loss_bytes(self.way, tokens, model, self.dtype, self.budget)
-        # Full logits leave their gradients after the peak of the loss, except for very few tokens.
-        logits = tokens * model.vocabulary * ITEM[self.dtype]
-        made = left if (self.way == "cce" and not few) or loss == logits + left else 0
-        # Backward through the last layer holds two of its largest gradients. With checkpointing the layer is computed again,
-        # and the first of these gradients takes its place when the second is made.
-        widest, layer = self.activations.widest, self.activations.layer
-        again = batch * (widest + layer if self.checkpointing else 2 * widest) + model.unpacked
-        # The backward pass of the loss; of the last layer; all gradients and no activation.
-        moments = ((kept, loss - made, made), (kept, 0, left + again), (0, 0, model.gradients))
-        held = (model.weights + 2 * model.gradients, *max(moments, key=sum), WORKSPACES)  # Adam has two moments
-        return dict(zip(HELD, held, strict=True))
+class _OnGPU(TorchFunctionMode):
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.kv_heads = kv_heads
 
-    def reserved(self, peak: float, tokens: int) -> float:
-        """Return the bytes that PyTorch's allocator takes from the GPU for a step of that ``peak``."""
-        if self.way == "full":
-            return RESERVED["full"] * peak
-        config = CCEConfig(memory_budget=self.budget or "auto")
-        scratch = min(config.scratch(tokens), 4 * tokens * self.model.vocabulary)
-        in_pieces = scratch if self.checkpointing else min(scratch, SCRATCH_WITH_ACTIVATIONS)
-        return RESERVED["cce"] * peak + SCRATCHES * in_pieces
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, key, value = args[:3]
+        # On tensors without data Transformers repeats keys and values for all heads; on a GPU it does not.
+        if 0 < self.kv_heads < key.shape[1] == query.shape[1]:
+            key, value = (x.new_empty(x.shape[0], self.kv_heads, *x.shape[2:]) for x in (key, value))
+        return _FlashAttention.apply(query, key, value)
 
-    def largest_batch(self, gpu_memory: int) -> int:
-        """Return the largest batch that fits, 0 if not even one row does."""
-        runs = [self]
-        if self.way == "cce" and self.activations.checkpointed is not None:
-            # Few activations do not fill the gaps of the scratch, so without checkpointing it takes no less.
-            runs.append(replace(self, checkpointing=True))
 
-        def too_many(batch: int) -> bool:
-            return any(
-                run.reserved(sum(run.at_peak(batch).values()), batch * self.sequence) > gpu_memory - CONTEXT
-                for run in runs
-            )
+def saved_for_backward(lm: Any, batch: int, sequence: int, mixed: bool) -> tuple[int, int]:
+    """Return the bytes that autograd saves of a forward pass up to the head, without parameters, and the largest tensor's."""
+    parameters = {p.untyped_storage()._cdata for p in lm.parameters()}
+    saved: dict[int, Any] = {}  # holds the storages: the address of a freed one may come again
 
-        return bisect_left(range(1, MOST_ROWS), True, key=too_many)
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in parameters:
+            saved[storage._cdata] = storage
+        return x
 
-    def step(self, batch: int, gpu_memory: int) -> Step:
-        held = self.at_peak(batch)
-        return Step(self.kept(batch), sum(held.values()), held, self.largest_batch(gpu_memory))
+    kv_heads = getattr(lm.config.get_text_config(), "num_key_value_heads", None) or 0
+    with (
+        _OnGPU(kv_heads),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        torch.autocast("cpu", torch.bfloat16, enabled=mixed),
+    ):
+        hidden = lm.base_model(input_ids=torch.zeros(batch, sequence, dtype=torch.long), use_cache=False)[0]
+        F.linear(
+            hidden, hidden.new_empty(1, hidden.shape[-1], requires_grad=True)
+        )  # head and loss keep the hidden states
+    sizes = [storage.nbytes() for storage in saved.values()]
+    return sum(sizes), max(sizes)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Silence torch and Transformers; what goes wrong is caught and reported."""
+    logging.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
+    """Build the LM of ``config``, with torch's SDPA if it can, else with its default attention."""
+    auto = auto_class(name, config)
+    for options in ({"attn_implementation": "sdpa"}, {}):
+        try:
+            # Transformers writes options into the configuration, so each try gets a copy.
+            lm = auto.from_config(copy.deepcopy(config), dtype=dtype, **options)
+            lm.tie_weights()  # which no_init_weights leaves out
+            return lm.train()
+        except Exception as error:  # a configuration of sizes that do not fit raises anything
+            why = first_line(error)
+    raise ValueError(f"{name}: no causal LM can be made of this configuration: {why}")
+
+
+class _LoRALinear(torch.nn.Module):
+    """A linear layer with an adapter as PEFT computes it: each layer casts its input to the adapter's float32."""
+
+    def __init__(self, base: torch.nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, rank, bias=False, dtype=torch.float32)
+        self.up = torch.nn.Linear(rank, base.out_features, bias=False, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base(x)
+        return (result + 2.0 * self.up(self.down(x.float()))).to(result.dtype)
+
+
+def _add_adapters(lm: Any, rank: int) -> list[Tensor]:
+    """Freeze ``lm`` and put adapters on its linear layers but the head; return the weights of these layers."""
+    lm.requires_grad_(False)
+    head, adapted = lm.get_output_embeddings(), []
+    for parent in list(lm.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, torch.nn.Linear) and child is not head:
+                adapted.append(child.weight)
+                setattr(parent, name, _LoRALinear(child, rank))
+    return adapted
+
+
+def _described(name: str, lm: Any, lora: LoRA | None) -> Model:
+    """Put adapters on ``lm`` unless ``lora`` is None, and return its sizes.
+
+    Raises:
+        ValueError: it has no LM head.
+    """
+    head = lm.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        raise ValueError(f"{name}: {type(lm).__name__} has no LM head")
+    (vocabulary, hidden), parameters = head.weight.shape, sum(p.numel() for p in lm.parameters())
+    adapted = [] if lora is None else _add_adapters(lm, lora.rank)
+    packed = adapted if lora is not None and lora.four_bit else []
+    sizes = {p: p.numel() * p.element_size() for p in lm.parameters()}
+    return Model(
+        name,
+        type(lm).__name__,
+        parameters,
+        vocabulary,
+        hidden,
+        getattr(lm.config.get_text_config(), "num_hidden_layers", 0),
+        weights=sum(sizes.values()) - sum(int(w.numel() * (w.element_size() - NF4_BYTES)) for w in packed),
+        gradients=sum(size for p, size in sizes.items() if p.requires_grad),
+        trains_head=head.weight.requires_grad,
+    )
 
 
 def estimate(
@@ -157,75 +247,79 @@ def estimate(
     gpu_memory: int = 24 * GIB,
     memory_budget: int | None = None,
     config: Any = None,
-    adapters: Adapters | None = None,
+    lora: LoRA | None = None,
 ) -> Estimate:
-    """Return what a step of ``batch`` rows of ``sequence`` tokens holds, and the largest batch for ``gpu_memory`` bytes.
+    """Return what a step of ``batch`` rows of ``sequence`` tokens holds, and whether it fits ``gpu_memory`` bytes.
+
+    Args:
+        config: the model's configuration; None: that of ``name``.
+        lora: train adapters; None: all weights.
 
     Raises:
         ValueError: ``name`` names no configuration of a language model.
     """
     by_type = config is None and is_model_type(name)
     config = config_named(name) if config is None else config
-    model, activations = weigh(name, config, sequence, dtype, adapters)
-    tokens = batch * sequence
-    loss = {way: loss_bytes(way, tokens, model, dtype, memory_budget) for way in WAYS}
-    few = loss["cce"][2]
-    # CCE's peak without the gradients, which are counted in "backward":
-    peaks = {way: peak - left if way == "cce" and not few else peak for way, (peak, left, _) in loss.items()}
-    found = Estimate(
-        model, batch, sequence, dtype, gpu_memory, tokens * model.vocabulary, peaks, 2 * model.gradients, few,
-        notes=_notes(config, adapters),
-    )  # fmt: skip
-    if by_type:
-        found.notes.append(f"{name} is a model type: the sizes are the defaults of {type(config).__name__}")
-    if isinstance(activations, str):
-        found.unknown = activations
-        return found
-    for way in WAYS:
-        run = Run(way, model, activations, sequence, dtype, memory_budget, checkpointing=False)
-        found.plain[way] = run.step(batch, gpu_memory)
-        if activations.checkpointed is not None:
-            found.checkpointing[way] = replace(run, checkpointing=True).step(batch, gpu_memory)
-    return found
-
-
-def _notes(config: Any, adapters: Adapters | None) -> list[str]:
-    notes = []
-    if adapters is not None:
-        kind = "QLoRA: weights of linear layers in 4 bits (NF4)" if adapters.quantized else "LoRA"
-        notes.append(f"{kind}, float32 adapters of rank {adapters.rank} on every linear layer but the head")
+    notes = [f"{name} is a model type: the sizes are the defaults of {type(config).__name__}"] if by_type else []
+    if lora is not None:
+        kind = "QLoRA: weights of linear layers in 4 bits (NF4)" if lora.four_bit else "LoRA"
+        notes.append(f"{kind}, float32 adapters of rank {lora.rank} on every linear layer but the head")
     if getattr(config.get_text_config(), "final_logit_softcapping", None):
         notes.append("this model caps its logits: full logits take more than is counted here")
     if getattr(config, "vision_config", None) is not None:
         notes.append("only rows of text are counted; what the vision tower keeps comes on top")
-    return notes
+    saved: dict[str, tuple[int, int]] = {}
+    with FakeTensorMode(), no_init_weights(), _silent():
+        lm = _built(name, config, torch.float32 if dtype == "mixed" else getattr(torch, dtype))
+        model = _described(name, lm, lora)
+        try:
+            if not getattr(lm.config.get_text_config(), "num_attention_heads", None):
+                raise ValueError(f"{model.architecture} has no attention, and its own kernels are not counted")
+            saved[""] = saved_for_backward(lm, batch, sequence, dtype == "mixed")
+            if lm.supports_gradient_checkpointing:
+                lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+                saved[", checkpointing"] = saved_for_backward(lm, batch, sequence, dtype == "mixed")
+        except Exception as error:  # not all models run on tensors without data
+            what = "with checkpointing " if saved else ""
+            notes.append(f"activations and peak {what}are not known: {first_line(error)}")
+    tokens = batch * sequence
+    steps: dict[str, Step] = {}
+    for way in ("full", "cce"):
+        loss, left, few = loss_bytes(way, tokens, model, dtype, memory_budget)
+        steps |= {way + kind: _step(model, loss, left, saved[""], saved[kind], gpu_memory) for kind in saved}
+        steps.setdefault(way, Step(loss))
+    return Estimate(
+        model, batch, sequence, dtype, gpu_memory, tokens * model.vocabulary, 2 * model.gradients, few, steps, notes
+    )
+
+
+def _step(model: Model, loss: int, left: int, plain: tuple[int, int], saved: tuple[int, int], gpu_memory: int) -> Step:
+    """Return the step that keeps ``saved`` activations, of the ``plain`` ones without checkpointing."""
+    (all_activations, widest), (activations, _) = plain, saved
+    # Backward through the last layer holds two of its largest gradients; with checkpointing, the layer once more.
+    again = widest + (widest if activations == all_activations else all_activations // max(1, model.layers))
+    # The loss; the backward pass of the last layer; all gradients and no activation. Adam has two moments.
+    most = max(activations + loss, activations + left + again, model.gradients)
+    peak = model.weights + 2 * model.gradients + most + WORKSPACES
+    return Step(loss, activations, peak, MARGIN * peak + CONTEXT <= gpu_memory)
 
 
 def verdict(found: Estimate) -> str:
-    """Say what CCE saves, and why where it is little."""
-    model, tokens = found.model, found.batch * found.sequence
+    """Say what CCE saves."""
     if found.few_tokens:
         return (
-            f"CCE brings nothing here: {tokens:,} tokens make {found.logits / 1e6:.0f} million logits. Up to 42 million, if they "
-            "fit memory_budget, a patched model keeps its own loss, which is then the faster one."
+            f"CCE brings nothing here: {found.batch * found.sequence:,} tokens make {found.logits / 1e6:.0f} million logits. "
+            "Up to 42 million, if they fit memory_budget, a patched model keeps its own loss, which is then the faster one."
         )
-    if not found.plain:
-        saved = found.loss["full"] - found.loss["cce"]
+    if found.steps["full"].peak is None:
+        saved = found.steps["full"].loss - found.steps["cce"].loss
         return f"CCE saves {saved / GIB:.1f} GiB of what the loss takes; the rest of the step is not known."
     shares, texts = [], []
-    for name, steps in (("", found.plain), ("with gradient checkpointing ", found.checkpointing)):
-        if steps:
-            before, after = steps["full"].peak, steps["cce"].peak
+    for kind, title in (("", ""), (", checkpointing", "with gradient checkpointing ")):
+        if "full" + kind in found.steps:
+            before, after = (found.steps[way + kind].peak or 0 for way in ("full", "cce"))
             shares.append(1 - after / before)
-            texts.append(f"{name}{shares[-1]:.0%} of the peak, {before / GIB:.1f} → {after / GIB:.1f} GiB")
-    both = "; ".join(texts)
-    if shares[0] >= LITTLE:
-        return f"CCE saves {both}."
-    why = (
-        f"its vocabulary ({model.vocabulary:,}) is small against its layers ({model.layers} of width {model.hidden:,})"
-    )
+            texts.append(f"{title}{shares[-1]:.0%} of the peak, {before / GIB:.1f} → {after / GIB:.1f} GiB")
     if max(shares) >= LITTLE:
-        return f"CCE brings little without gradient checkpointing: {both}; without it {why}."
-    if model.weights + 3 * model.gradients + WORKSPACES >= found.plain["full"].peak:
-        why = f"{tokens:,} tokens are so few that weights, gradients and optimizer fill the memory"
-    return f"CCE brings little here: {both}: {why}."
+        return f"CCE saves {'; '.join(texts)}."
+    return f"CCE brings little here: {'; '.join(texts)}. The logits are small beside the rest of the step."

@@ -10,9 +10,9 @@ import ctypes
 import datetime
 import platform
 import re
-import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,22 +28,16 @@ EXPECT = {
 }
 
 
-def origin(command: list[str], device: torch.device, *packages: str) -> dict[str, Any]:
-    """Return the first entries of a result file: date, command, device and versions of ``packages``."""
+def origin(device: torch.device, *packages: str) -> dict[str, Any]:
+    """Return the first entries of a result file: date, device and versions of ``packages``."""
     import hf_cce
 
     own = {"hf_cce": hf_cce.__version__, "python": platform.python_version()}
     return {
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(command),
         "device": device_name(device),
         "versions": {**own, **versions("torch", "triton", *packages)},
     }
-
-
-def this_command(module: str, arguments: list[str] | None) -> list[str]:
-    """Return the words of ``python -m module``; ``arguments`` None: those of this process."""
-    return ["python", "-m", module, *(sys.argv[1:] if arguments is None else arguments)]
 
 
 def versions(*packages: str) -> dict[str, str | None]:
@@ -158,43 +152,29 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Return the bytes in use now: of the GPU's allocator, or of the whole process on a CPU."""
-    import psutil
+    """Return the bytes in use now: of the GPU's allocator, or of the whole process on a CPU, under Linux only."""
     import torch
 
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.current_allocated_memory()
-    return int(psutil.Process().memory_info().rss)
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _process_bytes("VmRSS")
 
 
 def peak_memory(device: torch.device) -> int:
     """Return the most bytes in use since the process began, or since ``reset_peak_memory``."""
-    import psutil
     import torch
 
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()  # MPS counts no peak, and its driver hardly gives memory back
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    if sys.platform == "linux":  # not ru_maxrss, which a child process inherits from its parent
-        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text("utf-8"), re.MULTILINE)
-        if found:  # gVisor has none
-            return int(found[1]) * 1024
-    import resource
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _process_bytes("VmHWM")
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+def _process_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text("utf-8"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Free unused memory and restart ``peak_memory``; return False where that is not possible."""
+    """Restart ``peak_memory``; return False where memory cannot be measured."""
     import torch
 
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -207,3 +187,11 @@ def reset_peak_memory(device: torch.device) -> bool:
     except OSError:
         return False
     return True
+
+
+def watch_memory(device: torch.device) -> Callable[[], int | None]:
+    """Return a function that tells how many bytes were added at most since now, None where memory cannot be measured."""
+    if not reset_peak_memory(device):
+        return lambda: None
+    before = memory_in_use(device)
+    return lambda: max(0, peak_memory(device) - before)

@@ -1,4 +1,4 @@
-"""What every notebook shares: ``begin`` says what runs here, ``Measured`` takes memory and time, ``show`` compares them."""
+"""What the notebooks and the demo share: ``begin`` says what runs here, ``Measured`` takes memory and time, ``show`` compares."""
 
 from __future__ import annotations
 
@@ -60,15 +60,14 @@ class Measured:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Measure one step."""
-        known = machine.reset_peak_memory(self.device)
-        before = machine.memory_in_use(self.device)
+        added = machine.watch_memory(self.device)
         machine.synchronize(self.device)
         start = time.perf_counter()
         yield
         machine.synchronize(self.device)
         self.seconds.append(time.perf_counter() - start)
-        if known:
-            self.extra = max(self.extra or 0, machine.peak_memory(self.device) - before)
+        if (extra := added()) is not None:
+            self.extra = max(self.extra or 0, extra)
 
 
 def begin(dtype: torch.dtype | None = None) -> Here:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_cce.diagnostics.machine import first_line
 
-EOS = 0  # the end-of-text token of hf_cce.diagnostics.text
+EOS = 0  # the end-of-text token of benchmarks/text.py
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ from benchmarks import (
     peers,
     steps,
     tables,
+    text,
 )
-from hf_cce.diagnostics import text
+from hf_cce.diagnostics import bench
 from hf_cce.diagnostics.shapes import SHAPES, config_of
 from hf_cce.dispatch import explain_dispatch
 
@@ -308,6 +309,34 @@ def test_the_largest_batch_that_fits(start: float, slope: float, limit: float) -
     fitting = [b for b in range(1, 20_000) if grown(b) <= limit]
     assert len(seen) <= 14 and found + 1 in seen
     assert found == 0 if not fitting else (found in fitting and found + 1 not in fitting)
+
+
+def test_each_head_starts_with_fresh_filter_states() -> None:
+    problem = bench.random_problem((96, 32, 300), torch.device("cpu"), torch.float32)
+    fused, states = peers.FusedLoss(), []
+    for _ in range(2):
+        measure.Bench(problem, ("both",), lambda _: None).run({"hf_cce": fused}, 1)
+        states += fused.states.values()
+    assert len({id(state) for state in states}) == 4
+
+
+def test_text_comes_back_from_its_tokens(words: str, tmp_path: Path) -> None:
+    corpus = text.prepare(512, dataset=words, cache=tmp_path / "cache")
+    ids = np.load(corpus.tokens_file)
+    assert ids[-1] == corpus.tokenizer().token_to_id(text.END_OF_TEXT)
+    assert corpus.tokenizer().decode(ids.tolist()) == Path(words).read_text("utf-8")
+    said: list[str] = []
+    assert text.prepare(512, dataset=words, cache=tmp_path / "cache", say=said.append) == corpus
+    assert said == ["reading text"]  # the rest came from the cache
+    (tmp_path / "a.txt").write_text("one two " * 100)
+    (tmp_path / "b.md").write_text("three " * 100)
+    (tmp_path / "c.bin").write_bytes(b"\xff\xfe")
+    folder = text.prepare(300, dataset=str(tmp_path), cache=tmp_path / "cache")
+    assert folder.tokenizer().decode(np.load(folder.tokens_file).tolist()) == "one two " * 100 + "three " * 100
+    drawn = [text.windows(corpus.tokens_file, (3, 2), 16, seed) for seed in (1, 1, 2)]
+    assert np.array_equal(drawn[0], drawn[1]) and not np.array_equal(drawn[0], drawn[2])
+    with pytest.raises(ValueError, match="no such file or folder"):
+        text.prepare(512, dataset=str(tmp_path / "nothing"))
 
 
 def test_token_ids_fit_the_vocabulary(words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,6 @@ INTERNAL = {
     "no NVIDIA driver here": "a note of doctor",
     "the NVIDIA driver names no GPU": "likewise",
     "torch gives no reason": "likewise",
-    "its vocabulary (…) is small against its layers (… of width …)": "of estimate's verdict",
-    "… tokens are so few that weights, gradients and optimizer fill the memory": "likewise",
 }
 
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from hf_cce.diagnostics.files import whole_file
 
 END_OF_TEXT = "<|endoftext|>"
-MAX_CHARACTERS = 32_000_000  # more text makes no better demo, only a longer wait
+MAX_CHARACTERS = 32_000_000  # more text makes no better measurement, only a longer wait
 Say = Callable[[str], None]
 
 
@@ -49,7 +49,6 @@ def prepare(
     vocabulary: int,
     *,
     dataset: str | None = None,
-    model: str | None = None,
     characters: int = MAX_CHARACTERS,
     cache: Path | None = None,
     say: Say = lambda message: None,
@@ -59,29 +58,23 @@ def prepare(
     Args:
         vocabulary: most entries of the tokenizer; short text gives fewer.
         dataset: a text file or a folder of text files; default: Python's own sources.
-        model: use the tokenizer of this model (name on the hub or folder) instead of training one.
         characters: most characters of Python's sources.
         cache: folder for tokenizer and tokens.
         say: called with progress.
 
     Raises:
-        ValueError: there is no such file or folder, or the model has no fast tokenizer.
+        ValueError: there is no such file or folder.
     """
     say("reading text")
     source, documents = _documents(dataset, vocabulary, characters)
-    # Keyed by the tokenizer's content: a folder may hold another model by the next run.
-    given = None if model is None else _tokenizer_of(model)
-    known_by = vocabulary if given is None else given.to_str()
-    digest = hashlib.sha256(repr((source, known_by, tokenizers.__version__)).encode())
+    digest = hashlib.sha256(repr((source, vocabulary, tokenizers.__version__)).encode())
     for document in documents:
         digest.update(document.encode("utf-8", "replace"))
     folder = (cache or cache_folder()) / f"corpus-{digest.hexdigest()[:16]}"
     tokens_file, tokenizer_file = folder / "tokens.npy", folder / "tokenizer.json"
     if not tokens_file.is_file():  # the one that is written last
-        tokenizer = given
-        if tokenizer is None:
-            say(f"training a byte-level BPE tokenizer on {sum(map(len, documents)) / 1e6:.0f} MB of text")
-            tokenizer = train_tokenizer(documents, vocabulary)
+        say(f"training a byte-level BPE tokenizer on {sum(map(len, documents)) / 1e6:.0f} MB of text")
+        tokenizer = train_tokenizer(documents, vocabulary)
         say("turning the text into tokens")
         with whole_file(tokenizer_file) as temporary:
             tokenizer.save(str(temporary))
@@ -179,12 +172,3 @@ def _capped(documents: Iterable[str], characters: int) -> Iterator[str]:
             return
         yield document[:characters]
         characters -= len(document)
-
-
-def _tokenizer_of(model: str) -> Tokenizer:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    if not tokenizer.is_fast:
-        raise ValueError(f"--model-name-or-path {model}: its tokenizer has no fast version, which the demo needs")
-    return tokenizer.backend_tokenizer
