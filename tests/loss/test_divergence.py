@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from alive import Alive
-from divergences import EVERYTHING, KINDS, Case, check, gradients, make_inputs, ours, plain
+from divergences import EVERYTHING, KINDS, Case, check, gradients, make_inputs, narrow_slabs, ours, plain
 from numerics import assert_as_good
 
 from hf_cce import CCEConfig, TeacherHead, TeacherTopK, divergence_passes, linear_divergence
@@ -44,17 +44,9 @@ def test_vocabularies_that_differ_in_padding(case: Case, form: str, vocab_sizes:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_many_slabs(case: Case, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    widths = []
-
-    def narrow(student: Any, spec: Any, per_column: int, beside: int = 0) -> list[slice]:
-        widths.append(32)
-        v = student.weight.shape[0]
-        return [slice(start, min(v, start + 32)) for start in range(0, v, 32)]
-
-    monkeypatch.setattr(divergence_passes, "slabs_of", narrow)
-    monkeypatch.setattr("hf_cce.divergence_topk.slabs_of", narrow)
+    cut = narrow_slabs(monkeypatch, 32)
     check(replace(case, form=form, **EVERYTHING), torch.float32)
-    assert widths
+    assert cut
 
 
 def test_slabs_keep_to_the_budget() -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from divergences import EVERYTHING, KINDS, Case, check
+from divergences import EVERYTHING, KINDS, Case, check, narrow_slabs
+from ways import DEVICE
 
 from hf_cce import CCEConfig, divergence_passes
 
 pytest.importorskip("triton")
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 TRITON = CCEConfig(implementation="triton")
 # The interpreter truncates where a GPU rounds to bfloat16, so bfloat16 gradients are checked on GPUs only.
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +47,6 @@ def test_top_k(form: str) -> None:
 @pytest.mark.parametrize("form", ["head", "logits"])
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_many_slabs(case: Case, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def narrow(student: Any, spec: Any, per_column: int, beside: int = 0) -> list[slice]:
-        v = student.weight.shape[0]
-        return [slice(start, min(v, start + 128)) for start in range(0, v, 128)]
-
-    monkeypatch.setattr(divergence_passes, "slabs_of", narrow)
+    cut = narrow_slabs(monkeypatch, 128)
     check(replace(case, form=form, masked=True), torch.float32, TRITON, DEVICE)
+    assert cut

@@ -10,22 +10,16 @@ import triton
 
 from tests.support.command import python
 
-# Triton's driver for a GPU that is not there: it compiles, and cannot launch.
 SAME_AS_TRITON = """
 import itertools
-import torch, triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
+import torch
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 from hf_cce.kernels import launcher
+from tests.support.launches import Driver
 from tests.triton_kernels.test_launcher import do_nothing
 
-class Driver:
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-    get_current_device = get_current_stream = lambda self, *_: 0
-
-driver.set_active(Driver())
+driver.set_active(Driver(90))
 numbers = (1, 0, 3, 16, 2**31, 2**31 + 16, 1.0, None)
 whole, half = torch.empty(64, device="meta"), torch.empty(64, dtype=torch.float16, device="meta")
 matrix = torch.empty(64, 64, device="meta")
@@ -43,15 +37,11 @@ print("kernels", len(set(kernel_of.values())), "keys", len(set(key_of.values()))
 
 COMPILES = """
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from hf_cce.kernels.filter.select import _count_kernel
+from tests.support.launches import Driver
 
-class Driver:
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-    get_current_device = get_current_stream = lambda self, *_: 0
-
-driver.set_active(Driver())
+driver.set_active(Driver(90))
 energy, counts = torch.empty(64, device="meta"), torch.empty(512, dtype=torch.int32, device="meta")
 compiled = _count_kernel.function.warmup(energy, counts, 64, BLOCK=2048, num_warps=4, grid=(1,))
 print(compiled.hash, len(compiled.asm["cubin"]))
@@ -88,14 +78,17 @@ def test_arguments_of_two_compiled_kernels_have_two_keys(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_eight_processes_fill_one_cache(tmp_path: Path) -> None:
+    def compiled(_: int = 0) -> str:
+        return python(COMPILES, interpreted=False, TRITON_CACHE_DIR=str(tmp_path))
+
+    def written() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+
     with ThreadPoolExecutor(8) as threads:
-        printed = list(
-            threads.map(lambda _: python(COMPILES, interpreted=False, TRITON_CACHE_DIR=str(tmp_path)), range(8))
-        )
+        printed = list(threads.map(compiled, range(8)))
     assert len(set(printed)) == 1 and int(printed[0].split()[1]) > 0
-    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    assert written and python(COMPILES, interpreted=False, TRITON_CACHE_DIR=str(tmp_path)) == printed[0]
-    assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    before = written()
+    assert before and compiled() == printed[0] and written() == before
 
 
 @pytest.mark.gpu
