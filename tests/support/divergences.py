@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from numerics import assert_as_good
 from torch import Tensor
 
-from hf_cce import CCEConfig, TeacherHead, TeacherTopK, divergence_passes, linear_divergence
+from hf_cce import CCEConfig, TeacherHead, TeacherTopK, linear_divergence
 
 
 @dataclass(frozen=True)
@@ -139,19 +138,6 @@ def ours(x: Inputs, leaves: list[Tensor], case: Case, config: CCEConfig | None =
 
 def gradients(loss: Tensor, leaves: list[Tensor], x: Inputs) -> list[Tensor]:
     return list(torch.autograd.grad(loss, leaves, x.upstream.to(loss.dtype) if loss.dim() else None))
-
-
-def narrow_slabs(monkeypatch: pytest.MonkeyPatch, width: int) -> list[int]:
-    """Give every slab of the vocabulary so many columns from now on; returns the size of each vocabulary that was cut."""
-    cut: list[int] = []
-
-    def slabs_of(student: Any, spec: Any, per_column: int, beside: int = 0) -> list[slice]:
-        cut.append(student.weight.shape[0])
-        return [slice(start, min(cut[-1], start + width)) for start in range(0, cut[-1], width)]
-
-    monkeypatch.setattr(divergence_passes, "slabs_of", slabs_of)
-    monkeypatch.setattr("hf_cce.divergence_topk.slabs_of", slabs_of)
-    return cut
 
 
 def check(case: Case, dtype: torch.dtype, config: CCEConfig | None = None, device: str = "cpu") -> None:
