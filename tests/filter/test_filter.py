@@ -23,7 +23,7 @@ from numerics import assert_as_good, relative_error
 from torch import Tensor
 from ways import DEVICE, KEEPS_ALL, config_of, force, peaked
 
-from hf_cce import CCEConfig, FilterState, linear_cross_entropy
+from hf_cce import CCEConfig, FilterState
 
 pytest.importorskip("triton")
 SOFT = Options(0.7, 5.0, z_loss=1e-2)
@@ -46,11 +46,7 @@ def run(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(loss, gradient of hidden, of weight) with ``gradient_filter=wanted``; the bias is frozen."""
     hidden, weight = (x.detach().clone().requires_grad_(need) for x, need in zip(inputs, needs, strict=False))
-    loss = linear_cross_entropy(
-        hidden, weight, labels, bias=inputs[2], logit_scale=options.logit_scale, softcap=options.softcap,
-        z_loss=options.z_loss, reduction=options.reduction, config=CCEConfig("triton", gradient_filter=wanted),
-        filter_state=state,
-    )  # fmt: skip
+    loss = fused_loss(CCEConfig("triton", gradient_filter=wanted), state)(hidden, weight, inputs[2], labels, options)
     loss.backward()
     return loss.detach(), hidden.grad, weight.grad
 
