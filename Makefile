@@ -62,7 +62,7 @@ test-oldest: $(VENV)/.dev  ## every class with the oldest Transformers that is s
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/oldest "transformers==5.0.*"
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest "peft==0.18.*"
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) tests/modeling/test_all_classes.py tests/modeling/test_patching.py $(PYTEST_ARGS)
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) -k "not stay" tests/modeling/test_peft.py tests/modeling/test_peft_late.py tests/modeling/test_peft_tuners.py $(PYTEST_ARGS)
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) -k "not stay" tests/modeling/test_peft.py tests/modeling/test_peft_late.py $(PYTEST_ARGS)
 
 test-newest: $(VENV)/.dev  ## TRL's trainers and the callback with the newest TRL and Transformers; TRL="--pre trl" or git+https://…
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest transformers

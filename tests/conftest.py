@@ -17,6 +17,14 @@ if not torch.cuda.is_available():
 import pytest
 
 
+@pytest.fixture
+def device(implementation: str) -> str:
+    """Where an implementation is tested: kernels on a GPU if there is one, else in Triton's interpreter."""
+    if implementation == "triton":
+        pytest.importorskip("triton")
+    return "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu`` where there is no suitable GPU."""
     marked = [item for item in items if "gpu" in item.keywords]

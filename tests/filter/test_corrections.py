@@ -10,13 +10,12 @@ import pytest
 import torch
 from losses import PLAIN, plain_loss
 from numerics import assert_as_good, relative_error
-from ways import force, peaked
+from ways import DEVICE, force, peaked
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BLOCK = 128 if torch.cuda.is_available() else 32
+BLOCK = 128 if DEVICE == "cuda" else 32
 
 
 # The interpreter truncates to bfloat16 where a GPU rounds.
@@ -46,14 +45,13 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
             total += x.t() @ x
         return total / (tiles * BLOCK)
 
-    exact = plain(torch.float64)
     twin = plain(torch.float32).to(dtype)
     if dtype == torch.bfloat16:  # centred rows are rounded too
         scales = (mass.double() * tiles / mass.double().sum()).sqrt()
         blocks = weight[places].double().split(BLOCK)
         x = torch.cat([((r - r.mean(0)) * s).to(dtype).double() for r, s in zip(blocks, scales, strict=True)])
         twin = (x.t() @ x / (tiles * BLOCK)).to(dtype)
-    assert_as_good(actual, twin, exact, "covariance", dtype)
+    assert_as_good(actual, twin, plain(torch.float64), "covariance", dtype)
     # Where nothing is dropped, as in a step of ignored labels, all tiles count: other steps use what one has made.
     nothing, evenly = (
         corrections.dropped_covariance(weight, padded, torch.full_like(mass, x), BLOCK) for x in (0.0, 1.0)

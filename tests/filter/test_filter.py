@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from losses import PLAIN, Inputs, Options, check_against_plain, full_logits, fused_loss, make_inputs, plain_loss
+from losses import (
+    PLAIN,
+    Inputs,
+    Options,
+    check_against_plain,
+    full_logits,
+    fused_loss,
+    make_inputs,
+    plain_loss,
+    scaled_and_capped,
+)
 from numerics import assert_as_good, relative_error
 from torch import Tensor
-from ways import KEEPS_ALL, config_of, force, peaked
+from ways import DEVICE, KEEPS_ALL, config_of, force, peaked
 
-from hf_cce import CCEConfig, FilterState, linear_cross_entropy
+from hf_cce import CCEConfig, FilterState
 
 pytest.importorskip("triton")
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 SOFT = Options(0.7, 5.0, z_loss=1e-2)
-tiles_of_the_interpreter = pytest.mark.skipif(CUDA, reason="tiles of a GPU are larger than these inputs")
+tiles_of_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="tiles of a GPU are larger than these inputs")
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Losses of any size are filtered; returns how often each way is taken."""
+    return force(monkeypatch, "filtered")
 
 
 def run(
@@ -31,11 +46,7 @@ def run(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(loss, gradient of hidden, of weight) with ``gradient_filter=wanted``; the bias is frozen."""
     hidden, weight = (x.detach().clone().requires_grad_(need) for x, need in zip(inputs, needs, strict=False))
-    loss = linear_cross_entropy(
-        hidden, weight, labels, bias=inputs[2], logit_scale=options.logit_scale, softcap=options.softcap,
-        z_loss=options.z_loss, reduction=options.reduction, config=CCEConfig("triton", gradient_filter=wanted),
-        filter_state=state,
-    )  # fmt: skip
+    loss = fused_loss(CCEConfig("triton", gradient_filter=wanted), state)(hidden, weight, inputs[2], labels, options)
     loss.backward()
     return loss.detach(), hidden.grad, weight.grad
 
@@ -64,10 +75,9 @@ def run_plain(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
 def test_exact_if_all_is_kept_with_softcap_scale_and_z_loss(
-    ignored: str, dtype: torch.dtype, n: int, d: int, v: int, options: Options, monkeypatch: pytest.MonkeyPatch
+    ignored: str, dtype: torch.dtype, n: int, d: int, v: int, options: Options, taken: Counter[str]
 ) -> None:
     """No size is a multiple of a tile's."""
-    taken = force(monkeypatch, "filtered")
     inputs, labels = make_inputs(n, d, v, dtype, DEVICE, ignored=ignored)
     check_against_plain(fused_loss(config_of("filtered")), inputs, labels, options, dtype, f"{options}, {ignored}")
     assert taken == {"filtered": 1, "filtered gradients": 1}
@@ -76,9 +86,8 @@ def test_exact_if_all_is_kept_with_softcap_scale_and_z_loss(
 @pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "weight"])
 def test_a_bias_without_gradient_and_frozen_inputs(
-    needs: tuple[bool, bool], options: Options, monkeypatch: pytest.MonkeyPatch
+    needs: tuple[bool, bool], options: Options, taken: Counter[str]
 ) -> None:
-    taken = force(monkeypatch, "filtered")
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=True)
     exact, twin = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
     actual = run(inputs, labels, KEEPS_ALL, options, needs=needs)
@@ -92,8 +101,7 @@ def test_a_bias_without_gradient_and_frozen_inputs(
 @pytest.mark.parametrize(
     "options", [Options(label_smoothing=0.1), Options(0.7, 5.0, bias=True, z_loss=1e-2)], ids=["smoothing", "bias"]
 )
-def test_what_the_filter_does_not_know_goes_another_way(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = force(monkeypatch, "filtered")
+def test_what_the_filter_does_not_know_goes_another_way(options: Options, taken: Counter[str]) -> None:
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=options.bias)
     check_against_plain(fused_loss(config_of("filtered")), inputs, labels, options, torch.float32, str(options))
     assert taken["filtered"] == taken["filtered gradients"] == 0
@@ -110,8 +118,7 @@ def assert_within(factor: float, estimate: float | Tensor | None, actual: float)
 
 @tiles_of_the_interpreter
 @pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
-def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, "filtered")
+def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options) -> None:
     inputs, labels = filter_data()
     exact, twin = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
     errors = []
@@ -141,10 +148,9 @@ def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options, mo
     ],
 )
 def test_the_error_of_some_tokens_stands_for_all(
-    n: int, unsure: int, wanted: float, options: Options, factors: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+    n: int, unsure: int, wanted: float, options: Options, factors: tuple[float, float]
 ) -> None:
     """More tokens than are measured, also with a gradient from upstream that is not one."""
-    force(monkeypatch, "filtered")
     inputs, labels = filter_data(n, 32, 400, seed=2 if unsure else 0)
     inputs[0][torch.randperm(n, generator=torch.Generator().manual_seed(2))[:unsure]] *= 0.25
     state = FilterState()
@@ -170,7 +176,6 @@ def test_what_rounded_logits_would_make_of_the_gradients(
     """In float16, which the interpreter rounds to as a GPU does."""
     from hf_cce.kernels.filter import error
 
-    force(monkeypatch, "filtered")
     hidden, weight, labels = peaked(n, 32, 230, torch.float16, DEVICE, seed=5 if measured else 0)
     if measured:
         monkeypatch.setattr(error, "ROUNDED_TOKENS", measured)
@@ -182,19 +187,16 @@ def test_what_rounded_logits_would_make_of_the_gradients(
         z = leaves[0] @ leaves[1].t()
         if rounded:
             z = z + (z.detach().half().double() - z.detach())
-        z = options.logit_scale * z
-        if options.softcap:
-            z = options.softcap * torch.tanh(z / options.softcap)
-        gradients.append(torch.autograd.grad(torch.nn.functional.cross_entropy(z, labels), leaves))
+        loss = torch.nn.functional.cross_entropy(scaled_and_capped(z, options), labels)
+        gradients.append(torch.autograd.grad(loss, leaves))
     errors = [relative_error(b, a) for a, b in zip(*gradients, strict=True)]
     assert_within(factors[0], state._last.rounding_error, errors[0])
     assert_within(factors[1], state._last.rounding_weight_error, errors[1])
 
 
 @tiles_of_the_interpreter
-def test_dropped_tiles_keep_their_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_tiles_keep_their_mass() -> None:
     """A column of ones shows sums of the logits' gradient: of each token over the vocabulary, and of everything."""
-    force(monkeypatch, "filtered")
     (hidden, weight, _), labels = filter_data()
     weight[:, 0] = hidden[:, 0] = 1.0
     options = Options(0.8, z_loss=0.3)  # without a z-loss the sums are zero
@@ -214,7 +216,6 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     from hf_cce.kernels.filter import run as filter_run
     from hf_cce.kernels.filter import select
 
-    force(monkeypatch, "filtered")
     energies, of_tiles = [], select._tile_energies
     monkeypatch.setattr(select, "_tile_energies", lambda *a: energies.append(of_tiles(*a)) or energies[0])
     # What hf_cce.kernels.filter.corrections adds to the weight's gradient has no tile of its own.
@@ -269,7 +270,6 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
 def test_auto_refers_to_what_rounding_is_likely_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_cce.kernels.filter import select
 
-    force(monkeypatch, "filtered")
     seen: list[tuple[Tensor, ...]] = []
     of_tiles = select._tile_energies
 
@@ -300,11 +300,8 @@ def test_auto_refers_to_what_rounding_is_likely_to_change(monkeypatch: pytest.Mo
 
 @tiles_of_the_interpreter
 @pytest.mark.parametrize("softcap", [None, 6.0])
-def test_an_ignored_token_that_is_nan_leaves_the_others_alone(
-    softcap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ignored_token_that_is_nan_leaves_the_others_alone(softcap: float | None) -> None:
     """As in plain PyTorch, where only the weight's gradient becomes NaN: it sums over all tokens."""
-    force(monkeypatch, "filtered")
     (hidden, weight, _), labels = filter_data()
     options, state = Options(softcap=softcap), FilterState()
     labels[::7] = -100
@@ -317,9 +314,8 @@ def test_an_ignored_token_that_is_nan_leaves_the_others_alone(
 
 
 @tiles_of_the_interpreter
-def test_two_heads_that_take_turns_get_what_each_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_heads_that_take_turns_get_what_each_gets_alone() -> None:
     """To the last bit, with what the filter learns from step to step."""
-    force(monkeypatch, "filtered")
     data = filter_data(seed=0), filter_data(seed=1)
 
     def train(*turns: int) -> list[Tensor | None]:
@@ -332,12 +328,11 @@ def test_two_heads_that_take_turns_get_what_each_gets_alone(monkeypatch: pytest.
         assert all(torch.equal(a, b) for a, b in zip(both[6 * step : 6 * step + 6], alone, strict=True))
 
 
-def test_nothing_is_kept_of_ignored_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, "filtered")
+def test_nothing_is_kept_of_ignored_tokens_alone() -> None:
     inputs, labels = filter_data()
     state = FilterState()
-    _, *gradients = run(inputs, torch.full_like(labels, -100), 0.1, PLAIN, state)
-    assert state.stats()["kept"] == 0 and not any(gradient.any() for gradient in gradients)
+    loss, *gradients = run(inputs, torch.full_like(labels, -100), 0.1, PLAIN, state)
+    assert loss == state.stats()["kept"] == 0 and not any(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -411,29 +406,16 @@ def force_workspace(
 
 
 @pytest.mark.parametrize(
-    "wanted",
-    [
-        pytest.param(KEEPS_ALL, marks=tiles_of_the_interpreter),
-        0.03,
-    ],
-    ids=["everything", "some"],
+    "wanted", [pytest.param(KEEPS_ALL, marks=tiles_of_the_interpreter), 0.03], ids=["everything", "some"]
 )
 @pytest.mark.parametrize("need_weight", [True, False], ids=["trained", "frozen"])
 def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    force(monkeypatch, "filtered")
     inputs, labels = filter_data(40, 32, 200)
     results = []
     # In the last three, the rows of the weight lie in order where its gradient will be. Of a pass for each column block, most
     # gradients stay in that order until all passes are through; and the scratch has room for some columns of them at a time.
-    for workspace in (
-        (None, True, None),
-        (2, False, None),
-        (3, False, 4),
-        (None, True, 1),
-        (None, True, 15),
-        (None, True, 9),
-    ):
+    whole, slabs = (None, True, None), ((2, False, None), (3, False, 4))
+    for workspace in (whole, *slabs, (None, True, 1), (None, True, 15), (None, True, 9)):
         used, state = force_workspace(monkeypatch, *workspace), FilterState()
         loss, hidden, weight = run(inputs, labels, wanted, SOFT, state, (True, need_weight))
         assert len(used) == 1
@@ -444,3 +426,54 @@ def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monke
         assert_as_good(*(torch.tensor(s["error"]) for s in (other_stats, stats, stats)), "measured error")
         for a, e, name in zip(other, first, ("loss", "hidden", "weight"), strict=False):
             assert_as_good(a, e, e, name)
+
+
+# Which tokens and rows are drawn to estimate the errors, and how many at once
+@pytest.mark.parametrize(("size", "count"), [(3000, 64), (5003, 200), (200, 5), (40, 39)])
+def test_indices_are_drawn_by_their_weights(size: int, count: int) -> None:
+    """Each as often as its share says, to less than one; a square stands for as many as make the sum right on average."""
+    from hf_cce.kernels.filter.error import sample
+
+    g = torch.Generator().manual_seed(0)
+    weights = torch.rand(size, generator=g) ** 8
+    weights[::3] = 0.0
+    indices, factors = (x.cpu() for x in sample(weights.to(DEVICE), count))
+    assert indices.dtype == torch.int64 and len(indices) == len(factors) == count
+    assert (indices >= 0).all() and (indices < size).all() and (indices.diff() >= 0).all()
+    drawn, due = torch.bincount(indices, minlength=size), count * weights.double() / weights.double().sum()
+    # In sums of float32, a target may fall on the other side of an index's share.
+    assert ((drawn - due).abs() < 1.0 + torch.finfo(torch.float32).eps * size * count).all()
+    assert not drawn[weights == 0].any()
+    exact = weights.double().sum() / (count * weights[indices].double())
+    assert_as_good(factors, weights.sum() / (count * weights[indices]), exact, "factors", torch.float32)
+
+
+def test_where_nothing_is_dropped_samples_stand_for_nothing() -> None:
+    from hf_cce.kernels.filter.error import sample
+
+    indices, factors = sample(torch.zeros(50, device=DEVICE), 8)
+    assert (indices >= 0).all() and (indices < 50).all() and not factors.any()
+    _, factors = sample(torch.tensor([1.0, float("nan"), 1.0], device=DEVICE), 2)
+    assert factors.isnan().all()
+    every, one = sample(torch.zeros(5, device=DEVICE), 8)
+    assert every.tolist() == list(range(5)) and one.tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("softcap", [None, 6.0])
+def test_a_few_at_a_time_give_the_same_estimates(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small budget only means more rounds."""
+    from hf_cce.kernels.filter import run as filter_run
+
+    hidden, weight, labels = peaked(60, 32, 230, torch.float16, DEVICE)
+    real, found = filter_run.plan_workspace, []
+    for at_once in (60, 7):
+        monkeypatch.setattr(
+            filter_run, "plan_workspace", lambda *a, m=at_once: dataclasses.replace(real(*a), measured_at_once=m)
+        )
+        state = FilterState()
+        run((hidden, weight, None), labels, 0.05, Options(softcap=softcap), state)
+        report = state._last
+        found.append([report.error, report.weight_error, report.rounding_error, report.rounding_weight_error])
+    for ours, all_at_once in zip(found[1], found[0], strict=True):
+        assert DEVICE == "cuda" or ours > 0
+        assert_as_good(ours, all_at_once, all_at_once, "estimate", torch.float32)

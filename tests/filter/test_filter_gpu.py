@@ -146,8 +146,7 @@ def test_a_compiled_step_is_that_of_eager_code(mode: str | None, monkeypatch: py
 
     torch.compiler.reset()
     compiled = torch.compile(loss_of, fullgraph=True, mode=mode)
-    leaves = leaves_of(hidden, weight)
-    states = FilterState(), FilterState()
+    leaves, states = leaves_of(hidden, weight), (FilterState(), FilterState())
     for number in range(9):
         eager_loss = loss_of(*leaves, states[0])
         eager = torch.autograd.grad(eager_loss, leaves)
@@ -197,10 +196,9 @@ def test_a_cuda_graph_of_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> No
     with torch.no_grad():
         new_hidden, _, new_labels = peaked(2048, 512, 16384, torch.bfloat16, "cuda", seed=1)
         # Rows of the weight stay; the other seed's tokens foresee rows that are not there, so shift our own by some tokens.
-        leaves[0].copy_(
-            torch.where(torch.arange(2048, device="cuda")[:, None] % 2 == 0, hidden.roll(64, 0), new_hidden)
-        )
-        labels.copy_(torch.where(torch.arange(2048, device="cuda") % 2 == 0, labels.roll(64, 0), new_labels))
+        even = torch.arange(2048, device="cuda") % 2 == 0
+        leaves[0].copy_(torch.where(even[:, None], hidden.roll(64, 0), new_hidden))
+        labels.copy_(torch.where(even, labels.roll(64, 0), new_labels))
     graph.replay()
     exact = plain_gradients(*leaves, labels, torch.float64)
     twin = plain_gradients(*leaves, labels, torch.bfloat16)
@@ -256,17 +254,10 @@ def test_bfloat16_gradients_are_no_worse_than_eager(
     taken = force(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
     hidden, weight, labels = peaked(n, d, v, torch.bfloat16, "cuda")
-    state, config = FilterState(), CCEConfig("triton")
-
-    def loss(h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, options: Options) -> Tensor:
-        return linear_cross_entropy(
-            h, w, y, logit_scale=options.logit_scale, softcap=options.softcap, config=config, filter_state=state
-        )
-
+    inputs, state = (hidden, weight, None), FilterState()
+    loss = fused_loss(CCEConfig("triton"), state)
     for number in range(5):  # with all tiles, with the first threshold, and after measurements have moved it
-        check_against_plain(
-            loss, (hidden, weight, None), labels, options, torch.bfloat16, f"{n}×{d}×{v}, step {number}"
-        )
+        check_against_plain(loss, inputs, labels, options, torch.bfloat16, f"{n}×{d}×{v}, step {number}")
         torch.cuda.synchronize()
     assert taken["filtered"] == taken["filtered gradients"] == 5
     assert 0 < state.stats()["kept"] < 1 and not state.probe_only()

@@ -20,11 +20,8 @@ H, W, Y = torch.randn(4, 8), torch.randn(11, 8), torch.arange(4)
 
 
 @pytest.mark.parametrize("implementation", ["portable", "triton"])
-def test_numbers_of_numpy_and_tensors_without_gradient_are_numbers(implementation: str) -> None:
-    if implementation == "triton":
-        pytest.importorskip("triton")
+def test_numbers_of_numpy_and_tensors_without_gradient_are_numbers(implementation: str, device: str) -> None:
     config = CCEConfig(implementation)
-    device = "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
     leaves, labels = [x.to(device, copy=True).requires_grad_() for x in (H, W)], Y.to(device)
     given = dict(logit_scale=0.5, softcap=3.0, z_loss=0.25, label_smoothing=0.125)
     for smoothing in (True, False):
@@ -62,10 +59,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_there_are_no_transforms_and_one_is_told_so(transform: str) -> None:
     """PyTorch's own complaint names what the author of an operator should do."""
-    for loss in (
-        lambda h: linear_cross_entropy(h, W, Y),
-        lambda h: linear_log_probs(h, W, Y).log_probs.sum(),
-    ):
+    for loss in (lambda h: linear_cross_entropy(h, W, Y), lambda h: linear_log_probs(h, W, Y).log_probs.sum()):
         with pytest.raises(RuntimeError, match=r"no rule for torch\.func .* full logits there"):
             TRANSFORMS[transform](loss)
         with forward_ad.dual_level():  # of something else

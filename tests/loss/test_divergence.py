@@ -1,4 +1,7 @@
-"""``linear_divergence`` against full logits: every kind, form of the teacher, option and reduction."""
+"""``linear_divergence`` against full logits: every kind, form of the teacher, option and reduction.
+
+Kernels run on a GPU for real, elsewhere in Triton's interpreter with tiles small enough to cross borders.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,49 @@ from typing import Any
 import pytest
 import torch
 from alive import Alive
-from divergences import EVERYTHING, KINDS, Case, check, gradients, make_inputs, ours, plain
+from divergences import EVERYTHING, KINDS, Case, Inputs, check, gradients, make_inputs, ours, plain
 from numerics import assert_as_good
 
 from hf_cce import CCEConfig, TeacherHead, TeacherTopK, divergence_passes, linear_divergence
 from hf_cce.config import MIB
 
+
+def outcome(x: Inputs, case: Case) -> list[torch.Tensor]:
+    """Loss and gradients in float32."""
+    leaves = x.student(torch.float32)
+    loss = ours(x, leaves, case)
+    return [loss, *gradients(loss, leaves, x)]
+
+
 FORMS = ("head", "logits", "lump", "renormalize")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Triton's interpreter truncates where a GPU rounds to bfloat16, so bfloat16 gradients of kernels are checked on GPUs only.
+OF_KERNELS = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+BOTH = pytest.mark.parametrize("implementation", ["portable", "triton"])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.fixture
+def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> CCEConfig:
+    """Of the implementation, and PyTorch's functions do not answer in the place of kernels."""
+    for name in ("_logits_parts", "_mixture_sums", "_slab_gradient") if implementation == "triton" else ():
+        monkeypatch.setattr(divergence_passes, name, None)
+    return CCEConfig(implementation)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_kinds(case: Case, form: str, dtype: torch.dtype) -> None:
     check(replace(case, form=form), dtype)
     check(replace(case, form=form, **EVERYTHING), dtype)
+
+
+@pytest.mark.parametrize("implementation", ["triton"])
+@pytest.mark.parametrize("dtype", OF_KERNELS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_kinds_on_the_kernels(case: Case, form: str, dtype: torch.dtype, config: CCEConfig, device: str) -> None:
+    check(replace(case, form=form), dtype, config, device)
+    check(replace(case, form=form, **EVERYTHING), dtype, config, device)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -34,27 +64,33 @@ def test_reductions(case: Case, form: str, reduction: str) -> None:
     check(replace(case, form=form, reduction=reduction, masked=True), torch.float32)
 
 
+@BOTH
 @pytest.mark.parametrize("vocab_sizes", [(131, 144), (160, 131)])
 @pytest.mark.parametrize("form", ["head", "logits"])
 @pytest.mark.parametrize("case", KINDS, ids=str)
-def test_vocabularies_that_differ_in_padding(case: Case, form: str, vocab_sizes: tuple[int, int]) -> None:
-    check(replace(case, form=form, vocab_sizes=vocab_sizes, bias=True), torch.float32)
+def test_vocabularies_that_differ_in_padding(
+    case: Case, form: str, vocab_sizes: tuple[int, int], config: CCEConfig, device: str
+) -> None:
+    case = replace(case, form=form, vocab_sizes=vocab_sizes, bias=True, reduction="none")
+    check(case, torch.float32, config, device)
 
 
+@BOTH
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", KINDS, ids=str)
-def test_many_slabs(case: Case, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    widths = []
+def test_many_slabs(
+    case: Case, form: str, implementation: str, config: CCEConfig, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width, cut = 128 if implementation == "triton" else 32, []
 
-    def narrow(student: Any, spec: Any, per_column: int, beside: int = 0) -> list[slice]:
-        widths.append(32)
-        v = student.weight.shape[0]
-        return [slice(start, min(v, start + 32)) for start in range(0, v, 32)]
+    def slabs_of(student: Any, spec: Any, per_column: int, beside: int = 0) -> list[slice]:
+        cut.append(student.weight.shape[0])
+        return [slice(start, min(cut[-1], start + width)) for start in range(0, cut[-1], width)]
 
-    monkeypatch.setattr(divergence_passes, "slabs_of", narrow)
-    monkeypatch.setattr("hf_cce.divergence_topk.slabs_of", narrow)
-    check(replace(case, form=form, **EVERYTHING), torch.float32)
-    assert widths
+    monkeypatch.setattr(divergence_passes, "slabs_of", slabs_of)
+    monkeypatch.setattr("hf_cce.divergence_topk.slabs_of", slabs_of)
+    check(replace(case, form=form, **EVERYTHING), torch.float32, config, device)
+    assert cut
 
 
 def test_slabs_keep_to_the_budget() -> None:
@@ -73,16 +109,11 @@ def test_masked_tokens_are_not_read() -> None:
     for form in FORMS:
         case = Case("jsd", form=form, masked=True)
         x = make_inputs(case, torch.float32)
-        leaves = x.student(torch.float32)
-        loss = ours(x, leaves, case)
-        expected = [loss, *gradients(loss, leaves, x)]
+        expected = outcome(x, case)
         assert x.mask is not None
         x.hidden[~x.mask] = torch.nan
         x.teacher_hidden[~x.mask] = torch.nan
-        leaves = x.student(torch.float32)
-        loss = ours(x, leaves, case)
-        for a, b in zip([loss, *gradients(loss, leaves, x)], expected, strict=True):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, outcome(x, case), expected))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -91,9 +122,7 @@ def test_no_tokens(form: str) -> None:
         x = make_inputs(case, torch.float32)
         assert x.mask is not None
         x.mask[:] = False
-        leaves = x.student(torch.float32)
-        loss = ours(x, leaves, case)
-        assert loss == 0 and not any(g.any() for g in gradients(loss, leaves, x))
+        assert not any(each.any() for each in outcome(x, case))
 
 
 def test_a_teacher_that_excludes_tokens() -> None:

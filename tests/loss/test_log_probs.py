@@ -11,14 +11,24 @@ import torch
 from losses import make_inputs
 from numerics import assert_as_good, relative_error
 from torch import Tensor
-from ways import KEEPS_ALL, force, peaked
+from torch._dynamo.testing import CompileCounter
+from ways import DEVICE, KEEPS_ALL, force, peaked
 
-from hf_cce import CCEConfig, FilterState, dispatch, linear_log_probs
+from hf_cce import CCEConfig, FilterState, dispatch, kernels, linear_log_probs
 from hf_cce.loss import LogProbs
 from hf_cce.spec import Inputs, LossSpec, TokenGrads, Wanted
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WANTED = {"entropy": True, "is_top1": True}
+
+
+@pytest.fixture(autouse=True)
+def filtered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The filter serves any size; returns a list with an entry for each of its forward passes."""
+    calls: list[int] = []
+    real = kernels.filtered_stats
+    force(monkeypatch, "filtered")
+    monkeypatch.setattr(kernels, "filtered_stats", lambda *args: calls.append(1) or real(*args))
+    return calls
 
 
 def fine_tuned(
@@ -28,20 +38,7 @@ def fine_tuned(
     hidden, weight = (x.detach().clone().requires_grad_() for x in inputs)
     found = linear_log_probs(hidden, weight, labels, **WANTED, **options)
     ((-found.log_probs) * weights).sum().backward()
-    assert (
-        found.entropy is not None and found.is_top1 is not None and hidden.grad is not None and weight.grad is not None
-    )
     return found.log_probs.detach(), found.entropy.detach(), found.is_top1, hidden.grad, weight.grad
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many forward passes were the filter's."""
-    from hf_cce import kernels
-
-    calls: list[int] = []
-    real = kernels.filtered_stats
-    monkeypatch.setattr(kernels, "filtered_stats", lambda *args: calls.append(1) or real(*args))
-    return calls
 
 
 LOSSES: dict[str, Callable[[LogProbs], Tensor]] = {
@@ -61,11 +58,9 @@ SIZES += [
 
 @pytest.mark.parametrize(("name", "n", "d", "v", "needs"), SIZES)
 def test_with_all_tiles_kept_it_is_the_same(
-    name: str, n: int, d: int, v: int, needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+    name: str, n: int, d: int, v: int, needs: tuple[bool, bool], filtered: list[int]
 ) -> None:
     """In two steps with one state, of which each gives its gradients twice; inputs lie column by column."""
-    force(monkeypatch, "filtered")
-    calls = counted(monkeypatch)
     inputs, labels = make_inputs(n, d, v, torch.float32, DEVICE)
     labels[0] = 5
 
@@ -85,15 +80,14 @@ def test_with_all_tiles_kept_it_is_the_same(
     exact, twin, state = run(torch.float64, None), run(torch.float32, None), FilterState()
     for step in range(2):
         ours = run(torch.float32, state)
-        assert len(calls) == step + 1
+        assert len(filtered) == step + 1
         for backward in range(2):
             for i, (a, t, e) in enumerate(zip(ours[backward], twin[backward], exact[backward], strict=True)):
                 assert_as_good(a, t, e, f"{name}: {i} of step {step}, backward {backward}")
     assert name == "entropy" or state.stats()["kept"] > 0
 
 
-def test_what_is_dropped_is_held_to_the_error_of_full_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, "filtered")
+def test_what_is_dropped_is_held_to_the_error_of_full_logits() -> None:
     n, v = (2048, 20_000) if DEVICE == "cuda" else (128, 600)  # of tiles of 128 by 128, or of 16 by 16
     hidden, weight, labels = peaked(n, 48, v, torch.bfloat16, DEVICE)
     config, state = CCEConfig("triton", gradient_filter=0.05), FilterState()
@@ -110,10 +104,8 @@ def test_what_is_dropped_is_held_to_the_error_of_full_logits(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("why", ["no state", "no gradient", "no filter", "mean logit", "softcap", "few tokens"])
-def test_where_it_is_not_for(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, "filtered")
+def test_where_it_is_not_for(why: str, filtered: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 71 if why == "few tokens" else 0)
-    calls = counted(monkeypatch)
     (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
     linear_log_probs(
         hidden.requires_grad_(why != "no gradient"), weight, labels, **WANTED,
@@ -121,14 +113,12 @@ def test_where_it_is_not_for(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
         config=CCEConfig("triton", gradient_filter=None if why == "no filter" else 0.1),
         filter_state=None if why == "no state" else FilterState(),
     )  # fmt: skip
-    assert not calls
+    assert not filtered
 
 
 @pytest.mark.parametrize("kind", ["heavy", "both signs"])
 def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tokens weighed apart by orders of magnitude, and of gradients that nearly add up to nothing."""
-    from hf_cce import kernels
-
     monkeypatch.setattr("hf_cce.kernels.filter.error.MEASURED_TOKENS", 16)
     hidden, weight, labels = peaked(128, 48, 600, torch.float32, DEVICE, seed=2)
     x, spec = Inputs(hidden, weight, None, labels), LossSpec(-100, 1.0, 0.0, needs=(True, True, False))
@@ -151,8 +141,7 @@ def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypat
     assert wrong[1] < 2 * wrong[0], "the weight's gradient"
 
 
-def test_what_comes_back_for_ignored_labels_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, "filtered")
+def test_what_comes_back_for_ignored_labels_is_nothing() -> None:
     hidden, weight, labels = peaked(70, 40, 131, torch.float32, DEVICE)
     config, state = CCEConfig("triton", gradient_filter=0.05), FilterState()
     ignored = torch.where(labels == -100, 1e6, 1.0)
@@ -170,9 +159,8 @@ def test_what_comes_back_for_ignored_labels_is_nothing(monkeypatch: pytest.Monke
     assert relative_error(of_hidden, true[3]) < 2 * 0.05 and relative_error(of_weight, true[4]) < 2 * 0.05
 
 
-def test_forwards_and_backwards_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_and_backwards_in_any_order() -> None:
     """One forward without a backward, two before one, and steps of other sizes between."""
-    force(monkeypatch, "filtered")
     config, state = CCEConfig("triton", gradient_filter=KEEPS_ALL), FilterState()
     batches = [make_inputs(n, 40, 131, torch.float32, DEVICE) for n in (70, 33, 50)]
     weight = batches[0][0][1].detach().requires_grad_()
@@ -191,19 +179,13 @@ def test_forwards_and_backwards_in_any_order(monkeypatch: pytest.MonkeyPatch) ->
 def test_in_a_graph_it_is_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for any number of tokens, whatever the filter would ask about it."""
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 40)
-    graphs: list[int] = []
+    counter, state, config = CompileCounter(), FilterState(), CCEConfig(gradient_filter=0.1)
 
-    def counting(graph: Any, inputs: Any) -> Any:
-        graphs.append(1)
-        return graph.forward
-
-    state, config = FilterState(), CCEConfig(gradient_filter=0.1)
-
-    @torch.compile(backend=counting, dynamic=True, fullgraph=True)
+    @torch.compile(backend=counter, dynamic=True, fullgraph=True)
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return -linear_log_probs(hidden, weight, labels, config=config, filter_state=state).log_probs.sum()
 
     for n in (70, 30, 50):
         (hidden, weight, _), labels = make_inputs(n, 40, 131, torch.float32)
         loss(hidden.detach().requires_grad_(), weight.detach(), labels).backward()
-    assert len(graphs) == 1
+    assert counter.frame_count == 1

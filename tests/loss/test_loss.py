@@ -26,6 +26,7 @@ from losses import (
     plain_loss,
 )
 from numerics import assert_as_good
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 
 from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs
@@ -97,13 +98,11 @@ def test_leading_dimensions_and_non_contiguous_inputs() -> None:
     weight = weight.t().contiguous().t()
     labels = labels.view(5, 12).t()
     assert not hidden.is_contiguous() and not weight.is_contiguous() and not labels.is_contiguous()
-    exact = F.cross_entropy(
-        (hidden.double() @ weight.double().t()).reshape(60, 99), labels.reshape(60), reduction="none"
+    exact, twin = (
+        F.cross_entropy((hidden.to(dtype) @ weight.to(dtype).t()).transpose(1, 2), labels, reduction="none")
+        for dtype in (torch.float64, torch.float32)
     )
-    twin = F.cross_entropy((hidden @ weight.t()).reshape(60, 99), labels.reshape(60), reduction="none")
-    assert_as_good(
-        linear_cross_entropy(hidden, weight, labels, reduction="none"), twin.view(12, 5), exact.view(12, 5), "loss"
-    )
+    assert_as_good(linear_cross_entropy(hidden, weight, labels, reduction="none"), twin, exact, "loss")
 
 
 def test_shift_is_the_shift_of_transformers() -> None:
@@ -143,13 +142,17 @@ def test_shift_with_other_label_types_and_ignore_index(dtype: torch.dtype) -> No
         assert_as_good(loss, expected, expected, str(ignore_index))
 
 
-def test_num_items_of_one_element_and_below_one() -> None:
-    (hidden, weight, _), labels = make_inputs(9, 8, 11, torch.float64)
-    total = linear_cross_entropy(hidden, weight, labels, reduction="sum")
-    for items in (torch.tensor([0.5]), torch.tensor(0.5), 0.5):  # tensor parallel sizes divide the count
-        loss = linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items)
+@pytest.mark.parametrize("implementation", ["portable", "triton"])
+def test_divisors(implementation: str, device: str) -> None:
+    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32, device)
+    total, config = F.cross_entropy(hidden @ weight.t(), labels, reduction="sum"), CCEConfig(implementation)
+    for items in (7, torch.tensor(7), torch.tensor([7.0]), 0.5, torch.tensor([0.5])):  # tensor parallel sizes divide it
+        expected, given = total / float(items), items.to(device) if isinstance(items, torch.Tensor) else items
+        loss = linear_cross_entropy(hidden, weight, labels, num_items_in_batch=given, config=config)
         assert loss.shape == ()
-        assert_as_good(loss, total / 0.5, total / 0.5, str(items))
+        assert_as_good(loss, expected, expected, f"num_items_in_batch={items}")
+    none_counts = torch.zeros((), device=device)
+    assert linear_cross_entropy(hidden, weight, labels, num_items_in_batch=none_counts, config=config) == 0
 
 
 def test_micro_batches_equal_the_full_batch() -> None:
@@ -164,15 +167,17 @@ def test_micro_batches_equal_the_full_batch() -> None:
         assert_as_good(other.grad, one.grad, one.grad, "gradient")
 
 
+@pytest.mark.parametrize("implementation", ["portable", "triton"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_all_ignored_and_empty_give_zero(reduction: str) -> None:
-    for n in (5, 0):
-        hidden, weight = torch.randn(n, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
-        loss = linear_cross_entropy(hidden, weight, torch.full((n,), -100), reduction=reduction)
+def test_all_ignored_and_empty_give_zero(reduction: str, implementation: str, device: str) -> None:
+    for n, items in ((5, None), (0, None), (3, 0 if reduction == "mean" else None)):
+        hidden, weight = (torch.randn(rows, 8, device=device, requires_grad=True) for rows in (n, 11))
+        loss = linear_cross_entropy(
+            hidden, weight, torch.full((n,), -100, device=device), reduction=reduction, num_items_in_batch=items,
+            config=CCEConfig(implementation),
+        )  # fmt: skip
         loss.sum().backward()
-        assert not loss.any() and not hidden.grad.any() and not weight.grad.any()
-    loss = linear_cross_entropy(torch.randn(3, 8), torch.randn(11, 8), torch.full((3,), -100), num_items_in_batch=0)
-    assert loss == 0
+        assert not loss.any() and not hidden.grad.any() and not weight.grad.any() and hidden.grad.shape == (n, 8)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -180,9 +185,8 @@ def test_all_ignored_and_empty_give_zero(reduction: str) -> None:
 def test_second_backward_gives_the_same_again(reduction: str, scale: float) -> None:
     inputs, labels = make_inputs(50, 16, 99, torch.float64)
     hidden, weight = (x.requires_grad_() for x in inputs[:2])
-    loss = (
-        linear_cross_entropy(hidden, weight, labels, reduction=reduction, z_loss=0.1, label_smoothing=0.1).sum() * scale
-    )
+    options = {"reduction": reduction, "z_loss": 0.1, "label_smoothing": 0.1}
+    loss = linear_cross_entropy(hidden, weight, labels, **options).sum() * scale
     loss.backward(retain_graph=True)
     first = hidden.grad.clone(), weight.grad.clone()
     weight.grad.mul_(100)  # in place, as gradient clipping does
@@ -256,23 +260,17 @@ def test_autocast_leaves_float64_alone() -> None:
 
 def test_a_changing_number_of_items_does_not_recompile() -> None:
     (hidden, weight, _), labels = make_inputs(9, 8, 11, torch.float64)
-    graphs = []
 
-    def count(graph, inputs):  # type: ignore[no-untyped-def]
-        graphs.append(graph)
-        return graph
+    def loss(items: int) -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items)
 
     torch.compiler.reset()
-    compiled = torch.compile(
-        lambda items: linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items),
-        fullgraph=True,
-        backend=count,
-    )
+    counter = CompileCounter()
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
     for items in range(11, 20):
-        assert_as_good(
-            compiled(items), *[linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items)] * 2, "loss"
-        )
-    assert len(graphs) <= 2  # one for the first value, one for all others
+        expected = loss(items)
+        assert_as_good(compiled(items), expected, expected, "loss")
+    assert counter.frame_count <= 2  # one for the first value, one for all others
 
 
 def test_compiled_gradients_of_column_major_hidden_states() -> None:
@@ -304,20 +302,14 @@ def test_compiles_without_a_graph_break(options: Options, backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
-    config = "auto"
-    (hidden, weight, bias), labels = make_inputs(20, 16, 50, dtype, bias=True)
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    options = (-100, 0.5, 3.0, 0.1, 0.1, True, True, True, 1 << 20, config, 0.0, True)
-    for num_items, divisor in ((None, 0.0), (torch.tensor(7), 0.0), (None, 7.0)):
-        torch.library.opcheck(
-            torch.ops.hf_cce.cross_entropy.default,
-            (*leaves, labels, num_items, divisor, 0, False, *options),
-        )
+    inputs, labels = make_inputs(20, 16, 50, dtype, bias=True)
+    given = (*(x.requires_grad_() for x in inputs), labels)
+    loss, stats = torch.ops.hf_cce.cross_entropy.default, torch.ops.hf_cce.logit_stats.default
+    options = (-100, 0.5, 3.0, 0.1, 0.1, True, True, True, 1 << 20, "auto", 0.0, True)
+    for divisor in ((None, 0.0), (torch.tensor(7), 0.0), (None, 7.0)):
+        torch.library.opcheck(loss, (*given, *divisor, 0, False, *options))
     for wanted in ((True,) * 4, (False,) * 4, (True, False, False, False), (False, True, False, False)):
-        torch.library.opcheck(
-            torch.ops.hf_cce.logit_stats.default,
-            (*leaves, labels, -100, 0.5, 3.0, *wanted, 1 << 20, config),
-        )
+        torch.library.opcheck(stats, (*given, -100, 0.5, 3.0, *wanted, 1 << 20, "auto"))
 
 
 def _on(device: str, x: torch.Tensor) -> torch.Tensor:
@@ -328,11 +320,8 @@ def _on(device: str, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("implementation", ["portable", "triton"])
 @pytest.mark.parametrize("ignored", ["some", "all"])
-def test_gradients_lie_as_those_without_data_say(ignored: str, implementation: str) -> None:
+def test_gradients_lie_as_those_without_data_say(ignored: str, implementation: str, device: str) -> None:
     """Inductor relies on it: rows in one piece, whatever those of the inputs are."""
-    if implementation == "triton":
-        pytest.importorskip("triton")
-    device = "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
     (hidden, weight, _), labels = make_inputs(20, 24, 50, torch.float32, ignored=ignored)
     turned = [x.t().contiguous().t() for x in (hidden, weight)]
     overlapping = [torch.randn(100).unfold(0, 24, 1)[:n] for n in (20, 50)]
@@ -353,11 +342,8 @@ def test_gradients_lie_as_those_without_data_say(ignored: str, implementation: s
     [("portable", torch.float64), ("portable", torch.float32), ("portable", torch.bfloat16), ("triton", torch.float32)],
     ids=str,
 )
-def test_log_probs_and_statistics(options: Options, implementation: str, dtype: torch.dtype) -> None:
+def test_log_probs_and_statistics(options: Options, implementation: str, dtype: torch.dtype, device: str) -> None:
     """The upstream gradients of sums are expanded scalars, one number in memory."""
-    if implementation == "triton":
-        pytest.importorskip("triton")
-    device = "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
     n, v = (70, 131) if implementation == "triton" else (200, 999)
     inputs, labels = make_inputs(n, 64, v, dtype, device, bias=options.bias)
     config = CCEConfig(implementation, 1 << 20)
@@ -425,29 +411,38 @@ def test_what_was_not_asked_for_is_none() -> None:
     assert all(x is None for x in out[1:])
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_minus_infinity_in_the_bias_masks_entries(first: bool) -> None:
-    (hidden, weight, _), labels = make_inputs(3000, 16, 999, torch.float64, ignored="none")  # several slabs
-    kept = slice(500, 999) if first else slice(0, 500)
-    labels = labels % 499 + kept.start
-    bias = torch.full((999,), float("-inf"), dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "n", "v"),
+    [("portable", torch.float64, 3000, 999), ("triton", torch.float32, 40, 131)],  # several slabs, several tiles
+    ids=str,
+)
+@pytest.mark.parametrize("kept", [slice(0, 20), slice(50, None)], ids=["the first", "the last"])
+def test_row_of_minus_infinity_in_the_bias_masks_entries_of_loss_and_entropy(
+    kept: slice, implementation: str, dtype: torch.dtype, n: int, v: int, device: str
+) -> None:
+    (hidden, weight, _), labels = make_inputs(n, 16, v, dtype, device, ignored="none")
+    labels = labels % len(weight[kept]) + kept.start
+    bias = torch.full((v,), float("-inf"), dtype=dtype, device=device)
     bias[kept] = 0.0
-    exact = F.cross_entropy(F.linear(hidden, weight, bias), labels, reduction="none")
-    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction="none", config=SMALL)
-    assert_as_good(loss, exact, exact, "loss")
 
-    def entropy_and_gradient(entropy):  # type: ignore[no-untyped-def]
-        h = hidden.clone().requires_grad_()
-        value = entropy(h)
-        value.sum().backward()
-        return value.detach(), h.grad
+    def ours(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        options = {"bias": bias, "config": CCEConfig(implementation, 1 << 20)}
+        loss = linear_cross_entropy(h, weight, labels, reduction="none", **options)
+        return loss, linear_log_probs(h, weight, labels, entropy=True, **options).entropy
 
-    actual = entropy_and_gradient(
-        lambda h: linear_log_probs(h, weight, labels, bias=bias, entropy=True, config=SMALL).entropy
-    )
-    exact = entropy_and_gradient(lambda h: torch.distributions.Categorical(logits=h @ weight[kept].t()).entropy())
-    for name, a, e in zip(("entropy", "hidden"), actual, exact, strict=True):
-        assert_as_good(a, e, e, name)
+    def plain(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = h @ weight[kept].to(h.dtype).t()
+        loss = F.cross_entropy(logits, labels - kept.start, reduction="none")
+        return loss, torch.distributions.Categorical(logits=logits).entropy()
+
+    def outcome(function: Callable[..., Any], dtype: torch.dtype) -> list[torch.Tensor]:
+        h = hidden.to(dtype, copy=True).requires_grad_()
+        loss, entropy = function(h)
+        return [loss, entropy, *torch.autograd.grad(entropy.sum(), h)]
+
+    exact, twin, actual = outcome(plain, torch.float64), outcome(plain, dtype), outcome(ours, dtype)
+    for name, a, t, e in zip(("loss", "entropy", "hidden"), actual, twin, exact, strict=True):
+        assert_as_good(a, t, e, name)
 
 
 def test_a_nan_in_the_hidden_states_is_not_hidden() -> None:

@@ -261,14 +261,6 @@ def test_the_whole_model_in_a_reentrant_checkpoint() -> None:
     check_equal(in_a_reentrant_checkpoint, own_loss)
 
 
-def test_logits_are_a_tensor() -> None:
-    ours = apply_cce(tiny_llama())
-    logits = ours(**batch()).logits
-    assert torch.is_tensor(logits) and logits.requires_grad and logits.grad_fn is not None
-    assert not logits.is_leaf and not logits.detach().requires_grad and logits.float().grad_fn is not None
-    assert "not made" in repr(logits) and stats(ours).materialized == 0
-
-
 def test_the_lazy_gradient_adds_up_and_can_be_read() -> None:
     grads: list[list[Any]] = [[], []]
     for model, seen in zip(twins(), grads, strict=True):

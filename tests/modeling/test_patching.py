@@ -20,7 +20,6 @@ import tiny
 import torch
 import transformers
 from models import (
-    VOCABULARY,
     anatomy,
     assert_fused,
     assert_same_training,
@@ -45,7 +44,6 @@ from hf_cce.deferred.logits import LazyLogits
 from hf_cce.dispatch import explain_dispatch
 from hf_cce.head_checks import output_embeddings, why_not_read
 from hf_cce.patches.causal_lm import patch_of
-from hf_cce.patches.refused import REFUSED
 
 MIB = 1 << 20
 
@@ -242,16 +240,6 @@ def test_without_data_a_patched_model_does_what_it_did() -> None:
         output = model(**inputs)
     output.loss.backward()
     assert isinstance(output.logits, torch.Tensor) and output.loss.is_meta
-
-
-def test_a_resized_vocabulary() -> None:
-    plain, patched = twins()
-    loss_and_grads(patched, batch())
-    for model in (plain, patched):
-        torch.manual_seed(0)
-        model.resize_token_embeddings(VOCABULARY + 6)
-    assert_same_training(patched, plain, batch())
-    assert_fused(patched, calls=2)
 
 
 def test_all_labels_ignored_is_a_finite_zero() -> None:
@@ -455,17 +443,6 @@ def test_wrappers_are_seen_through() -> None:
 
 
 # Whom it refuses
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_classes(name: str) -> None:
-    cls = getattr(transformers, name, None)
-    if cls is None:
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    attributes = sorted(vars(cls))
-    with pytest.raises(ValueError, match=f"{name} cannot be patched: "):
-        apply_cce(cls)
-    assert sorted(vars(cls)) == attributes
-
-
 class Unlabelled(LlamaForCausalLM):
     def forward(self, input_ids: Any) -> Any:
         return super().forward(input_ids)

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import pickle
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command import python
 from models import (
     assert_fused,
     assert_results_as_good,
@@ -33,7 +32,6 @@ from models import (
 from hf_cce import apply_cce, remove_cce
 from hf_cce.patches import peft_tuner
 
-ROOT = Path(__file__).parents[2]
 OLD, NEW = "return self.model.forward(*args, **kwargs)", "return self.model(*args, **kwargs)"
 
 
@@ -103,13 +101,8 @@ def fused_in_a_process(how: str, tuner: str, first: Path | None, tmp_path: Path)
     """``first``: a folder for the front of ``sys.path``."""
     (tmp_path / "model").write_bytes(pickle.dumps(apply_cce(tiny_llama())))
     code = f"import test_peft_late as test; test.in_a_process({how!r}, {str(tmp_path / 'model')!r}, {tuner!r})"
-    folders = [first, ROOT, ROOT / "tests/support", ROOT / "tests/modeling", os.environ.get("PYTHONPATH")]
-    path = os.pathsep.join(str(folder) for folder in folders if folder)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["fused", "1"]
+    folders = (*([] if first is None else [first]), ".", "tests/support", "tests/modeling")
+    assert python(code, folders=folders).split() == ["fused", "1"]
 
 
 @pytest.mark.parametrize("how", ["instance", "class", "unpickled", "after PEFT"])

@@ -4,8 +4,8 @@
     python -m tests.support.aot --write      # the same, and make what was found the budget
     python -m tests.support.aot --arch 90    # one architecture
 
-What there is to compile is what the steps of launches.py launch. ``test_aot.py`` runs ``--json`` in a process of its own for each
-architecture: the tests' own process interprets kernels.
+What there is to compile is what the steps of launches.py launch, in a process of its own for each architecture: the tests' own
+process interprets kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support.command import ROOT, python
+
 KERNELS = ROOT / "hf_cce" / "kernels"
 BUDGET = Path(__file__).with_name("aot_budget.json")
 KIB = 1 << 10
@@ -148,14 +149,8 @@ def measure(arch: int) -> dict[str, dict[str, Any]]:
 
 def measure_elsewhere(arch: int) -> dict[str, dict[str, Any]]:
     """The same in a process of its own, in which kernels are compiled and not interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.aot", "--arch", str(arch), "--json"], cwd=ROOT, env=environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    code = f"import json; from tests.support import aot; print(json.dumps(aot.measure({arch})))"
+    return json.loads(python(code, interpreted=False).splitlines()[-1])
 
 
 def complaints(
@@ -207,12 +202,8 @@ def write_budget(budget: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, choices=SHARED_LIMIT, nargs="*", default=[*SHARED_LIMIT])
-    parser.add_argument("--json", action="store_true", help="compile here, one architecture, and print JSON")
     parser.add_argument("--write", action="store_true", help="make what is found the budget")
     args = parser.parse_args()
-    if args.json:
-        print(json.dumps(measure(args.arch[0])))
-        return 0
     budget, wrong = read_budget(), []
     same = budget.get("triton") == version("triton")
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -32,11 +32,16 @@ def hf_cce(*arguments: str) -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
-def python(code: str, interpreted: bool = True, **more: str) -> str:
-    """What ``code`` prints in a fresh Python at the root; ``interpreted=False``: where Triton compiles."""
+def python(code: str, interpreted: bool = True, folders: tuple[str | Path, ...] = (), **more: str) -> str:
+    """What ``code`` prints in a fresh Python at the root; ``interpreted=False``: where Triton compiles.
+
+    ``folders``, relative to the root, are those from which it imports first.
+    """
     environment = {
         name: value for name, value in os.environ.items() if interpreted or name != "TRITON_INTERPRET"
     } | more
+    path = [*(str(ROOT / folder) for folder in folders), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

@@ -22,12 +22,15 @@ _INDEXER = {
     "indexer_compress_ratio": 2,
 }
 _ZAMBA = {"attention_head_dim": 32, "attention_hidden_size": 64}  # twice the hidden size
+_SECTIONED = """
+    Glm46VForConditionalGeneration Glm4vForConditionalGeneration GlmOcrForConditionalGeneration
+    PaddleOCRVLForConditionalGeneration Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration
+"""
+_THINKERS = ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration")
+_TEXT_SECTIONS = {"text_config": {"rope_parameters": _SECTIONS}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_d_head": 16, "mamba_n_groups": 1},
-    "BltForCausalLM": {
-        "encoder_hash_byte_group_vocab": 128,
-        "encoder_hash_byte_group_size": [3, 4],
-    },
+    "BltForCausalLM": {"encoder_hash_byte_group_vocab": 128, "encoder_hash_byte_group_size": [3, 4]},
     "CodeGenForCausalLM": {"n_head": 4, "rotary_dim": 4},
     "CohereCompassForCausalLM": {"rope_parameters": _SLIDING_SECTIONS},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
@@ -59,16 +62,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ZambaForCausalLM": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **_ZAMBA},
     "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"], **_ZAMBA},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
-    "xLSTMForCausalLM": {
-        "chunk_size": 8,
-        "hidden_size": 64,
-        "embedding_dim": 64,
-        "qk_dim_factor": 1.0,
-    },  # its cache counts in 64s
+    # its cache counts in 64s
+    "xLSTMForCausalLM": {"chunk_size": 8, "hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},
     "DoryForCausalLM": {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 1, "num_hidden_layers": 3},
     "Inkling2ForCausalLM": {"unpadded_vocab_size": 99},
     "Inkling2LoopForCausalLM": {"unpadded_vocab_size": 99},
     # with images
+    **dict.fromkeys(_SECTIONED.split(), _TEXT_SECTIONS),
+    **{name: {"vision_start_token_id": 98, **_TEXT_SECTIONS} for name in _THINKERS},
     "Inkling2ForConditionalGeneration": {"text_config": {"unpadded_vocab_size": 99}},
     "Inkling2LoopForConditionalGeneration": {"text_config": {"unpadded_vocab_size": 99}},
     "Apertus1p5ForConditionalGeneration": {
@@ -91,13 +92,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "Florence2ForConditionalGeneration": {"vision_config": {"embed_dim": [8, 16, 32, 32], "depths": [1, 1, 1, 1]}},
     "FunAsrNanoForConditionalGeneration": {"adaptor_config": {"intermediate_size": 8}},
-    "Glm46VForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
-    "Glm4vForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
     "Glm4vMoeForConditionalGeneration": {"text_config": {"rope_parameters": _HALF_SECTIONS}},
     "Glm5NextForConditionalGeneration": {
         "text_config": {"index_kpool": 4, "qk_rope_head_dim": 0, "qk_head_dim": 8, "head_dim": 8}
     },
-    "GlmOcrForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
     "Granite4VisionForConditionalGeneration": {
         "deepstack_layer_map": [[-1, 0]],
         "vision_config": {"hidden_size": 64},  # a head of its Q-Former has 64
@@ -123,17 +121,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "NemotronH_Omni_Reasoning_V3": {
         "vision_config": {"video_temporal_patch_size": 2},
         "text_config": {"n_groups": 1, "layers_block_type": ...},
-    },
-    "PaddleOCRVLForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
-    "Qwen2VLForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
-    "Qwen2_5_VLForConditionalGeneration": {"text_config": {"rope_parameters": _SECTIONS}},
-    "Qwen2_5OmniThinkerForConditionalGeneration": {
-        "vision_start_token_id": 98,
-        "text_config": {"rope_parameters": _SECTIONS},
-    },
-    "Qwen3OmniMoeThinkerForConditionalGeneration": {
-        "vision_start_token_id": 98,
-        "text_config": {"rope_parameters": _SECTIONS},
     },
     "Qwen4ExpForConditionalGeneration": {"text_config": _INDEXER},
     "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 16}},

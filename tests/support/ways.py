@@ -29,6 +29,7 @@ WAYS = (
     "filtered",
     "exact",
 )
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEEPS_ALL = 1e-9  # a gradient_filter that drops nothing but what is zero
 # FILTER_FROM, DENSE_BYTES, NARROW_BYTES
 _THRESHOLDS = {

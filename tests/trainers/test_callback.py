@@ -113,8 +113,9 @@ def test_the_way_is_told_once_and_counted_in_the_logs(
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["cce/fused"] for entry in steps] == [2.0, 4.0, 6.0]  # two calls a step
     assert all(entry["cce/materialized"] == 0.0 for entry in steps)
-    peaks = [entry.get("cce/peak_gib") for entry in steps]
-    assert all(peak is not None and peak > 0 for peak in peaks) if device == "cuda" else peaks == [None] * 3
+    told = {key for entry in trainer.state.log_history for key in entry if key.startswith("cce/")}
+    assert told == {"cce/fused", "cce/materialized", *(["cce/peak_gib"] if device == "cuda" else [])}
+    assert all(entry["cce/peak_gib"] > 0 for entry in steps if device == "cuda")
 
 
 def test_a_second_run_is_checked_anew(tmp_path: Path) -> None:
@@ -303,9 +304,8 @@ def test_micro_batches_that_miss_are_counted_at_the_end(
     trainer = build(tmp_path, CCECallback(), trainer=OwnLoss, disable_tqdm=False, **options)
     trainer.first, trainer.last = 3, last
     messages = run(trainer)
-    assert len(messages) == (
-        last > (3 if options else 2)
-    )  # compiled: a whole step that misses; else who reads logits is told
+    # compiled: a whole step that misses; else who reads logits is told
+    assert len(messages) == (last > (3 if options else 2))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_cce: ")]
     assert len(lines) == (1 if expected is None else 2)
     assert lines[0] == LINE.strip() + (", in a compiled graph" if options else "")

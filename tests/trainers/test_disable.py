@@ -30,10 +30,7 @@ def test_apply_cce_does_nothing_and_says_so_once(disabled: pytest.LogCaptureFixt
     assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
     assert type(model(**batch()).logits) is torch.Tensor
     (line,) = [record for record in disabled.records if "switched off" in record.message]
-    assert (
-        line.message == "hf_cce is switched off by HF_CCE_DISABLE=1: no model is patched"
-        and line.levelno == logging.WARNING
-    )
+    assert "HF_CCE_DISABLE=1" in line.message and line.levelno == logging.WARNING
     patched = FAMILIES["llama"].build()
     with pytest.MonkeyPatch.context() as context:
         context.setenv(DISABLE, "0")

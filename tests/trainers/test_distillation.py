@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import stats, tiny_llama
 from numerics import budget, relative_error
-from test_trl import STEPS, assert_same_steps, common, prompts, run, tokenizer, trl
+from test_trl import STEPS, assert_same_steps, common, of_another_trl, prompts, run, tokenizer, trl
 
 from hf_cce import CCECallback, CCEConfig
 from hf_cce.patches import distillation
@@ -49,21 +49,11 @@ def test_other_trainers_and_other_trls_are_left_alone(tmp_path: Path, monkeypatc
     monkeypatch.setattr(distillation, "token_divergences", lambda *args, **kwargs: seen.append(1))
     plain = build(tmp_path / "b", tiny_llama(), [])
     assert run(plain)[1] == [] and not seen and len(plain.state.log_history) >= STEPS
-    monkeypatch.setattr(module, distillation.NAME, _Other)
+    other = of_another_trl(FUNCTION)
+    monkeypatch.setattr(module, distillation.NAME, other)
     with pytest.raises(RuntimeError, match="ended without our fused loss"):
         run(build(tmp_path / "c", tiny_llama(), [CCECallback(on_unused="raise")]))
-    assert getattr(module, distillation.NAME) is _Other and not seen
-
-
-class _Other:
-    """The function of a TRL to come: another argument."""
-
-    @staticmethod
-    def forward(ctx: Any, student_hidden: Any, something: Any) -> None: ...
-
-    @staticmethod
-    def apply(*args: Any) -> Any:
-        return getattr(FUNCTION, "original", FUNCTION).apply(*args)  # type: ignore[union-attr]
+    assert getattr(module, distillation.NAME) is other and not seen
 
 
 def test_evaluation_is_trls(tmp_path: Path) -> None:

@@ -202,20 +202,9 @@ def test_released_llama_factory(data: Path) -> None:
     columns = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     entry = {"file_name": "chat/train.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}}
     (data / "dataset_info.json").write_text(json.dumps({"chat": {**entry, "tags": columns}}), "utf-8")
-    cfg = {
-        "model_name_or_path": "model",
-        "stage": "sft",
-        "do_train": True,
-        "finetuning_type": "lora",
-        "dataset": "chat",
-    }
-    cfg |= {
-        "dataset_dir": ".",
-        "template": "default",
-        "cutoff_len": 128,
-        "output_dir": "out",
-        "overwrite_output_dir": True,
-    }
-    cfg |= {"per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1, "report_to": "none"}
+    cfg = {"model_name_or_path": "model", "stage": "sft", "do_train": True, "finetuning_type": "lora"}
+    cfg |= {"dataset_dir": ".", "dataset": "chat", "template": "default", "cutoff_len": 128}
+    cfg |= {"output_dir": "out", "overwrite_output_dir": True, "logging_steps": 1, "report_to": "none"}
+    cfg |= {"per_device_train_batch_size": 2, "max_steps": 3}
     (data / "factory.yaml").write_text(yaml.safe_dump(cfg), "utf-8")
     check_the_same(data, str(ROOT / "recipes/llama_factory.py"), "factory.yaml")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command import python
 from models import batch, tiny_llama
 from numerics import assert_as_good
 from torch import Tensor, nn
@@ -23,7 +21,6 @@ peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[2]
 STEPS = 6
 
 
@@ -46,13 +43,8 @@ def train(folder: Path, *, cce: bool, steps: int = STEPS, resume: bool = False) 
 
 def resume_in_a_new_process(folder: Path, *, cce: bool) -> None:
     """The same run to its end; it saves the merged model in ``folder``/ours-merged or plain-merged."""
-    code = f"import sys, test_life; from pathlib import Path; test_life.finish(Path(sys.argv[1]), {cce})"
-    paths = [ROOT, ROOT / "tests/support", ROOT / "tests/trainers", os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    command = [sys.executable, "-c", code, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    code = f"import test_life; from pathlib import Path; test_life.finish(Path({str(folder)!r}), {cce})"
+    python(code, folders=(".", "tests/support", "tests/trainers"), CUDA_VISIBLE_DEVICES="")
 
 
 def finish(folder: Path, cce: bool) -> None:

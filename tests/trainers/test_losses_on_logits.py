@@ -116,22 +116,6 @@ def test_trainers_compute_loss_func(name: str, tmp_path: Path) -> None:
     assert stats(patched.model).fused == stats(patched.model).calls == 6
 
 
-def test_divergences_of_whole_distributions_get_real_logits_and_one_warning() -> None:
-    """Of a teacher's (GKD, GOLD): both kinds, bit by bit what the unpatched model gives."""
-    teacher = tiny_llama(seed=3)(batch()["input_ids"]).logits.detach()
-
-    def divergence(outputs: Any, labels: Tensor) -> Tensor:
-        student, other = outputs.logits[:, :-1].log_softmax(-1), teacher[:, :-1].log_softmax(-1)
-        return F.kl_div(student, other, reduction="sum", log_target=True) + F.kl_div(other, student.exp())
-
-    plain, patched = twins()
-    expected = loss_and_grads(plain, batch(), loss_of=by_caller(divergence))
-    with told() as messages:
-        found = [loss_and_grads(patched, batch(), loss_of=by_caller(divergence)) for _ in range(2)]
-    assert len(messages) == 1 and "outputs.logits of a training call was used" in messages[0]
-    assert torch.equal(found[0]["loss"], expected["loss"]) and stats(patched).materialized == 2
-
-
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "reduction": "sum"}, {"num_items_in_batch": 17}], ids=str)
 @pytest.mark.parametrize("beta", [0, 0.3, 1])
 @pytest.mark.parametrize("name", ["gkd.gkd_trainer.GKDTrainer", "gold.gold_trainer.GOLDTrainer"])

@@ -24,9 +24,8 @@ from hf_cce.patches import trl as trl_patch
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-if not hasattr(trl.trainer.utils, "add_fused_lm_head") and not os.environ.get(
-    "HF_CCE_NEWEST"
-):  # `make test-newest` fails then
+newest = os.environ.get("HF_CCE_NEWEST")  # of `make test-newest`, which fails then
+if not hasattr(trl.trainer.utils, "add_fused_lm_head") and not newest:
     pytest.skip("this TRL has no fused LM head", allow_module_level=True)
 
 STEPS = 3
@@ -277,23 +276,19 @@ def test_other_models_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run(sft(tmp_path / "b", tiny_llama(), []))[1] == seen == []
 
 
-class _Other:
-    """The function of a TRL to come: another argument."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, something: Any) -> None: ...
-
-    @staticmethod
-    def apply(*args: Any) -> Any:
-        function: Any = trl.kernels.ChunkedLogProbFunction
-        return function.apply(*args)
+def of_another_trl(function: Any) -> Any:
+    """An autograd function of TRL whose forward takes another argument; it computes the same."""
+    original = getattr(function, "original", function)
+    forward = staticmethod(lambda ctx, hidden, weight, something: None)
+    return type("Other", (), {"forward": forward, "apply": staticmethod(original.apply)})
 
 
 @pytest.mark.parametrize("on_unused", [None, "warn", "raise"])
 def test_a_trl_whose_function_is_another_is_left_alone_and_named_once(
     on_unused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", _Other)
+    other = of_another_trl(trl.trainer.utils._ChunkedLogProbFunction)
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", other)
     callbacks = [] if on_unused is None else [CCECallback(on_unused=on_unused)]
     trainer = sft(tmp_path, apply_cce(tiny_llama()), callbacks)
     reason = "TRL replaces the model's forward with its own fused LM head"
@@ -305,7 +300,7 @@ def test_a_trl_whose_function_is_another_is_left_alone_and_named_once(
         _, messages = run(trainer)
         assert len(messages) == expected and all(reason in message for message in messages)
     assert stats(trainer.model).bypassed > 0 == stats(trainer.model).fused
-    assert trl.trainer.utils._ChunkedLogProbFunction is _Other
+    assert trl.trainer.utils._ChunkedLogProbFunction is other
 
 
 def test_evaluation_is_answered_too_and_counts_as_no_training(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from hf_cce.kernels.forward import tile_stats
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
 
+pytestmark = pytest.mark.gpu
 IGNORE = -100
 SCALED = Options(logit_scale=0.7, z_loss=1e-2)
 # Neither tokens nor vocabularies are whole tiles, nor hidden sizes whole steps; 128 tokens a block, 256 columns a tile.
@@ -39,13 +40,16 @@ def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[LogitInputs, plan
     return inputs, shapes, label
 
 
+def hopper_runs() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9 and plan.hopper_is_proven()
+
+
 @pytest.fixture
 def hopper() -> None:
-    if torch.cuda.get_device_capability()[0] != 9 or not plan.hopper_is_proven():
+    if not hopper_runs():
         pytest.skip("needs a Hopper GPU and a version of Triton that they have run with")
 
 
-@pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("n", "d", "v"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -72,7 +76,6 @@ def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dty
     assert not bool((labels != IGNORE).any()) or found[1][-1].count_nonzero() > 0
 
 
-@pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("n", "d", "v"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -102,7 +105,6 @@ def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtyp
         assert torch.equal(*found)
 
 
-@pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("d", [768, 4096])
 def test_no_log_probability_exceeds_zero(d: int) -> None:
@@ -115,7 +117,6 @@ def test_no_log_probability_exceeds_zero(d: int) -> None:
     assert -0.01 < float(log_probs.min()) <= float(log_probs.max()) <= 0
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("special", [True, False], ids=["hopper", "plain"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("way", WAYS)
@@ -123,30 +124,22 @@ def test_losses_are_right_with_and_without(
     way: str, dtype: torch.dtype, special: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without, as with versions of Triton that they have not run with."""
-    ran = 0
+    launched: list[int] = []
     if not special:
         monkeypatch.setattr(plan, "hopper_is_proven", lambda: False)
-    elif plan.hopper_is_proven() and torch.cuda.get_device_capability()[0] == 9:
+    elif hopper_runs():
         from hf_cce.kernels import hopper
 
         launch = hopper._launch
-
-        def counted(*args: Any, **options: Any) -> None:
-            nonlocal ran
-            ran += 1
-            launch(*args, **options)
-
-        monkeypatch.setattr(hopper, "_launch", counted)
+        monkeypatch.setattr(hopper, "_launch", lambda *args, **of: launched.append(1) or launch(*args, **of))
     force(monkeypatch, way)
     for n, d, v in ((1000, 576, 32001), (128, 1000, 50257), (2304, 3072, 4099)):
         inputs, labels = make_inputs(n, d, v, dtype, "cuda")
         labels[128:384] = IGNORE  # whole blocks
         labels[-1] = 7
-        for options in (PLAIN, Options(frozen=True), Options(logit_scale=0.7, z_loss=1e-2, frozen=True), SCALED):
+        for options in (PLAIN, Options(frozen=True), replace(SCALED, frozen=True), SCALED):
             if applies(way, options, dtype):
                 name = f"{n}×{d}×{v} {options}, {way}, {'' if special else 'not '}hopper"
                 check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, name)
-    hopper_runs = special and plan.hopper_is_proven() and torch.cuda.get_device_capability()[0] == 9
-    assert bool(ran) == (
-        hopper_runs and takes(way) != "materialized" and (way == "exact" or applies(way, plain_options(way), dtype))
-    )
+    expected = takes(way) != "materialized" and (way == "exact" or applies(way, plain_options(way), dtype))
+    assert bool(launched) == (special and hopper_runs() and expected)

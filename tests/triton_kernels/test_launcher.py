@@ -12,22 +12,16 @@ import triton
 
 from tests.support.command import python
 
-# Triton's driver for a GPU that is not there: it compiles, and cannot launch.
 SAME_AS_TRITON = """
 import itertools
-import torch, triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
+import torch
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 from hf_cce.kernels import launcher
+from tests.support.launches import Driver
 from tests.triton_kernels.test_launcher import do_nothing
 
-class Driver:
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-    get_current_device = get_current_stream = lambda self, *_: 0
-
-driver.set_active(Driver())
+driver.set_active(Driver(90))
 numbers = (1, 0, 3, 16, 2**31, 2**31 + 16, 1.0, None)
 whole, half = torch.empty(64, device="meta"), torch.empty(64, dtype=torch.float16, device="meta")
 matrix = torch.empty(64, 64, device="meta")
@@ -45,15 +39,11 @@ print("kernels", len(set(kernel_of.values())), "keys", len(set(key_of.values()))
 
 COMPILES = """
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from hf_cce.kernels.filter.select import _count_kernel
+from tests.support.launches import Driver
 
-class Driver:
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-    get_current_device = get_current_stream = lambda self, *_: 0
-
-driver.set_active(Driver())
+driver.set_active(Driver(90))
 energy, counts = torch.empty(64, device="meta"), torch.empty(512, dtype=torch.int32, device="meta")
 
 def compile():

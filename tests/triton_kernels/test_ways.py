@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +13,13 @@ from command import python
 from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
 from numerics import assert_as_good, relative_error
 from torch import Tensor
-from ways import WAYS, applies, config_of, force, plain_options, takes, watch
+from ways import DEVICE, WAYS, applies, config_of, force, plain_options, takes, watch
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs
 from hf_cce import filter_state as state_module
 from hf_cce.spec import Inputs, LossSpec
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -90,15 +90,14 @@ def scaled_gradients(way: str, inputs: tuple[Tensor, ...], labels: Tensor, facto
     """Of hidden states and, but for a frozen head, weight; of ``factor`` times the loss."""
     hidden, weight = (x.detach().clone() for x in inputs)
     leaves = [hidden.requires_grad_(), weight.requires_grad_(not plain_options(way).frozen)]
-    config = CCEConfig("portable") if way == "portable" else config_of(way)
-    (factor * linear_cross_entropy(*leaves, labels, config=config, filter_state=FilterState())).backward()
+    loss = linear_cross_entropy(*leaves, labels, config=config_of(way), filter_state=FilterState())
+    (factor * loss).backward()
     return [x.grad for x in leaves if x.grad is not None]
 
 
 @pytest.mark.parametrize("way", [*WAYS, "portable"])
 def test_half_of_a_loss_has_half_of_its_gradients(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way != "portable":
-        force(monkeypatch, way)
+    force(monkeypatch, way)
     (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
     for whole, half in zip(*(scaled_gradients(way, (hidden, weight), labels, by) for by in (1.0, 0.5)), strict=True):
         assert whole.any() and torch.equal(0.5 * whole, half)
@@ -106,8 +105,7 @@ def test_half_of_a_loss_has_half_of_its_gradients(way: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("way", [*WAYS, "portable"])
 def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way != "portable":
-        force(monkeypatch, way)
+    force(monkeypatch, way)
     (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
     ignored = (labels < 0)[:, None]
     found = [scaled_gradients(way, (hidden.where(~ignored, by * hidden), weight), labels) for by in (0.0, 1e4)]
@@ -169,16 +167,6 @@ def test_the_default_dtype_changes_nothing(way: str, default: torch.dtype, monke
         found.append([loss.detach(), *grads, told.log_probs, told.entropy])
     for ours, usual in zip(*reversed(found), strict=True):
         assert ours.dtype == usual.dtype and torch.equal(ours, usual)
-
-
-def test_without_a_label_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, "filtered")
-    (hidden, weight, _), labels = make_inputs(37, 40, 131, torch.float32, DEVICE, ignored="all")
-    leaves, state = [x.requires_grad_() for x in (hidden, weight)], FilterState()
-    loss = linear_cross_entropy(*leaves, labels, config=config_of("filtered"), filter_state=state)
-    loss.backward()
-    assert loss == 0 and state.stats()["kept"] == 0
-    assert all(not x.grad.any() for x in leaves)
 
 
 # The CPU's product of bfloat16 in rows that are apart reads what lies between them.
@@ -260,19 +248,16 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
     weight[7, 0] = hidden[20, 0] = 10.0
     labels[20] = 8
     options, inputs = Options(z_loss=1e-2), (hidden, weight, None)
-    if (
-        dtype == torch.float32
-    ):  # so few bfloat16 values, stored, err more than full logits; no more than without lending
-        check_against_plain(
-            fused_loss(config_of("partial_exp_cache")), inputs, labels, options, dtype, f"lent, {n}, {d}"
-        )
-    exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
-    found = [loss_and_gradients(fused_loss(config_of("partial_exp_cache")), inputs, labels, options, dtype)]
+    ours = fused_loss(config_of("partial_exp_cache"))
+    found = [loss_and_gradients(ours, inputs, labels, options, dtype)]
     assert all(lent >= 32 and width > 0 and lent * (n + d) < d * v for lent, width in filter(None, seen))
     if dtype == torch.float32:
+        check_against_plain(ours, inputs, labels, options, dtype, f"lent, {n}, {d}")
         return
+    # So few bfloat16 values, stored, err more than full logits; no more than without lending.
+    exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
     monkeypatch.setattr("hf_cce.kernels.exp_cache._dw_buffer_columns", lambda *_: 0)
-    found.append(loss_and_gradients(fused_loss(config_of("partial_exp_cache")), inputs, labels, options, dtype))
+    found.append(loss_and_gradients(ours, inputs, labels, options, dtype))
     assert seen[-1][0] == 0
     for name in ("hidden", "weight"):
         lent, alone = (relative_error(each[name], exact[name]) for each in found)
@@ -305,19 +290,24 @@ def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -
         assert_as_good(actual, twin, exact, name, dtype)
 
 
-@pytest.mark.gpu
-def test_memory_of_few_tokens_is_that_of_full_logits() -> None:
-    n, d, v = 256, 4096, 32_001
-    (hidden, weight, _), labels = make_inputs(n, d, v, torch.bfloat16, DEVICE)
-    leaves = [x.to(torch.bfloat16).requires_grad_() for x in (hidden, weight)]
-    for _ in range(2):
+def above_gradients(leaves: list[Tensor], loss: Callable[[], Tensor]) -> int:
+    """Return the most bytes of GPU memory that a step allocates besides the gradients of ``leaves``."""
+    for _ in range(2):  # the first compiles, and makes room for cuBLAS
         leaves[0].grad = leaves[1].grad = None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        linear_cross_entropy(*leaves, labels, config=config_of("materialized")).backward()
-        above = torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in leaves)
-    assert above < 2 * n * v * 1.1
+        loss().backward()
+    return torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in leaves)
+
+
+@pytest.mark.gpu
+def test_memory_of_few_tokens_is_that_of_full_logits() -> None:
+    n, d, v = 256, 4096, 32_001
+    (hidden, weight, _), labels = make_inputs(n, d, v, torch.bfloat16, DEVICE)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    config = config_of("materialized")
+    assert above_gradients(leaves, lambda: linear_cross_entropy(*leaves, labels, config=config)) < 2 * n * v * 1.1
 
 
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
@@ -382,18 +372,8 @@ def test_memory_of_logits_of_16_bits_on_the_gpu(
     taken = watch(monkeypatch)
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
     leaves = [x.requires_grad_() for x in (hidden, weight)]
-
-    def above(loss: Any) -> int:
-        for _ in range(2):  # the first compiles, and makes room for cuBLAS
-            leaves[0].grad = leaves[1].grad = None
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            loss().backward()
-        return torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in leaves)
-
     config = CCEConfig("triton", gradient_filter=None)
-    ours = above(lambda: linear_cross_entropy(*leaves, labels, config=config))
+    ours = above_gradients(leaves, lambda: linear_cross_entropy(*leaves, labels, config=config))
     assert taken["materialized"] == taken["materialized gradients"] == 2
     assert 2 * n * v < ours <= 2 * n * (v + 15) + 4 * n * d * (v % 8 > 0) + 64 * n <= config.scratch(n)
-    assert ours <= above(lambda: plain_loss(*leaves, None, labels, PLAIN))
+    assert ours <= above_gradients(leaves, lambda: plain_loss(*leaves, None, labels, PLAIN))
