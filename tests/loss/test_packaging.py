@@ -206,3 +206,12 @@ def test_the_version_stands_in_one_place_and_in_the_changelog() -> None:
     assert holders == ["hf_cce/__init__.py"]
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.?(dev|rc)\d+)?", hf_cce.__version__)
     assert f"## {hf_cce.__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_the_top_level_is_tidy() -> None:
+    top = {name.split("/")[0] for name in tracked()}
+    allowed = {
+        "pyproject.toml", "hf_cce", "patches", "recipes", "tests", "notebooks", "README.md", "LICENSE", "CHANGELOG.md",
+        "CONTRIBUTING.md", "Makefile", "MANIFEST.in", "docs", "benchmarks",
+    }  # fmt: skip
+    assert {name for name in top if not name.startswith(".")} <= allowed

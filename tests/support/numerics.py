@@ -33,6 +33,14 @@ def budget(twin_error: float, dtype: torch.dtype) -> float:
     return twin_error + unit / 16 if dtype in (torch.float16, torch.bfloat16) else 2 * twin_error + 16 * unit
 
 
+def exponent_rounding(largest_logit: float) -> float:
+    """The relative error of a probability that is recomputed as exp(logit - logsumexp) from both in float32.
+
+    Full logits subtract the largest logit first, which is exact; it shows where logits are beyond a thousand.
+    """
+    return 2 * torch.finfo(torch.float32).eps * largest_logit
+
+
 def as_good(actual: Tensor, twins: list[Tensor], exact: Tensor, dtype: torch.dtype) -> bool:
     """Whether ``actual`` is as close to ``exact`` as ``budget`` allows for the worst of ``twins``."""
     return relative_error(actual, exact) <= budget(max(relative_error(twin, exact) for twin in twins), dtype)

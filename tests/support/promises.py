@@ -53,7 +53,7 @@ def random_cases() -> str:
         "`python -m tests.support.property` draws shapes, strides, dtypes, options, labels and values, among them infinities, "
         "logits beyond ±10⁴ and probabilities near 0 and 1. It compares the kernels with float64 by the rule of "
         "[numerics.py](../../tests/support/numerics.py); a case that fails is drawn four times more, and the five are judged "
-        "together. "
+        "together, with the rounding of probabilities that are recomputed allowed for. "
         f"Of {report['cases']:,} cases on one {report['device']} ([property.json](../../benchmarks/results/property.json)) "
         f"{report['cases'] - len(failures):,} kept it" + (". The others:" if failures else "."),
         "",
