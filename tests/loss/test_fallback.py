@@ -17,7 +17,7 @@ from losses import (
 from numerics import assert_as_good
 from torch import Tensor
 
-from hf_cce import CCEConfig, dispatch, fallback, reference
+from hf_cce import CCEConfig, dispatch, fallback, linear_cross_entropy, reference
 from hf_cce.dispatch import explain_dispatch
 
 SMALL = CCEConfig(memory_budget=1 << 20)  # so small that every loop takes several turns
@@ -118,6 +118,25 @@ def test_float16_with_a_grad_scaler(frozen: bool, loop: str, wide: bool, monkeyp
     ):
         assert not a.isfinite().all() and not twin.isfinite().all()
     assert taken == [loop] * 3
+
+
+def test_a_grad_scaler_skips_the_step_that_overflows() -> None:
+    (hidden, weight, _), labels = make_inputs(60, 32, 99, torch.float32)
+    head = torch.nn.Parameter(weight.clone())
+    optimizer = torch.optim.SGD([head], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=1000)
+    steps = 0
+    for _ in range(40):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = linear_cross_entropy(hidden, head, labels)
+        scaler.scale(loss).backward()
+        before, scale = head.detach().clone(), scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(head, before) == (scaler.get_scale() < scale) and head.isfinite().all()
+        steps += scaler.get_scale() == scale
+    assert 0 < steps < 40 and loss < linear_cross_entropy(hidden, weight, labels)
 
 
 @pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
