@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHOWN = (
     "*.md", "LICENSE", ".github/SECURITY.md", "benchmarks/*.py", "benchmarks/results/*.json", "docs/**/*.md", "docs/**/*.css",
     "docs/pictures/*.png", "hf_cce/**/*.py", "hf_cce/patches/MODELS.md", "notebooks/*.ipynb", "notebooks/README.md",
-    "recipes/**/*.*",
+    "recipes/**/*.*", "tests/support/numerics.py",
 )  # fmt: skip
 
 
