@@ -1,1 +1,1 @@
-"""Deferred logits: what an LM head returns instead of multiplying, and what answers for them."""
+"""Deferred logits: what an LM head returns instead of computing its product, and the losses computed from them."""

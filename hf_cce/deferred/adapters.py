@@ -1,9 +1,9 @@
-"""What an LM head with adapters returns while its forward runs: a sum of products that have not been multiplied out.
+"""Deferred output of an LM head with adapters: a sum of products, which is turned into one linear head.
 
-LoRA and its like add to the product of the head more products that end in the vocabulary, some multiplied by a vector with one
-number per vocabulary entry. All that is one linear head: Σ fᵢ ⊙ (xᵢ Wᵢᵀ) + b = [x₁, x₂ …] [f₁ ⊙ W₁, f₂ ⊙ W₂ …]ᵀ + b.
-``AdapterHead`` collects the terms; at the end of the head's forward ``deferred`` makes one head of them, whose gradient autograd
-takes apart again. Whatever else is asked of it gets the real logits.
+LoRA and similar adapters add products of output size V to the product of the head, and some scale a product by a vector [V]. The
+sum is again one linear head: Σ fᵢ ⊙ (xᵢ Wᵢᵀ) + b = [x₁, x₂ …] [f₁ ⊙ W₁, f₂ ⊙ W₂ …]ᵀ + b.
+``AdapterHead`` collects the terms while the head's forward runs. At its end, ``deferred`` concatenates them to one input and one
+weight, through which autograd differentiates. Operations that are not supported use the full logits.
 
 Shapes: xᵢ [..., Dᵢ], Wᵢ [V, Dᵢ], fᵢ [V] or a number, b [V] or None.
 """
@@ -20,7 +20,7 @@ from hf_cce.deferred.logits import lazy_logits
 from hf_cce.deferred.operations import cast_targets, per_token_id
 from hf_cce.deferred.training_call import TrainingCall
 
-Factor = Tensor | float  # [V], or one for all words
+Factor = Tensor | float  # [V], or one number for all vocabulary entries
 
 
 class Term(NamedTuple):
@@ -32,7 +32,7 @@ class Term(NamedTuple):
 
 
 class AdapterHead(StandIn):
-    """Stands for the sum of ``terms`` and ``bias``, of the dtype that torch would give it."""
+    """Placeholder for the sum of ``terms`` and ``bias``, with the shape, dtype and device that torch would give it."""
 
     _finished: Any = None
 
@@ -55,11 +55,11 @@ class AdapterHead(StandIn):
 
     @property
     def _written(self) -> bool:  # type: ignore[override]
-        """Somebody has written into the real logits (PEFT's aLoRA, through a view): the terms are stale."""
+        """True if the full logits were modified in place (PEFT's aLoRA does so through a view), so ``terms`` are stale."""
         return self._finished is not None and self._finished._written
 
     def deferred(self) -> Any:
-        """The lazy logits of one head that gives the sum."""
+        """Return the deferred logits of one head that computes the sum."""
         if self._finished is None:
             self._finished = self._joined()
         return self._finished
@@ -77,7 +77,7 @@ class AdapterHead(StandIn):
                 x = x * term.factor
             weight = weight.to(of_weight)
             same = [i for i, each in enumerate(inputs) if each is x]
-            if same:  # LoHa and LoKr: a product of the same input with another weight
+            if same:  # LoHa and LoKr multiply the same input by another weight
                 weights[same[0]] = weights[same[0]] + weight
             else:
                 inputs.append(x)
@@ -102,7 +102,7 @@ def _to(x: AdapterHead, *args: Any, **kwargs: Any) -> Any:
 
 
 def _add(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
-    """Another sum for the same tokens, or a bias per vocabulary entry."""
+    """Add another sum for the same tokens, or a bias [V]."""
     alike = isinstance(other, AdapterHead) and x.shape == other.shape and x.cast == other.cast
     if alike and not kwargs and not other._written:
         terms = x.terms
@@ -116,7 +116,7 @@ def _add(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
 
 
 def _sub(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
-    """Without a bias per vocabulary entry, as DoRA takes the head's own away before it scales; or without another sum."""
+    """Subtract another sum, or a bias [V]: DoRA subtracts the head's own bias before it scales."""
     if isinstance(other, AdapterHead):
         return _add(x, _mul(other, -1.0), **kwargs)
     taken = per_token_id(other, x)
@@ -127,7 +127,7 @@ def _sub(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
 
 
 def _mul(x: AdapterHead, other: Any) -> Any:
-    """By a number, alone or in a tensor, or by one number per vocabulary entry."""
+    """Multiply by a number, a tensor with one element, or a factor [V]."""
     number = isinstance(other, (int, float)) and not isinstance(other, bool)
     factor = float(other) if number else per_token_id(other, x)
     if isinstance(other, Tensor) and other.shape == (1,) and other.is_floating_point():
@@ -144,7 +144,7 @@ def _div(x: AdapterHead, other: Any) -> Any:
 
 
 def _iadd(x: AdapterHead, other: Any) -> Any:
-    """In place, for whoever holds ``x``."""
+    """Add to ``x`` itself, so that every reference to ``x`` sees the sum."""
     made = _add(x, other) if x._finished is None else NotImplemented
     if made is NotImplemented or made.dtype != x.dtype:
         return NotImplemented
@@ -162,7 +162,7 @@ AdapterHead.ANSWERS = {
 
 
 def _with(terms: tuple[Term, ...], new: Term) -> tuple[Term, ...]:
-    """``terms`` and one more; one that differs from another only in its factor joins it, as the head's own does in DoRA."""
+    """Append ``new`` to ``terms``, or add its factor to the term with the same input and weight (in DoRA, the head's own)."""
     for i, term in enumerate(terms):
         if term.hidden_states is new.hidden_states and term.weight is new.weight:
             return (*terms[:i], term._replace(factor=term.factor + new.factor), *terms[i + 1 :])

@@ -1,8 +1,8 @@
-"""The one table of what deferred logits [..., V] answer without being multiplied out.
+"""Table of the operations that deferred logits [..., V] support without computing the full logits.
 
-``ANSWERS`` holds a function for each name of a torch function or method: it records an operation, or computes a result from
-hidden states and weight. A function that returns NotImplemented asks for real logits, as does every name that is not here.
-Results are float32 (float64 for float64 logits), also where torch would round them to the dtype of the logits.
+``ANSWERS`` maps the name of a torch function or method to a function that records the operation, or computes its result from
+hidden states and weight. Full logits are used if it returns NotImplemented, and for every name that is not in the table.
+Results are float32 (float64 for float64 logits), even where torch would round them to the dtype of the logits.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hf_cce.sharded import is_dtensor
 
 Answers = dict[str, Callable[..., Any]]
 ANSWERS: Answers = {}
-# What may be asked of logits whose classes come first
+# Operations supported on logits [B, V, S], whose classes come first
 CLASS_FIRST = {
     "to", "float", "double", "half", "bfloat16", "type_as", "clone", "contiguous", "detach", "data", "mul", "multiply",
     "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "tanh", "log_softmax", "cross_entropy", "nll_loss",
 }  # fmt: skip
-LARGEST_TOPK = 128  # SDFT of TRL asks for 100
-NO_LABEL = -(2**31)  # an ``ignore_index`` that no token id can be
+LARGEST_TOPK = 128  # TRL's SDFT uses 100
+NO_LABEL = -(2**31)  # an ``ignore_index`` that is never a token id
 
 
 def answers(*names: str) -> Callable[[Any], Any]:
-    """Enter the function into the table under ``names``."""
+    """Register the function in ``ANSWERS`` under ``names``."""
 
     def enter(function: Any) -> Any:
         ANSWERS.update(dict.fromkeys(names, function))
@@ -47,12 +47,12 @@ def answers(*names: str) -> Callable[[Any], Any]:
 
 
 def _known(x: Any, *kinds: str) -> Meaning | None:
-    """What was recorded, where it is one of ``kinds`` of logits that the fused loss can compute."""
+    """Return what was recorded if it is one of ``kinds`` of logits that the fused loss supports, else None."""
     found = x.recipe.meaning
     return None if found.form is None or found.kind not in kinds else found
 
 
-# What is recorded
+# Recorded operations
 
 
 @answers("to")
@@ -63,7 +63,7 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _cast(x: Any, target: torch.dtype | torch.device) -> Any:
     if target == (x.dtype if isinstance(target, torch.dtype) else x.device):
-        return x  # as torch does: the same tensor
+        return x  # the same tensor, as in torch
     return _elementwise(x, ("to", target))
 
 
@@ -83,7 +83,7 @@ def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
 
 
 def _reshape(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """[..., V] to other token dimensions; a shape that does not end in V needs real logits."""
+    """Reshape the token dimensions of [..., V]; a shape that does not end in V needs full logits."""
     result = getattr(torch.empty(x.shape, dtype=x.dtype, device="meta"), name)(*args, **kwargs)
     if result.dtype != x.dtype or result.shape[-1:] != x.shape[-1:]:
         return NotImplemented
@@ -97,13 +97,13 @@ ANSWERS["view_as"] = lambda x, other: _reshape("view", x, other.shape)
 
 
 def _of_tokens(x: Any, op: Callable[[Tensor], Tensor]) -> Any:
-    """``op`` of the tokens' dimensions, which hidden states and logits have in common: a view."""
+    """Apply ``op`` to the token dimensions, which hidden states and logits share; the result counts as a view."""
     return x._derive(op, lambda r: r._replace(hidden_states=op(r.hidden_states)))
 
 
 @answers("transpose", "permute")
 def _class_first(x: Any, *dims: Any) -> Any:
-    """[B, S, V] to [B, V, S]."""
+    """Transpose [B, S, V] to [B, V, S]."""
     dims = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
     found = [dim % x.ndim for dim in dims] if all(isinstance(dim, int) for dim in dims) else []
     if x.ndim != 3 or (found != [0, 2, 1] and sorted(found) != [1, 2]) or torch.compiler.is_compiling():
@@ -125,7 +125,7 @@ def _index(x: Any, key: Any) -> Any:
     if part is None:
         return _of_tokens(x, lambda z: z[tokens])
     if x.recipe.forbidden() or is_dtensor(x.recipe.weight) or x.recipe.meaning.kind != "z":
-        return NotImplemented  # its ids are numbered otherwise, or a softmax is of all of them
+        return NotImplemented  # forbidden ids and shards number all of V, and a softmax runs over all of it
     return x._derive(
         lambda z: z[key],
         lambda r: r.with_parts(r.hidden_states[tokens], r.weight[part], None if r.bias is None else r.bias[part]),
@@ -139,7 +139,7 @@ def _is_ids(key: Any) -> bool:
 
 
 def _parts(name: str, x: Any, *sizes: Any, dim: int = 0) -> Any:
-    """Along the tokens, as views."""
+    """Split along a token dimension, into views."""
     dim %= x.ndim
     if dim == x.ndim - 1:
         return NotImplemented
@@ -159,14 +159,14 @@ ANSWERS["unbind"] = lambda x, dim=0: _parts("unbind", x, dim=dim)
 
 @answers("__setitem__")
 def _forbid(x: Any, key: Any, value: Any) -> Any:
-    """Words set to the smallest number at every token (Chameleon's image tokens) have probability zero from now on."""
+    """Record vocabulary entries set to finfo.min at every token (Chameleon's image tokens): their probability is zero."""
     known = not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.memory.values is None
     known = known and all(name in ("to", "forbid") for name, _ in x.recipe.ops) and not is_dtensor(x.recipe.weight)
     ids = forbidden_ids(key, value, x.shape, x.dtype) if known else None
     if ids is None:
         return NotImplemented
     x._check()
-    x.recipe.family.append(Memory(torch.empty(0), version=-1))  # for its views, which do not know of it
+    x.recipe.family.append(Memory(torch.empty(0), version=-1))  # marks existing views as stale
     x.recipe, x.memory = x.recipe.then(("forbid", (ids.to(x.recipe.weight.device), value))), Memory()
     return None
 
@@ -196,11 +196,11 @@ answers("neg", "negative", "__neg__")(lambda x: _scale(x, "mul", -1))
 
 @answers("add", "__add__", "__radd__")
 def _add(x: Any, other: Any, **kwargs: Any) -> Any:
-    """A bias per vocabulary entry, [V] or [1, V] of the same dtype, joins the head's own; anything else needs real logits."""
+    """Add a bias [V] or [1, V] of the same dtype to the head's own; anything else needs full logits."""
     bias = per_token_id(other, x)
     if bias is None or kwargs or x.recipe.ops or is_dtensor(x.recipe.weight):
         return NotImplemented
-    # Under autocast Bart's is wider than the logits, which then become as wide
+    # Under autocast, Bart's bias has a wider dtype than the logits and promotes them
     dtype = x.dtype if x.recipe.cast is None else torch.promote_types(x.dtype, bias.dtype)
     if bias.dtype != dtype:
         return NotImplemented
@@ -214,11 +214,11 @@ def _add(x: Any, other: Any, **kwargs: Any) -> Any:
     return x._derive(lambda z: z.to(dtype), join, other=bias)
 
 
-# Distributions, recorded
+# Recorded distributions
 
 
 def _normalize(name: str, x: Any, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
-    """Over the vocabulary; autocast would make it of float32 logits."""
+    """Record softmax or log_softmax over the vocabulary; under autocast, cast the logits to float32 first, as torch does."""
     vocabulary = 1 if x.recipe.class_first else x.ndim - 1
     if dim not in (vocabulary, vocabulary - x.ndim) or x.recipe.meaning.kind != "z" or x.recipe.forbidden():
         return NotImplemented
@@ -243,21 +243,21 @@ def _of_distribution(x: Any, name: str, kind: str) -> Any:
 
 
 def _product(x: Any, other: Any) -> Any:
-    """p · log p, as entropies are written, or p · z, of the same logits."""
+    """Record p · log p, as in entropies, or p · z, of the same logits."""
     base = x.base if x.base is not None else getattr(other, "base", None)
     same = all(each is base or getattr(each, "base", None) is base for each in (x, other))
     if base is None or base._written or not same:
         return NotImplemented
     before = len(base.recipe.ops)
     op = ("product", (x.recipe.ops[before:], other.recipe.ops[before:]))
-    hooked = any(getattr(each, "_backward_hooks", None) for each in (x, other))  # autograd goes past them
+    hooked = any(getattr(each, "_backward_hooks", None) for each in (x, other))  # a recorded product would skip them
     alike = x.requires_grad == other.requires_grad == base.requires_grad  # neither factor is detached
     if base.recipe.then(op).meaning.kind is None or hooked or not alike:
         return NotImplemented
     return base._derive(lambda z: apply_ops((op,), z), lambda r: r.then(op), nonlinear=True)
 
 
-# What is computed
+# Computed results
 
 
 @answers("cross_entropy")
@@ -271,10 +271,10 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """``F.cross_entropy`` of these logits [N, V] and integer labels [N], or of [B, V, S] and [B, S], by the fused loss.
+    """Compute ``F.cross_entropy`` of logits [N, V] and integer labels [N], or [B, V, S] and [B, S], with the fused loss.
 
-    Probabilities as targets, class weights with label smoothing, and whatever has no closed form need real logits. Where every
-    label is ignored the fused mean is zero, torch's is NaN.
+    Probabilities as targets, class weights with label smoothing, and logits without a closed form need full logits. If every
+    label is ignored, the fused mean is zero, or NaN in evaluation; torch's is NaN.
     """
     options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     known = _known(x, "z") and size_average is reduce is None and not (weight is not None and label_smoothing)
@@ -291,7 +291,7 @@ def _nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """``F.nll_loss`` of the log_softmax of logits: their cross entropy."""
+    """Compute ``F.nll_loss`` of the log_softmax of logits as the cross entropy of the logits."""
     found = _known(x, "log p")
     known = found is not None and found.factor == 1.0 and size_average is reduce is None
     options = {"weight": weight, "ignore_index": ignore_index}
@@ -306,7 +306,7 @@ def _loss(x: Any, function: Any, target: Any, reduction: str, options: dict[str,
         return NotImplemented
     for _, (ids, _) in x.recipe.forbidden():
         if smoothing or torch.isin(target, ids.to(target.device)).any():
-            return NotImplemented  # the number written there is a part of the loss
+            return NotImplemented  # the value written there is part of the loss
 
     def fused(r: Recipe) -> tuple[Tensor]:
         labels, operands = target.to(r.hidden_states.device), r.operands()
@@ -327,7 +327,7 @@ def _loss(x: Any, function: Any, target: Any, reduction: str, options: dict[str,
 
     (loss,) = x._answer(fused, native)
     call.note_fused()
-    if call.evaluation and reduction == "mean":  # Trainer leaves out batches of which this is NaN
+    if call.evaluation and reduction == "mean":  # Trainer leaves out batches whose loss is NaN
         loss = torch.where((target != ignore_index).any().to(loss.device), loss, math.nan)
     return loss.to(x.device, torch.promote_types(loss.dtype, x.dtype))
 
@@ -338,7 +338,7 @@ def _is_class_weight(weight: Any, x: Any) -> bool:
 
 
 def _weighted(loss: Tensor, labels: Tensor, reduction: str, options: dict[str, Any]) -> Tensor:
-    """The ``loss`` of each token times its class weight, reduced; the mean without class weights is 0 where there is no label."""
+    """Apply class weights to the ``loss`` of each token and reduce it. Without class weights, the mean of no labels is 0."""
     valid, weight = labels != options["ignore_index"], options["weight"]
     if weight is not None:
         weights = weight.to(loss.device, loss.dtype)[labels.masked_fill(~valid, 0)] * valid
@@ -350,9 +350,9 @@ def _weighted(loss: Tensor, labels: Tensor, reduction: str, options: dict[str, A
 
 
 def log_probs(x: Any, index: Tensor, row_mask: Tensor | None = None, **wanted: Any) -> LogProbs:
-    """What ``linear_log_probs`` gives for the token ids ``index`` [...]; zero where ``row_mask`` [...] is.
+    """Return ``linear_log_probs`` of the token ids ``index`` [...], with zeros where ``row_mask`` [...] is zero.
 
-    Where ``can_answer`` says no, nobody may ask.
+    Call only if ``can_answer(x, index)``.
     """
     labels = index if row_mask is None else index.masked_fill(row_mask.to(index.device) == 0, NO_LABEL)
 
@@ -366,14 +366,14 @@ def log_probs(x: Any, index: Tensor, row_mask: Tensor | None = None, **wanted: A
 
 
 def can_answer(x: Any, index: Any = None) -> bool:
-    """Whether ``log_probs`` of ``index`` is known: one token id for each token, and no id was forbidden."""
+    """Return True if ``log_probs`` supports ``index``: one token id per token, and no forbidden ids."""
     one_each = isinstance(index, Tensor) and index.shape == x.shape[:-1] and not index.is_floating_point()
     ready = not x._written and not x.recipe.forbidden() and _known(x, "z") is not None
     return ready and (index is None or one_each)
 
 
 def _statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: Any) -> tuple[Any, ...]:
-    """``result(LogProbs)`` of the logits of ``x``, for token ids [...] or None; ``native(z)`` is the same of its values z."""
+    """Return ``result(LogProbs)`` for token ids [...] or None; ``native(z)`` computes the same from full logits z."""
 
     def fused(r: Recipe) -> tuple[Any, ...]:
         return result(_pass(r, ids, **wanted))
@@ -385,14 +385,14 @@ def _statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: 
 
 
 def _pass(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
-    """``linear_log_probs``; label smoothing asks twice, and the first pass through the head, kept till backward, serves it."""
+    """Call ``linear_log_probs``. Its logsumexp is cached until the backward pass, as label smoothing asks for it twice."""
     operands, of, known = r.operands(), (*r.parts, *r.meaning.logit_ops), r.call.last_pass
     simple = operands["softcap"] is None and not is_dtensor(r.weight) and not torch.compiler.is_compiling()
     mean = None
     if wanted.get("mean_logit") and simple:
         mean, wanted = _mean_logit(r), {**wanted, "mean_logit": False}
         if not any(wanted.values()):
-            return LogProbs(mean, mean_logit=mean)  # of which nobody asks for the first
+            return LogProbs(mean, mean_logit=mean)  # log_probs is required but not used
     same = known is not None and len(known[0]) == len(of) and all(map(operator.is_, known[0], of))
     if same and ids is None and wanted.get("logsumexp") and not (wanted.get("mean_logit") or wanted.get("entropy")):
         found = known[1]
@@ -406,7 +406,7 @@ def _pass(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
 
 
 def _mean_logit(r: Recipe) -> Tensor:
-    """Over the vocabulary [...]: the product of hidden states with the mean of the weight's rows, a few tokens at a time."""
+    """Compute the mean logit [...]: the product of the hidden states with the weight's mean row, by blocks of tokens."""
     operands, wide = r.operands(), torch.promote_types(r.hidden_states.dtype, torch.float32)
     hidden, bias = operands["hidden_states"], operands["bias"]
     mean = operands["weight"].mean(0, dtype=wide)
@@ -426,7 +426,7 @@ def _over_vocabulary(x: Any, dim: Any) -> bool:
 
 @answers("logsumexp")
 def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
-    """Over the vocabulary [...] without logits (Bamba's z-loss asks for it); over anything else with them."""
+    """Compute logsumexp over the vocabulary (used by Bamba's z-loss); over other dimensions it needs full logits."""
     if not _over_vocabulary(x, dim) or not _known(x, "z"):
         return NotImplemented
     (found,) = _statistics(x, None, lambda each: (each.logsumexp,), lambda z: (z.logsumexp(-1),), logsumexp=True)
@@ -435,7 +435,7 @@ def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
 
 @answers("gather")
 def _gather(x: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
-    """The logits, log-probabilities or probabilities of some token ids [..., K] of each token."""
+    """Return the logits, log-probabilities or probabilities of the token ids ``index`` [..., K]."""
     found = _known(x, "z", "p", "log p")
     known = dim in (-1, x.ndim - 1) and isinstance(index, Tensor) and index.shape[:-1] == x.shape[:-1]
     if found is None or not known or index.dim() != x.ndim or kwargs or x.recipe.forbidden():
@@ -454,7 +454,7 @@ ANSWERS["take_along_dim"] = lambda x, indices, dim=None: _gather(x, dim, indices
 
 
 def _selected(r: Recipe, index: Tensor) -> Tensor:
-    """The logits [..., K] of the token ids ``index`` [..., K]; the rows of the weight are gathered again for the gradient."""
+    """Compute the logits [..., K] of the token ids ``index`` [..., K]; backward gathers the weight's rows again."""
     operands = r.operands()
     hidden, weight, bias = operands["hidden_states"], operands["weight"], operands["bias"]
     scale, cap = operands["logit_scale"], operands["softcap"]
@@ -476,7 +476,7 @@ def _scratch(r: Recipe) -> int:
 
 @answers("sum")
 def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    """Of log-probabilities (label smoothing), p · log p or p · z (entropies) over the vocabulary, or over everything."""
+    """Sum log-probabilities (label smoothing), p · log p or p · z (entropies) over the vocabulary, or over everything."""
     found, over = _known(x, "log p", "p log p", "p z"), _over_vocabulary(x, dim)
     if found is None or not (over or (dim is None and not keepdim)):
         return NotImplemented
@@ -497,7 +497,7 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> A
 
 @answers("mean")
 def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    """Over the vocabulary, or over everything. In float32."""
+    """Average over the vocabulary, or over everything, in float32."""
     if x.recipe.meaning.kind != "z":
         total = _sum(x, dim, keepdim, **kwargs)
         return total if total is NotImplemented else total / (x.numel() if dim is None else x.shape[-1])
@@ -511,7 +511,7 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
 
 @answers("topk")
 def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """The largest of each token, from real logits of a few tokens at a time; their gradient as ``gather`` has it."""
+    """Return the k largest of each token, from the full logits of one block of tokens at a time; ``_gather`` differentiates."""
     if (
         dim not in (-1, x.ndim - 1)
         or not largest
@@ -541,7 +541,7 @@ def _amax(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
 
 @answers("argmax")
 def _argmax(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    """The most likely word of each token: real logits of a few tokens at a time."""
+    """Return the most probable token id of each token, from the full logits of one block of tokens at a time."""
     if dim not in (-1, x.ndim - 1) or not _can_block(x):
         return NotImplemented
     (found,) = _by_blocks(x, lambda z: (z.argmax(-1, keepdim),), (1,) if keepdim else ())
@@ -553,11 +553,11 @@ def _can_block(x: Any) -> bool:
 
 
 def _by_blocks(x: Any, ask: Callable[[Tensor], tuple[Tensor, ...]], shape: tuple[int, ...]) -> list[Tensor]:
-    """``ask`` of the real logits of a few tokens at a time, without a gradient; each result is [..., *shape]."""
+    """Apply ``ask`` to the full logits of one block of tokens at a time, without a gradient; each result is [..., *shape]."""
     x._check()
     recipe = x.recipe
     flat = recipe.hidden_states.detach().reshape(-1, recipe.hidden_states.shape[-1])
-    rows = max(1, _scratch(recipe) // (8 * x.shape[-1]))  # logits and one copy, where they are cast
+    rows = max(1, _scratch(recipe) // (8 * x.shape[-1]))  # the logits and a copy for casts
     with torch.no_grad():
         found = [ask(recipe._replace(hidden_states=part).build()) for part in flat.split(rows)]
     return [torch.cat(each).view(*x.shape[:-1], *shape) for each in zip(*found, strict=True)]

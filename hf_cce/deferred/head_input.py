@@ -1,6 +1,6 @@
-"""Wrap the input of an LM head, so that its multiplication is deferred while the head's own forward runs.
+"""Wrapped input of an LM head, which defers the head's product while its forward runs.
 
-``ShardedLogits`` is the output of a head whose vocabulary is split over processes.
+``ShardedLogits`` is the output of a head whose vocabulary is sharded over processes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from hf_cce.sharded import is_dtensor, why_not_share
 
 
 def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: TrainingCall) -> Any:
-    """The head's multiplication: deferred where that pays and the weight will still be there for the loss; else done.
+    """Return the head's product, deferred if that pays and the weight can be read later; otherwise computed.
 
-    Where PEFT has wrapped the head (``call.adapted``) it gives an ``AdapterHead``. LoRA adds B (A x): A x is computed at once, as
-    it does not end in the vocabulary, and is wrapped as the input of B.
+    In a head that PEFT has wrapped (``call.adapted``) the deferred product is an ``AdapterHead``. LoRA adds B (A x): A x is
+    computed at once, because its last dimension is not V, and is wrapped as the input of B.
     """
     device = hidden_states.device.type
     if call.vocab_size is not None and weight.shape[0] != call.vocab_size:
         return head_input(F.linear(hidden_states, weight, bias), call)
     cast = reason = None
-    if device == "meta":  # for which autocast cannot be asked either
+    if device == "meta":  # is_autocast_enabled does not accept it either
         reason = "the model is on the meta device, where tensors have no data"
     elif not torch.is_grad_enabled() and not call.evaluation:
         reason = "the head's forward runs without gradients, as in a checkpoint with use_reentrant=True"
     else:
-        if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:  # which autocast leaves alone
+        if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:  # autocast leaves float64 alone
             cast = torch.get_autocast_dtype(device)
         if not torch.compiler.is_compiling():
             frozen = torchao_weight(weight, hidden_states, cast)
@@ -74,10 +74,10 @@ def _why_not(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: t
 
 
 class HeadInput(LazyTensor):
-    """Hidden states [..., D] on their way through a head that is more than a Linear; ``F.linear`` on them is ``linear``.
+    """Hidden states [..., D] in the forward of a head that is more than a Linear; ``F.linear`` on them calls ``linear``.
 
-    Every operation that is not in the table gets the hidden states themselves. In a head that PEFT has wrapped its results become
-    a ``HeadInput`` too, because an adapter may multiply them by a matrix that ends in the vocabulary (MiSS, PSOFT, PVeRA).
+    Operations that are not in the table use the hidden states themselves. In a head that PEFT has wrapped, their results become
+    ``HeadInput`` too, because an adapter may multiply them by a matrix with output size V (MiSS, PSOFT, PVeRA).
     """
 
     hidden_states: Tensor
@@ -89,13 +89,13 @@ class HeadInput(LazyTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        # As another argument it may give no more than a dtype: weight.to(x).
+        # Only as first argument: weight.to(x) just takes the dtype of x.
         call = next((x.call for x in tree_leaves(args[:1]) if isinstance(x, HeadInput)), None)
         return result if call is None else _followed(result, call)
 
 
 def _followed(result: Any, call: TrainingCall) -> Any:
-    """Wrap ``result``, of an operation on a ``HeadInput``, as one, also inside a tuple."""
+    """Wrap the result of an operation on a ``HeadInput`` as a ``HeadInput``, also inside a tuple."""
     if not call.adapted or call.few_tokens:
         return result
     if type(result) is tuple:
@@ -104,7 +104,7 @@ def _followed(result: Any, call: TrainingCall) -> Any:
 
 
 def head_input(hidden_states: Tensor, call: TrainingCall) -> Any:
-    """The ``HeadInput`` of hidden states [..., D]; in eager code the same tensor as a subclass."""
+    """Wrap hidden states [..., D] as a ``HeadInput``; in eager code this is the same tensor as a subclass."""
     in_graph = torch.compiler.is_compiling() or is_dtensor(hidden_states)
     made: Any = _PlainInput(hidden_states) if in_graph else hidden_states.as_subclass(_TensorInput)
     made.hidden_states, made.call = hidden_states, call
@@ -112,13 +112,13 @@ def head_input(hidden_states: Tensor, call: TrainingCall) -> Any:
 
 
 def _mul(x: Any, other: Any) -> Any:
-    """By a number per hidden dimension (VeRA, IA3), within a head that PEFT has wrapped."""
+    """Multiply by one factor per hidden dimension (VeRA, IA3); in a head that PEFT has wrapped, wrap the result."""
     made = x.hidden_states * plain(other)
     return head_input(made, x.call) if x.call.adapted and made.shape == x.hidden_states.shape else made
 
 
 def _matmul(x: Any, other: Any) -> Any:
-    """An adapter's own product (AdaLoRA), known only after that of the head."""
+    """Defer an adapter's own product (AdaLoRA), which can be recognized only after the product of the head."""
     known = x.call.adapted and x.call.vocab_size is not None and isinstance(other, Tensor) and other.dim() == 2
     return linear(x.hidden_states, other.t(), None, x.call) if known else NotImplemented
 
@@ -146,14 +146,14 @@ class _PlainInput(HeadInput, StandIn):
 
 
 class ShardedLogits(StandIn):
-    """Stands for the DTensor [..., V], split over V, that ``F.linear`` of a spread vocabulary gives.
+    """Placeholder for the DTensor [..., V], sharded over V, that ``F.linear`` returns if the vocabulary is sharded.
 
-    Asked for the logits of the whole vocabulary, as the loss of every process needs them, it answers with lazy ones.
+    Replicating it, as the loss of every process does, returns deferred logits of the whole vocabulary.
     """
 
     def __init__(self, parts: tuple[Any, Any, Any], call: TrainingCall, cast: torch.dtype | None) -> None:
         hidden_states, weight, _ = parts
-        self.parts = parts  # hidden states, weight and bias, DTensors
+        self.parts = parts  # hidden states, weight and bias, as DTensors
         self.call = call
         self.cast = cast
         self.shape = torch.Size((*hidden_states.shape[:-1], weight.shape[0]))
@@ -169,7 +169,7 @@ class ShardedLogits(StandIn):
         return (Shard(self.ndim - 1),)
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
-        """To every process: lazy logits. To any other placement: of the real ones."""
+        """Return deferred logits for a replicated placement; redistribute the full logits for any other."""
         whole = placements is not None and all(each.is_replicate() for each in placements)
         if not whole or device_mesh not in (None, self.device_mesh) or kwargs.get("forward_dtype") is not None:
             return self._real("redistribute").redistribute(device_mesh, placements, **kwargs)  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
-"""Tensors without storage: how logits that nobody has multiplied out pass for the tensor that they stand for.
+"""Lazy tensors: placeholders without storage for logits that have not been computed.
 
-A lazy tensor comes in one of two shells, with one table of answers: in eager code a ``torch.Tensor`` with shape, dtype, device
-and a ``grad_fn``; a plain object, ``StandIn``, inside a graph, where Dynamo makes no wrapper subclass, and between the layers of
-an LM head, where none is needed. What the table has no answer for gets real logits, made once.
+A lazy tensor has one of two types, which share one table of supported operations. In eager code it is a ``torch.Tensor`` subclass
+with shape, dtype, device and a ``grad_fn``. It is a plain object, ``StandIn``, in compiled graphs, where Dynamo cannot create
+wrapper subclasses, and between the layers of an LM head, which need none. Other operations use the real tensor, computed once.
 
-Backward, a loss hands on a ``LazyGrad``, which knows of which losses it is the gradient. Autograd carries it through hooks and
-through other people's functions like any tensor, and ``Root``, the ``grad_fn`` of the head's output, runs the fused backward.
-Reading a ``LazyGrad`` gives the real gradient.
+In the backward pass, a fused loss returns a ``LazyGrad``, which refers to the losses whose gradient it is. Autograd passes it
+through hooks and other autograd functions like any tensor, up to ``Root``, the ``grad_fn`` of the head's output, which runs the
+fused backward. Reading a ``LazyGrad`` computes the dense gradient.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from torch.utils._pytree import tree_map
 from hf_cce.sharded import gathered, is_dtensor, replicated
 
 _COMMUTING = {"add", "mul", "multiply"}
-# Properties of a tensor that depend on its values; a tensor without storage knows the others by itself, and these methods.
+# Properties that read the values of a tensor. All other properties, and the methods in _FACTS, need only metadata.
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _FACTS = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
     "element_size", "__len__", "get_device", "is_inference", "storage_offset", "__hash__", "is_same_size", "is_neg",
     "is_conj", "register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook", "_is_view",
 }  # fmt: skip
-_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)  # go by the graph
+_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)  # these follow the graph and read no values
 _ATEN = torch.ops.aten
 _ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.view_as.default}
 
 
 class LazyTensor:
-    """Stands for a floating-point tensor."""
+    """Placeholder for a floating-point tensor."""
 
-    # By the name of a torch function; NotImplemented asks for values
+    # By name of a torch function; NotImplemented falls back to the real tensor
     ANSWERS: ClassVar[dict[str, Callable[..., Any]]] = {}
-    _written = False  # the real tensor was written to, so what was recorded is no longer true
+    _written = False  # the real tensor was modified in place, so what was recorded is stale
 
     def _real(self, why: str) -> Tensor:
-        """The tensor itself; ``why`` names the operation that asks for it."""
+        """Return the real tensor; ``why`` names the operation that needs it."""
         raise NotImplementedError
 
     def _ask(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -74,7 +74,7 @@ class LazyTensor:
 
 
 def _as_written(args: Any) -> Any:
-    """The arguments of ``x @ matrix``, which Dynamo hands over as ``matrix.matmul(x)`` if ``x`` is no ``torch.Tensor``."""
+    """Undo Dynamo's swap of ``x @ matrix``, which it calls as ``matrix.matmul(x)`` if ``x`` is not a ``torch.Tensor``."""
     if len(args) != 2 or isinstance(args[0], LazyTensor) or args[0].dim() != 2 or not isinstance(args[1], StandIn):
         return args
     matrix, x = args
@@ -83,7 +83,7 @@ def _as_written(args: Any) -> Any:
 
 
 def as_tensors(func: Any, args: Any, kwargs: Any = None) -> Any:
-    """``func`` without ``__torch_function__`` of its arguments: what every tensor does, whatever its class."""
+    """Call ``func`` as on plain tensors, without the ``__torch_function__`` of its arguments."""
     return Tensor.__torch_function__(func, (), args, kwargs)
 
 
@@ -93,14 +93,14 @@ def _name_of(func: Any) -> str:
 
 
 def _asks_for_facts(func: Any) -> bool:
-    """Whether ``func`` reads no values of its first argument, or is the call of a TorchDispatchMode."""
+    """Return True if ``func`` reads only metadata of its first argument, or is an OpOverload, as a TorchDispatchMode calls it."""
     if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
         return func.__self__.__name__ not in _VALUES
     return getattr(func, "__name__", "") in _FACTS or isinstance(func, torch._ops.OpOverload)
 
 
 def plain(value: Any, why: str = "an operation") -> Any:
-    """``value`` with the real tensor in place of every lazy one; looks into lists, tuples and dictionaries."""
+    """Return ``value`` with every lazy tensor replaced by its real tensor, also inside lists, tuples and dictionaries."""
     if isinstance(value, LazyTensor):
         return value._real(why)
     if type(value) in (list, tuple):
@@ -111,7 +111,7 @@ def plain(value: Any, why: str = "an operation") -> Any:
 
 
 class StandIn(LazyTensor):
-    """A plain object that does what a tensor does. Subclasses give ``_real``, ``shape``, ``dtype`` and ``device``."""
+    """Plain object with the interface of a tensor. Subclasses define ``_real``, ``shape``, ``dtype`` and ``device``."""
 
     layout = torch.strided
     is_leaf = is_sparse = is_nested = is_quantized = False
@@ -165,7 +165,7 @@ class StandIn(LazyTensor):
 
 
 def _special(name: str) -> Callable[..., Any]:
-    """A special method, which Python looks up on the class and never in ``__getattr__``."""
+    """Return a special method. Python looks these up on the class, never in ``__getattr__``."""
     return lambda self, *args: self._do(name, *args)
 
 
@@ -182,7 +182,7 @@ for _word in _SPECIALS:
 
 
 def kept_by_us() -> Any:
-    """Saved tensors that other people's hooks (a checkpoint's, which counts them) do not see; changed ones are an error."""
+    """Save tensors without calling outer hooks (checkpoint counts the tensors that its hooks see); reject modified tensors."""
     return saved_tensors_hooks(lambda x: (x, version_of(x)), _unchanged)
 
 
@@ -200,12 +200,12 @@ def version_of(x: Tensor | None) -> int | None:
 
 
 def is_alias(func: Any, args: Any) -> bool:
-    """Whether ``func``, an operator, gives its first argument once more, on the same memory."""
+    """Return True if the operator ``func`` returns its first argument unchanged, on the same memory."""
     return func in _ALIASES or (func is _ATEN.view.default and list(args[1]) == list(args[0].shape))
 
 
 def multiply(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: torch.dtype | None) -> Tensor:
-    """The logits [..., V], multiplied in ``cast``, the dtype of an autocast, or as they are."""
+    """Compute the logits [..., V], in the autocast dtype ``cast`` if there is one."""
     if cast is not None:
         hidden_states, weight, bias = hidden_states.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
     with torch.autocast(hidden_states.device.type, enabled=False):
@@ -213,7 +213,7 @@ def multiply(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: t
 
 
 class Losses:
-    """Results of the fused loss with their upstream gradients; their gradients, computed once, with respect to ``leaves``."""
+    """Results of the fused loss with their upstream gradients. The gradients of ``leaves`` are computed once."""
 
     def __init__(self, results: Any, upstream: Any, leaves: tuple[Tensor | None, ...], call: Any) -> None:
         self.results, self.upstream, self.leaves, self.call = results, upstream, leaves, call
@@ -222,7 +222,7 @@ class Losses:
     def gradients(self) -> list[Tensor | None]:
         if self.found is None:
             wanted = [x for x in self.leaves if x is not None and x.requires_grad]
-            # The graph is kept here and freed by autograd, with what ``Answer`` has saved
+            # retain_graph: autograd frees this graph together with the tensors that ``Answer`` saved
             with self.call.weight_at_hand(self.leaves[1]):
                 made = torch.autograd.grad(self.results, wanted, self.upstream, retain_graph=True, allow_unused=True)
             found = iter(made)
@@ -231,7 +231,7 @@ class Losses:
 
 
 def _in_one_pass(losses: list[Losses]) -> list[Losses]:
-    """``losses`` of one head with a common backward pass of those that have had none: what they share is computed once."""
+    """Merge those of ``losses`` that have no gradients yet, so that one backward pass computes what they share."""
     fresh = [each for each in losses if each.found is None]
     if len(fresh) < 2:
         return losses
@@ -247,7 +247,7 @@ class Like(NamedTuple):
 
 
 class LazyGrad(Tensor):
-    """The gradient of lazy logits: that of some losses, each with what makes it real, and perhaps a real one besides."""
+    """Gradient of lazy logits: losses, each with a function that computes its dense gradient, and a dense tensor or None."""
 
     like: Like
     losses: tuple[tuple[Losses, Callable[[], Tensor]], ...]
@@ -291,7 +291,7 @@ class LazyGrad(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What autograd's engine does with a gradient. The real one cannot be made here, below autograd."""
+        """Handle what autograd's engine calls: clone, detach, add. Below autograd, the dense gradient cannot be computed."""
         first = args[0]
         if isinstance(first, LazyGrad) and (func is _ATEN.clone.default or is_alias(func, args)):
             copied = first.more is not None and func is _ATEN.clone.default
@@ -309,7 +309,7 @@ class LazyGrad(Tensor):
 
 
 class Root(torch.autograd.Function):
-    """The output of an LM head: its gradient is that of hidden states, weight and bias."""
+    """The output of an LM head. Its backward returns the gradients of hidden states, weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, cls: Any, recipe: Any, *parts: Tensor | None) -> Any:
@@ -325,14 +325,14 @@ class Root(torch.autograd.Function):
         if real is not None:
             found = _head_gradients(real, parts, needed, ctx.cast)
         for each in _in_one_pass([each for each, _ in losses]):
-            pairs = zip(found, each.gradients(), strict=False)  # a bias that was added has its gradient in ``Step``
+            pairs = zip(found, each.gradients(), strict=False)  # ``Step`` returns the gradient of an added bias
             found = [y if x is None else x if y is None else x + y for x, y in pairs]
-            each.found = None  # autograd takes over memory that nobody else holds
+            each.found = None  # without other references, autograd reuses the memory instead of copying it
         return None, None, *(x if need else None for x, need in zip(found, needed, strict=True))
 
 
 def _head_gradients(grad: Tensor, parts: Any, needed: Any, cast: torch.dtype | None) -> list[Tensor | None]:
-    """Of hidden states, weight and bias, from the real gradient of the logits."""
+    """Compute the gradients of hidden states, weight and bias from the dense gradient of the logits."""
     hidden_states, weight, bias = parts
     if is_dtensor(weight):
         wanted = [x for x, need in zip(parts, needed, strict=True) if need]
@@ -350,7 +350,7 @@ def _head_gradients(grad: Tensor, parts: Any, needed: Any, cast: torch.dtype | N
 
 
 class Step(torch.autograd.Function):
-    """``op`` of lazy logits, as other lazy logits; ``other``, if any, is added to them: one number per vocabulary entry."""
+    """Apply ``op`` to lazy logits, which gives other lazy logits. ``other`` [V], if given, is a bias added to them."""
 
     @staticmethod
     def forward(ctx: Any, source: Any, recipe: Any, op: Any, nonlinear: bool, other: Tensor | None) -> Any:
@@ -364,7 +364,7 @@ class Step(torch.autograd.Function):
 
         def back(grad: Tensor) -> Tensor:
             with torch.enable_grad():
-                if source is None:  # linear: at any point
+                if source is None:  # linear: the same gradient at every point
                     x = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape).requires_grad_()
                 elif again:
                     x = source._real("a second derivative")
@@ -387,7 +387,7 @@ class Step(torch.autograd.Function):
 
 
 class Answer(torch.autograd.Function):
-    """Results that were computed from the ingredients of lazy logits: their gradient is that of the logits."""
+    """Results computed from hidden states and weight instead of logits. The backward returns the gradient of the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Any, compute: Any, native: Any) -> Any:
@@ -396,11 +396,11 @@ class Answer(torch.autograd.Function):
             results = compute(recipe)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results if x is not None and not x.requires_grad))
-        # Autograd frees what it has saved after the backward pass, and with it the graph behind the results
+        # Autograd frees saved tensors after the backward pass, and with them the graph behind the results
         ctx.count = len(results), len(recipe.leaves)
         ctx.save_for_backward(*results, *recipe.leaves, *recipe.parts)
         ctx.like, ctx.recipe, ctx.native = recipe.like, recipe.without_parts(), native
-        # Mixtral adds to its loss in place, and what is saved must stay
+        # Cloned, because Mixtral adds to its loss in place, which must not change the saved tensors
         return tuple(None if x is None else x.detach().clone() for x in results)
 
     @staticmethod
@@ -427,7 +427,7 @@ class Answer(torch.autograd.Function):
 
 
 class Materialize(torch.autograd.Function):
-    """Real logits, whose gradient goes back through the lazy ones: there may be hooks on its way."""
+    """Full logits whose gradient flows back through the lazy logits, which may have hooks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Any, values: Tensor) -> Tensor:
@@ -437,8 +437,8 @@ class Materialize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        for ids in ctx.forbidden:  # a number stands there
+        for ids in ctx.forbidden:  # these logits are constants
             grad = grad.index_fill(-1, ids, 0.0)
-        # As a lazy gradient it adds up with others; with create_graph=True as it is, for it has a graph of its own
+        # A LazyGrad can be added to others; with create_graph=True the gradient has a graph of its own and is returned as it is
         lazy = grad if torch.is_grad_enabled() else LazyGrad.of(ctx.like, (), grad, ctx.call)
         return lazy, None

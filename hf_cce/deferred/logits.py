@@ -1,8 +1,8 @@
-"""Lazy logits: what an LM head returns instead of multiplying, and what answers the model's own loss.
+"""Deferred logits: an LM head returns them instead of its product, and the model's own loss is computed from them.
 
-They record what the model's forward does to the logits and answer losses and statistics from hidden states and weight:
-``hf_cce.deferred.answers`` is the one table of what is known. Anything else is asked of real logits, as the head and the
-recorded operations would have made them: slower, never wrong.
+They record what the model's forward does to the logits, and compute losses and statistics from hidden states and weight.
+``hf_cce.deferred.answers`` is the table of supported operations. All others compute the full logits, exactly as the head and the
+recorded operations would have: slower, never wrong.
 
 Shapes: hidden_states [..., D], weight [V, D], bias [V] or None, logits [..., V].
 """
@@ -41,21 +41,21 @@ def lazy_logits(
     call: TrainingCall | None = None,
     cast: torch.dtype | None = None,
 ) -> Any:
-    """The logits [..., V] of a head, not multiplied out.
+    """Return the deferred logits [..., V] of a head.
 
     Args:
-        hidden_states: [..., D], what the head was given.
-        weight: [V, D]; a DTensor where every process has a part of the vocabulary, and then the bias as well.
+        hidden_states: [..., D], the input of the head.
+        weight: [V, D]; a DTensor if the vocabulary is sharded over processes, and then the bias as well.
         bias: [V] or None.
-        call: the training call it belongs to; carries the options of the loss and the counters.
-        cast: the dtype in which autocast would have multiplied, or None.
+        call: the training call that they belong to; holds the options of the loss and the counters.
+        cast: the dtype in which autocast would compute the product, or None.
     """
     recipe = Recipe(hidden_states, weight, bias, TrainingCall() if call is None else call, cast)
     return LazyLogitsInGraph(recipe._replace(family=[])) if torch.compiler.is_compiling() else to_wrapper(recipe)
 
 
 def to_wrapper(recipe: Recipe) -> Any:
-    """Lazy logits for eager code, of a recipe whose parts belong to the model's graph."""
+    """Return deferred logits for eager code, given a recipe whose tensors are part of the model's autograd graph."""
     leaves = tuple(None if x is None else leaf_of(x) for x in recipe.parts)
     own = recipe.with_parts(*leaves)._replace(leaves=leaves, versions=versions_of(*leaves), family=[])
     with kept_by_us():
@@ -63,14 +63,14 @@ def to_wrapper(recipe: Recipe) -> Any:
 
 
 class LazyLogits(LazyTensor):
-    """Logits [..., V] that have not been multiplied out, in either shell: see ``hf_cce.deferred.lazy_tensor``."""
+    """Deferred logits [..., V]. See ``hf_cce.deferred.lazy_tensor`` for the two types."""
 
     ANSWERS = ANSWERS
     recipe: Recipe
     memory: Memory
-    base: Any = None  # of a distribution: the logits that it is the softmax of
+    base: Any = None  # of a distribution: the logits that softmax was applied to
 
-    # Of either shell
+    # Defined by both subclasses
     shape: Any
     device: Any
     requires_grad: Any
@@ -78,10 +78,10 @@ class LazyLogits(LazyTensor):
     _answer: Any
 
     def materialize(self) -> Tensor:
-        """The logits [..., V] as the head and the recorded operations would have made them: same dtype, differentiable.
+        """Return the logits [..., V] as head and recorded operations would have computed them: same dtype, differentiable.
 
         Raises:
-            RuntimeError: hidden states or weight were changed in place since, as ``optimizer.step()`` does.
+            RuntimeError: hidden states or weight were modified in place since, as by ``optimizer.step()``.
         """
         return self._real("materialize")
 
@@ -95,7 +95,7 @@ class LazyLogits(LazyTensor):
         return super()._ask(name, args, kwargs)
 
     def _check(self) -> None:
-        """Refuse to answer from a recipe that is no longer true."""
+        """Raise a RuntimeError if the recipe is stale."""
         if any(each is not self.memory and each.written for each in self.recipe.family):
             raise RuntimeError(
                 "these deferred logits are a view of logits that were written to since, or have one; write before viewing, or "
@@ -104,14 +104,14 @@ class LazyLogits(LazyTensor):
         self.recipe.check_fresh()
 
     def to_local(self, **_: Any) -> Any:
-        """What a hook of tensor parallelism asks of the DTensor that it takes this for: every process has all the logits."""
+        """Return self. Hooks of tensor parallelism call this as on a DTensor; every process has all the logits."""
         return self
 
 
 class LazyLogitsTensor(LazyLogits, Tensor):
-    """In eager code: a ``torch.Tensor`` without storage."""
+    """Deferred logits in eager code: a ``torch.Tensor`` without storage."""
 
-    _made: Tensor | None = None  # the real logits with a gradient that goes back through this tensor
+    _made: Tensor | None = None  # the full logits, whose gradient flows back through this tensor
 
     def __new__(cls, recipe: Recipe) -> Any:
         shape, dtype, device = recipe.like
@@ -124,13 +124,13 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', {state})"
 
     def _detached(self) -> Any:
-        """The same memory as another tensor, without a gradient."""
+        """Return a tensor that shares the memory, without a gradient."""
         new = LazyLogitsTensor(self.recipe)
         new.memory, new.base = self.memory, self.base
         return new
 
     def _derive(self, op: Any, change: Any, nonlinear: bool = False, other: Tensor | None = None) -> Any:
-        """``op`` of these logits, recorded by ``change`` of the recipe."""
+        """Return the result of ``op`` as deferred logits; ``change`` records the operation in the recipe."""
         self._check()
         with kept_by_us():
             with torch.enable_grad():
@@ -138,7 +138,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
             return Step.apply(self, recipe, op, nonlinear, other)
 
     def _answer(self, compute: Callable[[Recipe], tuple[Any, ...]], native: Callable[[Tensor], tuple[Any, ...]]) -> Any:
-        """``compute(recipe)``, which is what ``native`` computes from real logits; differentiable like that."""
+        """Return ``compute(recipe)``, differentiable like ``native(logits)``, which computes the same from full logits."""
         self._check()
         with self.recipe.call.weight_at_hand(self.recipe.weight), self.recipe.without_autocast(), kept_by_us():
             if not (self.requires_grad and torch.is_grad_enabled()):
@@ -146,10 +146,10 @@ class LazyLogitsTensor(LazyLogits, Tensor):
                     return compute(self.recipe)
             if any(x is not None and x.requires_grad for x in self.recipe.leaves):
                 return Answer.apply(self, compute, native)
-        return native(self._real("their gradient"))  # only the logits' own is wanted
+        return native(self._real("their gradient"))  # only the logits themselves require a gradient
 
     def _read(self, why: str) -> Tensor:
-        """The values, without a gradient."""
+        """Return the full logits, without a gradient."""
         if not self._written:
             self._check()
         memory, base = self.memory, self.base
@@ -158,7 +158,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
                 if base is None or base._written:
                     self.recipe.call.note_materialized(why)
                     made = self.recipe.build()
-                    # torch refuses writes into a view that was made without gradients, as a product with a bias is
+                    # torch rejects writes into a view created under no_grad; F.linear with a bias may return one
                     memory.keep(made.data if made._is_view() else made, self.recipe.family)
                 else:
                     since = self.recipe.ops[len(base.recipe.ops) :]
@@ -168,9 +168,9 @@ class LazyLogitsTensor(LazyLogits, Tensor):
 
     def _real(self, why: str) -> Tensor:
         values = self._read(why)
-        # Asked in the usual way of what was written to, it would ask for the real tensor
+        # Not self.requires_grad: after an in-place write, that would ask for the full logits again
         if self._made is None and as_tensors(Tensor.requires_grad.__get__, (self,)):  # type: ignore[attr-defined]
-            # Wherever they are asked for, they are what the head would have made during the call: with a gradient
+            # Differentiable even under no_grad, like logits that the head had computed during the call
             with torch.inference_mode(False), torch.enable_grad():
                 self._made = Materialize.apply(self, values)
         return values if self._made is None else self._made
@@ -179,7 +179,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Where C++ asks past ``__torch_function__``: below autograd, which has recorded by now what was asked."""
+        """Handle calls from C++, which bypass ``__torch_function__``. Autograd has recorded them already."""
         first = args[0] if args else None
         if isinstance(first, LazyLogitsTensor) and not first._written:
             if is_alias(func, args):
@@ -195,7 +195,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
 
 
 class LazyLogitsInGraph(LazyLogits, StandIn):
-    """Inside a compiled graph: autograd sees hidden states, weight and bias themselves, and nobody hooks the logits."""
+    """Deferred logits in a compiled graph: autograd sees hidden states, weight and bias directly; the logits have no hooks."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.memory = recipe, Memory(in_graph=True)

@@ -1,4 +1,4 @@
-"""What can be recorded of an operation on logits [..., V], and what the record means for the loss."""
+"""Operations on logits [..., V] that can be recorded, and what a record means for the loss."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Done to logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device), ("forbid", (token ids, number)). What makes
-# distributions of them: ("softmax" | "log_softmax", None), then ("exp" | "log", None), or ("product", (ops, ops)) of two.
+# On logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device), ("forbid", (token ids, number)). Distributions:
+# ("softmax" | "log_softmax", None), then ("exp" | "log", None); or ("product", (ops, ops)), the product of two results.
 Op = tuple[str, Any]
 
 
 def apply_ops(ops: tuple[Op, ...], logits: Tensor) -> Tensor:
-    """The real ``logits`` [..., V] after all ``ops``."""
+    """Apply all ``ops`` to the full ``logits`` [..., V]."""
     for name, value in ops:
         if name == "forbid":
             logits[..., value[0].to(logits.device)] = value[1]
@@ -28,10 +28,10 @@ def apply_ops(ops: tuple[Op, ...], logits: Tensor) -> Tensor:
 
 
 def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
-    """(logit_scale, softcap) with which the loss gives what was recorded; None where there is no such pair.
+    """Return the (logit_scale, softcap) with which the loss computes what was recorded; None if there is no such pair.
 
-    Any run of scales, then at most one tanh, then any run of scales is ``c · tanh(s · z)``, which is a scale of
-    ``s · c`` with a softcap of ``c``. Casts and device moves do not matter: the loss is computed in float32.
+    Any run of scales, then at most one tanh, then any run of scales is ``c · tanh(s · z)``: a scale of ``s · c`` with a softcap
+    of ``c``. Casts and device moves do not matter, because the loss is computed in float32.
     """
     scale, cap = 1.0, None
     for name, value in ops:
@@ -56,12 +56,12 @@ def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
 
 
 class Meaning(NamedTuple):
-    """What ``ops`` make of the output of a head: ``factor`` times logits z, or, with p = softmax(z), times p, log p, …"""
+    """Result of ``ops`` on the output of a head: ``factor`` times logits z or, with p = softmax(z), times p, log p, …"""
 
     kind: str | None  # "z", "p", "log p", "p log p", "p z"; None for anything else
-    factor: float  # of "z" always 1
+    factor: float  # always 1 for "z"
     form: tuple[float, float | None] | None  # the ``closed_form`` of the logits
-    logit_ops: tuple[Op, ...]  # those that make z
+    logit_ops: tuple[Op, ...]  # those that compute z
 
 
 def meaning(ops: tuple[Op, ...]) -> Meaning:
@@ -85,11 +85,11 @@ def meaning(ops: tuple[Op, ...]) -> Meaning:
 
 
 def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:
-    """The ``key`` of a [..., V] tensor of ``ndim`` dimensions as a key of a [..., D] tensor and a slice of V.
+    """Split the ``key`` of a [..., V] tensor of ``ndim`` dimensions into a key of a [..., D] tensor and a slice of V.
 
     Returns:
-        (key, None) where the last dimension is left alone, (key, slice) where it is sliced, and None where it is
-        indexed in any other way or the key is no plain one (lists, arrays, booleans, strides, too many indices).
+        (key, None) if the last dimension is not indexed, (key, slice) if it is sliced, and None if it is indexed in any other
+        way or the key contains something else (lists, arrays, booleans, strides, too many indices).
     """
     keys = key if isinstance(key, tuple) else (key,)
     used = 0  # dimensions that the key consumes
@@ -113,9 +113,9 @@ def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:
 
 
 def forbidden_ids(key: Any, value: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-    """The token ids [W] to which ``logits[key] = value`` gives probability zero at every position; None where it does not.
+    """Return the token ids [W] to which ``logits[key] = value`` gives probability zero at every position; None if it does not.
 
-    ``logits`` are [..., V] of ``shape`` and ``dtype``; ``value`` is then the smallest number of the dtype, or less.
+    ``logits`` are [..., V] of ``shape`` and ``dtype``; ``value`` must be the minimum of the dtype, or less.
     """
     keys = key if isinstance(key, tuple) else (key,)
     tokens, ids = keys[:-1], keys[-1]
@@ -130,7 +130,7 @@ def forbidden_ids(key: Any, value: Any, shape: torch.Size, dtype: torch.dtype) -
 
 
 def cast_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.dtype | torch.device] | None:
-    """The floating dtypes and devices that ``Tensor.to`` is asked for; None where it is asked for something else besides."""
+    """Return the floating-point dtypes and devices passed to ``Tensor.to``; None if anything else is passed."""
     rest = {name: value for name, value in kwargs.items() if name != "non_blocking"}
     targets = [rest.pop(name, None) for name in ("dtype", "device")]
     for arg in args[:2]:
@@ -149,13 +149,13 @@ def _floating_or_device(target: Any) -> bool:
 
 
 def _full_device(target: torch.device | str | int) -> torch.device:
-    """A device with its index, as tensors have it: ``"cuda"`` is the current GPU."""
+    """Return a device with its index, as tensors have it: ``"cuda"`` is the current GPU."""
     device = torch.device(target)
     return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
 
 
 def per_token_id(value: Any, like: Any) -> Tensor | None:
-    """``value`` as [V] where it is a floating tensor with one number per vocabulary entry of ``like`` [..., V]; or None."""
+    """Return ``value`` as [V] if it is a floating-point tensor with one number per entry of V of ``like`` [..., V], else None."""
     vocab_size = like.shape[-1]
     fits = isinstance(value, Tensor) and value.dim() in range(1, like.ndim + 1) and value.shape[-1] == vocab_size
     if not fits or value.numel() != vocab_size or not value.is_floating_point() or value.device != like.device:

@@ -1,4 +1,4 @@
-"""How to make the logits of a head: hidden states, weight, bias, and what the model has done to the logits since."""
+"""The recipe of deferred logits: hidden states, weight and bias of a head, and the operations recorded since."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hf_cce.sharded import replicated
 
 
 class Memory:
-    """The real logits of lazy ones and of all that torch would have on the same memory in the same shape, once they are made."""
+    """The full logits, once computed, shared by all lazy tensors that in torch would have the same memory and shape."""
 
     def __init__(self, values: Tensor | None = None, version: int = 0, in_graph: bool = False) -> None:
         self.values = values
-        self.version = version  # of ``values`` when they were made
+        self.version = version  # of ``values`` when they were computed
         self.in_graph = in_graph
 
     def keep(self, values: Tensor, family: list[Memory]) -> None:
@@ -27,27 +27,27 @@ class Memory:
 
     @property
     def written(self) -> bool:
-        """Whether somebody has written into the values. A graph does not know versions: there whoever has them may have."""
+        """True if the values were modified in place. A graph has no versions, so there values count as modified once computed."""
         return self.values is not None and (self.in_graph or self.values._version != self.version)
 
 
 class Recipe(NamedTuple):
-    """How to make the logits, or what the loss makes of them, from hidden states, weight and bias.
+    """How to compute the logits, or what the loss needs of them, from hidden states, weight and bias.
 
-    In eager code these are cut off from the model's graph: ``leaves`` stand there for what the head was given, and the lazy
-    gradient brings what they receive back to it (``hf_cce.deferred.lazy_tensor``).
+    In eager code these three are detached ``leaves``, copies without a graph of the head's inputs. The lazy gradient passes the
+    gradients of the leaves on to the inputs (``hf_cce.deferred.lazy_tensor``).
     """
 
     hidden_states: Any
     weight: Any
     bias: Any
     call: TrainingCall
-    cast: torch.dtype | None = None  # the dtype in which autocast would have multiplied
+    cast: torch.dtype | None = None  # the dtype in which autocast would compute the product
     ops: tuple[Op, ...] = ()
-    class_first: bool = False  # [B, S, V] transposed to [B, V, S] in the end, as F.cross_entropy wants its classes
+    class_first: bool = False  # finally transposed from [B, S, V] to [B, V, S], as F.cross_entropy expects
     leaves: tuple[Tensor | None, ...] = ()
-    versions: tuple[int | None, ...] = ()  # logits read after optimizer.step() would be other logits
-    family: Any = ()  # a list of each ``Memory`` that torch would have on one storage, as views do, once it has values
+    versions: tuple[int | None, ...] = ()  # to detect reads after optimizer.step(), which changes the logits
+    family: Any = ()  # list of the ``Memory`` objects with values that torch would put on one storage (views)
 
     @property
     def like(self) -> Like:
@@ -73,11 +73,11 @@ class Recipe(NamedTuple):
         return self._replace(hidden_states=None, weight=None, bias=None, leaves=(), family=())
 
     def then(self, *op: Op) -> Recipe:
-        """With one more operation, whose result has memory of its own."""
+        """Return the recipe with one more operation, whose result has memory of its own."""
         return self._replace(ops=(*self.ops, *op), family=[])
 
     def build(self) -> Tensor:
-        with self.call.weight_at_hand(self.weight), self.without_autocast():  # its casts are recorded
+        with self.call.weight_at_hand(self.weight), self.without_autocast():  # the recipe contains its casts
             made = apply_ops(self.ops, multiply(*self.parts, self.cast))
         return made.transpose(1, 2) if self.class_first else made
 
@@ -85,7 +85,7 @@ class Recipe(NamedTuple):
         return [op for op in self.ops if op[0] == "forbid"]
 
     def operands(self) -> dict[str, Any]:
-        """What the fused loss takes. Forbidden words have so low a bias that their probability is zero in every dtype."""
+        """Return the arguments of the fused loss. A low bias gives forbidden entries probability zero in every dtype."""
         hidden_states, weight, bias = (x if x is None or self.cast is None else x.to(self.cast) for x in self.parts)
         for _, (ids, _) in self.forbidden():
             bias = (weight.new_zeros(len(weight)) if bias is None else bias).index_fill(0, ids, -6e4)
@@ -103,7 +103,7 @@ class Recipe(NamedTuple):
 
 
 def leaf_of(x: Tensor) -> Tensor:
-    """What stands in a recipe for ``x``, cut off from the model's graph; in a compiled graph, ``x`` itself."""
+    """Return the detached leaf that stands for ``x`` in a recipe; in a compiled graph, ``x`` itself."""
     return x if torch.compiler.is_compiling() else x.detach().requires_grad_(x.requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""What happened in a model's training calls: counted, so that a run which misses the fused loss can say so."""
+"""Counters of a model's training calls, from which a run that misses the fused loss can be reported."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ _LIBRARIES = {"accelerate", "deepspeed", "hf_cce", "peft", "torch", "transformer
 
 @dataclass
 class Stats:
-    """What happened in the training calls of one model: ``model._hf_cce.stats``.
+    """Counters of the training calls of one model: ``model._hf_cce.stats``.
 
-    Under ``torch.compile`` Python counters would recompile the graph at every step: there the loss's operator counts.
+    Under ``torch.compile``, Python counters would recompile the graph at every step, so the loss's operator counts instead.
     """
 
     calls: int = 0  # training calls, with labels or without
-    fused: int = 0  # cross entropies answered without logits
-    few_tokens: int = 0  # training calls left as they were: for so few tokens full logits are faster, and small
-    materialized: int = 0  # times full logits were made: from deferred ones, or by a head that could not defer
-    read: int = 0  # of these, times it was for somebody who used outputs.logits after a training call
+    fused: int = 0  # cross entropies computed without logits
+    few_tokens: int = 0  # training calls that kept full logits: with so few tokens these are faster, and small
+    materialized: int = 0  # times full logits were computed: from deferred ones, or by a head that could not defer
+    read: int = 0  # of these, times because outputs.logits was used after a training call
     missed: int = 0  # training calls that ended without a fused cross entropy
-    bypassed: int = 0  # training calls that TRL answered with a fused head of its own; not among ``calls``
-    traced: bool = False  # a compiled graph holds a fused cross entropy; it sets this whenever it runs
+    bypassed: int = 0  # training calls that used TRL's own fused head; not included in ``calls``
+    traced: bool = False  # a compiled graph contains a fused cross entropy; set whenever it runs
 
     @property
     def as_meant(self) -> int:
-        """Losses without logits, and calls of so few tokens that logits are the better way."""
+        """Losses computed without logits, plus calls with so few tokens that full logits are better."""
         return self.fused + self.few_tokens
 
 
 @dataclass
 class TokenSums:
-    """Sums over the labels of training losses, on their device: how many, −log p, how many were the most likely, entropy."""
+    """Sums over the labels of training losses, on their device: number of labels, −log p, top-1 hits, entropy."""
 
     sums: Tensor | None = None  # [4]
 
     def add(self, valid: Tensor, found: LogProbs) -> None:
-        """Those of ``found`` [...] where ``valid`` [...]; nobody waits for the device."""
+        """Add the entries of ``found`` [...] where ``valid`` [...] is True, without synchronizing."""
         values = valid, -found.log_probs, found.is_top1, found.entropy
         wide = torch.float32 if valid.device.type == "mps" else torch.float64
         with torch.no_grad():
@@ -62,7 +62,7 @@ class TokenSums:
             self.sums = new if self.sums is None else self.sums + new.to(self.sums.device)
 
     def means(self, before: Tensor | None = None) -> dict[str, float]:
-        """Over all labels, or those since the sums were ``before``; nothing where there are none. Waits for the device."""
+        """Return means over all labels, or over those since the sums were ``before``; empty without labels. Synchronizes."""
         if self.sums is None:
             return {}
         count, *sums = (self.sums if before is None else self.sums - before).tolist()
@@ -75,35 +75,35 @@ class TokenSums:
 
 @dataclass
 class TrainingCall:
-    """One training call: the options it runs with and what happened in it."""
+    """One training call: its options, and what happened in it."""
 
     config: CCEConfig | None = None
     stats: Stats = field(default_factory=Stats)
     filter_state: FilterState | None = None
     owner: Any = None  # the Patch of the model that was called
     head: Any = None
-    labels: bool = True  # without them, what becomes of the logits is known after the call has returned
-    evaluation: bool = False  # in evaluation mode, or without gradients; nobody counts it
+    labels: bool = True  # False: the caller uses the logits after the call has returned
+    evaluation: bool = False  # evaluation mode, or no gradients; not counted
     fused: int = 0
     few_tokens: bool = False
     adapted: bool = False  # PEFT has wrapped the head
-    vocab_size: int | None = None  # of the logits that were deferred
+    vocab_size: int | None = None  # of the deferred logits
     reasons: list[str] = field(default_factory=list)
-    full_logits: bool = False  # they were made, and counted, at least once
-    traced: int = 0  # of the fused, those in a graph
-    closed: bool = False  # it has returned
-    versions: Any = None  # of the head's parameters then
-    last_pass: Any = None  # through the head, and what of; until a backward pass
+    full_logits: bool = False  # they were computed, and counted, at least once
+    traced: int = 0  # number of ``fused`` that are in a compiled graph
+    closed: bool = False  # the call has returned
+    versions: Any = None  # of the head's parameters when the call returned
+    last_pass: Any = None  # (inputs, result) of the last pass through the head; cleared by the backward pass
 
     @property
     def token_sums(self) -> TokenSums | None:
-        """Where the statistics of tokens are added up, where they are wanted."""
+        """The accumulator of token statistics, or None if they are not collected."""
         wanted = self.config is not None and self.config.token_stats and self.owner is not None
         return None if not wanted or self.evaluation or torch.compiler.is_compiling() else self.owner.token_sums
 
     @contextlib.contextmanager
     def weight_at_hand(self, weight: Any) -> Iterator[None]:
-        """Have FSDP2 gather the head's ``weight`` where it has freed it right after the head's forward, for this block."""
+        """Within this block, have FSDP2 gather the head's ``weight`` if it was freed right after the head's forward."""
         part = weight if torch.compiler.is_compiling() else local(weight)
         if torch.compiler.is_compiling() or part.numel() == 0 or part.untyped_storage().nbytes() > 0:
             yield
@@ -127,7 +127,7 @@ class TrainingCall:
 
     def note_fused(self) -> None:
         self.fused += 1
-        if torch.compiler.is_compiling():  # the operator counts whenever the graph runs
+        if torch.compiler.is_compiling():  # the operator counts each run of the graph
             self.traced += 1
             self.stats.traced = True
         else:
@@ -145,7 +145,7 @@ class TrainingCall:
         self.stats.materialized += not torch.compiler.is_compiling()
         if not self.closed:
             self.reasons.append(f"{why} asked for the logits themselves")
-        elif why != "materialize":  # that one is asked for by name
+        elif why != "materialize":  # an explicit materialize() gets no warning
             self.stats.read += 1
             if self.stats.read == 1:
                 warn(
@@ -156,7 +156,7 @@ class TrainingCall:
                 )
 
     def note_full_logits(self) -> None:
-        """The head has made them itself; once a call, as the layers of an adapted head may each have to."""
+        """Count full logits computed by the head, once per call, although each layer of an adapted head may compute some."""
         if not (torch.compiler.is_compiling() or self.full_logits):
             self.full_logits = True
             self.stats.materialized += 1
@@ -167,14 +167,14 @@ class TrainingCall:
 
 
 def versions_in(head: Any) -> list[int]:
-    """Of the parameters of a head, as an optimizer's step changes them."""
+    """Return the version counters of a head's parameters, which an optimizer step increases."""
     return [x._version for x in head.parameters() if not x.is_inference()]
 
 
 def warn(message: str) -> None:
-    """Warn with the user's line, and none of the libraries that the call went through.
+    """Warn with the user's line, skipping the frames of libraries.
 
-    Python shows a text once for each line: so each model that a notebook trains is told of, and a loop not at every step.
+    Python shows a text once per line, so each model that a notebook trains gets its warning, but not each step of a loop.
     """
     if torch.compiler.is_compiling():
         warnings.warn(message, CCEWarning, stacklevel=3)
