@@ -1,4 +1,4 @@
-"""Plugins that other projects load by name or by path: hf_cce in Axolotl and ms-swift by one line of configuration.
+"""Plugins that other projects load by name or by path: Axolotl, ms-swift and lm-evaluation-harness.
 
-``import hf_cce`` imports nothing of it. No file here may be named like a package: ms-swift puts this folder on ``sys.path``.
+``import hf_cce`` does not import them. No file here may be named like a package, as ms-swift puts this folder on ``sys.path``.
 """

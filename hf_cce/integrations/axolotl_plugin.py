@@ -6,7 +6,7 @@
       gradient_filter: auto
       memory_budget: 512MiB
 
-Read and tested with Axolotl 0.19.0, whose ``BasePlugin`` says when each method is called.
+Read and tested with Axolotl 0.19.0, whose ``BasePlugin`` documents when each method is called.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class HfCCEArgs(BaseModel):
     @field_validator("hf_cce")
     @classmethod
     def options_exist(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Refuse unknown options and wrong values when the file is read, not when the model has been loaded."""
+        """Reject unknown options and wrong values when the file is read, not after the model has been loaded."""
         try:
             CCEConfig.of(None, **(value or {}))
-        except TypeError as error:  # pydantic reports ValueErrors alone
+        except TypeError as error:  # pydantic does not report a TypeError
             raise ValueError(str(error)) from error
         return value
 
 
 class CCEPlugin(BasePlugin):
-    """Patch the model that Axolotl loads, adapters included, and have a callback check that training uses the fused loss."""
+    """Patch the model that Axolotl loads, including adapters, and add a callback that checks for the fused loss."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.{HfCCEArgs.__name__}"

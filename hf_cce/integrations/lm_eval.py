@@ -1,8 +1,8 @@
 """lm-evaluation-harness: ``python -m hf_cce.integrations.lm_eval --model hf_cce --model_args pretrained=… --tasks …``.
 
-All arguments of ``lm-eval`` and of its model ``hf`` stay. The log-likelihoods of causal LMs, and whether a continuation is the
-greedy one, are computed from hidden states and LM head, a few tokens' logits at a time; generation is that of ``hf``. lm-eval
-loads no plugins, so this module registers its model and then runs lm-eval's command. Read and tested with lm-eval 0.4.13.
+All arguments of ``lm-eval`` and of its model ``hf`` are supported. For causal LMs, log-likelihoods and the check for greedy
+continuations are computed from hidden states and LM head, with the logits of a few tokens at a time; generation is unchanged.
+lm-eval loads no plugins, so this module registers its model and runs lm-eval's command. Read and tested with lm-eval 0.4.13.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_cce import apply_cce
 
 @register_model("hf_cce")
 class CCEHFLM(HFLM):
-    """``HFLM`` whose model is patched; takes what ``HFLM`` takes."""
+    """``HFLM`` with a patched model; takes the same arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,7 +27,7 @@ class CCEHFLM(HFLM):
             apply_cce(self.model)
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V], deferred: in evaluation mode those of calls with labels are, and here no label counts."""
+        """Return deferred logits [B, S, V]. In evaluation mode only calls with labels defer, so all labels are ignored ones."""
         if self.backend != "causal":
             return super()._model_call(inps, attn_mask, labels)
         kind, dtype = self.device.type, self.mixed_precision_dtype

@@ -2,8 +2,8 @@
 
     python -c "import hf_cce.integrations.ms_swift as plugin; print(plugin.__file__)"    # needs ms-swift installed
 
-ms-swift runs the file and looks the callback up by its name; read and tested with ms-swift 4.6.0. For options other than the
-defaults copy the last line into a file of your own, with ``functools.partial(SwiftCCECallback, gradient_filter=None)``.
+ms-swift runs the file and looks up the callback by name; read and tested with ms-swift 4.6.0. To change options, copy the last
+line into your own file, with ``functools.partial(SwiftCCECallback, gradient_filter=None)``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hf_cce import CCECallback
 
 
 class SwiftCCECallback(CCECallback):
-    """``CCECallback`` with the arguments that ms-swift gives its callbacks.
+    """``CCECallback`` with the signature that ms-swift expects.
 
     Args:
-        args: ms-swift's training arguments. ``trainer``: the trainer that is being built. Neither is used: what the callback
-            needs comes with each event.
-        options: those of ``CCECallback``.
+        args: ms-swift's training arguments; not used, because each event passes what the callback needs.
+        trainer: the trainer being built; not used.
+        options: options of ``CCECallback``.
     """
 
     def __init__(self, args: Any, trainer: Any, **options: Any) -> None:

@@ -1,1 +1,1 @@
-"""All that reaches into other people's code; each file says the cause, the versions it was read in, when it can go."""
+"""Patches of other libraries; each file states the cause, the versions that were read, and when it can be removed."""

@@ -1,11 +1,10 @@
-"""bitsandbytes: the product of a 4-bit LM head is put off.
+"""bitsandbytes: defer the product of a 4-bit LM head.
 
-Cause: ``Linear4bit.forward`` multiplies by ``bitsandbytes.matmul_4bit``, an autograd function, which asks its input nothing that
-could be answered. Versions: bitsandbytes 0.50. It can go when Linear4bit multiplies by a function of torch.
+Cause: ``Linear4bit.forward`` multiplies by ``bitsandbytes.matmul_4bit``, an autograd function, which calls nothing on its input
+that a ``HeadInput`` could intercept. Versions: bitsandbytes 0.50. Can be removed when Linear4bit multiplies by a torch function.
 
-How: ``Linear4bit.forward`` looks that name up at each call. It answers the input of a head whose product is to be put off, and
-passes everything else on; what else the forward does (casts to the compute dtype and back) stays its own, and so does what PEFT
-and accelerate wrap around it.
+How: ``Linear4bit.forward`` looks up that name at each call. The replacement handles a ``HeadInput`` and passes everything else
+on. The rest of the forward (casts to the compute dtype and back) is unchanged, and so are the wrappers of PEFT and accelerate.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _OURS = "_hf_cce"
 
 
 def enter() -> None:
-    """From now on 4-bit heads are answered; nothing to do without bitsandbytes."""
+    """Replace ``matmul_4bit``, once; do nothing if bitsandbytes is not loaded."""
     bitsandbytes: Any = sys.modules.get("bitsandbytes")
     original = getattr(bitsandbytes, "matmul_4bit", None)
     if original is not None and not hasattr(original, _OURS):

@@ -1,17 +1,18 @@
-"""Transformers: the head of a causal LM defers its multiplication during a training call, and during any call with labels.
+"""Transformers: make the head of a causal LM defer its product during training calls, and during any call with labels.
 
-Cause: a causal LM's forward multiplies hidden states [B, S, D] with the head [V, D] and hands all logits [B, S, V] to its loss,
-or to a trainer that computes one. Versions: transformers 5.0 and newer, read and tested with 5.0, 5.17 and 5.23. It can go when
-Transformers offers a hook between the head and the loss.
+Cause: a causal LM's forward multiplies hidden states [B, S, D] by the head [V, D] and passes all logits [B, S, V] to its loss,
+or to a trainer that computes one. Versions: transformers 5.0 and newer, read and tested with 5.0, 5.17 and 5.23. Can be removed
+when Transformers offers a hook between the head and the loss.
 
-How: two module hooks on the model, module-level functions, no closure. Before such a call the head's ``forward`` is
-swapped for one that returns lazy logits (``hf_cce.deferred``); after the call, or an exception, it is put back. Hooks and not
-a new ``model.forward``, because the signature that Trainer and ``generate`` inspect, the forward that accelerate, TRL and
-DeepSpeed wrap, copies, pickles and DataParallel replicas then stay what they are (a forward that closes over the bound
-original trains the original's weights after a deepcopy). Swapped per call, not for good, because the head may be another
-module by the next call: resized, quantised, wrapped by PEFT. State lives in ``model._hf_cce`` and, during a call, in the
-head's own ``__dict__``: the call under way, which knows the one that it interrupts. torch runs no hook after Ctrl-C: the head
-then stays swapped until ``apply_cce`` or ``remove_cce``, and answers with lazy logits, which are right for whoever asks.
+How: two module hooks on the model, module-level functions without closures. Before such a call the head's ``forward`` is
+replaced by one that returns deferred logits (``hf_cce.deferred``); after the call, or an exception, it is restored.
+
+Hooks leave ``model.forward`` unchanged: Trainer and ``generate`` inspect its signature, accelerate, TRL and DeepSpeed wrap it,
+and copies, pickles and DataParallel replicas keep working. (A new forward that closes over the original bound method would
+train the original's weights after a deepcopy.) The head is patched per call, because by the next call it may be another module:
+resized, quantized, or wrapped by PEFT. State lives in ``model._hf_cce`` and, during a call, in the head's ``__dict__``: the
+current call, linked to the call that it interrupts. torch runs no hooks after Ctrl-C. The head then stays patched until
+``apply_cce`` or ``remove_cce``, and returns deferred logits, which are correct in any use.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ STATE = "_hf_cce"
 
 
 class _Entry(NamedTuple):
-    """What a head is in while a call of its model is under way."""
+    """State of a head during a call of its model."""
 
-    call: TrainingCall | None  # None: it does what it always did
+    call: TrainingCall | None  # None: use the head's own forward
     outer: Any = None  # the entry of the call that this one interrupts
-    guest: bool = False  # the call is that of a patched model around this one
+    guest: bool = False  # the call belongs to a patched model that contains this one
 
 
 @dataclass
 class Patch:
-    """What one patched model carries: its options, its counters, its two hooks."""
+    """State of one patched model: options, counters and the two hooks."""
 
     config: CCEConfig
-    labels_position: int | None  # where forward takes labels when they come without a name
+    labels_position: int | None  # index of labels among forward's positional arguments
     stats: Stats = field(default_factory=Stats)
     filter_state: FilterState = field(default_factory=FilterState)
     token_sums: TokenSums = field(default_factory=TokenSums)
     handles: list[RemovableHandle] = field(default_factory=list)
-    forward: Any = None  # the head's forward during a call: kept, because Dynamo makes a new graph for a new object
+    forward: Any = None  # the head's forward during a call; cached, as Dynamo makes a new graph for a new object
     warned: bool = False
     set_loss_function: bool = False
 
@@ -66,15 +67,15 @@ class Patch:
         self.filter_state.counters = self.stats
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "forward": None}  # it holds a head, which may have been replaced since
+        return {**vars(self), "forward": None}  # it refers to a head that may have been replaced since
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        peft_tuner.enter(STATE)  # where a model is unpickled nobody may have called ``patch``
+        peft_tuner.enter(STATE)  # the process that unpickles a model may not have called ``patch``
         vars(self).update(state)
         self.__post_init__()
 
     def around(self, model: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``call``, which reaches the forward of ``model`` past its hooks, and do before and after it what they would do."""
+        """Run ``call``, which runs the forward of ``model`` without its hooks, with the work of the hooks before and after it."""
         output = changed = None
         _before(model, args, kwargs)
         try:
@@ -85,7 +86,7 @@ class Patch:
 
 
 def patch(model: nn.Module, config: CCEConfig) -> None:
-    """Patch one instance; on a patched one only the options change."""
+    """Patch one instance; on a patched one, only replace the options."""
     peft_tuner.enter(STATE)
     state = patch_of(model)
     if state is not None and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in state.handles):
@@ -93,8 +94,8 @@ def patch(model: nn.Module, config: CCEConfig) -> None:
         if (head := find_head(model)) is not None:
             _put_back(head, everything=True)
         return
-    unpatch(model)  # somebody has cleared its hooks
-    torch.compiler.assume_constant_result(_tell)  # not at import: it loads Dynamo, as Transformers' models have by now
+    unpatch(model)  # its hooks were removed by other code
+    torch.compiler.assume_constant_result(_tell)  # not at import, as it loads Dynamo; models have loaded it by now
     state = Patch(config, labels_position(type(model)))
     state.handles = [
         model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
@@ -106,17 +107,16 @@ def patch(model: nn.Module, config: CCEConfig) -> None:
 
 
 def cce_stats(state: Patch) -> dict[str, float]:
-    """What happened in the training calls of a patched model, counts as int; ``model.cce_stats()``. Waits for the device.
+    """Return the counters of a patched model's training calls, counts as int; ``model.cce_stats()``. Synchronizes the device.
 
     Returns:
-        ``calls`` in training mode; ``fused``, losses that made no logits (a call may have several); ``few_tokens``, calls of so
-        few tokens that the model's own loss was left to do it, which is then faster; ``missed``, calls that ended without a fused
-        loss; ``materialized``, how often full logits were made nevertheless, by a head that cannot put them off or afterwards,
-        and ``read``, how often of these for somebody who used ``outputs.logits``; ``bypassed``, calls that TRL answered with a
-        fused head of its own; ``traced``, 1 where a compiled graph holds the fused loss (such a graph counts its
-        scalar cross-entropies alone, each as a call); with
-        ``token_stats``, means over all labels so far: ``token_accuracy``, ``entropy`` and ``perplexity``; and, once the
-        gradient filter has run, what ``FilterState.stats`` says of its last step.
+        ``calls``: calls in training mode. ``fused``: losses without logits (a call may have several). ``few_tokens``: calls with
+        so few tokens that the model's own loss is faster and was used. ``missed``: calls that ended without a fused loss.
+        ``materialized``: how often full logits were computed, by a head that cannot defer or afterwards; ``read``: how many of
+        these because ``outputs.logits`` was used. ``bypassed``: calls that used TRL's own fused head. ``traced``: 1 if a
+        compiled graph contains the fused loss; such a graph counts only its scalar cross-entropies, each as a call.
+        With ``token_stats``, means over all labels so far: ``token_accuracy``, ``entropy`` and ``perplexity``. Once the gradient
+        filter has run, also the ``FilterState.stats`` of its last step.
     """
     if not state.handles:
         raise RuntimeError("the model is not patched any more")
@@ -125,7 +125,7 @@ def cce_stats(state: Patch) -> dict[str, float]:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Take everything back that ``patch`` did; nothing to do on an unpatched model."""
+    """Undo ``patch``; do nothing on an unpatched model."""
     state = patch_of(model)
     if state is None:
         return
@@ -141,15 +141,15 @@ def unpatch(model: nn.Module) -> None:
 
 
 def patch_of(model: nn.Module) -> Patch | None:
-    """The state of a patched model, None of any other."""
+    """Return the state of a patched model, None for any other."""
     state = model.__dict__.get(STATE)
     return state if isinstance(state, Patch) else None
 
 
 def _name_the_loss(model: nn.Module) -> bool:
-    """Set the loss function that the model would fall back to, where it has no ``loss_type`` of its own (GPT-2, BERT).
+    """Set the default loss function on a model without a ``loss_type`` (GPT-2, BERT); return True if it was set.
 
-    The property logs a warning on that way, at which ``torch.compile(fullgraph=True)`` stops, with or without us.
+    Otherwise the model's property logs a warning, at which ``torch.compile(fullgraph=True)`` stops, patched or not.
     """
     if getattr(model, "loss_type", None) is not None or "_loss_function" in model.__dict__:
         return False
@@ -158,7 +158,7 @@ def _name_the_loss(model: nn.Module) -> bool:
 
 
 def _leave_the_loss(model: nn.Module, state: Patch) -> None:
-    """Take that back, but for a loss function that somebody else has set since."""
+    """Undo ``_name_the_loss``, unless another loss function was set since."""
     if state.set_loss_function and model.__dict__.get("_loss_function") is _default_loss():
         model.__dict__.pop("_loss_function")
     state.set_loss_function = False
@@ -176,16 +176,16 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     compiling, labels = torch.compiler.is_compiling(), _has_labels(state, args, kwargs)
     outer = None if compiling else head.__dict__.get(STATE)
-    if outer is not None and outer.call is not None and outer.call.owner is not state:  # the loss is that model's
+    if outer is not None and outer.call is not None and outer.call.owner is not state:  # outer model computes the loss
         _put_on(model, state, head, _Entry(outer.call, outer, guest=True))
         return
     if not compiling and getattr(model, "loss_type", None) is not None:
-        _leave_the_loss(model, state)  # it would win over the type that the model has been given since
+        _leave_the_loss(model, state)  # it would override a loss_type that was set since
     training = model.training and torch.is_grad_enabled()
     if kwargs.get("fused_lm_head"):
         _enter_trl(state, training and (labels or kwargs.get("shift_labels") is not None))
         deferring = False
-    elif compiling or getattr(model, "_is_replica", False):  # whose output holds no logits
+    elif compiling or getattr(model, "_is_replica", False):  # their outputs contain no logits
         deferring = training and labels
     else:
         deferring = training or labels
@@ -207,36 +207,36 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if compiling:
                 _tell(reason)
             call.note_refused(reason)
-            call.note_full_logits()  # as the head is about to
+            call.note_full_logits()  # the head is about to compute them
             _close(state, call, head)
     if outer is not None:
         _put_on(model, state, head, _Entry(None, outer))
 
 
 def _enter_trl(state: Patch, training: bool) -> None:
-    """A call of the fused head that TRL gives to its models: it is answered, or counted as none of ours."""
+    """Handle a call of the fused head that TRL adds to its models, or count it as bypassed."""
     call = TrainingCall(state.config, state.stats, state.filter_state) if training else TrainingCall(state.config)
     if (torch.compiler.is_compiling() or not trl.enter(call)) and training:
         _note_bypass(state)
 
 
 def _put_on(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> None:
-    """Put ``_deferring_forward`` in the place of the head's, for the time of a call."""
+    """Replace the head's forward by ``_deferring_forward`` for the duration of a call."""
     previous = head.__dict__.get("forward")
-    if _is_ours(previous):  # of a call around this one, or left by a compiled call
+    if _is_ours(previous):  # set by an outer call, or left by a compiled call
         previous = previous.args[1]
     forward = state.forward
     if forward is None or forward.args[0] is not head or forward.args[1] is not previous:
         forward = functools.partial(_deferring_forward, head, previous)
-        if not getattr(model, "_is_replica", False):  # replicas share the state, each has a head of its own
+        if not getattr(model, "_is_replica", False):  # replicas share the state but have heads of their own
             state.forward = forward
     setattr(head, STATE, entry)
     head.forward = forward
 
 
 def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """What the head's own forward returns, or the one that accelerate had put there, not multiplied out."""
-    if hidden_states is None and "input" in kwargs:  # as torch.nn.Linear calls it
+    """Return the deferred output of the head's forward, or of ``previous``, which accelerate had put in its place."""
+    if hidden_states is None and "input" in kwargs:  # the argument's name in torch.nn.Linear
         hidden_states = kwargs.pop("input")
     entry = head.__dict__.get(STATE)
     call = None if entry is None else entry.call
@@ -265,13 +265,13 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
         and not isinstance(output, LazyTensor)
         and not call.few_tokens
     ):
-        call.note_full_logits()  # by a head, or an adapter on it, that does more than is known to be put off
+        call.note_full_logits()  # the head, or an adapter on it, does something that cannot be deferred
     return output
 
 
 @contextlib.contextmanager
 def _base_layer_answers(head: nn.Module, call: TrainingCall) -> Iterator[None]:
-    """The Linear inside an adapter puts its product off, too, of hidden states that the adapter has changed (OFT)."""
+    """Let the Linear inside an adapter defer its product too, for hidden states that the adapter has changed (OFT)."""
     base: Any = head
     while hasattr(base, "base_layer"):
         base = base.base_layer
@@ -307,10 +307,10 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         return None
     _close(state, call, head)
     if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
-        # A graph and DataParallel's gather hand on tensors only
+        # A compiled graph and DataParallel's gather return tensors only
         return _with_logits(output, lambda value: None)
     if any(isinstance(x, LazyLogits) and not isinstance(x, torch.Tensor) for x in _values_of(output)):
-        # Deferred in a graph, of the head or of the model's forward alone
+        # Only the head, or only the model's forward, is compiled, and its graph returned them
         return _with_logits(output, lambda value: to_wrapper(value.recipe))
     return None
 
@@ -320,10 +320,10 @@ def _is_ours(forward: Any) -> TypeGuard[functools.partial[Any]]:
 
 
 def _put_back(head: nn.Module, everything: bool = False) -> _Entry | None:
-    """End the call under way, and give the head back to the one that it interrupted, or its own forward.
+    """End the current call and restore the entry of the call that it interrupted, or else the head's own forward.
 
-    Dynamo turns an attribute that is set and deleted in one graph into a deletion of what never was. So in a graph the
-    swapped forward stays, without a call, and does what it replaced; the next call outside, or ``unpatch``, removes it.
+    Dynamo turns setting and deleting an attribute in one graph into deleting an attribute that never existed. So in a graph the
+    replaced forward stays, without a call, and does what the original does; the next eager call or ``unpatch`` removes it.
     """
     entry = head.__dict__.get(STATE)
     if torch.compiler.is_compiling():
@@ -356,7 +356,7 @@ def _values_of(output: Any) -> Any:
 
 
 def _with_logits(output: Any, change: Any) -> Any:
-    """The same return value with other logits; a tuple without those that are None, as ``to_tuple`` leaves None out."""
+    """Return the output with changed logits; a tuple drops logits that become None, as ``to_tuple`` does."""
     changed = [change(value) if isinstance(value, LazyLogits) else value for value in _values_of(output)]
     if isinstance(output, tuple):
         gone = [isinstance(old, LazyLogits) and new is None for old, new in zip(output, changed, strict=True)]
@@ -365,7 +365,7 @@ def _with_logits(output: Any, change: Any) -> Any:
 
 
 def _note_bypass(state: Patch) -> None:
-    """A call of TRL's forward, which calls neither the head nor the model's loss: say once that nothing comes of us."""
+    """Count a call of TRL's forward, which bypasses the head and the model's loss, and warn once that the patch has no effect."""
     if torch.compiler.is_compiling():
         return
     state.stats.bypassed += 1
@@ -378,11 +378,11 @@ def _note_bypass(state: Patch) -> None:
 
 
 def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
-    """Count a finished training call, and say once per model when it missed the fused loss, or made logits after all."""
+    """Count a finished training call; warn once per model if it missed the fused loss or computed full logits."""
     if torch.compiler.is_compiling():
         return
     call.close()
-    state.stats.calls += 1 - call.traced  # those that a graph has counted
+    state.stats.calls += 1 - call.traced  # the graph counts traced losses itself
     if (call.few_tokens or not call.labels) and not call.reasons:
         return  # without labels, the logits are read after the call
     missed = call.fused == 0
@@ -403,7 +403,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
             )
         if call.full_logits:
             _tell(why)
-        else:  # TRL's own fused head did it, or a loss of the model's own that takes no logits
+        else:  # TRL's own fused head, or a loss of the model that takes no logits
             warn(
                 f"hf_cce: a training call of this model ended without the fused loss: {why}. The loss is correct; no memory is "
                 "saved."
@@ -411,6 +411,6 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
 
 
 def _tell(why: str) -> bool:
-    """Warn that logits are made. While a graph is traced this runs once, there and then: Dynamo takes it for a constant."""
+    """Warn that full logits are computed. While a graph is traced this runs once, as Dynamo treats the call as a constant."""
     warn(f"hf_cce fell back to full logits: {why}. The loss is correct; no memory is saved.")
     return True

@@ -1,8 +1,8 @@
-"""Transformers classes: every instance made later is patched, whichever way it is made.
+"""Transformers classes: patch every instance that is created later, however it is created.
 
-Cause: users of class-level patches call them before ``from_pretrained``. ``cls(config)``, ``from_pretrained`` and the
-AutoModel classes all go through ``cls.__init__``, which is wrapped here; a subclass that calls ``super().__init__`` is
-patched too. Versions: any. It can go when instance patching is all that users ask for.
+Cause: users of class-level patches apply them before ``from_pretrained``. ``cls(config)``, ``from_pretrained`` and the
+AutoModel classes all call ``cls.__init__``, which is wrapped here; a subclass that calls ``super().__init__`` is patched too.
+Versions: any. Can be removed when users need only the patch of instances.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ CONFIG = "_hf_cce_config"
 
 
 def patch_class(cls: type, config: CCEConfig) -> None:
-    """Instances of ``cls`` made from now on are patched with ``config``; on a patched class only the options change."""
+    """Patch instances of ``cls`` created from now on with ``config``; on a patched class, only replace the options."""
     if CONFIG not in vars(cls):
         cls.__init__ = _patching(cls.__init__)  # type: ignore[misc]
     setattr(cls, CONFIG, config)
 
 
 def unpatch_class(cls: type) -> None:
-    """Instances of ``cls`` made from now on are left alone."""
+    """Stop patching new instances of ``cls``."""
     if CONFIG not in vars(cls):
         return
     delattr(cls, CONFIG)
     ours: Any = vars(cls)["__init__"]
-    if getattr(ours, "__code__", None) is not _CODE:  # somebody has wrapped it since; ours does nothing more below
+    if getattr(ours, "__code__", None) is not _CODE:  # it was wrapped since; without CONFIG ours does nothing
         return
     init = ours.__wrapped__
     del cls.__init__  # type: ignore[misc]
@@ -42,7 +42,7 @@ def _patching(init: Any) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         config = getattr(type(self), CONFIG, None)  # of the nearest patched class
-        if config is not None:  # else taken back, under what somebody else has wrapped around this
+        if config is not None:  # None: unpatched, but still inside another wrapper
             patch(self, config)
 
     return __init__

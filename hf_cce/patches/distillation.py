@@ -1,15 +1,15 @@
-"""TRL: DistillationTrainer's divergence of student and teacher is computed by ``linear_divergence``.
+"""TRL: compute the divergence of student and teacher in DistillationTrainer, GKD and GOLD with hf_cce's operator.
 
-Cause: the trainer runs both models without their heads and calls, by a name of its module, ``ChunkedDivergenceFunction.apply``
-with hidden states and head weights. Versions: TRL 1.16; the arguments are compared with those known here, and another TRL is
-left alone. It can go when TRL has a place for another kernel.
+Cause: DistillationTrainer runs both models without their heads and calls ``ChunkedDivergenceFunction.apply``, by a name of its
+module, with hidden states and head weights. Versions: TRL 1.16; a TRL whose functions have other arguments is not patched. Can
+be removed when TRL accepts other kernels.
 
-How: ``CCECallback`` knows the trainer by the type of its arguments. ``training_step`` of the trainer's class is wrapped, because
-callbacks are not told of a step that raises; while it runs for a patched model, the name answers by our operator. Evaluation
-keeps TRL's function, as does a head that DeepSpeed ZeRO-3 gathers for the time of TRL's call alone.
+How: ``CCECallback`` recognizes the trainer by the type of its arguments. ``training_step`` of the trainer's class is wrapped,
+because callbacks are not called when a step raises. While it runs for a patched model, the name refers to hf_cce's operator.
+TRL's function is used in evaluation, and for a head that DeepSpeed ZeRO-3 gathers only during TRL's call.
 
-GKD and GOLD give the logits of both models to a static method, ``generalized_jsd_loss``, which is wrapped: where those of the
-student are deferred, ``linear_divergence`` takes them with the teacher's real ones. Everything else goes to what was there.
+GKD and GOLD pass the logits of both models to a static method, ``generalized_jsd_loss``, which is wrapped: it handles deferred
+logits of the student with full logits of the teacher, and passes everything else to the original.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ARGUMENTS_ON_LOGITS = (
     "student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction", "logits_are_probs",
     "num_items_in_batch",
 )  # fmt: skip
-# A callback's method of this name takes the model and returns a context manager: a step of the trainer
+# Name of a callback's method that takes the model and returns the context manager in which a training step runs
 STEP = "_distillation_step"
 _current: ContextVar[tuple[CCEConfig, Stats] | None] = ContextVar("hf_cce_distillation", default=None)
 
@@ -68,7 +68,7 @@ def _answer(running: tuple[CCEConfig, Stats], asked: dict[str, Any]) -> Any:
 
 
 def _head(asked: dict[str, Any], side: str) -> TeacherHead:
-    """One of the two models of a call of TRL's function, in the dtype of its hidden states."""
+    """Return the head of one of the two models in a call of TRL's function, in the dtype of its hidden states."""
     hidden, weight, bias = (asked[f"{side}_{part}"] for part in ("hidden", "weight", "bias"))
     bias = None if bias is None else bias.to(hidden.dtype)
     scale, softcap = asked[f"{side}_logit_scale"], asked[f"{side}_final_logit_softcapping"]
@@ -76,7 +76,7 @@ def _head(asked: dict[str, Any], side: str) -> TeacherHead:
 
 
 def ready(args: Any) -> bool:
-    """Whether ``args`` are a DistillationTrainer's that can be answered; from now on its steps run within ``STEP``."""
+    """Return True if ``args`` belong to a supported DistillationTrainer; from then on its steps run within ``STEP``."""
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(args).__mro__]
     module: Any = sys.modules.get(MODULE) if ARGUMENTS_OF_TRAINER in names else None
     trainer = getattr(module, "DistillationTrainer", None)
@@ -90,7 +90,7 @@ def ready(args: Any) -> bool:
 
 @contextmanager
 def answering(config: CCEConfig, stats: Stats) -> Iterator[None]:
-    """Answer in this thread, and count, until the block ends."""
+    """Handle and count the divergences of this thread within this block."""
     token = _current.set((config, stats))
     try:
         yield
@@ -112,7 +112,7 @@ def _within(original: Any) -> Any:
 
 
 def enter() -> None:
-    """From now on the divergences of GKD and GOLD are answered; nothing to do where they are, or are not known."""
+    """Wrap the divergence of GKD and GOLD, once; do nothing if it is not loaded or has other arguments."""
     for module, name in TRAINERS_ON_LOGITS.items():
         trainer: Any = getattr(sys.modules.get(module), name, None)
         original = getattr(trainer, ON_LOGITS, None)

@@ -1,9 +1,9 @@
-"""Liger, Apple's CCE and Unsloth: name the fused loss that is already on a model, so that two do not fight over it.
+"""Liger, Apple's CCE and Unsloth: detect another fused loss on a model, so that the two do not conflict.
 
-Cause: each of them replaces the causal LM's ``forward``, its loss function or ``torch.nn.functional.cross_entropy`` by a function
-of its own, which never asks the head for logits, or reads them. Versions: read in liger-kernel 0.8.5, Axolotl 0.19.0,
+Cause: each replaces the causal LM's ``forward``, its loss function or ``torch.nn.functional.cross_entropy`` by its own function,
+which never calls the head, or reads the logits. Versions: read in liger-kernel 0.8.5, Axolotl 0.19.0,
 unsloth 2026.10.9 with unsloth_zoo 2026.10.9, and cut_cross_entropy.transformers of apple/ml-cross-entropy and of Axolotl's fork.
-It can go when none of them replaces a forward any more.
+Can be removed when none of them replaces a forward any more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-# Where the replacement comes from, as its ``__module__`` begins; who that is; how to switch it off.
+# Prefixes of the replacement's ``__module__``; its name for the user; how to switch it off.
 _OTHERS = (
     (
         ("liger_kernel.",),
@@ -41,7 +41,7 @@ _OTHERS = (
 
 
 def why_other(model: nn.Module | type) -> str | None:
-    """Say which other fused loss is active on a model or a model class, and how to switch it off; None where there is none."""
+    """Return which other fused loss is active on a model or a model class, and how to switch it off; None if there is none."""
     for function in _functions(model):
         module = getattr(function, "__module__", None) or ""
         for prefixes, name, how in _OTHERS:
@@ -52,10 +52,10 @@ def why_other(model: nn.Module | type) -> str | None:
 
 
 def _functions(model: nn.Module | type) -> Iterator[Any]:
-    """Every function that a loss of ``model`` goes through and that others replace, and what each of them wraps."""
+    """Yield every function that the loss of ``model`` uses and that others replace, and the functions that each wraps."""
     from transformers.loss.loss_utils import LOSS_MAPPING
 
-    # Not model.loss_function: where there is no loss_type, that property logs a warning.
+    # Not model.loss_function: without a loss_type, that property logs a warning.
     by_type = LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
     loss = vars(model).get("_loss_function") or by_type
     cls = model if isinstance(model, type) else type(model)

@@ -1,12 +1,12 @@
-"""PEFT: an adapter calls the ``forward`` of the model that it wraps, and with it none of the model's hooks.
+"""PEFT: run the model's hooks although an adapter calls the model's ``forward`` directly.
 
-Cause: ``BaseTuner.forward`` of PEFT 0.18 to 0.20 is ``return self.model.forward(…)``; from 0.21 on it is
-``return self.model(…)``. Two tuners do so in 0.21.2 still: ``AdaLoraModel.forward`` calls ``self.model.forward(…)`` and adds a
-penalty to the loss in place, ``AdaptionPromptModel.__init__`` makes the model's forward its own. Versions: read and tested with
-PEFT 0.18 and 0.21.2. It can go when none of the PEFT that are supported does so.
+Cause: ``BaseTuner.forward`` of PEFT 0.18 to 0.20 is ``return self.model.forward(…)``, which runs no hooks; from 0.21 on it is
+``return self.model(…)``. In 0.21.2 two tuners still run none: ``AdaLoraModel.forward`` calls ``self.model.forward(…)`` and adds
+a penalty to the loss in place, and ``AdaptionPromptModel.__init__`` uses the model's forward as its own. Versions: read and
+tested with PEFT 0.18 and 0.21.2. Can be removed when no supported version of PEFT does so.
 
-How: where PEFT is installed, it is imported when a model is patched. An older ``BaseTuner`` gets the forward of 0.21. The other
-two get a ``__call__`` that does what our hooks do around what it did: what they do with model and loss stays their own.
+How: if PEFT is installed, it is imported when a model is patched. An older ``BaseTuner`` gets the forward of 0.21. The other
+two get a ``__call__`` that does the work of the hooks around the original call, and leaves their own code unchanged.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-CALLS_THE_MODEL = (0, 21)  # ``BaseTuner`` does from this release on
+CALLS_THE_MODEL = (0, 21)  # ``BaseTuner`` calls the model, with its hooks, from this release on
 TUNERS = {"peft.tuners.adalora": "AdaLoraModel", "peft.tuners.adaption_prompt": "AdaptionPromptModel"}
 
 
 def enter(state: str) -> None:
-    """From now on adapters do with a model that has the attribute ``state`` what its hooks do, whichever way they call it.
+    """Make adapters run the hooks of a patched model, which has the attribute ``state``, however they call it.
 
-    Its value has a method ``around(model, call, args, kwargs)``: ``call(*args, **kwargs)``, which calls the model's forward,
-    with what the hooks of the patch do before it and after it.
+    Its value has a method ``around(model, call, args, kwargs)``, which runs ``call(*args, **kwargs)`` with the work of the hooks
+    before and after it. ``call`` runs the model's forward.
     """
     try:
         release = re.match(r"(\d+)\.(\d+)", version("peft"))

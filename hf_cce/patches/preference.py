@@ -1,13 +1,12 @@
-"""TRL: the kernel behind ``selective_log_softmax``, ``selective_log_softmax_and_entropy`` and ``entropy_from_logits``.
+"""TRL: replace the kernel of ``selective_log_softmax``, ``selective_log_softmax_and_entropy`` and ``entropy_from_logits``.
 
-Cause: the experimental trainers (ORPO, CPO, TPO, A2PO, SDPO, SDFT …) give ``model(input_ids, …).logits`` to these functions. On a
-GPU they run a Triton kernel on the logits' memory, which deferred logits do not have; everywhere else they are written in PyTorch
-operations that ``hf_cce.deferred.answers`` knows, though with a pass over the vocabulary for each sequence. Versions: TRL 1.16;
-the arguments are compared with those known here, and another TRL is left alone. It can go when TRL gives these trainers its fused
-LM head.
+Cause: the experimental trainers (ORPO, CPO, TPO, A2PO, SDPO, SDFT …) pass ``model(input_ids, …).logits`` to these functions. On
+a GPU they run a Triton kernel on the logits' memory, which deferred logits do not have. Elsewhere they use PyTorch operations
+that ``hf_cce.deferred.answers`` supports, but with one pass over the vocabulary per sequence. Versions: TRL 1.16; a TRL whose
+functions have other arguments is not patched. Can be removed when TRL gives these trainers its fused LM head.
 
-How: the three functions look two names up in ``trl.trainer.utils`` at each call, whether the kernel takes these tensors, and the
-kernel. Both answer for deferred logits and pass everything else on.
+How: at each call, the three functions look up two names in ``trl.trainer.utils``: the check whether the kernel supports these
+tensors, and the kernel. The replacements handle deferred logits and pass everything else on.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _OURS = "_hf_cce"
 
 
 def enter() -> None:
-    """From now on deferred logits are answered; nothing to do where they are, or where this TRL is another one than is known."""
+    """Replace both functions, once; do nothing if this TRL is not loaded or has other arguments."""
     utils: Any = sys.modules.get("trl.trainer.utils")
     functions = {name: getattr(utils, name, None) for name in ARGUMENTS}
     if any(not inspect.isfunction(each) or hasattr(each, _OURS) for each in functions.values()):

@@ -1,4 +1,4 @@
-"""Causal LMs that are declined, and why: one table of classes, and the rules that need no table; and the special ones."""
+"""Causal LMs that are refused, by a table of classes or by rules, with the reason; and those that still make large tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSED: dict[str, str] = {
     "Qwen3OmniMoeForConditionalGeneration": _SEVERAL_MODELS,
 }
 
-# Trained right, but a tensor of tokens x vocabulary is made all the same.
+# The loss is correct, but a tensor of tokens x vocabulary is still allocated.
 SPECIAL: dict[str, str] = {
     "BltForCausalLM": "its loss makes no logits, but its byte patcher, a small LM with a head of its own, makes those it cuts by",
     "DoryForCausalLM": "its LM head scales each logit by a weight of its own, so it gets full logits",
@@ -34,7 +34,7 @@ SPECIAL: dict[str, str] = {
 
 
 def why_refuse_class(cls: type) -> str | None:
-    """Why no instance of ``cls`` can be patched; None where one can."""
+    """Return why no instance of ``cls`` can be patched; None if one can."""
     for base in cls.__mro__:
         if base.__name__ in REFUSED:
             return REFUSED[base.__name__]
@@ -45,18 +45,18 @@ def why_refuse_class(cls: type) -> str | None:
 
 
 def labels_position(cls: type) -> int | None:
-    """Where the forward takes labels that come without a name; None where it takes no such."""
+    """Return the index of labels among forward's positional arguments; None if it takes no positional labels."""
     parameters = _parameters_with_labels(cls)
     own = inspect.signature(getattr(cls, "forward", lambda: None)).parameters.values()
     others = [parameter.name for parameter in own if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     handed_on = len(others) == 1 and any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own)
-    if parameters is None or not ("labels" in others or handed_on):  # self, and *args for the next class's forward
+    if parameters is None or not ("labels" in others or handed_on):  # handed_on: the signature is (self, *args)
         return None
     return parameters.index("labels") - 1
 
 
 def _parameters_with_labels(cls: type) -> list[str] | None:
-    """The parameters of the forward, or of the next class's forward that it hands all keywords on to; None without labels."""
+    """Return the parameters of the first forward in the MRO with labels, if those before it take **kwargs; else None."""
     for base in cls.__mro__:
         if "forward" in vars(base):
             parameters = inspect.signature(getattr(base, "forward")).parameters  # noqa: B009  # mypy: not every class has it
@@ -68,7 +68,7 @@ def _parameters_with_labels(cls: type) -> list[str] | None:
 
 
 def why_refuse(model: nn.Module) -> str | None:
-    """Why this instance cannot be patched: its class, or its head; None where it can."""
+    """Return why this instance cannot be patched, because of its class or its head; None if it can."""
     reason = why_refuse_class(type(model))
     if reason is not None:
         return reason

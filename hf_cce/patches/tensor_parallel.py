@@ -1,10 +1,10 @@
-"""Transformers and torch: heads whose weight tensor parallelism has spread over processes, and which of them defer.
+"""Transformers and torch: which LM heads under tensor parallelism can defer.
 
 Cause: code around the head's forward makes its input a DTensor and gathers its output. Versions, read and tested:
-torch.distributed.tensor.parallel and transformers 5.0 do it in module hooks, whose DTensors reach the head's forward and
-which take ShardedLogits for one: these defer. transformers 5.17 to 5.23 put a function in the place of ``head.forward`` that
-asks for a DTensor by type, and transformers 5.8 keeps a plain slice on each process and gathers in a hook: full logits. It can
-go when Transformers offers a hook between the head and the loss.
+torch.distributed.tensor.parallel and transformers 5.0 do this in module hooks. Their DTensors reach the head's forward, and they
+accept ShardedLogits in place of a DTensor, so these heads defer. transformers 5.17 to 5.23 replace ``head.forward`` by a function
+that checks for the DTensor type, and transformers 5.8 keeps a plain slice on each process and gathers in a hook: full logits.
+Can be removed when Transformers offers a hook between the head and the loss.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _MADE_BY = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 
 
 def why_not(head: nn.Module, *, compiling: bool = False) -> str | None:
-    """Why ``head`` cannot put its multiplication off under the tensor parallelism that is applied to it; or None."""
+    """Return why ``head`` cannot defer its product under the tensor parallelism that is applied to it, or None."""
     for module in head.modules():
         own = module.__dict__
-        # The latter is what accelerate's hooks wrapped
+        # accelerate's hooks keep the forward that they wrap as ``_old_forward``
         replaced = any(_is_tp_forward(own.get(name)) for name in ("forward", "_old_forward"))
         planned = "_hf_tp_plan" in own or own.get("_distribute_module_applied", False)
-        if compiling:  # Dynamo does not see the name of the function; this is Transformers' mark
+        if compiling:  # Dynamo does not see the function's name, but it sees this attribute of Transformers
             planned = planned or own.get("_is_hooked", False)
         if not planned and not replaced:
             continue

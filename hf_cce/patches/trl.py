@@ -1,16 +1,15 @@
-"""TRL: the fused LM head that it gives to every model computes its per-token log-probabilities by our operator.
+"""TRL: compute the per-token log-probabilities of its fused LM head with ``linear_log_probs``.
 
 Cause: the trainers for SFT, DPO, KTO, GRPO and RLOO replace the model's forward (``trl.trainer.utils.add_fused_lm_head``) and
-call ``model(..., fused_lm_head=True)``, which calls neither the head nor the model's loss. What it calls, by a name that is
-looked up each time, is ``trl.trainer.utils._ChunkedLogProbFunction.apply``. Versions: TRL 1.16; the arguments are compared with
-those known here, and another TRL is left alone. It can go when TRL has a place for another kernel.
+call ``model(..., fused_lm_head=True)``, which uses neither the head's forward nor the model's loss. It calls
+``trl.trainer.utils._ChunkedLogProbFunction.apply``, a name that is looked up at each call. Versions: TRL 1.16; a TRL whose
+function has other arguments is not patched. Can be removed when TRL accepts other kernels.
 
-How: the name is given to an object whose ``apply`` looks whether a call of a patched model is on its way in this thread, and
-passes everything else on to what was there. SFT's gradients go through the filter, as those of a loss do; the other trainers'
-are exact. The calls without gradients, of evaluation and of the old policy, are answered too: their log-probabilities must be
-those of the training call to the last bit, or the ratio of policies is not one. Under DeepSpeed ZeRO-3 TRL gathers the head for
-the time of this call alone: a frozen one, as under LoRA, is held until the backward pass, which follows; one with a gradient
-keeps TRL's function, which makes that gradient at once.
+How: the name is bound to an object whose ``apply`` handles the calls of patched models in this thread and passes everything else
+to the original. SFT's gradients use the gradient filter, like those of a loss; the other trainers' are exact. Calls without
+gradients (evaluation, the old policy) are handled too: their log-probabilities must equal those of the training call bit for
+bit, or the ratio of policies is not one. Under DeepSpeed ZeRO-3, TRL gathers the head only for this call. A frozen head, as
+under LoRA, is kept until the backward pass. A trainable one uses TRL's function, which computes its gradient at once.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ ARGUMENTS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",
 )  # fmt: skip
-# Only SFT asks for these and no more. The others compare their log-probabilities with those of a call without gradients, from
-# which the filter's differ by rounding.
+# Only SFT requests exactly these. The other trainers compare log-probabilities with those of a call without gradients; with the
+# gradient filter these would differ by rounding.
 SFT_OUTPUTS = {"entropy", "is_top1"}
 Answer = Callable[[Any, dict[str, Any]], Any]
 _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", default=None)
 
 
 class Replacement:
-    """Stands where TRL looks for an autograd function, and answers while ``current`` holds something.
+    """Replaces an autograd function of TRL and handles its calls while ``current`` is set.
 
-    ``answer`` gets that value and the function's arguments by name, and may return NotImplemented.
+    ``answer`` gets the value of ``current`` and the function's arguments by name, and may return NotImplemented.
     """
 
     def __init__(self, original: Any, current: ContextVar[Any], answer: Answer) -> None:
@@ -62,7 +61,7 @@ class Replacement:
 
 
 def replace(module: Any, name: str, arguments: tuple[str, ...], current: ContextVar[Any], answer: Answer) -> bool:
-    """Put a ``Replacement`` in the place of a function; False if no function there has exactly these arguments."""
+    """Replace a function by a ``Replacement``; return False if it is missing or does not have exactly these arguments."""
     function = getattr(module, name, None)
     if isinstance(function, Replacement):
         return True
@@ -74,8 +73,8 @@ def replace(module: Any, name: str, arguments: tuple[str, ...], current: Context
 
 
 def enter(call: TrainingCall) -> bool:
-    """From now on ``call`` answers, in this thread; False where this TRL cannot be answered."""
-    utils = sys.modules.get("trl.trainer.utils")  # whoever calls with fused_lm_head=True has imported it
+    """Handle TRL's calls in this thread for ``call`` from now on; return False if this TRL is not supported."""
+    utils = sys.modules.get("trl.trainer.utils")  # imported by any code that calls with fused_lm_head=True
     known = replace(utils, NAME, ARGUMENTS, _current, _answer)
     if known:
         _current.set(call)
@@ -83,7 +82,7 @@ def enter(call: TrainingCall) -> bool:
 
 
 def leave() -> TrainingCall | None:
-    """The call that was on its way, if any; it answers no more."""
+    """End the current call of this thread and return it, or None if there is none."""
     call = _current.get()
     if call is not None:
         _current.set(None)
@@ -91,16 +90,16 @@ def leave() -> TrainingCall | None:
 
 
 def _held(parameter: Tensor) -> Tensor:
-    """A frozen parameter that ZeRO-3 has gathered as a tensor whose values outlive its release; another parameter as it is."""
+    """Return a frozen parameter gathered by ZeRO-3 as a tensor that outlives its release; any other parameter unchanged."""
     return parameter.detach() if gathered(parameter) and not parameter.requires_grad else parameter
 
 
 def _answer(call: TrainingCall, asked: dict[str, Any]) -> Any:
-    """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N], None where not asked for."""
+    """Return (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N], or None if not requested."""
     hidden, bias, temperature, outputs = (asked[name] for name in ("hidden", "bias", "temperature", "outputs"))
     softcap = asked["final_logit_softcapping"]
     held, held_bias = _held(asked["weight"]), None if bias is None else _held(bias)
-    if held.is_meta:  # TRL has moved the hidden states there: nothing can be computed of them any more
+    if held.is_meta:  # TRL has moved the hidden states to meta as well, so their values are lost
         raise RuntimeError(
             "TRL cannot train with an LM head that is offloaded: it reads lm_head.weight, which is not on the device between "
             "the head's own calls; keep lm_head there, and offload model.embed_tokens or nothing, by device_map"
@@ -111,7 +110,7 @@ def _answer(call: TrainingCall, asked: dict[str, Any]) -> Any:
     if reason is not None:
         call.note_refused(reason)
         return NotImplemented
-    # softcap · tanh(scale · z / softcap) / T is what the loss computes with scale / T and softcap / T.
+    # The loss with scale / T and softcap / T uses softcap · tanh(scale · z / softcap) / T.
     result = linear_log_probs(
         hidden,
         held.to(hidden.dtype),
