@@ -11,12 +11,12 @@ import hf_cce
 from hf_cce.cli import bench, check, demo, doctor, estimate, gradcheck, models
 from hf_cce.cli.common import Output
 
-COMMANDS = (doctor, estimate, check, demo, bench, gradcheck, models)  # what users need first comes first
+COMMANDS = (doctor, estimate, check, demo, bench, gradcheck, models)  # in the order of the help: what users need first
 FAILURES = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all sub-commands. A module's ``run`` has its help text; ``add_options``, if any, adds its options."""
+    """Return the parser of all sub-commands. A module has ``run``, whose docstring is the help, and maybe ``add_options``."""
     whole = argparse.ArgumentParser(prog="hf-cce", description="Train language models without materializing logits.")
     whole.add_argument("--version", action="version", version=f"hf-cce {hf_cce.__version__}")
     commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run ``hf-cce`` and return its exit code; argparse exits with 2 where arguments are wrong."""
+    """Run ``hf-cce`` and return its exit code; argparse exits with 2 on wrong arguments."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?" instead of failing

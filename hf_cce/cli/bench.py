@@ -1,4 +1,4 @@
-"""``hf-cce bench``: time, memory and gradient error of the loss on this machine, beside full logits."""
+"""``hf-cce bench``: measure time, memory and gradient error of the loss on this machine, compared with full logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hf-cce check``: does this model train with CCE as it does without, and does it make no logits?"""
+"""``hf-cce check``: check that a model trains with CCE as it does without, and that no logits are materialized."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What all sub-commands share: options with one name for each idea, output, exit codes.
+"""Options, output and exit codes shared by all sub-commands.
 
-Exit codes: 0, the answer is good; 1, it is not; 2, there is no answer (wrong arguments, a missing package, no memory);
+Exit codes: 0, the result is good; 1, it is not; 2, there is no result (wrong arguments, a missing package, no memory);
 130, interrupted.
 """
 
@@ -17,11 +17,11 @@ from typing import Any
 from hf_cce.diagnostics.files import write_json
 
 DTYPES = ("bfloat16", "float16", "float32")
-PROGRESS_SECONDS = 15  # between two lines of progress where there is no terminal
+PROGRESS_SECONDS = 15  # between two lines of progress, without a terminal
 
 
 def size(text: str) -> int:
-    """Return the bytes of "256MiB", "1.5 GiB" or "268435456", as ``CCEConfig`` reads them, here in any case."""
+    """Parse "256MiB", "1.5 GiB" or "268435456" to bytes, like ``CCEConfig`` but case-insensitively."""
     from hf_cce import CCEConfig
 
     try:
@@ -31,7 +31,7 @@ def size(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
+    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
@@ -57,7 +57,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 class Output:
-    """Where a command writes: its answer to standard output, progress to standard error, numbers to a JSON file."""
+    """Output of a command: its result to standard output, progress to standard error, numbers to a JSON file."""
 
     def __init__(self, quiet: bool, json_path: Path | None) -> None:
         self.json_path, self.quiet = json_path, quiet
@@ -70,12 +70,12 @@ class Output:
             print(*lines, sep="\n", flush=True)  # a pipe is not flushed by line
 
     def verdict(self, text: str) -> None:
-        """Print the answer in one sentence, also with ``--quiet``."""
+        """Print the one-sentence result, also with ``--quiet``."""
         if str(self.json_path) != "-":
             print(text)
 
     def progress(self, text: str) -> None:
-        """Show the progress in one line of the terminal; the empty text removes it. Elsewhere print a line now and then."""
+        """Show ``text`` in one line of the terminal; an empty text clears it. Without a terminal, print a line now and then."""
         if self.silent:
             return
         if sys.stderr.isatty():
@@ -85,7 +85,7 @@ class Output:
             print(text, file=sys.stderr, flush=True)
 
     def save(self, report: Any) -> None:
-        """Write the JSON that was asked for; a dict gets the command."""
+        """Write ``report`` to the JSON file, if one was given; add the command line to a dict."""
         if self.json_path is None:
             return
         if isinstance(report, dict):
@@ -100,7 +100,7 @@ def command() -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return rows of cells as aligned text: the first ``left`` columns to the left, the others to the right."""
+    """Return rows of cells as aligned text: the first ``left`` columns left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""``hf-cce demo``: the same small training run without and with CCE, side by side."""
+"""``hf-cce demo``: run the same small training without and with CCE, side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hf-cce doctor``: what is installed, what would run, and how to mend what is missing."""
+"""``hf-cce doctor``: report what is installed, what would run, and how to fix what is missing."""
 
 from __future__ import annotations
 

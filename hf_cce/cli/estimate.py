@@ -1,4 +1,4 @@
-"""``hf-cce estimate``: what a training step will hold in GPU memory, without and with CCE, from the configuration alone."""
+"""``hf-cce estimate``: estimate the GPU memory of a training step, without and with CCE, from the configuration alone."""
 
 from __future__ import annotations
 

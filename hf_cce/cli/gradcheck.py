@@ -1,4 +1,4 @@
-"""``hf-cce gradcheck``: is the fused loss as exact on this device as full logits are?"""
+"""``hf-cce gradcheck``: check that the fused loss is as exact on this device as full logits."""
 
 from __future__ import annotations
 

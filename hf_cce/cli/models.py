@@ -1,4 +1,4 @@
-"""``hf-cce models``: which model types of the installed Transformers train without logits, and which do not and why."""
+"""``hf-cce models``: list the model types of the installed Transformers that train without logits, and why others do not."""
 
 from __future__ import annotations
 

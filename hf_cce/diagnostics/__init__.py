@@ -1,1 +1,1 @@
-"""The work behind ``hf-cce``: demo, doctor, check, estimate, gradcheck, and the bench of the loss on one's own machine."""
+"""Implementation of the ``hf-cce`` sub-commands demo, doctor, check, estimate, gradcheck and bench."""

@@ -1,4 +1,4 @@
-"""``hf-cce bench``: time, memory and gradient error of the loss on random data, beside full logits, in one process.
+"""``hf-cce bench``: compare time, memory and gradient error of the loss with full logits, on random data, in one process.
 
 ``benchmarks/`` measures trained heads and other libraries with the same functions.
 """
@@ -34,7 +34,7 @@ CPU_SHAPES: tuple[Shape, ...] = ((128, 256, 8192), (512, 256, 8192), (512, 256, 
 
 
 def random_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Draw a problem as at the start of pretraining: logits have standard deviation 0.02 √D."""
+    """Draw inputs as at the start of pretraining: logits have standard deviation 0.02 √D."""
     n, d, v = shape
     g = torch.Generator(device=device).manual_seed(n + d + v)
     hidden = torch.randn(n, d, device=device, generator=g).to(dtype)
@@ -48,7 +48,7 @@ def full_logits(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor
 
 
 def made_losses(device: torch.device, memory_budget: int | None) -> dict[str, Loss]:
-    """Return what is measured: hf_cce, full logits, and on a GPU torch.compile of these; on a CPU it takes minutes."""
+    """Return the losses to measure: hf_cce, full logits and, on a GPU, compiled full logits (on a CPU they take minutes)."""
 
     def hf_cce(gradient_filter: Any) -> Loss:
         config = CCEConfig(memory_budget=memory_budget or "auto", gradient_filter=gradient_filter)
@@ -67,17 +67,17 @@ def reference_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def exact_results(problem: Inputs) -> dict[str, Tensor]:
-    """Return the loss and its gradients in ``reference_dtype``, by ``gradcheck``'s names."""
+    """Return the loss and its gradients in ``reference_dtype``, with the keys of ``gradcheck``."""
     return with_full_logits(problem, PLAIN, reference_dtype(problem.hidden.device, problem.hidden.dtype))
 
 
 def interleaved(
     functions: Mapping[Key, Callable[[], Any]], device: torch.device, repeats: int, say: Say
 ) -> dict[Key, list[float]]:
-    """Return the milliseconds of each call. The functions take turns, as clocks fall while a chip warms up.
+    """Return the milliseconds of each call. The functions take turns, because clock rates fall while a chip warms up.
 
-    On a GPU it is the device's own time: each call is queued while the device sleeps, so that the time Python needs to launch
-    kernels is not counted, as in training, where the device is busy with the layers before. Elsewhere it is wall time.
+    On a GPU this is device time: each call is queued while the device sleeps, so the time that Python needs to launch kernels is
+    not counted. Training hides it too, as the device is still busy with earlier layers. Elsewhere it is wall time.
     """
     taken: dict[Key, list[Any]] = {key: [] for key in functions}
     for turn in range(repeats):
@@ -85,7 +85,7 @@ def interleaved(
         for key, function in functions.items():
             if device.type == "cuda":
                 start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                torch.cuda._sleep(24_000_000)  # about 12 ms: a busy host needs several to launch a step
+                torch.cuda._sleep(24_000_000)  # about 12 ms: a busy host takes several ms to launch a step
                 start.record()
                 function()
                 stop.record()
@@ -118,7 +118,7 @@ def extra_mib(step: Callable[[], Any], leaves: Iterable[Tensor]) -> float | None
 
 
 def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) -> dict[str, dict[str, Any]]:
-    """Measure forward and backward of all losses in turns.
+    """Measure forward and backward of all losses, taking turns.
 
     Returns:
         By loss: "ms" (median), "ms_spread" (least, most), "extra_mib" (see ``extra_mib``), "loss_error", "grad_hidden_error",
@@ -138,7 +138,7 @@ def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) ->
     rows: dict[str, dict[str, Any]] = {}
     for name, loss in losses.items():
         say(f"{name}: checking")
-        gc.collect()  # garbage of another loss must not be freed, or counted, during this one
+        gc.collect()  # garbage of the loss before must not be freed, or counted, during this one
         try:
             for _ in range(WARM_UP):
                 value = step(loss)
@@ -162,7 +162,7 @@ def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) ->
 def bench(
     shapes: tuple[Shape, ...], device: torch.device, dtype: torch.dtype, memory_budget: int | None, say: Say
 ) -> dict[str, Any]:
-    """Measure on random data of each shape (none: some that suit the device); return the report, ready for JSON."""
+    """Measure all losses on random data of each shape, by default shapes that suit the device; return a JSON-ready report."""
     gpu = device.type == "cuda"
     dtypes = {"dtype": str(dtype), "reference": str(reference_dtype(device, dtype))}
     report = machine.origin(device) | {name: text.removeprefix("torch.") for name, text in dtypes.items()}
@@ -183,7 +183,7 @@ def bench(
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return where it ran, and one table for each problem."""
+    """Return the report as Markdown: device and versions, and one table per problem."""
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if number)
     lines = [
         f"{report['device']}, {report['dtype']}; {versions}.",

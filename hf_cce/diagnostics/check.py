@@ -1,8 +1,8 @@
-"""``hf-cce check``: does a model train with CCE as it does without? Loss, gradients, logits in evaluation.
+"""``hf-cce check``: compare loss, gradients and evaluation logits of a model with and without CCE.
 
-A large model has no exact result to compare with, so its own rounding is the measure: the unpatched model runs again with
-its LM head summing over the hidden dimension in another order. The patched model may differ by what ``gradcheck.allowed`` makes
-of that change. All in float32.
+A large model has no exact result to compare with, so its own rounding error sets the limit: the unpatched model runs again with
+its LM head summing over the hidden dimension in another order. The patched model may differ by ``gradcheck.allowed`` of that
+difference. Everything is in float32.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from hf_cce.diagnostics.machine import first_line
 from hf_cce.diagnostics.shapes import SHAPES, auto_class, config_named, is_model_type
 from hf_cce.dispatch import why_no_triton
 
-ORDERS = 3  # further roundings of the unpatched model
+ORDERS = 3  # runs of the unpatched model with another order of summation
 ROWS, LENGTH = 2, 24
 Say = Callable[[str], object]
 
 
 def load(target: str, tiny: bool, device: torch.device) -> tuple[Any, bool]:
-    """Return the model of a folder, a name on the hub or a model type, in float32, and whether its weights are random.
+    """Return the float32 model of a folder, a name on the hub or a model type, and whether its weights are random.
 
     Args:
-        tiny: a small model of the same class with random weights; always so for a model type or a known shape.
+        tiny: build a small model of the same class with random weights; always so for a model type or a known shape.
 
     Raises:
-        ValueError: there is none of that name, it is no causal LM, it has no weights, or the tiny one cannot be built.
+        ValueError: no such model, not a causal LM, no weights, or the tiny model cannot be built.
     """
     config = config_named(target)
     auto = auto_class(target, config)
@@ -50,10 +50,10 @@ def load(target: str, tiny: bool, device: torch.device) -> tuple[Any, bool]:
 
 
 def _tiny(target: str, auto: Any, config: Any) -> Any:
-    """Build a model of ``config`` with two layers, two heads and few experts; vocabulary and the size of a head stay.
+    """Build a model of ``config`` with two layers, two heads and few experts; vocabulary size and head dimension stay.
 
     Raises:
-        ValueError: sizes of this configuration depend on each other in another way.
+        ValueError: the configuration is not valid with these sizes.
     """
     text = config.get_text_config()
     try:
@@ -80,7 +80,7 @@ def _tiny(target: str, auto: Any, config: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
-                parameter.normal_(std=0.1)  # they start at zero, where an error in them does not show
+                parameter.normal_(std=0.1)  # biases start at zero, where errors in them do not show
     return model
 
 
@@ -88,13 +88,13 @@ def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
     """Run ``model`` without and with CCE on the same random tokens; leave it unpatched and without gradients.
 
     Returns:
-        A report, ready for JSON. "differences" has for the loss and the gradients of each module how far the patched model is
-        from the unpatched one, relative to the norm. "same" and "saves" (no full logits were made) are the answer.
+        A JSON-ready report. "differences" has, for the loss and the gradients of each module, the difference between patched and
+        unpatched model relative to the norm. "same" and "saves" (no full logits were computed) are the result.
 
     Raises:
-        ValueError: ``apply_cce`` refuses it, or it computes no loss from text alone.
+        ValueError: ``apply_cce`` refuses the model, or it computes no loss from text alone.
     """
-    remove_cce(apply_cce(model))  # refuses before anything runs
+    remove_cce(apply_cce(model))  # raises before anything runs if the model is not supported
     device = next(model.parameters()).device
     inputs = _inputs(model, device)
     say("without CCE")
@@ -133,19 +133,19 @@ def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
 
 
 def compared(name: str, error: float, most: float) -> dict[str, Any]:
-    """Return the row of a report about an ``error`` that may be ``most``."""
+    """Return a report row for an ``error`` of which ``most`` is allowed."""
     return {"name": name, "error": error, "allowed": most, "ok": error <= most}
 
 
 def computes_no_logits(device: torch.device) -> CCEConfig:
-    """Return a configuration that keeps even few tokens from full logits: kernels, or without any, too small a budget."""
+    """Return a config that avoids full logits even for few tokens: the kernels, or else a memory budget too small for them."""
     if device.type == "cuda" and why_no_triton(device, torch.float32) is None:
         return CCEConfig("triton", gradient_filter=None)
     return CCEConfig(memory_budget=1 << 20, gradient_filter=None)
 
 
 def _rounding(model: Any, inputs: dict[str, Any], plain: dict[str, Tensor], say: Say) -> dict[str, float]:
-    """Return how far rounding moves the results of the unpatched model; 0 if its head is no plain linear layer."""
+    """Return the effect of rounding on each result of the unpatched model; 0 if its head is not a plain linear layer."""
     head: Any = model.get_output_embeddings()
     noise = dict.fromkeys(plain, 0.0)
     for seed in range(ORDERS if type(head) is nn.Linear else 0):
@@ -164,7 +164,7 @@ def _rounding(model: Any, inputs: dict[str, Any], plain: dict[str, Tensor], say:
 def _inputs(model: Any, device: torch.device) -> dict[str, Any]:
     """Return random text with a padded row and some ignored labels."""
     vocab_size = int(model.config.get_text_config().vocab_size)
-    # The lower half: special tokens, such as those for images, stand at the end of most vocabularies.
+    # Lower half only: special tokens, such as those for images, are at the end of most vocabularies.
     ids = torch.randint(3, max(4, vocab_size // 2), (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, -5:] = 0
@@ -175,9 +175,9 @@ def _inputs(model: Any, device: torch.device) -> dict[str, Any]:
 
 
 def _train(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Return "loss", and the gradients as one vector for each module.
+    """Run a training step; return "loss", and the gradients as one vector per module.
 
-    Not for each parameter: the gradient of a bias before a softmax is rounding alone.
+    Not per parameter, because the gradient of a bias before a softmax is nothing but rounding error.
     """
     model.train()
     model.zero_grad(set_to_none=True)

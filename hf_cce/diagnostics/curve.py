@@ -1,8 +1,8 @@
 """``hf-cce check --curve``: train a small model for 64 steps without and with CCE; compare with the losses in curve.json.
 
-Those are of full logits in float64. Losses with CCE may differ from float64's by twice the largest difference of full logits in
-float32, measured here, plus 16 units of float32 at the largest loss: the rule of ``gradcheck.allowed``. Losses in float64 may
-differ from the file's by as many units of float64. ``python -m hf_cce.diagnostics.curve`` writes the file.
+The file has the losses of full logits in float64. With CCE, losses may differ from float64 by twice the largest difference of
+full logits in float32, measured here, plus 16 units of float32 at the largest loss: the rule of ``gradcheck.allowed``. In
+float64, losses may differ from the file by the same number of float64 units. ``python -m hf_cce.diagnostics.curve`` writes it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ STEPS, ROWS, LENGTH, VOCABULARY, USED = 64, 4, 25, 1024, 64
 
 
 def train(dtype: torch.dtype, device: torch.device, config: CCEConfig | None = None) -> list[float]:
-    """Return the losses of a small GPT-2 on arithmetic sequences modulo 64; ``config`` None: full logits."""
+    """Return the losses of a small GPT-2 on arithmetic sequences modulo 64; with ``config`` None, of full logits."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes: dict[str, Any] = dict(n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=LENGTH)
     tokens: dict[str, Any] = dict(bos_token_id=0, eos_token_id=0)
-    # GPT-2 runs wholly in float64; Llama computes its norms in float32.
+    # GPT-2 runs entirely in float64; Llama computes its norms in float32.
     model: Any = GPT2LMHeadModel(GPT2Config(**sizes, **tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     random = np.random.RandomState(0)  # the same numbers in every version of NumPy
     with torch.no_grad():
@@ -60,8 +60,8 @@ def compare(device: torch.device, say: Say = lambda what: None) -> dict[str, Any
     """Train without and with CCE and compare the losses.
 
     Returns:
-        A report, ready for JSON: the curves, and "rows" with the largest difference of each to what it is compared with, and the
-        difference allowed. "same" is the answer.
+        A JSON-ready report: the curves, and "rows" with the largest difference between two curves and the allowed difference.
+        "same" is the result.
     """
     curves, cpu = {"golden": json.loads(GOLDEN.read_text("utf-8"))}, torch.device("cpu")
     say("full logits in float64")

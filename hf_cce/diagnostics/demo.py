@@ -1,6 +1,6 @@
 """``hf-cce demo``: train the same small model twice from one seed, without and with CCE.
 
-The steps of both take turns in one process, so that whatever else the machine does slows both. The model is a Llama of
+The two runs alternate step by step in one process, so that other load on the machine slows both. The model is a Llama of
 SmolLM2's shape with fresh weights; the text is source code of Python's standard library.
 """
 
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the model and of both runs. None: what suits the device, see ``resolved``."""
+    """Sizes of the model and of both runs. None: a default that suits the device, see ``resolved``."""
 
     device: str
     vocabulary: int = 49_152
@@ -41,7 +41,7 @@ class Settings:
     dtype: str | None = None  # of autocast; the weights stay float32, as under Trainer's bf16=True
 
     def resolved(self) -> Settings:
-        """Return the settings with each None filled in, by the device and the size of its memory."""
+        """Return the settings with each None replaced by a default for the device and its memory size."""
         device = torch.device(self.device)
         suited: dict[str, Any] = {"layers": 2, "steps": 16, "batch": 4, "sequence": 512}
         if device.type == "cuda":
@@ -53,9 +53,9 @@ class Settings:
 
 
 def text_tokens(vocabulary: int) -> tuple[Tensor, int]:
-    """Return source code as token ids, and the entries of a byte-level BPE tokenizer that is trained on it.
+    """Return source code as token ids, and the vocabulary size of a byte-level BPE tokenizer that is trained on it.
 
-    Short text gives fewer entries than ``vocabulary``.
+    A short text gives fewer entries than ``vocabulary``.
     """
     from tokenizers import ByteLevelBPETokenizer
 
@@ -71,7 +71,7 @@ def text_tokens(vocabulary: int) -> tuple[Tensor, int]:
 
 
 class Run:
-    """One of the two trainings: a fresh model, its optimizer, and what its steps took."""
+    """One of the two training runs: a fresh model, its optimizer, and the measurements of its steps."""
 
     def __init__(self, settings: Settings, cce: bool) -> None:
         from transformers import LlamaForCausalLM
@@ -91,7 +91,7 @@ class Run:
     def step(self, rows: Tensor) -> None:
         """Train on ``rows`` [batch, sequence]."""
         rows = rows.to(self.here.device)
-        if len(self.losses) == 1:  # the first step made the optimizer's state, and was a warm-up
+        if len(self.losses) == 1:  # discard the first step, a warm-up that created the optimizer state
             self.measured = Measured.on(self.here.device)
         for group in self.optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, (len(self.losses) + 1) / 5)
@@ -117,11 +117,11 @@ class Run:
 
 
 def twin(settings: Settings, say: Say = lambda what: None) -> dict[str, Any]:
-    """Train without and with CCE, in turns, and compare.
+    """Train without and with CCE, taking turns, and compare.
 
     Returns:
-        A report, ready for JSON. "plain" and "cce" have the losses, the seconds of each step after the first, "step_bytes" (what
-        a step adds to weights and optimizer, None where that cannot be measured), and the shape of logits in evaluation.
+        A JSON-ready report. "plain" and "cce" have the losses, the seconds of each step after the first, "step_bytes" (memory
+        that a step adds to weights and optimizer state, None if it cannot be measured), and the shape of logits in evaluation.
 
     Raises:
         ValueError: the text is too short for one sequence.

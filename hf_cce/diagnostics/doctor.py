@@ -1,7 +1,7 @@
-"""``hf-cce doctor``: what is installed, what runs on each device, and whether its results are right.
+"""``hf-cce doctor``: check what is installed, what runs on each device, and whether its results are correct.
 
-A package is imported by its own check, so that a machine without torch or Transformers is diagnosed too, and a failing
-check does not keep the others from running.
+Each check imports the packages it needs, so a machine without torch or Transformers is diagnosed too, and a failing check does
+not stop the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
-# As in pyproject.toml; a test compares.
+# Same as in pyproject.toml; a test compares them.
 REQUIRED = {"torch": "2.8", "transformers": "5.0", "accelerate": "1.1", "numpy": "1.24", "tokenizers": "0.21"}
 OPTIONAL = {"peft": ("0.18", "adapters"), "trl": ("1.10", "its trainers")}
 TRITON = "3.4"
@@ -39,10 +39,10 @@ class Check(NamedTuple):
 
 
 def diagnose(say: Say = lambda what: None) -> dict[str, Any]:
-    """Run every check; ``say`` gets the progress.
+    """Run every check; ``say`` reports progress.
 
     Returns:
-        "ok", "checks" (fields of ``Check``) and "implementations" (what runs by device and dtype), ready for JSON.
+        "ok", "checks" (fields of ``Check``) and "implementations" (what runs by device and dtype), JSON-ready.
     """
     checks = [Check("python", OK, f"{platform.python_version()} ({platform.system()}, {platform.machine()})")]
     choices: list[dict[str, str]] = []
@@ -93,7 +93,7 @@ def package(name: str, least: str, *, imported: bool = False) -> Check:
             if name == "torch":
                 build = f", built for CUDA {module.version.cuda}" if module.version.cuda else ", built without CUDA"
                 build = f", built for ROCm {module.version.hip}" if module.version.hip else build
-        except Exception as error:  # a missing library is an OSError; a mixed installation raises anything
+        except Exception as error:  # a missing library is an OSError; a mixed installation can raise anything
             if not isinstance(error, ModuleNotFoundError) or error.name != name:
                 what = f"{version} cannot be loaded: {type(error).__name__}: {first_line(error)}"
                 return Check(name, WRONG, what, _install(f"{name}>={least}", "--force-reinstall"))
@@ -106,7 +106,7 @@ def package(name: str, least: str, *, imported: bool = False) -> Check:
 
 
 def triton(wanted: bool) -> Check:
-    """Check Triton; ``wanted``: there is a GPU that can run the kernels."""
+    """Check Triton; ``wanted``: True if a GPU here can run the kernels."""
     name = "triton-windows" if sys.platform == "win32" else "triton"
     if wanted:
         return package(name, TRITON)
@@ -123,7 +123,7 @@ def _runs_kernels(device: torch.device) -> bool:
 
 
 def _devices() -> tuple[list[torch.device], list[Check]]:
-    """Return the devices that a training could use, the CPU first, and the checks of the GPUs."""
+    """Return the devices that training could use, the CPU first, and the checks of the GPUs."""
     import torch
 
     devices, checks = [torch.device("cpu")], []
@@ -178,13 +178,13 @@ def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
     from hf_cce.diagnostics import gradcheck
 
     name, again = f"self-test {device}", f"hf-cce gradcheck --device {device}"
-    # Odd sizes, so that tiles are cut; on a GPU several tiles.
+    # Odd sizes give partial tiles; on a GPU, several tiles.
     problem = gradcheck.Problem(300, 256, 4003) if device.type == "cuda" else gradcheck.Problem(150, 48, 1003)
     dtypes = ("float32", _half(device))
     try:
         choices = [_choice(device, dtype) for dtype in dtypes]
         report = gradcheck.gradcheck(problem, device, dtypes, cases=(gradcheck.PLAIN, gradcheck.EVERYTHING))
-    except Exception as error:  # a kernel that cannot be compiled raises what its compiler likes
+    except Exception as error:  # a kernel that cannot be compiled may raise anything
         return [], Check(name, WRONG, f"{type(error).__name__}: {first_line(error)}", again)
     if not report["ok"]:
         return choices, Check(name, WRONG, gradcheck.verdict(report), again)
@@ -193,7 +193,7 @@ def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
 
 
 def _choice(device: torch.device, dtype: str) -> dict[str, str]:
-    """Return what runs in a training of usual size."""
+    """Return what runs on ``device`` in training of usual size."""
     import torch
 
     from hf_cce.dispatch import explain_dispatch
@@ -207,7 +207,7 @@ def _choice(device: torch.device, dtype: str) -> dict[str, str]:
 
 
 def hopper_kernels(device: torch.device) -> str:
-    """Return which kernels a Hopper GPU gets, "" for other GPUs."""
+    """Return which kernels a Hopper GPU uses, "" for other GPUs."""
     import torch
 
     if torch.cuda.get_device_capability(device)[0] != 9:
@@ -220,7 +220,7 @@ def hopper_kernels(device: torch.device) -> str:
 
 
 def _model() -> Check:
-    """Check that a patched model of this Transformers trains as it does unpatched, without logits."""
+    """Check that a patched model of the installed Transformers trains as it does unpatched, without logits."""
     import torch
 
     from hf_cce.diagnostics import check

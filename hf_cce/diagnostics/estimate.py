@@ -1,7 +1,7 @@
-"""``hf-cce estimate``: what a training step holds in GPU memory without and with CCE, from the configuration alone.
+"""``hf-cce estimate``: estimate the GPU memory of a training step without and with CCE, from the configuration alone.
 
-The model's forward runs on tensors without data; the storages that autograd saves are the activations. What the loss holds is
-arithmetic. One process, AdamW, no gradient accumulation. A test compares with peaks measured in ``benchmarks/results``.
+The model's forward runs on fake tensors; the storages that autograd saves are the activations. The memory of the loss is
+calculated. One process, AdamW, no gradient accumulation. A test compares with peaks measured in ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers.initialization import no_init_weights  # some initializers look at the values of the weights
+from transformers.initialization import no_init_weights  # some initializers read the values of the weights
 
 from hf_cce import CCEConfig
 from hf_cce.diagnostics.machine import first_line
@@ -27,17 +27,17 @@ from hf_cce.diagnostics.shapes import auto_class, config_named, is_model_type
 from hf_cce.dispatch import EAGER_BYTES, Problem, explain_dispatch, materialized_bytes
 
 GIB = 1 << 30
-# Bytes of an activation, by dtype of the training; mixed is float32 weights under bfloat16 autocast, as Trainer's bf16=True.
+# Bytes per element of an activation, by training dtype; mixed is float32 weights under bfloat16 autocast, as Trainer's bf16=True.
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "mixed": 2}
-NF4_BYTES = 4.127 / 8  # of a weight under QLoRA: 4-bit NormalFloat with double quantization
-WORKSPACES = 64 << 20  # of cuBLAS: one for the forward and one for the backward pass's thread, 32 MiB on Hopper GPUs
-CONTEXT = 1 << 30  # left for CUDA's own
-MARGIN = 1.12  # what PyTorch's allocator takes from the GPU, as a multiple of the peak
-LITTLE = 0.1  # of the peak: a smaller saving is called little
+NF4_BYTES = 4.127 / 8  # bytes per weight under QLoRA: 4-bit NormalFloat with double quantization
+WORKSPACES = 64 << 20  # of cuBLAS: one each for the threads of forward and backward, 32 MiB on Hopper GPUs
+CONTEXT = 1 << 30  # reserved for the CUDA context
+MARGIN = 1.12  # memory that PyTorch's allocator reserves, as a multiple of the peak
+LITTLE = 0.1  # share of the peak; a smaller saving is called little
 
 
 class LoRA(NamedTuple):
-    """Float32 adapters on every linear layer but the head; ``four_bit``: over weights in 4 bits (QLoRA)."""
+    """Float32 adapters on every linear layer but the head; ``four_bit``: the base weights are in 4 bits (QLoRA)."""
 
     rank: int
     four_bit: bool = False
@@ -45,7 +45,7 @@ class LoRA(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model that decide its memory."""
+    """Sizes of a model that determine its memory."""
 
     name: str
     architecture: str
@@ -54,13 +54,13 @@ class Model:
     hidden: int
     layers: int
     weights: int = 0  # bytes
-    gradients: int = 0  # bytes of all that is trained
+    gradients: int = 0  # bytes, trainable parameters only
     trains_head: bool = True
 
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes of one way to train; None where the activations are unknown."""
+    """Bytes of a training step in one variant; None if the activations are unknown."""
 
     loss: int  # logits and loss
     activations: int | None = None
@@ -70,7 +70,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One training step in each way: "full", "cce", and the same with ", checkpointing" where the model supports it."""
+    """One training step in each variant: "full", "cce", and both with ", checkpointing" if the model supports it."""
 
     model: Model
     batch: int
@@ -84,7 +84,7 @@ class Estimate:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all sizes in bytes."""
+        """Return all fields as a dict, with sizes in bytes, and the verdict."""
         return {**asdict(self), "verdict": verdict(self)}
 
 
@@ -94,7 +94,7 @@ def this_gpu() -> int | None:
 
 
 def loss_bytes(way: str, tokens: int, model: Model, dtype: str, budget: int | None = None) -> tuple[int, int, bool]:
-    """Return the peak of the loss with the gradients it leaves, these gradients, and whether CCE keeps full logits."""
+    """Return the peak bytes of the loss with its gradients, the bytes of these gradients, and whether CCE uses full logits."""
     item, logits = ITEM[dtype], tokens * model.vocabulary
     weight = 4 if dtype in ("mixed", "float32") else 2
     left = model.trains_head * model.vocabulary * model.hidden * weight + tokens * model.hidden * item
@@ -103,7 +103,7 @@ def loss_bytes(way: str, tokens: int, model: Model, dtype: str, budget: int | No
     found = explain_dispatch(*sizes, kind, config=config, frozen=not model.trains_head)
     few = found.strategy == "full_logits"
     if way == "full" or few:
-        # The gradients of hidden states and weight are made when two of the three copies of the logits are free again.
+        # The gradients of hidden states and weight are allocated after two of the three copies of the logits were freed.
         return max(EAGER_BYTES * logits, item * logits + left), left, few
     if found.logits_dtype in (torch.bfloat16, torch.float16):
         return materialized_bytes(Problem(*sizes, kind, torch.device("cuda")), found.logits_dtype) + left, left, few
@@ -111,7 +111,7 @@ def loss_bytes(way: str, tokens: int, model: Model, dtype: str, budget: int | No
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keep what the attention kernels of a GPU keep; on tensors without data PyTorch would keep all scores."""
+    """Save what the attention kernels of a GPU save; on fake tensors PyTorch would save all attention scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -130,16 +130,16 @@ class _OnGPU(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, key, value = args[:3]
-        # On tensors without data Transformers repeats keys and values for all heads; on a GPU it does not.
+        # On fake tensors Transformers repeats keys and values for all heads; on a GPU it does not.
         if 0 < self.kv_heads < key.shape[1] == query.shape[1]:
             key, value = (x.new_empty(x.shape[0], self.kv_heads, *x.shape[2:]) for x in (key, value))
         return _FlashAttention.apply(query, key, value)
 
 
 def saved_for_backward(lm: Any, batch: int, sequence: int, mixed: bool) -> tuple[int, int]:
-    """Return the bytes that autograd saves of a forward pass up to the head, without parameters, and the largest tensor's."""
+    """Return the bytes that autograd saves in a forward pass up to the head, except parameters, and the largest tensor's."""
     parameters = {p.untyped_storage()._cdata for p in lm.parameters()}
-    saved: dict[int, Any] = {}  # holds the storages: the address of a freed one may come again
+    saved: dict[int, Any] = {}  # keeps the storages alive, as a freed address may be reused
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
@@ -163,7 +163,7 @@ def saved_for_backward(lm: Any, batch: int, sequence: int, mixed: bool) -> tuple
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Silence torch and Transformers; what goes wrong is caught and reported."""
+    """Silence torch and Transformers; the caller reports errors."""
     logging.disable()
     try:
         with warnings.catch_warnings():
@@ -174,21 +174,21 @@ def _silent() -> Iterator[None]:
 
 
 def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
-    """Build the LM of ``config``, with torch's SDPA if it can, else with its default attention."""
+    """Build the LM of ``config``, with torch's SDPA if it is supported, else with its default attention."""
     auto = auto_class(name, config)
     for options in ({"attn_implementation": "sdpa"}, {}):
         try:
             # Transformers writes options into the configuration, so each try gets a copy.
             lm = auto.from_config(copy.deepcopy(config), dtype=dtype, **options)
-            lm.tie_weights()  # which no_init_weights leaves out
+            lm.tie_weights()  # no_init_weights skips this
             return lm.train()
-        except Exception as error:  # a configuration of sizes that do not fit raises anything
+        except Exception as error:  # a configuration with inconsistent sizes may raise anything
             why = first_line(error)
     raise ValueError(f"{name}: no causal LM can be made of this configuration: {why}")
 
 
 class _LoRALinear(torch.nn.Module):
-    """A linear layer with an adapter as PEFT computes it: each layer casts its input to the adapter's float32."""
+    """Linear layer with an adapter as in PEFT: each layer casts its input to the adapter's float32."""
 
     def __init__(self, base: torch.nn.Linear, rank: int) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class _LoRALinear(torch.nn.Module):
 
 
 def _add_adapters(lm: Any, rank: int) -> list[Tensor]:
-    """Freeze ``lm`` and put adapters on its linear layers but the head; return the weights of these layers."""
+    """Freeze ``lm`` and add adapters to all its linear layers but the head; return the weights of these layers."""
     lm.requires_grad_(False)
     head, adapted = lm.get_output_embeddings(), []
     for parent in list(lm.modules()):
@@ -214,10 +214,10 @@ def _add_adapters(lm: Any, rank: int) -> list[Tensor]:
 
 
 def _described(name: str, lm: Any, lora: LoRA | None) -> Model:
-    """Put adapters on ``lm`` unless ``lora`` is None, and return its sizes.
+    """Add adapters to ``lm`` unless ``lora`` is None, and return its sizes.
 
     Raises:
-        ValueError: it has no LM head.
+        ValueError: ``lm`` has no LM head.
     """
     head = lm.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
@@ -249,14 +249,14 @@ def estimate(
     config: Any = None,
     lora: LoRA | None = None,
 ) -> Estimate:
-    """Return what a step of ``batch`` rows of ``sequence`` tokens holds, and whether it fits ``gpu_memory`` bytes.
+    """Estimate the memory of a step of ``batch`` rows of ``sequence`` tokens, and whether it fits into ``gpu_memory`` bytes.
 
     Args:
-        config: the model's configuration; None: that of ``name``.
-        lora: train adapters; None: all weights.
+        config: the model's configuration; None: look it up by ``name``.
+        lora: the adapters to train; None: train all weights.
 
     Raises:
-        ValueError: ``name`` names no configuration of a language model.
+        ValueError: ``name`` is not the name of a language model's configuration.
     """
     by_type = config is None and is_model_type(name)
     config = config_named(name) if config is None else config
@@ -279,7 +279,7 @@ def estimate(
             if lm.supports_gradient_checkpointing:
                 lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
                 saved[", checkpointing"] = saved_for_backward(lm, batch, sequence, dtype == "mixed")
-        except Exception as error:  # not all models run on tensors without data
+        except Exception as error:  # not all models run on fake tensors
             what = "with checkpointing " if saved else ""
             notes.append(f"activations and peak {what}are not known: {first_line(error)}")
     tokens = batch * sequence
@@ -294,18 +294,18 @@ def estimate(
 
 
 def _step(model: Model, loss: int, left: int, plain: tuple[int, int], saved: tuple[int, int], gpu_memory: int) -> Step:
-    """Return the step that keeps ``saved`` activations, of the ``plain`` ones without checkpointing."""
+    """Return the step with ``saved`` activations (total, largest tensor); ``plain`` are those without checkpointing."""
     (all_activations, widest), (activations, _) = plain, saved
-    # Backward through the last layer holds two of its largest gradients; with checkpointing, the layer once more.
+    # Backward through the last layer holds two gradients of the largest size; with checkpointing, one and the recomputed layer.
     again = widest + (widest if activations == all_activations else all_activations // max(1, model.layers))
-    # The loss; the backward pass of the last layer; all gradients and no activation. Adam has two moments.
+    # The peak is in the loss, in backward through the last layer, or after backward (all gradients, no activations).
     most = max(activations + loss, activations + left + again, model.gradients)
-    peak = model.weights + 2 * model.gradients + most + WORKSPACES
+    peak = model.weights + 2 * model.gradients + most + WORKSPACES  # 2: Adam's moments
     return Step(loss, activations, peak, MARGIN * peak + CONTEXT <= gpu_memory)
 
 
 def verdict(found: Estimate) -> str:
-    """Say what CCE saves."""
+    """Return in one sentence what CCE saves."""
     if found.few_tokens:
         return (
             f"CCE brings nothing here: {found.batch * found.sequence:,} tokens make {found.logits / 1e6:.0f} million logits. "

@@ -1,7 +1,7 @@
-"""``hf-cce gradcheck``: compare loss, log-probabilities and gradients with float64, beside those of full logits.
+"""``hf-cce gradcheck``: compare loss, log-probabilities and gradients with float64, and their errors with those of full logits.
 
-The rule is that of ``tests/support/numerics.py``: a result may be as far from the exact one as the same result of full
-logits in the same dtype, plus rounding. The exact result is that of full logits in float64 from the same inputs.
+The rule is that of ``tests/support/numerics.py``: the error of a result may be as large as that of full logits in the same dtype,
+plus rounding. The exact result is computed with full logits in float64 from the same inputs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CONFIGS = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 IGNORED = -100
-CHUNK_BYTES = 128 << 20  # of float64 logits at a time; some five copies live at once
+CHUNK_BYTES = 128 << 20  # of float64 logits per chunk; about five copies exist at once
 # As in float16 training: without a loss scale gradients underflow, with full logits and with the fused loss.
 LOSS_SCALE = {torch.float16: 4096.0}
 Say = Callable[[str], None]
 
 
 class Problem(NamedTuple):
-    """Sizes N, D, V of the inputs. Of few tokens, luck would decide what is closer to float64."""
+    """Sizes N, D, V of the inputs. With few tokens, chance would decide which result is closer to float64."""
 
     tokens: int
     hidden_size: int
@@ -72,7 +72,7 @@ CASES = (
 
 
 def allowed(twin_error: float, dtype: torch.dtype) -> float:
-    """Return the relative error that a result of ``dtype`` may have where full logits have ``twin_error``."""
+    """Return the relative error allowed for a result of ``dtype`` if full logits have the error ``twin_error``."""
     unit = torch.finfo(dtype).eps
     return twin_error + unit / 16 if dtype in (torch.float16, torch.bfloat16) else 2 * twin_error + 16 * unit
 
@@ -91,19 +91,19 @@ class Inputs(NamedTuple):
     bias: Tensor | None = None  # [V]
 
     def to(self, where: Any) -> Inputs:
-        """Return a detached copy on a device, or in a dtype, which labels do not get."""
+        """Return a detached copy on a device or in a dtype; a dtype does not apply to the labels."""
         bias = None if self.bias is None else self.bias.detach().to(where)
         labels = self.labels.to(where) if isinstance(where, torch.device) else self.labels
         return Inputs(self.hidden.detach().to(where), self.weight.detach().to(where), labels, bias)
 
     def trained(self) -> dict[str, Tensor]:
-        """Return the tensors that get gradients, by the names of these, with ``requires_grad`` set."""
+        """Return the tensors that get gradients, with ``requires_grad`` set, by the names of their gradients."""
         tensors = {"∂hidden": self.hidden, "∂weight": self.weight} | ({} if self.bias is None else {"∂bias": self.bias})
         return {name: x.requires_grad_() for name, x in tensors.items()}
 
 
 def make_inputs(problem: Problem, case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Draw on the CPU in float32, so that every device and dtype gets the same numbers, rounded to ``dtype``."""
+    """Draw inputs on the CPU in float32, so that every device and dtype gets the same numbers, rounded to ``dtype``."""
     (n, d, v), g = problem, torch.Generator().manual_seed(0)
     hidden = torch.randn(n, d, generator=g).to(dtype)
     weight = torch.randn(v, d, generator=g).mul_(case.spread / d**0.5).to(dtype)
@@ -130,9 +130,9 @@ def _from_logits(x: Tensor, labels: Tensor, case: Case, count: int) -> tuple[Ten
 
 
 def with_full_logits(inputs: Inputs, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all quantities, computed with full logits in ``dtype``; gradients carry its loss scale.
+    """Return all quantities, computed with full logits in ``dtype``; gradients are multiplied by its loss scale.
 
-    In a wider dtype than the inputs' the logits of all tokens may not fit, so they are computed in chunks of tokens.
+    In a wider dtype than that of the inputs, the logits of all tokens may not fit, so they are computed in chunks of tokens.
     """
     scale = LOSS_SCALE.get(dtype, 1.0)
     copy = inputs.to(dtype)
@@ -162,7 +162,7 @@ def with_hf_cce(inputs: Inputs, case: Case, config: CCEConfig) -> dict[str, Tens
             x.grad = None
         loss = linear_cross_entropy(hidden, weight, labels, bias=bias, **options, **more)
         (loss * scale).backward()
-        float(loss.detach())  # waits for what the filter learns from this step
+        float(loss.detach())  # synchronize, so that the filter's measurements of this step arrive
     with torch.no_grad():
         log_probs = linear_log_probs(hidden, weight, labels, bias=bias, **options).log_probs
     gradients = {name: x.grad for name, x in trained.items() if x.grad is not None}
@@ -172,7 +172,7 @@ def with_hf_cce(inputs: Inputs, case: Case, config: CCEConfig) -> dict[str, Tens
 def compare(
     problem: Problem, case: Case, dtype_name: str, device: torch.device, names: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one case in one dtype, for each of the ``names`` of ``CONFIGS``."""
+    """Yield the rows of one case in one dtype for each of ``names``, which are keys of ``CONFIGS``."""
     dtype = getattr(torch, dtype_name)
     exact_device = torch.device("cpu") if device.type == "mps" else device  # Apple's GPUs have no float64
     inputs = make_inputs(problem, case, dtype, device)
@@ -199,7 +199,7 @@ def compare(
 
 
 def runnable(device: torch.device, dtype_name: str) -> tuple[list[str], list[str]]:
-    """Return the names of the ``CONFIGS`` that run on ``device`` in that dtype, and why the others do not."""
+    """Return the names of the ``CONFIGS`` that run on ``device`` in this dtype, and the reasons why others do not."""
     dtype = getattr(torch, dtype_name)
     found, notes = [], []
     probe = make_inputs(Problem(4, 16, 32), PLAIN, dtype, device)
@@ -217,7 +217,7 @@ def runnable(device: torch.device, dtype_name: str) -> tuple[list[str], list[str
 
 
 def default_problem(device: torch.device) -> Problem:
-    """Return a small problem for a CPU, for a GPU one that uses the gradient filter; odd sizes, so that tiles are cut."""
+    """Return a small problem for a CPU, and for a GPU one large enough for the gradient filter; odd sizes give partial tiles."""
     return Problem(2500, 2048, 32_003) if device.type == "cuda" else Problem(150, 72, 2003)
 
 
@@ -228,11 +228,11 @@ def gradcheck(
     say: Say = lambda what: None,
     cases: tuple[Case, ...] | None = None,
 ) -> dict[str, Any]:
-    """Compare everything that ``device`` can compute, in all ``CASES`` by default; ``say`` gets the progress.
+    """Compare everything that ``device`` can compute, by default in all ``CASES``; ``say`` reports progress.
 
     Returns:
-        A report, ready for JSON: "ok", "rows" (the relative errors of full logits and of hf_cce, and what is allowed), "notes"
-        (what could not be compared, and why).
+        A JSON-ready report: "ok", "rows" (relative errors of full logits and of hf_cce, and the allowed error), "notes" (what
+        could not be compared, and why).
 
     Raises:
         ValueError: ``device`` can compute nothing of it.
@@ -258,7 +258,7 @@ def gradcheck(
 
 
 def share(row: dict[str, Any]) -> float:
-    """Return the error of a row as a multiple of what is allowed."""
+    """Return the error of a row as a multiple of the allowed error."""
     return row["hf_cce"] / row["allowed"]
 
 

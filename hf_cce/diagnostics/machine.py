@@ -1,6 +1,6 @@
 """Describe this machine: device names, package versions, default dtypes, memory in use.
 
-Nothing is imported with this module but the standard library: ``hf-cce doctor`` runs without torch.
+Importing this module loads only the standard library, because ``hf-cce doctor`` must run without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXPECT = {
 
 
 def origin(device: torch.device, *packages: str) -> dict[str, Any]:
-    """Return the first entries of a result file: date, device and versions of ``packages``."""
+    """Return the header of a result file: date, device and versions of ``packages``."""
     import hf_cce
 
     own = {"hf_cce": hf_cce.__version__, "python": platform.python_version()}
@@ -78,7 +78,7 @@ def driver_gpus() -> list[str] | None:
 
 
 def gpu_facts(device: torch.device) -> dict[str, Any]:
-    """Return what decides the speed of a CUDA device."""
+    """Return the properties of a CUDA device that determine its speed."""
     import torch
 
     found = torch.cuda.get_device_properties(device)
@@ -110,17 +110,17 @@ def half_dtype(device: torch.device) -> torch.dtype:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products in a training on ``device``: 16 bits on a GPU of CUDA, else float32."""
+    """Return the dtype of matrix products in training on ``device``: 16-bit on a CUDA GPU, else float32."""
     import torch
 
     return half_dtype(device) if device.type == "cuda" else torch.float32
 
 
 def checked_device(name: str | None) -> torch.device:
-    """Return the device called ``name``, the best one for None.
+    """Return the device called ``name``, or the best one for None.
 
     Raises:
-        ValueError: torch cannot use that device here.
+        ValueError: torch cannot use this device here.
     """
     import torch
 
@@ -128,16 +128,16 @@ def checked_device(name: str | None) -> torch.device:
         device = torch.device(name) if name else best_device()
         if device.type != "cuda":
             torch.empty(0, device=device)
-        elif (device.index or 0) >= torch.cuda.device_count():  # which creates no CUDA context in this process
+        elif (device.index or 0) >= torch.cuda.device_count():  # creates no CUDA context in this process
             raise RuntimeError(f"torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = first_line(error).split(". ")[0]  # torch goes on to list its backends
+        why = first_line(error).split(". ")[0]  # the rest lists torch's backends
         raise ValueError(f"--device {name} cannot be used here: {why}") from None
     return device
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the message, or the type where there is none."""
+    """Return the first line of the message, or the type if there is no message."""
     return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
 
 
@@ -152,14 +152,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Return the bytes in use now: of the GPU's allocator, or of the whole process on a CPU, under Linux only."""
+    """Return the bytes in use now: of the GPU's allocator, or on a CPU of the whole process (Linux only)."""
     import torch
 
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _process_bytes("VmRSS")
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes in use since the process began, or since ``reset_peak_memory``."""
+    """Return the peak of ``memory_in_use`` since the process began, or since ``reset_peak_memory``."""
     import torch
 
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _process_bytes("VmHWM")
@@ -171,7 +171,7 @@ def _process_bytes(field: str) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Restart ``peak_memory``; return False where memory cannot be measured."""
+    """Reset ``peak_memory``; return False if memory cannot be measured."""
     import torch
 
     if device.type == "cuda":
@@ -190,7 +190,7 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 
 def watch_memory(device: torch.device) -> Callable[[], int | None]:
-    """Return a function that tells how many bytes were added at most since now, None where memory cannot be measured."""
+    """Return a function that returns the peak of bytes added since now, or None if memory cannot be measured."""
     if not reset_peak_memory(device):
         return lambda: None
     before = memory_in_use(device)

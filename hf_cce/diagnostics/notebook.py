@@ -1,4 +1,4 @@
-"""What the notebooks and the demo share: ``begin`` says what runs here, ``Measured`` takes memory and time, ``show`` compares."""
+"""Helpers of the notebooks and the demo: ``begin`` prints the setup, ``Measured`` measures steps, ``show`` prints a table."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import torch
 from hf_cce.diagnostics import machine
 from hf_cce.dispatch import explain_dispatch
 
-LOSS = (8192, 1024, 49_152)  # tokens, hidden size and vocabulary of the loss that ``begin`` asks about
+LOSS = (8192, 1024, 49_152)  # tokens, hidden size and vocabulary of the loss that ``begin`` describes
 UNTRIED = "A T4 and other GPUs below compute capability 8.0 have not been tried; the table at the end is measured here."
 
 
 @dataclass(frozen=True)
 class Here:
-    """The machine that a notebook runs on.
+    """The device and dtype that a notebook runs with.
 
     Args:
-        device: where tensors go.
-        dtype: of autocast: bfloat16 on a GPU, float16 on one below compute capability 8.0, float32 on a CPU.
+        device: device of all tensors.
+        dtype: dtype of autocast: bfloat16 on a GPU, float16 on one below compute capability 8.0, float32 on a CPU.
     """
 
     device: torch.device
     dtype: torch.dtype
 
     def autocast(self) -> torch.autocast:
-        """Return autocast in ``dtype``; with float32 it does nothing."""
+        """Return autocast in ``dtype``; disabled for float32."""
         half = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype if half else None, enabled=half)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Return the scaler that float16 needs; with another dtype it does nothing."""
+        """Return the gradient scaler that float16 needs; disabled for other dtypes."""
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
 
@@ -44,9 +44,9 @@ class Measured:
     """Memory and times of some steps.
 
     Args:
-        device: where they run.
-        extra: the most bytes that a step added to the memory in use before it; None where that cannot be measured.
-        seconds: of each step.
+        device: device of the steps.
+        extra: the most bytes that a step added to the memory in use before it; None if they cannot be measured.
+        seconds: duration of each step.
     """
 
     device: torch.device
@@ -74,7 +74,7 @@ def begin(dtype: torch.dtype | None = None) -> Here:
     """Print device, dtype, implementation of the loss and what to expect of it.
 
     Args:
-        dtype: the notebook's own choice; None: the default of a training on this device.
+        dtype: dtype to use; None: the default for training on this device.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or machine.default_dtype(device)
@@ -93,7 +93,7 @@ def begin(dtype: torch.dtype | None = None) -> Here:
 
 
 def show(**ways: Measured) -> None:
-    """Print a table of memory and time; the first step of several is a warm-up and its time does not count."""
+    """Print a table of memory and time. Of several steps, the first is a warm-up, and its time is not counted."""
     print(f"{'':14}{'memory a step adds':>20}{'time of a step':>18}")
     for name, way in ways.items():
         extra = "not measurable" if way.extra is None else f"{way.extra / 2**20:,.0f} MiB"

@@ -1,4 +1,4 @@
-"""Configurations and models without a download: of well-known shapes, of a model type, of a folder or a name on the hub."""
+"""Model configurations by name: of well-known shapes and model types without a download, of a folder, or of the hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EOS = 0  # the end-of-text token of benchmarks/text.py
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a decoder, whose head is tied to the embedding."""
+    """Sizes of a decoder whose head is tied to the embedding."""
 
     family: str  # "llama" or "qwen2"
     hidden: int
@@ -37,7 +37,7 @@ SHAPES = {
 
 
 def config_of(shape: Shape, sequence: int = 8192) -> Any:
-    """Return the configuration of Transformers for ``shape``, for up to ``sequence`` tokens; caches are off."""
+    """Return the Transformers configuration of ``shape`` for up to ``sequence`` tokens, with caches off."""
     from transformers import LlamaConfig, Qwen2Config
 
     return {"llama": LlamaConfig, "qwen2": Qwen2Config}[shape.family](
@@ -59,7 +59,7 @@ def config_of(shape: Shape, sequence: int = 8192) -> Any:
 
 
 def smollm2_like(vocabulary: int, hidden: int, layers: int) -> Shape:
-    """Return SmolLM2-135M's shape in another size: heads of 64, a third of them for keys and values."""
+    """Return SmolLM2-135M's shape in another size: head dimension 64, and a third as many key-value heads if divisible."""
     heads = max(1, hidden // 64)
     kv_heads = heads // 3 if heads % 3 == 0 else heads
     mlp = hidden * 8 // 3
@@ -67,17 +67,17 @@ def smollm2_like(vocabulary: int, hidden: int, layers: int) -> Shape:
 
 
 def is_model_type(name: str) -> bool:
-    """Return whether ``name`` is a model type of Transformers, and no file or folder."""
+    """Return whether ``name`` is a model type of Transformers, and not an existing file or folder."""
     from transformers import CONFIG_MAPPING
 
     return name in CONFIG_MAPPING and not Path(name).exists()
 
 
 def config_named(name: str) -> Any:
-    """Return the configuration of a shape above, a model type, a folder, a config.json, or a model on the hub.
+    """Return the configuration of a known shape, a model type, a folder, a config.json, or a model on the hub.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: there is none of this name, or it cannot be read.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -88,14 +88,14 @@ def config_named(name: str) -> Any:
     path, near = Path(name), difflib.get_close_matches(name.lower(), [*CONFIG_MAPPING, *SHAPES], cutoff=0.75)
     ways = f"a folder with a config.json, a name on the hub, a model type such as llama, or one of {', '.join(SHAPES)}"
     if not path.exists():
-        # The hub's client would ask for anything, several times; a name there has one slash at most.
+        # The hub's client would send several requests for any name; names on the hub have at most one slash.
         if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".json":
             raise ValueError(f"{name}: no such file or folder")
         if "/" not in name and near:
             raise ValueError(f"{name}: no configuration of this name; did you mean {' or '.join(near)}? Give {ways}")
     try:
         return AutoConfig.from_pretrained(name)
-    except Exception as error:  # the hub's client has dozens of errors
+    except Exception as error:  # the hub's client raises many kinds of errors
         raise ValueError(f"{name}: no configuration found ({first_line(error)}). Give {ways}") from None
 
 
