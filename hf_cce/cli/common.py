@@ -67,7 +67,7 @@ class Output:
     def print(self, *lines: str) -> None:
         """Print unless ``--quiet`` or ``--json -`` was given."""
         if lines and not self.silent:
-            print(*lines, sep="\n", flush=True)  # a pipe is not flushed by line
+            print(*lines, sep="\n", flush=True)  # pipes are not line-buffered
 
     def verdict(self, text: str) -> None:
         """Print the one-sentence result, also with ``--quiet``."""

@@ -47,7 +47,7 @@ def answers(*names: str) -> Callable[[Any], Any]:
 
 
 def _known(x: Any, *kinds: str) -> Meaning | None:
-    """Return what was recorded if it is one of ``kinds`` of logits that the fused loss supports, else None."""
+    """Return the ``Meaning`` of ``x`` if its kind is one of ``kinds`` and the fused loss supports its logits, else None."""
     found = x.recipe.meaning
     return None if found.form is None or found.kind not in kinds else found
 
@@ -125,7 +125,7 @@ def _index(x: Any, key: Any) -> Any:
     if part is None:
         return _of_tokens(x, lambda z: z[tokens])
     if x.recipe.forbidden() or is_dtensor(x.recipe.weight) or x.recipe.meaning.kind != "z":
-        return NotImplemented  # forbidden ids and shards number all of V, and a softmax runs over all of it
+        return NotImplemented  # forbidden ids, shards and a softmax refer to all of V
     return x._derive(
         lambda z: z[key],
         lambda r: r.with_parts(r.hidden_states[tokens], r.weight[part], None if r.bias is None else r.bias[part]),
@@ -511,7 +511,7 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
 
 @answers("topk")
 def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """Return the k largest of each token, from the full logits of one block of tokens at a time; ``_gather`` differentiates."""
+    """Return the k largest of each token, from the full logits of one block of tokens at a time; ``_gather`` gives the gradient."""
     if (
         dim not in (-1, x.ndim - 1)
         or not largest

@@ -118,7 +118,7 @@ def _mul(x: Any, other: Any) -> Any:
 
 
 def _matmul(x: Any, other: Any) -> Any:
-    """Defer an adapter's own product (AdaLoRA), which can be recognized only after the product of the head."""
+    """Defer an adapter's own product (AdaLoRA), once the product of the head has set ``call.vocab_size``."""
     known = x.call.adapted and x.call.vocab_size is not None and isinstance(other, Tensor) and other.dim() == 2
     return linear(x.hidden_states, other.t(), None, x.call) if known else NotImplemented
 
@@ -148,7 +148,7 @@ class _PlainInput(HeadInput, StandIn):
 class ShardedLogits(StandIn):
     """Placeholder for the DTensor [..., V], sharded over V, that ``F.linear`` returns if the vocabulary is sharded.
 
-    Replicating it, as the loss of every process does, returns deferred logits of the whole vocabulary.
+    Gathering it, which the loss of every process needs, returns deferred logits of the whole vocabulary.
     """
 
     def __init__(self, parts: tuple[Any, Any, Any], call: TrainingCall, cast: torch.dtype | None) -> None:

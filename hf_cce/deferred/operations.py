@@ -71,7 +71,7 @@ def meaning(ops: tuple[Op, ...]) -> Meaning:
     kind: str | None = {"softmax": "p", "log_softmax": "log p"}.get(names[first]) if first < len(ops) else "z"
     if first < len(ops) and names[first] == "product":
         found = [meaning(each) for each in ops[first][1]]
-        kinds = sorted(str(each.kind) for each in found if each.form == (1.0, None))  # z itself, or of z itself
+        kinds = sorted(str(each.kind) for each in found if each.form == (1.0, None))  # of unscaled logits z only
         kind = {"log p, p": "p log p", "p, z": "p z"}.get(", ".join(kinds))
         factor = math.prod(each.factor for each in found)
     for name, value in ops[first + 1 :]:
@@ -155,7 +155,7 @@ def _full_device(target: torch.device | str | int) -> torch.device:
 
 
 def per_token_id(value: Any, like: Any) -> Tensor | None:
-    """Return ``value`` as [V] if it is a floating-point tensor with one number per entry of V of ``like`` [..., V], else None."""
+    """Return ``value`` as [V] if it is a floating-point tensor of V numbers on the device of ``like`` [..., V], else None."""
     vocab_size = like.shape[-1]
     fits = isinstance(value, Tensor) and value.dim() in range(1, like.ndim + 1) and value.shape[-1] == vocab_size
     if not fits or value.numel() != vocab_size or not value.is_floating_point() or value.device != like.device:

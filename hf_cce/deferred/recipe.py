@@ -34,7 +34,7 @@ class Memory:
 class Recipe(NamedTuple):
     """How to compute the logits, or what the loss needs of them, from hidden states, weight and bias.
 
-    In eager code these three are detached ``leaves``, copies without a graph of the head's inputs. The lazy gradient passes the
+    In eager code these three are ``leaves``: the inputs of the head, detached from the model's graph. The lazy gradient passes the
     gradients of the leaves on to the inputs (``hf_cce.deferred.lazy_tensor``).
     """
 

@@ -1,4 +1,4 @@
-"""Counters of a model's training calls, from which a run that misses the fused loss can be reported."""
+"""Counters of a model's training calls, used to report a run that misses the fused loss."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def full_logits(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor
 
 
 def made_losses(device: torch.device, memory_budget: int | None) -> dict[str, Loss]:
-    """Return the losses to measure: hf_cce, full logits and, on a GPU, compiled full logits (on a CPU they take minutes)."""
+    """Return the losses to measure: hf_cce, full logits and, on a GPU, compiled full logits (on a CPU that takes minutes)."""
 
     def hf_cce(gradient_filter: Any) -> Loss:
         config = CCEConfig(memory_budget=memory_budget or "auto", gradient_filter=gradient_filter)
@@ -67,7 +67,7 @@ def reference_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def exact_results(problem: Inputs) -> dict[str, Tensor]:
-    """Return the loss and its gradients in ``reference_dtype``, with the keys of ``gradcheck``."""
+    """Return the loss and its gradients in ``reference_dtype``, with the same keys as ``gradcheck``."""
     return with_full_logits(problem, PLAIN, reference_dtype(problem.hidden.device, problem.hidden.dtype))
 
 

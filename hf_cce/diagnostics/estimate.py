@@ -137,7 +137,7 @@ class _OnGPU(TorchFunctionMode):
 
 
 def saved_for_backward(lm: Any, batch: int, sequence: int, mixed: bool) -> tuple[int, int]:
-    """Return the bytes that autograd saves in a forward pass up to the head, except parameters, and the largest tensor's."""
+    """Return the bytes that autograd saves in a forward up to the head, without parameters, and those of the largest tensor."""
     parameters = {p.untyped_storage()._cdata for p in lm.parameters()}
     saved: dict[int, Any] = {}  # keeps the storages alive, as a freed address may be reused
 
@@ -156,7 +156,7 @@ def saved_for_backward(lm: Any, batch: int, sequence: int, mixed: bool) -> tuple
         hidden = lm.base_model(input_ids=torch.zeros(batch, sequence, dtype=torch.long), use_cache=False)[0]
         F.linear(
             hidden, hidden.new_empty(1, hidden.shape[-1], requires_grad=True)
-        )  # head and loss keep the hidden states
+        )  # head and loss save the hidden states
     sizes = [storage.nbytes() for storage in saved.values()]
     return sum(sizes), max(sizes)
 

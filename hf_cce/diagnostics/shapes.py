@@ -1,4 +1,4 @@
-"""Model configurations by name: of well-known shapes and model types without a download, of a folder, or of the hub."""
+"""Model configurations by name: known shapes and model types (no download), folders, and models on the hub."""
 
 from __future__ import annotations
 

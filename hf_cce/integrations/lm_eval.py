@@ -27,7 +27,7 @@ class CCEHFLM(HFLM):
             apply_cce(self.model)
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Return deferred logits [B, S, V]. In evaluation mode only calls with labels defer, so all labels are ignored ones."""
+        """Return deferred logits [B, S, V]. In evaluation mode only calls with labels defer, so pass labels, all ignored."""
         if self.backend != "causal":
             return super()._model_call(inps, attn_mask, labels)
         kind, dtype = self.device.type, self.mixed_precision_dtype

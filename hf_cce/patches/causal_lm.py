@@ -75,7 +75,7 @@ class Patch:
         self.__post_init__()
 
     def around(self, model: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``call``, which runs the forward of ``model`` without its hooks, with the work of the hooks before and after it."""
+        """Run ``call``, which calls the model's forward without its hooks, and do the work of both hooks around it."""
         output = changed = None
         _before(model, args, kwargs)
         try:
@@ -149,7 +149,7 @@ def patch_of(model: nn.Module) -> Patch | None:
 def _name_the_loss(model: nn.Module) -> bool:
     """Set the default loss function on a model without a ``loss_type`` (GPT-2, BERT); return True if it was set.
 
-    Otherwise the model's property logs a warning, at which ``torch.compile(fullgraph=True)`` stops, patched or not.
+    Otherwise the ``loss_function`` property logs a warning, at which ``torch.compile(fullgraph=True)`` stops, patched or not.
     """
     if getattr(model, "loss_type", None) is not None or "_loss_function" in model.__dict__:
         return False
@@ -235,7 +235,7 @@ def _put_on(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> N
 
 
 def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Return the deferred output of the head's forward, or of ``previous``, which accelerate had put in its place."""
+    """Return the deferred output of the head's forward, or of ``previous``, a wrapper such as accelerate's."""
     if hidden_states is None and "input" in kwargs:  # the argument's name in torch.nn.Linear
         hidden_states = kwargs.pop("input")
     entry = head.__dict__.get(STATE)
@@ -310,7 +310,7 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         # A compiled graph and DataParallel's gather return tensors only
         return _with_logits(output, lambda value: None)
     if any(isinstance(x, LazyLogits) and not isinstance(x, torch.Tensor) for x in _values_of(output)):
-        # Only the head, or only the model's forward, is compiled, and its graph returned them
+        # Returned by a compiled graph of only the head or only the model's forward
         return _with_logits(output, lambda value: to_wrapper(value.recipe))
     return None
 

@@ -68,7 +68,7 @@ def _answer(running: tuple[CCEConfig, Stats], asked: dict[str, Any]) -> Any:
 
 
 def _head(asked: dict[str, Any], side: str) -> TeacherHead:
-    """Return the head of one of the two models in a call of TRL's function, in the dtype of its hidden states."""
+    """Return hidden states and head of one of the two models in a call of TRL's function, in the dtype of its hidden states."""
     hidden, weight, bias = (asked[f"{side}_{part}"] for part in ("hidden", "weight", "bias"))
     bias = None if bias is None else bias.to(hidden.dtype)
     scale, softcap = asked[f"{side}_logit_scale"], asked[f"{side}_final_logit_softcapping"]
@@ -76,7 +76,7 @@ def _head(asked: dict[str, Any], side: str) -> TeacherHead:
 
 
 def ready(args: Any) -> bool:
-    """Return True if ``args`` belong to a supported DistillationTrainer; from then on its steps run within ``STEP``."""
+    """Return whether ``args`` belong to a supported DistillationTrainer; if so, its steps run within ``STEP`` from now on."""
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(args).__mro__]
     module: Any = sys.modules.get(MODULE) if ARGUMENTS_OF_TRAINER in names else None
     trainer = getattr(module, "DistillationTrainer", None)

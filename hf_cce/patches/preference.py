@@ -28,7 +28,7 @@ _OURS = "_hf_cce"
 
 
 def enter() -> None:
-    """Replace both functions, once; do nothing if this TRL is not loaded or has other arguments."""
+    """Replace both functions, once; do nothing if TRL is not loaded or its functions have other arguments."""
     utils: Any = sys.modules.get("trl.trainer.utils")
     functions = {name: getattr(utils, name, None) for name in ARGUMENTS}
     if any(not inspect.isfunction(each) or hasattr(each, _OURS) for each in functions.values()):
