@@ -511,7 +511,7 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
 
 @answers("topk")
 def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """Return the k largest of each token, from the full logits of one block of tokens at a time; ``_gather`` gives the gradient."""
+    """Return the k largest of each token, computed on blocks of full logits; their gradient is that of ``_gather``."""
     if (
         dim not in (-1, x.ndim - 1)
         or not largest

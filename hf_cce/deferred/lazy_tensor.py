@@ -182,7 +182,7 @@ for _word in _SPECIALS:
 
 
 def kept_by_us() -> Any:
-    """Return a context that saves tensors without calling outer hooks (a checkpoint counts its calls) and rejects modified ones."""
+    """Return a context that saves tensors without calling outer hooks (a checkpoint counts calls) and rejects modified ones."""
     return saved_tensors_hooks(lambda x: (x, version_of(x)), _unchanged)
 
 
@@ -247,7 +247,7 @@ class Like(NamedTuple):
 
 
 class LazyGrad(Tensor):
-    """Gradient of lazy logits: a sum of losses, each with a function that computes its dense gradient, and a dense part or None."""
+    """Gradient of lazy logits: losses, each with a function that computes its dense gradient, plus a dense part or None."""
 
     like: Like
     losses: tuple[tuple[Losses, Callable[[], Tensor]], ...]

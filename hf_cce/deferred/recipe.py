@@ -34,8 +34,8 @@ class Memory:
 class Recipe(NamedTuple):
     """How to compute the logits, or what the loss needs of them, from hidden states, weight and bias.
 
-    In eager code these three are ``leaves``: the inputs of the head, detached from the model's graph. The lazy gradient passes the
-    gradients of the leaves on to the inputs (``hf_cce.deferred.lazy_tensor``).
+    In eager code these three are ``leaves``: the inputs of the head, detached from the model's graph. The lazy gradient passes
+    the gradients of the leaves on to the inputs (``hf_cce.deferred.lazy_tensor``).
     """
 
     hidden_states: Any

@@ -24,8 +24,8 @@ TUNERS = {"peft.tuners.adalora": "AdaLoraModel", "peft.tuners.adaption_prompt": 
 def enter(state: str) -> None:
     """Make adapters run the hooks of a patched model, however they call it; ``state`` is the attribute that marks it.
 
-    The attribute's value has a method ``around(model, call, args, kwargs)``, which runs ``call(*args, **kwargs)`` with the work of
-    the hooks before and after it. ``call`` runs the model's forward.
+    The attribute's value has a method ``around(model, call, args, kwargs)``, which runs ``call(*args, **kwargs)`` with the work
+    of the hooks before and after it. ``call`` runs the model's forward.
     """
     try:
         release = re.match(r"(\d+)\.(\d+)", version("peft"))
