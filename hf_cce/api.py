@@ -21,15 +21,15 @@ from hf_cce.patches.refused import why_refuse, why_refuse_class
 
 Target = TypeVar("Target")
 DISABLE = "HF_CCE_DISABLE"
-_NOTHING = dict.fromkeys(("calls", "fused", "few_tokens", "materialized", "missed"), 0)  # cce_stats() if patching is disabled
+_NOTHING = dict.fromkeys(("calls", "fused", "few_tokens", "materialized", "missed"), 0)  # cce_stats() if disabled
 logger = logging.getLogger(__name__)
 
 
 def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) -> Target:
     """Patch a model so that training computes its loss without materializing logits.
 
-    The loss is unchanged up to rounding. In bfloat16 on an NVIDIA GPU the gradient filter adds an error to the gradients;
-    ``gradient_filter=None`` disables it. Evaluation without labels and generation run the model's own code.
+    The loss is unchanged up to rounding. In bfloat16 on an NVIDIA GPU the gradients have the error of the gradient filter, which
+    ``gradient_filter=None`` disables. Evaluation without labels and generation run the model's own code.
 
     Args:
         model: a causal LM of Transformers, bare or inside PEFT, DDP, FSDP, DeepSpeed, accelerate or ``torch.compile``. Or a

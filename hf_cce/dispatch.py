@@ -49,7 +49,7 @@ NARROW_BYTES = 256 << 20
 # PyTorch's own operators are fastest up to this many logits, where the time is spent on the host.
 EAGER_LOGITS = 42_000_000
 EAGER_BYTES = 12  # per logit: log-probabilities and the gradients of log-probabilities and logits, in float32
-# The limit on tokens · hidden size · vocabulary if the vocabulary size is odd, as GEMMs are slow on such rows.
+# For an odd vocabulary size, the maximum of tokens · hidden size · vocabulary: GEMMs on unaligned rows are slow.
 EAGER_WORK_ODD = 1.6e10
 
 
@@ -173,7 +173,7 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
         # Room for blocks of logits and for the float32 accumulator of the weight's gradient.
         logits, head = p.tokens * p.vocab_size, _head_gradient_bytes(p, spec)
         wanted = max(spec.memory_budget * (p.dtype.itemsize // 2), EAGER_BYTES * logits // 10) + head
-        # At most as much as full logits, or as all logits in the inputs' dtype: fallback.one_block needs no accumulator.
+        # At most what full logits take, or fallback.one_block: all logits in the inputs' dtype, without the accumulator.
         one_block = p.dtype.itemsize * logits + min(CHUNK, head)
         return max(spec.memory_budget, min(wanted, max(EAGER_BYTES * logits - head, one_block)))
     if strategy == "exact":

@@ -89,10 +89,10 @@ def linear_divergence(
         student_weight: [V, D], same dtype and device. Under autocast both are cast as for a matmul.
         teacher: a ``TeacherHead``, a ``TeacherTopK``, or logits [..., V_t], on the student's device.
         student_bias: [V], same dtype, or None.
-        kind: the divergence, see above.
+        kind: which divergence to compute, see above.
         beta: β in (0, 1), used by the JSD only.
         temperature: T, positive; both models' logits are divided by it. The log-probabilities of a ``TeacherTopK`` must be at T.
-        mask: [...], bool or integers; zero (False) excludes a token, whatever its values.
+        mask: [...], bool or integers; zero (False) excludes a token, even if its hidden states are NaN.
         logit_scale: factor on the student's logits, applied before the softcap.
         softcap: the student's softcap, positive, or None to disable.
         reduction: ``"mean"`` over the tokens that are not excluded, ``"sum"`` or ``"none"``.

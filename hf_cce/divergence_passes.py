@@ -26,7 +26,7 @@ HALF_SCALE = 1024.0  # in float16 the largest upstream gradient is scaled to thi
 
 
 class Head(NamedTuple):
-    """Head that computes the logits softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap)."""
+    """Operands of the logits softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap)."""
 
     hidden: Tensor  # [N, D]; the logits [N, V] if weight is None
     weight: Tensor | None  # [V, D]
@@ -112,7 +112,7 @@ class DivergenceSpec:
 
 
 class Wanted(NamedTuple):
-    """Which gradients are needed, and the rows of the weight's gradient, more than V if the vocabulary was truncated."""
+    """Which gradients are needed, and the rows of the weight's gradient, including truncated vocabulary entries."""
 
     needs: tuple[bool, bool, bool]  # of hidden states, weight and bias
     rows: int
@@ -160,7 +160,7 @@ def kernels() -> Any:
 
 
 def slabs_of(student: Head, spec: DivergenceSpec, per_column: int, beside: int = 0) -> list[slice]:
-    """Return slabs of the vocabulary, given ``per_column`` bytes, and ``beside`` bytes allocated for the whole loop."""
+    """Return slabs that take ``per_column`` bytes per column, next to ``beside`` bytes allocated for the whole loop."""
     assert student.weight is not None
     n, v, room = student.hidden.shape[0], student.weight.shape[0], spec.memory_budget
     if not spec.triton:

@@ -1,6 +1,6 @@
 """Divergence from a teacher given by its k most probable tokens: needs the student's logits of these, and its logsumexp.
 
-The gradients of the two are added in float32, per slab of the vocabulary, and rounded once, as they cancel near the optimum.
+The gradients through both are added in float32, per slab of the vocabulary, and rounded once, as they cancel near the optimum.
 
 Legend: N tokens, D hidden size, V vocabulary; z logits after scale, softcap and temperature.
 """

@@ -21,7 +21,7 @@ class Family:
 
 
 def class_names() -> dict[str, str]:
-    """Return the class of every model type: its causal LM, or without one the multimodal class."""
+    """Return the class name by model type: the causal LM if there is one, else the multimodal model."""
     from transformers.models.auto import modeling_auto
 
     names: dict[str, str] = {}

@@ -41,7 +41,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 
 def is_plain(head: nn.Module) -> bool:
-    """Return True if ``head`` has the forward of ``torch.nn.Linear``, not wrapped."""
+    """Return True if ``head`` has the unwrapped forward of ``torch.nn.Linear``."""
     return type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
 
 
@@ -81,7 +81,7 @@ def _is_4_bit(kind: Any) -> bool:
 
 
 def transformed(*tensors: Tensor | None) -> bool:
-    """Return True under a transform of ``torch.func`` or forward-mode AD (if ``tensors`` are given, only if one is dual).
+    """Return True under a transform of ``torch.func`` or forward-mode AD (given ``tensors``, only if one has a tangent).
 
     Always False under torch.compile, where this cannot be detected.
     """

@@ -91,7 +91,7 @@ def scratch_per_row(weight: Tensor) -> int:
 
 
 def torchao_weight(weight: Any, hidden: Tensor, cast: torch.dtype | None) -> FrozenWeight | None:
-    """Return a FrozenWeight for a frozen int8 or float8 weight of torchao; None if its matmul also quantizes ``hidden``.
+    """Return a FrozenWeight for a frozen int8 or float8 weight of torchao, else None, also if matmuls quantize ``hidden``.
 
     Its dtype is ``cast`` under autocast; otherwise that of ``hidden`` for int8, and that of the weight for float8.
     """

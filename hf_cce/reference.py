@@ -205,8 +205,8 @@ def _slab_width(
 ) -> int:
     """Return the columns of a slab that takes ``copies`` float arrays [N, width], plus one in a 16-bit ``dtype``.
 
-    ``per_column``: more bytes per column. ``beside``: bytes allocated during the whole loop. The slab may take the rest of the
-    workspace, and a quarter of it in any case.
+    ``per_column``: more bytes per column. ``beside``: bytes allocated during the whole loop. A slab gets the remaining
+    workspace, but at least a quarter of the whole.
     """
     wide = accumulation_dtype(dtype).itemsize
     per_column += n * (wide * copies + (dtype.itemsize if dtype.itemsize < wide else 0))

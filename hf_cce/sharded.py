@@ -94,7 +94,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
     """Compute the statistics over the whole vocabulary; ``is_top1`` is empty.
 
     In ``x``, hidden is a replicated DTensor, weight and bias are DTensors sharded over V, and labels are in [0, V) or
-    ignored. Results are equal on all ranks and, except ``log_sum_sq``, differentiable. All ranks must run backward on the same loss.
+    ignored. Results are equal on all ranks. All but ``log_sum_sq`` are differentiable; every rank must use the same loss.
     """
     hidden, weight, bias, labels = x
     own = (hidden.to_local(), weight.to_local(), None if bias is None else bias.to_local(), labels)  # type: ignore[attr-defined]

@@ -171,7 +171,7 @@ class Strategy:
         return None
 
     def rehearsals(self) -> list[Strategy]:
-        """Return the strategies, for ``warm_up``, that run in this call and later ones."""
+        """Return the strategies that ``warm_up`` compiles: those that this call or later ones run."""
         return [copy.copy(self)]
 
     def release(self) -> None:
@@ -192,7 +192,7 @@ class Strategy:
 
 
 class FullLogits(Strategy):
-    """Full logits in PyTorch's own operators, as in Transformers; autograd records them."""
+    """Full logits with PyTorch's own operators, as in Transformers; autograd records them."""
 
     def __init__(self, spec: LossSpec, divisor: Divisor) -> None:
         super().__init__(spec, divisor, False)
