@@ -1,4 +1,4 @@
-"""Memory-efficient cross entropy for Transformers: ``apply_cce(model)``, and training never makes logits."""
+"""Memory-efficient cross entropy for Transformers: after ``apply_cce(model)``, training does not materialize logits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Each name loads its module when it is first used, so that ``import hf_cce`` loads no torch, Triton or trainer."""
+    """Import the module of a public name on first use, so that ``import hf_cce`` imports no torch, Triton or Trainer."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

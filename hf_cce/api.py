@@ -1,4 +1,4 @@
-"""``apply_cce`` and ``remove_cce``: find the causal LM that is meant, refuse or patch it."""
+"""``apply_cce`` and ``remove_cce``: find the causal LM inside its wrappers, and patch it or raise."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from hf_cce.patches.refused import why_refuse, why_refuse_class
 
 Target = TypeVar("Target")
 DISABLE = "HF_CCE_DISABLE"
-_NOTHING = dict.fromkeys(("calls", "fused", "few_tokens", "materialized", "missed"), 0)  # of model.cce_stats()
+_NOTHING = dict.fromkeys(("calls", "fused", "few_tokens", "materialized", "missed"), 0)  # cce_stats() if disabled
 logger = logging.getLogger(__name__)
 
 
 def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) -> Target:
     """Patch a model so that training computes its loss without materializing logits.
 
-    The loss stays what it was, up to rounding. In bfloat16 on an NVIDIA GPU the gradients have the error of the gradient filter,
-    which ``gradient_filter=None`` switches off. Evaluation without labels and generation run the model's own code.
+    The loss is unchanged up to rounding. In bfloat16 on an NVIDIA GPU the gradients have the error of the gradient filter, which
+    ``gradient_filter=None`` disables. Evaluation without labels and generation run the model's own code.
 
     Args:
-        model: a causal LM of Transformers, bare or inside PEFT, DDP, FSDP, DeepSpeed, accelerate or ``torch.compile``. Also a
-            class such as ``LlamaForCausalLM`` or a model type such as ``"llama"``: then every instance made later is patched.
+        model: a causal LM of Transformers, bare or inside PEFT, DDP, FSDP, DeepSpeed, accelerate or ``torch.compile``. Or a
+            class such as ``LlamaForCausalLM``, or a model type such as ``"llama"``, to patch all instances created later.
         config: options of the loss. Patching again changes them.
-        **options: single options of ``CCEConfig``, which replace those of ``config``.
+        **options: individual options of ``CCEConfig``, which override those of ``config``.
 
     Returns:
         ``model``, the same object, with a new method ``model.cce_stats()``. With ``HF_CCE_DISABLE=1`` in the environment
         nothing is patched, and the counters stay at 0.
 
     Raises:
-        TypeError: an option does not exist, or ``config`` is no ``CCEConfig``.
-        ValueError: an option has a wrong value, or the model is not supported. The message says why; nothing is patched.
+        TypeError: an option does not exist, or ``config`` is not a ``CCEConfig``.
+        ValueError: an option has an invalid value, or the model is not supported. The message says why; nothing is patched.
         RuntimeError: Transformers is older than 5.0.
     """
     config = CCEConfig.of(config, **options)
@@ -67,7 +67,7 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
 def remove_cce(model: Target) -> Target:
     """Restore a model, class or model type that ``apply_cce`` patched.
 
-    Removing the patch of a class affects the instances made later. An unpatched model is left as it is.
+    Removing the patch of a class affects instances created later. An unpatched model is left unchanged.
 
     Returns:
         ``model``, the same object.
@@ -82,7 +82,7 @@ def remove_cce(model: Target) -> Target:
 
 
 def disabled() -> bool:
-    """True where ``HF_CCE_DISABLE`` in the environment switches every patch off; the log says so once."""
+    """Return True if ``HF_CCE_DISABLE`` in the environment disables all patches, which is logged once."""
     if os.environ.get(DISABLE, "") in ("", "0"):
         return False
     _log_disabled()
@@ -108,7 +108,7 @@ def _check_version() -> None:
 
 
 def _class_of(target: str | type) -> type:
-    """The class itself, or the causal LM class of a model type."""
+    """Return the class itself, or the causal LM class of a model type."""
     if isinstance(target, type):
         if not issubclass(target, nn.Module):
             raise ValueError(f"model must be a model, a model class or a model type, got the class {target.__name__}")
@@ -125,7 +125,7 @@ def _class_of(target: str | type) -> type:
 
 
 def _hint(target: str, names: dict[str, str]) -> str:
-    """What somebody who wrote ``target`` for a model type may have meant."""
+    """Return a hint at the model type that was probably meant by ``target``."""
     from transformers import CONFIG_MAPPING
 
     supported = supported_models()
@@ -139,7 +139,7 @@ def _hint(target: str, names: dict[str, str]) -> str:
 
 
 def causal_lm(model: Any) -> nn.Module:
-    """The causal LM inside the wrappers of torch.compile, DDP, FSDP, DeepSpeed and PEFT."""
+    """Return the causal LM inside the wrappers of torch.compile, DDP, FSDP, DeepSpeed and PEFT."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a model, a model class or a model type, got {type(model).__name__}")
     while True:
@@ -154,7 +154,7 @@ def causal_lm(model: Any) -> nn.Module:
 
 
 def _wrapped(model: nn.Module) -> nn.Module | None:
-    """The module that another one is there to wrap; None where it wraps none."""
+    """Return the module that ``model`` wraps, or None if it is not a wrapper."""
     if any(kind.__module__.partition(".")[0] == "peft" for kind in type(model).__mro__):
         names = "base_model", "model"  # a PeftMixedModel, a tuner
     elif not hasattr(type(model), "get_output_embeddings"):
@@ -172,9 +172,9 @@ def _refuse(cls: type, reason: str | None) -> None:
 
 
 def _forget_graphs(base: nn.Module, *, patched: bool) -> None:
-    """Drop compiled graphs when a model becomes patched, or ceases to be.
+    """Drop all compiled graphs if the model is about to be patched or unpatched.
 
-    Dynamo does not guard on a module's hooks: a compiled function that calls the model would go on with the old graph.
+    Dynamo does not guard on a module's hooks, so a compiled function that calls the model would keep its old graph.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and (patch_of(base) is not None) is not patched:

@@ -1,4 +1,4 @@
-"""``CCECallback``: patches a Trainer's model at the right moment, and says so when a run misses the fused loss."""
+"""``CCECallback``: patches the model of a Trainer, and reports training steps without a fused loss."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Run:
-    """A training run: the model's counters, and what they were when the run, its current step and its last micro-batch began."""
+    """The model's counters in a training run, with their values when the run and its current step began."""
 
-    stats: Stats  # they count on
+    stats: Stats  # the live counters
     start: Stats
     step: Stats
-    losses: int = 0  # as meant, when the last micro-batch had ended
+    losses: int = 0  # stats.as_meant after the last micro-batch
     batches: int = 0
-    missed: int = 0  # micro-batches of which no loss was ours
-    hit: bool = False  # the step has a loss of ours
-    told: bool = False  # which way the losses go
-    reported: bool = False  # that a step has none of ours
+    missed: int = 0  # micro-batches that did not increase stats.as_meant
+    hit: bool = False  # a micro-batch of the current step increased it
+    told: bool = False  # the line on how losses are computed was shown
+    reported: bool = False  # a step without fused loss was reported
 
     def begin_step(self, patch: Patch | None) -> None:
         self._follow(patch)
@@ -49,32 +49,32 @@ class _Run:
         self.batches, self.missed, self.hit = self.batches + 1, self.missed + (not hit), self.hit or hit
 
     def _follow(self, patch: Patch | None) -> None:
-        if patch is not None and patch.stats is not self.stats:  # removed and patched anew: it counts from zero
+        if patch is not None and patch.stats is not self.stats:  # patched again: the new counters start at zero
             self.stats, self.start, self.step, self.losses = patch.stats, Stats(), Stats(), 0
 
 
 class CCECallback(TrainerCallback):
-    """Patch the model of a Trainer, and check at every step that the loss is fused.
+    """Trainer callback that patches the model and checks at every step that the loss is fused.
 
-    The model is patched when the Trainer is built, before accelerate wraps it; with ``model_init``, or for a callback added
-    later, when training begins.
+    The model is patched when the Trainer is created, before accelerate wraps it. With ``model_init``, or if the callback is added
+    later, it is patched when training begins.
 
-    After the first step one line says how the losses are computed. If micro-batches missed the fused loss, another line at the
-    end says how many. Both go to the log (level INFO); where that level is off, the main process prints them. For silence, set
-    ``disable_tqdm=True`` or ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
+    After the first step one line says how the losses are computed. If some micro-batches had no fused loss, a line at the end
+    says how many. Both are logged at level INFO; if the log hides that level by default, the main process prints them. To
+    silence them, set ``disable_tqdm=True`` or ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
 
-    The Trainer's logs get ``cce/fused`` and ``cce/materialized``. Trainer calls the reporters of ``report_to`` before the
-    callbacks that it is given. To send the keys to W&B or TensorBoard, patch the model with ``apply_cce`` and put this callback
-    first: ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
+    ``cce/fused`` and ``cce/materialized`` are added to the Trainer's logs. Trainer calls the integrations of ``report_to`` before
+    user callbacks. To send the keys to W&B or TensorBoard, patch the model with ``apply_cce`` and insert this callback first:
+    ``trainer.callback_handler.callbacks.insert(0, CCECallback())``.
 
     Args:
-        config: options of the loss. Without ``config`` and ``options``, a patched model keeps its options.
-        on_unused: what to do when a step ends without a fused loss: ``"warn"`` once in a run, or ``"raise"`` a RuntimeError.
-        details: log the gradient filter's measurements and the peak memory of the GPU as well.
-        **options: single options of ``CCEConfig``, which replace those of ``config``.
+        config: options of the loss. Without ``config`` and ``options``, a model that is already patched keeps its options.
+        on_unused: what to do when a step ends without a fused loss: ``"warn"`` once per run, or ``"raise"`` a RuntimeError.
+        details: also log the gradient filter's measurements and the peak GPU memory.
+        **options: individual options of ``CCEConfig``, which override those of ``config``.
 
     Raises:
-        ValueError: ``on_unused`` has a wrong value, or, in the Trainer, the model is not supported.
+        ValueError: ``on_unused`` has an invalid value, or, in the Trainer, the model is not supported.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class CCECallback(TrainerCallback):
         self._given = config is not None or bool(options)
         self.on_unused, self.details = on_unused, details
         self._run: _Run | None = None
-        self._distills = False  # the trainer is the one that patches.distillation knows
-        self._token_sums: Tensor | None = None  # at the last entry of the logs
+        self._distills = False  # the trainer is supported by patches.distillation
+        self._token_sums: Tensor | None = None  # at the last log entry
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if disabled():
@@ -109,7 +109,7 @@ class CCECallback(TrainerCallback):
         self._distills = distillation.ready(args)
 
     def _apply(self, model: Any) -> Patch:
-        """Patch the model; one that is patched keeps the options it has where we were given none."""
+        """Patch the model. If this callback was given no options, a model that is already patched keeps its own."""
         known = None if self._given else patch_of(causal_lm(model))
         patch = patch_of(causal_lm(apply_cce(model, self.config if known is None else known.config)))
         assert patch is not None
@@ -117,7 +117,7 @@ class CCECallback(TrainerCallback):
 
     @contextlib.contextmanager
     def _distillation_step(self, model: Any) -> Iterator[None]:
-        """What patches.distillation runs a training step in: the divergence is ours there."""
+        """Context of a training step in which patches.distillation computes the divergence with hf_cce."""
         patch = patch_of(causal_lm(model)) if self._distills else None
         with contextlib.nullcontext() if patch is None else distillation.answering(patch.config, patch.stats):
             yield
@@ -158,9 +158,8 @@ class CCECallback(TrainerCallback):
                 device = next(causal_lm(kwargs["model"]).parameters()).device
                 if device.type == "cuda":
                     found["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-            told = {
-                f"cce/{key}": round(value, 6) for key, value in found.items() if math.isfinite(value)
-            }  # JSON has no NaN
+            # Finite values only: JSON has no NaN.
+            told = {f"cce/{key}": round(value, 6) for key, value in found.items() if math.isfinite(value)}
             logs.update(told)  # for the callbacks that come after this one
             if state.log_history:
                 state.log_history[-1].update(told)
@@ -175,24 +174,23 @@ class CCECallback(TrainerCallback):
             _say(args, state, f"hf_cce: {told}; times that full logits were made: {made}")
 
     def _report(self, run: _Run, args: Any, state: Any, model: Any) -> None:
-        """Say that no loss of the step that has just ended was ours."""
+        """Warn or raise because the step that just ended had no fused loss."""
         why = _why(args, model, run)
         message = f"hf_cce: training step {state.global_step} ended without our fused loss: {why}"
         if self.on_unused == "raise":
             raise RuntimeError(message)
         if (run.stats.bypassed and not run.step.bypassed) or (run.stats.read and not run.step.read):
-            return  # the patch has just said so, for those who use no callback
+            return  # the patch itself has just warned
         warn(message)
 
 
 def _say(args: Any, state: Any, message: str) -> None:
-    """Log ``message``, and show it where somebody watches: by default the log leaves INFO out."""
+    """Log ``message`` at INFO, and print it if the default log level hides it."""
     logger.info(message)
-    by_default = (
-        logging.INFO < logger.getEffectiveLevel() <= logging.WARNING
-    )  # below it is in the log, above it is unwanted
+    # At INFO and below the log shows it; above WARNING the user wants silence.
+    by_default = logging.INFO < logger.getEffectiveLevel() <= logging.WARNING
     if by_default and state.is_world_process_zero and not args.disable_tqdm:
-        tqdm.write(message)  # print would break the progress bar
+        tqdm.write(message)  # print() would break the progress bar
 
 
 def _why(args: Any, model: Any, run: _Run) -> str:
@@ -210,7 +208,7 @@ def _why(args: Any, model: Any, run: _Run) -> str:
             "TRL replaces the model's forward with its own fused LM head (trl.trainer.utils.add_fused_lm_head), so "
             "neither the model's forward nor its loss is called"
         )
-    if compiled:  # where nothing is counted
+    if compiled:  # calls in compiled graphs are not counted
         return (
             "no graph that torch.compile made, and that ran in this step, holds our loss. Either the trainer calls the model "
             "without labels and computes the loss itself (label_smoothing_factor, compute_loss_func, a preference trainer): the "
@@ -225,7 +223,7 @@ def _why(args: Any, model: Any, run: _Run) -> str:
 
 
 def _is_compiled(model: nn.Module, base: nn.Module) -> bool:
-    """Whether calls of ``base`` run in a graph: it or a module around it was compiled, and not just its layers."""
+    """Return True if ``base`` runs in a compiled graph: it or a module around it was compiled, not only its layers."""
     return any(
         ("_orig_mod" in module._modules or module._compiled_call_impl is not None)
         and any(inner is base for inner in module.modules())
@@ -234,7 +232,7 @@ def _is_compiled(model: nn.Module, base: nn.Module) -> bool:
 
 
 def _is_trl(forward: Any) -> bool:
-    """True for TRL's forward, also under those of accelerate; each layer copies the signature of the one below."""
+    """Return True for TRL's forward, also if accelerate wraps it. Each wrapper copies the signature of what it wraps."""
     while forward is not None:
         forward = getattr(forward, "__func__", forward)
         if "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters:

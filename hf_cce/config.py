@@ -1,4 +1,4 @@
-"""Options of the fused loss: one frozen dataclass, checked when it is made."""
+"""Options of the fused loss: a frozen dataclass that validates itself."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "kB": 10**3, "MB": 
 
 
 def _bytes(given: Any) -> int | str:
-    """A memory budget as "auto" or a number of bytes."""
+    """Return a memory budget as "auto" or a number of bytes."""
     size = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", given) if isinstance(given, str) else None
     if isinstance(given, str) and given == "auto":
         return given
     if size and size[2] in _UNITS:
         number = int(float(size[1]) * _UNITS[size[2]])
-    elif type(given) is not bool and isinstance(given, Integral):  # numpy's numbers too
+    elif type(given) is not bool and isinstance(given, Integral):  # includes NumPy integers
         number = int(given)
     else:
         raise ValueError(f"memory_budget must be 'auto', a number of bytes, or a size such as '512MiB', got {given!r}")
@@ -41,21 +41,21 @@ class CCEConfig:
         implementation: ``"auto"`` picks the Triton kernels for float16 and bfloat16 on an NVIDIA GPU of compute capability
             8.0 or newer, and PyTorch everywhere else. ``"triton"`` runs the kernels or raises. ``"portable"`` runs PyTorch.
             Except with ``"triton"``, few tokens on a GPU get the model's own loss on full logits, which is faster there.
-        memory_budget: workspace of one call, besides its inputs and gradients: bytes, or a string such as ``"512MiB"``; at least
-            1 MiB. ``"auto"`` is 256 MiB for every started 8,192 tokens. It takes more in two cases: for exact gradients, up to
-            the size of the head's gradient, and in the PyTorch fallback on a GPU. A smaller budget is slower, and may have no
-            room for the gradient filter. The PyTorch fallback needs room for 16 tokens with the whole vocabulary, or 16
+        memory_budget: workspace of one call, without its inputs and gradients: bytes, or a string such as ``"512MiB"``; at least
+            1 MiB. ``"auto"`` is 256 MiB per 8,192 tokens, rounded up. It takes more in two cases: for exact gradients, up to
+            the size of the head's gradient, and in the PyTorch fallback on a GPU. A smaller budget is slower, and may disable
+            the gradient filter. The PyTorch fallback needs room for 16 tokens with the whole vocabulary, or 16
             vocabulary entries with all tokens. Under torch.compile the gradients are computed in the forward pass, except in
             float16, and are held until the backward pass.
-        gradient_filter: the Triton kernels may skip tiles of the logits' gradient that hardly matter. A number, at most 0.1,
-            is the relative error that this may make in the gradients of hidden states and weight. ``"auto"`` keeps it below
-            the error of bfloat16 logits, and skips nothing in other dtypes. None skips nothing. The error is measured where
-            a ``FilterState`` is kept, as on patched models. Under torch.compile nothing is skipped in float16, nor in
+        gradient_filter: lets the Triton kernels skip tiles of the logits' gradient that contribute little. A number, at most
+            0.1, is the allowed relative error of the gradients of hidden states and weight. ``"auto"`` keeps the error below
+            that of bfloat16 logits, and skips nothing in other dtypes. None disables the filter. The error is measured only
+            with a ``FilterState``, which patched models have. Under torch.compile nothing is skipped in float16 or in
             ``linear_log_probs``.
-        token_stats: count token accuracy, entropy and perplexity of patched models, in the pass of the loss.
+        token_stats: compute token accuracy, entropy and perplexity of patched models, in the same pass as the loss.
 
     Raises:
-        ValueError: an option has a wrong value; the message names it.
+        ValueError: an option has an invalid value; the message names it.
     """
 
     implementation: Implementation = "auto"
@@ -70,14 +70,14 @@ class CCEConfig:
         if not isinstance(self.token_stats, bool):
             raise ValueError(f"token_stats must be True or False, got {self.token_stats!r}")
         wanted: Any = self.gradient_filter
-        if isinstance(wanted, Real) and type(wanted) not in (bool, int, float):  # numpy's
+        if isinstance(wanted, Real) and type(wanted) not in (bool, int, float):  # NumPy scalars
             object.__setattr__(self, "gradient_filter", wanted := float(wanted))
         number = isinstance(wanted, (int, float)) and not isinstance(wanted, bool)
         if wanted is not None and wanted != "auto" and not (number and 0.0 < wanted <= 0.1):
             raise ValueError(f"gradient_filter must be 'auto', None or a number in (0, 0.1], got {wanted!r}")
 
     def scratch(self, n: int) -> int:
-        """Bytes that a call with ``n`` tokens may hold: ``memory_budget``, or what "auto" begins with."""
+        """Return the workspace in bytes for ``n`` tokens; for "auto" a default that ``hf_cce.dispatch`` may raise."""
         given = self.memory_budget
         return 256 * MIB * (1 + (max(n, 1) - 1) // 8192) if isinstance(given, str) else given
 
@@ -86,9 +86,9 @@ class CCEConfig:
         """Return ``config`` with ``options`` replaced, or a new one made from ``options``.
 
         Raises:
-            TypeError: ``config`` is no ``CCEConfig``, or an option does not exist; the message lists those that do.
+            TypeError: ``config`` is not a ``CCEConfig``, or an option does not exist; the message lists the valid ones.
         """
-        if not options and type(config) is cls:  # the path of every training step; torch.compile traces it
+        if not options and type(config) is cls:  # fast path of every training step; traced by torch.compile
             return config
         known = [f.name for f in fields(cls)]
         unknown = sorted(set(options) - set(known))

@@ -1,6 +1,6 @@
-"""The only place that decides how a loss is computed: sizes, dtype, device and options become one strategy.
+"""Choice of the strategy that computes a loss, from its sizes, dtype, device and options. No other module decides this.
 
-``explain_dispatch`` tells what it decides, and why, without tensors.
+``explain_dispatch`` returns the decision and its reason without needing tensors.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from hf_cce.strategies import (
     validate_labels,
 )
 
-# Compute capability from which "auto" takes the kernels, and from which implementation="triton" may try them: they compile for a
-# T4, but have not run on one.
+# Minimum compute capability for implementation="auto" and for implementation="triton". The kernels compile for a T4 (7.5), but
+# have not been run on one.
 CAPABILITY, EXPERIMENTAL = (8, 0), (7, 5)
 
-# Thresholds, by measurement on an H200.
-# Tokens times hidden size times vocabulary from which the filter pays, and the tokens that fill a GPU with blocks:
+# Thresholds, measured on an H200.
+# The filter pays off from this much work (tokens · hidden size · vocabulary) and from as many tokens as fill a GPU with blocks.
 FILTER_FROM = 1.5e11
 FILTER_TOKENS = 2048
-# Bytes of full logits in float32 up to which the fewest launches win; and, where those would be more and no filter is wanted, in
-# the 16 bits of the inputs, rounded as in PyTorch's own loss:
+# Full float32 logits of up to DENSE_BYTES are materialized, because few kernel launches win there. Larger ones are stored in the
+# 16-bit dtype of the inputs, rounded as in PyTorch's own loss, if that takes up to NARROW_BYTES and the filter is not used.
 DENSE_BYTES = 256 << 20
 NARROW_BYTES = 256 << 20
-# Logits up to which PyTorch's own operators are the fastest, as the host is the slower side:
+# PyTorch's own operators are fastest up to this many logits, where the time is spent on the host.
 EAGER_LOGITS = 42_000_000
-EAGER_BYTES = 12  # of each there: log-probabilities, and the gradients in these and in the logits, in float32
-# As rows of an odd number of logits are multiplied slowly, tokens times hidden size times an odd vocabulary:
+EAGER_BYTES = 12  # per logit: log-probabilities and the gradients of log-probabilities and logits, in float32
+# For an odd vocabulary size, the maximum of tokens · hidden size · vocabulary: GEMMs on unaligned rows are slow.
 EAGER_WORK_ODD = 1.6e10
 
 
 class Problem(NamedTuple):
-    """The sizes of one loss, and where it is computed."""
+    """Sizes, dtype and device of one loss."""
 
     tokens: int
     hidden_size: int
@@ -73,21 +73,21 @@ class Problem(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """One strategy, by name, and its implementation."""
+    """The name of a strategy, and its implementation."""
 
     strategy: str  # a key of WHY
-    implementation: str  # "triton" or "portable"; of full logits: what validates the labels
-    logits_dtype: torch.dtype | None = None  # of "materialized"
+    implementation: str  # "triton" or "portable"; unused by "full_logits"
+    logits_dtype: torch.dtype | None = None  # for "materialized"
 
 
 class Explanation(NamedTuple):
-    """What ``explain_dispatch`` returns."""
+    """Result of ``explain_dispatch``."""
 
     strategy: str
     implementation: str
     logits_dtype: torch.dtype | None
     why: str
-    memory_budget: int  # bytes of scratch memory it may take
+    memory_budget: int  # bytes of workspace it may use
 
 
 WHY = {
@@ -101,15 +101,15 @@ WHY = {
 
 
 def choose_implementation(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
-    """``"triton"`` or ``"portable"`` for tensors of ``dtype`` on ``device``.
+    """Return ``"triton"`` or ``"portable"`` for tensors of ``dtype`` on ``device``.
 
     Raises:
-        RuntimeError: ``implementation="triton"`` where the kernels cannot run; the message says why.
+        RuntimeError: ``implementation="triton"``, but the kernels cannot run; the message says why.
     """
     if implementation == "portable" or (implementation == "auto" and device.type == "cpu"):
         return "portable"
     if implementation == "auto" and dtype == torch.float32:
-        return "portable"  # cuBLAS multiplies; Triton's products in full precision are slower
+        return "portable"  # cuBLAS is faster than Triton's full-precision matmul
     why = why_no_triton(device, dtype, EXPERIMENTAL if implementation == "triton" else CAPABILITY)
     if implementation == "triton" and why:
         raise RuntimeError(f"implementation='triton' cannot run here: {why}; use implementation='auto'")
@@ -117,11 +117,11 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, implementati
 
 
 def why_no_triton(device: torch.device, dtype: torch.dtype, least: tuple[int, int] = CAPABILITY) -> str | None:
-    """Why the kernels cannot run for tensors of ``dtype`` on ``device``, or None. ``least``: of compute capability."""
+    """Return why the kernels cannot run for ``dtype`` on ``device``, or None. ``least``: minimum compute capability."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the kernels compute in float32 and the tensors are {dtype}"
     if device.type == "cpu":
-        # Triton's interpreter is for tests, thousands of times slower than PyTorch.
+        # Triton's interpreter is for tests only: it is thousands of times slower than PyTorch.
         if os.environ.get("TRITON_INTERPRET") != "1":
             return "the kernels are for NVIDIA GPUs and the tensors are on the CPU (TRITON_INTERPRET=1 interprets, for tests)"
     elif device.type != "cuda" or torch.version.cuda is None:
@@ -130,7 +130,7 @@ def why_no_triton(device: torch.device, dtype: torch.dtype, least: tuple[int, in
         capability = _capability(device)
         if capability < least:
             return f"compute capability {capability[0]}.{capability[1]} is below {least[0]}.{least[1]}"
-    # Last: where the device is the reason, installing Triton changes nothing.
+    # Checked last: if the device is the problem, installing Triton does not help.
     if not _has_triton():
         return "the package triton is not installed (pip install triton)"
     return compile_failure(device)
@@ -147,12 +147,12 @@ def _has_triton() -> bool:
 
 
 def few_tokens(p: Problem, spec: LossSpec) -> bool:
-    """Whether a step waits for the host alone: then nothing is faster than what PyTorch does in C++, if it fits the budget."""
+    """Return True if host time dominates and full logits fit the budget: PyTorch's own operators are then the fastest."""
     logits = p.tokens * p.vocab_size
     odd = p.vocab_size % 2 and p.work > EAGER_WORK_ODD
     if odd or not (0 < logits <= EAGER_LOGITS and p.device.type == "cuda" and spec.implementation != "triton"):
         return False
-    # The weight's gradient, made last, takes over memory of the logits.
+    # The weight's gradient is computed last and reuses memory of the logits.
     taken_over = _head_gradient_bytes(p, spec)
     return EAGER_BYTES * logits - taken_over <= _budget(p, spec, "full_logits") and p.dtype != torch.float64
 
@@ -162,18 +162,18 @@ def _head_gradient_bytes(p: Problem, spec: LossSpec) -> int:
 
 
 def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
-    """Bytes of scratch memory: what the user allows or, if "auto", what pays."""
+    """Return the workspace in bytes: the user's budget or, for "auto", what makes ``strategy`` fast."""
     if not spec.auto_budget:
         return spec.memory_budget
     if strategy == "full_logits":
-        # Larger budgets only where PyTorch is the alternative: the kernels take less of the device's time.
+        # A larger budget only if the alternative is the PyTorch fallback: the kernels need less device time than full logits.
         portable = p.dtype in FULL_PRECISION or spec.implementation == "portable"
         return EAGER_BYTES * EAGER_LOGITS if portable else spec.memory_budget
     if strategy == "one_pass" and p.device.type != "cpu":
-        # Blocks of logits, and the head's gradient summed in float32.
+        # Room for blocks of logits and for the float32 accumulator of the weight's gradient.
         logits, head = p.tokens * p.vocab_size, _head_gradient_bytes(p, spec)
         wanted = max(spec.memory_budget * (p.dtype.itemsize // 2), EAGER_BYTES * logits // 10) + head
-        # No more than full logits: those of one block are all there is beside the head's gradient, which is made after them.
+        # At most what full logits take, or fallback.one_block: all logits in the inputs' dtype, without the accumulator.
         one_block = p.dtype.itemsize * logits + min(CHUNK, head)
         return max(spec.memory_budget, min(wanted, max(EAGER_BYTES * logits - head, one_block)))
     if strategy == "exact":
@@ -182,7 +182,7 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
 
 
 def may_filter(p: Problem, spec: LossSpec, wanted: Wanted | None = None) -> bool:
-    """Whether the gradient filter pays, and can serve this loss, or the statistics that are ``wanted``, on the kernels."""
+    """Return True if the filter supports this loss (or the ``wanted`` statistics) and pays off; assumes Triton kernels."""
     if spec.gradient_filter is None or (spec.gradient_filter == "auto" and p.dtype != torch.bfloat16):
         return False
     need_hidden, need_weight, need_bias = spec.needs
@@ -194,7 +194,7 @@ def may_filter(p: Problem, spec: LossSpec, wanted: Wanted | None = None) -> bool
 
 
 def materialized_dtype(p: Problem, memory_budget: int, filtered: bool) -> torch.dtype | None:
-    """That of full logits, if these fit: float32, or, of 16-bit inputs that no filter is for, their own; else None."""
+    """Return float32 or, for unfiltered 16-bit inputs, their dtype, if full logits of that dtype fit; else None."""
     candidates = [(torch.float32, DENSE_BYTES)]
     if p.dtype.itemsize < 4 and not filtered:
         candidates.append((p.dtype, NARROW_BYTES))
@@ -205,59 +205,59 @@ def materialized_dtype(p: Problem, memory_budget: int, filtered: bool) -> torch.
 
 
 def materialized_bytes(p: Problem, dtype: torch.dtype) -> int:
-    """Bytes of full logits of ``dtype`` in the kernels, with what their gradient needs."""
-    # Rows are aligned, and the gradient of the hidden states is of two products, in float32, where V is not.
+    """Return the bytes that the kernels need for full logits of ``dtype`` and their gradient."""
+    # Rows are padded to 16 entries. If V % 8 > 0, dh is the sum of two products, in a float32 accumulator.
     return p.tokens * (dtype.itemsize * (p.vocab_size + 15) + 4 * p.hidden_size * (p.vocab_size % 8 > 0))
 
 
 def forms_gradients(dtype: torch.dtype) -> bool:
-    """Whether the operator ``hf_cce::cross_entropy`` returns gradients: whatever the sizes, as one graph serves any.
+    """Return True if ``hf_cce::cross_entropy`` computes gradients in its forward pass, whatever the sizes: one graph serves all.
 
-    Not in float16, which would lose those that a GradScaler has not yet scaled.
+    False for float16, where gradients that a GradScaler has not scaled yet would underflow.
     """
     return dtype != torch.float16
 
 
 def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
-    """Whether PyTorch forms the gradients in the forward pass, rather than from slabs of the vocabulary."""
+    """Return True if the PyTorch fallback computes gradients in the forward pass, not from recomputed slabs of logits."""
     if p.dtype in FULL_PRECISION:
         return True
     on_cpu = p.device.type == "cpu"
-    # A CPU has no products of narrow numbers into float32, to add those of several blocks of tokens up with.
+    # On a CPU a 16-bit matmul cannot write float32 results, which summing dW over several token blocks would need.
     one_block = fits_one_block(p.tokens, p.vocab_size, p.dtype, on_cpu, spec.memory_budget)
     return any(spec.needs) and (not on_cpu or one_block or not spec.needs[1])
 
 
 def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> Decision:
-    """The strategy of more than few tokens on this ``implementation``. ``filtered``: the filter is for this loss, not paused."""
+    """Return the strategy if ``few_tokens`` is False. ``filtered``: the gradient filter applies and is not paused."""
     if implementation == "portable":
         return Decision("one_pass" if one_pass_pays(p, spec) else "recompute", implementation)
     return Decision("filtered", implementation) if filtered else unfiltered(p, spec, False)
 
 
 def unfiltered(p: Problem, spec: LossSpec, filtered: bool) -> Decision:
-    """What the kernels do without the filter, or, if ``filtered``, where the budget has no room for it."""
+    """Return the kernels' strategy without the filter. ``filtered``: as the fallback if the filter exceeds the budget."""
     trains = spec.needs[0] or spec.needs[1]
     dtype = None if spec.label_smoothing or not trains else materialized_dtype(p, spec.memory_budget, filtered)
     return Decision("exact" if dtype is None else "materialized", "triton", dtype)
 
 
 def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
-    """The strategy of a scalar loss."""
-    if few_tokens(Problem.of(x), spec):  # first, as the host is the slower side here
+    """Return the strategy for a scalar loss."""
+    if few_tokens(Problem.of(x), spec):  # checked first, because host time dominates here
         return FullLogits(spec, divisor)
     return dispatch_fused(x, spec, divisor, state)
 
 
 def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
-    """The strategy of a scalar loss that autograd does not record: all but full logits."""
+    """Return the strategy for a scalar loss, full logits excluded (autograd records those)."""
     p = Problem.of(x)
     beside = _beside_dequantized(x, spec)
     if beside is None:
         return Recompute(spec, divisor, False)
     spec = beside
     implementation = choose_implementation(p.device, p.dtype, spec.implementation)
-    # "auto" promises an error, and keeps the promise by measurement: not without a state.
+    # "auto" bounds the error by measuring it across steps, which needs a FilterState.
     tau, steered = None, state is not None
     if implementation == "triton" and (steered or spec.gradient_filter != "auto") and may_filter(p, spec):
         state = FilterState() if state is None else state.on(p.device)
@@ -269,9 +269,9 @@ def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSta
 
 
 def _beside_dequantized(x: Inputs, spec: LossSpec) -> LossSpec | None:
-    """``spec`` with the budget that a quantised weight leaves, dequantised whole; None where that is to be done in slabs.
+    """Return ``spec`` if a quantized weight can be dequantized whole, else None: dequantize it in slabs.
 
-    Whole it may take half the budget or, if that is "auto", as much as full logits.
+    The dequantized weight may take half the budget, and is deducted from it; for "auto", as much memory as full logits.
     """
     if not isinstance(x.weight, FrozenWeight):
         return spec
@@ -282,7 +282,7 @@ def _beside_dequantized(x: Inputs, spec: LossSpec) -> LossSpec | None:
 
 
 def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: FilterState | None) -> Strategy:
-    """The strategy of the tokens' statistics, filtered only with a ``state``."""
+    """Return the strategy for per-token statistics; their gradients are filtered only with a ``state``."""
     p = Problem.of(x)
     triton = choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
     beside = _beside_dequantized(x, spec)
@@ -295,7 +295,7 @@ def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: Filter
 
 
 def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
-    """The strategy of the operator ``hf_cce::cross_entropy``, whose graph serves any number of tokens."""
+    """Return the strategy for the operator ``hf_cce::cross_entropy``, whose graph serves any number of tokens."""
     if forms_gradients(x.hidden.dtype):
         return dispatch_fused(x, spec, divisor, state)
     triton = choose_implementation(x.hidden.device, x.hidden.dtype, spec.implementation) == "triton"
@@ -303,7 +303,7 @@ def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSt
 
 
 def loss_factor(x: Inputs, spec: LossSpec, divisor: Divisor) -> Tensor:
-    """What the sum of the tokens' losses is multiplied by, a scalar; checks the labels."""
+    """Check the labels and return the scalar that the summed loss is multiplied by."""
     triton = choose_implementation(x.labels.device, x.hidden.dtype, spec.implementation) == "triton"
     return validate_labels(x.labels, spec, x.weight.shape[0], divisor, triton)
 
@@ -327,15 +327,14 @@ def explain_dispatch(
     config: CCEConfig | None = None,
     frozen: bool = False,
 ) -> Explanation:
-    """How the scalar loss of a patched model is computed, and why.
+    """Return how the scalar loss of a patched model is computed, and why.
 
     Args:
-        device: one of this machine's, or a type of device. Where this machine has no CUDA device, "cuda" is one that runs the
-            kernels.
-        frozen: the head's weight needs no gradient.
+        device: a device or device type. On a machine without CUDA, ``"cuda"`` stands for a GPU that runs the kernels.
+        frozen: True if the head's weight needs no gradient.
 
     Raises:
-        RuntimeError: ``config`` asks for kernels that cannot run there.
+        RuntimeError: ``config`` requires kernels that cannot run on ``device``.
     """
     config, device = config or CCEConfig(), torch.device(device)
     spec = LossSpec(

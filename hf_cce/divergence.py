@@ -1,4 +1,4 @@
-"""Distillation losses of two linear heads, without the logits of either: checks, the teacher's forms, reductions.
+"""``linear_divergence``: distillation losses between two linear heads, without materializing the logits of either.
 
 Legend: N tokens, D hidden size, V vocabulary. Logits are z = softcap · tanh(x / softcap) / T with
 x = logit_scale · (hidden_states · weightᵀ + bias) and T the temperature.
@@ -50,7 +50,7 @@ class TeacherTopK(NamedTuple):
     Attributes:
         ids: [..., k], all different within a position.
         log_probs: [..., k], at the temperature of the call.
-        tail: ``"lump"`` compares all other tokens as one more event; ``"renormalize"`` divides both distributions by their sums
+        tail: ``"lump"`` treats all other tokens as one more event; ``"renormalize"`` divides both distributions by their sums
             over the k tokens.
     """
 
@@ -75,38 +75,38 @@ def linear_divergence(
     num_items_in_batch: Tensor | int | float | None = None,
     config: CCEConfig | None = None,
 ) -> Tensor:
-    """Divergence of a student's next-token distribution from a teacher's, without the logits of either.
+    """Compute the divergence of a student's next-token distribution from a teacher's, without materializing logits.
 
     The loss of a token is KL(p_teacher ‖ p_student) for ``"forward_kl"``, KL(p_student ‖ p_teacher) for ``"reverse_kl"``, and for
     ``"jsd"`` the generalized Jensen-Shannon divergence β KL(p_teacher ‖ m) + (1 − β) KL(p_student ‖ m) with the mixture
     m = (1 − β) p_student + β p_teacher (Agarwal et al., 2024, arXiv 2306.13649; β as in TRL). It is not multiplied by T².
 
-    Vocabularies may differ in padding: the softmaxes of both are over the first min(V, V_t) entries,
-    and the student's others get zero gradient.
+    The vocabularies may be padded differently: both softmaxes are over the first min(V, V_t) entries, and the student's other
+    entries get zero gradient.
 
     Args:
         student_hidden: [..., D], floating point.
-        student_weight: [V, D], same dtype and device. Under autocast both are cast as a matmul would cast them.
+        student_weight: [V, D], same dtype and device. Under autocast both are cast as for a matmul.
         teacher: a ``TeacherHead``, a ``TeacherTopK``, or logits [..., V_t], on the student's device.
         student_bias: [V], same dtype, or None.
-        kind: which divergence.
-        beta: β in (0, 1), of the JSD alone.
-        temperature: T, positive; both models' logits are divided by it. A ``TeacherTopK`` has log-probabilities at T already.
-        mask: [...], bool or integers: zero (False) where a token does not count. Nothing there is read.
-        logit_scale: factor on the student's logits, before the softcap.
-        softcap: the student's, positive, or None for none.
-        reduction: ``"mean"`` over the tokens that count, ``"sum"`` or ``"none"``.
+        kind: which divergence to compute, see above.
+        beta: β in (0, 1), used by the JSD only.
+        temperature: T, positive; both models' logits are divided by it. The log-probabilities of a ``TeacherTopK`` must be at T.
+        mask: [...], bool or integers; zero (False) excludes a token, even if its hidden states are NaN.
+        logit_scale: factor on the student's logits, applied before the softcap.
+        softcap: the student's softcap, positive, or None to disable.
+        reduction: ``"mean"`` over the tokens that are not excluded, ``"sum"`` or ``"none"``.
         num_items_in_batch: with ``"mean"``, divide the sum by this instead.
-        config: ``memory_budget`` and ``implementation`` count; see ``CCEConfig``.
+        config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``.
 
     Returns:
-        A scalar, or [...] for ``reduction="none"`` (zero where masked), in float32 (float64 for float64 inputs). Where no token
-        counts the mean is 0. Differentiable in the student's hidden states, weight and bias.
+        A scalar, or [...] for ``reduction="none"`` (zero where masked), in float32 (float64 for float64 inputs). The mean over no
+        tokens is 0. Differentiable in the student's hidden states, weight and bias.
 
     Raises:
-        TypeError: an argument is not of the type that it has here.
-        ValueError: shapes, dtypes, devices or options do not fit.
-        RuntimeError: in a double backward, under ``torch.func`` transforms and forward-mode AD, or where ``config`` asks for
+        TypeError: an argument has a wrong type.
+        ValueError: shapes, dtypes, devices or options are invalid.
+        RuntimeError: in a double backward, under ``torch.func`` transforms or forward-mode AD, or if ``config`` requires
             kernels that cannot run here.
     """
     if kind not in get_args(Kind):
@@ -141,7 +141,7 @@ def token_divergences(
     config: CCEConfig | None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(divergence, the student's entropy without a gradient, or None), [...] each; β is 0 for forward KL, 1 for reverse KL."""
+    """Return (divergence, student entropy without gradient or None), [...] each; β is 0 for forward KL, 1 for reverse KL."""
     config = _checked(config)
     head = _checked_head(student, "student_", temperature)
     shape = student.hidden_states.shape[:-1]
@@ -161,7 +161,7 @@ def token_divergences(
 
 
 def _checked_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
-    """``x`` flattened to [N, D], cast as under autocast, with the temperature in its scale and softcap."""
+    """Check ``x``; return it flattened to [N, D], cast for autocast, with the temperature folded into scale and softcap."""
     hidden, weight, bias, logit_scale, softcap = x
     names = [f"{prefix}hidden", f"{prefix}weight", f"{prefix}bias"]
     _check_tensor(names[0], "[..., D]", hidden)
@@ -200,13 +200,13 @@ def _checked_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
         _refuse_learnable(**{f"{prefix}softcap": softcap})
         if not softcap > 0:
             raise ValueError(f"{prefix}softcap must be positive or None, got {softcap}")
-    # softcap · tanh(scale · z / softcap) / T is the softcap / T of scale / T.
+    # Dividing the capped logits by T equals dividing both scale and softcap by T.
     hidden = hidden.reshape(-1, hidden.shape[-1])
     return Head(hidden, weight, bias, float(logit_scale) / temperature, float(softcap or 0.0) / temperature)
 
 
 def _checked_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temperature: float) -> Head:
-    """Detached and flattened."""
+    """Check a teacher given by a head or by logits; return it detached and flattened."""
     if isinstance(teacher, TeacherHead):
         found = _checked_head(teacher, "teacher ", temperature)
         hidden, weight, bias = (None if x is None else x.detach() for x in found[:3])
@@ -235,12 +235,12 @@ def _checked_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temp
 
 
 def _of_top_k(student: Head, teacher: TeacherTopK, mask: Tensor | None, spec: DivergenceSpec) -> Tensor:
-    """Divergence of each token [N]."""
+    """Return the divergence of each token [N] from a top-k teacher."""
     assert student.weight is not None
     v = student.weight.shape[0]
     ids = teacher.ids.reshape(-1, teacher.ids.shape[-1]).long()
     log_pt = teacher.log_probs.detach().reshape(ids.shape).to(accumulation_dtype(student.hidden.dtype))
-    if mask is not None:  # what is not a number there must reach nothing
+    if mask is not None:  # NaN in an excluded token must not propagate
         student = student._replace(hidden=torch.where(mask[:, None], student.hidden, 0))
         ids = torch.where(mask[:, None], ids, 0)
         log_pt = torch.where(mask[:, None], log_pt, -math.log(2 * ids.shape[1]))
@@ -285,7 +285,7 @@ def _check_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> None:
 
 
 def _checked_mask(mask: Tensor, student_hidden: Tensor) -> Tensor:
-    """[N] bool."""
+    """Check ``mask`` and return it as [N] bool."""
     _check_tensor("mask", "[...]", mask)
     if mask.shape != student_hidden.shape[:-1]:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Divergences over slabs of the vocabulary: one pass for the statistics of each row (two for the JSD), one for the gradients.
 
 Each slab's rows of the weight's gradient are written once, from float32 accumulators; the gradient of the hidden states is
-accumulated over slabs in float32. Gradients are formed from recomputed logits, so any upstream gradient can be asked for.
+accumulated over slabs in float32. The backward pass recomputes the logits, so it works for any upstream gradient.
 
 Legend: N tokens, D hidden size, V vocabulary; z logits after scale, softcap and temperature; p = softmax(z); β: 0 for the forward
 KL(p_teacher ‖ p_student), 1 for the reverse KL(p_student ‖ p_teacher), else the JSD with the mixture
@@ -22,27 +22,27 @@ from hf_cce.ops import _computing
 from hf_cce.reference import add_product, has_wide_products, scratch_bytes
 from hf_cce.spec import accumulation_dtype
 
-HALF_SCALE = 1024.0  # float16 has few small numbers: the largest upstream gradient becomes this
+HALF_SCALE = 1024.0  # in float16 the largest upstream gradient is scaled to this, against underflow
 
 
 class Head(NamedTuple):
-    """What logits are made of: softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap)."""
+    """Operands of the logits softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap)."""
 
-    hidden: Tensor  # [N, D]; without a weight the logits themselves [N, V]
+    hidden: Tensor  # [N, D]; the logits [N, V] if weight is None
     weight: Tensor | None  # [V, D]
     bias: Tensor | None  # [V]
-    logit_scale: float  # with the temperature, as the next
+    logit_scale: float  # includes the temperature, like softcap
     softcap: float  # 0: none
 
     def columns(self, start: int, stop: int) -> Head:
-        """The same for the vocabulary entries from ``start`` to ``stop``."""
+        """Return the head for the vocabulary entries [start, stop)."""
         if self.weight is None:
             return self._replace(hidden=self.hidden[:, start:stop])
         bias = None if self.bias is None else self.bias[start:stop]
         return self._replace(weight=self.weight[start:stop], bias=bias)
 
     def logits(self) -> Tensor:
-        """[N, V] in the accumulation dtype."""
+        """Return the logits [N, V] in the accumulation dtype."""
         wide = accumulation_dtype(self.hidden.dtype)
         if self.weight is None:
             z = self.hidden.to(wide, copy=True)
@@ -51,27 +51,27 @@ class Head(NamedTuple):
         return self.finished(z if self.bias is None else z.add_(self.bias))
 
     def finished(self, x: Tensor) -> Tensor:
-        """Scale and softcap, in place."""
+        """Apply scale and softcap in place."""
         if self.logit_scale != 1.0:
             x.mul_(self.logit_scale)
         return x.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else x
 
     def slope(self, z: Tensor) -> Tensor | float:
-        """∂z / ∂x at ``z``, with x before scale and softcap."""
+        """Return ∂z/∂x at ``z``, where x is the logit before scale and softcap."""
         if not self.softcap:
             return self.logit_scale
         return (z / self.softcap).square_().neg_().add_(1).mul_(self.logit_scale)
 
 
 class Tokens(NamedTuple):
-    """The tokens that count, first; None for all."""
+    """An order of the tokens in which those selected by the mask come first."""
 
-    order: Tensor | None  # [N]; on a CPU those that count alone
+    order: Tensor | None  # [N], on a CPU only the selected tokens; None if all are selected
     num_valid: Tensor  # scalar int64
 
     @classmethod
     def of(cls, mask: Tensor | None, n: int, device: torch.device) -> Tokens:
-        """``mask`` [N]: true for the tokens that count. Nothing waits for a GPU."""
+        """Create the order for ``mask`` [N], True for selected tokens. Does not synchronize with a GPU."""
         if mask is None:
             return cls(None, torch.full((), n, dtype=torch.int64, device=device))
         if device.type == "cpu":
@@ -80,7 +80,7 @@ class Tokens(NamedTuple):
         return cls(torch.argsort(~mask, stable=True), mask.sum())
 
     def pick(self, x: Tensor) -> Tensor:
-        """Rows of ``x`` [N, ·] in this order; zero after those that count: what is not a number there must reach nothing."""
+        """Return the rows of ``x`` [N, ·] in this order, zeroed where not selected so that NaN there cannot propagate."""
         if self.order is None:
             return x
         return torch.where(self.valid(x)[:, None], x.index_select(0, self.order), 0)
@@ -90,7 +90,7 @@ class Tokens(NamedTuple):
         return torch.arange(self.order.numel(), device=x.device) < self.num_valid
 
     def put_back(self, values: Tensor, n: int) -> Tensor:
-        """[N, ·] in the tokens' own order from ``values`` in this one; zero for tokens that do not count."""
+        """Return ``values`` in the original order [N, ·]; zero for tokens that are not selected."""
         if self.order is None:
             return values
         valid = self.valid(values).view(-1, *[1] * (values.dim() - 1))
@@ -102,7 +102,7 @@ class DivergenceSpec:
     """The checked options of one divergence, on the host."""
 
     beta: float
-    entropy: bool  # of the student, for the logs
+    entropy: bool  # also return the student's entropy, for logging
     memory_budget: int  # bytes
     triton: bool
 
@@ -112,7 +112,7 @@ class DivergenceSpec:
 
 
 class Wanted(NamedTuple):
-    """Which gradients are needed, and how many rows the weight's has: the vocabulary may have been cut."""
+    """Which gradients are needed, and the rows of the weight's gradient, including truncated vocabulary entries."""
 
     needs: tuple[bool, bool, bool]  # of hidden states, weight and bias
     rows: int
@@ -122,17 +122,17 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden stat
 
 
 class RowStats(NamedTuple):
-    """Of each row, [N]."""
+    """Statistics of each row, [N]."""
 
     lse: Tensor
     teacher_lse: Tensor
     divergence: Tensor
-    offset: Tensor  # what makes the gradient sum to zero: the reverse KL, or KL(p_s ‖ m)
-    entropy: Tensor  # empty where not wanted
+    offset: Tensor  # subtracted to make the gradient sum to zero: the reverse KL, or KL(p_s ‖ m)
+    entropy: Tensor  # empty if not requested
 
 
 class Parts(NamedTuple):
-    """Statistics of rows, or of their parts in slabs and tiles, [..., N]; empty where not wanted."""
+    """Statistics of rows, or of the parts of rows in slabs and tiles, [..., N]; empty if not needed."""
 
     lse: Tensor
     teacher_lse: Tensor
@@ -141,26 +141,26 @@ class Parts(NamedTuple):
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a · b in the accumulation dtype, without rounding before."""
+    """Return a @ b in the accumulation dtype, without rounding to the inputs' dtype first."""
     if a.dtype == accumulation_dtype(a.dtype):
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if has_wide_products(a) else a.float() @ b.float()
 
 
 def refuse_second_derivative() -> None:
-    """Raise in a backward pass with ``create_graph=True``: its result would be a constant to autograd."""
+    """Raise in a backward pass with ``create_graph=True``, where autograd would treat the result as a constant."""
     if torch.is_grad_enabled():
         raise RuntimeError("linear_divergence has no second derivative; drop create_graph=True, or use full logits")
 
 
 def kernels() -> Any:
-    from hf_cce.kernels import divergence  # late: importing hf_cce must not import Triton
+    from hf_cce.kernels import divergence  # imported lazily: importing hf_cce must not import Triton
 
     return divergence
 
 
 def slabs_of(student: Head, spec: DivergenceSpec, per_column: int, beside: int = 0) -> list[slice]:
-    """Slabs of the vocabulary of which a column takes ``per_column`` bytes; ``beside`` bytes lie there all the while."""
+    """Return slabs that take ``per_column`` bytes per column, next to ``beside`` bytes allocated for the whole loop."""
     assert student.weight is not None
     n, v, room = student.hidden.shape[0], student.weight.shape[0], spec.memory_budget
     if not spec.triton:
@@ -169,12 +169,12 @@ def slabs_of(student: Head, spec: DivergenceSpec, per_column: int, beside: int =
     width = max(align, max(room - beside, room // 4) // max(per_column, 1) // align * align)
     count = max(1, -(-v // width))
     even = -(-v // count)
-    width = -(-even // align) * align  # slabs alike
+    width = -(-even // align) * align  # slabs of equal width
     return [slice(start, min(v, start + width)) for start in range(0, v, width)]
 
 
 def portable_bytes(*heads: Head) -> int:
-    """Bytes for a column of a slab in PyTorch: seven float arrays [N, width], and on a CPU both weights in float32."""
+    """Return the bytes per slab column in PyTorch: seven float arrays [N, width]; on a CPU also 16-bit weights in float32."""
     wide = accumulation_dtype(heads[0].hidden.dtype)
     copied = [x for x in heads if x.weight is not None and x.hidden.dtype != wide and not x.hidden.is_cuda]
     return wide.itemsize * (7 * heads[0].hidden.shape[0] + sum(x.hidden.shape[1] for x in copied))
@@ -182,21 +182,21 @@ def portable_bytes(*heads: Head) -> int:
 
 def _of_slab(student: Head, teacher: Head, tokens: Tokens, slab: slice) -> tuple[Head, Head]:
     student, teacher = student.columns(slab.start, slab.stop), teacher.columns(slab.start, slab.stop)
-    if teacher.weight is None:  # a copy of all logits would be N × V
+    if teacher.weight is None:  # per slab: a copy of all logits would be N × V
         teacher = teacher._replace(hidden=tokens.pick(teacher.hidden))
     return student, teacher
 
 
 def _copied_bytes(teacher: Head, tokens: Tokens) -> int:
-    """Bytes for a column of a slab's copy of given logits."""
+    """Return the bytes per column of a slab's copy of the teacher's logits."""
     copies = teacher.weight is None and tokens.order is not None
     return 2 * teacher.hidden.shape[0] * teacher.hidden.dtype.itemsize if copies else 0
 
 
 def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> RowStats:
-    """The divergence of each row, and what its gradient needs."""
+    """Return the divergence of each row, and the statistics that its gradient needs."""
     n, per_column = student.hidden.shape[0], portable_bytes(student, teacher)
-    if spec.triton:  # a tile's statistics, three times: to fold them takes two copies
+    if spec.triton:  # the statistics of a tile and two copies, which folding makes
         per_column = -(-12 * (2 + spec.kl + spec.entropy) * n // kernels().tile_width(student, teacher))
     per_column += _copied_bytes(teacher, tokens)
     slabs = slabs_of(student, spec, per_column)
@@ -233,7 +233,7 @@ def _teacher_lse(teacher: Head, tokens: Tokens, spec: DivergenceSpec, slabs: lis
 
 
 def _slab_parts(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> Parts:
-    """Statistics of a slab's part of each row."""
+    """Return the statistics of one slab's part of each row."""
     if not spec.triton:
         return _logits_parts(student.logits(), teacher.logits(), spec)
     lse, teacher_lse, gap, *more = kernels().pair_stats(student, teacher, tokens.num_valid, spec.beta, spec.entropy)
@@ -245,7 +245,7 @@ def _stack(parts: list[Parts]) -> Parts:
 
 
 def _fold(parts: Parts, spec: DivergenceSpec) -> Parts:
-    """Statistics of rows [N] from those of their parts [T, N]."""
+    """Combine the statistics of parts [T, N] into those of rows [N]."""
     lse, teacher_lse = parts.lse.logsumexp(0), parts.teacher_lse.logsumexp(0)
     gap, expectation = parts.gap, parts.expectation
     if spec.kl:
@@ -257,12 +257,12 @@ def _fold(parts: Parts, spec: DivergenceSpec) -> Parts:
 
 
 def _expected(p: Tensor, x: Tensor) -> Tensor:
-    """Σ p · x over the columns, where what has no probability does not count: 0 · ∞ is not a number."""
+    """Return Σ p · x over the columns, without the terms with p = 0, where 0 · ∞ would be NaN. Overwrites ``x``."""
     return torch.where(p > 0, x.mul_(p), 0).sum(1)
 
 
 def _logits_parts(zs: Tensor, zt: Tensor, spec: DivergenceSpec) -> Parts:
-    """Statistics of a slab of both logits [N, width]."""
+    """Return the statistics of a slab of both models' logits [N, width]."""
     lse, teacher_lse = zs.logsumexp(1), zt.logsumexp(1)
     gap = expectation = lse.new_empty(0)
     if spec.beta == 0.0:
@@ -279,7 +279,7 @@ def _log_mixture(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
 
 
 def _mixture_sums(zs: Tensor, zt: Tensor, lse: Tensor, teacher_lse: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """(a slab's part of KL(p_s ‖ m), and of the JSD), [N] each."""
+    """Return a slab's part of (KL(p_s ‖ m), JSD), [N] each. Overwrites the logits."""
     log_ps, log_pt = zs.sub_(lse[:, None]), zt.sub_(teacher_lse[:, None])
     log_m = _log_mixture(log_ps, log_pt, beta)
     teacher = _expected(log_pt.exp(), log_pt - log_m)
@@ -290,7 +290,7 @@ def _mixture_sums(zs: Tensor, zt: Tensor, lse: Tensor, teacher_lse: Tensor, beta
 def _slab_gradient(
     student: Head, teacher: Head, rows: tuple[Tensor, Tensor, Tensor], grad: Tensor, beta: float
 ) -> Tensor:
-    """Gradient of a slab of the student's logits before scale and softcap [N, width]."""
+    """Return the gradient of a slab [N, width] of the student's logits before scale and softcap."""
     lse, teacher_lse, offset = (x[:, None] for x in rows)
     zs = student.logits()
     slope = student.slope(zs)
@@ -311,11 +311,11 @@ def gradients(
     teacher: Head,
     tokens: Tokens,
     rows: tuple[Tensor, Tensor, Tensor],  # the student's lse, the teacher's, the offset: [N] each
-    grad: Tensor,  # [N], zero for tokens that do not count
+    grad: Tensor,  # [N], zero for tokens that are not selected
     spec: DivergenceSpec,
     wanted: Wanted,
 ) -> Gradients:
-    """Gradients of the student's hidden states, weight and bias; None where not needed."""
+    """Return the gradients of the student's hidden states, weight and bias; None where not needed."""
     unit = unit_of(student.hidden.dtype, grad)
     grad = grad if unit is None else grad / unit
 
@@ -333,7 +333,7 @@ def gradients(
 
 
 def unit_of(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
-    """What upstream gradients are divided by, and results multiplied with, in float16: it has few small numbers."""
+    """Return what float16 upstream gradients are divided by, and results multiplied by, against underflow; else None."""
     if dtype != torch.float16 or not grads[0].numel():
         return None
     largest = torch.stack([grad.abs().amax() for grad in grads]).amax()
@@ -343,9 +343,9 @@ def unit_of(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
 def head_gradients(
     student: Head, slabs: Iterable[slice], of_logits: Callable[[slice], Tensor], unit: Tensor | None, wanted: Wanted
 ) -> Gradients:
-    """Gradients of the hidden states, weight and bias; None where not needed.
+    """Return the gradients of the hidden states, weight and bias; None where not needed.
 
-    ``of_logits``: the gradient of a slab of logits before scale and softcap [N, width], which is used up, divided by ``unit``.
+    ``of_logits`` returns the gradient of a slab of logits before scale and softcap [N, width], divided by ``unit``.
     """
     hidden, weight = student.hidden, student.weight
     assert weight is not None
@@ -369,14 +369,14 @@ def head_gradients(
         elif of_weight is not None:
             product = _wide_product(g.t(), hidden.to(g.dtype))
             of_weight[slab] = product if unit is None else product.mul_(unit)
-        del g  # or it would still be there while the next is made
+        del g  # free it before the next one is allocated
     if of_hidden is not None and unit is not None:
         of_hidden.mul_(unit)
     return None if of_hidden is None else of_hidden.to(dtype), of_weight, of_bias
 
 
 class Divergence(torch.autograd.Function):
-    """(divergence [N], entropy of the student [N] or empty), zero for tokens that do not count."""
+    """Autograd function for (divergence [N], student entropy [N] or empty), zero for tokens that are not selected."""
 
     @staticmethod
     def forward(
@@ -387,7 +387,7 @@ class Divergence(torch.autograd.Function):
         v = min(v, teacher.hidden.shape[1] if teacher.weight is None else teacher.weight.shape[0])
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
         if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
-            spec = replace(spec, triton=False)  # a kernel cannot be launched for no tokens
+            spec = replace(spec, triton=False)  # a kernel cannot be launched for zero tokens
         s, t = _prepared(student, teacher, v, tokens, spec)
         with _computing(hidden):
             stats = row_stats(s, t, tokens, spec)
@@ -418,7 +418,7 @@ class Divergence(torch.autograd.Function):
 
 
 def _prepared(student: Head, teacher: Head, v: int, tokens: Tokens, spec: DivergenceSpec) -> tuple[Head, Head]:
-    """Both with ``v`` vocabulary entries, and the tokens in their order."""
+    """Return both heads truncated to ``v`` vocabulary entries, with the rows in the order of ``tokens``."""
     heads = [x.columns(0, v) for x in (student, teacher)]
     heads = [x if x.weight is None else x._replace(hidden=tokens.pick(x.hidden)) for x in heads]
     if spec.triton:

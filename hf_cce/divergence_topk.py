@@ -1,6 +1,6 @@
-"""Divergence from a teacher that is known by its k most probable tokens: the student's logits of these, and its logsumexp.
+"""Divergence from a teacher given by its k most probable tokens: needs the student's logits of these, and its logsumexp.
 
-Their gradients are added slab by slab of the vocabulary in float32 and rounded once, as near the optimum the two cancel.
+The gradients through both are added in float32, per slab of the vocabulary, and rounded once, as they cancel near the optimum.
 
 Legend: N tokens, D hidden size, V vocabulary; z logits after scale, softcap and temperature.
 """
@@ -29,10 +29,10 @@ from hf_cce.spec import accumulation_dtype
 
 
 def divergence_on_support(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
-    """Divergence [N] of normalized log-probabilities [N, k]; β as in ``hf_cce.divergence_passes``."""
+    """Return the divergence [N] of normalized log-probabilities [N, k]; β as in ``hf_cce.divergence_passes``."""
 
     def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-        possible = log_p > -math.inf  # of what has no probability, 0 · ∞ is not a number
+        possible = log_p > -math.inf  # where p = 0, 0 · ∞ would be NaN
         return torch.where(possible, log_p.exp() * (torch.where(possible, log_p, 0) - log_q), 0).sum(1)
 
     if beta == 0.0:
@@ -44,13 +44,13 @@ def divergence_on_support(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor
 
 
 def with_tail(log_p: Tensor) -> Tensor:
-    """[N, k + 1]: the probability of all other tokens comes last, at least that of one unit of rounding."""
+    """Append the log-probability of all other tokens, [N, k + 1]. Their probability is at least the machine epsilon."""
     total = log_p.logsumexp(1, keepdim=True).clamp(max=-torch.finfo(log_p.dtype).eps)
     return torch.cat((log_p, torch.log(-torch.expm1(total))), 1)
 
 
 class SupportLogits(torch.autograd.Function):
-    """(z of the tokens ``ids`` [N, k], logsumexp of z [N] or, unless ``normalize``, empty), in the accumulation dtype."""
+    """Autograd function for (z of ``ids`` [N, k], logsumexp of z [N], empty unless ``normalize``), in the accumulation dtype."""
 
     @staticmethod
     def forward(
@@ -105,7 +105,7 @@ def _logsumexp(student: Head, spec: DivergenceSpec) -> Tensor:
 
 
 def _logits_of(ids: Tensor, student: Head, spec: DivergenceSpec) -> Tensor:
-    """z of ``ids`` [N, k]: rows of the weight gathered for a block of tokens at a time."""
+    """Return z of ``ids`` [N, k], gathering weight rows for a block of tokens at a time."""
     weight, bias, wide = student.weight, student.bias, accumulation_dtype(student.hidden.dtype)
     assert weight is not None
     found = torch.empty(ids.shape, dtype=wide, device=ids.device)

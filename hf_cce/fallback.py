@@ -1,13 +1,13 @@
-"""The scalar loss in PyTorch, loss and gradients in one pass: three GEMMs, as many as full logits need.
+"""PyTorch fallback for the scalar loss: loss and gradients in one pass with three GEMMs, as many as full logits need.
 
-The gradient of the loss is one scalar for all tokens, so the gradients of a block of tokens are formed while its logits are
-there, up to a factor that the backward pass brings. Three loops, by what is scarce:
+The upstream gradient of the loss is one scalar, so the gradients of a block of tokens can be computed while its logits exist, up
+to a factor that the backward pass applies. There are three loops:
 
-- ``one_block``: all logits fit the budget in the inputs' dtype; they become their gradient in place.
-- ``token_blocks``: blocks of tokens with the whole vocabulary; sums in float32. Never waits for a GPU.
-- ``column_blocks``: likewise for float32 on a CPU, in the orientation that its GEMMs like.
+- ``one_block``: all logits fit the budget in the inputs' dtype and are overwritten with their gradient.
+- ``token_blocks``: blocks of tokens with the whole vocabulary, sums in float32. Never synchronizes with a GPU.
+- ``column_blocks``: the same for float32 and float64 on a CPU, with logits [V, tokens], which suits its GEMMs.
 
-Products of narrow dtypes stay in them and accumulate in float32: no copy of the head in float32 is ever made.
+GEMMs of 16-bit inputs run in that dtype and accumulate in float32; the head is never copied to float32.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from hf_cce.config import MIB
 from hf_cce.reference import add_product, has_wide_products, scratch_bytes
 from hf_cce.spec import Inputs, LossSpec, TokenGrads, accumulation_dtype
 
-# Fewer tokens at a time and adding each block's product to the weight's gradient costs more than the product.
+# Minimum tokens per block: with fewer, adding a block's product to the weight's gradient costs more than the product.
 LEAST_TOKENS = 128
-# Bytes of narrow logits up to which a CPU keeps them all: less would save little, and cost a fourth GEMM.
+# Up to this size a CPU stores all 16-bit logits at once: blocks would save little memory and cost a fourth GEMM.
 ONE_BLOCK_CPU = 64 * MIB
-# Bytes of float32 logits at a time between two GEMMs: at least as many rows as keep a GPU busy; on a CPU they stay in its cache.
+# Bytes of logits converted to float32 at a time: enough rows to keep a GPU busy, few enough for a CPU's cache.
 CHUNK, CHUNK_CPU = 64 * MIB, 4 * MIB
-PRODUCT = 32 * MIB  # bytes of a float32 product that is rounded at once: a GPU's cache holds it
-# float16 has few small numbers: probabilities are kept times this, where products accumulate in float32 or are scaled before.
+PRODUCT = 32 * MIB  # bytes of a float32 product that is rounded at a time; fits a GPU's cache
+# Factor on float16 probabilities against underflow. Their products accumulate in float32, or the factor is removed before.
 HALF_SCALE = 1024.0
-SLAB = 128 * MIB  # bytes of a slab of the vocabulary that is computed again
-ALIGNED = 8  # entries: cuBLAS wants rows of 16-bit numbers to begin there
+SLAB = 128 * MIB  # bytes of a recomputed slab of logits
+ALIGNED = 8  # entries: the row alignment that cuBLAS needs to be fast on 16-bit matrices
 FULL_PRECISION = (torch.float32, torch.float64)
 
 
 def fits_one_block(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> bool:
-    """Whether ``one_block`` has room: logits in the inputs' dtype, and float32 chunks of them."""
+    """Return True if ``one_block`` fits the budget: logits in the inputs' dtype, and float32 chunks of them."""
     room = memory_budget - min(CHUNK, memory_budget // 2)
     if on_cpu:
         room = min(memory_budget // 2, max(ONE_BLOCK_CPU, scratch_bytes(tokens, vocab_size, 4, memory_budget)))
@@ -48,20 +48,20 @@ def fits_one_block(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: boo
 
 
 def _chunks(n: int, row_bytes: int, most: int) -> Iterator[slice]:
-    """As many of ``n`` rows of ``row_bytes`` at a time as ``most`` bytes hold; many begin aligned, as products like it."""
+    """Split ``n`` rows of ``row_bytes`` into slices of at most ``most`` bytes, of 128 · k rows where more than 128 fit."""
     size = max(1, most // row_bytes)
     size -= size % 128 if size > 128 else 0
     return (slice(start, min(n, start + size)) for start in range(0, n, size))
 
 
 def _logits(hidden: Tensor, v: int, rows: int) -> Tensor:
-    """Memory for logits [rows, V]; aligned where a GPU multiplies 16-bit rows that are not slowly."""
+    """Allocate logits [rows, V]. 16-bit rows on a GPU are padded, because GEMMs are slow on unaligned rows."""
     stride = -(-v // ALIGNED) * ALIGNED if hidden.is_cuda and hidden.dtype not in FULL_PRECISION else v
     return hidden.new_empty((rows, stride))[:, :v]
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a · b in the accumulation dtype, rounded to the inputs' before where PyTorch has no such product."""
+    """Return a @ b in the accumulation dtype, rounded to the inputs' dtype first if PyTorch lacks a float32 output."""
     if a.dtype in FULL_PRECISION:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if has_wide_products(a) else (a @ b).float()
@@ -70,10 +70,10 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 def _logits_to_gradients(
     z: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec, scale: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """(loss [n], lse [n]), zero where ignored; the products ``z`` [n, V] become scale · ∂loss/∂z.
+    """Overwrite the products ``z`` [n, V] with scale · ∂loss/∂z; return (loss [n], lse [n]), zero where ignored.
 
-    What ``z`` leaves of the budget is for float32 chunks of it.
-    Rows that are ignored hold anything finite, if the hidden states there are zero.
+    The rest of the budget is used for float32 chunks of ``z``. Ignored rows of ``z`` get arbitrary finite values if their
+    hidden states are zero.
     """
     ignored = labels == spec.ignore_index
     y = labels.masked_fill(ignored, 0)[:, None]
@@ -91,7 +91,7 @@ def _is_plain(spec: LossSpec) -> bool:
 def _plain_chunks(
     z: Tensor, bias: Tensor | None, y: Tensor, ignored: Tensor, spec: LossSpec, scale: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Without options: as few kernels for each chunk as possible, as a host may be slower than its GPU."""
+    """Handle the loss without options, with few kernels per chunk, because launches may take longer than the kernels."""
     (n, v), wide, plain = z.shape, accumulation_dtype(z.dtype), not isinstance(scale, Tensor) and scale == 1.0
     label_logit, at_label = z.gather(1, y).to(wide), torch.empty((n, 1), dtype=wide, device=z.device)
     for rows in _chunks(n, wide.itemsize * v, spec.memory_budget):
@@ -102,7 +102,7 @@ def _plain_chunks(
             torch.mul(log_p.exp_(), scale, out=part)
         elif any(spec.needs):
             torch.exp(log_p, out=part)
-        del log_p  # or it would still be there while the next is made
+        del log_p  # free it before the next one is allocated
     gradient = at_label.expm1()
     z.scatter_(1, y, (gradient if plain else gradient * scale).to(z.dtype))
     return -at_label, label_logit - at_label
@@ -111,7 +111,7 @@ def _plain_chunks(
 def _general_chunks(
     z: Tensor, bias: Tensor | None, y: Tensor, ignored: Tensor, spec: LossSpec, scale: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """With any option; what is ignored becomes zero."""
+    """Handle the loss with any option; ignored rows become zero."""
     (n, v), wide, smoothing = z.shape, accumulation_dtype(z.dtype), spec.label_smoothing
     by = torch.where(ignored, torch.zeros((), dtype=wide, device=z.device), scale).to(wide)[:, None] * spec.logit_scale
     losses, lses = (torch.empty((n, 1), dtype=wide, device=z.device) for _ in range(2))
@@ -125,7 +125,7 @@ def _general_chunks(
             f.div_(spec.softcap).tanh_().mul_(spec.softcap)
         log_p, label_logit = f.log_softmax(1), f.gather(1, y[rows])
         of_label = log_p.gather(1, y[rows])
-        # Of a label that a bias of −inf masks, the difference would not be a number.
+        # If a bias of −inf masks the label, the difference is NaN.
         lse = label_logit - of_label if bias is None else f.logsumexp(1, keepdim=True)
         loss = -of_label
         if smoothing:
@@ -144,7 +144,7 @@ def _general_chunks(
 
 
 def _without_ignored(x: Inputs, spec: LossSpec) -> Tensor:
-    """Hidden states, zero where the label is ignored: what is not a number there must not reach the weight's gradient."""
+    """Return the hidden states with ignored rows zeroed, so that NaN there cannot reach the weight's gradient."""
     return torch.where((x.labels != spec.ignore_index)[:, None], x.hidden, 0)
 
 
@@ -157,7 +157,7 @@ class PrecomputedGrads:
     bias: Tensor | None
 
     def scaled(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
-        """Times ``grad``, in place: a copy would hold the weight's gradient twice."""
+        """Multiply by ``grad`` in place: a copy would hold the weight's gradient twice."""
         found = [self.hidden, self.weight, self.bias]
         if x.hidden.device.type == "cpu" and float(grad) == 1.0:
             return found
@@ -166,18 +166,18 @@ class PrecomputedGrads:
 
 @dataclass
 class LogitGradients:
-    """Of one block: the gradient of the logits times ``scale`` [N, V], and the hidden states, zero where ignored."""
+    """Result of ``one_block``: ``scale`` times the logits' gradient [N, V], and the hidden states with ignored rows zeroed."""
 
     logits: Tensor
     hidden: Tensor
     scale: Tensor | float
 
     def scaled(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
-        """Times ``factor`` · ``grad``."""
+        """Return the gradients of hidden, weight and bias, times ``factor`` · ``grad``."""
         g, h, (need_hidden, need_weight, need_bias) = self.logits, self.hidden, spec.needs
         (n, v), d = g.shape, h.shape[1]
         by = (factor * grad).to(accumulation_dtype(g.dtype)) / self.scale
-        if g.dtype == torch.float16 and not has_wide_products(g):  # the products, in float16, would be out of range
+        if g.dtype == torch.float16 and not has_wide_products(g):  # the products would overflow float16
             for rows in _chunks(n, 4 * v, CHUNK_CPU):
                 torch.mul(g[rows].float(), by, out=g[rows])
             by = torch.ones_like(by)
@@ -189,7 +189,7 @@ class LogitGradients:
             of_weight = torch.mm(g.t(), h * by)
         elif need_weight and g.device.type == "cpu" and not has_wide_products(g):
             number = float(by)
-            exact = abs(math.frexp(number)[0]) == 0.5  # a power of two, which costs no rounding: see one_block
+            exact = abs(math.frexp(number)[0]) == 0.5  # a power of two, exact to multiply by: see one_block
             of_weight = torch.mm(g.t(), h * number if exact else h)
             of_weight = of_weight if exact else of_weight.mul_(number)
         elif need_weight:
@@ -204,13 +204,14 @@ class LogitGradients:
 def one_block(
     x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, LogitGradients]:
-    """(factor · Σ loss, lse [N], factor, what the gradients are made of)."""
+    """Return (factor · Σ loss, lse [N], factor, logits' gradient), with the logits of all tokens at once."""
     hidden = _without_ignored(x, spec)
     z = torch.mm(hidden, x.weight.t(), out=_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
     scale: Tensor | float = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
     if hidden.device.type == "cpu" and hidden.dtype not in FULL_PRECISION:
-        # Products are rounded: with the mantissa of the factor, what is left to multiply by is usually a power of two.
+        # 16-bit products are rounded. With the factor's mantissa in ``scale``, the remaining multiplier is usually a power of
+        # two, which adds no rounding.
         mantissa = torch.frexp(factor).mantissa
         scale = torch.where(mantissa == 0, 1.0, mantissa) * scale
     loss, lse = _logits_to_gradients(z, x.bias, x.labels, spec, scale)
@@ -219,15 +220,15 @@ def one_block(
 
 @dataclass
 class Sums:
-    """Of token blocks: ``scale`` times the gradients of Σ loss, accumulated in float32 (float64).
+    """Result of ``token_blocks``: ``scale`` times the gradients of Σ loss, accumulated in float32 (float64).
 
-    Of a narrow dtype's weight the first rows are in the memory that the gradient itself will take: as many as fit in float32.
-    For the others ``rest`` is allocated where the budget has room; else the backward pass forms them in slabs of the vocabulary.
+    For a 16-bit weight, the buffer of its gradient holds the float32 sums of as many rows as fit. ``rest`` holds those of the
+    other rows if the budget has room; otherwise the backward pass recomputes these rows in slabs of the vocabulary.
     """
 
     hidden: Tensor | None  # [N, D]
-    weight: Tensor | None  # [V or fewer, D]
-    rest: Tensor | None  # [V less these, D]
+    weight: Tensor | None  # [rows, D], rows <= V
+    rest: Tensor | None  # [V − rows, D]
     bias: Tensor | None  # [V]
     grad_weight: Tensor | None  # [V, D] in the weight's dtype
     scale: float
@@ -245,7 +246,7 @@ class Sums:
         if self.weight is None or self.grad_weight is None or self.weight.dtype == x.weight.dtype:
             return [of_hidden, rounded(self.weight, x.weight), of_bias]
         rows = self.weight.shape[0]
-        # Ascending: a row is read before its memory is written.
+        # In ascending order, a row is read before its memory is overwritten.
         for part in _chunks(rows, 4 * x.weight.shape[1], PRODUCT):
             self.grad_weight[part] = self.weight[part] * by
         if self.rest is not None:
@@ -257,12 +258,12 @@ class Sums:
 
 
 def _later_rows(x: Inputs, spec: LossSpec, lse: Tensor, grads: TokenGrads, grad_weight: Tensor, first: int) -> None:
-    """Write the rows of the weight's gradient from ``first`` on, from slabs of recomputed logits."""
+    """Write the rows ``first`` and later of the weight's gradient, from recomputed slabs of logits."""
     n, v = x.labels.numel(), x.weight.shape[0]
-    never = -1 - v  # no label less ``first`` is that small
+    never = -1 - v  # below every label − first
     valid = x.labels != spec.ignore_index
     if x.bias is not None or not _is_plain(spec):
-        if grads.mean is not None:  # taken for the mean over these rows
+        if grads.mean is not None:  # logit_stats_backward divides it by V − first instead of V
             grads = grads._replace(mean=grads.mean * ((v - first) / v))
         labels = torch.where(valid, x.labels - first, never)
         rest = Inputs(x.hidden, x.weight[first:], None if x.bias is None else x.bias[first:], labels)
@@ -284,7 +285,7 @@ def _later_rows(x: Inputs, spec: LossSpec, lse: Tensor, grads: TokenGrads, grad_
 
 
 def token_blocks(x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor, Sums]:
-    """(factor · Σ loss, lse [N], factor, sums), from blocks of tokens with the whole vocabulary."""
+    """Return (factor · Σ loss, lse [N], factor, sums), from blocks of tokens with the whole vocabulary."""
     hidden, (n, d), v = _without_ignored(x, spec), x.hidden.shape, x.weight.shape[0]
     need_hidden, need_weight, need_bias = spec.needs
     dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
@@ -328,7 +329,7 @@ def token_blocks(x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]) -
 
 
 def _token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:
-    """Tokens of a block of ``token_blocks``: multiples of 128, of nearly one size."""
+    """Return the tokens per block of ``token_blocks``: if possible a multiple of 128, with blocks of about equal size."""
     room = scratch_bytes(n, v, dtype.itemsize, memory_budget) if on_cpu else memory_budget
     room -= min(CHUNK_CPU if on_cpu else CHUNK, room // 2)
     least = min(memory_budget // 2, LEAST_TOKENS * v * dtype.itemsize)
@@ -342,7 +343,7 @@ def _token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget
 def column_blocks(
     x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, PrecomputedGrads]:
-    """(factor · Σ loss, lse [N], factor, gradients of that sum), float32 and float64 on a CPU."""
+    """Return (factor · Σ loss, lse [N], factor, gradients of factor · Σ loss), for float32 and float64 on a CPU."""
     factor = make_factor()
     (hidden, weight, _, labels), (need_hidden, need_weight, need_bias) = x, spec.needs
     n_all, v, wide = labels.numel(), weight.shape[0], accumulation_dtype(hidden.dtype)
@@ -358,26 +359,26 @@ def column_blocks(
     block = _column_block(
         n, v, hidden.dtype.itemsize * (2 if spec.softcap and any(spec.needs) else 1), spec.memory_budget
     )
-    # [V, tokens], not [tokens, V]: measured on two cores at 96 tokens, the three GEMMs take 25 % less in this orientation.
+    # [V, tokens], not [tokens, V]: the three GEMMs take 25 % less time, measured on two cores with 96 tokens.
     scratch = hidden.new_empty(v * max(16, min(block, n)) if n else 0)
     scale = float(factor) * spec.logit_scale
     for start in range(0, n, block):
         stop = min(n, start + block)
         rows = slice(start, stop) if n == n_all else picked[start:stop]
         h, y, size = hidden[rows], labels[rows], stop - start
-        if size < 16:  # measured: with fewer columns MKL sums over V naively, ten times the rounding error
+        if size < 16:  # with fewer columns MKL sums over V naively: ten times the rounding error, measured
             h, y, size = F.pad(h, (0, 0, 0, 16 - size)), F.pad(y, (0, 16 - size)), 16
         z = torch.mm(weight, h.t(), out=scratch[: v * size].view(v, size))
         loss, lse, norm = _column_gradients(z, x.bias, y, spec)
         lse_all[rows] = lse[: stop - start]
         total += loss[: stop - start].sum()
-        # The division by norm costs nothing on the small factors h and grad_hidden.
+        # Dividing h and grad_hidden by norm is cheaper than dividing the larger z.
         weights = scale / norm
         weights[stop - start :] = 0
         if grads.hidden is not None:
             grads.hidden[rows] = torch.mm(weight.t(), z).mul_(weights).t()[: stop - start]
         if grads.weight is not None:
-            # beta=0 ignores what is in the fresh buffer, so it need not be zeroed first
+            # beta=0 ignores the uninitialized contents of the buffer
             grads.weight.addmm_(z, h * weights[:, None], beta=0.0 if start == 0 else 1.0)
         if grads.bias is not None:
             grads.bias.add_(torch.mv(z, weights))
@@ -385,14 +386,14 @@ def column_blocks(
 
 
 def _column_block(n: int, v: int, bytes_per_logit: int, memory_budget: int) -> int:
-    """Tokens of a block; multiples of 32, which GEMM and softmax over the first dimension like."""
+    """Return the tokens per block: a multiple of 32 if possible, for fast GEMMs and a fast softmax over dim 0."""
     wanted = max(scratch_bytes(n, v, bytes_per_logit, memory_budget), LEAST_TOKENS * v * bytes_per_logit)
     block = min(wanted, memory_budget) // (v * bytes_per_logit)
-    return max(16, block if block < 32 else block - block % 32)  # of fewer than 16, rounding suffers
+    return max(16, block if block < 32 else block - block % 32)  # below 16 the rounding error grows
 
 
 def _column_gradients(z: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss [n], lse [n], norm [n]) of the products ``z`` [V, n], which become norm · ∂loss/∂z if a gradient is needed."""
+    """Return (loss [n], lse [n], norm [n]); overwrite the products ``z`` [V, n] with norm · ∂loss/∂z if a gradient is needed."""
     v, need_any, smoothing = z.shape[0], any(spec.needs), spec.label_smoothing
     if bias is not None:
         z.add_(bias[:, None])
@@ -401,13 +402,12 @@ def _column_gradients(z: Tensor, bias: Tensor | None, labels: Tensor, spec: Loss
     jacobian = None
     if spec.softcap:
         z.div_(spec.softcap).tanh_()
-        jacobian = (
-            z.square().neg_().add_(1) if need_any else None
-        )  # of the tangent itself: z / softcap would be rounded again
+        # From tanh directly: recomputing it as z / softcap would round again.
+        jacobian = z.square().neg_().add_(1) if need_any else None
         z.mul_(spec.softcap)
     top, at_label = z.amax(0), z.gather(0, labels[None])[0]
     mean = z.mean(0) if smoothing else None
-    # Not torch.softmax: over the first dimension it sums naively, and its error grows with V.
+    # Not torch.softmax, which sums naively over dim 0, with an error that grows with V.
     norm = z.sub_(top).exp_().sum(0)
     lse = top + norm.log()
     loss = lse - at_label

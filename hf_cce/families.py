@@ -1,4 +1,4 @@
-"""What is known of every model type of the installed Transformers: supported, special or refused, and why."""
+"""Support status of every model type of the installed Transformers: supported, special or refused, and why."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Status = Literal["supported", "special", "refused"]
 
 @dataclass(frozen=True)
 class Family:
-    """One model type and the class that it stands for."""
+    """A model type, its class and its support status."""
 
     model_type: str
     cls: str
-    status: Status  # special: trained right, but tokens x vocabulary numbers are held all the same
-    reason: str  # why it is special or refused; empty for a supported one
+    status: Status  # special: trains correctly, but [tokens, vocabulary] values are still materialized
+    reason: str  # why it is special or refused; empty if supported
 
 
 def class_names() -> dict[str, str]:
-    """The class of every model type: its causal LM, and where it has none the one for images, sound and text."""
+    """Return the class name by model type: the causal LM if there is one, else the multimodal model."""
     from transformers.models.auto import modeling_auto
 
     names: dict[str, str] = {}
@@ -31,12 +31,12 @@ def class_names() -> dict[str, str]:
 
 
 def status_of(cls: str) -> tuple[Status, str]:
-    """Status of the class of that name, and the reason where it is special or refused."""
+    """Return the status of the class named ``cls``, and the reason if it is special or refused."""
     if cls in REFUSED:
         return "refused", REFUSED[cls]
     return ("special", SPECIAL[cls]) if cls in SPECIAL else ("supported", "")
 
 
 def families() -> list[Family]:
-    """All model types of the installed Transformers that have a language model's loss, sorted by name."""
+    """Return all model types of the installed Transformers that have a language-modeling loss, sorted by name."""
     return [Family(name, cls, *status_of(cls)) for name, cls in sorted(class_names().items())]

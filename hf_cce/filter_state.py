@@ -1,4 +1,4 @@
-"""``FilterState``: what the gradient filter learns from step to step, and what it reports. One object per trained head."""
+"""``FilterState``: the gradient filter's state across steps, and its measurements. One object per trained head."""
 
 from __future__ import annotations
 
@@ -10,91 +10,91 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-# τ: see hf_cce.kernels.filter.select. Where a number is asked for, the errors of dh and dW are a few τ, and more in a head that
-# is hardly trained. For "auto" τ only controls what is dropped.
-AUTO_TAU = 1e-3  # first threshold of gradient_filter="auto"
-# "auto" aims at this share of the error that rounding the logits would make in the same step. The margin covers the error of the
-# estimates, and steps between two of them; ``benchmarks.filter_errors`` measures whether it does.
+# τ is the threshold of hf_cce.kernels.filter.select. With a numeric gradient_filter, the errors of dh and dW are a few τ, and
+# more if the head is barely trained. With "auto", τ only controls what is dropped.
+AUTO_TAU = 1e-3  # initial τ for gradient_filter="auto"
+# "auto" targets this share of the error that rounding the logits would cause in the same step. The margin covers errors of the
+# estimates and the steps between them; ``benchmarks.filter_errors`` checks that it is enough.
 AUTO_SHARE = 0.5
-# Likewise where the weight is frozen: the error of dh is estimated more closely than that of dW.
+# The same for a frozen weight: the error of dh is estimated more accurately than that of dW.
 AUTO_SHARE_FROZEN = 0.84
-ERROR_PER_TAU = 6.0  # gives the first threshold where an error is asked for
+ERROR_PER_TAU = 6.0  # the initial τ for a numeric gradient_filter is that number divided by this
 SMALLEST_TAU, LARGEST_TAU = 1e-6, 1e-1
 
 MEASURE_EVERY = 32  # steps between two estimates of the error
-# The first steps are all measured, and the first after a pause, during which the threshold grew stale.
+# Steps that are all measured at the start, and again after a pause, during which the threshold became stale.
 MEASURE_FIRST = 4
-READ_EVERY = 4  # steps between two looks at the number of kept tiles
-# The number is read a fixed number of steps later, so that a run does not depend on how far the host is ahead of the device.
+READ_EVERY = 4  # steps between two reads of the number of kept tiles
+# The count is read a fixed number of steps later, so that results do not depend on how far the host runs ahead of the device.
 READ_AFTER = 2
-SORT_EVERY = 8  # steps that use one order of the vocabulary
-COVARIANCE_EVERY = 32  # steps that use one covariance (hf_cce.kernels.filter.corrections)
-PAUSE_SHARE = 0.6  # share of kept tiles from which unfiltered products are faster
+SORT_EVERY = 8  # steps that reuse one order of the vocabulary
+COVARIANCE_EVERY = 32  # steps that reuse one covariance (hf_cce.kernels.filter.corrections)
+PAUSE_SHARE = 0.6  # share of kept tiles above which unfiltered products are faster
 PAUSE_STEPS = 32  # unfiltered steps before the filter is tried again
 
-_lock = Lock()  # of the module, as a lock cannot be copied or pickled
-# An operator of torch.library takes numbers, no objects. Each state still belongs to its model: this only finds it again.
+_lock = Lock()  # global, as a lock cannot be copied or pickled
+# States by handle, as torch.library operators take numbers, not objects. The references are weak: the model owns the state.
 _states: WeakValueDictionary[int, FilterState] = WeakValueDictionary()
 _handles = itertools.count(1)
 
 
 def _capturing() -> bool:
-    """True while a CUDA graph is captured: then nothing can be read, and nothing that is allocated may be kept."""
+    """Return True during CUDA graph capture, when nothing can be read and new allocations must not be kept."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _PendingCount(NamedTuple):
-    """The number of kept tiles of one step, on its way to the host."""
+    """The number of kept tiles of one step, while it is copied to the host."""
 
-    kept: Tensor  # on the host once the event is over
+    kept: Tensor  # on the host after ``event``
     event: Any  # of the copy; None on the CPU
-    tiles: int  # kept and dropped
+    tiles: int  # total number, kept and dropped
     due: int  # the step that reads it
 
 
 class FilterState:
-    """What the gradient filter learns about one head, from step to step.
+    """State of the gradient filter for one head, kept across steps.
 
-    Patched models have one each. To train a head of your own, make one and pass it to every call of ``linear_cross_entropy``.
-    Copies and pickles start from scratch.
+    Each patched model has one. To train a head of your own, create one and pass it to every call of ``linear_cross_entropy``.
+    Copies and unpickled objects start empty.
 
     It holds the order of the vocabulary, the corrections, the threshold and the last measured errors: 8 · V bytes, and
-    D · D + 16 · (V + D) elements of the weight's dtype. The device never waits for the host; the host reads one number that an
-    earlier step has left.
+    D · D + 16 · (V + D) elements of the weight's dtype. The device never waits for the host; the host reads one number from an
+    earlier step.
     """
 
     def __init__(self) -> None:
         self._tau: Tensor | None = None
         self._wanted: str | float | None = None  # the gradient_filter that the threshold is for
         self._calls = 0
-        self._began = 0  # the first call, or the first after the last pause
+        self._began = 0  # number of the first call, or of the first after the last pause
         self._last: Any = None  # report of the last step
         self._error: Tensor | None = None
         self._weight_error: Tensor | None = None
-        self._paused = 0  # unfiltered steps that are left
+        self._paused = 0  # remaining unfiltered steps
         self._probing = True  # "auto" drops nothing until the share of tiles that it would keep is known
         self._pending: _PendingCount | None = None
-        self._pinned: list[Tensor] = []  # read by captured graphs, whose replays need them where they are
-        self._vocabulary: tuple[Any, Any] | None = None  # (what weight it is an order for, the order)
+        self._pinned: list[Tensor] = []  # tensors that replays of captured graphs read at their old address
+        self._vocabulary: tuple[Any, Any] | None = None  # ((shape, device, dtype) of the weight, order)
         self._device: torch.device | None = None
         self._others: dict[torch.device, FilterState] = {}
-        self._newest: FilterState | None = None  # of the others, if it was one of them that was asked for last
-        self.counters: Any = None  # of the patched model that it belongs to: a compiled call adds to them
+        self._newest: FilterState | None = None  # the entry of _others requested last; None if it was self
+        self.counters: Any = None  # counters of the patched model, incremented by compiled calls
         self.handle = next(_handles)
         _states[self.handle] = self
 
     def __reduce__(self) -> tuple[type[FilterState], tuple[()]]:
-        return FilterState, ()  # copies and pickles begin anew
+        return FilterState, ()  # copies and unpickled objects start empty
 
     @staticmethod
     def of(handle: int) -> FilterState | None:
-        """Return the state with that ``handle``; None if there is none any more, and for 0."""
+        """Return the state with this ``handle``; None for 0, or if the state no longer exists."""
         return _states.get(handle)
 
     def on(self, device: torch.device) -> FilterState:
-        """Return the state for tensors on ``device``: this one on its first device, another one on each other.
+        """Return the state for ``device``: self for the first device requested, a separate one for each other device.
 
-        The threads of DataParallel share this object, and thresholds are tensors on one device.
+        DataParallel's threads share this object, but a threshold is a tensor on one device.
         """
         with _lock:
             if self._device is None:
@@ -103,7 +103,7 @@ class FilterState:
             return self._newest or self
 
     def rehearsal(self, probing: bool) -> FilterState:
-        """Return a state for a warm-up: one that drops tiles, or one that only finds out what it would drop."""
+        """Return a state for ``warm_up``: one that only probes the filter if ``probing``, else one that drops tiles."""
         state = FilterState()
         state._wanted, state._probing = self._wanted, probing
         return state
@@ -120,46 +120,46 @@ class FilterState:
             tau = AUTO_TAU if gradient_filter == "auto" else float(gradient_filter) / ERROR_PER_TAU
             first = torch.full((), tau, dtype=torch.float32, device=hidden.device)
             if _capturing():
-                return first  # in the graph's memory, which a replay overwrites
+                return first  # in the graph's memory, which replays overwrite
             self._tau, self._wanted = first, gradient_filter
         if _capturing():
             self._pinned.append(self._tau)
-            if gradient_filter == "auto":  # replays estimate no error, whatever data they get
+            if gradient_filter == "auto":  # replays never estimate the error, so τ must suit any data
                 return self._tau.clamp_max(AUTO_TAU)
         return self._tau
 
     def probe_only(self) -> bool:
-        """True if this step only finds out what the filter would keep, and drops nothing: "auto", at first and after a pause.
+        """Return True if this step only measures what the filter would keep: for "auto", at the start and after a pause.
 
-        Where most tiles matter, as at the start of pretraining, the filter does not pay. What it would drop is mostly the
-        gradient of absent words: small in norm, but Adam scales it up.
+        While most tiles matter, as at the start of pretraining, the filter does not pay off. It would mostly drop gradients of
+        vocabulary entries that are absent from the batch: small in norm, but Adam scales them up.
         """
         return self._probing and self._wanted == "auto"
 
     def vocabulary(self, weight: Tensor) -> Any | None:
-        """Return the order that ``keep_vocabulary`` was given for a weight like this, while it is fresh."""
+        """Return the cached order for a weight of this shape, device and dtype; None if there is none or it is stale."""
         if self._vocabulary is None or _capturing() or self._calls % SORT_EVERY == 0:
             return None
         of, vocabulary = self._vocabulary
         return vocabulary if of == (weight.shape, weight.device, weight.dtype) else None
 
     def keep_vocabulary(self, weight: Tensor, vocabulary: Any) -> None:
-        """Keep ``vocabulary`` (hf_cce.kernels.filter.order) for steps to come; it takes over a covariance that is fresh."""
+        """Cache ``vocabulary`` (hf_cce.kernels.filter.order) for later steps; reuse the previous covariance while fresh."""
         if _capturing():
             return
-        of = weight.shape, weight.device, weight.dtype  # tiles, and the padding, differ by dtype
+        of = weight.shape, weight.device, weight.dtype  # tile sizes and padding depend on the dtype
         known = self._vocabulary
         if known is not None and known[0] == of and self._calls % COVARIANCE_EVERY and vocabulary.covariance is None:
             vocabulary.covariance = known[1].covariance
         self._vocabulary = of, vocabulary
 
     def measure(self) -> bool:
-        """True if the error of this step is to be estimated."""
+        """Return True if the error of this step should be estimated."""
         fresh = self._calls - self._began < MEASURE_FIRST
         return (fresh or self._calls % MEASURE_EVERY == 0) and not _capturing()
 
     def report(self, report: Any) -> None:
-        """Take the report of a backward pass (hf_cce.kernels.filter.workspace.FilterReport), whose tensors are on the device."""
+        """Store the report of a backward pass (kernels.filter.workspace.FilterReport) and update τ. Does not synchronize."""
         self._last = report
         tau = self.next_tau(report)
         if tau is not None:
@@ -193,14 +193,14 @@ class FilterState:
             return None
         ratios = [target / x.clamp_min(1e-12) for x, target in measured]
         step = (ratios[0] if len(ratios) == 1 else torch.minimum(*ratios)).clamp(0.25, 4.0)
-        # Estimates scatter: after the first, go half the way, in octaves.
+        # Estimates are noisy: after the first one, take half the step on a log scale.
         if self._calls != self._began:
             step = step.sqrt()
         step = step.nan_to_num(1.0)
         return (self._tau * step).clamp(SMALLEST_TAU, LARGEST_TAU)
 
     def _read_pending(self) -> None:
-        """Pause the filter for some steps if it kept too many tiles."""
+        """Read the pending count, and pause the filter for some steps if it kept too many tiles."""
         pending = self._pending
         if pending is None or _capturing() or self._calls < pending.due:
             return
@@ -212,13 +212,13 @@ class FilterState:
             self._paused, self._began = PAUSE_STEPS, self._calls
 
     def stats(self) -> dict[str, float]:
-        """Return the measurements of the last filtered step; empty before the first. Waits for the device.
+        """Return the measurements of the last filtered step; empty before the first. Synchronizes.
 
         Returns:
-            ``kept``: share of the tiles of the logits' gradient that were computed. ``dropped_mass``: share of the tokens'
-            probability in the others. ``tau``: threshold on the error of the logits' gradient. ``error``: estimated relative
-            error of the hidden states' gradient. ``weight_error``: of the weight's, NaN if it is frozen. ``dense``: 1 while
-            the filter pauses. Under DataParallel they are those of one device.
+            ``kept``: share of the tiles of the logits' gradient that were computed. ``dropped_mass``: share of the probability
+            in the other tiles. ``tau``: threshold on the error of the logits' gradient. ``error``: estimated relative error of
+            the hidden states' gradient. ``weight_error``: that of the weight's gradient, NaN if it is frozen. ``dense``: 1
+            while the filter is paused. Under DataParallel the values are those of one device.
         """
         if self._newest is not None:
             return self._newest.stats()

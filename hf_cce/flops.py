@@ -1,7 +1,7 @@
-"""Our operators for ``torch.utils.flop_counter.FlopCounterMode``, which would count them as nothing.
+"""FLOP formulas of hf_cce's operators, which ``torch.utils.flop_counter.FlopCounterMode`` would otherwise count as zero.
 
-Counted is what full logits would cost, the matrix products alone, so that shares of a GPU's peak (MFU) stay comparable: what is
-computed again in the backward pass, or left out by the filter, changes no figure.
+The formulas count the matrix products of full logits, so that MFU stays comparable: recomputation in the backward pass and tiles
+skipped by the filter do not change the count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _forward(hidden: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any
 
 
 def _cross_entropy(hidden: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
-    """Gradients that form in the forward pass are counted there: no operator runs in the backward pass."""
+    """Count gradients that the forward pass computes here: no operator runs in the backward pass."""
     formed = sum(len(shape) == 2 for shape in out_shape[3:5])
     return (1 + formed) * _product(hidden, weight)
 
@@ -32,15 +32,15 @@ def _cross_entropy(hidden: Any, weight: Any, *_: Any, out_shape: Any, **__: Any)
 def _backward(
     g1: Any, g2: Any, g3: Any, g4: Any, hidden: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
-    needed = sum(len(shape) == 2 for shape in out_shape[:2])  # that of the bias is a sum, no product
+    needed = sum(len(shape) == 2 for shape in out_shape[:2])  # the gradient of the bias is a sum, not a product
     return needed * _product(hidden, weight)
 
 
 def register() -> None:
-    """Register the formulas; a counter copies them when it is made. The operators exist by now.
+    """Register the formulas. Call it after the operators are defined; a counter copies the formulas when it is created.
 
-    Importing the counter takes 0.1 s, since it loads Triton, which the kernels and Transformers' models load, too. In a CUDA
-    build of PyTorch without Triton it logs a warning, so there the counter is only served if it was imported first.
+    Importing the counter takes 0.1 s, because it imports Triton, which the kernels and Transformers' models import anyway. In a
+    CUDA build of PyTorch without Triton that logs a warning, so nothing is registered unless the counter is already imported.
     """
     if COUNTER not in sys.modules and torch.version.cuda and importlib.util.find_spec("triton") is None:
         return
@@ -53,5 +53,5 @@ def register() -> None:
     }
     for name, formula in formulas.items():
         operator = getattr(torch.ops.hf_cce, name)
-        if operator not in flop_registry:  # after a reload they are there
+        if operator not in flop_registry:  # already registered after a reload of this module
             register_flop_formula(operator)(formula)

@@ -1,7 +1,7 @@
-"""Why an LM head cannot put its multiplication off: every reason, in words that the user reads.
+"""Checks whether an LM head can defer its matmul, with reasons worded for the user.
 
-A head defers only when its weight [V, D] can be read, whole, when the loss asks for it, some lines after the head's forward has
-returned. Each function below returns the reason why not, or None.
+A head can defer only if its whole weight [V, D] can still be read when the loss is computed, after the head's forward has
+returned. The functions ``why_not_*`` return the reason why it cannot, or None.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.nn.modules import module as _module
 from hf_cce.quantized import FrozenWeight
 
 # Modules of these packages pass their input to the Linear inside and add their own term in plain torch operations
-# (PEFT's LoRA layers and modules_to_save wrapper; containers and dropout of torch.nn): a lazy input is safe there.
+# (PEFT's LoRA layers and modules_to_save wrapper; containers and dropout of torch.nn), so a lazy input is safe there.
 _TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear")
-# DeepSpeed ZeRO-3 puts a function that takes tensors only in its place, for every module of the process and for good.
+# DeepSpeed ZeRO-3 replaces F.linear, permanently and in the whole process, by a function that only takes tensors.
 LINEAR = torch._C._nn.linear
 _HOOKED = "(register_full_backward_hook) asks for the gradient of the logits, which a compiled graph never makes"
 
 
 def output_embeddings(model: nn.Module) -> object:
-    """``model.get_output_embeddings()``, or that of the one language model inside that has any (BLIP, Nemotron Omni)."""
+    """Return ``model.get_output_embeddings()``, or that of its only child that has one (BLIP, Nemotron Omni)."""
     own = model.get_output_embeddings()  # type: ignore[operator]
     if own is not None:
         return own
@@ -35,18 +35,18 @@ def output_embeddings(model: nn.Module) -> object:
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
-    """The LM head: resolved at every call, so that resizing, quantising and adapters are seen."""
+    """Return the LM head or None. Looked up at every call, because resizing, quantization and adapters replace it."""
     head = output_embeddings(model)
     return head if isinstance(head, nn.Module) else None
 
 
 def is_plain(head: nn.Module) -> bool:
-    """Whether ``head`` does what ``torch.nn.Linear`` does, and nobody has wrapped it."""
+    """Return True if ``head`` has the unwrapped forward of ``torch.nn.Linear``."""
     return type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
 
 
 def why_not_defer(head: nn.Module) -> str | None:
-    """Why the multiplication of ``head`` cannot be put off, judged by its structure."""
+    """Return why the structure of ``head`` does not allow deferring its matmul, or None."""
     compiling = torch.compiler.is_compiling()
     if transformed():
         return "torch.func (grad, vmap, jvp) or forward-mode AD is at work, for which the fused loss has no rule"
@@ -56,7 +56,7 @@ def why_not_defer(head: nn.Module) -> str | None:
         return "torch.nn.functional.linear was replaced, as DeepSpeed ZeRO-3 does, and the head is no plain torch.nn.Linear"
     for module in head.modules():
         sharded = hasattr(module, "set_reshard_after_forward")
-        kind: Any = type(module).__bases__[-1] if sharded else type(module)  # FSDP2 makes a class of its own
+        kind: Any = type(module).__bases__[-1] if sharded else type(module)  # FSDP2 creates a subclass
         if compiling and (module._backward_hooks or module._backward_pre_hooks):
             return f"a backward hook on the head {_HOOKED}"
         if compiling and sharded:
@@ -75,15 +75,15 @@ def why_not_defer(head: nn.Module) -> str | None:
 
 
 def _is_4_bit(kind: Any) -> bool:
-    """Whether ``kind`` is bitsandbytes' Linear4bit, whose product ``hf_cce.patches.bnb`` answers."""
+    """Return True if ``kind`` is bitsandbytes' Linear4bit, whose matmul ``hf_cce.patches.bnb`` defers."""
     name, room = (getattr(kind.forward, each, "") for each in ("__qualname__", "__module__"))
     return name == "Linear4bit.forward" and room.startswith("bitsandbytes.")
 
 
 def transformed(*tensors: Tensor | None) -> bool:
-    """Whether a transform of ``torch.func`` is at work, or forward-mode AD (on these ``tensors``, where any are given).
+    """Return True under a transform of ``torch.func`` or forward-mode AD (given ``tensors``, only if one has a tangent).
 
-    In a graph that is compiled nobody can tell.
+    Always False under torch.compile, where this cannot be detected.
     """
     if torch.compiler.is_compiling():
         return False
@@ -95,12 +95,12 @@ def transformed(*tensors: Tensor | None) -> bool:
 
 
 def gathered(parameter: Any) -> bool:
-    """Whether a parameter has all its values at present; DeepSpeed ZeRO-3 gathers them for a module's own forward."""
+    """Return True if ``parameter`` has all its values; DeepSpeed ZeRO-3 gathers them only for a module's own forward."""
     return not hasattr(parameter, "ds_id") or bool(parameter.shape == getattr(parameter, "ds_shape", None))
 
 
 def why_not_read(weight: Any, bias: Any = None) -> str | None:
-    """Why this weight [V, D] (with bias [V] or None) cannot be read later, judged at the head's forward."""
+    """Return why this weight [V, D] or bias [V] cannot be read later, or None. Called in the head's forward."""
     for name, value in (("weight", weight), ("bias", bias)):
         if value is None and name == "bias":
             continue
@@ -117,7 +117,7 @@ def why_not_read(weight: Any, bias: Any = None) -> str | None:
 
 
 def adapter_in(head: nn.Module) -> str | None:
-    """What PEFT adds to the output of ``head`` at present ("lora", "ia3" …); None where it adds nothing."""
+    """Return the PEFT method that currently changes the output of ``head`` ("lora", "ia3", …), or None."""
     for module in head.modules():
         room, _, name = type(module).__module__.partition(".tuners.")
         if room == "peft" and not getattr(module, "merged", False) and not getattr(module, "disable_adapters", False):

@@ -1,4 +1,4 @@
-"""The loss and the log-probabilities of a linear head, without its logits: checks, shift, reductions.
+"""``linear_cross_entropy`` and ``linear_log_probs``: argument checks, label shift and reductions around the operators.
 
 Legend: B batch, T sequence, D hidden size, V vocabulary. Logits are z = softcap · tanh(x / softcap) with
 x = logit_scale · (hidden_states · weightᵀ + bias), or x itself without a softcap.
@@ -22,21 +22,21 @@ from hf_cce.reference import token_losses
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, Wanted
 
 Reduction = Literal["mean", "sum", "none"]
-Form = tuple[int, float, float]  # ignore_index, logit_scale, softcap (0 for none)
+Form = tuple[int, float, float]  # ignore_index, logit_scale, softcap (0: no softcap)
 _LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class LogProbs(NamedTuple):
-    """The result of ``linear_log_probs``: tensors of the shape of ``labels``, or None where not asked for.
+    """Result of ``linear_log_probs``: tensors with the shape of ``labels``; None for statistics that were not requested.
 
-    Float32 (float64 for float64 inputs). Zero or False at ignored positions.
+    Values are float32 (float64 for float64 inputs), and zero or False at ignored positions.
 
     Attributes:
         log_probs: log p(label); differentiable.
         entropy: −Σ p log p in nats; differentiable.
         log_sum_sq_probs: log Σ p²; no gradient.
-        mean_logit: mean over the vocabulary; differentiable.
-        is_top1: bool: the label's logit is the largest.
+        mean_logit: mean of the logits over the vocabulary; differentiable.
+        is_top1: bool, True where the label has the largest logit.
         logsumexp: log Σ exp z; differentiable.
     """
 
@@ -72,32 +72,32 @@ def linear_cross_entropy(
 
     Args:
         hidden_states: [..., D], floating point.
-        weight: [V, D], same dtype and device. Under autocast both are cast as a matmul would cast them. Under tensor
-            parallelism a DTensor with ``[Shard(0)]``, as ``bias``, and ``hidden_states`` a replicated one: nothing is gathered.
+        weight: [V, D], same dtype and device. Under autocast both are cast as for a matmul. Under tensor parallelism,
+            ``weight`` and ``bias`` are DTensors with ``[Shard(0)]`` and ``hidden_states`` is replicated; nothing is gathered.
         labels: [...], integers in [0, V) or ``ignore_index``.
         bias: [V], same dtype, or None.
-        logit_scale: factor on the logits, before the softcap.
-        softcap: positive, or None for none.
-        ignore_index: label of positions without loss.
+        logit_scale: factor on the logits, applied before the softcap.
+        softcap: positive, or None to disable.
+        ignore_index: label of positions that do not contribute to the loss.
         reduction: ``"mean"`` over the labels that are not ignored, ``"sum"`` or ``"none"``.
         num_items_in_batch: with ``"mean"``, divide the sum by this instead: the number of labels in all micro-batches and
             processes, as Trainer counts it.
-        shift: the label of position t is ``labels[..., t + 1]``; the last position has none.
+        shift: use ``labels[..., t + 1]`` as the label of position t; the last position has no label.
         label_smoothing: ε in [0, 1].
         z_loss: non-negative.
         config: options; see ``CCEConfig``.
-        filter_state: what the gradient filter has learned about this head. Without one nothing is measured, and ``"auto"``
-            skips nothing.
+        filter_state: the gradient filter's state for this head, kept across steps. Without it the error is not measured, and
+            ``gradient_filter="auto"`` skips nothing.
 
     Returns:
         A scalar, or [...] for ``reduction="none"`` (zero where ignored), in float32 (float64 for float64 inputs). When every
-        label is ignored, or there are no tokens, the mean is 0 with zero gradients, where ``F.cross_entropy`` gives NaN.
+        label is ignored, or there are no tokens, the mean is 0 with zero gradients; ``F.cross_entropy`` returns NaN.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: shapes, dtypes, devices or options do not fit, or, on the CPU, a label is out of range. On a GPU such a
+        ValueError: shapes, dtypes, devices or options are invalid, or, on the CPU, a label is out of range. On a GPU such a
             label fails a device-side assertion.
-        RuntimeError: in a double backward, under ``torch.func`` transforms and forward-mode AD, or where ``config`` asks for
+        RuntimeError: in a double backward, under ``torch.func`` transforms or forward-mode AD, or if ``config`` requires
             kernels that cannot run here.
     """
     config = _checked(config)
@@ -147,27 +147,27 @@ def linear_log_probs(
     config: CCEConfig | None = None,
     filter_state: FilterState | None = None,
 ) -> LogProbs:
-    """Compute the log-probability of each label under a linear head, and other statistics, without materializing the logits.
+    """Compute the log-probability of each label under a linear head, and optional statistics, without materializing the logits.
 
     Args:
         hidden_states: [..., D], as in ``linear_cross_entropy``.
-        weight: [V, D], likewise.
-        labels: [...], likewise; nothing is shifted.
+        weight: [V, D], as in ``linear_cross_entropy``.
+        labels: [...], as in ``linear_cross_entropy``, but never shifted.
         bias: [V] or None.
-        logit_scale: factor on the logits, before the softcap; 1 / temperature for a sampling temperature.
+        logit_scale: factor on the logits, applied before the softcap; use 1 / temperature for a sampling temperature.
         softcap: as in ``linear_cross_entropy``.
         ignore_index: as in ``linear_cross_entropy``.
-        entropy: compute that field of the result.
-        log_sum_sq_probs: likewise.
-        mean_logit: likewise.
-        is_top1: likewise.
-        logsumexp: likewise.
+        entropy: return ``LogProbs.entropy``.
+        log_sum_sq_probs: return ``LogProbs.log_sum_sq_probs``.
+        mean_logit: return ``LogProbs.mean_logit``.
+        is_top1: return ``LogProbs.is_top1``.
+        logsumexp: return ``LogProbs.logsumexp``.
         config: as in ``linear_cross_entropy``.
-        filter_state: with one, gradients go through the gradient filter; without one they are exact. The filter suits
-            losses that weigh tokens about equally. Under torch.compile the gradients are exact.
+        filter_state: if given, gradients go through the gradient filter; otherwise they are exact. The filter suits losses
+            that weight tokens about equally. Under torch.compile gradients are always exact.
 
     Returns:
-        ``LogProbs``, each field of the shape of ``labels``.
+        ``LogProbs``; each requested field has the shape of ``labels``.
 
     Raises:
         TypeError, ValueError, RuntimeError: as in ``linear_cross_entropy``.
@@ -194,10 +194,10 @@ def linear_log_probs(
 
 
 def _shared(x: Inputs) -> bool:
-    """Whether the vocabulary is spread over processes.
+    """Return True if the vocabulary is sharded over processes (tensor parallelism).
 
     Raises:
-        ValueError: some of ``x`` are DTensors, but they are no such head.
+        ValueError: some of ``x`` are DTensors, but not sharded as a tensor-parallel head.
     """
     if not any(map(sharded.is_dtensor, x[:3])):
         return False
@@ -225,7 +225,7 @@ def _spec(
 
 
 def _statistics(shared: bool, x: Inputs, spec: LossSpec, wanted: Wanted, filter_state: FilterState | None) -> Stats:
-    """Statistics of the tokens; without ``is_top1`` where the vocabulary is shared."""
+    """Return per-token statistics; ``is_top1`` is empty if the vocabulary is sharded."""
     if not shared:
         return ops.statistics(x, spec, wanted, filter_state)
     dispatch.loss_factor(x, spec, Divisor(number=1.0))  # checks the labels
@@ -233,7 +233,7 @@ def _statistics(shared: bool, x: Inputs, spec: LossSpec, wanted: Wanted, filter_
 
 
 _DEFAULT = CCEConfig()
-# The usual type first: isinstance then never asks the slow abstract classes, which are there for numpy's numbers.
+# Concrete types come first: the abstract classes, needed for NumPy scalars, make isinstance slow.
 _NUMBERS = (float, int, numbers.Real, torch.SymFloat, torch.SymInt)
 _INTEGERS = (int, numbers.Integral, torch.SymInt)
 
@@ -247,14 +247,14 @@ def _checked(config: CCEConfig | None) -> CCEConfig:
 
 
 def _divisor(reduction: str, num_items_in_batch: Tensor | int | float | None, device: torch.device) -> Divisor:
-    """What the sum of the losses is divided by. A number of items that is a tensor stays one: the host need not read it."""
+    """Return the divisor of the summed loss. An item count on the device stays a tensor: reading it would synchronize."""
     if reduction == "sum":
         return Divisor(number=1.0)
     if num_items_in_batch is None:
         return Divisor()
     if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.numel() == 1:
         on_host = num_items_in_batch.device.type == "cpu" != device.type and not torch.compiler.is_compiling()
-        if on_host:  # it is free to read, and to bring it to the device would wait for what is queued there
+        if on_host:  # reading a CPU tensor is free; copying it to the device would wait for queued work
             num_items_in_batch = num_items_in_batch.item()
     if not isinstance(num_items_in_batch, Tensor):
         if not isinstance(num_items_in_batch, _NUMBERS) or isinstance(num_items_in_batch, bool):
@@ -264,7 +264,7 @@ def _divisor(reduction: str, num_items_in_batch: Tensor | int | float | None, de
                 raise ValueError(f"num_items_in_batch must be a finite number, not negative, got {num_items_in_batch}")
             if num_items_in_batch:
                 return Divisor(number=float(num_items_in_batch))
-        # Zero; or compiled, where a number would be a constant of the graph, and its next value a new graph.
+        # Zero, or compiling: a Python number would be a constant of the graph, and each new value would recompile.
         return Divisor(torch.full((), num_items_in_batch, dtype=torch.float32, device=device))
     if num_items_in_batch.numel() != 1:
         raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(num_items_in_batch.shape)}")
@@ -272,9 +272,9 @@ def _divisor(reduction: str, num_items_in_batch: Tensor | int | float | None, de
 
 
 def _refuse_learnable(**options: object) -> None:
-    """An option must be a finite number, and has no gradient here: a learnable one would silently never learn.
+    """Raise unless every option is a finite number. A tensor that requires grad is refused: it would get no gradient.
 
-    A tensor that is no parameter passes unread; see ``_on_host``.
+    Other tensors are accepted without reading their value; ``_on_host`` converts them.
     """
     for name, value in options.items():
         if isinstance(value, Tensor):
@@ -290,12 +290,12 @@ def _refuse_learnable(**options: object) -> None:
 
 
 def _on_host(value: Any, kind: type = float) -> Any:
-    """A number that kernels take: of numpy's and of tensors they do not. PyTorch's symbols stay what they are."""
+    """Convert NumPy scalars and tensors to a Python number, as kernels need; leave numbers and PyTorch symbols as they are."""
     return value if type(value) in (float, int) or isinstance(value, (torch.SymFloat, torch.SymInt)) else kind(value)
 
 
 def _check_tensor(name: str, shape: str, value: object) -> None:
-    """For what is no tensor: an error that names the argument, and the tensor that was meant where one can tell."""
+    """Raise a TypeError if ``value`` is not a tensor; suggest the tensor that was probably meant."""
     if isinstance(value, Tensor):
         return
     way = "" if value is None or isinstance(value, nn.Module) else f"; torch.as_tensor({name}) makes one"
@@ -309,14 +309,14 @@ def _or_none(name: str) -> str:
 
 
 def _kind(value: object) -> str:
-    """Of the type and never of the value: to show a tensor on a GPU is to wait for it."""
+    """Name the type, never the value: formatting a CUDA tensor would synchronize."""
     return "None" if value is None else f"a {type(value).__name__}"
 
 
 def few_tokens(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None = None) -> bool:
-    """Whether the loss of hidden_states [..., D] and weight [V, D] is left to PyTorch and full logits: see ``CCEConfig``.
+    """Return True if hidden_states [..., D] has so few tokens that PyTorch's full logits are used; see ``CCEConfig``.
 
-    Never while a graph is compiled, whose shapes may change.
+    Always False under torch.compile, where shapes may change.
     """
     if torch.compiler.is_compiling():
         return False

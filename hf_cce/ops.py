@@ -1,8 +1,8 @@
-"""The operators behind the loss, registered with torch.library, and the autograd function around a strategy.
+"""The custom operators of the loss (torch.library), and the autograd function that runs a strategy in eager mode.
 
-``hf_cce::logit_stats`` gives per-token statistics of logits that are never written, and any gradient of them;
-``hf_cce::cross_entropy`` gives one scalar loss. Graphs hold the operators; eager calls skip them, since torch.library's Python
-operators cost several times the host time of a small batch's kernels.
+``hf_cce::logit_stats`` returns differentiable per-token statistics without materializing the logits; ``hf_cce::cross_entropy``
+returns a scalar loss. Traced code calls the operators. Eager code bypasses them, because a Python operator of torch.library costs
+several times the host time of a small batch's kernels.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from hf_cce.strategies import (
     with_fallback,
 )
 
-AUTO = -1.0  # gradient_filter="auto" as a number
+AUTO = -1.0  # stands for gradient_filter="auto" in a float argument
 
 
 def _computing(x: Tensor) -> AbstractContextManager[Any]:
-    """No autocast, which would cast accumulators; and the device of ``x`` is the current one, which Triton launches on.
+    """Disable autocast, which would cast accumulators, and make the device of ``x`` current, which Triton launches on.
 
-    Entering either costs the host microseconds, so only where it changes something.
+    Each is entered only if it changes something, because entering costs microseconds of host time.
     """
     stack = ExitStack()
     if torch.is_autocast_enabled(x.device.type):
@@ -50,7 +50,7 @@ def _computing(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _forward(strategy: Strategy, x: Inputs) -> tuple[Strategy, tuple[Tensor, ...], Saved]:
-    """Outputs and what to save, with the strategy that has computed them: another one where a kernel does not compile."""
+    """Return (strategy, outputs, tensors to save). The strategy is replaced by a PyTorch one if a kernel does not compile."""
 
     def compute(triton: bool) -> tuple[Strategy, tuple[Tensor, ...], Saved]:
         used = strategy if triton == strategy.triton else strategy.without_kernels()
@@ -64,7 +64,7 @@ def _forward(strategy: Strategy, x: Inputs) -> tuple[Strategy, tuple[Tensor, ...
 def _backward(
     strategy: Strategy, inputs: Inputs, saved: Saved, upstream: Upstream, spec: LossSpec, direct: bool
 ) -> Gradients:
-    """The gradients that ``spec`` needs; not ``direct``: by an operator, as somebody must see one."""
+    """Return the gradients that ``spec`` needs. If not ``direct``, one custom operator computes them, for tracing."""
 
     def compute(triton: bool) -> Gradients:
         x = inputs._replace(weight=dense(inputs.weight)) if triton else inputs
@@ -98,7 +98,7 @@ def logit_stats(
     memory_budget: int,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty where not wanted. ``softcap`` 0 is none."""
+    """Return (lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty if not requested."""
     x = Inputs(hidden, weight, bias, labels)
     spec = LossSpec(ignore_index, logit_scale, softcap, memory_budget=memory_budget, implementation=implementation)
     strategy = dispatch_statistics(x, spec, Wanted(want_mean, want_entropy, want_log_sum_sq, want_top1), None)
@@ -144,7 +144,7 @@ def logit_stats_backward(
     memory_budget: int,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(grad of hidden [N, D], of weight [V, D], of bias [V]), each in its input's dtype, empty where not needed."""
+    """Return the gradients of hidden [N, D], weight [V, D] and bias [V] in the inputs' dtypes; empty where not needed."""
     needs = (need_hidden, need_weight, need_bias)
     spec = LossSpec(ignore_index, logit_scale, softcap, 0.0, 0.0, needs, memory_budget, implementation)
     triton = choose_implementation(hidden.device, hidden.dtype, implementation) == "triton"
@@ -174,7 +174,7 @@ def _(
 def recompute_by_operator(
     x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the inputs from those of the statistics: one node of a graph, which refuses a second derivative."""
+    """Compute the inputs' gradients from those of the statistics in one operator, whose own backward raises."""
     return torch.ops.hf_cce.logit_stats_backward(
         *grads, *x, lse, entropy, *spec.form, *spec.needs, spec.memory_budget, spec.implementation
     )
@@ -214,7 +214,7 @@ def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> Any:
 logit_stats_backward.register_autograd(_refuse_second_derivative)
 
 
-# The filter decides on the host, step by step: replays of a CUDA graph would repeat one step's decisions.
+# cudagraph_unsafe: the filter decides on the host at each step; a CUDA graph would replay the decisions of one step.
 @torch.library.custom_op(
     "hf_cce::cross_entropy",
     mutates_args=(),
@@ -235,12 +235,12 @@ def cross_entropy_op(
     counted: bool,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """(loss, lse [N], factor, grad of hidden, of weight, of bias), the gradients empty where they are not formed here.
+    """Return (loss, lse [N], factor, grad of hidden, of weight, of bias); gradients not computed here are empty.
 
-    The loss is the sum over the tokens times ``factor``: one over ``divisor`` if positive, else over ``num_items`` if given,
-    else over the number of labels that are not ignored; zero where that would divide by zero. ``filter_state`` is the handle
-    of a FilterState, or 0; ``counted`` adds to the counters of its model. ``options`` are the fields of a LossSpec,
-    ``gradient_filter`` being 0 for None and AUTO for "auto".
+    The loss is the sum over the tokens times ``factor``: 1 / ``divisor`` if that is positive, else 1 / ``num_items`` if given
+    (0 if ``num_items`` is 0), else 1 / the number of labels that are not ignored. ``filter_state`` is the handle of a
+    FilterState, or 0; ``counted`` increments the counters of its model. ``options`` are the fields of a LossSpec, with
+    ``gradient_filter`` 0 for None and AUTO for "auto".
     """
     x, spec = Inputs(hidden, weight, bias, labels), _spec_of(options)
     state = FilterState.of(filter_state)
@@ -285,7 +285,7 @@ def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:4], lse, factor)
     ctx.spec = _spec_of(inputs[8:])
-    # Detached, since an output that knows its node and a node that holds the output would be a cycle.
+    # Detached: an output refers to its grad_fn, so a grad_fn that holds the output would be a reference cycle.
     ctx.gradients = [g.detach() for g in gradients] if forms_gradients(inputs[0].dtype) else None
 
 
@@ -297,11 +297,11 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
     spec = replace(ctx.spec, needs=needs)
     gradients: Any
     if ctx.gradients is not None and (traced(grad) or not torch.is_grad_enabled()):
-        # The sum over no tokens is a constant, also where it is divided by their number and infinity comes from upstream.
+        # If all labels are ignored the gradient is zero, even if a division by their count makes the upstream gradient infinite.
         grad = torch.where((x.labels == spec.ignore_index).all(), 0.0, grad)
         gradients = [(g.to(grad.dtype) * grad).to(g.dtype) for g in ctx.gradients]
     else:
-        # With create_graph=True it is the operator that refuses the second derivative.
+        # With create_graph=True, this operator's backward raises on a second derivative.
         grads = reference.token_gradients(grad, factor, lse, spec)
         gradients = recompute_by_operator(x, spec, lse, None, grads)
     return (*_only(needs, gradients), *[None] * 17)
@@ -310,19 +310,19 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_cross_entropy)
 flops.register()
 
-# PyTorch's own and private (2.13 and 2.15 have it): a release without it loses is_grads_batched=True, and nothing else.
+# A private function of PyTorch (in 2.13 and 2.15). In a release without it, only is_grads_batched=True stops working.
 _is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
 
 
 def traced(x: Tensor) -> bool:
-    """True while somebody must see one operator: the compiler, a tensor subclass, a dispatch mode, vmap."""
+    """Return True if a single custom op must be visible: to the compiler, a tensor subclass, a dispatch mode or vmap."""
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode():
         return True
-    return bool(_is_batched(x))  # is_grads_batched=True: neither its number nor its memory can be read
+    return bool(_is_batched(x))  # is_grads_batched=True: neither value nor memory can be read
 
 
 class _Fused(torch.autograd.Function):
-    """One call of a strategy. A second backward recomputes the gradients, as do those that are traced."""
+    """One call of a strategy. A second backward and a traced backward recompute the gradients."""
 
     @staticmethod
     def forward(
@@ -341,17 +341,17 @@ class _Fused(torch.autograd.Function):
         given = [grad for grad in upstream if grad is not None]
         if not given:
             return (None,) * 5
-        tensors = ctx.saved_tensors  # once: a checkpoint unpacks each a single time
+        tensors = ctx.saved_tensors  # read once: activation checkpointing unpacks each saved tensor only once
         inputs, saved = Inputs(*tensors[:4]), Saved(*tensors[4:])
         strategy, needs = ctx.strategy, ctx.needs_input_grad[1:4]
-        # With create_graph=True gradients are enabled here, and it is the operator that refuses the second derivative.
+        # With create_graph=True grad mode is enabled here, and the custom operator raises on a second derivative.
         direct = not torch.is_grad_enabled() and not any(map(traced, given))
         gradients = _backward(strategy, inputs, saved, upstream, replace(strategy.spec, needs=needs), direct)
         return (None, *_only(needs, gradients), None)
 
 
 def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Tensor:
-    """The scalar loss: through the operator where somebody is tracing, else directly."""
+    """Return the scalar loss, through the custom operator if traced, else directly."""
     if traced(x.hidden):
         handle = 0 if state is None else state.handle
         counted = torch.compiler.is_compiling()
@@ -364,7 +364,7 @@ def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterStat
 
 
 def statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: FilterState | None = None) -> Stats:
-    """Statistics of the tokens, likewise; filtered gradients where there is a ``state``."""
+    """Return per-token statistics, through the custom operator if traced. A ``state`` enables the gradient filter."""
     if traced(x.hidden):
         return Stats(*torch.ops.hf_cce.logit_stats(*x, *spec.form, *wanted, spec.memory_budget, spec.implementation))
     return Stats(*_Fused.apply(dispatch_statistics(x, spec, wanted, state), *x))

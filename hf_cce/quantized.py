@@ -1,7 +1,7 @@
-"""Frozen quantised weights [V, D] of bitsandbytes (4 bit) and torchao (int8 and float8, weight-only), dequantised when needed.
+"""Frozen quantized weights [V, D] of bitsandbytes (4-bit) and torchao (int8 and float8, weight-only), dequantized when needed.
 
-A ``FrozenWeight`` passes through the loss like the tensor that it dequantises to, and has no memory. What walks over slabs of the
-vocabulary dequantises one slab at a time. Neither library is imported here: whoever has such a weight has imported it.
+The loss uses a ``FrozenWeight``, which has no storage, like the tensor that it dequantizes to. Loops over slabs of the vocabulary
+dequantize one slab at a time. Neither library is imported here: code that has such a weight has imported it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-Read = Callable[[int, int, torch.dtype], Tensor]  # rows [start, stop) of the weight, in a dtype
-Product = Callable[[Tensor, Tensor | None], Tensor]  # the library's own product of hidden states, with a bias or None
+Read = Callable[[int, int, torch.dtype], Tensor]  # (start, stop, dtype): dequantized rows [start, stop)
+Product = Callable[[Tensor, Tensor | None], Tensor]  # (hidden, bias or None): the library's own F.linear
 _ATEN = torch.ops.aten
 
 
 class FrozenWeight(Tensor):
-    """Rows of a quantised weight. Operations take them dequantised; slices of rows and casts are FrozenWeights again."""
+    """Rows of a quantized weight. Slices of rows and casts are FrozenWeights again; other operations dequantize it."""
 
     read: Read
-    product: Product | None  # of the whole weight; None for a part of it
+    product: Product | None  # None for a slice of the weight
     start: int
-    keeps_dtype = False  # the library's product has the dtype of the hidden states, under autocast too
+    keeps_dtype = False  # True if ``product`` returns the dtype of the hidden states even under autocast
 
     @staticmethod
     def of(
@@ -45,7 +45,7 @@ class FrozenWeight(Tensor):
         return f"FrozenWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     def dense(self) -> Tensor:
-        """The rows, dequantised."""
+        """Return the dequantized rows."""
         with torch.no_grad():
             return self.read(self.start, self.start + self.shape[0], self.dtype)
 
@@ -54,7 +54,7 @@ class FrozenWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The product of hidden states with the whole weight is the library's own: so are logits that somebody reads."""
+        """Run F.linear with the whole weight in the library itself, so that materialized logits are the original ones."""
         kwargs = kwargs or {}
         if func is torch._C._nn.linear and len(args) == 3 and not kwargs:
             hidden, weight, bias = args
@@ -81,19 +81,19 @@ class FrozenWeight(Tensor):
 
 
 def dense(weight: Tensor) -> Tensor:
-    """``weight`` as an ordinary tensor."""
+    """Return ``weight`` as an ordinary tensor."""
     return weight.dense() if isinstance(weight, FrozenWeight) else weight
 
 
 def scratch_per_row(weight: Tensor) -> int:
-    """Bytes that a row of ``weight`` takes while it is dequantised: through float32, and the result."""
+    """Return the bytes that dequantizing a row of ``weight`` takes: a float32 intermediate, and the result."""
     return 8 * weight.shape[1] if isinstance(weight, FrozenWeight) else 0
 
 
 def torchao_weight(weight: Any, hidden: Tensor, cast: torch.dtype | None) -> FrozenWeight | None:
-    """For int8 and float8 weights of torchao whose product does not quantise ``hidden`` as well; else None.
+    """Return a FrozenWeight for a frozen int8 or float8 weight of torchao, else None, also if matmuls quantize ``hidden``.
 
-    int8 is multiplied in the dtype of ``hidden``; ``cast``: in that of an autocast.
+    Its dtype is ``cast`` under autocast; otherwise that of ``hidden`` for int8, and that of the weight for float8.
     """
     torchao: Any = sys.modules.get("torchao.quantization")
     kinds = [getattr(torchao, name, None) for name in ("Int8Tensor", "Float8Tensor")]
@@ -118,10 +118,9 @@ def torchao_weight(weight: Any, hidden: Tensor, cast: torch.dtype | None) -> Fro
 
 
 def bitsandbytes_weight(packed: Tensor, state: Any, dtype: torch.dtype, product: Product) -> FrozenWeight | None:
-    """For the 4-bit weight ``packed`` with the ``QuantState`` of bitsandbytes; None where its layout is not known.
+    """Return a FrozenWeight for 4-bit data and its bitsandbytes ``QuantState``; None if the layout is not supported.
 
-    Blocks of numbers that share a scale must not reach over the end of a row: bitsandbytes dequantises those differently on
-    CPUs.
+    Blocks that share a scale must not cross the end of a row: bitsandbytes dequantizes such weights differently on CPUs.
     """
     if state is None or len(state.shape) != 2 or getattr(state, "packing_format_for_cpu", False):
         return None
@@ -136,7 +135,7 @@ def bitsandbytes_weight(packed: Tensor, state: Any, dtype: torch.dtype, product:
             absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
         part.absmax, part.nested = absmax[start * d // block : stop * d // block].float(), False
         part.shape, part.dtype = torch.Size((stop - start, d)), dtype
-        # Two numbers to a byte; a tensor [1, …] would be taken for a transposed weight.
+        # Two values per byte. A tensor [1, …] would be taken for a transposed weight.
         stored = packed.detach().reshape(-1).view(torch.uint8)[start * d // 2 : stop * d // 2].view(-1, 1)
         return functional.dequantize_4bit(stored, part)
 

@@ -1,10 +1,10 @@
-"""The loss in plain PyTorch: the executable specification of the kernels, and the fallback for any gradient of any statistic.
+"""The loss in plain PyTorch: the executable specification of the kernels, and the fallback for gradients of any statistic.
 
 Legend: N tokens, D hidden size, V vocabulary. z = softcap(logit_scale · (h Wᵀ + b)), p = softmax(z), lse = logsumexp(z).
 
-``logit_stats`` and ``logit_stats_backward`` walk over slabs of the vocabulary and hold one slab of logits at a time. Gradients
-are formed from recomputed logits (four GEMMs), so any gradient of the statistics can be asked for, any number of times.
-``hf_cce.fallback`` is faster where the loss is one scalar.
+``logit_stats`` and ``logit_stats_backward`` loop over slabs of the vocabulary and hold one slab of logits at a time. The backward
+pass recomputes the logits (four GEMMs in all), so it works for any upstream gradient, any number of times.
+``hf_cce.fallback`` is faster for a scalar loss.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from hf_cce.config import MIB
 from hf_cce.quantized import dense, scratch_per_row
 from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 
-# Below this, saving memory helps nobody, and smaller slabs starve the GEMMs.
+# Minimum workspace: less would save no memory that matters, and small slabs make the GEMMs slow.
 SCRATCH_FLOOR = 16 * MIB
 
-# Where the first call of a process runs in several threads, MKL computes a part of it to 12 bits or so, once in some hundred
-# processes on a busy machine (PyTorch's issue 188792, oneMKL 2024.2). A call on one number runs in one thread and avoids that.
+# MKL bug (PyTorch issue 188792, oneMKL 2024.2): if the first call in a process is multi-threaded, a part of the result may have
+# only about 12 correct bits, once in some hundred processes on a busy machine. A first call on one element is single-threaded.
 for _dtype in (torch.float32, torch.float64):
     _one = torch.ones(1, dtype=_dtype, device="cpu")
-    _one.exp(), _one.log(), _one.tanh()  # what is called below
+    _one.exp(), _one.log(), _one.tanh()  # the functions used below
 
 
 def scratch_bytes(n: int, v: int, itemsize: int, memory_budget: int) -> int:
-    """A tenth of what the logits would take, but at least ``SCRATCH_FLOOR`` and at most the budget."""
+    """Return a tenth of the logits' size, but at least ``SCRATCH_FLOOR`` and at most the budget."""
     return min(memory_budget, max(SCRATCH_FLOOR, n * v * itemsize // 10))
 
 
 def has_wide_products(x: Tensor) -> bool:
-    """Whether PyTorch multiplies narrow tensors like ``x`` into float32."""
+    """Return True if matmul can write float32 results for 16-bit operands like ``x``."""
     return x.is_cuda and torch.version.cuda is not None
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a · b, accumulated in the dtype of ``total``, without converting CUDA operands."""
+    """Compute total += a @ b in the dtype of ``total``, without converting CUDA operands."""
     if a.dtype == total.dtype == b.dtype:
         total.addmm_(a, b)
     elif has_wide_products(a):
@@ -49,21 +49,21 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor) -> tuple[Tensor, Tensor]:
-    """(whether every label is in [0, V) or ignored, what a sum of losses is multiplied by), scalars on the labels' device."""
+    """Return (True if all labels are in [0, V) or ignored, factor on the summed loss), scalars on the labels' device."""
     valid = labels != ignore_index
     inside = torch.where(valid, labels, 0)
     ok = (inside.clamp(0, v - 1) == inside).all()
     if divisor.number > 0:
         return ok, torch.full((), 1 / divisor.number, dtype=torch.float64, device=labels.device)
     wide = torch.float32 if labels.device.type == "mps" else torch.float64
-    if divisor.items is None:  # of no label the sum is zero, whatever it is divided by
+    if divisor.items is None:  # without labels the sum is zero, and any divisor will do
         return ok, valid.sum().clamp_(min=1).to(wide).reciprocal_()
     items = divisor.items.to(labels.device, wide)
     return ok, torch.where(items == 0, 0.0, 1 / torch.where(items == 0, 1.0, items))
 
 
 def token_losses(stats: Stats, spec: LossSpec) -> Tensor:
-    """Loss of each token [N]: lse − (1 − ε) z_label − ε · mean(z) + z_loss · lse², with ε the label smoothing."""
+    """Return the loss of each token [N]: lse − (1 − ε) z_label − ε · mean(z) + z_loss · lse², with ε the label smoothing."""
     loss = stats.lse - stats.label_logit
     if spec.label_smoothing:
         loss = loss + spec.label_smoothing * (stats.label_logit - stats.mean_logit)
@@ -71,7 +71,7 @@ def token_losses(stats: Stats, spec: LossSpec) -> Tensor:
 
 
 def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -> TokenGrads:
-    """Gradients in the statistics of ``grad`` · ``factor`` · Σ loss."""
+    """Return the gradients of ``grad`` · ``factor`` · Σ loss with respect to the statistics."""
     g = (grad * factor).to(lse.dtype).expand_as(lse)
     of_lse = g * (1 + 2 * spec.z_loss * lse) if spec.z_loss else g.contiguous()
     smoothing = spec.label_smoothing
@@ -80,7 +80,7 @@ def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -
 
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
-    """One pass over slabs of the vocabulary with a running maximum, as in online softmax (Milakov & Gimelshein, 2018)."""
+    """Compute the statistics in one pass over slabs of logits, as in online softmax (Milakov & Gimelshein, 2018)."""
     n_all, v = x.labels.numel(), x.weight.shape[0]
     valid = x.labels != spec.ignore_index
     rows = _rows(valid)
@@ -101,7 +101,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
         if wanted.mean:
             z_sum += z.sum(1)
         new_top = torch.maximum(top, z.amax(1))
-        shift = torch.where(new_top == -math.inf, 0, top - new_top)  # -inf − -inf would be NaN
+        shift = torch.where(new_top == -math.inf, 0, top - new_top)  # −inf − (−inf) would be NaN
         decay = shift.exp()
         z.sub_(torch.where(new_top == -math.inf, 0, new_top)[:, None])
         e = z.exp() if wanted.entropy else z.exp_()
@@ -111,7 +111,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
         if wanted.log_sum_sq:
             squares = squares * decay * decay + e.square_().sum(1)
         top = new_top
-        del z, e  # or they would still be there while the next slab is made
+        del z, e  # free them before the next slab is allocated
     log_total = total.log()
 
     def scatter(values: Tensor, wanted: bool = True) -> Tensor:
@@ -139,11 +139,10 @@ def logit_stats_backward(
     grads: TokenGrads,
     grad_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the statistics in hidden [N, D], weight [V, D] and bias [V]; empty where not needed.
+    """Compute the gradients of hidden [N, D], weight [V, D] and bias [V]; empty where not needed.
 
-    ``grad_weight``: where to write that of the weight, if not into memory of its own.
-    With H the entropy, needed with ``grads.entropy``: ∂lse/∂z = p, ∂z_label/∂z = one-hot, ∂(mean z)/∂z = 1/V,
-    ∂H/∂z = −p · (z − (lse − H)).
+    ``grad_weight`` is an output buffer for the weight's gradient, or None. ``entropy`` (H) is required with ``grads.entropy``.
+    ∂lse/∂z = p, ∂z_label/∂z = one-hot, ∂(mean z)/∂z = 1/V, ∂H/∂z = −p · (z − (lse − H)).
     """
     (hidden, weight, _, labels), (need_hidden, need_weight, need_bias) = x, spec.needs
     v, wide = weight.shape[0], accumulation_dtype(hidden.dtype)
@@ -153,7 +152,7 @@ def logit_stats_backward(
         hidden, labels, lse = (tensor[rows] for tensor in (hidden, labels, lse))
         entropy = None if entropy is None else entropy[rows]
         grads = TokenGrads(*(None if g is None else g[rows] for g in grads))  # type: ignore[arg-type]
-    elif _would_wait(hidden):  # masked instead of left out: p is exp(−inf) there
+    elif _would_wait(hidden):  # mask ignored rows instead of removing them: lse = inf makes p = 0
         hidden, lse = torch.where(valid[:, None], hidden, 0), torch.where(valid, lse, math.inf)
         grads = TokenGrads(*(None if g is None else torch.where(valid, g, 0) for g in grads))  # type: ignore[arg-type]
     n = labels.numel()
@@ -164,9 +163,9 @@ def logit_stats_backward(
         grad_weight.zero_()
     grad_bias = hidden.new_zeros(v if need_bias else 0)
     narrow = hidden.dtype != wide
-    # Rows of the weight in float32; and what oneDNN takes in several threads for a product of narrow numbers, as much again
+    # Bytes per weight row: its float32 copy, and as much again that multi-threaded oneDNN takes for a 16-bit matmul.
     weight_copy = (8 * weight.shape[1] if narrow else 0) + scratch_per_row(weight)
-    sums = 4 * hidden.numel() if narrow and need_hidden else 0  # of grad_hidden
+    sums = 4 * hidden.numel() if narrow and need_hidden else 0  # bytes of the float32 accumulator of grad_hidden
     copies = 1 + _keeps_logits(spec, grads) + (grads.entropy is not None)
     width = _slab_width(n, v, hidden.dtype, copies, spec.memory_budget, weight_copy, sums)
     for start in range(0, v if n else 0, width):
@@ -177,11 +176,11 @@ def logit_stats_backward(
             grad_bias[start:stop] = g.sum(0)
         rounded = g.to(hidden.dtype)
         if need_hidden:
-            # Not rounded to a narrow dtype for each slab: that would be worse than one product over all of V.
+            # Accumulated in float32: rounding each slab to 16 bits would be less accurate than one product over all of V.
             add_product(grad_hidden, rounded if g.is_cuda else g, dense(weight[start:stop]))
         if need_weight:
             torch.mm(rounded.t(), hidden, out=grad_weight[start:stop])
-        del z, g, rounded  # or they would still be there while the next slab is made
+        del z, g, rounded  # free them before the next slab is allocated
     grad_hidden = grad_hidden.to(hidden.dtype)
     if need_hidden and rows is not None:
         grad_hidden = x.hidden.new_zeros(x.hidden.shape).index_copy_(0, rows, grad_hidden)
@@ -189,12 +188,12 @@ def logit_stats_backward(
 
 
 def _would_wait(x: Tensor) -> bool:
-    """Whether the host would wait for a device to know which tokens have a label."""
+    """Return True if finding the tokens with a label would synchronize with a device."""
     return x.device.type != "cpu"
 
 
 def _rows(valid: Tensor) -> Tensor | None:
-    """The tokens with a label where some have none; None for all, and where asking would wait for a GPU."""
+    """Return the indices of tokens with a label; None if all have one, or if finding them would synchronize."""
     if _would_wait(valid):
         return None
     rows = valid.nonzero().squeeze(1)
@@ -204,9 +203,10 @@ def _rows(valid: Tensor) -> Tensor | None:
 def _slab_width(
     n: int, v: int, dtype: torch.dtype, copies: int, memory_budget: int, per_column: int = 0, beside: int = 0
 ) -> int:
-    """Columns of a slab that has ``copies`` float arrays [N, width], one more of a narrow ``dtype``, and ``per_column`` bytes.
+    """Return the columns of a slab that takes ``copies`` float arrays [N, width], plus one in a 16-bit ``dtype``.
 
-    ``beside``: bytes that lie there all the while; where they are most of the scratch memory a slab takes a quarter of it.
+    ``per_column``: more bytes per column. ``beside``: bytes allocated during the whole loop. A slab gets the remaining
+    workspace, but at least a quarter of the whole.
     """
     wide = accumulation_dtype(dtype).itemsize
     per_column += n * (wide * copies + (dtype.itemsize if dtype.itemsize < wide else 0))
@@ -216,7 +216,7 @@ def _slab_width(
 
 
 def _slab_logits(hidden: Tensor, x: Inputs, spec: LossSpec, start: int, stop: int) -> Tensor:
-    """Logits [N, stop − start] in the accumulation dtype, with as few temporaries as possible."""
+    """Return logits [N, stop − start] in the accumulation dtype, with as few temporaries as possible."""
     z = torch.mm(hidden, dense(x.weight[start:stop]).t())
     z = z.to(accumulation_dtype(z.dtype))
     if x.bias is not None:
@@ -227,12 +227,12 @@ def _slab_logits(hidden: Tensor, x: Inputs, spec: LossSpec, start: int, stop: in
 
 
 def _labels_inside(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """(whether the label lies in [start, stop) [N], its column or any other [N, 1])."""
+    """Return (mask of labels in [start, stop) [N], column of each label in the slab, clamped to it [N, 1])."""
     return (labels >= start) & (labels < stop), (labels - start).clamp_(0, stop - start - 1)[:, None]
 
 
 def _keeps_logits(spec: LossSpec, grads: TokenGrads) -> bool:
-    """Whether the gradient of the logits needs the logits themselves beside their exponentials."""
+    """Return True if the logits' gradient needs the logits in addition to their exponentials."""
     return grads.entropy is not None or spec.softcap > 0
 
 
@@ -246,10 +246,10 @@ def _logit_gradients(
     start: int,
     v: int,
 ) -> Tensor:
-    """Gradient of a slab of logits before scale and softcap; uses up ``z``."""
+    """Return the gradient of a slab of logits before scale and softcap; overwrites ``z``."""
     g = (z - lse[:, None] if _keeps_logits(spec, grads) else z.sub_(lse[:, None])).exp_()
     if grads.entropy is not None and entropy is not None:
-        z.clamp_(min=-1e30)  # −inf would make NaN of p · z = 0
+        z.clamp_(min=-1e30)  # with z = −inf, p · z would be 0 · inf = NaN
         g.mul_((z - (lse - entropy)[:, None]).mul_(-grads.entropy[:, None]).add_(grads.lse[:, None]))
     else:
         g.mul_(grads.lse[:, None])

@@ -1,9 +1,9 @@
-"""The logits' statistics of a head whose vocabulary is spread over processes (tensor parallel), without gathering it.
+"""Per-token statistics of a head whose vocabulary is sharded over ranks (tensor parallelism), without gathering it.
 
-Legend: N tokens, D hidden size, V vocabulary, of which this process holds V_r rows of the weight. Every process has the same
-hidden states and labels. Each computes the statistics of its own slice with the operator that a whole head has; three or four
-numbers per token are then reduced over the processes. Backward, each forms the gradient of its slice from the lse of the whole
-vocabulary, and the gradient of the hidden states [N, D] is summed.
+Legend: N tokens, D hidden size, V vocabulary, V_r rows of the weight on this rank. All ranks have the same hidden states and
+labels. Each computes the statistics of its slice with the same operator as for a whole head; a few numbers per token are then
+all-reduced. In the backward pass each rank computes the gradient of its slice from the lse of the whole vocabulary, and the
+gradient of the hidden states [N, D] is all-reduced.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch import Tensor, nn
 from hf_cce import ops
 from hf_cce.spec import Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
 
-_IGNORED = -100  # never the number of a word within a slice, as the user's ignore_index may be
+_IGNORED = -100  # never an index into a slice, as the user's ignore_index may be
 
 
 class Slice(NamedTuple):
-    """What this process holds of the vocabulary."""
+    """The slice of the vocabulary on this rank."""
 
-    group: Any  # the processes that share it
-    first: int  # number of the first word that is here
+    group: Any  # the process group that shares the vocabulary
+    first: int  # the first vocabulary entry of the slice
     rows: int  # V_r; may be 0
     vocab_size: int  # V
 
 
 def is_dtensor(value: object) -> bool:
-    """True for a DTensor; asks nothing of a plain tensor but its type."""
+    """Return True for a DTensor. Checks only the type of a plain tensor."""
     return type(value) is not Tensor and type(value) is not nn.Parameter and hasattr(value, "device_mesh")
 
 
 def why_not_share(hidden: Any, weight: Any, bias: Any = None) -> str | None:
-    """Why these are not the hidden states, weight [V, D] and bias [V] or None of a head whose vocabulary is spread; or None.
+    """Return why these hidden states, weight [V, D] and bias [V] or None are not a vocabulary-sharded head; None if they are.
 
-    The hidden states must be a DTensor too: they alone say that the processes hold the same ones. The weight of FSDP2 looks the
-    same, and there every process has tokens of its own.
+    The hidden states must be a replicated DTensor: only that shows that all ranks have the same tokens. An FSDP2 weight looks
+    the same as a tensor-parallel one, but there each rank has tokens of its own.
     """
     for name, value in (("weight", weight), ("bias", bias)):
         if value is None and name == "bias":
@@ -57,7 +57,7 @@ def why_not_share(hidden: Any, weight: Any, bias: Any = None) -> str | None:
 
 
 def slice_of(weight: Any) -> Slice:
-    """The slice of the vocabulary that belongs to this process, of a DTensor [V, …]: equal chunks, the last ones shorter."""
+    """Return this rank's slice of a DTensor [V, …]: chunks are equal, except that the last ones may be shorter or empty."""
     mesh, vocab_size = weight.device_mesh, weight.shape[0]
     chunk = -(-vocab_size // mesh.size())
     first = min(vocab_size, chunk * mesh.get_local_rank())
@@ -65,7 +65,7 @@ def slice_of(weight: Any) -> Slice:
 
 
 def local(value: Any) -> Tensor:
-    """What this process holds of a DTensor, without a gradient; a plain tensor itself."""
+    """Return the local tensor of a DTensor, without a gradient; return a plain tensor unchanged."""
     if not is_dtensor(value):
         return value
     with torch.no_grad():
@@ -73,7 +73,7 @@ def local(value: Any) -> Tensor:
 
 
 def replicated(hidden: Tensor, weight: Any) -> Any:
-    """Plain hidden states that every process has, as what multiplies with ``weight``: a DTensor where that is one."""
+    """Wrap plain hidden states, equal on all ranks, in a replicated DTensor if ``weight`` is a DTensor."""
     if not is_dtensor(weight) or is_dtensor(hidden):
         return hidden
     from torch.distributed.tensor import DTensor, Replicate
@@ -82,7 +82,7 @@ def replicated(hidden: Tensor, weight: Any) -> Any:
 
 
 def gathered(logits: Any) -> Tensor:
-    """All logits [..., V] as a plain tensor on every process."""
+    """Return all logits [..., V] as a plain tensor on every rank."""
     if not is_dtensor(logits):
         return logits
     from torch.distributed.tensor import Replicate
@@ -91,10 +91,10 @@ def gathered(logits: Any) -> Tensor:
 
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
-    """Statistics of the whole vocabulary, but for ``is_top1``, which is not known.
+    """Compute the statistics over the whole vocabulary; ``is_top1`` is empty.
 
-    ``x``: hidden a replicated DTensor, weight and bias DTensors split over V, labels in [0, V) or ignored.
-    The same on every process, and all but ``log_sum_sq`` differentiable: each process must go backward from the same loss.
+    In ``x``, hidden is a replicated DTensor, weight and bias are DTensors sharded over V, and labels are in [0, V) or
+    ignored. Results are equal on all ranks. All but ``log_sum_sq`` are differentiable; every rank must use the same loss.
     """
     hidden, weight, bias, labels = x
     own = (hidden.to_local(), weight.to_local(), None if bias is None else bias.to_local(), labels)  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ class _Statistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         valid = labels != spec.ignore_index
         here = valid & (labels >= part.first) & (labels < part.first + part.rows)
-        # A label that lives elsewhere gets any entry of this slice; ``here`` takes out what that would add.
+        # A label on another rank becomes index 0 of this slice; ``here`` masks what that would add.
         token_ids = torch.where(here, labels - part.first, 0).masked_fill_(~valid, _IGNORED)
         spec = replace(spec, ignore_index=_IGNORED)
         if part.rows:
@@ -134,7 +134,7 @@ class _Statistics(torch.autograd.Function):
         sums = [mass, torch.where(here, at_label, 0)]
         if wanted.mean:
             sums.append(mean * (part.rows / part.vocab_size))
-        if wanted.entropy:  # the mass times the mean of z − top under it
+        if wanted.entropy:  # mass times the mean of z − top over this slice
             sums.append(torch.where(mass > 0, mass * (lse - top - entropy), 0))
         if wanted.log_sum_sq:
             sums.append(torch.where(mass > 0, mass.square() * log_sum_sq.exp(), 0))
@@ -166,7 +166,7 @@ class _Statistics(torch.autograd.Function):
             of_stats = TokenGrads(
                 torch.zeros_like(lse) if grad_lse is None else grad_lse,
                 torch.zeros_like(lse) if grad_label is None else torch.where(here, grad_label, 0),
-                # Taken for the mean over this slice, and divided by its size.
+                # The operator divides by V_r instead of V.
                 None if grad_mean is None else grad_mean * (part.rows / part.vocab_size),
                 grad_entropy,
             )
@@ -175,7 +175,7 @@ class _Statistics(torch.autograd.Function):
         else:
             gradients = (torch.zeros_like(hidden), torch.zeros_like(weight), None if bias is None else bias * 0)
         if needs[0]:
-            # Detached for create_graph=True, with which the operator has recorded that it refuses a second derivative.
+            # Detached: with create_graph=True this output has a grad_fn, which raises on a second derivative.
             dist.all_reduce(gradients[0].detach(), dist.ReduceOp.SUM, part.group)
         return (None, None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True)), None)
 

@@ -1,4 +1,4 @@
-"""What one loss is: checked options, inputs, and the small tuples that strategies, operators and autograd hand to each other.
+"""Data types of one loss: checked options, inputs, and the tuples passed between strategies, operators and autograd.
 
 Legend: N tokens, D hidden size, V vocabulary.
 """
@@ -25,11 +25,11 @@ class LossSpec:
     memory_budget: int = 256 << 20  # bytes
     implementation: str = "auto"
     gradient_filter: Literal["auto"] | float | None = None
-    auto_budget: bool = False  # the user set none: hf_cce.dispatch takes more where that pays
+    auto_budget: bool = False  # memory_budget="auto": hf_cce.dispatch may use more
 
     @property
     def form(self) -> tuple[int, float, float]:
-        """(ignore_index, logit_scale, softcap): what the logits and their statistics depend on."""
+        """The options that affect the logits and their statistics: (ignore_index, logit_scale, softcap)."""
         return self.ignore_index, self.logit_scale, self.softcap
 
 
@@ -43,14 +43,14 @@ class Inputs(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """What a sum of losses is divided by: ``number`` if positive, else ``items``, else the number of valid labels."""
+    """Divisor of the summed loss: ``number`` if positive, else ``items``, else the number of valid labels."""
 
     items: Tensor | None = None  # scalar on the device
     number: float = 0.0
 
 
 class Wanted(NamedTuple):
-    """Statistics of the logits that are asked for besides logsumexp and the label's logit."""
+    """Statistics requested in addition to logsumexp and the label's logit."""
 
     mean: bool = False
     entropy: bool = False
@@ -59,7 +59,7 @@ class Wanted(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Statistics of the logits [N] in the accumulation dtype; zero where a label is ignored, empty where not wanted."""
+    """Per-token statistics [N] of the logits in the accumulation dtype; zero where ignored, empty if not requested."""
 
     lse: Tensor
     label_logit: Tensor
@@ -79,5 +79,5 @@ class TokenGrads(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for everything narrower."""
+    """Return float64 for float64, float32 for all narrower dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,7 +1,7 @@
-"""Every way to compute a loss, behind two functions: ``forward`` and ``backward``. ``hf_cce.dispatch`` picks one of them.
+"""The strategies to compute a loss, each with ``forward`` and ``backward``. ``hf_cce.dispatch`` picks one of them.
 
-A strategy lives for one call. Its ``forward`` returns the outputs and what ``hf_cce.ops`` saves for autograd; its ``backward``
-uses up what else ``forward`` left, and returns None where nothing is left: the gradients are then recomputed.
+A strategy lives for one call. ``forward`` returns the outputs and the tensors that ``hf_cce.ops`` saves for autograd, and may
+cache more in ``left``. ``backward`` consumes that cache; without one it returns None, and the caller recomputes the gradients.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ from hf_cce.spec import Divisor, Inputs, LossSpec, TokenGrads, Wanted, accumulat
 
 Gradients = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty where not needed
 Upstream = Sequence[Tensor | None]  # gradients of a strategy's outputs
-Needs = tuple[bool, bool, bool]  # which gradients are needed, now that some may not be asked for
+Needs = tuple[bool, bool, bool]  # which gradients this backward pass needs, possibly fewer than spec.needs
 SUM = Divisor(number=1.0)
-_SUM_REDUCTION = 2  # as ATen counts them
+_SUM_REDUCTION = 2  # at::Reduction::Sum
 T = TypeVar("T")
 
 
 class Saved(NamedTuple):
-    """What autograd keeps beside the inputs; enough to recompute the gradients."""
+    """Tensors that autograd saves in addition to the inputs; enough to recompute the gradients."""
 
     lse: Tensor  # [N]
     entropy: Tensor | None = None  # [N]
     factor: Tensor | None = None  # scalar
-    tokens: Tensor | None = None  # [N], whose statistics ``lse`` holds, where they are not in the order of the tokens
+    tokens: Tensor | None = None  # [N], the token of each entry of ``lse``; None if in token order
 
     def in_token_order(self) -> Tensor:
         return self.lse if self.tokens is None else torch.empty_like(self.lse).scatter_(0, self.tokens, self.lse)
 
 
 def kernels_module() -> Any:
-    from hf_cce import kernels  # late: importing hf_cce must not import Triton
+    from hf_cce import kernels  # imported lazily: importing hf_cce must not import Triton
 
     return kernels
 
 
 def implementation(triton: bool) -> Any:
-    """The module of the kernels, or of the same functions in PyTorch."""
+    """Return the module of the Triton kernels, or the one with the same functions in PyTorch."""
     return kernels_module() if triton else reference
 
 
-# Why Triton does not compile a kernel, by device: a fact of this process, which no later call needs to find out again.
+# Triton compilation errors by device, cached for the process so that later calls do not try again.
 _compile_failures: dict[torch.device, str] = {}
 
 
 def compile_failure(device: torch.device) -> str | None:
-    """Why the kernels are not tried again on ``device``, or None."""
+    """Return why the kernels are not tried again on ``device``, or None."""
     return _compile_failures.get(device)
 
 
 def with_fallback(compute: Callable[[bool], T], triton: bool, spec: LossSpec, device: torch.device) -> T:
-    """``compute(triton)``; where Triton cannot compile a kernel, warn once and return ``compute(False)``.
+    """Return ``compute(triton)``; if Triton cannot compile a kernel, warn once and return ``compute(False)``.
 
-    A new GPU or a new Triton may bring that. Errors are raised where ``implementation="triton"`` asks for the kernels.
+    A new GPU or Triton release may cause this. With ``implementation="triton"`` the error is raised instead.
     """
     if triton and device not in _compile_failures:
         try:
             return compute(True)
         except Exception as error:
-            from triton.errors import TritonError  # late, like the kernels
+            from triton.errors import TritonError  # imported lazily, like the kernels
 
             if spec.implementation == "triton" or not (isinstance(error, TritonError) or "PassManager" in str(error)):
                 raise
@@ -86,7 +86,7 @@ def with_fallback(compute: Callable[[bool], T], triton: bool, spec: LossSpec, de
 
 
 def validate_labels(labels: Tensor, spec: LossSpec, v: int, divisor: Divisor, triton: bool) -> Tensor:
-    """What a sum of losses is multiplied by, a scalar on the device.
+    """Check the labels and return the scalar, on the device, that the summed loss is multiplied by.
 
     Raises:
         ValueError: a label is out of range. On a CUDA device a device-side assertion fails instead, without synchronizing.
@@ -109,21 +109,21 @@ def validate_labels(labels: Tensor, spec: LossSpec, v: int, divisor: Divisor, tr
 def recompute(
     x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads, triton: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the inputs from those of the statistics, empty where not needed."""
+    """Compute the inputs' gradients from those of the statistics; empty where not needed."""
     return implementation(triton).logit_stats_backward(x, spec, lse, entropy, grads)
 
 
 def when_cold(strategy: Strategy, x: Inputs) -> AbstractContextManager[None]:
-    """Within, ``warm_up`` runs once a kernel is not in Triton's cache."""
+    """Return a context that calls ``warm_up`` as soon as a launched kernel is not in Triton's cache."""
     if not strategy.triton:
         return nullcontext()
     return kernels_module().when_cold(partial(warm_up, strategy, x))
 
 
 def warm_up(strategy: Strategy, x: Inputs) -> None:
-    """Compile the kernels of a strategy at once: one after the other, as its steps launch them, they take several times as long.
+    """Compile a strategy's kernels in parallel, which is several times faster than one by one as they are launched.
 
-    Its steps run on tensors without data, and nothing is launched.
+    The strategy runs on meta tensors, and nothing is launched.
     """
     if not x.hidden.is_cuda or torch.cuda.is_current_stream_capturing():
         return
@@ -131,13 +131,13 @@ def warm_up(strategy: Strategy, x: Inputs) -> None:
     like = Inputs(*on_meta)  # type: ignore[arg-type]
     with kernels_module().compiling(x.hidden.device) as possible:
         for each in strategy.rehearsals() if possible else ():
-            # What fails here fails in the step itself, or is compiled there: a warm-up ends no run.
+            # Errors are ignored: the step itself raises them again, or compiles what is missing.
             with suppress(Exception):
                 rehearse(each, like)
 
 
 def rehearse(strategy: Strategy, x: Inputs) -> None:
-    """A forward and a backward pass on inputs on the device "meta"."""
+    """Run a forward and a backward pass on meta tensors."""
     needs = strategy.spec.needs
     outputs, saved = strategy.forward(x)
     fixed = strategy.undifferentiable(outputs)
@@ -150,36 +150,36 @@ def rehearse(strategy: Strategy, x: Inputs) -> None:
 
 
 class Strategy:
-    """A scalar loss; outputs: (loss,)."""
+    """Base class of all strategies, by default for a scalar loss with the outputs (loss,)."""
 
-    by_slabs = False  # in PyTorch it takes the weight a slab of the vocabulary at a time
+    by_slabs = False  # without Triton it reads the weight in slabs, so a quantized one is not dequantized whole
 
     def __init__(self, spec: LossSpec, divisor: Divisor, triton: bool) -> None:
         self.spec, self.divisor, self.triton = spec, divisor, triton
-        self.left: Any = None  # by forward, for the first backward alone
+        self.left: Any = None  # cache of forward, for the first backward only
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        """Outputs, and what to save. Runs without autograd and autocast, on the inputs' device."""
+        """Return the outputs and the tensors to save. Runs without autograd and autocast, on the inputs' device."""
         raise NotImplementedError
 
     def without_kernels(self) -> Strategy:
-        """The same outputs from plain PyTorch."""
+        """Return a strategy that computes the same outputs in plain PyTorch."""
         return Recompute(self.spec, self.divisor, False)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
-        """Gradients from what is left of the forward pass, which is used up; None where nothing is."""
+        """Compute the gradients from the cache of ``forward``, which is consumed; return None if there is no cache."""
         return None
 
     def rehearsals(self) -> list[Strategy]:
-        """What runs in this call and in the ones to come, for ``warm_up``."""
+        """Return the strategies that ``warm_up`` compiles: those that this call or later ones run."""
         return [copy.copy(self)]
 
     def release(self) -> None:
-        """Drop what is left of the forward pass, before the gradients are recomputed."""
+        """Drop the cache of ``forward`` before the gradients are recomputed."""
         self.left = None
 
     def token_grads(self, saved: Saved, upstream: Upstream, triton: bool) -> TokenGrads:
-        """Upstream gradients as those of the statistics: what ``recompute`` takes."""
+        """Convert upstream gradients to gradients of the statistics, as ``recompute`` takes them."""
         grad, factor = upstream[0], saved.factor
         assert grad is not None and factor is not None
         return implementation(triton).token_gradients(grad, factor, saved.in_token_order(), self.spec)
@@ -192,7 +192,7 @@ class Strategy:
 
 
 class FullLogits(Strategy):
-    """PyTorch's own operators on full logits, as Transformers computes the loss; autograd records them."""
+    """Full logits with PyTorch's own operators, as in Transformers; autograd records them."""
 
     def __init__(self, spec: LossSpec, divisor: Divisor) -> None:
         super().__init__(spec, divisor, False)
@@ -214,14 +214,14 @@ class FullLogits(Strategy):
             total = total + spec.z_loss * z.logsumexp(1).square().where(valid, 0.0).sum()
         if self.divisor.number > 0:
             return total / self.divisor.number
-        if self.divisor.items is None:  # of no label the sum is zero, whatever it is divided by
+        if self.divisor.items is None:  # without labels the sum is zero, and any divisor will do
             return total / items.clamp(min=1)
         items = self.divisor.items
         return torch.where(items == 0, 0.0, total / torch.where(items == 0, 1.0, items))
 
 
 class OnePass(Strategy):
-    """PyTorch; gradients form in the forward pass, up to a factor."""
+    """PyTorch fallback that computes gradients in the forward pass, up to a factor."""
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         spec, (n, _), on_cpu = self.spec, x.hidden.shape, x.hidden.device.type == "cpu"
@@ -231,7 +231,7 @@ class OnePass(Strategy):
             loop: Any = fallback.column_blocks
         else:
             loop = fallback.one_block if one else fallback.token_blocks
-        # A GPU is given its first product before the host looks at the labels.
+        # The factor is a callback, so that a GPU gets its first GEMM before the host checks the labels.
         loss, lse, factor, self.left = loop(x, spec, lambda: self.factor(x).to(accumulation_dtype(dtype)))
         return (loss,), Saved(lse, factor=factor)
 
@@ -239,13 +239,13 @@ class OnePass(Strategy):
         left, self.left = self.left, None
         if left is None or upstream[0] is None or saved.factor is None:
             return None
-        # The sum over no tokens is a constant, also where it is divided by their number and infinity comes from upstream.
+        # If all labels are ignored the gradient is zero, even if a division by their count makes the upstream gradient infinite.
         grad = torch.where((x.labels == self.spec.ignore_index).all(), 0.0, upstream[0])
         return left.scaled(x, replace(self.spec, needs=needs), saved.lse, saved.factor, grad)
 
 
 class Recompute(Strategy):
-    """Two passes over slabs of the vocabulary, the second in ``recompute``."""
+    """Two passes over slabs of the vocabulary: statistics in ``forward``, gradients in ``recompute``."""
 
     by_slabs = True
 
@@ -261,7 +261,7 @@ class Recompute(Strategy):
 
 
 class Exact(Recompute):
-    """Kernels without a filter: they keep as much of the forward pass as the budget has room for."""
+    """Triton kernels without the gradient filter, which cache as much of the forward pass as the budget allows."""
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         spec, kernels = self.spec, kernels_module()
@@ -289,7 +289,7 @@ class Exact(Recompute):
 
 
 class Materialized(Strategy):
-    """Kernels on full logits [N, V], held once: for few tokens the fewest launches win."""
+    """Triton kernels on one buffer of full logits [N, V]; for few tokens the low number of launches wins."""
 
     def __init__(self, spec: LossSpec, divisor: Divisor, logits_dtype: torch.dtype) -> None:
         super().__init__(spec, divisor, True)
@@ -297,7 +297,7 @@ class Materialized(Strategy):
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         kernels, spec = kernels_module(), self.spec
-        # First, so that the GPU has work while the host goes on: it needs no labels.
+        # Launched before the label check, so that the GPU has work meanwhile.
         logits = kernels.materialized_logits(x, self.logits_dtype)
         factor = self.factor(x)
         loss, self.left = kernels.materialized_cross_entropy(logits, x, spec, factor)
@@ -312,7 +312,7 @@ class Materialized(Strategy):
 
 
 class Filtered(Strategy):
-    """Kernels that leave out tiles of the logits' gradient; ``otherwise`` where the budget has no room for that."""
+    """Triton kernels that skip tiles of the logits' gradient. ``otherwise`` runs if the budget has no room for them."""
 
     def __init__(
         self, spec: LossSpec, divisor: Divisor, state: FilterState, tau: Tensor, steered: bool, otherwise: Strategy
@@ -341,14 +341,14 @@ class Filtered(Strategy):
         return dh, dw, None
 
     def request(self, filtered: Any, saved: Saved, upstream: Upstream, needs: Needs) -> Any:
-        """What the kernels are asked for."""
-        measure = self.steered and self.state.measure()  # nobody would read what an unsteered call measures
+        """Return the arguments of the kernels' backward pass."""
+        measure = self.steered and self.state.measure()  # only a caller's FilterState uses the result
         grads = self.sorted_grads(filtered, saved, upstream)
         by_rounding = self.spec.gradient_filter == "auto"
         return kernels_module().BackwardRequest(grads.lse, grads.label, self.tau, *needs[:2], measure, by_rounding)
 
     def sorted_grads(self, filtered: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
-        """Upstream gradients as those of the statistics, in the order of the filter's rows."""
+        """Convert upstream gradients to gradients of the statistics, in the row order of the filter."""
         return kernels_module().token_gradients(upstream[0], saved.factor, filtered.lse, self.spec)
 
     def rehearsals(self) -> list[Strategy]:
@@ -364,7 +364,7 @@ class Filtered(Strategy):
         self.otherwise.release()
 
     def in_full(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Callable[[], Gradients] | None:
-        """The exact gradients, for a step that only finds out what the filter would do."""
+        """Return a function that computes exact gradients if this step only probes the filter, else None."""
         if not self.state.probe_only():
             return None
         spec = replace(self.spec, needs=needs)
@@ -374,7 +374,7 @@ class Filtered(Strategy):
 
 
 class Statistics(Strategy):
-    """Statistics of the tokens; outputs: ``Stats``."""
+    """Per-token statistics; the outputs are ``Stats``."""
 
     by_slabs = True
 
@@ -394,24 +394,23 @@ class Statistics(Strategy):
         return stats_grads(saved.lse, upstream)
 
     def undifferentiable(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
-        # Nor is what was not wanted: the gradient of an empty tensor would be read as one of N numbers.
+        # Includes outputs that were not requested: the gradient of an empty one would be read as a tensor of N elements.
         return [output for output, is_wanted in zip(outputs[2:4], self.wanted, strict=False) if not is_wanted] + [
             *outputs[4:]
         ]
 
 
 def stats_grads(lse: Tensor, upstream: Upstream) -> TokenGrads:
-    """Upstream gradients of ``Stats`` in one piece each; zero for the first two where there is none."""
+    """Return contiguous upstream gradients of ``Stats``; missing ones of lse and label_logit become zeros."""
     of_lse, of_label, mean, entropy = (None if g is None else g.contiguous() for g in upstream[:4])
     zero = torch.zeros_like(lse) if of_lse is None or of_label is None else lse
     return TokenGrads(zero if of_lse is None else of_lse, zero if of_label is None else of_label, mean, entropy)
 
 
 class FilteredStatistics(Filtered):
-    """Statistics of the tokens, whose gradients are filtered as if all tokens counted alike.
+    """Per-token statistics whose gradients are filtered as if all tokens had equal weight.
 
-    Whether the error stays below what was asked is measured with the gradient that each token really has. A gradient of the
-    entropy is computed in full.
+    The error is measured with each token's actual upstream gradient. If the entropy has one, all gradients are exact.
     """
 
     otherwise: Statistics
