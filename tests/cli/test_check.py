@@ -23,7 +23,7 @@ def run(*arguments: str) -> Result:
     return hf_cce("check", *arguments)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi", "mixtral"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), "phi", "mixtral"])
 def test_a_model_type_is_checked_on_a_tiny_model(model_type: str, tmp_path: Path) -> None:
     done = run(model_type, "--json", str(tmp_path / "found.json"))
     assert done.exit_code == 0, done

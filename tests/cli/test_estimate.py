@@ -140,6 +140,7 @@ def test_adapters_hold_what_peft_holds() -> None:
     assert -0.02 < off(there, alive.peak) < 0.04
 
 
+@pytest.mark.slow
 def test_qlora_packs_the_weights_of_linear_layers() -> None:
     lora, qlora = (diagnostics.estimate("smollm2-135m", 1, 1024, lora=LoRA(16, packed)) for packed in (False, True))
     linear = 30 * 576 * (2 * 576 + 2 * 192 + 3 * 1536)

@@ -39,6 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return started("ranks.py", tmp_path_factory.mktemp("ranks") / "ranks.json")
 
 
+@pytest.mark.slow
 def test_a_head_that_an_evaluation_leaves_on_some_of_four_ranks(tmp_path: Path) -> None:
     engine = "fsdp2_head_over_some"
     found = started("ranks.py", tmp_path / "ranks.json", "cpu", "float32", engine, ranks=4)[engine]

@@ -25,7 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_sequence_parallelism(stage: int, tmp_path: Path) -> None:
     """Ulysses: each rank has a half of the sequence, and labels that were shifted before it was cut."""
     result = started("ulysses.py", tmp_path / "ulysses.json", str(stage))

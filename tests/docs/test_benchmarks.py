@@ -84,6 +84,7 @@ def test_each_mode_has_times_and_errors(tmp_path: Path) -> None:
         assert result["rows"]["hf_cce"][error] <= budget(result["rows"]["eager"][error], torch.float32), error
 
 
+@pytest.mark.slow
 def test_loss_on_a_trained_head_and_then_the_head_from_the_cache(words: str, tmp_path: Path) -> None:
     head = ["--device", "cpu", "--head", "V512:256", "--head-seconds", "6", "--dataset", words, "--repeats", "1"]
     arguments = ["--shape", "64,64,512", "--peers", "hf_cce,eager,liger", "--sweep", "1e-3", "--modes", "both"]

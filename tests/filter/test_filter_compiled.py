@@ -54,7 +54,7 @@ def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, state: FilterState |
 
 @pytest.mark.parametrize(
     ("dtype", "gradient_filter"),
-    [(torch.float32, 0.05), (torch.bfloat16, 0.05), (torch.bfloat16, "auto")],
+    [(torch.float32, 0.05), pytest.param(torch.bfloat16, 0.05, marks=pytest.mark.slow), (torch.bfloat16, "auto")],
     ids=["float32", "bfloat16", "auto"],
 )
 def test_every_step_is_that_of_eager_code(dtype: torch.dtype, gradient_filter: Any, filtered: Any) -> None:
@@ -218,6 +218,7 @@ def test_a_patched_model_trains_and_counts_as_in_eager_code(filtered: Any) -> No
     assert anatomy(models[1]) == anatomy(plain)
 
 
+@pytest.mark.slow
 def test_each_model_has_the_state_of_its_own() -> None:
     """One code object, hence one chain of graphs; a copy goes on from the counts of its model, with a filter of its own."""
     model = apply_cce(tiny_llama(), implementation="triton", gradient_filter=KEEPS_ALL)

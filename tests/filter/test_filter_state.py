@@ -207,6 +207,7 @@ def test_when_it_measures() -> None:
     assert measured == [0, 1, 2, 3, 32, 64]
 
 
+@pytest.mark.slow
 def test_the_error_asked_for_is_reached(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with the same inputs: the measured error comes closer to the one asked for than the first guess was."""
     monkeypatch.setattr(state_module, "MEASURE_EVERY", 1)
@@ -314,6 +315,7 @@ def test_a_covariance_serves_several_orders(taken: Counter[str], monkeypatch: py
         assert (after.covariance is before.covariance) == (number % 4 != 0)
 
 
+@pytest.mark.slow
 def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(
     taken: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_with_all_tiles_kept_it_is_the_same(
     assert name == "entropy" or state.stats()["kept"] > 0
 
 
+@pytest.mark.slow
 def test_what_is_dropped_is_held_to_the_error_of_full_logits() -> None:
     n, v = (2048, 20_000) if DEVICE == "cuda" else (128, 600)  # of tiles of 128 by 128, or of 16 by 16
     hidden, weight, labels = peaked(n, 48, v, torch.bfloat16, DEVICE)

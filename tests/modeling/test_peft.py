@@ -271,7 +271,7 @@ def test_lora_on_the_head(how: str, kind: str) -> None:
         assert_as_good(value, twin[name], reference[name], name, rounding)
 
 
-@pytest.mark.parametrize("name", ["lora", "dora", "ia3", "miss"])
+@pytest.mark.parametrize("name", ["lora", pytest.param("dora", marks=pytest.mark.slow), "ia3", "miss"])
 def test_adapters_on_the_head_compile(name: str) -> None:
     """In one graph more than without us, as with a plain head.
 

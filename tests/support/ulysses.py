@@ -25,7 +25,7 @@ from numerics import relative_error
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
-from zero import FREE_AT_ONCE
+from zero import FREE_AT_ONCE, skip_shared_memory_extension
 
 from hf_cce import apply_cce
 
@@ -42,6 +42,7 @@ def step(accelerator: Any, engine: Any, part: dict[str, Tensor], ways: Any) -> d
 
 def main(path: Path, stage: int) -> None:
     torch.set_num_threads(1)
+    skip_shared_memory_extension()
     ways = ParallelismConfig(
         sp_backend="deepspeed",
         sp_size=2,

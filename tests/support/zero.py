@@ -37,6 +37,13 @@ FREE_AT_ONCE = {
 OPTIONS: dict[str, Any] = {}  # of apply_cce
 
 
+def skip_shared_memory_extension() -> None:
+    """Skip DeepSpeed's C++ all-reduce for CPUs: it takes a minute to build, and a killed run leaves a stale lock."""
+    import deepspeed.comm.torch
+
+    deepspeed.comm.torch.build_shm_op = lambda: None
+
+
 class Traffic(TorchDispatchMode):
     """Counts collectives by name."""
 
@@ -196,6 +203,7 @@ def main(path: Path, device: str = "cpu") -> None:
         DEVICE = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(DEVICE)
         OPTIONS.update(implementation="triton", gradient_filter=None)  # few tokens would be left to PyTorch
+    skip_shared_memory_extension()
     deepspeed.init_distributed("nccl" if device == "cuda" else "gloo")
     results: dict[str, Any] = {}
     for case in CASES:

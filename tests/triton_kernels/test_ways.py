@@ -56,7 +56,7 @@ def test_a_word_of_the_vocabulary_as_ignore_index(
     if not applies(way, options, dtype):
         pytest.skip("the way does not apply")
     taken = force(monkeypatch, way)
-    n, d, v = 60, 96, 608
+    n, d, v = 60, 40, 304
     if DEVICE == "cuda":
         n, d, v = 16 * n, 4 * d, 16 * v
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
@@ -146,7 +146,7 @@ def test_the_newer_switch_for_tf32(switch: str) -> None:
     python(program)
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("way", [*WAYS, "portable"])
 def test_the_default_dtype_changes_nothing(way: str, default: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many set it while a model is made, and some leave it: what the kernels put down is float32 all the same."""
