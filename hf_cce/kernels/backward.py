@@ -298,7 +298,7 @@ class _Backward:
 def logit_stats_backward(
     x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads, cache: ExpCache | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``hf_cce.reference.logit_stats_backward``.
+    """Compute the same as ``hf_cce.reference.logit_stats_backward``.
 
     Scratch, within the budget: one slab [N, width] and, with more than one slab, the float32 accumulator of dh [N, D]. If that
     accumulator would take more than half of the budget, dW and dh are computed in two passes, the second over groups of tokens.

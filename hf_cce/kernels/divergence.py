@@ -1,8 +1,7 @@
 """Divergence of a student's distribution from a teacher's: each tile computes both models' logits, which stay on chip.
 
-``_pair_stats_kernel`` writes a few numbers per row and tile, which ``hf_cce.divergence_passes`` combines.
-``_pair_gradient_kernel`` writes the gradient of a slab of the student's logits. There are no atomics, so results are bitwise
-reproducible.
+``_pair_stats_kernel`` writes a few numbers per row and tile for ``hf_cce.divergence_passes``. ``_pair_gradient_kernel`` writes
+the gradient of a slab of the student's logits. No atomics are used, so results are bitwise reproducible.
 
 Legend: z logits after scale, softcap and temperature; p = exp(z − lse); m = (1 − β) p_student + β p_teacher.
 """
@@ -65,7 +64,7 @@ def _store_means(
     zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation,
     KIND: tl.constexpr, WANT_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Write the logsumexps of a tile, and means under the softmax over the tile."""
+    """Write the logsumexps of a tile, and the means under the softmax over the tile."""
     top = tl.max(zs, 1)
     top = tl.where(top == float("-inf"), 0.0, top)  # a row of only -inf must give -inf, not NaN
     teacher_top = tl.max(zt, 1)

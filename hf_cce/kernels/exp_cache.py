@@ -131,7 +131,7 @@ def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, se
         return v
     if 2 * accumulator > budget:
         return 0
-    # Later slabs have the width of the cached one. If tile statistics leave little room, caching would make all slabs narrow.
+    # Later slabs have the width of the cached one. Do not cache if tile statistics leave so little room that all would be narrow.
     width, later = (
         x // (element * n) // block_n * block_n for x in (min(left, budget - accumulator), budget - accumulator)
     )

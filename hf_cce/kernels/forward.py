@@ -290,7 +290,7 @@ def combine(
 
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
-    """Compute ``hf_cce.reference.logit_stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
+    """Compute the same as ``hf_cce.reference.logit_stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
     inputs = LogitInputs.of(x, spec).readable()
     (n, _, v, _), device = inputs.shape, x.hidden.device
     lse = torch.empty(n, dtype=torch.float32, device=device)

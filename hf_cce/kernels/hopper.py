@@ -48,13 +48,13 @@ def _position(tile, num_row_blocks, num_col_blocks, GROUP_M: gl.constexpr):
     per_group = GROUP_M * num_col_blocks
     group = tile // per_group
     first = group * GROUP_M
-    size = gl.maximum(gl.minimum(num_row_blocks - first, GROUP_M), 1)  # 0 would be possible beyond the last tile
+    size = gl.maximum(gl.minimum(num_row_blocks - first, GROUP_M), 1)  # beyond the last tile, it would be 0
     return first + (tile % per_group) % size, (tile % per_group) // size
 
 
 @gluon.jit
 def _depth(active, tile, num_row_blocks, num_col_blocks, hidden_size, GROUP_M: gl.constexpr):
-    """Return how much of the hidden size to multiply: 0 if all tokens of the tile are ignored, and beyond the last tile."""
+    """Return the hidden size, or 0 if nothing is to be multiplied: all tokens are ignored, or the tile is beyond the last one."""
     row_block, _ = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
     return gl.load(active + row_block, mask=tile < num_row_blocks * num_col_blocks, other=0) * hidden_size
 
@@ -66,8 +66,8 @@ def _load_tile(
 ):  # fmt: skip
     for k in range(0, depth, BLOCK_K):
         mbarrier.wait(free.index(stage), phase)
-        # The condition always holds. Without a use of `depth` inside the loop, Triton 3.6 drops it from the caller's loop over
-        # tiles, all tiles get the first one's depth, and the program hangs.
+        # `pred` is always true. Without a use of `depth` inside the loop, Triton 3.6 drops `depth` from the caller's loop over
+        # tiles: all tiles get the first one's depth, and the program hangs.
         mbarrier.expect(ready.index(stage), hidden.block_type.nbytes + weight.block_type.nbytes, pred=k < depth)
         _load_block(hidden, [row, k], ready.index(stage), h_ring.index(stage))
         _load_block(weight, [col, k], ready.index(stage), w_ring.index(stage))
@@ -229,7 +229,7 @@ def _work(
 def _hopper_tiles_kernel(
     hidden,  # [N, D] descriptor of blocks [BLOCK_M, BLOCK_K]
     weight,  # [V, D] descriptor of blocks [BLOCK_N, BLOCK_K]
-    active,  # [row blocks] int32: 0 where all tokens of the block are ignored, else 1
+    active,  # [row blocks] int32: 0 if all tokens of the block are ignored, else 1
     labels,  # [N], if STORE or GRADIENT
     lse,  # [N], if GRADIENT
     grad_lse,  # [N], if GRADIENT
@@ -352,7 +352,7 @@ def tile_stats(
     exp_cache: Tensor | None,
     block_n: int,
 ) -> None:
-    """Compute ``hf_cce.kernels.forward.tile_stats`` for tiles of ``block_n`` columns, 128 or 256."""
+    """Compute the same as ``hf_cce.kernels.forward.tile_stats`` for tiles of ``block_n`` columns, 128 or 256."""
     assert BLOCK_N % block_n == 0
     _launch(inputs, label, 0, inputs.shape.v, exp_cache, tiles=tiles, stat_n=block_n)
 
@@ -363,5 +363,5 @@ def write_logit_gradient(
     grads: GradInputs,
     label: LabelLogits,
 ) -> None:
-    """Compute ``hf_cce.kernels.backward.write_logit_gradient`` without the label term."""
+    """Compute the same as ``hf_cce.kernels.backward.write_logit_gradient`` without the label term."""
     _launch(inputs, label, *slab, grads)

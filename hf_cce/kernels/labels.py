@@ -48,7 +48,7 @@ def _validate_labels_kernel(
 
 
 def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor) -> tuple[Tensor, Tensor]:
-    """Compute ``hf_cce.reference.validate_labels`` in one launch."""
+    """Compute the same as ``hf_cce.reference.validate_labels`` in one launch."""
     labels = labels.contiguous()
     ok = torch.empty((), dtype=torch.bool, device=labels.device)
     factor = torch.empty((), dtype=torch.float32, device=labels.device)

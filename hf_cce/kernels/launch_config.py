@@ -20,7 +20,7 @@ except ImportError:  # Triton before 3.4
 # Triton versions with which hf_cce.kernels.hopper was validated on a GPU. It compiles with others too, but its warps wait for
 # each other, so a compiler bug can hang the launch. Triton 3.6 had such a bug.
 HOPPER_VERSIONS = ("3.6", "3.9")
-# Versions with which one flat loop over tiles and the hidden size is faster. It needs registers; Triton 3.9 leaves none.
+# Versions with which one flat loop over tiles and the hidden size is faster. It needs more registers than Triton 3.9 leaves.
 FLATTEN_VERSIONS = ("3.6",)
 
 
@@ -62,7 +62,7 @@ class Plan:
     weight_block_d: int = 128
     weight_warps: int = 4
     tile_warps: int = 4
-    programs: int = 264  # that share the kept tiles
+    programs: int = 264  # programs that share the kept tiles
     # Sum each tile separately: in float32 and float16, the rounding error of one long sum is visible (sparse._add_in_parts).
     in_parts: bool = False
     hopper: bool = False  # hf_cce.kernels.hopper can be used

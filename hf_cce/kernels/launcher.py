@@ -102,7 +102,7 @@ def compiling(device: torch.device) -> Iterator[bool]:
         return
     waiting: list[Any] = []
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Kernels are loaded onto the current device, which each thread has to set.
+    # Kernels are loaded onto the current device, which is set per thread.
     with ThreadPoolExecutor(min(THREADS, processors), initializer=partial(_use, device)) as threads:
         token = _compiling.set(waiting)
         try:
@@ -119,7 +119,7 @@ def _use(device: torch.device) -> None:
 
 
 def _load(kernels: list[Any], threads: Executor) -> None:
-    """Build the launchers of compiled kernels: up to Triton 3.8, the C compiler takes as long as compiling the kernel."""
+    """Build the launchers of compiled kernels: up to Triton 3.8, a C compiler takes as long for that as Triton for the kernel."""
 
     def load(kernel: Any) -> None:
         done = kernel.result(ignore_errors=True) if hasattr(kernel, "result") else kernel

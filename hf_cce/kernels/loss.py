@@ -82,7 +82,7 @@ def _token_gradients_kernel(
 
 
 def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -> TokenGrads:
-    """Compute ``hf_cce.reference.token_gradients`` in one launch."""
+    """Compute the same as ``hf_cce.reference.token_gradients`` in one launch."""
     n, smooth = lse.numel(), spec.label_smoothing > 0
     vectors = empty_slab(lse, 3 if smooth else 2, n)
     grad_lse, grad_label, grad_mean = vectors[0], vectors[1], vectors[2] if smooth else None
@@ -142,8 +142,7 @@ def _plans(inputs: LogitInputs) -> tuple[Plan, Plan]:
 def cached_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, ExpCache] | None:
     """Return (loss, lse [N], exponentials cached for ``logit_stats_backward``), or None if the budget has no room for a cache.
 
-    If the weight needs a gradient and the bias does not, the dW buffer may be allocated here to hold exponentials until dW is
-    written.
+    If the weight needs a gradient and the bias does not, dW may be allocated here, to hold exponentials until it is written.
     """
     inputs = LogitInputs.of(x, spec).readable()
     plan, later = _plans(inputs)

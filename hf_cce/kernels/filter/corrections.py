@@ -1,6 +1,6 @@
 """First-order corrections for dropped tiles, whose mass is spread evenly over their weight rows.
 
-In fact, softmax prefers the rows w of a tile that the hidden state h points to. If the rows are normally distributed with
+Softmax, however, prefers the rows w of a tile that the hidden state h points to. If the rows are normally distributed with
 covariance C, their mean weighted by exp(h · w) is their plain mean plus C h, for any size of h (exponential tilting). A single
 covariance, computed within all dropped tiles and weighted by their mass, corrects dh with one product of hidden states and C.
 
@@ -131,7 +131,7 @@ def correction_bytes(shape: Shape, need_weight: bool) -> int:
 
 
 def correction_scratch_bytes(shape: Shape, block_n: int, need_weight: bool) -> int:
-    """Return the most bytes of scratch that ``dropped_covariance`` and ``make_weight_correction`` need besides their results."""
+    """Return an upper bound on the scratch bytes of ``dropped_covariance`` and ``make_weight_correction``, without results."""
     (n, d, v, _), element = shape, shape.dtype.itemsize
     of_weight = 4 * d * d + element * n * d + 4 * RANK.value * (v + 8 * d)
     return max(4 * d * d + max(CENTERED_BYTES, element * block_n * d), of_weight * need_weight)

@@ -86,7 +86,7 @@ def sample(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Step:
-    """Filtered step whose error is estimated. Arguments ``tokens`` are rows; ``entries`` are vocabulary entries, not columns."""
+    """Filtered step whose error is estimated. In its methods, ``tokens`` are rows, and ``entries`` are in vocabulary order."""
 
     saved: SavedForward
     weight: Tensor  # [V, D]

@@ -18,7 +18,7 @@ from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.launcher import Kernel
 
 SAMPLE = 1024  # tokens sampled for the average logits
-FINE = 1 << 14  # tokens are sorted exactly by the first columns, and by blocks of 128 columns after these
+FINE = 1 << 14  # number of first columns by which tokens are sorted exactly; later ones count as blocks of 128 columns
 LARGEST = 128 * (1 << 14)  # largest vocabulary for 16-bit sort keys
 COUNTED = 1 << 13  # up to this many tokens, counting smaller keys is faster than sorting
 

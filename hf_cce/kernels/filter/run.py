@@ -182,8 +182,7 @@ def _probe(
 ) -> FilterReport:
     """Report what the filter would do, without gradients; ``relative_errors`` completes the report. Consumes ``saved``.
 
-    ``request.tau`` may be a guess. If ``next_tau`` derives another threshold from the estimated errors, the report states that
-    threshold and what it would keep.
+    The first threshold is a guess. If ``next_tau`` derives another one from the estimated errors, report what that would keep.
     """
     report = _choose(saved, weight, request).report
     better = next_tau(report)

@@ -1,7 +1,7 @@
 """Computation of the kept tiles of the logits' gradient in a scratch buffer, and their products with weight and hidden states.
 
 The scratch buffer is divided into slots of one tile, [BLOCK_M, BLOCK_N]; the slots of a pass are sorted by column block. A fixed
-number of programs shares the tiles, so a pass without tiles costs only its launches.
+number of programs shares the tiles of a pass, so a pass without tiles costs only its launches.
 
 The sorted weight may share its memory with dW. A pass covers consecutive column blocks, and later passes do not read their weight
 rows, so dW can be written over these rows. After the last pass, the rows of dW are moved to the order of the vocabulary.
@@ -198,7 +198,7 @@ def _hidden_gradient_kernel(
 
 @triton.jit
 def _rows_stay(pass_block, vocab_size, BLOCK_N: tl.constexpr):
-    """Return True if dW must stay in the order of columns until the last pass, which reads the weight in the same memory."""
+    """Return True if dW stays in the order of columns for now, because later passes read the sorted weight from its memory."""
     return tl.load(pass_block + 1) < tl.cdiv(vocab_size, BLOCK_N)
 
 
