@@ -1,18 +1,18 @@
-"""Triton kernels of the loss, for ``hf_cce.strategies``.
+"""Triton kernels of the loss, called by ``hf_cce.strategies``.
 
-Functions that ``hf_cce.reference`` has too take the same arguments and give the same results, up to rounding.
+Functions that also exist in ``hf_cce.reference`` take the same arguments and return the same results, up to rounding.
 
-A step, file by file:
-    labels          valid labels, the number of them, and their own logits
-    forward         logits tile by tile, of which statistics stay: hopper's tiles, or those of tiles
-    loss            the scalar loss, and what the forward pass keeps for the backward pass
-        exp_cache       exponentials of the first columns, as far as the memory budget goes
-        token_groups    of a frozen head the gradient at once, a group of tokens after the other
-    materialized    the scalar loss of few tokens, from full logits
-    filter/         the gradient filter: run has its forward and backward pass
-    backward        slab by slab: cached exponentials or recomputed logits, then matmul
-    launch_config   tile shapes and slab widths for the device
-    launcher        each launch; with an empty cache, the compilation of all kernels at once
+Modules, roughly in the order of a training step:
+    labels          check and count the labels, compute their logits
+    forward         compute logits tile by tile (with hopper or tiles) and reduce them to statistics per token
+    loss            compute the scalar loss and save tensors for the backward pass
+        exp_cache       cache exponentials of the first columns, as far as the memory budget allows
+        token_groups    for a frozen head, compute dh in the forward pass, one group of tokens at a time
+    materialized    compute the scalar loss of few tokens from full logits
+    filter/         gradient filter; its forward and backward pass are in run
+    backward        for each vocabulary slab, reuse cached exponentials or recompute logits, then multiply
+    launch_config   choose tile shapes and slab widths for the device
+    launcher        launch kernels; if Triton's cache is empty, compile all of them in parallel
 """
 
 from hf_cce.kernels.backward import logit_stats_backward

@@ -1,7 +1,7 @@
-"""Backward: for one slab of the vocabulary at a time, recompute its logits, write the gradient of the logits, and multiply.
+"""Backward pass: for one slab of the vocabulary at a time, recompute the logits, write their gradient, and multiply it.
 
-Each slab's rows of the weight gradient are written once, from float32 accumulators; the gradient of the hidden states is
-accumulated over slabs in float32. No atomics, so results repeat bit for bit.
+The rows of dW of a slab are written once, from float32 accumulators; dh is accumulated over slabs in float32. No atomics are
+used, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 from hf_cce.spec import Inputs, LossSpec, TokenGrads
 
 
-# The arguments of _gradient_tile are those of the kernel below.
+# For the arguments see _logit_gradient_kernel.
 @triton.jit
 def _gradient_tile(
     row_block,
@@ -74,13 +74,13 @@ def _gradient_tile(
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
     in_rows = rows < num_tokens
-    # Counted from the start of the slab, so that Triton knows that they are aligned, and stores vectors.
+    # Counted from the start of the slab, so that Triton can infer alignment and vectorize the stores.
     place = col_block * BLOCK_N + tl.arange(0, BLOCK_N)
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     valid = label != ignore_index
-    # Tiles of ignored tokens alone multiply nothing.
+    # Skip the product if all tokens of the tile are ignored.
     depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
-    # Loaded before the products, which hide how long that takes.
+    # Loaded before the product, which hides the latency.
     row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
     g = tl.where(valid, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
     z = tile_logits(
@@ -109,8 +109,8 @@ def _logit_gradient_kernel(
     grad_label,  # [N]
     grad_mean,  # [N]
     grad_entropy,  # [N]
-    flags,  # [row blocks], if FLAGGED: only these row blocks are computed
-    out,  # [N, width], the gradient of the logits before scale and softcap
+    flags,  # [row blocks], if FLAGGED: compute only row blocks with a nonzero flag
+    out,  # [N, width], written: the gradient w.r.t. h Wᵀ + b
     slab_start,
     slab_width,
     out_stride,
@@ -138,7 +138,7 @@ def _logit_gradient_kernel(
 ):
     num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(slab_width, BLOCK_N)
     if FLAGGED:
-        # Flags are rare: few programs, most of which only read theirs.
+        # Few row blocks are flagged: launch few programs per row block, most of which only read the flag.
         row_block = tl.program_id(0)
         if tl.load(flags + row_block) != 0:
             for col_block in range(tl.program_id(1), num_col_blocks, tl.num_programs(1)):
@@ -168,7 +168,7 @@ def _label_entries_kernel(
     grad_lse,  # [N]
     grad_label,  # [N]
     label_logit,  # [N]
-    out,  # [N, width], written at the labels that lie in the slab
+    out,  # [N, width], written at the labels that are in the slab
     slab_start,
     slab_width,
     out_stride,
@@ -189,14 +189,14 @@ def _label_entries_kernel(
 
 
 def write_logit_gradient(
-    slab: Slab,  # whose values are written
+    slab: Slab,  # its values are written
     inputs: LogitInputs,
     grads: GradInputs,
     plan: Plan,
-    flags: Tensor | None = None,  # [row blocks] int32: compute only the row blocks where they are not zero
-    label: LabelLogits | None = None,  # without flags: let hf_cce.kernels.hopper compute the tiles
+    flags: Tensor | None = None,  # [row blocks] int32: compute only row blocks with a nonzero flag
+    label: LabelLogits | None = None,  # if given and flags is None, hf_cce.kernels.hopper computes the tiles
 ) -> None:
-    """Write the gradient of the logits of a slab's columns."""
+    """Write the gradient of the logits for the columns of a slab."""
     (start, stop, out), (n, d, v, _) = slab, inputs.shape
     hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
     if label is not None and flags is None:
@@ -220,16 +220,16 @@ def write_logit_gradient(
 
 @dataclass(frozen=True)
 class _Backward:
-    """Forms the gradients of one loss, in one pass over the logits or in several."""
+    """Gradient computation of one loss, in one or more passes over the logits."""
 
     inputs: LogitInputs
     grads: GradInputs
     plan: Plan
     cache: ExpCache | None
-    label: LabelLogits | None  # if hf_cce.kernels.hopper computes the tiles
-    grad_hidden: Tensor  # [N, D], written, like the next; empty where not needed
-    grad_weight: Tensor  # [V, D]
-    grad_bias: Tensor  # [V]
+    label: LabelLogits | None  # not None if hf_cce.kernels.hopper computes the tiles
+    grad_hidden: Tensor  # [N, D], written; empty if not needed
+    grad_weight: Tensor  # [V, D], likewise
+    grad_bias: Tensor  # [V], likewise
     budget: int
 
     def run(self) -> None:
@@ -244,7 +244,7 @@ class _Backward:
         ):
             self.one_pass(slice(0, n), self.grad_hidden.numel() > 0, of_vocabulary)
             return
-        # The float32 accumulator of all tokens would take more than half of the budget: a fifth GEMM instead.
+        # A float32 accumulator for all tokens would exceed half of the budget: recompute the logits for dh (a fifth GEMM).
         if of_vocabulary:
             self.one_pass(slice(0, n), False, True)
         groups = ceil_div(4 * n * d, budget // 2)
@@ -253,14 +253,14 @@ class _Backward:
             self.one_pass(slice(start, min(n, start + size)), True, False)
 
     def one_pass(self, rows: slice, for_hidden: bool, for_vocabulary: bool) -> None:
-        """Form gradients from the tokens ``rows``: those of the weight and the bias only over all of them."""
+        """Compute gradients from the tokens ``rows``; dW and the bias gradient (``for_vocabulary``) require all tokens."""
         inputs, grads = self.inputs.tokens(rows), self.grads.tokens(rows)
         hidden, weight = inputs.hidden, inputs.weight
         label = None if self.label is None else self.label.tokens(rows, self.plan.block_m)
         slabs = self.slabs(inputs, for_hidden)
         cached = 0 if self.cache is None else len(self.cache.slabs)
-        several = len(slabs) > 1 or weight.shape[0] % ALIGNED > 0  # products
-        # In the result's own memory where its dtype is float32 or one product is all there is.
+        several = len(slabs) > 1 or weight.shape[0] % ALIGNED > 0  # products are summed
+        # Accumulate directly in grad_hidden if it is float32 or there is only one product.
         apart = for_hidden and several and hidden.element_size() < 4
         total = torch.empty_like(hidden, dtype=torch.float32) if apart else self.grad_hidden[rows]
         for number, slab in enumerate(slabs):
@@ -281,14 +281,14 @@ class _Backward:
             self.grad_hidden[rows] = total
 
     def slabs(self, inputs: LogitInputs, for_hidden: bool) -> list[Slab]:
-        """Those that are cached, and the others, which are computed one after the other in the same memory."""
+        """Return the cached slabs, then the slabs to compute, which share one buffer."""
         n, d, v, dtype = inputs.shape
         if self.cache is not None:
             cached = self.cache.slabs
             first, scratch = cached[-1].stop, cached[-1].values
         else:
             width = slab_width(n, v, dtype.itemsize, self.plan.block_n, self.budget)
-            if (width < v or v % ALIGNED) and for_hidden and dtype.itemsize < 4:  # besides the accumulator
+            if (width < v or v % ALIGNED) and for_hidden and dtype.itemsize < 4:  # leave room for the accumulator
                 width = slab_width(n, v, dtype.itemsize, self.plan.block_n, self.budget - 4 * n * d)
             cached, first, scratch = [], 0, empty_slab(inputs.hidden, n, width)
         width = scratch.shape[1]
@@ -298,16 +298,16 @@ class _Backward:
 def logit_stats_backward(
     x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads, cache: ExpCache | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients as ``hf_cce.reference.logit_stats_backward``.
+    """Compute the same as ``hf_cce.reference.logit_stats_backward``.
 
-    Scratch, within the budget: one slab [N, width] and, with more than one slab, the float32 accumulator of the hidden states'
-    gradient [N, D]. Where that accumulator would take more than half of the budget, the two gradients are formed in two
-    passes, the second over groups of tokens. ``cache`` brings the first columns, and the memory for the others.
+    Scratch, within the budget: one slab [N, width] and, with more than one slab, the float32 accumulator of dh [N, D]. If that
+    accumulator would take more than half of the budget, dW and dh are computed in two passes, the second over groups of tokens.
+    ``cache`` has the first columns, and its last buffer is reused for the others.
     """
     (hidden, weight, bias, _), (need_hidden, need_weight, need_bias) = x, spec.needs
     inputs = LogitInputs.of(x, spec).readable()
     n, d, v, _ = inputs.shape
-    grad_hidden = hidden.new_empty((n, d) if need_hidden else 0)  # rows in one piece, whatever those of hidden overlap
+    grad_hidden = hidden.new_empty((n, d) if need_hidden else 0)  # contiguous, even if rows of hidden overlap
     if cache is not None and cache.grad_weight is not None:
         grad_weight = cache.grad_weight
     else:

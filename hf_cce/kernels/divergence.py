@@ -1,7 +1,7 @@
-"""Divergence of a student's distribution from a teacher's: each tile multiplies both models' logits, and none leaves the chip.
+"""Divergence of a student's distribution from a teacher's: each tile computes both models' logits, which stay on chip.
 
-``_pair_stats_kernel`` leaves a few numbers per row and tile, which ``hf_cce.divergence_passes`` folds; ``_pair_gradient_kernel``
-writes the gradient of a slab of the student's logits. No atomics, so results repeat bit for bit.
+``_pair_stats_kernel`` writes a few numbers per row and tile for ``hf_cce.divergence_passes``. ``_pair_gradient_kernel`` writes
+the gradient of a slab of the student's logits. No atomics are used, so results are bitwise reproducible.
 
 Legend: z logits after scale, softcap and temperature; p = exp(z − lse); m = (1 − β) p_student + β p_teacher.
 """
@@ -31,7 +31,7 @@ def _teacher_tile(
     GIVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The teacher's logits of one tile: read where they are GIVEN as ``hidden`` [N, V], else multiplied."""
+    """Return the teacher's logits of one tile: loaded from ``hidden`` [N, V] if GIVEN, else computed."""
     if GIVEN:
         rows = row + tl.arange(0, BLOCK_M)
         cols = col + tl.arange(0, BLOCK_N)
@@ -50,7 +50,7 @@ def _teacher_tile(
 
 @triton.jit
 def _store_mixture(log_ps, log_pt, out, in_rows, tile_gap, tile_divergence, beta):
-    """Write a tile's parts of KL(p_s ‖ m) and of the JSD."""
+    """Write the terms of a tile in KL(p_s ‖ m) and in the JSD."""
     ps, pt = tl.exp(log_ps), tl.exp(log_pt)
     log_m = tl.log((1.0 - beta) * ps + beta * pt)
     student = tl.sum(tl.where(ps > 0, ps * (log_ps - log_m), 0.0), 1)
@@ -64,9 +64,9 @@ def _store_means(
     zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation,
     KIND: tl.constexpr, WANT_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's logsumexps, and means under its own softmax."""
+    """Write the logsumexps of a tile, and the means under the softmax over the tile."""
     top = tl.max(zs, 1)
-    top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
+    top = tl.where(top == float("-inf"), 0.0, top)  # a row of only -inf must give -inf, not NaN
     teacher_top = tl.max(zt, 1)
     teacher_top = tl.where(teacher_top == float("-inf"), 0.0, teacher_top)
     es, et = tl.exp(zs - top[:, None]), tl.exp(zt - teacher_top[:, None])
@@ -86,7 +86,7 @@ def _store_means(
 
 @triton.jit
 def _slope(log_ps, log_pt, offset, beta, KIND: tl.constexpr):
-    """The derivative of a row's divergence by the student's logits; ``offset`` is of no account if KIND is 0."""
+    """Return the derivative of a row's divergence w.r.t. the student's logits; ``offset`` is not used if KIND is 0."""
     ps = tl.exp(log_ps)
     if KIND == 0:
         slope = ps - tl.exp(log_pt)
@@ -98,22 +98,22 @@ def _slope(log_ps, log_pt, offset, beta, KIND: tl.constexpr):
     return slope
 
 
-# do_not_specialize: numbers that change from step to step must not make Triton compile again.
+# do_not_specialize: values that change between steps must not trigger recompilation.
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pair_stats_kernel(
     hidden,  # [N, D]
-    weight,  # [V, D], of the slab, as all vocabulary sizes here
+    weight,  # [V, D]; here, V is the width of the slab
     bias,  # [V]
     teacher_hidden,  # [N, D_t]; [N, V] logits if GIVEN
     teacher_weight,  # [V, D_t]
     teacher_bias,  # [V]
-    num_valid,  # scalar int64: later rows are ignored
-    lse,  # [N], read if KIND is 2, like the next; the others need none, but find it
-    teacher_lse,  # [N]
-    tile_lse,  # [T, N] logsumexp of the tile, unless KIND is 2; likewise the next
-    tile_teacher_lse,  # [T, N]
-    tile_gap,  # [T, N] mean of z_t − z_s under the tile's p_t (KIND 0), of z_s − z_t under p_s (1); Σ p_s log(p_s / m) (2)
+    num_valid,  # scalar int64: rows from here on are ignored
+    lse,  # [N], if KIND is 2
+    teacher_lse,  # [N], if KIND is 2
+    tile_lse,  # [T, N] logsumexp of the tile, unless KIND is 2
+    tile_teacher_lse,  # [T, N], likewise
+    tile_gap,  # [T, N] KIND 0: mean of z_t − z_s under the tile's p_t; 1: of z_s − z_t under p_s; 2: Σ p_s log(p_s / m)
     tile_expectation,  # [T, N] mean of z_s under the tile's p_s, if WANT_ENTROPY
     tile_divergence,  # [T, N] Σ (1 − β) p_s log(p_s / m) + β p_t log(p_t / m), if KIND is 2
     tile_stride,
@@ -191,9 +191,9 @@ def _pair_gradient_kernel(
     num_valid,
     lse,  # [N]
     teacher_lse,  # [N]
-    offset,  # [N] what makes the gradient of a row sum to zero: the reverse KL, or KL(p_s ‖ m)
-    grad,  # [N] upstream, of the divergence of each token
-    out,  # [N, V], written: the gradient of the student's logits before scale and softcap; zero where ignored
+    offset,  # [N], makes the gradient of a row sum to zero: the reverse KL, or KL(p_s ‖ m)
+    grad,  # [N] upstream gradient of each token's divergence
+    out,  # [N, V], written: gradient w.r.t. the student's h Wᵀ + b; zero where ignored
     out_stride,
     num_tokens,
     vocab_size,
@@ -232,10 +232,10 @@ def _pair_gradient_kernel(
     in_rows = rows < num_tokens
     valid_rows = tl.load(num_valid)
     valid = in_rows & (rows < valid_rows)
-    # Tiles of ignored tokens alone multiply nothing.
+    # Skip the products if all tokens of the tile are ignored.
     depth = tl.where(row < valid_rows, hidden_size, 0)
     teacher_depth = tl.where(row < valid_rows, teacher_hidden_size, 0)
-    # Loaded before the products, which hide the latency. Infinite: p = 0.
+    # Loaded before the products, which hide the latency. Infinite logsumexps give p = 0.
     row_lse = tl.load(lse + rows, mask=valid, other=float("inf"))
     row_teacher_lse = tl.load(teacher_lse + rows, mask=valid, other=float("inf"))
     g = tl.load(grad + rows, mask=valid, other=0.0)
@@ -261,9 +261,9 @@ def _pair_gradient_kernel(
 
 
 def _plan(student: Any, teacher: Any) -> Plan:
-    """Tiles of 128 by 128 at most: two of them are accumulated at once.
+    """Choose tiles of at most 128 by 128, since two are accumulated at once.
 
-    Fewer row blocks share weight tiles than where there is one model: both models' hidden states must stay in L2 meanwhile.
+    Fewer row blocks share weight tiles than with one model, because the hidden states of both models must stay in L2.
     """
     plan = replace(make_plan(student.hidden, student.weight, backward=True), group_m=16)
     if teacher.weight is not None and plan.use_tma:
@@ -272,7 +272,7 @@ def _plan(student: Any, teacher: Any) -> Plan:
 
 
 def _operands(student: Any, teacher: Any, plan: Plan) -> tuple[Any, ...]:
-    """The first six arguments of both kernels."""
+    """Return the first six arguments of both kernels."""
     given = teacher.weight is None
     return (
         operand(student.hidden, plan.block_m, plan), operand(student.weight, plan.block_n, plan), student.bias,
@@ -282,7 +282,7 @@ def _operands(student: Any, teacher: Any, plan: Plan) -> tuple[Any, ...]:
 
 
 def _sizes(student: Any, teacher: Any, beta: float) -> tuple[Any, ...]:
-    """The arguments of both kernels from ``num_tokens`` to ``beta``."""
+    """Return the arguments of both kernels from ``num_tokens`` to ``beta``."""
     (n, d), given = student.hidden.shape, teacher.weight is None
     return (
         n, student.weight.shape[0], d, 0 if given else teacher.hidden.shape[1], student.hidden.stride(0),
@@ -306,7 +306,7 @@ def _flags(student: Any, teacher: Any, beta: float, plan: Plan) -> dict[str, Any
 
 
 def readable(x: Any) -> Any:
-    """A head of ``hf_cce.divergence_passes``, with copies where the entries of a row are not side by side."""
+    """Return the head ``x`` of ``hf_cce.divergence_passes``; tensors whose last dimension is not contiguous are copied."""
     return x._replace(
         hidden=row_major(x.hidden),
         weight=None if x.weight is None else row_major(x.weight),
@@ -315,12 +315,12 @@ def readable(x: Any) -> Any:
 
 
 def tile_width(student: Any, teacher: Any) -> int:
-    """Columns of a tile: slabs should be multiples of it."""
+    """Return the columns of a tile; slab widths should be multiples of it."""
     return _plan(student, teacher).block_n
 
 
 def row_lse(head: Any, num_valid: Tensor, entropy: bool, memory_budget: int) -> tuple[Tensor, Tensor]:
-    """(logsumexp [N], entropy [N] or empty) of one head; zero for ignored tokens."""
+    """Return (logsumexp [N], entropy [N] or empty) of one head; zero for ignored tokens."""
     n = head.hidden.shape[0]
     labels = torch.where(torch.arange(n, device=head.hidden.device) < num_valid, 0, -100)
     spec = LossSpec(-100, head.logit_scale, head.softcap, memory_budget=memory_budget)
@@ -329,17 +329,17 @@ def row_lse(head: Any, num_valid: Tensor, entropy: bool, memory_budget: int) -> 
 
 
 def pair_stats(
-    student: Any,  # the slab's part of two heads of ``hf_cce.divergence_passes``, readable
+    student: Any,  # both are the slab's part of a head of ``hf_cce.divergence_passes``, after ``readable``
     teacher: Any,
     num_valid: Tensor,
     beta: float,
     entropy: bool,
-    lse: tuple[Tensor, Tensor] | None = None,  # of the JSD: the student's and the teacher's [N]
+    lse: tuple[Tensor, Tensor] | None = None,  # for the JSD: logsumexps [N] of student and teacher
 ) -> list[Tensor]:
-    """What ``_pair_stats_kernel`` writes, [T, N] each."""
+    """Return the outputs of ``_pair_stats_kernel``, [T, N] each."""
     n, plan = student.hidden.shape[0], _plan(student, teacher)
     tiles, kl = ceil_div(student.weight.shape[0], plan.block_n), lse is None
-    # Zeros, not memory of any content: nobody writes the rows of ignored tokens, and NaN times zero is NaN.
+    # Zeros rather than uninitialized memory: rows of ignored tokens are not written, and NaN times zero is NaN.
     parts = [
         torch.zeros((tiles, padded(n)), dtype=torch.float32, device=student.hidden.device)[:, :n] if want else None
         for want in (kl, kl, True, kl and entropy, not kl)
@@ -355,11 +355,11 @@ def pair_gradient(
     student: Any,
     teacher: Any,
     num_valid: Tensor,
-    rows: tuple[Tensor, Tensor, Tensor],  # the student's lse, the teacher's, the offset
+    rows: tuple[Tensor, Tensor, Tensor],  # lse of the student, lse of the teacher, offset
     grad: Tensor,  # [N] float32
     beta: float,
 ) -> Tensor:
-    """What ``_pair_gradient_kernel`` writes, [N, V] in the dtype of the student's hidden states."""
+    """Return the output of ``_pair_gradient_kernel``, [N, V] in the dtype of the student's hidden states."""
     n, width, plan = student.hidden.shape[0], student.weight.shape[0], _plan(student, teacher)
     out = empty_slab(student.hidden, n, width)
     _pair_gradient_kernel[(ceil_div(n, plan.block_m) * ceil_div(width, plan.block_n),)](

@@ -1,11 +1,11 @@
-"""Exponentials of logits, kept from the forward pass as far as the memory budget goes, so that backward need not multiply again.
+"""Cache of exponentials of logits, as large as the memory budget allows, which saves recomputing the logits in backward.
 
-What is kept of a logit z is exp(z − z_label), times (1 − (z/softcap)²) with a softcap. It needs no logsumexp, and all it lacks
-to the gradient of the logit is a factor per token, and the label's own entry. bfloat16 has the range for it while a token's loss
-is below LIMIT; row blocks with a token above it are computed anew in the backward pass.
+For a logit z, the cache holds exp(z − z_label), times (1 − (z/softcap)²) with a softcap. Computing it needs no logsumexp. To get
+the gradient of the logit, multiply by one factor per token; only the label's entry is computed separately. The values fit
+bfloat16's range while the token's loss is below LIMIT. Row blocks with a token above it are recomputed in the backward pass.
 
-This file keeps the first columns of all tokens. For a frozen head hf_cce.kernels.token_groups keeps all columns of one group of
-tokens after the other.
+This module caches the first columns for all tokens. For a frozen head, hf_cce.kernels.token_groups instead stores all columns
+for one group of tokens at a time.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import ALIGNED
 from hf_cce.kernels.tiles import softcap_slope
 
-LIMIT = tl.constexpr(60.0)  # nats; exp of it, and of minus it, is far from the ends of bfloat16
+LIMIT = tl.constexpr(60.0)  # nats; exp(LIMIT) and exp(-LIMIT) are well within bfloat16's range
 
 
 class Slab(NamedTuple):
-    """Columns ``start`` to ``stop`` of the vocabulary, and the memory of their exponentials or gradients."""
+    """Columns ``start`` to ``stop`` of the vocabulary, and the buffer of their exponentials or gradients."""
 
     start: int
     stop: int
-    values: Tensor  # [N, stop − start, or more]
+    values: Tensor  # [N, at least stop − start]
 
 
 class ExpCache(NamedTuple):
-    """What the forward pass leaves. The backward pass reuses the memory of the last slab for the columns after it."""
+    """Exponentials saved by the forward pass. The backward pass reuses the buffer of the last slab for the columns after it."""
 
-    slabs: list[Slab]  # of consecutive columns, from the first on
+    slabs: list[Slab]  # consecutive columns, starting at the first
     label: LabelLogits
-    grad_weight: Tensor | None = None  # [V, D], to be written, if the first slab lies in its memory
+    grad_weight: Tensor | None = None  # [V, D], the dW buffer if it holds the first slab; dW itself is not written yet
 
 
 class CachePlan(NamedTuple):
-    """Columns of the vocabulary whose values are kept: the first ones in the dW buffer, those after them in scratch memory."""
+    """Numbers of columns to cache: the first ones in the dW buffer, the ones after them in scratch memory."""
 
     in_dw_buffer: int
     in_scratch: int
@@ -53,16 +53,16 @@ class CachePlan(NamedTuple):
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
 def _exp_to_dlogits_kernel(
-    values,  # [N, width], in place; rows may be longer
+    values,  # [N, width], modified in place
     label_logit,  # [N]
     labels,  # [N]
     lse,  # [N]
     grad_lse,  # [N]
     grad_label,  # [N]
-    flags,  # [row blocks] int32, written: whether the loss of a token of the block is above LIMIT
+    flags,  # [row blocks] int32, written: 1 if the loss of any token of the block is above LIMIT
     num_tokens,
-    first_col,  # the vocabulary entry of the first column of values
-    width,
+    first_col,  # vocabulary entry of the first column of values
+    width,  # row stride of values, which includes padding
     ignore_index,
     logit_scale,
     softcap,
@@ -77,7 +77,7 @@ def _exp_to_dlogits_kernel(
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
     p_label = tl.exp(at_label - tl.load(lse + rows, mask=in_rows, other=0.0))
-    # Upstream gradients of ignored tokens may be infinite: they are not read.
+    # Upstream gradients of ignored tokens may be infinite, so they are not loaded.
     g = tl.load(grad_lse + rows, mask=label != ignore_index, other=0.0)
     of_label = g * p_label + tl.load(grad_label + rows, mask=label != ignore_index, other=0.0)
     if HAS_SOFTCAP:
@@ -98,12 +98,12 @@ def _exp_to_dlogits_kernel(
 def plan_cache(
     shape: Shape, num_tiles: int, block_n: int, dw_block_n: int, need_weight: bool, budget: int
 ) -> CachePlan | None:
-    """Say how many columns to keep; None where the budget has no room for enough of them.
+    """Return how many columns to cache, or None if the budget does not have room for enough of them.
 
     Args:
-        num_tiles: column blocks of the forward pass, whose statistics take memory too.
-        block_n: columns are kept in multiples of it.
-        dw_block_n: likewise, in the dW buffer.
+        num_tiles: column blocks of the forward pass; their statistics also take memory.
+        block_n: the number of columns in scratch memory is a multiple of this, or all of V.
+        dw_block_n: the number of columns in the dW buffer is a multiple of this.
     """
     width = _scratch_columns(shape, num_tiles, block_n, budget)
     if width == 0:
@@ -117,12 +117,12 @@ def plan_cache(
 
 
 def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, several: bool = False) -> int:
-    """Columns that scratch memory holds from the forward pass to the backward pass; 0 for none.
+    """Return how many columns to cache in scratch memory; 0 for none.
 
-    ``several``: other columns are kept before them, so dh is a sum of products even if all of these fit.
+    ``several``: other columns are cached in the dW buffer, so dh is a sum of products even if all remaining columns fit.
     """
     n, d, v, dtype = shape
-    if dtype == torch.float16 or n == 0:  # float16 has no range for it
+    if dtype == torch.float16 or n == 0:  # the range of float16 is too small for the exponentials
         return 0
     element = dtype.itemsize
     left = budget - 4 * n * num_tiles - 8 * n
@@ -131,7 +131,7 @@ def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, se
         return v
     if 2 * accumulator > budget:
         return 0
-    # The slabs after the first are as wide as it: where the statistics of tiles leave little room, keeping it makes all narrow.
+    # Later slabs have the width of the cached one. Do not cache if tile statistics leave so little room that all would be narrow.
     width, later = (
         x // (element * n) // block_n * block_n for x in (min(left, budget - accumulator), budget - accumulator)
     )
@@ -139,20 +139,20 @@ def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, se
 
 
 def _dw_buffer_columns(shape: Shape, block_n: int) -> int:
-    """Columns whose values fit into the dW buffer behind the dW rows of the same columns."""
+    """Return how many columns fit in the dW buffer next to the dW rows of the same columns."""
     n, d, v, _ = shape
     return max((d * v - 16) // (d + n), 0) // block_n * block_n
 
 
 def allocate_cache(inputs: LogitInputs, plan: CachePlan, label: LabelLogits) -> ExpCache:
-    """Allocate the memory of the values, which ``tile_stats`` then writes."""
+    """Allocate the buffers of the cache; ``tile_stats`` fills them."""
     n, d, v, _ = inputs.shape
     first = plan.in_dw_buffer
     rest = Slab(first, min(v, first + plan.in_scratch), empty_slab(inputs.hidden, n, plan.in_scratch))
     if not first:
         return ExpCache([rest], label)
     grad_weight = inputs.weight.new_empty((v, d))
-    # At the end of the buffer: the dW rows of these columns, at its beginning, must not overwrite them while they are multiplied.
+    # At the end of the buffer: the dW rows of these columns are written to its beginning while the cached values are still read.
     start = (v * d - n * first) // 16 * 16
     in_dw_buffer = grad_weight.view(-1)[start : start + n * first].view(n, first)
     return ExpCache([Slab(0, first, in_dw_buffer), rest], label, grad_weight)
@@ -168,7 +168,7 @@ def exp_to_dlogits_(
     """Turn the cached exponentials of a slab into the gradient of the logits, in place.
 
     Returns:
-        Flags of the row blocks, [⌈N / block_m⌉] int32: those that are not zero have to be computed anew.
+        Flags of the row blocks, [⌈N / block_m⌉] int32. Row blocks with a nonzero flag must be recomputed.
     """
     values, (n, width) = slab.values, slab.values.shape
     flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=values.device)

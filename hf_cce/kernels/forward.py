@@ -1,7 +1,7 @@
-"""Forward: one pass over hidden_states · weightᵀ in tiles; each tile leaves a few numbers per row, no logits.
+"""Forward pass over the tiles of hidden_states · weightᵀ: each tile writes a few numbers per row instead of its logits.
 
-``_tile_stats_kernel`` writes each tile's own statistics, ``_combine_kernel`` folds them into those of the whole row. No program
-waits for another and nothing is accumulated in memory, so results repeat bit for bit.
+``_tile_stats_kernel`` writes the statistics of each tile, ``_combine_kernel`` reduces them to those of the whole row. No program
+waits for another or accumulates in global memory, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _store_ratio(
     e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size,
     HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write what hf_cce.kernels.filter.select reads of a tile's exponentials ``e`` [BLOCK_M, BLOCK_N]."""
+    """Write the statistics for hf_cce.kernels.filter.select, computed from a tile's exponentials ``e`` [BLOCK_M, BLOCK_N]."""
     some = tl.where(total > 0, total, 1.0)
     if HAS_SOFTCAP:
         e = tl.where(e > 0, e * slope, 0.0)  # outside V the slope is NaN
@@ -63,7 +63,7 @@ def _store_exp(
     e, slope, height, valid, row, col, in_rows, exp_cache, cache_width,
     HAS_SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write exponentials for hf_cce.kernels.exp_cache; ``height``: the row's maximum less its label's logit."""
+    """Write the tile to the cache of hf_cce.kernels.exp_cache; ``height`` is the row's maximum minus its label logit."""
     value = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
     if HAS_SOFTCAP:
         value *= slope
@@ -73,7 +73,7 @@ def _store_exp(
     tl.store(at + here, value.to(exp_cache.dtype.element_ty), mask=in_cache)
 
 
-# do_not_specialize: numbers that change from step to step must not make Triton compile again.
+# do_not_specialize: values that change between steps must not trigger recompilation.
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
 def _tile_stats_kernel(
@@ -81,20 +81,20 @@ def _tile_stats_kernel(
     weight,  # [V, D]
     bias,  # [V]
     labels,  # [N] int64
-    tile_lse,  # [T, N] logsumexp of the tile's part of a row
+    tile_lse,  # [T, N] logsumexp of the row within the tile
     tile_sum,  # [T, N] Σ z, if WANT_MEAN
     tile_expectation,  # [T, N] Σ z exp(z) / Σ exp(z), if WANT_ENTROPY
     tile_lse2,  # [T, N] logsumexp of 2 z, if WANT_SQ
     tile_max,  # [T, N], if WANT_TOP1
-    tile_ratio,  # [T, N] bfloat16, if WANT_RATIO: see hf_cce.kernels.filter.select, like the next
-    tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP
-    label_logit,  # [N], written where the label lies in the tile; if STORE, read
-    exp_cache,  # [N, cache_width], if STORE: see hf_cce.kernels.exp_cache
-    cache_width,  # may reach beyond the vocabulary: nobody reads what is written there
-    tile_stride,  # from one tile's statistics to the next column's: N, rounded up
+    tile_ratio,  # [T, N] bfloat16, if WANT_RATIO: see hf_cce.kernels.filter.select
+    tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP: likewise
+    label_logit,  # [N], written if the label is in the tile; with STORE, only read
+    exp_cache,  # [N, cache_width], written if STORE: see hf_cce.kernels.exp_cache
+    cache_width,  # may exceed the vocabulary; columns outside the vocabulary are never read
+    tile_stride,  # between the statistics of neighbouring column blocks: N, rounded up
     num_tokens,
     vocab_size,
-    first_col,  # what to take from a label to have its column in weight
+    first_col,  # vocabulary entry of the first row of weight
     hidden_size,
     hidden_stride,
     weight_stride,
@@ -126,7 +126,7 @@ def _tile_stats_kernel(
     in_rows = rows < num_tokens
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     valid = label != ignore_index
-    # Tiles of ignored tokens alone multiply nothing.
+    # Skip the product if all tokens of the tile are ignored.
     depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
     z = tile_logits(
         hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
@@ -142,7 +142,7 @@ def _tile_stats_kernel(
     top = tl.max(z, 1)
     if WANT_TOP1:
         tl.store(tile_max + out, top, mask=in_rows)
-    top = tl.where(top == float("-inf"), 0.0, top)  # a row of nothing but -inf must give -inf, not NaN
+    top = tl.where(top == float("-inf"), 0.0, top)  # a row of only -inf must give -inf, not NaN
     slope = softcap_slope(z, softcap) if HAS_SOFTCAP else 1.0
     z = z - top[:, None]
     e = tl.exp(z)
@@ -158,7 +158,7 @@ def _tile_stats_kernel(
 
 @triton.jit
 def _add_tiles(part, top, total):
-    """Add tiles' logsumexps ``part`` [BLOCK_T, BLOCK_R] to total · exp(top); also return total's factor and the summands."""
+    """Add logsumexps ``part`` [BLOCK_T, BLOCK_R] to total · exp(top); return (top, total, factor of old total, summands)."""
     new_top = tl.maximum(top, tl.max(part, 0))
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
     decay = tl.exp(top - safe)
@@ -169,7 +169,7 @@ def _add_tiles(part, top, total):
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _combine_kernel(
-    tile_lse,  # [T, N], and so on: see _tile_stats_kernel
+    tile_lse,  # [T, N]; for this and the other tile statistics see _tile_stats_kernel
     tile_sum,
     tile_expectation,
     tile_lse2,
@@ -177,7 +177,7 @@ def _combine_kernel(
     tile_ratio,
     label_logit,  # [N]
     labels,  # [N]
-    lse,  # [N] and what follows: the results
+    lse,  # [N], written, like the next five
     mean_logit,
     entropy,
     log_sum_sq,
@@ -229,7 +229,7 @@ def _combine_kernel(
     row_lse = top + tl.log(total)
     tl.store(lse + rows, tl.where(valid, row_lse, 0.0), mask=in_rows)
     label = tl.load(labels + rows, mask=in_rows, other=0)
-    no_tile = (valid == 0) | (label < 0) | (label >= vocab_size)  # no tile has written this label's logit
+    no_tile = (valid == 0) | (label < 0) | (label >= vocab_size)  # no tile wrote the logit of this label
     tl.store(label_logit + rows, tl.zeros((BLOCK_R,), tl.float32), mask=in_rows & no_tile)
     if WANT_MEAN:
         tl.store(mean_logit + rows, tl.where(valid, z_sum / vocab_size, 0.0), mask=in_rows)
@@ -251,12 +251,13 @@ def tile_stats(
     tiles: TileStats,  # written
     label: LabelLogits,
     plan: Plan,
-    first_col: int = 0,  # the vocabulary entry of the weight's first row
+    first_col: int = 0,  # vocabulary entry of the first row of the weight
     exp_cache: Tensor | None = None,  # [N, ·], written: see hf_cce.kernels.exp_cache
 ) -> None:
-    """Fill ``tiles``, and ``label.logit`` for labels in [first_col, first_col + V); with ``exp_cache`` that is read instead.
+    """Compute ``tiles``, and ``label.logit`` for labels in [first_col, first_col + V).
 
-    Where the active row blocks are known, hf_cce.kernels.hopper does it, and leaves ``label.logit`` as it is.
+    With ``exp_cache``, ``label.logit`` is read instead of written. If ``label.active`` is set, hf_cce.kernels.hopper computes the
+    tiles and does not write ``label.logit``.
     """
     if label.active is not None:
         from hf_cce.kernels import hopper
@@ -276,11 +277,11 @@ def tile_stats(
 def combine(
     tiles: TileStats,
     inputs: LogitInputs,
-    label_logit: Tensor,  # [N]; zeros are written where there is no valid label
+    label_logit: Tensor,  # [N]; zero is written if the label is ignored or out of range
     lse: Tensor,  # [N], written
     outputs: Sequence[Tensor | None] = (None,) * 5,  # mean_logit, entropy, log_sum_sq, is_top1, rounding; written
 ) -> None:
-    """Fold the statistics of tiles into those of tokens."""
+    """Reduce the statistics of tiles to statistics of tokens."""
     n, stride = inputs.shape.n, padded(inputs.shape.n)
     _combine_kernel[(ceil_div(n, 32),)](
         *tiles[:6], label_logit, inputs.labels, lse, *outputs, stride, n, inputs.shape.v, tiles.lse.numel() // stride,
@@ -289,7 +290,7 @@ def combine(
 
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
-    """As ``hf_cce.reference.logit_stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
+    """Compute the same as ``hf_cce.reference.logit_stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
     inputs = LogitInputs.of(x, spec).readable()
     (n, _, v, _), device = inputs.shape, x.hidden.device
     lse = torch.empty(n, dtype=torch.float32, device=device)

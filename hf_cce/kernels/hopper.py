@@ -1,12 +1,11 @@
 """Warp-specialized tiles of logits on Hopper: one warp loads operands, two groups of four warps multiply them.
 
-A tile has 128 tokens and 256 columns; each group has half of its tokens. While one group computes exponentials and stores, the
-other uses the tensor cores; it may be ahead or behind by as many stages of operands as shared memory holds. Programs are
-persistent, so that the next tile's operands are loaded before a tile is finished.
+A tile has 128 tokens and 256 columns; each group computes half of its tokens. While one group computes exponentials and stores,
+the other uses the tensor cores. One group can be ahead of the other by as many stages of operands as shared memory holds.
+Programs are persistent, so the operands of the next tile are loaded before the current one is finished.
 
-Written in Gluon, which the interpreter cannot run: each function has a twin in hf_cce.kernels.forward or hf_cce.kernels.backward,
-and tests compare the two on a GPU.
-``hf_cce.kernels.launch_config.uses_hopper`` says when it runs.
+Written in Gluon, which Triton's interpreter cannot run. Each function has a counterpart in hf_cce.kernels.forward or
+hf_cce.kernels.backward, and tests compare the two on a GPU. See ``hf_cce.kernels.launch_config.uses_hopper`` for when it is used.
 """
 
 from __future__ import annotations
@@ -32,30 +31,30 @@ from hf_cce.kernels.labels import LabelLogits
 from hf_cce.kernels.launch_config import ceil_div, num_processors, padded
 from hf_cce.kernels.launcher import Kernel
 
-BLOCK_M = 128  # tokens of a tile, whose flags in ``active`` say whether there is anything to do
+BLOCK_M = 128  # tokens of a tile, which share one flag in ``active``
 BLOCK_N = 256
-# 240 registers for each group and 24 for the warp that loads are what a processor has.
+# Registers per thread of the two groups. With 24 for the warp that loads, this is all a multiprocessor has.
 REGISTERS = gl.constexpr(240)
 
-# Their names before Triton 3.8.
+# The second names are those before Triton 3.8.
 _load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of the warps of a group
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # for the warps of one group
 
 
 @gluon.jit
 def _position(tile, num_row_blocks, num_col_blocks, GROUP_M: gl.constexpr):
-    """As hf_cce.kernels.tiles.tile_position."""
+    """Return (row block, column block) like hf_cce.kernels.tiles.tile_position."""
     per_group = GROUP_M * num_col_blocks
     group = tile // per_group
     first = group * GROUP_M
-    size = gl.maximum(gl.minimum(num_row_blocks - first, GROUP_M), 1)  # beyond the last tile there may be none
+    size = gl.maximum(gl.minimum(num_row_blocks - first, GROUP_M), 1)  # beyond the last tile, it would be 0
     return first + (tile % per_group) % size, (tile % per_group) // size
 
 
 @gluon.jit
 def _depth(active, tile, num_row_blocks, num_col_blocks, hidden_size, GROUP_M: gl.constexpr):
-    """The hidden size, or 0 where all tokens of the tile are ignored and beyond the last tile: nothing to multiply."""
+    """Return the hidden size, or 0 if nothing is to be multiplied: all tokens are ignored, or the tile is beyond the last one."""
     row_block, _ = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
     return gl.load(active + row_block, mask=tile < num_row_blocks * num_col_blocks, other=0) * hidden_size
 
@@ -67,8 +66,8 @@ def _load_tile(
 ):  # fmt: skip
     for k in range(0, depth, BLOCK_K):
         mbarrier.wait(free.index(stage), phase)
-        # The condition always holds. Without a use of `depth` inside the loop, Triton 3.6 drops it from the caller's loop over
-        # tiles, all tiles get the first one's depth, and the program hangs.
+        # `pred` is always true. Without a use of `depth` inside the loop, Triton 3.6 drops `depth` from the caller's loop over
+        # tiles: all tiles get the first one's depth, and the program hangs.
         mbarrier.expect(ready.index(stage), hidden.block_type.nbytes + weight.block_type.nbytes, pred=k < depth)
         _load_block(hidden, [row, k], ready.index(stage), h_ring.index(stage))
         _load_block(weight, [col, k], ready.index(stage), w_ring.index(stage))
@@ -84,7 +83,7 @@ def _load(
     hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    stage, phase = 0, 1  # the first wait for a free stage is none
+    stage, phase = 0, 1  # with phase 1, the first wait for each stage returns at once
     ahead = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
     for tile in range(gl.program_id(0), num_row_blocks * num_col_blocks, gl.num_programs(0)):
         row_block, col_block = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
@@ -106,7 +105,7 @@ def _multiply(
         mbarrier.wait(ready.index(stage), phase)
         h = h_ring.index(stage).slice(HALF * ROWS, ROWS, 0)
         acc = warpgroup_mma(h, w_ring.index(stage).permute((1, 0)), acc, is_async=True)
-        # One product may be in flight; the operands of the one before it are free.
+        # One product may still be in flight; the operands of the previous one can be overwritten.
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(free.index(before), count=1, pred=k > 0)
         before = stage
@@ -124,7 +123,7 @@ def _tile_statistics(
     z, row, col_block, vocab_size, num_tokens, tile_stride, tile_lse, tile_ratio,
     WANT_RATIO: gl.constexpr, STAT_N: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Write the statistics of tiles of STAT_N columns as _tile_stats_kernel does; returns exp(z − maximum) and the maxima."""
+    """Write the statistics of _tile_stats_kernel for tiles of STAT_N columns; return exp(z − maximum) and the maxima."""
     PARTS: gl.constexpr = BLOCK_N // STAT_N
     z = z.reshape([ROWS, PARTS, STAT_N])
     BY_TILE: gl.constexpr = gl.SliceLayout(2, z.type.layout)
@@ -155,7 +154,7 @@ def _store(value, out, row, col, finished, HALF: gl.constexpr, STORE_N: gl.const
         _store(left, out, row, col, finished, HALF, STORE_N)
         _store(right, out, row, col + BLOCK_N // 2, finished, HALF, STORE_N)
     else:
-        # The buffer's last store must have read it, and all warps of the group must know.
+        # Before the buffer is overwritten, its previous store must have read it, and all warps of the group must know that.
         PARTS: gl.constexpr = finished.shape[0] // 2
         here = HALF * PARTS + col // STORE_N % PARTS
         tma.store_wait(PARTS - 1)
@@ -213,7 +212,7 @@ def _work(
             )  # fmt: skip
             if STORE:
                 BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, e.type.layout))
-                # Zeros for ignored tokens.
+                # An infinite label logit makes the stored value zero for ignored tokens.
                 at_label = gl.where(label != ignore_index, at_label, float("inf"))
                 height = top - gl.convert_layout(at_label, BY_ROW)[:, None]
                 value = (e * gl.exp(gl.minimum(height, 60.0)).expand_dims(2)).reshape([ROWS, BLOCK_N])
@@ -224,21 +223,21 @@ def _work(
         tma.store_wait(0)
 
 
-# Neither numbers that change from step to step nor flags from the middle of an array may make Triton compile again.
+# Neither values that change between steps nor unaligned slices of ``active`` may trigger recompilation.
 @Kernel
 @gluon.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"], do_not_specialize_on_alignment=["active"])
 def _hopper_tiles_kernel(
     hidden,  # [N, D] descriptor of blocks [BLOCK_M, BLOCK_K]
     weight,  # [V, D] descriptor of blocks [BLOCK_N, BLOCK_K]
-    active,  # [row blocks] int32: 0 where all tokens of the block are ignored, else 1
+    active,  # [row blocks] int32: 0 if all tokens of the block are ignored, else 1
     labels,  # [N], if STORE or GRADIENT
     lse,  # [N], if GRADIENT
     grad_lse,  # [N], if GRADIENT
     label_logit,  # [N], if STORE
-    tile_lse,  # unless GRADIENT: see _tile_stats_kernel, like the next
-    tile_ratio,  # if WANT_RATIO
-    # [N, out_width] descriptor of blocks [BLOCK_M / 2, STORE_N], written; if STORE: see hf_cce.kernels.exp_cache; if GRADIENT:
-    # that of the logits, without the labels' own term
+    tile_lse,  # unless GRADIENT: see _tile_stats_kernel
+    tile_ratio,  # if WANT_RATIO: likewise
+    # [N, out_width] descriptor of blocks [BLOCK_M / 2, STORE_N], written: the values of hf_cce.kernels.exp_cache if STORE, the
+    # gradient of the logits without the label term if GRADIENT
     out,
     out_width,
     tile_stride,
@@ -259,8 +258,8 @@ def _hopper_tiles_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
-    STORE_N: gl.constexpr,  # columns that are stored at a time
-    PARTS: gl.constexpr,  # of so many, each group has them under way
+    STORE_N: gl.constexpr,  # columns of one TMA store
+    PARTS: gl.constexpr,  # staging buffers of each group
 ):
     h_ring = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_M, BLOCK_K], hidden.layout)
     w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
@@ -298,7 +297,7 @@ def _hopper_tiles_kernel(
 
 
 def constants() -> dict[str, Any]:
-    """The shapes of a launch: small stages, so that one group can be further ahead of the other."""
+    """Return the constants of a launch. Stages are small, so that one group can be further ahead of the other."""
     return {
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
@@ -316,16 +315,16 @@ def _layout(bytes_per_row: int, bits: int) -> gl.NVMMASharedLayout:
 
 
 def blocks(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """``x`` as a descriptor of blocks [rows, cols], whose rows TMA swizzles."""
+    """Return a TMA descriptor of ``x`` with blocks [rows, cols], whose rows are swizzled in shared memory."""
     return TensorDescriptor.from_tensor(x, [rows, cols], _layout(min(128, cols * x.itemsize), 8 * x.itemsize))
 
 
 def _launch(
     inputs: LogitInputs,
     label: LabelLogits,
-    start: int,  # columns of the vocabulary
+    start: int,  # first column of the vocabulary
     stop: int,
-    out: Tensor | None,  # [N, ·], written: exponentials, or with ``grads`` the gradient of the logits
+    out: Tensor | None,  # [N, ·], written: the gradient of the logits if ``grads`` is given, else exponentials
     grads: GradInputs | None = None,
     tiles: TileStats | None = None,
     stat_n: int = BLOCK_N,
@@ -353,16 +352,16 @@ def tile_stats(
     exp_cache: Tensor | None,
     block_n: int,
 ) -> None:
-    """As ``hf_cce.kernels.forward.tile_stats``, for tiles of ``block_n`` columns, 128 or 256."""
+    """Compute the same as ``hf_cce.kernels.forward.tile_stats`` for tiles of ``block_n`` columns, 128 or 256."""
     assert BLOCK_N % block_n == 0
     _launch(inputs, label, 0, inputs.shape.v, exp_cache, tiles=tiles, stat_n=block_n)
 
 
 def write_logit_gradient(
-    slab: Slab,  # whose values are written
+    slab: Slab,  # its values are written
     inputs: LogitInputs,
     grads: GradInputs,
     label: LabelLogits,
 ) -> None:
-    """As ``hf_cce.kernels.backward.write_logit_gradient``, without the labels' own term."""
+    """Compute the same as ``hf_cce.kernels.backward.write_logit_gradient`` without the label term."""
     _launch(inputs, label, *slab, grads)

@@ -1,4 +1,4 @@
-"""What the kernels' host functions hand to each other: what logits and their gradients are made of, statistics of tiles."""
+"""Tuples that the kernels' host functions pass to each other: inputs of the logits and of their gradients, tile statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_cce.spec import Inputs, LossSpec, TokenGrads
 
 
 class Shape(NamedTuple):
-    """The sizes on which the division of the memory budget depends."""
+    """Sizes and dtype that determine how the memory budget is divided."""
 
     n: int  # tokens
     d: int  # hidden size
@@ -21,7 +21,7 @@ class Shape(NamedTuple):
 
 
 class LogitInputs(NamedTuple):
-    """What logits are computed from: softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap)."""
+    """Inputs of the logits softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap)."""
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]
@@ -29,7 +29,7 @@ class LogitInputs(NamedTuple):
     labels: Tensor  # [N]
     ignore_index: int
     logit_scale: float
-    softcap: float  # 0: none
+    softcap: float  # 0: no softcap
 
     @classmethod
     def of(cls, x: Inputs, spec: LossSpec) -> LogitInputs:
@@ -42,7 +42,7 @@ class LogitInputs(NamedTuple):
 
     @property
     def flags(self) -> dict[str, bool]:
-        """The constants by which kernels leave out what these logits do not have."""
+        """Constexpr flags with which kernels compile out an unused bias, scale or softcap."""
         return {
             "HAS_BIAS": self.bias is not None,
             "HAS_SCALE": self.logit_scale != 1.0,
@@ -50,7 +50,7 @@ class LogitInputs(NamedTuple):
         }
 
     def readable(self) -> LogitInputs:
-        """Copies where the entries of a row are not side by side, as the kernels read them."""
+        """Copy tensors whose last dimension is not contiguous: the kernels require unit stride there."""
         bias = None if self.bias is None else self.bias.contiguous()
         return self._replace(
             hidden=row_major(self.hidden), weight=row_major(self.weight), bias=bias, labels=self.labels.contiguous()
@@ -60,25 +60,25 @@ class LogitInputs(NamedTuple):
         return self._replace(hidden=self.hidden[rows], labels=self.labels[rows])
 
     def columns(self, start: int, stop: int) -> LogitInputs:
-        """The same logits for the vocabulary entries from ``start`` to ``stop``; labels stay what they are."""
+        """Select the vocabulary entries from ``start`` to ``stop``; labels are not shifted."""
         bias = None if self.bias is None else self.bias[start:stop]
         return self._replace(weight=self.weight[start:stop], bias=bias)
 
 
 class TileStats(NamedTuple):
-    """Statistics of T tiles for each token: T · padded(N) numbers each, None where not wanted."""
+    """Statistics of T tiles for each token: T · padded(N) numbers each, None if not requested."""
 
     lse: Tensor  # logsumexp of the tile's logits z
     z_sum: Tensor | None = None
-    expectation: Tensor | None = None  # of z, by softmax over the tile
+    expectation: Tensor | None = None  # mean of z under the softmax over the tile
     lse2: Tensor | None = None  # logsumexp of 2 z
     z_max: Tensor | None = None
-    ratio: Tensor | None = None  # bfloat16, see hf_cce.kernels.filter, like the next
-    damping: Tensor | None = None
+    ratio: Tensor | None = None  # bfloat16: see hf_cce.kernels.filter.select
+    damping: Tensor | None = None  # likewise
 
     @property
     def flags(self) -> dict[str, bool]:
-        """The constants by which kernels leave out statistics of tokens that are not wanted."""
+        """Constexpr flags with which kernels compile out statistics that were not requested."""
         return {
             "WANT_MEAN": self.z_sum is not None,
             "WANT_ENTROPY": self.expectation is not None,
@@ -88,7 +88,7 @@ class TileStats(NamedTuple):
 
 
 class GradInputs(NamedTuple):
-    """What the gradient of logits is made of besides the logits: statistics of the tokens and their gradients, [N] each."""
+    """Inputs of the logits' gradient besides the logits: statistics of the tokens and their upstream gradients, [N] each."""
 
     lse: Tensor
     grad_lse: Tensor

@@ -1,4 +1,4 @@
-"""What the loss reads of the labels before any tile of logits: whether they are valid, how many count, and their own logits."""
+"""Label kernels that run before the tiles of logits: check the labels, count the valid ones, and compute their logits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _validate_labels_kernel(
 
 
 def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor) -> tuple[Tensor, Tensor]:
-    """As ``hf_cce.reference.validate_labels``, in one launch."""
+    """Compute the same as ``hf_cce.reference.validate_labels`` in one launch."""
     labels = labels.contiguous()
     ok = torch.empty((), dtype=torch.bool, device=labels.device)
     factor = torch.empty((), dtype=torch.float32, device=labels.device)
@@ -66,9 +66,9 @@ def _label_logit_kernel(
     weight,  # [V, D]
     bias,  # [V]
     labels,  # [N]
-    vocab_perm,  # [V] int32, if GATHER: the row of weight of each label
+    vocab_perm,  # [V] int32, if GATHER: the weight row of each label
     out,  # [N], zero where the label is ignored
-    active,  # [row blocks] int32, if BLOCK_M: 1 where a token of the block has a label, else 0
+    active,  # [row blocks] int32, if BLOCK_M: 0 if all tokens of the block are ignored, else 1
     token_perm,  # [N] int64, if SORT: the row of hidden of each token
     sorted_hidden,  # [N, D], if SORT, written: hidden in the order of token_perm
     num_tokens,
@@ -89,10 +89,10 @@ def _label_logit_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The diagonal of hidden states times the weight rows of their labels.
+    """Compute the diagonal of the product of hidden states and the weight rows of their labels.
 
-    A dot product per token would do, but a matrix product on tensor cores rounds as the tiles of logits do. The rounding then
-    cancels in logsumexp − label logit.
+    One dot product per token would suffice, but a matrix product on tensor cores rounds like the tiles of logits, so that the
+    rounding cancels in logsumexp − label logit.
     """
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     label = tl.load(labels + rows, mask=rows < num_tokens, other=ignore_index)
@@ -133,11 +133,11 @@ def _label_logit_kernel(
 
 class LabelLogits(NamedTuple):
     logit: Tensor  # [N] float32, zero where the label is ignored
-    # [row blocks] int32, for hf_cce.kernels.hopper: 1 where a token of the block has a label, else 0
+    # [row blocks] int32, for hf_cce.kernels.hopper: 0 if all tokens of the block are ignored, else 1
     active: Tensor | None = None
 
     def tokens(self, rows: slice, block_m: int) -> LabelLogits:
-        """Those of the tokens ``rows``, which begin with a row block of ``block_m`` tokens."""
+        """Select the tokens ``rows``; the first one must start a row block of ``block_m`` tokens."""
         active = None if self.active is None else self.active[rows.start // block_m :]
         return LabelLogits(self.logit[rows], active)
 
@@ -153,10 +153,10 @@ def label_logits(
     """Compute the logit of each token's label.
 
     Args:
-        block_m: tokens of a row block, to find the active ones too; 0: do not.
-        vocab_perm: [V] int32, the weight's row of each label, where that is not the label itself.
-        token_perm: [N] int64, the row of hidden of each token, where that is not the token itself.
-        sorted_hidden: [N, D] contiguous, written: the rows ``token_perm`` of hidden, which are read anyway.
+        block_m: tokens per row block of ``active``; 0: do not compute ``active``.
+        vocab_perm: [V] int32, the weight row of each label; None: the label itself.
+        token_perm: [N] int64, the row of hidden of each token; None: the token's own index.
+        sorted_hidden: [N, D] contiguous, written: ``hidden[token_perm]``, since the kernel reads these rows anyway.
     """
     hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
     n, d, v, _ = inputs.shape

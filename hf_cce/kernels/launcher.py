@@ -1,4 +1,4 @@
-"""How kernels are launched: with little host time, and compiled at once where Triton's cache has not got them."""
+"""Kernel launches with low host overhead, and parallel compilation of kernels that Triton's cache does not have."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import triton
 from torch import Tensor
 from triton.runtime import JITFunction
 
-# Said at each launch: Triton 3.9 warns where it is left open, and the default of 3.10 is another.
+# Passed at every launch: Triton 3.9 warns if the option is missing, and its default changes in 3.10.
 OPTIONS = {"enable_fp_fusion": True}
-THREADS = 16  # that compile at the same time
+THREADS = 16  # most threads that compile in parallel
 
-COLD = 0.1  # seconds that only a kernel takes which Triton's cache has not got
+COLD = 0.1  # seconds: a kernel that takes longer to get was not in Triton's cache
 
 _compiling: ContextVar[list[Any] | None] = ContextVar("hf_cce_compiling", default=None)
 _when_cold: ContextVar[Callable[[], None] | None] = ContextVar("hf_cce_when_cold", default=None)
@@ -29,11 +29,11 @@ _when_cold: ContextVar[Callable[[], None] | None] = ContextVar("hf_cce_when_cold
 class Kernel:
     """A Triton kernel, launched by ``kernel[grid](*args, **constants)``: runtime arguments by position, constants by name.
 
-    Triton finds the compiled kernel of a launch from its arguments, each time anew, which takes the host longer than the launch.
-    Here it is looked up by what Triton specializes a kernel on.
+    Triton searches for the compiled kernel at every launch, which takes the host longer than the launch itself. This class caches
+    compiled kernels under a key of only those properties of the arguments that Triton specializes on.
     """
 
-    _triton_is_loaded = False  # the first kernel of a process waits for that, also if it is in the cache
+    _triton_is_loaded = False  # the first kernel of a process is slow even if it is in the cache: it loads Triton
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -44,7 +44,7 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         function = self.function
-        if not isinstance(function, JITFunction):  # the interpreter's
+        if not isinstance(function, JITFunction):  # Triton's interpreter
             function[grid](*args, **constants)
             return
         waiting = _compiling.get()
@@ -65,7 +65,7 @@ class Kernel:
 
 
 def _specialization(arg: Any) -> Any:
-    """What of a runtime argument decides which compiled kernel is launched, and on which device."""
+    """Return the properties of a runtime argument that select the compiled kernel and its device."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0, arg.get_device()
     if isinstance(arg, int):
@@ -77,7 +77,7 @@ def _specialization(arg: Any) -> Any:
 
 @contextmanager
 def when_cold(warm_up: Callable[[], None]) -> Iterator[None]:
-    """Call ``warm_up`` as soon as a kernel launched within has to be compiled: the others then have to be, too."""
+    """Call ``warm_up`` once, if a kernel launched in this context had to be compiled: the other kernels are then missing too."""
 
     def once() -> None:
         _when_cold.set(None)
@@ -92,9 +92,9 @@ def when_cold(warm_up: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def compiling(device: torch.device) -> Iterator[bool]:
-    """Compile what is launched within, all at the same time, and launch nothing. Yields False where Triton cannot.
+    """Compile the kernels launched in this context in parallel, without running them. Yield False if Triton cannot.
 
-    A kernel that does not compile is left to its launch, which says so.
+    Compilation errors are ignored here; the later launch of the kernel raises them.
     """
     mode = getattr(triton, "AsyncCompileMode", None)
     if mode is None:
@@ -102,7 +102,7 @@ def compiling(device: torch.device) -> Iterator[bool]:
         return
     waiting: list[Any] = []
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # A thread has a current device of its own, on which kernels are loaded.
+    # Kernels are loaded onto the current device, which is set per thread.
     with ThreadPoolExecutor(min(THREADS, processors), initializer=partial(_use, device)) as threads:
         token = _compiling.set(waiting)
         try:
@@ -119,7 +119,7 @@ def _use(device: torch.device) -> None:
 
 
 def _load(kernels: list[Any], threads: Executor) -> None:
-    """Make what launches the compiled kernels: up to Triton 3.8 a C compiler takes as long for that as Triton for a kernel."""
+    """Build the launchers of compiled kernels: up to Triton 3.8, a C compiler takes as long for that as Triton for the kernel."""
 
     def load(kernel: Any) -> None:
         done = kernel.result(ignore_errors=True) if hasattr(kernel, "result") else kernel

@@ -1,7 +1,7 @@
-"""The strategies of a scalar loss on the kernels, from plain recomputation to the gradient filter: one function each.
+"""Strategies for the scalar loss, one function each: recompute all logits, cache exponentials, or precompute dh.
 
-Each makes the loss from the statistics of tokens, and says what its backward pass needs. Which one runs is decided by the caller;
-None from one of them means that the memory budget has no room for it.
+Each function computes the loss from the statistics of tokens and returns what its backward pass needs. The caller chooses the
+strategy; a function returns None if it does not apply or the memory budget is too small for it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hf_cce.spec import Inputs, LossSpec, TokenGrads, Wanted
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _total_loss_kernel(
-    lse,  # [N], zero where the label is ignored, like all that follow
-    label_logit,  # [N]
-    mean_logit,  # [N], if SMOOTH
+    lse,  # [N], zero where the label is ignored
+    label_logit,  # [N], likewise
+    mean_logit,  # [N], likewise, if SMOOTH
     factor,  # scalar
     loss,  # scalar
     num_tokens,
@@ -82,7 +82,7 @@ def _token_gradients_kernel(
 
 
 def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -> TokenGrads:
-    """As ``hf_cce.reference.token_gradients``, in one launch."""
+    """Compute the same as ``hf_cce.reference.token_gradients`` in one launch."""
     n, smooth = lse.numel(), spec.label_smoothing > 0
     vectors = empty_slab(lse, 3 if smooth else 2, n)
     grad_lse, grad_label, grad_mean = vectors[0], vectors[1], vectors[2] if smooth else None
@@ -97,7 +97,7 @@ def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -
 def total_loss(
     lse: Tensor, label_logit: Tensor, factor: Tensor, spec: LossSpec, mean_logit: Tensor | None = None
 ) -> Tensor:
-    """The sum of the tokens' losses times ``factor``; ``mean_logit`` is read with label smoothing alone."""
+    """Return the sum of the tokens' losses times ``factor``; ``mean_logit`` is only needed for label smoothing."""
     loss = torch.empty((), dtype=torch.float32, device=lse.device)
     _total_loss_kernel[(1,)](
         lse, label_logit, mean_logit, factor, loss, lse.numel(), spec.label_smoothing, spec.z_loss,
@@ -107,19 +107,19 @@ def total_loss(
 
 
 def cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, lse [N]), keeping nothing else: the backward pass recomputes all logits. ``factor`` is a scalar."""
+    """Return (loss, lse [N]) for a scalar ``factor``; nothing else is saved, so the backward pass recomputes all logits."""
     stats = logit_stats(x, spec, Wanted(mean=spec.label_smoothing > 0))
     return total_loss(stats.lse, stats.label_logit, factor, spec, stats.mean_logit), stats.lse
 
 
 def _stats_and_cache(
     inputs: LogitInputs,
-    slabs: Sequence[Slab],  # whose values are written
+    slabs: Sequence[Slab],  # their values are written
     label: LabelLogits,
     lse: Tensor,  # [N], written
     plan: Plan,
 ) -> None:
-    """Compute the logsumexp of each token, and the exponentials to keep."""
+    """Compute the logsumexp of each token, and the exponentials to cache."""
     n, _, v, _ = inputs.shape
     stride = padded(n)
     tile_lse = torch.empty(ceil_div(v, plan.block_n) * stride, device=lse.device, dtype=torch.float32)
@@ -135,20 +135,19 @@ def _labels(inputs: LogitInputs, plan: Plan) -> LabelLogits:
 
 
 def _plans(inputs: LogitInputs) -> tuple[Plan, Plan]:
-    """Those of the forward and of the backward pass."""
+    """Return the plans of the forward and the backward pass."""
     return make_plan(inputs.hidden, inputs.weight), make_plan(inputs.hidden, inputs.weight, backward=True)
 
 
 def cached_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, ExpCache] | None:
-    """(loss, lse [N], the exponentials kept for ``logit_stats_backward``), or None where the budget has no room for any.
+    """Return (loss, lse [N], exponentials cached for ``logit_stats_backward``), or None if the budget has no room for a cache.
 
-    Where the weight needs a gradient and the bias none, that of the weight may be allocated here, and its memory used until
-    it is written.
+    If the weight needs a gradient and the bias does not, dW may be allocated here, to hold exponentials until it is written.
     """
     inputs = LogitInputs.of(x, spec).readable()
     plan, later = _plans(inputs)
     block_n = max(plan.block_n, later.block_n)
-    dw_block_n = block_n * (2 if uses_hopper(plan, x.bias, spec.softcap) else 1)  # a multiple of every kernel's
+    dw_block_n = block_n * (2 if uses_hopper(plan, x.bias, spec.softcap) else 1)  # a multiple of every kernel's BLOCK_N
     in_dw_buffer, num_tiles = spec.needs[1] and not spec.needs[2], ceil_div(inputs.shape.v, plan.block_n)
     columns = plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, in_dw_buffer, spec.memory_budget)
     if columns is None:
@@ -160,9 +159,9 @@ def cached_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Ten
 
 
 def grouped_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, PrecomputedGrads] | None:
-    """(loss, lse [N], the gradient of the hidden states but for a factor), or None where not they alone need a gradient.
+    """Return (loss, lse [N], dh for an upstream gradient of one).
 
-    Likewise where the budget has no room for groups of tokens that pay.
+    Return None if the weight or the bias needs a gradient, or if the budget is too small for worthwhile groups of tokens.
     """
     if spec.needs != (True, False, False):
         return None
@@ -175,7 +174,7 @@ def grouped_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Te
     label = _labels(inputs, plan)
     lse, one = torch.empty_like(label.logit), torch.ones((), device=x.hidden.device, dtype=torch.float32)
     grad_hidden = torch.empty_like(inputs.hidden, memory_format=torch.contiguous_format)
-    values = empty_slab(inputs.hidden, min(n, size), v)  # of one group after the other
+    values = empty_slab(inputs.hidden, min(n, size), v)  # reused by all groups
     for start in range(0, n, size):
         rows = slice(start, min(n, start + size))
         group, group_label = inputs.tokens(rows), label.tokens(rows, plan.block_m)

@@ -1,7 +1,7 @@
-"""The scalar loss for few tokens: full logits, made once, whose memory the gradient of the logits then takes over.
+"""Scalar loss for few tokens: materialize the full logits once and reuse their memory for their gradient.
 
-With few tokens a step waits for the host, not for the GPU, and this takes the fewest launches. The logits are float32, or, where
-these do not fit, have the dtype of the inputs: then they are rounded once, as PyTorch's are, and the rest is computed in float32.
+With few tokens a step is bound by the host, not the GPU, and this strategy takes the fewest launches. The logits are float32, or
+have the dtype of the inputs if float32 does not fit. They are then rounded once, like PyTorch's; the rest is computed in float32.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hf_cce.spec import Inputs, LossSpec
 
 @dataclass
 class Materialized:
-    """What the forward pass leaves."""
+    """Tensors saved for the backward pass."""
 
-    logits: Tensor | None  # [N, V], of ``logits_of``; None once the backward pass has used them
+    logits: Tensor | None  # [N, V], from ``logits_of``; None after the backward pass has consumed them
     lse: Tensor  # [N]
 
 
@@ -42,11 +42,11 @@ def _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl
 @Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_stats_kernel(
-    logits,  # [N, V], in float32 or as hidden and weight; rows `stride` apart
+    logits,  # [N, V] in float32 or the dtype of hidden and weight; rows `stride` apart
     bias,  # [V]
     labels,  # [N]
-    lse,  # [N], written; zero where the label is ignored, as the next
-    label_logit,  # [N], written
+    lse,  # [N], written; zero where the label is ignored
+    label_logit,  # [N], likewise
     vocab_size,
     stride,
     ignore_index,
@@ -85,8 +85,8 @@ def _row_stats_kernel(
 @Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_gradient_kernel(
-    logits,  # [N, V], in float32 or as `out`
-    out,  # [N, V] in the dtype of hidden and weight; may share memory with the logits if rows begin at the same places
+    logits,  # [N, V] in float32 or the dtype of `out`
+    out,  # [N, V] in the dtype of hidden and weight; may alias the logits if each row starts at the same address
     bias,  # [V]
     labels,  # [N]
     lse,  # [N]
@@ -118,15 +118,15 @@ def _row_gradient_kernel(
         gradient = tl.where(valid, tl.exp(x - row_lse), 0.0) * of_lse - tl.where(cols == label, g, 0.0)
         if HAS_SOFTCAP:
             gradient *= softcap_slope(x, softcap)
-        # In shared memory, all threads must have read the logits of this block before any writes.
+        # If `out` aliases the logits, all threads must have read this block before any thread writes.
         tl.debug_barrier()
         tl.store(to + cols, (gradient * logit_scale).to(out.dtype.element_ty), mask=cols < vocab_size)
 
 
 def logits_of(x: Inputs, dtype: torch.dtype) -> Tensor:
-    """h Wᵀ [N, V] in ``dtype``, with aligned rows; in 16 bits the bias is added here.
+    """Return h Wᵀ [N, V] in ``dtype``, with aligned rows; for 16-bit dtypes, the bias is already added.
 
-    It needs no labels: the GPU computes it while the host checks them.
+    No labels are needed, so the GPU computes this while the host checks the labels.
     """
     logits = empty_slab(torch.empty(0, dtype=dtype, device=x.hidden.device), x.hidden.shape[0], x.weight.shape[0])
     bias = x.bias if _rounded(logits) else None
@@ -137,22 +137,22 @@ def logits_of(x: Inputs, dtype: torch.dtype) -> Tensor:
 
 
 def _rounded(logits: Tensor) -> bool:
-    """Whether the logits were rounded, with the bias as PyTorch adds it; to float32 logits the kernels add the bias."""
+    """Return True for 16-bit logits: they include the bias, as in PyTorch. To float32 logits, the kernels add the bias."""
     return logits.element_size() < 4
 
 
 def _bias_and_labels(x: Inputs, logits: Tensor) -> tuple[Tensor | None, Tensor]:
-    """As the kernels read them; None for a bias that the logits have already."""
+    """Return contiguous bias and labels for the kernels; the bias is None if the logits already include it."""
     return None if x.bias is None or _rounded(logits) else x.bias.contiguous(), x.labels.contiguous()
 
 
 def cross_entropy(
-    logits: Tensor,  # [N, V], of ``logits_of``; used up by ``gradients``
+    logits: Tensor,  # [N, V], from ``logits_of``; overwritten by ``gradients``
     x: Inputs,
     spec: LossSpec,
     factor: Tensor,  # scalar
 ) -> tuple[Tensor, Materialized]:
-    """(loss, what ``gradients`` needs)."""
+    """Return (loss, tensors saved for ``gradients``)."""
     (n, v), (bias, labels) = logits.shape, _bias_and_labels(x, logits)
     lse, label_logit = torch.empty((2, padded(n)), device=logits.device, dtype=torch.float32)[:, :n].unbind()
     _row_stats_kernel[(n,)](
@@ -169,18 +169,18 @@ def gradients(
     grad: Tensor,  # scalar
     factor: Tensor,  # scalar
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias; None where not needed. Consumes ``saved``."""
+    """Return the gradients of hidden, weight and bias; None if not needed. Consumes ``saved``."""
     assert saved.logits is not None
     (n, v), element, (need_hidden, need_weight, need_bias) = saved.logits.shape, x.hidden.element_size(), spec.needs
     bias, labels = _bias_and_labels(x, saved.logits)
-    logits = saved.logits.as_strided((n, saved.logits.stride(0)), saved.logits.stride())  # with what lies between rows
+    logits = saved.logits.as_strided((n, saved.logits.stride(0)), saved.logits.stride())  # with padding
     saved.logits = None
-    # Copy float32 logits to the inputs' dtype if dW needs as much memory as they do: they are freed before dW is allocated, and
-    # only the copy stays beside dW.
+    # If dW needs at least as much memory as float32 logits, write their gradient to a separate 16-bit buffer: the logits are then
+    # freed before dW is allocated.
     if element < logits.element_size() and need_weight and element * x.weight.numel() >= 4 * logits.numel():
         narrow = empty_slab(x.hidden, n, v)
     else:
-        narrow = logits.view(x.hidden.dtype)  # in their own memory
+        narrow = logits.view(x.hidden.dtype)  # in place
     _row_gradient_kernel[(n,)](
         logits, narrow, bias, labels, saved.lse, grad, factor, v, logits.stride(0), narrow.stride(0), *spec.form[:2],
         spec.softcap or 1.0, spec.z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0, BLOCK=2048, num_warps=8,

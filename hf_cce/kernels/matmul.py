@@ -1,21 +1,21 @@
-"""Matrix products by cuBLAS, accumulated in float32 where the result is."""
+"""Matrix products with cuBLAS; sums of several products are accumulated in float32 if the output is float32."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# cuBLAS is several times slower on 16-bit numbers if the length of a row is no multiple of this.
+# For 16-bit dtypes, cuBLAS is several times slower if the row length is not a multiple of this.
 ALIGNED = 8
 
 
 def _beyond(length: int, stride: int, x: Tensor) -> int:
-    """Entries of a row of ``x`` after the last multiple of ``ALIGNED``, multiplied apart; 0 where it does not matter."""
+    """Return how many entries at the end of each row of ``x`` to multiply separately, so that the others are aligned."""
     return length % ALIGNED if stride == 1 and length > ALIGNED and x.is_cuda and x.element_size() == 2 else 0
 
 
 def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """``total`` += a · b, or = for the ``first`` product of a sum; summed in float32 if ``total`` is float32."""
+    """Add a · b to ``total``, or overwrite ``total`` if ``first``; accumulate in float32 if ``total`` is float32."""
     if columns := _beyond(b.shape[1], b.stride(0), b):
         multiply_add(total[:, :-columns], a, b[:, :-columns], first)
         multiply_add(total[:, -columns:], a, b[:, -columns:], first)
@@ -29,7 +29,7 @@ def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             torch.mm(a, b, out=total)
         else:
             total.addmm_(a, b)
-    elif not a.is_cuda:  # the interpreter
+    elif not a.is_cuda:  # Triton's interpreter
         product = a.float() @ b.float()
         total.copy_(product) if first else total.add_(product)
     elif first:
@@ -39,7 +39,7 @@ def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a · b, rounded once."""
+    """Return a · b in the dtype of ``a``, rounded once."""
     if not _beyond(a.shape[1], a.stride(1), a):
         return a @ b
     total = torch.empty((a.shape[0], b.shape[1]), device=a.device, dtype=torch.float32)

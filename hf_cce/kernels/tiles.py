@@ -1,4 +1,4 @@
-"""What every kernel does with one tile of logits; inlined into them by Triton."""
+"""Device functions for one tile of logits; Triton inlines them into the kernels."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_position(tile, num_row_blocks, num_col_blocks, GROUP_M: tl.constexpr):
-    """(row block, column block) of a tile, in an order in which neighbours share rows of hidden and weight in L2."""
+    """Return (row block, column block) of a tile, ordered so that neighbouring tiles share rows of hidden and weight in L2."""
     per_group = GROUP_M * num_col_blocks
     group = tile // per_group
     first = group * GROUP_M
@@ -16,9 +16,9 @@ def tile_position(tile, num_row_blocks, num_col_blocks, GROUP_M: tl.constexpr):
 
 @triton.jit
 def softcapped(x, softcap):
-    """softcap · tanh(x / softcap), by the exponential of a negative number, which cannot overflow.
+    """Return softcap · tanh(x / softcap), computed from the exponential of a negative number, which cannot overflow.
 
-    Near zero 1 − e⁻²ᵗ would cancel, so there it is the Taylor series of tanh, exact in float32 up to t² = 0.09.
+    Near zero 1 − e⁻²ᵗ would cancel. The Taylor series of tanh is used there; it is exact in float32 up to t² = 0.09.
     """
     t = x / softcap
     t2 = t * t
@@ -29,7 +29,7 @@ def softcapped(x, softcap):
 
 @triton.jit
 def softcap_slope(z, softcap):
-    """The derivative of ``softcapped`` where it is z: 1 − tanh² as (1 − |tanh|) (1 + |tanh|), exact also where tanh is near 1."""
+    """Return the derivative of ``softcapped`` from its value z: 1 − tanh² as (1 − |tanh|) (1 + |tanh|), exact near |tanh| = 1."""
     from_cap = (softcap - tl.abs(z)) * (1.0 / softcap)
     return from_cap * (2.0 - from_cap)
 
@@ -60,7 +60,7 @@ def tile_logits(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """softcap · tanh(logit_scale · (h Wᵀ + b) / softcap) of one tile, [BLOCK_M, BLOCK_N] float32; undefined outside V."""
+    """Return softcap · tanh(logit_scale · (h Wᵀ + b) / softcap) of one tile, [BLOCK_M, BLOCK_N] float32; undefined outside V."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     cols = col + tl.arange(0, BLOCK_N)
     if TMA and not GATHER:
@@ -102,12 +102,12 @@ def tile_gradient(
     rows,
     cols,
     in_rows,
-    col,  # the first of cols
+    col,  # first entry of cols
     label,  # [BLOCK_M]
-    valid,  # [BLOCK_M] not ignored
+    valid,  # [BLOCK_M], True if not ignored
     row_lse,  # [BLOCK_M], infinite where the label is ignored, so that p = 0 there
-    g,  # [BLOCK_M] the gradient of lse, zero in ignored rows: upstream gradients may be infinite there
-    entropy,  # [N] and so on: pointers
+    g,  # [BLOCK_M] upstream gradient of lse, zero in ignored rows, where the caller's gradient may be infinite
+    entropy,  # pointer to [N], like the next three
     grad_label,
     grad_mean,
     grad_entropy,
@@ -120,12 +120,12 @@ def tile_gradient(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The gradient of one tile of logits before scale and softcap, [BLOCK_M, BLOCK_N] float32; zero in ignored rows."""
+    """Return the gradient w.r.t. one tile of h Wᵀ + b, [BLOCK_M, BLOCK_N] float32; zero in ignored rows."""
     p = tl.exp(z - row_lse[:, None])
     if HAS_ENTROPY:
         g_entropy = tl.load(grad_entropy + rows, mask=valid, other=0.0)
         expectation = tl.where(valid, row_lse - tl.load(entropy + rows, mask=in_rows, other=0.0), 0.0)
-        z_finite = tl.maximum(z, -1e30)  # -inf would make NaN of p * z = 0
+        z_finite = tl.maximum(z, -1e30)  # for z = -inf, p * z would be NaN instead of 0
         gradient = p * (g[:, None] - g_entropy[:, None] * (z_finite - expectation[:, None]))
     else:
         gradient = p * g[:, None]

@@ -1,13 +1,13 @@
-"""The gradient of a frozen head's hidden states, formed in the forward pass, a group of tokens at a time.
+"""Gradient of the hidden states of a frozen head, computed in the forward pass for one group of tokens at a time.
 
-With the exponentials of all columns a group's logits need not be computed a second time: two products instead of three. All that
-they lack is a factor per token and the label's own entry (see hf_cce.kernels.exp_cache). With S the exponentials, zero where the
-labels are, f the factors and c the labels' entries,
+The exponentials of all columns are stored for a group, so its logits are not recomputed: two products instead of three. The
+gradient of the logits is these exponentials times a factor per token, except for the label's entry (see
+hf_cce.kernels.exp_cache). With S the exponentials, zero at the labels, f the factors and c the labels' entries,
 
     dh = f · (S W) + c · W[label]
 
-so cuBLAS multiplies S as it is, into float32, and the rest is done where its result is rounded. The gradient is for an upstream
-gradient of one; the backward pass multiplies it by the real one.
+cuBLAS multiplies S unchanged into a float32 buffer; f and c are applied when the result is rounded. The gradient is for an
+upstream gradient of one; the backward pass multiplies it by the actual one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from hf_cce.kernels.matmul import multiply_add
 from hf_cce.kernels.tiles import softcap_slope
 
 FEWEST_TOKENS = 512  # smaller groups leave the GPU idle
-# Bytes of a float32 product. They are as many tiles as keep cuBLAS busy, and stay in an H200's L2 cache until they are rounded.
+# Bytes of the float32 product S W: enough tiles to keep cuBLAS busy, small enough to stay in an H200's L2 cache until rounded.
 BUFFER = 32 << 20
-BLOCK_R = 16  # rows of it that a program rounds
+BLOCK_R = 16  # rows of the product that one program rounds
 
 
 class PrecomputedGrads(NamedTuple):
-    """The gradient for an upstream gradient of one."""
+    """Gradient for an upstream gradient of one."""
 
     grad_hidden: Tensor  # [N, D]
 
@@ -42,13 +42,13 @@ class PrecomputedGrads(NamedTuple):
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _factors_kernel(
-    values,  # [N, V] S, rows `stride` apart; zeros are written where the labels are
+    values,  # [N, V] S, rows `stride` apart; zeros are written at the labels
     label_logit,  # [N]
     labels,  # [N]
     lse,  # [N]
     grad_lse,  # [N]
     grad_label,  # [N]
-    flags,  # [row blocks] int32, written: whether the loss of a token of the block is above LIMIT
+    flags,  # [row blocks] int32, written: 1 if the loss of any token of the block is above LIMIT
     scale,  # [N], written: f
     of_label,  # [N], written: c
     num_tokens,
@@ -72,7 +72,7 @@ def _factors_kernel(
     c = g * p + tl.load(grad_label + rows, mask=in_rows, other=0.0)
     if HAS_SOFTCAP:
         c *= softcap_slope(z, softcap)
-    # A row block that is computed anew holds the gradient itself, its labels' entries included.
+    # A flagged row block is recomputed: its values become the gradient itself, including the labels' entries.
     f = tl.where(beyond != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
     c = tl.where((beyond == 0) & valid, c * logit_scale, 0.0)
     zero = tl.zeros((BLOCK_M,), values.dtype.element_ty)
@@ -116,7 +116,7 @@ def _finish_hidden_kernel(
 @Kernel
 @triton.jit
 def _multiply_kernel(x, by, size, BLOCK: tl.constexpr):
-    """x · by, in place, unless that is one. Zero stays zero: without tokens, the loss was divided by their number."""
+    """Multiply x by the scalar ``by`` in place. Zero stays zero: without tokens, ``by`` may be non-finite (division by zero)."""
     factor = tl.load(by).to(tl.float32)
     if factor != 1.0:
         step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -127,14 +127,14 @@ def _multiply_kernel(x, by, size, BLOCK: tl.constexpr):
 
 
 def rows_at_a_time(d: int, most: int) -> int:
-    """Rows of a float32 product [rows, D], of ``most`` in all."""
+    """Return how many of ``most`` rows of the float32 product [rows, D] to compute at a time."""
     return ceil_div(min(BUFFER // (4 * d), most), BLOCK_R) * BLOCK_R
 
 
 def group_size(shape: Shape, num_tiles: int, block_m: int, budget: int) -> int:
-    """Tokens of each group, the last one being smaller perhaps; 0 where the budget has no room for groups that pay."""
+    """Return the number of tokens per group; 0 if the budget only has room for groups too small to be worthwhile."""
     n, d, v, dtype = shape
-    if dtype == torch.float16 or n == 0:  # float16 has no range for exponentials
+    if dtype == torch.float16 or n == 0:  # the range of float16 is too small for the exponentials
         return 0
     per_token = dtype.itemsize * padded(v) + 4 * num_tiles + 32
     most = (budget - 4 * d * rows_at_a_time(d, n)) // per_token // block_m * block_m
@@ -151,7 +151,7 @@ def group_gradient(
     plan: Plan,
     out: Tensor,  # [N, D], written
 ) -> None:
-    """The gradient of the hidden states of one group of tokens."""
+    """Compute the gradient of the hidden states for one group of tokens."""
     (n, d, v, _), values, labels, weight = inputs.shape, slab.values, inputs.labels, inputs.weight
     scale, of_label = empty_slab(label_logit, 2, n).unbind()
     blocks = ceil_div(n, plan.block_m)
@@ -173,7 +173,7 @@ def group_gradient(
 
 
 def formed_gradients(formed: PrecomputedGrads, grad: Tensor) -> list[Tensor | None]:
-    """The gradients of hidden, weight and bias for the upstream gradient ``grad``, a scalar, in place."""
+    """Multiply ``formed`` in place by the scalar upstream gradient; return the gradients of hidden, weight and bias."""
     x = formed.grad_hidden
     _multiply_kernel[(min(1024, ceil_div(x.numel(), 4096)),)](x, grad, x.numel(), BLOCK=4096, num_warps=8)
     return [x, None, None]

@@ -1,12 +1,12 @@
-"""The loss with the gradient filter: only tiles of the logits' gradient that matter are computed.
+"""Loss with the gradient filter: the backward pass computes only those tiles of the logits' gradient that matter.
 
-A filtered step, in the order of its modules:
+Modules, in the order of a filtered step:
 
 - ``order``: sort vocabulary and tokens, so that few tiles hold most of the gradient.
-- ``run``: loss, and statistics of each tile; after it, what the backward pass does.
-- ``select``: choose the tiles to keep; the others leave their mass.
-- ``corrections``: what the mass of dropped tiles leaves out, to first order.
-- ``error``: estimate the error, in some steps; ``hf_cce.filter_state`` moves the threshold.
+- ``run``: forward pass (loss and tile statistics), and backward pass, which uses the modules below.
+- ``select``: choose the tiles to keep, and compute the probability mass of the dropped ones.
+- ``corrections``: correct the gradients, to first order, for what this mass does not capture.
+- ``error``: estimate the error in some of the steps; ``hf_cce.filter_state`` adjusts the threshold.
 - ``sparse``: compute the kept tiles and multiply them with weight and hidden states.
-- ``workspace``: the division of the scratch memory.
+- ``workspace``: divide the scratch memory.
 """

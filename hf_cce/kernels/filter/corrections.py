@@ -1,11 +1,11 @@
-"""Corrections for what softmax prefers within dropped tiles, where the mean row of the weight stands for all of them.
+"""First-order corrections for dropped tiles, whose mass is spread evenly over their weight rows.
 
-Of the rows of a dropped tile, a token prefers those that its hidden state h points to. If the rows are normally distributed with
-covariance C, their mean weighted by exp(h · w) is their plain mean plus C h, whatever the size of h (exponential tilting). One
-covariance, taken within all dropped tiles and weighted by their mass, corrects dh by one product of hidden states with it.
+Softmax, however, prefers the rows w of a tile that the hidden state h points to. If the rows are normally distributed with
+covariance C, their mean weighted by exp(h · w) is their plain mean plus C h, for any size of h (exponential tilting). A single
+covariance, computed within all dropped tiles and weighted by their mass, corrects dh with one product of hidden states and C.
 
-dW lacks M G δ: M is the mass that dropped tokens leave to a row, G the second moment of the hidden states weighted by dropped
-mass, δ the row less the mean of its tile. A few directions Q hold most of G, so M (Gᵀ Q) (Qᵀ δ) of rank 16 corrects dW.
+dW lacks M G δ, where M is the dropped mass of a row, G the second moment of the hidden states weighted by dropped mass, and δ the
+row minus the mean of its tile. A few directions Q explain most of G, so M (Gᵀ Q) (Qᵀ δ) of rank 16 corrects dW.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import multiply_add
 
-CENTERED_BYTES = 16 << 20  # of the weight's rows, centered at a time
-RANK = tl.constexpr(16)  # the fewest columns that a tensor core multiplies
-SUBSPACE_ROUNDS = 3  # of: multiply by the second moment, orthonormalize
-NEGLIGIBLE = 1e-13  # squared length, of one, that a direction needs beyond those before it
+CENTERED_BYTES = 16 << 20  # size of the weight rows that are centered at a time
+RANK = tl.constexpr(16)  # the smallest number of columns that a tensor core multiplies
+SUBSPACE_ROUNDS = 3  # each round multiplies by the second moment and orthonormalizes
+NEGLIGIBLE = 1e-13  # added to the diagonal of a Gram matrix of unit vectors, so that dependent vectors give near zero
 
 
 class WeightCorrection(NamedTuple):
-    """Rank-16 correction of dW: ``row_coeffs`` · ``basis``, times the mass that dropped tiles leave to each row."""
+    """Rank-16 correction of dW: ``row_coeffs`` · ``basis``, times the dropped mass of each row."""
 
     row_coeffs: Tensor  # [V, 16]: Qᵀ δ of each column
     basis: Tensor  # [16, D]: Qᵀ G
@@ -40,7 +40,7 @@ class WeightCorrection(NamedTuple):
 def _centered_rows_kernel(
     weight,  # [V, D]
     vocab_perm,  # [V padded] int32
-    scale,  # [T]: what the rows of each block are multiplied by
+    scale,  # [T]: factor for the rows of each block
     out,  # [rows, D], written
     first_block,
     v,
@@ -65,7 +65,7 @@ def _centered_rows_kernel(
 def _mass_weighted_hidden_kernel(
     hidden,  # [N, D]
     mass,  # [G, N]: see DroppedMass.per_token
-    out,  # [N, D], written; [D, N] if TRANSPOSED, then up to the stride
+    out,  # [N, D], written; if TRANSPOSED, [D, N] with zeros from N up to the stride
     num_tokens,
     d,
     hidden_stride,
@@ -74,11 +74,11 @@ def _mass_weighted_hidden_kernel(
     num_tiles,
     logit_scale,
     TRANSPOSED: tl.constexpr,
-    ABSOLUTE: tl.constexpr,  # by the size of the mass, whose sign is that of the token's gradient
+    ABSOLUTE: tl.constexpr,  # use |mass|; the sign of the mass is that of the token's upstream gradient
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPAN: tl.constexpr,  # columns of a program
+    SPAN: tl.constexpr,  # columns per program
 ):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = rows < num_tokens
@@ -94,10 +94,10 @@ def _mass_weighted_hidden_kernel(
         ds = tl.program_id(1) * SPAN + first + tl.arange(0, BLOCK_D)
         mask = in_rows[:, None] & (ds < d)[None, :]
         x = tl.load(hidden + rows.to(tl.int64)[:, None] * hidden_stride + ds[None, :], mask=mask, other=0.0)
-        # Hidden states of ignored tokens need not be finite.
+        # Hidden states of ignored tokens may be infinite or NaN.
         y = tl.where(factor[:, None] == 0.0, 0.0, x.to(tl.float32) * factor[:, None]).to(out.dtype.element_ty)
         if TRANSPOSED:
-            # Zeros up to the stride: a mask by the number of tokens would keep stores from being vectors.
+            # Write zeros up to the stride: with a mask by num_tokens, stores would not be vectorized.
             to = out + ds.to(tl.int64)[:, None] * out_stride + rows[None, :]
             tl.store(to, tl.trans(y), mask=(ds < d)[:, None] & (rows < out_stride)[None, :])
         else:
@@ -109,7 +109,7 @@ def _mass_weighted_hidden_kernel(
 def _row_coeffs_kernel(
     product,  # [V, 16] float32: the weight times the basis directions
     vocab_perm,  # [V padded] int32
-    out,  # [V, 16], written: for each column, less the mean of its block
+    out,  # [V, 16], written: for each column, its product minus the mean over its block
     v,
     BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr,
@@ -125,13 +125,13 @@ def _row_coeffs_kernel(
 
 
 def correction_bytes(shape: Shape, need_weight: bool) -> int:
-    """Memory of the results of ``dropped_covariance`` and ``make_weight_correction``."""
+    """Return the bytes of the results of ``dropped_covariance`` and ``make_weight_correction``."""
     _, d, v, dtype = shape
     return dtype.itemsize * (d * d + RANK.value * (v + d) * need_weight)
 
 
 def correction_scratch_bytes(shape: Shape, block_n: int, need_weight: bool) -> int:
-    """Memory that ``dropped_covariance`` and ``make_weight_correction`` need besides their results, at most."""
+    """Return an upper bound on the scratch bytes of ``dropped_covariance`` and ``make_weight_correction``, without results."""
     (n, d, v, _), element = shape, shape.dtype.itemsize
     of_weight = 4 * d * d + element * n * d + 4 * RANK.value * (v + 8 * d)
     return max(4 * d * d + max(CENTERED_BYTES, element * block_n * d), of_weight * need_weight)
@@ -140,14 +140,13 @@ def correction_scratch_bytes(shape: Shape, block_n: int, need_weight: bool) -> i
 def dropped_covariance(
     weight: Tensor,  # [V, D]
     vocab_perm: Tensor,  # [V padded]
-    mass: Tensor,  # [T] float32: the probability in the dropped rows of each column block
+    mass: Tensor,  # [T] float32: the probability in the dropped tiles of each column block
     block_n: int,
 ) -> Tensor:
-    """Return the covariance of the weight's rows within their column blocks, weighted by ``mass``: [D, D], in its dtype."""
+    """Return the covariance [D, D] of weight rows within column blocks, weighted by ``mass``, in the weight's dtype."""
     (v, d), tiles = weight.shape, mass.numel()
     whole = mass.sum()
-    # Weights of the order of one, as float16 has little range. Where nothing is dropped all blocks count alike: later steps
-    # use the covariance too.
+    # The mean of scale² is one. If nothing is dropped, all blocks count equally, because later steps reuse the covariance.
     scale = torch.where(whole > 0, mass * tiles / whole, 1.0).sqrt()
     total = torch.empty((d, d), device=weight.device, dtype=torch.float32)
     at_a_time = max(1, CENTERED_BYTES // (weight.element_size() * block_n * d))
@@ -158,21 +157,21 @@ def dropped_covariance(
             weight, vocab_perm, scale, rows, first, v, d, weight.stride(0), BLOCK_N=block_n, BLOCK_D=128
         )
         multiply_add(total, rows.t(), rows, first=first == 0)
-        del rows  # before the next ones, and the copy below
-    # Infinities and NaN of one step must not stay for later ones.
+        del rows  # before the next rows are allocated, and the copy below
+    # Later steps reuse the covariance, so it must not retain an infinity or NaN of this step.
     return total.div_(tiles * block_n).to(weight.dtype).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def mass_weighted_hidden(
     hidden: Tensor, mass: Tensor, logit_scale: float, columns: Tensor | None = None, absolute: bool = False
 ) -> Tensor:
-    """Return each hidden state times the mass that its dropped tiles leave: [N, D] in the dtype of ``hidden``.
+    """Return each hidden state times the mass of its dropped tiles, [N, D] in the dtype of ``hidden``.
 
     Args:
         hidden: [N, D].
         mass: [G, N], summed over G: see ``DroppedMass.per_token``.
-        columns: [D, N]; if given, the result is written there, transposed, with zeros beyond N up to its stride.
-        absolute: take the size of the mass, not its sign.
+        columns: [D, N]; if given, the transposed result is written here, with zeros from N up to the stride.
+        absolute: use the absolute value of the mass.
     """
     (n, d), out = hidden.shape, torch.empty_like(hidden) if columns is None else columns
     _mass_weighted_hidden_kernel[(ceil_div(n, 32), ceil_div(d, 512))](
@@ -189,15 +188,15 @@ def make_weight_correction(
     mass: Tensor,  # [G, N]: see ``DroppedMass.per_token``
     block_n: int,
 ) -> WeightCorrection:
-    """Find the directions of the second moment by subspace iteration; all is zero where nothing is dropped."""
+    """Compute the correction of dW by subspace iteration on the second moment; it is zero if nothing is dropped."""
     (v, d), size = weight.shape, RANK.value
     weighted = mass_weighted_hidden(hidden, mass, 1.0, absolute=True)
     moment = torch.empty((d, d), device=weight.device, dtype=torch.float32)
     multiply_add(moment, weighted.t(), hidden, first=True)
     del weighted
-    # A mean over absolute mass: with signs, tokens whose gradients differ in sign would cancel.
+    # Weighted by absolute mass, because tokens whose gradients differ in sign would cancel.
     total = torch.linalg.vector_norm(mass, 1, dtype=torch.float32)
-    # Infinities and NaN must not stay for later steps: here where nothing is dropped, below where the weight has some.
+    # Later steps reuse the correction. Replace the NaN of a zero total here, and those from a non-finite weight at the end.
     moment.div_(total).nan_to_num_(0.0, 0.0, 0.0)
     some = torch.arange(size, device=weight.device) * d // size
     directions = _orthonormal(moment.index_select(1, some))
@@ -215,9 +214,9 @@ def make_weight_correction(
 
 
 def _orthonormal(vectors: Tensor) -> Tensor:
-    """Return orthonormal columns with the span of those of ``vectors`` [D, 16]; near zero where a column adds nothing.
+    """Return orthonormal columns with the span of the columns of ``vectors`` [D, 16]; near zero if linearly dependent.
 
-    Cholesky QR in float64, as the Gram matrix has the square of the columns' condition number.
+    This is Cholesky QR in float64, since the Gram matrix has the squared condition number of the columns.
     """
     unit = torch.nn.functional.normalize(vectors.double(), dim=0, eps=torch.finfo(torch.float64).tiny)
     gram = unit.t() @ unit

@@ -1,9 +1,9 @@
-"""Estimate the error of filtered gradients on a sample of tokens and of rows of dW.
+"""Estimates of the error of filtered gradients, from a sample of tokens and of rows of dW.
 
-Two errors are estimated, each for dh and for dW: what dropping tiles changes, and what a loss on full logits changes by rounding
-its logits to the dtype of the inputs. ``FilterState`` moves the threshold until the first is a fixed share of the second.
+Two errors are estimated, each for dh and for dW: that of dropping tiles, and that of a loss on full logits from rounding them to
+the dtype of the inputs. ``FilterState`` adjusts the threshold until the first is a fixed share of the second.
 
-This is plain PyTorch, since few steps are measured. The host reads no result, and results repeat bit for bit.
+This is plain PyTorch, since few steps are measured. Nothing synchronizes, and results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hf_cce.kernels.filter.select import DroppedMass, Kept
 from hf_cce.kernels.filter.workspace import MEASURED_TOKENS, BackwardRequest, FilterReport, SavedForward
 from hf_cce.kernels.matmul import multiply_add
 
-# Rounding errors need a larger sample than filter errors: a few tokens have most of them.
+# Rounding errors need a larger sample than filter errors, because a few tokens cause most of them.
 ROUNDED_TOKENS = 4 * MEASURED_TOKENS
-MEASURED_ROWS = 256  # of dW
+MEASURED_ROWS = 256  # rows of dW
 
 
 def estimate_errors(
@@ -36,10 +36,10 @@ def estimate_errors(
     """Estimate both errors of the gradients that ``request`` asks for, before the gradients are computed.
 
     Returns:
-        Frobenius norms, scalars on the device, by the names of ``FilterReport``.
+        Frobenius norms of the errors, as scalar tensors on the device, by field names of ``FilterReport``.
     """
     step = _Step(saved, weight, request, kept, mass)
-    # Gradients of ignored tokens may be infinite.
+    # Upstream gradients of ignored tokens may be infinite.
     valid = step.valid(torch.arange(len(saved.hidden), device=weight.device))
     likely_rounded = torch.where(valid, saved.rounding * request.grad_lse.square(), 0.0)
     rounding_hidden, rounding_weight = _rounding_errors(step, likely_rounded)
@@ -66,17 +66,17 @@ def relative_errors(report: FilterReport, grad_hidden: Tensor | None, grad_weigh
 
 
 def sample(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Draw ``count`` indices by systematic sampling, with probabilities proportional to ``weights`` [M].
+    """Select ``count`` indices by deterministic systematic sampling, with frequencies proportional to ``weights`` [M].
 
     Returns:
-        ``indices`` [count] in ascending order, and ``factors`` [count], float32: for any f [M] that is zero where ``weights``
-        are, ``(factors * f[indices]).sum()`` estimates ``f.sum()`` without bias.
+        ``indices`` [count] in ascending order, and ``factors`` [count], float32. For any f [M] that is zero wherever ``weights``
+        is zero, ``(factors * f[indices]).sum()`` is an estimate of ``f.sum()``.
     """
     if count >= len(weights):
         return torch.arange(len(weights), device=weights.device), torch.ones_like(weights)
     total = weights.sum(dtype=torch.float64)
     share = weights / total
-    # Summed as integers: parallel prefix sums of floats do not repeat bit for bit.
+    # Integers, because parallel prefix sums of floats are not bitwise reproducible.
     upto = (share * 2.0**48).nan_to_num(0.0, 0.0, 0.0).long().cumsum(0)
     targets = (2 * torch.arange(count, device=weights.device) + 1) * upto[-1] // (2 * count)
     indices = torch.searchsorted(upto, targets, right=True).clamp_max(len(weights) - 1)
@@ -86,7 +86,7 @@ def sample(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Step:
-    """The filtered step that is measured. Vocabulary entries are in their own order, tokens in the order of rows."""
+    """Filtered step whose error is estimated. In its methods, ``tokens`` are rows, and ``entries`` are in vocabulary order."""
 
     saved: SavedForward
     weight: Tensor  # [V, D]
@@ -96,16 +96,16 @@ class _Step:
 
     @property
     def tokens_at_once(self) -> int:
-        """Tokens whose logits may be held in float32 at the same time."""
+        """Number of tokens whose float32 logits fit in memory at a time."""
         return self.saved.workspace.measured_at_once
 
     @property
     def rows_at_once(self) -> int:
-        """Vocabulary entries or tiles, each with a number for every token, that fit the same memory."""
+        """Number of vocabulary entries or tiles, each with one value per token, that fit in the same memory."""
         return max(1, self.tokens_at_once * len(self.weight) // len(self.saved.hidden))
 
     def logits(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
-        """Return h Wᵀ + b of some tokens and some vocabulary entries, [R, C] float32; None: of all."""
+        """Return h Wᵀ + b of some tokens and vocabulary entries, [R, C] float32; None selects all."""
         hidden = self.saved.hidden if tokens is None else self.saved.hidden.index_select(0, tokens)
         weight = self.weight if entries is None else self.weight.index_select(0, entries)
         z = torch.empty((len(hidden), len(weight)), device=hidden.device, dtype=torch.float32)
@@ -115,14 +115,14 @@ class _Step:
         return z
 
     def columns(self, entries: Tensor | None) -> Tensor:
-        """Columns of some vocabulary entries, int64; None: of all."""
+        """Return the columns of some vocabulary entries, int64; None selects all."""
         inv_vocab_perm = self.saved.vocabulary.inv_vocab_perm
         return (inv_vocab_perm if entries is None else inv_vocab_perm[entries]).long()
 
     def softmax_gradient(self, z: Tensor, tokens: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | float]:
-        """Return the gradient of logits ``z`` [R, C] without the label's term, and the derivative of the softcap.
+        """Return the gradient w.r.t. h Wᵀ + b = ``z`` [R, C] without the label term, and the derivative of the softcap.
 
-        Overwrites ``z``. Without ``lse`` [R], the softmax is normalized over each row of ``z``.
+        Overwrites ``z``. If ``lse`` [R] is None, the softmax is normalized over each row of ``z``.
         """
         slope: Tensor | float = 1.0
         z = z.mul_(self.saved.logit_scale)
@@ -135,11 +135,11 @@ class _Step:
         return p.masked_fill_(~self.valid(tokens)[:, None], 0.0), slope
 
     def valid(self, tokens: Tensor) -> Tensor:
-        """True for tokens whose label is not ignored, [R]."""
+        """Return a mask [R] of the tokens whose label is not ignored."""
         return self.saved.order.labels[tokens] < len(self.weight)
 
     def left_out(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
-        """Exact less filtered gradient of ``logits``, [R, C] in the dtype of the inputs; corrections are not counted."""
+        """Return the exact minus the filtered gradient of the logits, [R, C] in the dtype of the inputs, without corrections."""
         plan, v = self.saved.plan, len(self.weight)
         z, tiles = self.logits(tokens, entries), self.columns(entries) // plan.block_n
         tokens = torch.arange(len(z), device=z.device) if tokens is None else tokens
@@ -151,7 +151,7 @@ class _Step:
 
 
 def _dropped_energy(step: _Step) -> Tensor:
-    """Return the energy of each token's dropped tiles, times its squared gradient, [N]."""
+    """Return the energy of each token's dropped tiles times its squared upstream gradient, [N]."""
     saved, n = step.saved, len(step.saved.hidden)
     tokens = torch.arange(n, device=step.weight.device)
     row_blocks = tokens // saved.plan.block_m
@@ -165,7 +165,7 @@ def _dropped_energy(step: _Step) -> Tensor:
 
 
 def _hidden_error(step: _Step, energy: Tensor, covariance: Tensor | None) -> Tensor:
-    """Estimate the norm of the error of dh from tokens drawn by the ``energy`` [N] of their dropped tiles."""
+    """Estimate the norm of the error of dh from tokens sampled by the ``energy`` [N] of their dropped tiles."""
     tokens, factors = sample(energy, min(len(energy), MEASURED_TOKENS))
     total = torch.zeros((), device=tokens.device)
     for some, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
@@ -173,7 +173,7 @@ def _hidden_error(step: _Step, energy: Tensor, covariance: Tensor | None) -> Ten
         multiply_add(wrong, step.left_out(some, None), step.weight, first=True)
         if covariance is not None:
             dropped = step.mass.per_token[:, some].sum(0)[:, None] * -step.saved.logit_scale
-            # Hidden states of ignored tokens need not be finite.
+            # Hidden states of ignored tokens may be infinite or NaN.
             weighted = torch.where(dropped == 0.0, 0.0, step.saved.hidden[some] * dropped)
             multiply_add(wrong, weighted.to(covariance.dtype), covariance, first=False)
         total = total + (wrong.square().sum(1) * factor).sum()
@@ -181,7 +181,7 @@ def _hidden_error(step: _Step, energy: Tensor, covariance: Tensor | None) -> Ten
 
 
 def _weight_error(step: _Step, correction: WeightCorrection | None) -> Tensor:
-    """Estimate the norm of the error of dW from rows drawn by the energy of the dropped tiles of their column block."""
+    """Estimate the norm of the error of dW from rows sampled by the energy of the dropped tiles of their column block."""
     saved, kept, (v, d) = step.saved, step.kept, step.weight.shape
     energy = torch.where(kept.kept_slot < 0, kept.energy, 0.0).sum(1).repeat_interleave(saved.plan.block_n)[:v]
     columns, factors = sample(energy, min(v, MEASURED_ROWS))
@@ -201,10 +201,10 @@ def _weight_error(step: _Step, correction: WeightCorrection | None) -> Tensor:
 
 
 def _rounding_errors(step: _Step, likely: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimate the norms of the errors of dh and dW if logits were rounded, from tokens drawn by ``likely`` [N].
+    """Estimate the norms of the errors of dh and dW if logits were rounded, from tokens sampled by ``likely`` [N].
 
-    Some tokens are drawn evenly. Rounding errors of different tokens are taken for independent, so the squares of their parts of
-    dW add up.
+    Part of the sample is uniform. Rounding errors of different tokens are assumed to be independent, so the squares of their
+    contributions to dW are summed.
     """
     saved, request = step.saved, step.request
     tokens, factors = sample(likely + 0.1 * likely.mean(), min(len(likely), ROUNDED_TOKENS))

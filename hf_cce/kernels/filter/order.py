@@ -1,4 +1,4 @@
-"""The order of vocabulary and tokens in which tiles are cut, so that few tiles hold most of the gradient.
+"""Order of vocabulary and tokens before the logits are divided into tiles, so that few tiles hold most of the gradient.
 
 Columns are vocabulary entries, sorted by their average logit. Rows are tokens, sorted by the column of their label.
 """
@@ -17,10 +17,10 @@ from hf_cce.kernels.filter.corrections import WeightCorrection
 from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.launcher import Kernel
 
-SAMPLE = 1024  # tokens whose mean gives the average logits
-FINE = 1 << 14  # columns in whose exact order tokens are sorted
-LARGEST = 128 * (1 << 14)  # vocabulary up to which 16-bit sort keys suffice
-COUNTED = 1 << 13  # tokens up to which counting smaller keys is faster than sorting
+SAMPLE = 1024  # tokens sampled for the average logits
+FINE = 1 << 14  # number of first columns by which tokens are sorted exactly; later ones count as blocks of 128 columns
+LARGEST = 128 * (1 << 14)  # largest vocabulary for 16-bit sort keys
+COUNTED = 1 << 13  # up to this many tokens, counting smaller keys is faster than sorting
 
 
 @Kernel
@@ -37,7 +37,7 @@ def _invert_order_kernel(by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK:
 def _sort_keys_kernel(
     labels, inv_vocab_perm, columns, keys, num_tokens, v, ignore_index, FINE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write the column of each label (V where it is ignored), and the sort keys of ``sort_tokens``."""
+    """Write the column of each label (V if ignored), and the sort keys of ``sort_tokens``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(labels + at, mask=at < num_tokens, other=ignore_index)
     good = (label != ignore_index) & (label >= 0) & (label < v)
@@ -52,21 +52,21 @@ def _sort_keys_kernel(
 def _sort_by_counting_kernel(
     keys,  # [N] int16
     columns,  # [N] int32
-    token_perm,  # [N] int64, written: the tokens by ascending key; of equal keys the first token first
-    labels,  # [N] int32, written: its column
+    token_perm,  # [N] int64, written: the tokens by ascending key; tokens with equal keys keep their order
+    labels,  # [N] int32, written: the columns of these tokens
     num_tokens,
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = rows < num_tokens
-    # Keys and the tokens' numbers in one, so that no two are equal.
+    # Key and token index in one integer, so that no two are equal.
     mine = tl.load(keys + rows, mask=inside, other=0).to(tl.int32) * 65536 + rows
     signs = tl.zeros((BLOCK_R, BLOCK), tl.int32)
     for first in range(0, num_tokens, BLOCK):
         at = first + tl.arange(0, BLOCK)
         other = tl.load(keys + at, mask=at < num_tokens, other=32767).to(tl.int32) * 65536 + at
-        # Minus one where it is smaller: fewer instructions than to compare.
+        # −1 where `other` is smaller; this takes fewer instructions than a comparison.
         signs += (other[None, :] - mine[:, None]) >> 31
     before = -tl.sum(signs, 1)
     tl.store(token_perm + before, rows.to(tl.int64), mask=inside)
@@ -79,7 +79,7 @@ def _permute_rows_kernel(
     weight,  # [V, D]
     vocab_perm,  # [V padded] int32
     out,  # [columns, D], written
-    means,  # [T, D]: mean over the rows of each block
+    means,  # [T, D], written: mean over the rows of each block
     first_block,
     v,
     d,
@@ -99,25 +99,25 @@ def _permute_rows_kernel(
 
 @dataclass
 class Vocabulary:
-    """The order of the columns, and what is learned once for several steps that use it."""
+    """Order of the columns, and corrections that are computed once and reused by all steps with this order."""
 
     vocab_perm: Tensor  # [V padded to whole tiles] int32: the vocabulary entry of each column
     inv_vocab_perm: Tensor  # [V] int32: the column of each vocabulary entry
-    covariance: Tensor | None = None  # [D, D]: see hf_cce.kernels.filter.corrections, also for the next
-    weight_correction: WeightCorrection | None = None
+    covariance: Tensor | None = None  # [D, D]: see hf_cce.kernels.filter.corrections
+    weight_correction: WeightCorrection | None = None  # likewise
 
 
 class TokenOrder(NamedTuple):
-    """The order of the rows of one step."""
+    """Order of the rows in one step."""
 
     token_perm: Tensor  # [N] int64: the token of each row
-    labels: Tensor  # [N] int32: the column of each row's label; V where it is ignored
+    labels: Tensor  # [N] int32: the column of each row's label; V if ignored
 
 
 def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n: int) -> Vocabulary:
-    """Sort by the average logit over some tokens, the largest first.
+    """Sort the vocabulary by the average logit over a sample of tokens, the largest first.
 
-    Gradients are right in any order; in this one most tiles can be dropped.
+    Gradients are correct with any order, but with this one most tiles can be dropped.
     """
     v = weight.shape[0]
     some = hidden[:: max(1, hidden.shape[0] // SAMPLE)]
@@ -133,10 +133,10 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
 
 
 def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> TokenOrder:
-    """Sort by the column of the label; ignored tokens come last.
+    """Sort tokens by the column of their label; ignored tokens come last.
 
-    Keys have 16 bits, as a radix sort takes a pass for each byte: exact for the first FINE columns, which most labels are in,
-    and for blocks of 128 columns after them. Few tokens are placed by counting, in one launch instead of eight.
+    Keys have 16 bits because a radix sort takes one pass per byte. They distinguish each of the first FINE columns, which have
+    most labels, and blocks of 128 columns after these. Few tokens are sorted by counting, in one launch instead of eight.
     """
     n, v = labels.numel(), vocabulary.inv_vocab_perm.numel()
     columns = torch.empty(n, dtype=torch.int32, device=labels.device)
@@ -156,7 +156,7 @@ def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> To
 
 
 def permute_rows(weight: Tensor, vocab_perm: Tensor, first: int, stop: int, means: Tensor, block_n: int) -> Tensor:
-    """Return the rows of ``weight`` for columns ``first`` to ``stop``; write their blocks' means to ``means`` [T, D]."""
+    """Return the rows of ``weight`` for columns ``first`` to ``stop``; write the mean of each block to ``means`` [T, D]."""
     v, d = weight.shape
     out = weight.new_empty((stop - first, d))
     _permute_rows_kernel[(ceil_div(stop - first, block_n), ceil_div(d, 128))](

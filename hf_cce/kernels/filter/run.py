@@ -1,7 +1,7 @@
 """Forward and backward pass of a filtered loss.
 
-Forward leaves statistics of tiles. Backward chooses the tiles to keep, adds what the dropped tiles leave by two products with
-column blocks in place of columns, and computes and multiplies the kept tiles.
+The forward pass saves statistics of the tiles. The backward pass chooses the tiles to keep, computes and multiplies them, and
+approximates the contribution of the dropped tiles by two products over column blocks instead of columns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hf_cce.spec import Inputs, LossSpec, Stats, Wanted
 def filtered_cross_entropy(
     x: Inputs, spec: LossSpec, factor: Tensor, vocabulary: Vocabulary | None
 ) -> tuple[Tensor, SavedForward] | None:
-    """Return (loss, what ``filtered_gradients`` needs), or None where the budget does not allow the filter."""
+    """Return (loss, tensors saved for ``filtered_gradients``), or None if the budget is too small for the filter."""
     saved = _forward(x, spec, vocabulary)
     return None if saved is None else (total_loss(saved.lse, saved.label_logit, factor, spec), saved)
 
@@ -44,9 +44,9 @@ def filtered_cross_entropy(
 def filtered_stats(
     x: Inputs, spec: LossSpec, wanted: Wanted, vocabulary: Vocabulary | None
 ) -> tuple[Stats, SavedForward] | None:
-    """Return (lse, label_logit, entropy and is_top1 as of ``logit_stats``, what ``filtered_gradients`` needs), or None.
+    """Return (statistics, tensors saved for ``filtered_gradients``), or None if the budget is too small for the filter.
 
-    The entropy is available without a softcap only.
+    The statistics are lse, label_logit, entropy (only without a softcap) and is_top1 of ``logit_stats``.
     """
     n, device = x.labels.numel(), x.hidden.device
     entropy = torch.empty(n if wanted.entropy else 0, device=device, dtype=torch.float32)
@@ -69,15 +69,15 @@ def filtered_gradients(
     unfiltered: Callable[[], Sequence[Tensor | None]] | None = None,
     next_tau: Callable[[FilterReport], Tensor | None] = lambda report: None,
 ) -> tuple[Tensor | None, Tensor | None, FilterReport]:
-    """Return (dh, dW, report), up to what ``request.tau`` lets the filter drop; empty where not needed. Consumes ``saved``.
+    """Return (dh, dW, report), filtered with the threshold ``request.tau``; empty if not needed. Consumes ``saved``.
 
-    With ``unfiltered``, which returns exact gradients, those are returned and only the report is the filter's: see ``_probe``.
+    If ``unfiltered`` is given, return the exact gradients it computes, and a report of what the filter would do (``_probe``).
     """
     weight = row_major(weight)
     if unfiltered is None:
         return _backward(saved, weight, request)
     report = _probe(saved, weight, request, next_tau)
-    del request  # its memory, like that of ``saved``, is for the gradients
+    del request  # like ``saved``, to free memory for the gradients
     grad_hidden, grad_weight, *_ = unfiltered()
     return grad_hidden, grad_weight, relative_errors(report, grad_hidden, grad_weight)
 
@@ -86,12 +86,12 @@ def _forward(
     x: Inputs,
     spec: LossSpec,
     vocabulary: Vocabulary | None,
-    entropy: Tensor | None = None,  # [N] in the order of rows, written, like the next
-    is_top1: Tensor | None = None,
+    entropy: Tensor | None = None,  # [N], written in the order of rows
+    is_top1: Tensor | None = None,  # [N], likewise
 ) -> SavedForward | None:
     """Compute ``lse`` and ``label_logit`` of each token, zero where it is ignored, and the statistics of tiles.
 
-    None where the budget does not allow the filter.
+    Return None if the budget is too small for the filter.
     """
     inputs = LogitInputs.of(x, spec)
     if not inputs.shape.n:
@@ -110,7 +110,7 @@ def _forward(
     vocab_perm, order = vocabulary.vocab_perm, sort_tokens(inputs.labels, vocabulary, spec.ignore_index)
     bias = None if inputs.bias is None else inputs.bias.index_select(0, vocab_perm[:v])
     means = weight.new_empty((cols, d))
-    # Padded, so that each begins aligned: Triton would compile another kernel for pointers that are not.
+    # Padded so that each starts aligned: for unaligned pointers, Triton would compile another version of the kernel.
     lse, label_logit, rounding = torch.empty((3, padded(n)), device=device, dtype=torch.float32)[:, :n].unbind()
     tile_lse = torch.empty((cols, padded(n)), device=device, dtype=torch.float32)
     tile_ratio = torch.empty((cols, padded(n)), dtype=torch.bfloat16, device=device)
@@ -119,7 +119,7 @@ def _forward(
     tiles = TileStats(tile_lse, None, expectation, None, largest, tile_ratio, tile_damping)
     by_column = inputs._replace(labels=order.labels, ignore_index=v)
     if uses_hopper(plan, bias, spec.softcap, entropy, is_top1):
-        # One kernel sorts the hidden states and reads them for the labels' logits. The Hopper kernel needs both.
+        # The Hopper kernel needs sorted hidden states and label logits. One kernel computes both.
         hidden = inputs.hidden.new_empty(inputs.hidden.shape)
         label = label_logits(by_column, plan, plan.block_m, vocab_perm, order.token_perm, hidden)
     else:
@@ -127,7 +127,7 @@ def _forward(
     in_order = by_column._replace(hidden=hidden, bias=bias)
     permuted = slab = None
     for first in range(0, v, workspace.slab):
-        permuted = slab = None  # frees the slab before
+        permuted = slab = None  # free the previous slab
         stop, block = min(v, first + workspace.slab), first // plan.block_n
         permuted = permute_rows(weight, vocab_perm, first, stop, means, plan.block_n)
         slab = in_order._replace(weight=permuted, bias=None if bias is None else bias[first:stop])
@@ -141,19 +141,19 @@ def _forward(
 
 
 class _Choice(NamedTuple):
-    """Which tiles are kept, what stands for the others, and how far off that is."""
+    """Kept tiles, the approximation of the dropped tiles, and its estimated error."""
 
     kept: Kept
     mass: DroppedMass
     covariance: Tensor | None  # [D, D]
     correction: WeightCorrection | None
-    report: FilterReport  # its errors are norms, until ``relative_errors``
+    report: FilterReport  # its errors are absolute until ``relative_errors`` divides them
 
 
 def _choose(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> _Choice:
     plan, vocabulary, vocab_perm = saved.plan, saved.vocabulary, saved.vocabulary.vocab_perm
     kept = select(saved, request.tau, request.by_rounding)
-    # float16 has no range for the corrections.
+    # The range of float16 is too small for the corrections.
     corrected = saved.workspace.corrected and saved.hidden.dtype != torch.float16
     mass = dropped_mass(saved, kept, request.grad_lse, weight.shape[1] if corrected and request.need_hidden else 0)
     covariance, correction = None, None
@@ -182,7 +182,7 @@ def _probe(
 ) -> FilterReport:
     """Report what the filter would do, without gradients; ``relative_errors`` completes the report. Consumes ``saved``.
 
-    The first threshold is a guess: if ``next_tau`` finds another from the estimated errors, the report says what that would keep.
+    The first threshold is a guess. If ``next_tau`` derives another one from the estimated errors, report what that would keep.
     """
     report = _choose(saved, weight, request).report
     better = next_tau(report)
@@ -194,9 +194,9 @@ def _probe(
 
 
 def _backward(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> tuple[Tensor, Tensor, FilterReport]:
-    """Return (dh [N, D] in the tokens' own order, dW [V, D], report), empty where not needed. Consumes ``saved``."""
+    """Return (dh [N, D] in the original order of tokens, dW [V, D], report); empty if not needed. Consumes ``saved``."""
     kept, mass, covariance, correction, report = _choose(saved, weight, request)
-    # The kept tiles take over this memory.
+    # Free memory for the kept tiles.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     (n, d), (_, cols) = saved.hidden.shape, saved.tile_grid
     dropped_hidden = torch.empty((n, d) if request.need_hidden else 0, device=weight.device, dtype=torch.float32)
@@ -215,12 +215,12 @@ def _backward(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> 
 def _add_dropped_to_hidden(
     total: Tensor,  # [N, D] float32, written
     saved: SavedForward,
-    mass: DroppedMass,  # with D spare rows if there is a covariance
+    mass: DroppedMass,  # has D spare rows if covariance is not None
     covariance: Tensor | None,  # [D, D]
 ) -> None:
-    """Write what dropped tiles leave to dh: mass times mean rows, and mass times hidden states times the covariance.
+    """Write the contribution of dropped tiles to dh: mass times mean rows, plus mass times hidden states times the covariance.
 
-    One product: of two, the second would read and write all of ``total`` once more.
+    Both terms are computed by one product: a second one would read and write all of ``total`` again.
     """
     means = saved.means
     if covariance is not None:

@@ -1,19 +1,20 @@
-"""Choose which tiles of the logits' gradient are computed, and what stands for the others.
+"""Selection of the tiles of the logits' gradient to compute, and the approximation of the others.
 
-Columns are vocabulary entries and rows are tokens, in an order in which what matters lies together (hf_cce.kernels.filter.order).
-The forward pass stores for each token and tile its mass S = Σ p (as the logsumexp ``tile_lse``) and ``tile_ratio``, its energy
-Σ (p − S/width)² over S². The backward pass drops the tiles of least energy while their sum stays under τ² times a reference:
-Σ_i (1 − p_label)² and the energy of the tiles without a label, about that of the whole gradient; or, for gradient_filter="auto",
-Σ_i ``rounding``. A fixed share of the gradient would not do there: the share that rounding the logits changes differs between
-batches. A dropped tile keeps its mass, spread evenly over its columns. A tile that holds a label is never dropped, so the label's
-term is exact. With a softcap, p stands for p (1 − (z/softcap)²), the size of the gradient; ``tile_damping`` is the mean of the
-second factor, weighted by p. S² in ``tile_ratio`` has no such factor.
+Columns are vocabulary entries and rows are tokens, ordered so that large probabilities are close together
+(hf_cce.kernels.filter.order). For each token and tile, the forward pass saves the mass S = Σ p (as its logsumexp ``tile_lse``)
+and the energy Σ (p − S/width)² divided by S² (``tile_ratio``). The backward pass drops the tiles with the least energy, as long
+as the sum of their energies is at most τ² times a reference. For a numeric gradient_filter, the reference is
+Σ_i (1 − p_label)² plus the energy of the tiles without a label, which is about the energy of the whole gradient. For
+gradient_filter="auto" it is Σ_i ``rounding``, because the share of the gradient that rounding the logits changes differs between
+batches. The mass of a dropped tile is spread evenly over its columns. A tile with a label is never dropped, so the label term is
+exact. With a softcap, p stands for p (1 − (z/softcap)²), the size of the gradient; ``tile_damping`` is the mean of the second
+factor, weighted by p. The S² in ``tile_ratio`` does not include this factor.
 
-``rounding`` is the squared change of a token's gradient if each logit is rounded by an independent error of size δ, over δ². The
-rounding changes p by p (δ − Σ p δ). With E the energy over all tiles, the square of that is about E (1 − √E)² if one entry has
-most of the probability, and E (1 − E) if several share it evenly: the geometric mean of the two is taken.
+``rounding`` is the squared change of a token's gradient if each logit has an independent rounding error of size δ, divided by δ².
+Rounding changes p by p (δ − Σ p δ). With E the energy over all tiles, the squared change is about E (1 − √E)² if one entry has
+most of the probability, and E (1 − E) if several entries share it evenly. The geometric mean of the two is used.
 
-Everything is decided on the device, in integers or in a fixed order: results repeat bit for bit and the host waits for nothing.
+All decisions are made on the device, in integers or in a fixed order, so results are bitwise reproducible without synchronizing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hf_cce.kernels.launch_config import ceil_div, padded, power_of_2
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import softcap_slope
 
-# Energies are sorted into bins of a quarter of an octave, from 2⁻¹⁰⁰ to 2²⁸; the last bin holds what must be kept.
+# Bins of the histogram of energies, a quarter of an octave each, from 2⁻¹⁰⁰ to 2²⁸. The last bin is for tiles that must be kept.
 BINS = tl.constexpr(512)
 
 
@@ -39,7 +40,7 @@ def _bin(energy):
     known = (energy > 0.0) & (energy < float("inf"))
     octaves = tl.log2(tl.where(known, energy, 1.0))
     number = tl.minimum(tl.maximum(tl.floor(4.0 * octaves) + 400.0, 0.0), 510.0).to(tl.int32)
-    # Infinities and NaN are kept.
+    # Tiles with infinite or NaN energy must be kept.
     return tl.where(known, number, tl.where(energy == 0.0, 0, 511))
 
 
@@ -50,15 +51,15 @@ def _tile_energy_kernel(
     tile_ratio,  # [T, N]
     lse,  # [N]
     label_logit,  # [N]
-    labels,  # [N], V where ignored
+    labels,  # [N], V if ignored
     rounding,  # [N], if BY_ROUNDING
-    energy,  # [T, row blocks], written; infinite for a tile that holds a label
+    energy,  # [T, row blocks], written; infinite for a tile with a label
     part,  # [programs], written: partial sums of the reference
     tile_stride,
     num_tokens,
     num_row_blocks,
     num_col_blocks,
-    span,  # column blocks of a program
+    span,  # column blocks per program
     v,
     softcap,
     BY_ROUNDING: tl.constexpr,
@@ -102,7 +103,7 @@ def _tile_energy_kernel(
 @Kernel
 @triton.jit(do_not_specialize=["num_tiles"])
 def _count_kernel(energy, counts, num_tiles, BLOCK: tl.constexpr):
-    """Tiles by energy, [programs, BINS]."""
+    """Write histograms of tiles by energy, [programs, BINS]."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     e = tl.load(energy + at, mask=at < num_tiles, other=float("inf"))
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(_bin(e), BINS))
@@ -126,13 +127,13 @@ def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: t
 def _choose_tiles_kernel(
     energy,  # [T, row blocks]
     part,  # [programs of _tile_energy_kernel]
-    sums,  # [BINS]: tiles by energy
+    sums,  # [BINS]: number of tiles by energy
     tau,  # scalar
-    kept_slot,  # [T, row blocks] int32, written: see Kept, like the next
-    kept_counts,  # [T] int32, written
+    kept_slot,  # [T, row blocks] int32, written: see Kept
+    kept_counts,  # [T] int32, written: see Kept
     num_row_blocks,
     num_programs,
-    ROWS: tl.constexpr,  # row blocks, or more
+    ROWS: tl.constexpr,  # at least the number of row blocks
     BLOCK: tl.constexpr,
 ):
     total = tl.zeros((BLOCK,), tl.float32)
@@ -140,11 +141,11 @@ def _choose_tiles_kernel(
         at = first + tl.arange(0, BLOCK)
         total += tl.load(part + at, mask=at < num_programs, other=0.0)
     bins = tl.arange(0, BINS)
-    # A bin's upper edge stands for its energies, so the sum is never taken too small.
+    # The upper edge of a bin is used for all of its energies, so that the sum is never too small.
     below = tl.cumsum(tl.load(sums + bins).to(tl.float32) * tl.exp2((bins - 399).to(tl.float32) / 4.0), 0)
     limit, whole = tl.load(tau), tl.sum(total)
-    # Where nothing is wrong, as with no label at all, tiles without energy are still nothing to compute.
-    empty = tl.where(whole == 0.0, 1, 0)  # bins
+    # If the reference is zero, for example without any label, the tiles with zero energy (the first bin) are still dropped.
+    empty = tl.where(whole == 0.0, 1, 0)
     fits = ((below <= limit * limit * whole) | (bins < empty)) & (bins < 511)
     cutoff = tl.sum(fits.to(tl.int32))
     block = tl.program_id(0)
@@ -163,12 +164,12 @@ def _divide_passes_kernel(
     kept_counts,  # [T]
     first_kept,  # [T + 1], written: see Kept
     pass_of,  # [T], written: the pass of each column block
-    pass_block,  # [P + 1], written: see Kept, like the next
-    pass_start,  # [P + 1], written
+    pass_block,  # [P + 1], written: see Kept
+    pass_start,  # [P + 1], written: see Kept
     num_col_blocks,
     room,
     PASSES,
-    COLS: tl.constexpr,  # column blocks, or more
+    COLS: tl.constexpr,  # at least the number of column blocks
 ):
     cols = tl.arange(0, COLS)
     inside = cols < num_col_blocks
@@ -191,14 +192,14 @@ def _list_tiles_kernel(
     first_kept,  # [T + 1]
     pass_of,  # [T]
     pass_start,  # [P + 1]
-    tiles,  # [kept], written: see Kept, like the next three
-    tile_rows,  # [kept], written
-    row_tiles,  # [row blocks, T] int64, written
-    row_pass,  # [row blocks, P + 1], written
+    tiles,  # [kept], written: see Kept
+    tile_rows,  # [kept], written: see Kept
+    row_tiles,  # [row blocks, T] int64, written: see Kept
+    row_pass,  # [row blocks, P + 1], written: see Kept
     num_row_blocks,
     num_col_blocks,
     PASSES,
-    PASSES_2: tl.constexpr,  # PASSES + 1, or more
+    PASSES_2: tl.constexpr,  # at least PASSES + 1
     BLOCK: tl.constexpr,
 ):
     row_block = tl.program_id(0)
@@ -229,7 +230,7 @@ def _longest_first_kernel(
     row_order,  # [P, row blocks], written: see Kept
     num_row_blocks,
     PASSES,
-    ROWS: tl.constexpr,  # row blocks, or more
+    ROWS: tl.constexpr,  # at least the number of row blocks
 ):
     row, number = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, ROWS)
@@ -248,12 +249,12 @@ def _mass_kernel(
     tile_damping,  # [T, N], if HAS_DAMPING
     kept_slot,  # [T, row blocks]
     lse,  # [N]
-    labels,  # [N], V where ignored
+    labels,  # [N], V if ignored
     grad_lse,  # [N]
-    mass,  # [T, N], written: DroppedMass.per_row, and so on
-    probability,  # [T, row blocks], written
-    tile_mass,  # [T, row blocks], written
-    token_mass,  # [T / GROUP, N], written
+    mass,  # [T, N], written: DroppedMass.per_row
+    probability,  # [T, row blocks], written: DroppedMass.probability
+    tile_mass,  # [T, row blocks], written: DroppedMass.per_tile
+    token_mass,  # [T / GROUP, N], written: DroppedMass.per_token
     tile_stride,
     num_tokens,
     num_row_blocks,
@@ -268,7 +269,7 @@ def _mass_kernel(
     blocks = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows, known = rows < num_tokens, blocks < num_col_blocks
-    # Ignored tokens are left out by their values, not by masks, so that loads stay vectors.
+    # Ignored tokens are set to zero rather than masked, so that loads are vectorized.
     gone = known & (tl.load(kept_slot + blocks * num_row_blocks + row_block, mask=known, other=0) < 0)
     at = blocks.to(tl.int64)[:, None] * tile_stride + rows[None, :]
     inside = gone[:, None] & in_rows[None, :]
@@ -289,24 +290,23 @@ def _mass_kernel(
 
 
 class Kept(NamedTuple):
-    """The kept tiles, listed by column block, by row block and by pass; all int32 on the device unless said otherwise."""
+    """Kept tiles, listed by column block, by row block and by pass. Tensors are int32 unless stated otherwise."""
 
-    energy: Tensor  # [T, row blocks] float32, infinite for a tile that holds a label
-    kept_slot: Tensor  # [T, row blocks]: the number of a kept tile within its column block; −1 where dropped
-    kept_counts: Tensor  # [T]: kept tiles of each column block
-    first_kept: Tensor  # [T + 1]: kept tiles in the column blocks before
-    pass_block: Tensor  # [P + 1]: the first column block of each pass
-    pass_start: Tensor  # [P + 1]: kept tiles before each pass
-    tiles: Tensor  # [kept]: column block · row blocks + row block, by ascending column block
-    tile_rows: Tensor  # [kept]: the row block alone
-    # [row blocks, T] int64: the kept tiles of each row block, as column block + 2³² · slot in its pass
-    row_tiles: Tensor
-    row_pass: Tensor  # [row blocks, P + 1]: how many of them come before each pass
-    row_order: Tensor  # [P, row blocks]: the row blocks of each pass, those with most kept tiles first
+    energy: Tensor  # [T, row blocks] float32, infinite for a tile with a label
+    kept_slot: Tensor  # [T, row blocks]: index of a kept tile within its column block; −1 if dropped
+    kept_counts: Tensor  # [T]: number of kept tiles in each column block
+    first_kept: Tensor  # [T + 1]: number of kept tiles in earlier column blocks
+    pass_block: Tensor  # [P + 1]: first column block of each pass
+    pass_start: Tensor  # [P + 1]: number of kept tiles in earlier passes
+    tiles: Tensor  # [kept]: column block · (number of row blocks) + row block, sorted by column block
+    tile_rows: Tensor  # [kept]: row block of each entry of ``tiles``
+    row_tiles: Tensor  # [row blocks, T] int64: kept tiles of each row block, as column block + 2³² · (slot in its pass)
+    row_pass: Tensor  # [row blocks, P + 1]: number of kept tiles of the row block in earlier passes
+    row_order: Tensor  # [P, row blocks]: row blocks of each pass, those with most kept tiles first
 
 
 def select(saved: SavedForward, tau: Tensor, by_rounding: bool) -> Kept:
-    """Choose the tiles to keep for the threshold ``tau``. A pass holds at most ``room`` tiles before its last column block."""
+    """Choose the tiles to keep for the threshold ``tau``. In a pass, at most ``room`` tiles precede its last column block."""
     (rows, cols), passes = saved.tile_grid, saved.workspace.passes
     energy, part, sums = _tile_energies(saved, by_rounding)
 
@@ -340,7 +340,7 @@ def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tens
     """Return the tiles' energies [T, row blocks], partial sums of the reference, and a histogram of tiles by energy."""
     plan, (rows, cols), n, v = saved.plan, saved.tile_grid, saved.lse.numel(), saved.vocabulary.inv_vocab_perm.numel()
     device = saved.lse.device
-    span = ceil_div(max(32, ceil_div(rows * cols, 2048)), 16) * 16  # some hundreds of programs
+    span = ceil_div(max(32, ceil_div(rows * cols, 2048)), 16) * 16  # gives a few hundred programs
     grid = (rows, ceil_div(cols, span))
     energy = torch.empty((cols, rows), device=device, dtype=torch.float32)
     part = torch.empty(grid[0] * grid[1], device=device, dtype=torch.float32)
@@ -358,17 +358,17 @@ def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tens
 
 
 class DroppedMass(NamedTuple):
-    """The gradient that dropped tiles keep as mass, and its sums."""
+    """Gradient mass of the dropped tiles, and sums of it."""
 
-    per_row: Tensor  # [T, N]: of each row of a tile, zero for kept tiles
-    stacked: Tensor  # [T + spare, N]: the same memory with rows below, not written yet
+    per_row: Tensor  # [T, N]: sum of the gradient over the columns of each tile, zero for kept tiles
+    stacked: Tensor  # [T + spare, N]: ``per_row`` followed by uninitialized rows in the same memory
     probability: Tensor  # [T, row blocks] float32: sums of p over dropped tiles
     per_tile: Tensor  # [T, row blocks] float32: sums of ``per_row`` over the tile's rows
     per_token: Tensor  # [T / MASS_GROUP, N] float32: sums of ``per_row`` over groups of column blocks
 
 
 def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, spare: int) -> DroppedMass:
-    """Compute the mass of dropped tiles, with ``spare`` rows allocated below ``per_row``."""
+    """Compute the mass of dropped tiles; allocate ``spare`` more rows after ``per_row``."""
     plan, (rows, cols), n, v = saved.plan, saved.tile_grid, saved.lse.numel(), saved.vocabulary.inv_vocab_perm.numel()
     device = saved.lse.device
     mass = torch.empty((cols + spare, padded(n)), dtype=saved.hidden.dtype, device=device)

@@ -1,10 +1,10 @@
-"""Compute the kept tiles of the logits' gradient into slots of a scratch buffer, and multiply them from there.
+"""Computation of the kept tiles of the logits' gradient in a scratch buffer, and their products with weight and hidden states.
 
-A slot holds one tile, [BLOCK_M, BLOCK_N]; the slots of a pass follow each other in the order of column blocks. A fixed number of
-programs shares the tiles, so that a pass without tiles costs its launches and no more.
+The scratch buffer is divided into slots of one tile, [BLOCK_M, BLOCK_N]; the slots of a pass are sorted by column block. A fixed
+number of programs shares the tiles of a pass, so a pass without tiles costs only its launches.
 
-The weight in the order of columns may lie in the memory that dW will have. A pass covers consecutive column blocks and later
-passes do not read their rows again, so dW is written over them, and rows are put in the vocabulary's order after the last pass.
+The sorted weight may share its memory with dW. A pass covers consecutive column blocks, and later passes do not read their weight
+rows, so dW can be written over these rows. After the last pass, the rows of dW are moved to the order of the vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _add_dropped(
     acc, block, ds, block_sums, block_mass, row_coeffs, basis, vocab_size, hidden_size,
     CORRECTED: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``acc`` [BLOCK_N, BLOCK_D] what the dropped tiles of a column block leave to its rows of dW."""
+    """Return ``acc`` [BLOCK_N, BLOCK_D] plus the contribution of the dropped tiles of a column block to its rows of dW."""
     width = tl.minimum(vocab_size - block * BLOCK_N, BLOCK_N).to(tl.float32)
     even = tl.load(block_sums + block.to(tl.int64) * hidden_size + ds, mask=ds < hidden_size, other=0.0) / width
     acc += even[None, :]
@@ -51,16 +51,16 @@ def _add_dropped(
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number"])
 def _kept_tiles_kernel(
     hidden,  # [N, D] in the order of rows
-    weight,  # [V, D] in the order of columns, or as it is if GATHER
+    weight,  # [V, D] in the order of columns; in the order of the vocabulary if GATHER
     bias,  # [V] in the order of columns
     vocab_perm,  # [V padded]
-    labels,  # [N]: the column of each label; V where ignored
+    labels,  # [N]: the column of each label; V if ignored
     lse,  # [N]
     grad_lse,  # [N]
     grad_label,  # [N]
-    tiles,  # [kept]: see hf_cce.kernels.filter.select.Kept, like the next
-    pass_start,  # [P + 1]
-    scratch,  # [slots · BLOCK_M, BLOCK_N]
+    tiles,  # [kept]: see hf_cce.kernels.filter.select.Kept
+    pass_start,  # [P + 1], likewise
+    scratch,  # [slots · BLOCK_M, BLOCK_N], written
     pass_number,
     num_tokens,
     num_row_blocks,
@@ -73,7 +73,7 @@ def _kept_tiles_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    FLATTEN: tl.constexpr,  # one loop over tiles and the hidden size, whose loads run on from tile to tile
+    FLATTEN: tl.constexpr,  # use one loop over tiles and the hidden size, so that loads are pipelined across tiles
     TMA: tl.constexpr,
     GATHER: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -91,7 +91,7 @@ def _kept_tiles_kernel(
         cols = col + tl.arange(0, BLOCK_N)
         in_rows = rows < num_tokens
         label = tl.load(labels + rows, mask=in_rows, other=vocab_size)
-        # Loaded before the products, which hide how long that takes.
+        # Loaded before the product, which hides the latency.
         row_lse = tl.where(label < vocab_size, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
         g = tl.where(label < vocab_size, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
         z = tile_logits(
@@ -102,10 +102,10 @@ def _kept_tiles_kernel(
             z, rows, cols, in_rows, col, label, label < vocab_size, row_lse, g, None, grad_label, None, None,
             vocab_size, logit_scale, softcap, False, False, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
         )  # fmt: skip
-        # Slots hold whole tiles: zero outside N and V.
+        # A slot holds a whole tile: set it to zero outside N and V.
         if col + BLOCK_N > vocab_size:
             gradient = tl.where((cols < vocab_size)[None, :], gradient, 0.0)
-        if row + BLOCK_M > num_tokens:  # beyond N, infinities of the weight would give NaN
+        if row + BLOCK_M > num_tokens:  # beyond N, an infinite weight would give NaN
             gradient = tl.where(in_rows[:, None], gradient, 0.0)
         at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         slot = scratch + (tile - first).to(tl.int64) * (BLOCK_M * BLOCK_N)
@@ -114,7 +114,7 @@ def _kept_tiles_kernel(
 
 @triton.jit
 def _add_in_parts(acc, part, a, b, last, PRECISION: tl.constexpr):
-    """Return acc + a · b, summed tile by tile: tensor cores truncate, which adds up in one long sum."""
+    """Add a · b to ``part``, and ``part`` to ``acc`` after the last step of a tile: in one long sum, truncation would add up."""
     part = tl.dot(a, b, part, input_precision=PRECISION)
     return tl.where(last, acc + part, acc), tl.where(last, 0.0, part)
 
@@ -123,14 +123,14 @@ def _add_in_parts(acc, part, a, b, last, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _hidden_gradient_kernel(
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_M, BLOCK_K]
-    weight,  # [V, D] pointer, or TMA descriptor [BLOCK_K, BLOCK_D] of the rows in order
+    weight,  # [V, D] pointer, or TMA descriptor [BLOCK_K, BLOCK_D] of the sorted weight
     vocab_perm,  # [V padded], if GATHER
     row_tiles,  # [row blocks, T] int64
     row_pass,  # [row blocks, P + 1]
     row_order,  # [P, row blocks]
-    total,  # [N, D] float32: the sum of dropped tiles and of earlier passes; added to for row blocks with tiles in later ones
+    total,  # [N, D] float32: sum of dropped tiles and earlier passes; updated for row blocks with tiles in later passes
     token_perm,  # [N] int64
-    out,  # [N, D] in the tokens' own order, written once a row block has all its tiles
+    out,  # [N, D] in the original order of tokens, written when all tiles of a row block are added
     pass_number,
     num_tokens,
     num_row_blocks,
@@ -166,7 +166,7 @@ def _hidden_gradient_kernel(
         acc = tl.load(mine + here, mask=mask, other=0.0)
         part = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         listed = row_tiles + row_block * num_col_blocks
-        # Read one step ahead, so that the products need not wait for it.
+        # Read one step ahead, so that the product does not wait for it.
         now = tl.load(listed + first // steps, mask=first < stop, other=0)
         for step in range(first, stop):
             k = step % steps * BLOCK_K
@@ -198,7 +198,7 @@ def _hidden_gradient_kernel(
 
 @triton.jit
 def _rows_stay(pass_block, vocab_size, BLOCK_N: tl.constexpr):
-    """Whether rows of dW stay in the order of columns for now: later passes read rows of the weight in the same memory."""
+    """Return True if dW stays in the order of columns for now, because later passes read the sorted weight from its memory."""
     return tl.load(pass_block + 1) < tl.cdiv(vocab_size, BLOCK_N)
 
 
@@ -208,21 +208,21 @@ def _weight_gradient_kernel(
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_K, BLOCK_N]
     hidden,  # [N, D] pointer or TMA descriptor [BLOCK_K, BLOCK_D]
     vocab_perm,  # [V padded]
-    tile_rows,  # [kept]: see hf_cce.kernels.filter.select.Kept, like the next three
-    first_kept,  # [T + 1]
-    pass_block,  # [P + 1]
-    pass_start,  # [P + 1]
-    block_sums,  # [T, D] float32: what dropped tiles leave to the rows of each column block together
-    block_mass,  # [T] float32: mass of dropped tiles, if CORRECTED, like the next two
-    row_coeffs,  # [V, 16]: see hf_cce.kernels.filter.corrections.WeightCorrection
-    basis,  # [16, D]
-    out,  # [V, D], written: in the vocabulary's own order, or in the order of columns while ``_rows_stay``
+    tile_rows,  # [kept]: see hf_cce.kernels.filter.select.Kept
+    first_kept,  # [T + 1], likewise
+    pass_block,  # [P + 1], likewise
+    pass_start,  # [P + 1], likewise
+    block_sums,  # [T, D] float32: contribution of dropped tiles to dW, summed over the rows of each column block
+    block_mass,  # [T] float32, if CORRECTED: mass of dropped tiles
+    row_coeffs,  # [V, 16], if CORRECTED: see hf_cce.kernels.filter.corrections.WeightCorrection
+    basis,  # [16, D], likewise
+    out,  # [V, D], written in the order of the vocabulary; in the order of columns if IN_PLACE and ``_rows_stay``
     pass_number,
     num_tokens,
     vocab_size,
     hidden_size,
     hidden_stride,
-    IN_PLACE: tl.constexpr,  # out has the memory of the weight in the order of columns
+    IN_PLACE: tl.constexpr,  # out is in the memory of the sorted weight
     CORRECTED: tl.constexpr,
     RANK: tl.constexpr,
     TMA: tl.constexpr,
@@ -281,7 +281,7 @@ def _weight_gradient_kernel(
 @Kernel
 @triton.jit
 def _reorder_rows_kernel(
-    gradient,  # [V, D]: ``width`` of D from ``first`` on are read, or with BACK written at their vocabulary entries
+    gradient,  # [V, D]: the slice [:, first : first + width] is read, or written if BACK
     vocab_perm,  # [V padded]
     buffer,  # [V, width]
     pass_block,  # [P + 1]
@@ -293,7 +293,7 @@ def _reorder_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copy a slice of dW, in the order of columns, to the buffer; or from there to its place in the vocabulary's order."""
+    """Copy a slice of dW in the order of columns to the buffer, or from the buffer to the order of the vocabulary if BACK."""
     if _rows_stay(pass_block, vocab_size, BLOCK_N):
         cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -309,18 +309,18 @@ def _reorder_rows_kernel(
 
 @dataclass(frozen=True)
 class DroppedParts:
-    """What dropped tiles leave to the gradients."""
+    """Contributions of dropped tiles to the gradients."""
 
-    hidden: Tensor  # [N, D] float32: to dh
-    blocks: Tensor  # [T, D] float32: to the rows of dW of each column block together
-    block_mass: Tensor | None  # [T] float32: what the correction is multiplied by
-    correction: WeightCorrection | None  # of dW
+    hidden: Tensor  # [N, D] float32: contribution to dh
+    blocks: Tensor  # [T, D] float32: contribution to dW, summed over the rows of each column block
+    block_mass: Tensor | None  # [T] float32: factor of ``correction`` for each column block
+    correction: WeightCorrection | None
 
 
 def multiply_kept(
     saved: SavedForward, weight: Tensor, request: BackwardRequest, kept: Kept, parts: DroppedParts
 ) -> tuple[Tensor, Tensor]:
-    """Return dh [N, D] and dW [V, D], from kept tiles and ``parts``; empty where not needed. Overwrites ``parts.hidden``."""
+    """Return dh [N, D] and dW [V, D] from kept tiles and ``parts``; empty if not needed. Overwrites ``parts.hidden``."""
     plan, workspace = saved.plan, saved.workspace
     gather = saved.weight is None
     source = weight if saved.weight is None else saved.weight
@@ -347,44 +347,44 @@ def multiply_kept(
 
 @dataclass(frozen=True)
 class _Launches:
-    """The three kernels of a pass."""
+    """Launches of the three kernels of a pass."""
 
     saved: SavedForward
     request: BackwardRequest
     kept: Kept
     parts: DroppedParts
-    source: Tensor  # [V, D]: the weight, in the order of columns or, if ``gather``, its own
+    source: Tensor  # [V, D]: the weight in the order of columns; in the order of the vocabulary if ``gather``
     gather: bool
     scratch: Tensor  # [slots · BLOCK_M, BLOCK_N]
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """N, V, D."""
+        """(N, V, D)."""
         return self.saved.hidden.shape[0], *self.source.shape
 
     @cached_property
     def tile_operands(self) -> tuple[Any, Any]:
-        """Hidden states and weight, as ``_kept_tiles_kernel`` reads them."""
+        """(hidden states, weight) as arguments of ``_kept_tiles_kernel``."""
         plan = self.saved.plan
         source = self.source if self.gather else operand(self.source, plan.block_n, plan)
         return operand(self.saved.hidden, plan.block_m, plan), source
 
     @cached_property
     def hidden_operands(self) -> tuple[Any, Any]:
-        """Tiles and weight, as ``_hidden_gradient_kernel`` reads them."""
+        """(tiles, weight) as arguments of ``_hidden_gradient_kernel``."""
         plan, scratch = self.saved.plan, self.scratch
         source = self.source if self.gather else descriptor(self.source, plan.sparse_block_k, plan.block_d, plan)
         return descriptor(scratch, plan.block_m, plan.sparse_block_k, plan), source
 
     @cached_property
     def weight_operands(self) -> tuple[Any, Any]:
-        """Tiles and hidden states, as ``_weight_gradient_kernel`` reads them."""
+        """(tiles, hidden states) as arguments of ``_weight_gradient_kernel``."""
         plan, scratch, hidden = self.saved.plan, self.scratch, self.saved.hidden
         tiles = descriptor(scratch, plan.sparse_block_k, plan.block_n, plan)
         return tiles, descriptor(hidden, plan.sparse_block_k, plan.weight_block_d, plan)
 
     def compute_tiles(self, number: int) -> None:
-        """Write the kept tiles of a pass to the scratch."""
+        """Write the kept tiles of a pass to the scratch buffer."""
         saved, plan, (n, v, d), (rows, cols) = self.saved, self.saved.plan, self.sizes, self.saved.tile_grid
         _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
             *self.tile_operands, saved.bias, saved.vocabulary.vocab_perm, saved.order.labels, saved.lse, self.request.grad_lse,
@@ -408,7 +408,7 @@ class _Launches:
         )  # fmt: skip
 
     def multiply_by_hidden(self, number: int, grad_weight: Tensor, in_place: bool) -> None:
-        """Write tilesᵀ · hidden, and what dropped tiles leave, to the rows of dW of the pass's column blocks."""
+        """Write tilesᵀ · hidden plus the contribution of dropped tiles to the rows of dW in the pass's column blocks."""
         saved, kept, parts, plan, (n, v, d) = self.saved, self.kept, self.parts, self.saved.plan, self.sizes
         _weight_gradient_kernel[(min(plan.programs, saved.tile_grid[1] * ceil_div(d, plan.weight_block_d)),)](
             *self.weight_operands, saved.vocabulary.vocab_perm, kept.tile_rows,
@@ -432,14 +432,14 @@ def _product_constants(plan: Plan) -> dict[str, Any]:
 
 
 def _reorder_rows(gradient: Tensor, vocab_perm: Tensor, scratch: Tensor, pass_block: Tensor, block_n: int) -> None:
-    """Put rows of ``gradient`` [V, D], in the order of columns, in the vocabulary's order, by way of ``scratch``.
+    """Move the rows of ``gradient`` [V, D] from the order of columns to that of the vocabulary, through ``scratch``.
 
-    Does nothing where one pass has all tiles: its rows are in the vocabulary's order already.
+    The kernel does nothing if one pass had all tiles, because rows are in the order of the vocabulary already.
     """
     v, d = gradient.shape
     width = min(d, scratch.numel() // v)
     if width > 16:
-        width -= width % 16  # rows that begin aligned
+        width -= width % 16  # keeps rows aligned
     for first in range(0, d, width):
         stop = min(d, first + width)
         for back in (False, True):

@@ -1,4 +1,4 @@
-"""How the filtered loss divides its scratch memory, and the records that its passes hand to each other."""
+"""Division of the filtered loss's scratch memory, and the records passed between its forward and backward pass."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from hf_cce.kernels.inputs import Shape
 from hf_cce.kernels.launch_config import Plan, ceil_div, padded
 
 MEASURED_TOKENS = 64  # tokens whose error is estimated
-FEWEST_AT_ONCE = 4  # of them, for which there must be room at the same time
+FEWEST_AT_ONCE = 4  # fewest of these tokens that must fit in memory at a time
 MASS_GROUP = 16  # column blocks whose mass one program sums for each token
 MAX_PASSES = 96
-MAX_PASSES_IN_ORDER = 12  # with more, gathering rows of the weight costs less than keeping them in order
+MAX_PASSES_IN_ORDER = 12  # with more passes, gathering rows of the weight costs less than saving a sorted copy
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """The division of the scratch memory: decided from shapes alone, before anything is known of the data."""
+    """Division of the scratch memory. It depends on shapes only, not on the data."""
 
-    slab: int  # columns whose rows of the weight are put in order at a time
-    keep_weight: bool  # whether all rows of the weight stay in order until the backward pass
-    slots: int  # tiles of the logits' gradient that a pass holds
+    slab: int  # columns whose weight rows are sorted at a time
+    keep_weight: bool  # the sorted weight is saved for the backward pass
+    slots: int  # tiles of the logits' gradient that the buffer of a pass holds
     room: int  # kept tiles after which a new pass begins
-    passes: int  # as many as can be needed
-    measured_at_once: int  # tokens whose error is estimated at the same time: see hf_cce.kernels.filter.error
-    corrected: bool  # whether there is room for hf_cce.kernels.filter.corrections
+    passes: int  # largest number of passes that can be needed
+    measured_at_once: int  # tokens whose error is estimated at a time: see hf_cce.kernels.filter.error
+    corrected: bool  # hf_cce.kernels.filter.corrections are used
 
 
 def plan_workspace(shape: Shape, plan: Plan, softcap: bool, need_weight: bool, budget: int) -> Workspace | None:
-    """Divide ``budget`` bytes, or return None where they do not suffice.
+    """Divide ``budget`` bytes; return None if they do not suffice.
 
-    Rows of the weight in order, and corrections, are used where there is room for them.
+    The sorted weight is saved, and corrections are used, if there is room for them.
     """
     for keep_weight, corrected in product((True, False), (True, False)):
         needs = _Needs(shape, plan, softcap, need_weight, keep_weight, corrected)
@@ -49,7 +49,7 @@ def plan_workspace(shape: Shape, plan: Plan, softcap: bool, need_weight: bool, b
 
 @dataclass(frozen=True)
 class _Needs:
-    """Bytes that one way to divide the memory needs, by what they hold."""
+    """Bytes needed by one choice of ``keep_weight`` and ``corrected``, by purpose."""
 
     shape: Shape
     plan: Plan
@@ -60,7 +60,7 @@ class _Needs:
 
     @property
     def element(self) -> int:
-        """Bytes of an element of the inputs."""
+        """Bytes per element of the inputs."""
         return self.shape.dtype.itemsize
 
     @property
@@ -87,38 +87,38 @@ class _Needs:
 
     @property
     def standing(self) -> int:
-        """From the forward pass to the end: permutations, means of column blocks, hidden states and weight in order."""
+        """From the forward pass to the end: permutations, means of column blocks, sorted hidden states and weight."""
         n, d, v, _ = self.shape
         permutations = 4 * (3 * v + 5 * n)
         means = (self.element + 4) * self.cols * d
-        # With a gradient of the weight, its own memory holds the rows in order until it is written.
+        # If dW is needed, its buffer holds the sorted weight until dW is written.
         weight = self.element * v * d if self.keep_weight and not self.need_weight else 0
         return permutations + means + self.element * n * d + weight + self.corrections
 
     @property
     def statistics(self) -> int:
-        """Of tiles, until kept tiles are chosen."""
+        """Statistics of tiles, until kept tiles are chosen."""
         return (4 + 2 + 2 * self.softcap) * self.cols * self.shape.n
 
     @property
     def lists(self) -> int:
-        """Of kept tiles."""
+        """Lists of kept tiles."""
         return 4 * (7 * self.rows * self.cols + 8 * self.cols)
 
     @property
     def mass(self) -> int:
-        """Of dropped tiles, see ``DroppedMass``."""
+        """Mass of dropped tiles, see ``DroppedMass``."""
         per_token = self.element * (self.cols + self.shape.d * self.corrected) + 4 * ceil_div(self.cols, MASS_GROUP)
         return per_token * padded(self.shape.n) + 8 * self.cols * self.rows
 
     @property
     def choice(self) -> int:
-        """While kept tiles are chosen and errors are estimated."""
+        """Total while kept tiles are chosen and errors are estimated."""
         return self.standing + self.statistics + self.mass + self.lists
 
     @property
     def products(self) -> int:
-        """While kept tiles are multiplied, besides the tiles."""
+        """Total while kept tiles are multiplied, without the tiles themselves."""
         return self.standing + self.lists + 4 * self.shape.n * self.shape.d
 
 
@@ -140,7 +140,7 @@ def _divide(needs: _Needs, budget: int) -> Workspace | None:
         or needs.choice + needs.making_corrections > budget
     ):
         return None
-    per_token = (24 if needs.softcap else 16) * v  # logits in float32, and temporaries of the error estimate
+    per_token = (24 if needs.softcap else 16) * v  # float32 logits and temporaries of the error estimate
     at_once = min(n, MEASURED_TOKENS, (budget - needs.choice) // per_token)
     if at_once < min(n, FEWEST_AT_ONCE):
         return None
@@ -149,16 +149,16 @@ def _divide(needs: _Needs, budget: int) -> Workspace | None:
     passes = ceil_div(tiles, room)
     if passes > (MAX_PASSES_IN_ORDER if needs.keep_weight else MAX_PASSES):
         return None
-    if passes > 1 and slots * plan.block_m * plan.block_n < v:  # too small to reorder rows of dW through
+    if passes > 1 and slots * plan.block_m * plan.block_n < v:  # too small to reorder the rows of dW
         return None
     return Workspace(slab, needs.keep_weight, slots, room, passes, at_once, needs.corrected)
 
 
 class FilterReport(NamedTuple):
-    """What the filter did in one backward pass; tensors stay on the device until somebody asks."""
+    """Statistics of one filtered backward pass. Tensors stay on the device, because reading them would synchronize."""
 
-    kept: Tensor  # scalar int32: tiles that were computed
-    tiles: int  # of so many
+    kept: Tensor  # scalar int32: number of kept tiles
+    tiles: int  # number of all tiles
     dropped: Tensor  # partial sums of the tokens' probability in dropped tiles
     tokens: int
     tau: Tensor  # scalar: the threshold
@@ -171,39 +171,39 @@ class FilterReport(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardRequest:
-    """What a backward pass is asked for. N-long tensors are in the order of ``TokenOrder.token_perm``."""
+    """Arguments of a backward pass. Tensors of length N are in the order of ``TokenOrder.token_perm``."""
 
     grad_lse: Tensor  # [N]
     grad_label: Tensor  # [N]
     tau: Tensor  # scalar: the threshold
     need_hidden: bool
     need_weight: bool
-    measure: bool  # whether to estimate the error
-    by_rounding: bool  # what ``tau`` refers to: see hf_cce.kernels.filter.select
+    measure: bool  # estimate the error
+    by_rounding: bool  # ``tau`` is relative to the rounding error: see hf_cce.kernels.filter.select
 
 
 @dataclass
 class SavedForward:
-    """What the forward pass leaves to the backward pass. N-long tensors are in the order of ``TokenOrder.token_perm``."""
+    """Tensors saved for the backward pass. Those of length N are in the order of ``TokenOrder.token_perm``."""
 
     order: TokenOrder
     hidden: Tensor  # [N, D]
-    weight: Tensor | None  # [V, D] in the order of columns, if the workspace keeps it
-    bias: Tensor | None  # [V], likewise
+    weight: Tensor | None  # [V, D] in the order of columns; None unless ``workspace.keep_weight``
+    bias: Tensor | None  # [V] in the order of columns
     means: Tensor  # [T, D]: mean rows of the column blocks
     lse: Tensor  # [N]
     label_logit: Tensor  # [N]
     rounding: Tensor  # [N]: see hf_cce.kernels.filter.select
-    tile_lse: Tensor  # [T, N], like the next two: see hf_cce.kernels.filter.select
-    tile_ratio: Tensor
-    tile_damping: Tensor | None
+    tile_lse: Tensor  # [T, N]: see hf_cce.kernels.filter.select
+    tile_ratio: Tensor  # [T, N], likewise
+    tile_damping: Tensor | None  # [T, N], likewise
     workspace: Workspace
     plan: Plan
     vocabulary: Vocabulary
     logit_scale: float
-    softcap: float  # 0 is none
+    softcap: float  # 0: no softcap
 
     @cached_property
     def tile_grid(self) -> tuple[int, int]:
-        """Row blocks and column blocks."""
+        """Numbers of row blocks and of column blocks."""
         return ceil_div(self.hidden.shape[0], self.plan.block_m), self.means.shape[0]
