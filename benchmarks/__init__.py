@@ -1,4 +1,5 @@
-"""Measurements behind the tables of README.md and docs/, run from the repository's root; not part of the installed package.
+"""Benchmark scripts behind the tables of README.md and docs/. Run them from the repository root; they are not installed.
 
-``results/`` holds the newest run of each table; ``python -m benchmarks.report`` writes the tables. Each script has ``--help``.
+``results/`` holds the newest run for each table, and ``python -m benchmarks.report`` writes the tables. Each script has
+``--help``.
 """
