@@ -81,7 +81,7 @@ class Step:
         lengths = torch.randint(args.tokens // 2, args.tokens + 1, (rows, 1), generator=g)
         self.mask = (torch.arange(args.tokens) < lengths).float().to(device)
         self.advantages = advantages_of(torch.rand(args.groups, args.completions, generator=g)).to(device)
-        with torch.no_grad():  # perturbed, so that the old policy is close to this one and favors neither implementation
+        with torch.no_grad():  # perturbed, so that the old policy favors neither implementation
             old, _ = self.log_probs(full_logits)
             self.old = old + 0.1 * torch.randn(old.shape, generator=g).to(device)
 
