@@ -317,7 +317,7 @@ def test_a_covariance_serves_several_orders(taken: Counter[str], monkeypatch: py
 def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(
     taken: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """"auto" drops nothing until a measured threshold gives the share it would keep; the same holds after each pause."""
+    """With "auto", nothing is dropped until a measured threshold gives the share it would keep; likewise after each pause."""
     monkeypatch.setattr(state_module, "AUTO_TAU", 0.05)
     monkeypatch.setattr(state_module, "PAUSE_STEPS", 2)
     hidden, weight, labels = peaked(60, 32, 230, torch.bfloat16)
