@@ -101,7 +101,7 @@ def test_a_batch_without_labels_counts_as_without_us(tmp_path: Path) -> None:
 
 
 def test_after_an_interrupted_evaluation_the_head_is_right(tmp_path: Path) -> None:
-    """torch runs no hook after Ctrl-C: the head keeps deferring until the model is patched again, and its results stay correct."""
+    """torch runs no hook after Ctrl-C: the head keeps deferring until the model is patched again, with correct results."""
     trainer = build(tmp_path, CCECallback())
     trainer.model.loss_function = raising(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):

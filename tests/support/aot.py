@@ -121,7 +121,7 @@ def cuobjdump() -> str | None:
 
 
 def needs_of(built: Any) -> dict[str, int]:
-    """Return a compiled kernel's registers and stack bytes per thread, shared memory bytes and tensor memory columns per block."""
+    """Return a kernel's registers and stack bytes per thread, and shared memory bytes and tensor memory columns per block."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(built.asm["cubin"])
