@@ -1,5 +1,4 @@
-"""Benchmark scripts behind the tables of README.md and docs/. Run them from the repository root; they are not installed.
+"""Benchmarks behind the tables of README.md and docs/; run them from the repository root. Not part of the installed package.
 
-``results/`` holds the newest run for each table, and ``python -m benchmarks.report`` writes the tables. Each script has
-``--help``.
+``results/`` holds the newest run of each table; ``python -m benchmarks.report`` writes the tables. Each script has ``--help``.
 """

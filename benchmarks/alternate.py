@@ -1,7 +1,7 @@
 """Time whole training steps of one model with each loss in turn, in one process: for steps limited by the host.
 
-When Python decides how long a step takes, two processes differ by more than two losses do. Here each round runs some steps with
-full logits and as many with apply_cce, on the same model with the same optimizer.
+When Python decides how long a step takes, two processes differ by more than two losses do. So each round runs some steps with
+full logits and as many with apply_cce, on the same model and optimizer.
 
 usage: python -m benchmarks.alternate --model smollm2-135m --batch 1 --sequence 1024 --json OUT.json
 """
@@ -27,7 +27,7 @@ from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.shapes import SHAPES
 
-# The loss options applied to the model for its steps of a round, by name. They are removed again after those steps.
+# By loss name: what is applied to the model for the steps of a round and removed afterwards (None: nothing).
 CONFIGS = {"eager": None, **trainers.OURS}
 
 
@@ -81,11 +81,10 @@ class Turns:
 
 
 def measure(job: Job, losses: list[str], rounds: int, settle: int) -> dict[str, Any]:
-    """Return, for each loss, milliseconds per step of each round (until the device is done, until the host has launched) and
-    medians.
+    """Return milliseconds per step of each round and their medians, by loss: until the device or the host has finished.
 
-    ``job.warmup`` untimed rounds come first, and ``settle`` untimed steps precede the ``job.steps`` of each round. Times are
-    host times from one device synchronization to the next, because a host-limited step takes that long.
+    Untimed are the first ``job.warmup`` rounds and the ``settle`` steps before the ``job.steps`` of each round. Times are host
+    times from one device synchronization to the next, because a host-limited step takes that long.
     """
     model = build(job, torch.bfloat16)
     turns = Turns(job, losses, rounds, settle, model)

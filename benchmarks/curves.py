@@ -218,8 +218,7 @@ def identity(checkpoint: Path) -> str | None:
 def missing_jobs(report: Report, jobs: list[Job], checkpoint: Path) -> list[Job]:
     """Return the jobs that ``report`` lacks. The first of ``jobs`` writes the checkpoint.
 
-    If that checkpoint is gone, runs that started from it are dropped from the report: they are not comparable with runs from a
-    new one.
+    If that checkpoint is gone, runs that started from it are dropped: they do not compare with runs from a new checkpoint.
     """
 
     def lacking() -> list[Job]:

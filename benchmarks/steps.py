@@ -97,8 +97,7 @@ def filed(report: dict[str, Any], job: Job, timeout: float) -> dict[str, Any]:
 
 
 def compare(results: dict[str, Any]) -> str | None:
-    """Add to each result the differences between its losses and the reference's; return the reference: full logits, or the
-    first.
+    """Compare each result's losses with the reference (full logits, or the first result); return the reference's name.
 
     "first_relative_difference" is that of the first step, before any update; "relative_difference" is the largest.
     """

@@ -168,8 +168,7 @@ def run_recipe(job: Job, before_timing: Any) -> tuple[list[float], list[float], 
 
 
 def _write_model_and_rows(job: Job, folder: Path) -> None:
-    """Write random weights, a tokenizer or processor, and rows.parquet with ``job.sequence`` tokens per row, image tokens
-    included.
+    """Write random weights, a tokenizer or processor, and rows.parquet: ``job.sequence`` tokens per row, including image tokens.
 
     The head is not tied to the embedding, so that a ``device_map`` can place it on another device.
     """

@@ -1,5 +1,4 @@
-"""Create docs/pictures: four outputs stored in notebooks/kernel.ipynb; time against memory, and training curves, from JSON
-results.
+"""Create docs/pictures: four outputs stored in notebooks/kernel.ipynb, and plots of the JSON results.
 
 usage: python docs/make_pictures.py
 """

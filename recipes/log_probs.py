@@ -104,7 +104,7 @@ class Step:
 
 
 def measure(step: Step, way: LogProbs, repeats: int) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return (time, memory on a GPU and loss of a step; its log p, entropy and gradients on the CPU)."""
+    """Return a step's time, memory (on a GPU) and loss, and its log p, entropy and gradients on the CPU."""
     step.run(way)  # warm-up
     step.policy.zero_grad(set_to_none=True)
     gpu = step.ids.is_cuda

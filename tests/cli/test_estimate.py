@@ -66,7 +66,7 @@ def test_peaks_of_whole_steps_are_those_measured(
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("fits_*.json")), ids=lambda path: path.stem)
 def test_a_step_that_is_said_to_fit_was_measured_to_fit(path: Path) -> None:
-    """Also, at most the largest sixth of the batches that fit may be rejected."""
+    """Of the batches that were measured to fit, at most the largest sixth may be rejected."""
     report = json.loads(path.read_text("utf-8"))
     settings, results = report["settings"], report["results"]
     for size in settings["gib"]:
@@ -236,7 +236,7 @@ def test_a_folder_of_the_name_of_a_model_type_is_a_folder(tmp_path: Path, monkey
 
 
 def test_weights_that_are_drawn_by_their_own_values_are_not_drawn() -> None:
-    """Gemma 3's vision tower initializes from the values of its weights, which do not exist here; ties are kept."""
+    """Gemma 3's vision tower initializes from weight values, which fake tensors do not have; tied weights stay tied."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     config = tiny_config(Gemma3Config)

@@ -69,7 +69,7 @@ def test_a_step_repeats_bit_for_bit(engine: str, results: dict[str, Any]) -> Non
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str, Any]) -> None:
     counted, told = results[engine]["stats"], results[engine]["told"]
-    tensor = engine.startswith("tensor_parallel")  # this engine reads output.logits after the loss
+    tensor = engine.startswith("tensor_parallel")  # these read output.logits after the loss
     steps = 1 if tensor else 2
     if engine == "tensor_parallel_plan_compiled":
         assert set(counted.values()) == {0}  # a graph counts nothing; the message comes while tracing

@@ -84,7 +84,7 @@ def train(script: str, *arguments: str, resumed: int = 0) -> Any:
 def test_the_commands_to_try_train_one_after_the_other(here: Path) -> None:
     done: dict[str, Any] = {}
     for config, script, arguments in map(split, commands("Try it")):
-        if script in ("tiny", "log_probs") or config == PROCESSES:  # run by the fixture; tested separately
+        if script in ("tiny", "log_probs") or config == PROCESSES:  # in the fixture, or tested separately
             continue
         assert config == "cpu"
         folder = arguments[arguments.index("--output_dir") + 1]

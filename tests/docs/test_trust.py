@@ -58,7 +58,7 @@ def test_remote_code_is_never_trusted(path: Path) -> None:
 
 
 def test_actions_are_pinned_by_commit() -> None:
-    """Except the publishing action: PyPI's upload rules change, and an old commit would fail."""
+    """All except the publishing action: PyPI's upload rules change, and an old commit would fail."""
     text = "".join(path.read_text("utf-8") for path in (ROOT / ".github/workflows").glob("*.yml"))
     used = re.findall(r"uses: +([^@\s]+)@(\S+)", text)
     assert len(used) >= 10

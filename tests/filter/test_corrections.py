@@ -110,7 +110,7 @@ def test_directions_are_those_that_hold_most() -> None:
 
 @pytest.mark.parametrize("where", ["hidden", "weight"])
 def test_what_is_not_finite_in_one_step_stays_there(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """State learned in one step is reused in later steps; it must not contain its infinities."""
+    """State learned in one step is reused in later steps and must not carry over infinities."""
     force(monkeypatch, "filtered")
     hidden, weight, labels = peaked(128, 32, 1500, torch.float32, DEVICE)
     state = FilterState()
@@ -156,7 +156,7 @@ def test_it_brings_back_most_of_what_uniform_mass_leaves_out(scale: float, monke
     (found, better), stats = gradients(0.01, True, scale, monkeypatch)
     assert stats["kept"] == told["kept"] < 0.5
     assert found < uniform / 2 and better < 0.95 * of_weight
-    # and the measured error includes the correction
+    # the measured error must account for the correction
     assert found / 2 < stats["error"] < 2 * found and stats["error"] < told["error"] / 1.5
     assert better / 1.5 < stats["weight_error"] < 1.5 * better and stats["weight_error"] < told["weight_error"]
 

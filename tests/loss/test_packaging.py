@@ -1,4 +1,4 @@
-"""The wheel and the sdist: patches exist once, inside hf_cce, and import from there."""
+"""The wheel and the sdist contain the patches folder once, inside hf_cce, and it imports from there."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def tracked() -> list[str]:
 
 
 def test_sdist_holds_all_that_git_does(sdist: Path) -> None:
-    """Includes documentation, notebooks, recipes and tests; patches once; nothing untracked."""
+    """The sdist has documentation, notebooks, recipes and tests, the patches folder once, and no untracked files."""
     with tarfile.open(sdist) as archive:
         members = archive.getmembers()
     assert all(member.isfile() or member.isdir() for member in members)

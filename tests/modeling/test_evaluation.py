@@ -45,7 +45,7 @@ def test_the_loss_alone_needs_no_logits(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("other", ["smoothing", "no callback", "removed"])
 def test_others_are_left_alone(tmp_path: Path, other: str) -> None:
-    """Trainer's own label-smoothed loss, and models without a patch, also after a trainer that had the callback."""
+    """Trainer's label-smoothed loss and unpatched models do not change, even after a trainer with the callback."""
     evaluated(tmp_path, CCECallback())
     options = {"label_smoothing_factor": 0.1} if other == "smoothing" else {}
     trainer = build(tmp_path, *([] if other == "no callback" else [CCECallback()]), **TWO_ROWS, **options)

@@ -231,7 +231,7 @@ USES: dict[str, tuple[Prepared, Loss, bool]] = {
 
 @pytest.mark.parametrize("view", [False, True])
 def test_a_compiled_hook_that_writes_is_right_or_refused(view: bool) -> None:
-    """It materializes transposed logits. A write to a part of lazy logits would go unnoticed, so it is refused."""
+    """A write to transposed logits materializes them. A write to a part of lazy logits would go unnoticed, so it is refused."""
     torch._dynamo.reset()
 
     def prepare(model: Any) -> Any:

@@ -48,7 +48,6 @@ from hf_cce.patches.causal_lm import patch_of
 MIB = 1 << 20
 
 
-# Apply and remove
 def test_returns_the_model_and_keeps_its_face() -> None:
     model = tiny_llama()
     signature, forward = inspect.signature(model.forward), model.forward
@@ -110,7 +109,6 @@ def test_labels_by_position(kind: Any) -> None:
     assert_fused(patched, calls=2)
 
 
-# Operations that the patch survives
 @pytest.mark.parametrize(
     "copying", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
 )
@@ -371,7 +369,6 @@ def test_a_weight_that_is_no_matrix_is_not_read(shape: tuple[int, ...]) -> None:
     assert "has shape" in str(why_not_read(torch.empty(shape))) and why_not_read(torch.empty(3, 4)) is None
 
 
-# Classes and names
 @pytest.mark.parametrize("target", [LlamaForCausalLM, "llama"])
 def test_classes_and_names(target: Any, tmp_path: Path) -> None:
     existing = tiny_llama()
@@ -442,7 +439,6 @@ def test_wrappers_are_seen_through() -> None:
     assert patch_of(model) is None
 
 
-# Models that are refused
 class Unlabelled(LlamaForCausalLM):
     def forward(self, input_ids: Any) -> Any:
         return super().forward(input_ids)

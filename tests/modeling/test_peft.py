@@ -159,7 +159,7 @@ CASES = [
 
 
 def build(row: Row, patched: str = "", double: bool = False, family: str = "llama", **options: Any) -> Any:
-    """Return a PeftModel with a non-zero adapter, always the same; ``patched``: before PEFT ("cce") or after it ("peft").
+    """Return a PeftModel with a reproducible non-zero adapter, patched before ("cce") or after PEFT ("peft").
 
     ``options`` override the adapter configuration of the row.
     """

@@ -182,7 +182,6 @@ def test_what_is_not_known_gets_full_logits_and_one_warning(quantise: Any, why: 
     assert torch.equal(losses[0], losses[1]) and stats(patched).materialized == 2
 
 
-# Slabs
 V, D, N = 3001, 128, 70
 
 

@@ -1,8 +1,8 @@
 """The accuracy rule of all tests.
 
 A result is compared with the exact one (computed in float64) and with its *twin*: the result of plain PyTorch, or of the
-unpatched model, in the same dtype. The budget is derived from the twin's error; there are no literal tolerances anywhere else in
-the tests.
+unpatched model, in the same dtype. The budget follows from the twin's error, not from a literal tolerance; only a few
+tests, such as those that compare whole training runs, set their own tolerance.
 """
 
 from __future__ import annotations

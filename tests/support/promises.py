@@ -1,5 +1,4 @@
-"""Write the generated parts of ``docs/reference/trust.md``: random cases, versions, mutants (``python -m
-tests.support.promises``).
+"""Write the generated parts of ``docs/reference/trust.md``: ``python -m tests.support.promises``.
 
 The promises on the page name tests; tests/docs/test_trust.py checks that these exist and that the generated parts are current.
 """

@@ -2,9 +2,8 @@
 
     python -m tests.support.property --cases 10000 --json benchmarks/results/property.json
 
-A seed gives the same case on all devices of one kind. There are 96 variants of the shapes and options for which kernels are
-compiled; tokens, values, labels and ignored tokens vary from case to case. tests/loss/test_property.py runs some cases on the
-CPU.
+A seed gives the same case on all devices of one kind. Kernels are compiled for the shapes and options of 96 variants; tokens,
+values, labels and ignored tokens vary from case to case. tests/loss/test_property.py runs some cases on the CPU.
 """
 
 from __future__ import annotations
@@ -185,7 +184,7 @@ def errors(case: Case, device: str, implementation: str) -> dict[str, Found]:
     for name, value in actual.items():
         opposite = other[name].flip(-1) if name in ("hidden", "weight") else other[name]
         twins = [relative_error(x, exact[name]) for x in (twin[name], opposite, once[name])]
-        # Rounding affects the probabilities' part of the gradient, which the label's part cancels if p is near one
+        # Size of the probabilities' part of the gradient; the label's part cancels it if p is near one
         size = float(of_label[name].norm()) / (float(exact[name].norm()) or 1.0)
         allowed = budget(max(twins), dtype)
         result[name] = Found(relative_error(value, exact[name]), allowed, 0.0 if name == "loss" else rounding * size)
@@ -205,9 +204,8 @@ def check(case: Case, device: str, implementation: str) -> None:
 def check_among_thousands(case: Case, device: str, implementation: str) -> None:
     """Run ``check`` allowing for the rounding of recomputed probabilities and for outliers among thousands of cases.
 
-    If few tokens dominate, full logits may be nearly exact by chance. So a case that exceeds its limit is drawn four more times,
-    and
-    the root mean squares of all five are compared: a systematic error remains.
+    If few tokens dominate, full logits may be nearly exact by chance. So a case that exceeds its limit is drawn four more
+    times, and the root mean squares of all five are compared: a systematic error remains.
     """
     found = [errors(case, device, implementation)]
     if all(error <= allowed + rounding for error, allowed, rounding in found[0].values()):

@@ -118,7 +118,7 @@ def tensor_parallel_sequence(model: Any, patch: Patch) -> Any:
 
 
 def tensor_parallel_fsdp2(model: Any, patch: Patch) -> Any:
-    """Use a 2-D mesh with the head alone in its FSDP2 group; started by hand, it also runs on 2 × 2 ranks."""
+    """Use a 2-D mesh with the head alone in its FSDP2 group (2 × 2 ranks are checked by hand)."""
     mesh = mesh_of((1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
     parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
     _layers(model, mesh=mesh["data"])

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hf_cce import CCEConfig, dispatch, kernels
 
-# "materialized": full logits in float32; "materialized16": full logits in the dtype of the inputs. "partial_exp_cache": the
-# first slab, one tile wide, is cached, and the others are computed twice. "token_groups": for a frozen head; all exponentials of
-# a token group are cached, and gradients are computed in the forward, group by group. "one_token_group": the same with all
-# tokens in one group.
+# "materialized": full logits in float32; "materialized16": full logits in the dtype of the inputs.
+# "partial_exp_cache": the first slab, one tile wide, is cached, and the others are computed twice.
+# "token_groups": for a frozen head; exponentials are cached per token group, and the forward computes gradients group by group.
+# "one_token_group": the same with all tokens in one group.
 WAYS = (
     "materialized",
     "materialized16",
@@ -160,8 +160,7 @@ def config_of(way: str, **options: Any) -> CCEConfig:
 def peaked(
     n: int, d: int, v: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (hidden [N, D], weight [V, D], labels [N]) as late in training: labels follow a Zipf distribution, most are
-    predicted.
+    """Return (hidden [N, D], weight [V, D], labels [N]) as late in training: labels follow a Zipf law, and most are predicted.
 
     The predicted entry's logit is slightly above the logsumexp of the others. Those have a part common to all tokens, with
     standard deviation 2, which favors frequent entries, and an individual part with standard deviation 1.

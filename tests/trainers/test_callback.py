@@ -129,7 +129,6 @@ def test_a_second_run_is_checked_anew(tmp_path: Path) -> None:
         trainer.train()
 
 
-# The line that says how the losses are computed
 LINE = "hf_cce: the losses of this training run are computed without logits\n"
 
 
@@ -267,7 +266,7 @@ def test_a_later_step_without_our_loss(change: Any, reason: str, options: dict[s
     messages = [message for message in run(trainer("warn", "warn")) if "fell back to full logits" not in message]
     if change is None and not options:
         assert len(messages) == 1 and "outputs.logits of a training call was used (square)" in messages[0]
-        messages = [f"hf_cce: training step 2 ended without our fused loss: {reason}"]  # as already warned
+        messages = [f"hf_cce: training step 2 ended without our fused loss: {reason}"]  # already reported
     assert len(messages) == 1 and messages[0].startswith("hf_cce: training step 2 ended without our fused loss: ")
     assert reason in messages[0]
     with pytest.raises(RuntimeError, match=f"training step 2 ended without our fused loss: .*{reason}"):

@@ -47,8 +47,7 @@ aot.compile_all(90, done)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_loops_carry_what_is_loaded_ahead() -> None:
-    """Triton 3.6 treated a tile's depth as dead: all tiles got the first tile's value, and programs waited forever. See
-    hopper.py.
+    """Triton 3.6 treated a tile's depth as dead, so all tiles got the first tile's and programs waited forever; see hopper.py.
 
     In each of the three roles, the loop over tiles carries stage, phase and depth. Inner loops carry stage and phase, and loops
     with accumulators also those and the previous stage.

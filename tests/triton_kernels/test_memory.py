@@ -1,4 +1,4 @@
-"""A step stays within its memory budget, counted on tensors without memory with a Hopper GPU's plan."""
+"""A step stays within its memory budget, counted on meta tensors with the plan of a Hopper GPU."""
 
 from __future__ import annotations
 

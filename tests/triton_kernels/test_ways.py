@@ -234,9 +234,9 @@ def test_what_a_captured_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> N
 def test_columns_before_the_slab_lie_where_the_gradient_will(
     n: int, d: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some labels are in these columns. Values of one token, whose loss exceeds the limit, are recomputed."""
+    """Some labels are in the columns cached in the dW buffer. One token's loss exceeds the limit; its values are recomputed."""
     force(monkeypatch, "partial_exp_cache")
-    if DEVICE == "cuda":  # larger tiles need a larger gradient buffer to share
+    if DEVICE == "cuda":  # larger tiles need a larger dW buffer
         n, d, v = 16 * n, max(d, 320), 16 * v
     from hf_cce.kernels import loss as module
 
