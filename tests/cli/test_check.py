@@ -89,7 +89,7 @@ def test_a_model_that_needs_more_than_text_is_not_checked() -> None:
 
 
 def test_weights_that_are_not_there_are_missed(tmp_path: Path) -> None:
-    """A folder with only a configuration, and its config.json, which `estimate` accepts."""
+    """A folder with only a configuration, or its config.json (which `estimate` accepts), has no weights to check."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}), "utf-8")
     for target in (tmp_path, tmp_path / "config.json"):
         done = run(str(target))

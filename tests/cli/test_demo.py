@@ -62,7 +62,7 @@ def test_a_text_that_is_too_short_is_one_line() -> None:
 
 
 def test_float16_is_trained_with_a_loss_scale() -> None:
-    """As on a T4. The first loss equals float32's up to rounding, and the losses with and without CCE stay close."""
+    """Trains as on a T4. The first loss equals float32's up to rounding; losses with and without CCE stay close."""
     ids, _ = demo.text_tokens(512)
     losses = {}
     for dtype, cce in (("float32", False), ("float16", False), ("float16", True)):

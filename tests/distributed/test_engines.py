@@ -87,7 +87,7 @@ def test_bfloat16_weights() -> None:
 
 
 def test_the_loss_is_float32_whatever_the_weights_are() -> None:
-    """As docs/start/support.md says. BART computes its own loss from logits that it leaves in bfloat16."""
+    """docs/start/support.md promises this. BART computes its own loss from logits that it leaves in bfloat16."""
     plain, patched = (model.bfloat16() for model in twins("bart"))
     assert plain(**batch()).loss.dtype is torch.bfloat16 and patched(**batch()).loss.dtype is torch.float32
 
@@ -293,7 +293,7 @@ def test_the_head_on_another_device(head_on: str) -> None:
 
 
 def test_a_graph_that_makes_logits_says_so_once_when_it_is_traced() -> None:
-    """Also in a plain loop, and without a graph break."""
+    """The warning appears in a plain loop too, and the model stays a single graph."""
 
     class Mine(nn.Linear):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,7 @@ def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options) ->
 def test_the_error_of_some_tokens_stands_for_all(
     n: int, unsure: int, wanted: float, options: Options, factors: tuple[float, float]
 ) -> None:
-    """More tokens than the error estimate samples, also with an upstream gradient other than one."""
+    """The estimate holds for more tokens than it samples, also with an upstream gradient other than one."""
     inputs, labels = filter_data(n, 32, 400, seed=2 if unsure else 0)
     inputs[0][torch.randperm(n, generator=torch.Generator().manual_seed(2))[:unsure]] *= 0.25
     state = FilterState()
@@ -340,7 +340,7 @@ def test_nothing_is_kept_of_ignored_tokens_alone() -> None:
 def test_tokens_in_the_order_of_their_labels(
     v: int, largest: int | None, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sorted by column where most labels are and by column block beyond; ignored tokens last; ties keep their order."""
+    """Tokens are sorted by column (by column block beyond the most frequent), ignored ones last; ties keep their order."""
     from hf_cce.kernels.filter import order
 
     if largest is not None:

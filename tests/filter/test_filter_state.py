@@ -142,7 +142,7 @@ def assert_near(x: float, expected: float, what: str) -> None:
 
 @pytest.mark.parametrize("wanted", ["auto", 0.02])
 def test_the_threshold_goes_where_the_error_points(wanted: Any) -> None:
-    """A full correction first, later half of it (in octaves), within limits; unchanged if no finite error was measured."""
+    """The first correction is full, later ones half (in octaves), within limits; without a finite error there is none."""
     target, _ = targets_of(wanted, frozen=True)
     state = FilterState()
     before = tau_of(state, wanted)
@@ -431,7 +431,7 @@ def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch)
 @cpu_only
 @pytest.mark.parametrize("way", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
 def test_micro_batches_add_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both orders: one micro-batch after the other, and both losses before any gradient; they share the state."""
+    """Micro-batches run one after the other, or both losses before any gradient; they share one state."""
     taken = force(monkeypatch, way)
     (hidden, weight, _), labels = make_inputs(40, 16, 70, torch.float32)
     items = int((labels != -100).sum())

@@ -75,7 +75,7 @@ def test_imports_go_one_way(path: Path) -> None:
 
 
 def test_there_are_no_cycles() -> None:
-    """Neither between modules nor between rooms."""
+    """There are no import cycles between modules or between rooms."""
     names = {name_of(path).removesuffix(".__init__"): path for path in MODULES}
     modules = {name: imports_of(path) & set(names) - {name} for name, path in names.items()}
     of_command = {name: allowed - {"__main__"} for name, allowed in MAY_IMPORT.items()}  # in one row with cli

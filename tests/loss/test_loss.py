@@ -488,7 +488,7 @@ def test_memory_stays_below_a_tenth_of_the_logits(dtype: torch.dtype, reduction:
 
 @pytest.mark.parametrize("first", ["import hf_cce.ops", "import torch.utils.flop_counter"])
 def test_the_flop_counter_counts_what_full_logits_cost(first: str) -> None:
-    """In either import order."""
+    """The counts do not depend on the import order."""
     code = f"""
 import torch
 {first}

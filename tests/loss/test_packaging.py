@@ -185,7 +185,7 @@ def test_the_installed_command_says_its_version_and_finds_all_well(environment: 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_the_demo_is_installed_without_the_warning_of_editable_installs(tmp_path: Path) -> None:
-    """Except in a development install, which stays as it is."""
+    """`make demo` installs a copy, except into a development install, which it does not change."""
 
     def commands() -> list[str]:
         make = ["make", "--dry-run", "demo", f"VENV={tmp_path}"]

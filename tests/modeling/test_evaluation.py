@@ -33,7 +33,7 @@ def evaluated(
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi", "mixtral"])
 def test_the_loss_alone_needs_no_logits(tmp_path: Path, family: str) -> None:
-    """As evaluate() runs without metrics: before training, and with a softcap, a scale or a bias."""
+    """evaluate() without metrics needs no logits, even before training or with a softcap, a scale or a bias."""
     expected, made, _ = evaluated(tmp_path, model=FAMILIES[family].build())
     assert made
     found, made, trainer = evaluated(tmp_path, CCECallback(), model=FAMILIES[family].build())

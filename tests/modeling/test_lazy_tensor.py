@@ -373,7 +373,7 @@ def by_every_module(model: Any, see: Callable[[Tensor], Any]) -> Any:
 
 @pytest.mark.parametrize("register", [by_module, by_module_before, by_tensor, by_every_module])
 def test_a_hook_on_the_head_sees_the_gradient_of_the_logits(register: Callable[..., Any]) -> None:
-    """At every step. A gradient that nobody reads is not computed; a hook that reads it is named once in a warning."""
+    """A hook sees the gradient at every step. It is computed only if it is read, and a warning names the first reader."""
     plain, ours = twins()
     seen: dict[Any, list[Tensor]] = {plain: [], ours: []}
     with told() as messages:

@@ -97,7 +97,7 @@ class HandsOn(LlamaForCausalLM):
 
 @pytest.mark.parametrize("kind", [LlamaForCausalLM, HandsOn])
 def test_labels_by_position(kind: Any) -> None:
-    """Also through a forward that passes its arguments on."""
+    """Labels passed by position are found, also through a forward that passes its arguments on."""
     plain = kind(tiny_llama().config).train()
     patched = apply_cce(copy.deepcopy(plain))
     given = [batch().get(name) for name in inspect.signature(LlamaForCausalLM.forward).parameters if name != "self"]
@@ -213,7 +213,7 @@ def test_transforms_of_torch_func_get_full_logits() -> None:
 
 
 def test_a_patched_model_is_freed_when_nobody_holds_it() -> None:
-    """There is no reference cycle: Python's collector does not run when GPU memory is short."""
+    """A patched model has no reference cycle: Python's collector does not run when GPU memory is short."""
     model = apply_cce(tiny_llama())
     model(**batch()).loss.backward()
     kept = [weakref.ref(model), weakref.ref(model.lm_head.weight)]
@@ -241,7 +241,7 @@ def test_without_data_a_patched_model_does_what_it_did() -> None:
 
 
 def test_all_labels_ignored_is_a_finite_zero() -> None:
-    """torch returns NaN, which ruins the run: the only deviation from the unpatched model."""
+    """torch would return NaN, which ruins the run. This is the only deviation from the unpatched model."""
     plain, patched = twins()
     inputs = batch()
     inputs["labels"].fill_(-100)

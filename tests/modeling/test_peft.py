@@ -397,7 +397,7 @@ def test_evaluation_and_generation_stay_what_they_were(tuner: str) -> None:
 
 @EACH_TUNER
 def test_unpatched_models_are_called_as_they_were(tuner: str) -> None:
-    """Both a model next to a patched one, and one whose patch was removed."""
+    """Covers an unpatched model next to a patched one, and a model whose patch was removed."""
     plain, model = build(TUNERS[tuner]), build(TUNERS[tuner])
     before = anatomy(model)
     apply_cce(model)
@@ -432,7 +432,7 @@ def test_a_forward_that_raises_leaves_nothing(tuner: str) -> None:
 
 @EACH_TUNER
 def test_several_adapters(tuner: str) -> None:
-    """AdaLoRA trains one and freezes the others; prompts are swapped in and out of the model."""
+    """AdaLoRA trains one adapter and freezes the others; prompts are swapped in and out of the model."""
 
     def several() -> Any:
         model = build(TUNERS[tuner])
@@ -527,7 +527,7 @@ def test_the_model_inside_a_mixed_model_or_a_bare_tuner_is_found(how: str) -> No
 
 
 def test_x_lora(tmp_path: Path) -> None:
-    """Its scaling pass calls the model's forward without gradients inside the training call; the training call is fused."""
+    """X-LoRA's scaling pass calls the model's forward without gradients in the training call; the training call is fused."""
     adapters = {str(number): str(tmp_path / str(number)) for number in range(2)}
     for number, folder in adapters.items():
         torch.manual_seed(int(number))

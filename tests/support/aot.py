@@ -186,7 +186,7 @@ def complaints(
 
 
 def read_budget() -> dict[str, Any]:
-    """``{"triton": version, "sm_90": {label: {"registers": …, "stack": …, "shared": …}}, …}``."""
+    """Return ``{"triton": version, "sm_90": {label: {"registers": …, "stack": …, "shared": …}}, …}``."""
     return json.loads(BUDGET.read_text("utf-8")) if BUDGET.exists() else {}
 
 

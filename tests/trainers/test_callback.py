@@ -274,7 +274,7 @@ def test_a_later_step_without_our_loss(change: Any, reason: str, options: dict[s
 
 
 def test_a_model_that_is_patched_anew_within_a_run(tmp_path: Path) -> None:
-    """Its counters restart at zero; no step may be reported as missing the fused loss."""
+    """The new patch's counters start at zero; no step may be reported as missing the fused loss."""
     change = From(1, lambda model: apply_cce(remove_cce(model)))
     trainer = build(tmp_path, CCECallback(on_unused="raise"), change)
     assert run(trainer) == []

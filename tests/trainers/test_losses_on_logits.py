@@ -90,7 +90,7 @@ def by_caller(loss_of: Any) -> Any:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_ones_own(name: str, family: str) -> None:
-    """With a softcap, a scale, or neither; no warning, and no tensor of size tokens x vocabulary."""
+    """No warning and no tensor of size tokens x vocabulary, with a softcap, a scale, or neither."""
     plain, patched = twins(family, tie_word_embeddings=False)
     with told() as messages, logits_made(model=patched) as seen:
         loss_and_grads(patched, batch(), loss_of=by_caller(LOSSES[name]))
@@ -136,7 +136,7 @@ def test_divergences_of_gkd_and_gold(name: str, beta: float, options: dict[str, 
 
 
 def test_label_smoothing_passes_through_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its two terms share one forward pass and one backward pass, and leave nothing behind."""
+    """The loss's two terms share one forward pass and one backward pass, and leave nothing behind."""
     from transformers.trainer_pt_utils import LabelSmoother
 
     def smoothed(outputs: Any, labels: Tensor) -> Tensor:

@@ -213,7 +213,7 @@ def from_logits(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> An
 )
 @pytest.mark.parametrize("how", ["apply_cce", "callback"])
 def test_losses_that_trainer_takes_from_logits(how: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """They call the model without labels: logits are deferred, and an unknown loss gets full logits with one warning."""
+    """Trainer calls the model without labels: logits are deferred, and an unknown loss gets full logits with one warning."""
     plain = build(tmp_path, **options)
     patched = build(tmp_path, *([CCECallback()] if how == "callback" else []), **options)
     if how == "apply_cce":
@@ -245,7 +245,7 @@ def test_a_loss_that_builds_upon_the_models(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ignored", [(5,), (2, 5, 9)])
 def test_micro_batches_without_a_label_among_others(ignored: tuple[int, ...], tmp_path: Path) -> None:
-    """One row each, so that their content does not depend on the order of the rows."""
+    """Micro-batches have one row each, so that their content does not depend on the order of the rows."""
     trainers = []
     for how in ("plain", "callback"):
         trainer = made(how, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)

@@ -235,7 +235,7 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
 @pytest.mark.parametrize("trained", [None, "weight", "bias"])
 @pytest.mark.parametrize("whole", [True, False], ids=["gathered", "not gathered"])
 def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: bool) -> None:
-    """As DeepSpeed does: parameters know their shape, have values during TRL's call, and lose them before the backward."""
+    """ZeRO-3 parameters know their shape, have values during TRL's call, and lose them before the backward."""
     g = torch.Generator().manual_seed(0)
     hidden, targets = torch.randn(17, 24, generator=g, requires_grad=True), torch.randint(91, (17,), generator=g)
     values = {"weight": torch.randn(91, 24, generator=g), "bias": torch.randn(91, generator=g)}

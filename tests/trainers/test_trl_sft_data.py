@@ -173,7 +173,7 @@ def test_adapters(name: str, kind: str, tmp_path: Path) -> None:
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_losses_that_trl_takes_from_logits(options: dict[str, Any], known: bool, tmp_path: Path) -> None:
-    """Computed by a call without labels; the metrics come from another call without gradients."""
+    """TRL computes the loss by a call without labels, and the metrics by another call without gradients."""
     trainer, messages = assert_as_trl(tmp_path, MODES["completion only"], **options)
     counted = stats(trainer.model)
     assert counted.calls == (counted.fused if known else counted.materialized) > 0

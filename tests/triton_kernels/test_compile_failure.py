@@ -25,7 +25,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
     from hf_cce.kernels import backward, forward, loss
 
     def choose(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
-        """As for 16-bit dtypes on a GPU; elsewhere "auto" uses no kernels."""
+        """Choose as for 16-bit dtypes on a GPU; elsewhere "auto" uses no kernels."""
         return "portable" if strategies.compile_failure(device) else "triton"
 
     def breaks(*names: str) -> None:

@@ -123,7 +123,7 @@ def test_no_log_probability_exceeds_zero(d: int) -> None:
 def test_losses_are_right_with_and_without(
     way: str, dtype: torch.dtype, special: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are disabled for Triton versions they have not been tested with."""
+    """The Hopper kernels are disabled for Triton versions they have not been tested with."""
     launched: list[int] = []
     if not special:
         monkeypatch.setattr(plan, "hopper_is_proven", lambda: False)

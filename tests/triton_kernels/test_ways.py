@@ -51,7 +51,7 @@ def test_strided_labels_and_inputs(way: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_word_of_the_vocabulary_as_ignore_index(
     way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when labels are padded with the tokenizer's pad token: bit for bit the result of -100."""
+    """Labels padded with the tokenizer's pad token give bit for bit the result of -100."""
     options = plain_options(way)
     if not applies(way, options, dtype):
         pytest.skip("the way does not apply")
@@ -77,7 +77,7 @@ def test_a_word_of_the_vocabulary_as_ignore_index(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_entry_of_the_vocabulary_as_a_label(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Includes entries at tile borders."""
+    """Every entry is a label once, including those at tile borders."""
     taken, options = force(monkeypatch, way), plain_options(way)
     dtype = torch.float16 if way == "materialized16" else torch.float32
     inputs, _ = make_inputs(131, 40, 131, dtype, DEVICE)
@@ -266,7 +266,7 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
 
 @pytest.mark.parametrize("n", [24, 40])
 def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -> None:
-    """With 24 tokens they are smaller than the weight's gradient; with 40 larger, and the gradient reuses their memory."""
+    """With 24 tokens, logits are smaller than the weight's gradient; with 40 larger, and the gradient reuses their memory."""
     from hf_cce.kernels import materialized
 
     d, v, dtype = 64, 75, torch.float16
@@ -368,7 +368,7 @@ def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
 def test_memory_of_logits_of_16_bits_on_the_gpu(
     n: int, d: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the default thresholds: within the budget, and no more than PyTorch's full logits."""
+    """With the default thresholds, memory stays within the budget and below that of PyTorch's full logits."""
     taken = watch(monkeypatch)
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
     leaves = [x.requires_grad_() for x in (hidden, weight)]
