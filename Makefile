@@ -1,10 +1,10 @@
-# Everything a contributor or CI runs. On a machine with only Python and make: `make demo`, `make test`.
+# All contributor and CI commands. They need only Python and make: `make demo`, `make test`.
 #
-#   PYTHON  the interpreter that makes the virtual environment
-#   VENV    where it goes
-#   TORCH   what pip is asked for; on a machine without a GPU name a CPU build to spare yourself the CUDA packages
-#   TRL     what test-newest asks pip for
-#   PLACES  what test-places asks pip for, one environment each
+#   PYTHON  the interpreter that creates the virtual environment
+#   VENV    the folder of the virtual environment
+#   TORCH   pip requirement for torch; without a GPU, name a CPU build to avoid the CUDA packages
+#   TRL     pip requirement for TRL in test-newest
+#   PLACES  pip requirements of test-places, each in its own environment
 #   JOBS    test processes; each one loads torch (about 1 GB)
 
 PYTHON ?= python3
@@ -28,7 +28,7 @@ endif
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-# One stamp for each set of extras, so that the demo does not wait for the tools of the tests.
+# One stamp per set of extras, so that the demo does not install the test tools.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -39,41 +39,40 @@ $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet -e ".[$*]"
 	@touch $@
 
-# The demo runs from this folder, so its install need not be editable: setuptools warns of every editable one whose packages lie
-# beside its pyproject.toml.
+# Not editable: the demo runs from this folder, and setuptools warns about editable installs of packages next to pyproject.toml.
 $(VENV)/.bench: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet ".[bench]"
 	@touch $@
 
-install: $(VENV)/.dev  ## virtual environment with everything for development
+install: $(VENV)/.dev  ## create the virtual environment for development
 
-# Where the development install is, a copy must not take its place.
-demo: $(or $(wildcard $(VENV)/.dev),$(VENV)/.bench)  ## train a small model without and with CCE, on this machine, with no download of data
+# An existing development install must not be replaced by a copy.
+demo: $(or $(wildcard $(VENV)/.dev),$(VENV)/.bench)  ## train a small model on this machine without and with CCE; downloads no data
 	$(BIN)/python -m hf_cce demo $(DEMO_ARGS)
 
-test: $(VENV)/.dev  ## the tests, but for the slow ones (those for a GPU are skipped where there is none)
+test: $(VENV)/.dev  ## run all tests except the slow ones (GPU tests are skipped without a GPU)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.dev  ## the slow ones: kernels compiled for every architecture, packaging, notebooks, launchers
+test-slow: $(VENV)/.dev  ## run the slow tests: kernels compiled for every architecture, packaging, notebooks, launchers
 	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
 
-# PEFT 0.18 does not know of all weights that are to stay tied.
-test-oldest: $(VENV)/.dev  ## every class with the oldest Transformers that is supported, adapters with the oldest PEFT
+# PEFT 0.18 does not keep all tied weights tied, hence -k "not stay".
+test-oldest: $(VENV)/.dev  ## test every class with the oldest supported Transformers, and adapters with the oldest PEFT
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/oldest "transformers==5.0.*"
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest "peft==0.18.*"
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) tests/modeling/test_all_classes.py tests/modeling/test_patching.py $(PYTEST_ARGS)
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) -k "not stay" tests/modeling/test_peft.py tests/modeling/test_peft_late.py $(PYTEST_ARGS)
 
-test-newest: $(VENV)/.dev  ## TRL's trainers and the callback with the newest TRL and Transformers; TRL="--pre trl" or git+https://…
+test-newest: $(VENV)/.dev  ## test TRL's trainers and the callback with the newest TRL and Transformers; TRL="--pre trl" or git+https://…
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest transformers
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/newest accelerate peft
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/newest $(TRL)
 	PYTHONPATH=$(abspath $(VENV))/newest $(BIN)/python -c "import transformers, trl; print('transformers', transformers.__version__, 'trl', trl.__version__)"
 	PYTHONPATH=$(abspath $(VENV))/newest HF_CCE_NEWEST=1 $(BIN)/python -m pytest -n $(JOBS) tests/trainers/test_trl.py tests/trainers/test_trl_sft_data.py tests/trainers/test_callback.py tests/modeling/test_patching.py $(PYTEST_ARGS)
 
-# Each project pins its own PEFT, TRL and Transformers; an environment takes about 4 GB. LLaMA-Factory imports torchaudio: without a GPU
-# take TORCH="torch==2.11.* torchvision torchaudio --index-url https://download.pytorch.org/whl/cpu", or its run is skipped.
-test-places:  ## train with the released Axolotl, ms-swift and LLaMA-Factory, with hf_cce and without
+# Each project pins its own PEFT, TRL and Transformers; an environment takes about 4 GB. LLaMA-Factory imports torchaudio: without a
+# GPU, set TORCH="torch==2.11.* torchvision torchaudio --index-url https://download.pytorch.org/whl/cpu", otherwise its run is skipped.
+test-places:  ## train with the released Axolotl, ms-swift and LLaMA-Factory, with and without hf_cce
 	set -e; for place in $(PLACES); do \
 		home=$(VENV)/places/$$place; \
 		if [ ! -e $$home/.done ]; then \
@@ -85,29 +84,30 @@ test-places:  ## train with the released Axolotl, ms-swift and LLaMA-Factory, wi
 		$$home/bin/python -m pytest tests/trainers/test_integrations.py -k "axolotl or swift or llama_factory" $(PYTEST_ARGS); \
 	done
 
-test-hopper: $(VENV)/.dev  ## that the tiles for Hopper's GPUs compile as they should with the Triton that runs them; needs no GPU
+test-hopper: $(VENV)/.dev  ## check that the Hopper kernels compile correctly with the Triton that runs them; needs no GPU
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/hopper "triton==3.6.*"
 	PYTHONPATH=$(abspath $(VENV))/hopper $(BIN)/python -m pytest tests/triton_kernels/test_aot.py -k loops_carry $(PYTEST_ARGS)
 
-test-quantized: $(VENV)/.dev  ## heads quantised by bitsandbytes and torchao; beside the environment, as whoever finds them imports them
+# Installed outside the environment, because other packages import bitsandbytes and torchao if they find them.
+test-quantized: $(VENV)/.dev  ## test heads quantized by bitsandbytes and torchao
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/quantized "bitsandbytes>=0.50" "torchao>=0.18"
 	PYTHONPATH=$(abspath $(VENV))/quantized $(BIN)/python -m pytest -n $(JOBS) tests/modeling/test_quantized_heads.py $(PYTEST_ARGS)
 
-test-gpu: $(VENV)/.dev  ## only the tests that need a GPU, one after the other
+test-gpu: $(VENV)/.dev  ## run only the tests that need a GPU, sequentially
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
-mutants: $(VENV)/.dev  ## break kernels and rules in one place each and see which tests notice; goes on where it stopped
+mutants: $(VENV)/.dev  ## break the code in one place at a time and see which tests notice; resumes where it stopped
 	$(BIN)/python tests/mutants/run.py; $(BIN)/python -m tests.support.promises
 
-style: $(VENV)/.dev  ## format and repair what can be repaired
+style: $(VENV)/.dev  ## format the code and apply lint fixes
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-quality: $(VENV)/.dev  ## what CI asks of format and lint
+quality: $(VENV)/.dev  ## check format and lint, as in CI
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 
-types: $(VENV)/.dev  ## what CI asks of types
+types: $(VENV)/.dev  ## check types, as in CI
 	$(BIN)/mypy
 
 examples: $(VENV)/.dev  ## run the Python of README and docs/, and the demo on a tiny model
@@ -122,12 +122,12 @@ docs: $(VENV)/.dev  ## write the generated parts of README and docs/: tables, pi
 	$(BIN)/python -m tests.support.promises
 	$(BIN)/python docs/make_pictures.py
 
-site: $(VENV)/.site  ## README and docs/ as a site, into build/site
+site: $(VENV)/.site  ## build README and docs/ as a site in build/site
 	$(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
 
-build: $(VENV)/.dev  ## sdist and wheel into dist/
+build: $(VENV)/.dev  ## build sdist and wheel in dist/
 	$(BIN)/python -m pip install --quiet build
 	$(BIN)/python -m build
 
-clean:  ## remove the virtual environment and what builds and tools leave behind
+clean:  ## remove the virtual environment, build outputs and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache demo.json

@@ -1,7 +1,7 @@
-"""Time whole training steps of one model in one process, each loss in turn: for steps that wait for the host.
+"""Time whole training steps of one model with each loss in turn, in one process: for steps limited by the host.
 
-Two processes, one after the other, differ by more than two losses do where Python decides how long a step takes. Here each
-round takes some steps with full logits and as many with apply_cce, of the same model with the same optimizer.
+When Python decides how long a step takes, two processes differ by more than two losses do. So each round runs some steps with
+full logits and as many with apply_cce, on the same model and optimizer.
 
 usage: python -m benchmarks.alternate --model smollm2-135m --batch 1 --sequence 1024 --json OUT.json
 """
@@ -27,19 +27,19 @@ from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.shapes import SHAPES
 
-# What is done to the model before a loss's steps of a round, by name; all is undone after them.
+# By loss name: what is applied to the model for the steps of a round and removed afterwards (None: nothing).
 CONFIGS = {"eager": None, **trainers.OURS}
 
 
 class Turns:
-    """Who has a step: puts each loss into the model for its steps of a round, takes it out again, and reads the clock.
+    """Scheduler that installs each loss for its steps of a round, removes it afterwards and records times.
 
-    ``step_begins`` is called before each of the ``total`` steps, ``all_done`` after the last.
+    Call ``step_begins`` before each of the ``total`` steps and ``all_done`` after the last one.
     """
 
     def __init__(self, job: Job, losses: list[str], rounds: int, settle: int, model: Any) -> None:
         self.job, self.model, self.settle = job, model, settle
-        # The other way round every second time: what comes first after a pause is slower.
+        # Reverse the order every second round: the first loss after a pause runs slower.
         self.turns = [
             (turn, name)
             for turn in range(job.warmup + rounds)
@@ -81,10 +81,10 @@ class Turns:
 
 
 def measure(job: Job, losses: list[str], rounds: int, settle: int) -> dict[str, Any]:
-    """By loss: milliseconds a step of each round, until the device is done and until the host has launched all; their medians.
+    """Return milliseconds per step of each round and their medians, by loss: until the device or the host has finished.
 
-    ``job.warmup`` rounds come before, untimed, and ``settle`` steps before the ``job.steps`` of each round. The host's clock
-    counts, from a device at rest to a device at rest, since that is what a step takes that waits for the host.
+    Untimed are the first ``job.warmup`` rounds and the ``settle`` steps before the ``job.steps`` of each round. Times are host
+    times from one device synchronization to the next, because a host-limited step takes that long.
     """
     model = build(job, torch.bfloat16)
     turns = Turns(job, losses, rounds, settle, model)

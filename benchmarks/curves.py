@@ -1,8 +1,8 @@
-"""Train the same model on the same data with one loss after the other, each with several seeds.
+"""Train the same model on the same data with each loss, over several seeds.
 
-Two settings: from random initialisation, and from the checkpoint that the first of these runs with full logits leaves. Every run
-is scored on held-out text and on a second corpus, the documentation and licences of installed packages. The noise is the range of
-full logits over the seeds. A file of results that exists is continued: only the runs that it lacks are made.
+There are two settings: random initialization, and the checkpoint written by the first full-logits run. Every run is evaluated on
+held-out text and on a second corpus (documentation and licenses of installed packages). The noise is the range of the
+full-logits results over the seeds. An existing results file is continued: only missing runs are made.
 
 usage: python -m benchmarks.curves --json OUT.json --plot OUT.png
 """
@@ -42,9 +42,9 @@ from hf_cce.diagnostics.files import whole_file, write_json
 from hf_cce.diagnostics.shapes import Shape, config_of
 from hf_cce.dispatch import explain_dispatch
 
-KNOWN = ("eager", "hf_cce-exact", "hf_cce", "compiled", "reversed")  # the last two: as correct as eager
-FILTER_EVERY = 50  # steps after which the filter is asked what it kept
-HELD_OUT = 0.05  # share of the text
+KNOWN = ("eager", "hf_cce-exact", "hf_cce", "compiled", "reversed")  # the last two are as accurate as "eager"
+FILTER_EVERY = 50  # steps between two reads of the filter statistics
+HELD_OUT = 0.05  # fraction of the text
 PROSE_CHARACTERS = 4_000_000
 RANDOM, TRAINED = "from random initialisation", "from a trained checkpoint"
 Report = dict[str, Any]
@@ -57,7 +57,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Setup:
-    """Of every run. Weights and AdamW's state are float32, the forward runs under bfloat16 autocast; no dropout."""
+    """Settings shared by all runs. Weights and AdamW state are float32, the forward uses bfloat16 autocast, no dropout."""
 
     device: str = "cuda"
     vocab: int = 49_152
@@ -66,11 +66,11 @@ class Setup:
     batch: int = 6
     sequence: int = 512
     steps: int = 2000
-    learning_rate: float = 1e-3  # rises over ``rising`` steps, falls over the last fifth
-    fine_tune_rate: float = 2e-4  # of the runs from the checkpoint
+    learning_rate: float = 1e-3  # warms up over ``rising`` steps, decays over the last fifth
+    fine_tune_rate: float = 2e-4  # for runs that start from the checkpoint
     rising: int = 100
-    every: int = 10  # steps whose mean loss is one point of the curve
-    evaluated: int = 16  # batches of each evaluation
+    every: int = 10  # steps averaged into one point of the curve
+    evaluated: int = 16  # batches per evaluation
 
 
 PRESETS = {
@@ -80,7 +80,7 @@ PRESETS = {
 
 
 class Job(NamedTuple):
-    """One run."""
+    """One training run."""
 
     setting: str
     loss: str
@@ -92,7 +92,7 @@ class Job(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Files of tokens."""
+    """Token files: training text and second corpus."""
 
     text: Path
     second: Path
@@ -108,7 +108,7 @@ def model_of(setup: Setup) -> Any:
 
 
 def train(setup: Setup, job: Job, data: Data, checkpoint: Path, writes_checkpoint: bool) -> dict[str, Any]:
-    """Make one run, from the weights in ``checkpoint`` if the job says so; keep its last weights there if asked to.
+    """Train one run, from the weights in ``checkpoint`` if the job fine-tunes; write the final weights there if asked to.
 
     Raises:
         Missing: the loss cannot run here.
@@ -118,7 +118,7 @@ def train(setup: Setup, job: Job, data: Data, checkpoint: Path, writes_checkpoin
     from transformers import set_seed
 
     device, fine_tunes = torch.device(setup.device), job.setting == TRAINED
-    gc.collect()  # what the last run of this process left
+    gc.collect()  # memory of the previous run in this process
     set_seed(job.seed)
     with device:
         model = model_of(setup).train()
@@ -132,7 +132,7 @@ def train(setup: Setup, job: Job, data: Data, checkpoint: Path, writes_checkpoin
     def batches(file: Path, count: int, seed: int, part: tuple[float, float] = (0.0, 1.0)) -> Tensor:
         return torch.from_numpy(text.windows(file, (count, setup.batch), setup.sequence, seed, part)).to(device)
 
-    seed = job.seed + 1000 * fine_tunes  # the checkpoint has seen other batches
+    seed = job.seed + 1000 * fine_tunes  # so that fine-tuning sees other batches than the checkpoint did
     trained_on = batches(data.text, setup.steps, seed, (0.0, 1.0 - HELD_OUT))
     scored_on = {
         "held_out": batches(data.text, setup.evaluated, 0, (1.0 - HELD_OUT, 1.0)),
@@ -153,7 +153,7 @@ def train(setup: Setup, job: Job, data: Data, checkpoint: Path, writes_checkpoin
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach().float())  # read at the evaluations, so that the host seldom waits
+        losses.append(loss.detach().float())  # read only at evaluations, to avoid synchronizing the host
         if step % FILTER_EVERY == 0 and hasattr(model, "cce_stats"):
             told: dict[str, float] = model.cce_stats()
             of_filter = {key: told[key] for key in ("kept", "dense", "error") if math.isfinite(told.get(key, math.nan))}
@@ -184,7 +184,7 @@ def train(setup: Setup, job: Job, data: Data, checkpoint: Path, writes_checkpoin
         "seconds_per_step": seconds / setup.steps,
         "checkpoint": identity(checkpoint) if fine_tunes else None,
     }
-    if any("kept" in each for each in filtered):  # or the filter never ran
+    if any("kept" in each for each in filtered):  # absent if the filter never ran
         run["filter"] = filtered
     if writes_checkpoint:
         with whole_file(checkpoint) as temporary:
@@ -194,7 +194,7 @@ def train(setup: Setup, job: Job, data: Data, checkpoint: Path, writes_checkpoin
 
 @torch.no_grad()
 def evaluated(model: Any, batches: Tensor) -> float:
-    """Return the mean loss of ``batches`` [count, batch, sequence] from full logits, whatever loss the model trains with."""
+    """Return the mean loss over ``batches`` [count, batch, sequence], always computed from full logits."""
     model.eval()
     losses = []
     for rows in batches:
@@ -206,7 +206,7 @@ def evaluated(model: Any, batches: Tensor) -> float:
 
 
 def identity(checkpoint: Path) -> str | None:
-    """Return what tells these weights from those of another run; None if there are none."""
+    """Return the identity string stored with these weights, or None if the file does not exist."""
     from safetensors import safe_open
 
     if not checkpoint.is_file():
@@ -216,9 +216,9 @@ def identity(checkpoint: Path) -> str | None:
 
 
 def missing_jobs(report: Report, jobs: list[Job], checkpoint: Path) -> list[Job]:
-    """Return the jobs that ``report`` lacks. The first of ``jobs`` leaves the checkpoint.
+    """Return the jobs that ``report`` lacks. The first of ``jobs`` writes the checkpoint.
 
-    If the checkpoint that earlier runs began from is gone, they are dropped: runs from another one do not compare with them.
+    If that checkpoint is gone, runs that started from it are dropped: they do not compare with runs from a new checkpoint.
     """
 
     def lacking() -> list[Job]:
@@ -235,7 +235,7 @@ def missing_jobs(report: Report, jobs: list[Job], checkpoint: Path) -> list[Job]
 def measure(
     report: Report, setup: Setup, jobs: list[Job], data: Data, args: argparse.Namespace, keep: Callable[[], None]
 ) -> None:
-    """Make the runs that ``report`` lacks, ``args.parallel`` at a time, and call ``keep`` after each."""
+    """Make the missing runs of ``report``, ``args.parallel`` at a time, and call ``keep`` after each."""
     checkpoint = (
         text.cache_folder() / f"curves-{hashlib.sha256(repr((setup, data)).encode()).hexdigest()[:16]}.safetensors"
     )
@@ -269,12 +269,12 @@ def measure(
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Compare the last losses of each loss with those of full logits with the same seeds.
+    """Compare the final losses of each loss function with those of full logits for the same seeds.
 
     Returns:
-        {setting: {loss: {quantity: {"mean", "difference", "standard_error", "of_seeds", "noise"}}}}: nats per token. "of_seeds":
-        the signed differences of each seed. "difference": their mean, with its standard error (None for one seed). "noise": the
-        range of full logits over the seeds; None for the training loss, as each seed trains on other batches.
+        {setting: {loss: {quantity: {"mean", "difference", "standard_error", "of_seeds", "noise"}}}}, in nats per token.
+        "of_seeds": signed difference for each seed. "difference": their mean, with its standard error (None for one seed).
+        "noise": the range of full logits over the seeds; None for the training loss, because each seed trains on other batches.
     """
     final: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
     for run in runs:
@@ -298,7 +298,7 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[
 
 
 def second_corpus(corpus: text.Corpus, dataset: str | None) -> Path:
-    """Return a file of tokens beside those of ``corpus``: of the file ``dataset``, or what installed packages ship as text."""
+    """Return a token file next to those of ``corpus``, made from ``dataset`` or from text files of installed packages."""
     packages = Path(sysconfig.get_path("purelib"))
     files = [Path(dataset)] if dataset else sorted(packages.rglob("*"))
     documents, left = [], PROSE_CHARACTERS
@@ -306,7 +306,7 @@ def second_corpus(corpus: text.Corpus, dataset: str | None) -> Path:
         if path.is_file() and (path.suffix in {".rst", ".md", ".txt"} or path.name.startswith(("LICENSE", "METADATA"))):
             documents.append(path.read_text("utf-8", "replace")[:left])
             left -= len(documents[-1])
-    ids = text.encode(corpus.tokenizer(), dict.fromkeys(documents))  # many licences are the same
+    ids = text.encode(corpus.tokenizer(), dict.fromkeys(documents))  # drops duplicates: many licenses are identical
     path = corpus.tokens_file.with_name(f"second-{hashlib.sha256(ids.tobytes()).hexdigest()[:16]}.npy")
     with whole_file(path) as temporary:
         np.save(temporary, ids)
@@ -343,7 +343,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Setup]:
 
 
 def begun(args: argparse.Namespace, about: Report) -> Report:
-    """Return the report to continue: that in ``--json``, or an empty one.
+    """Return the report to continue: the one in ``--json``, or an empty one.
 
     Raises:
         ValueError: the file has runs of another setup.

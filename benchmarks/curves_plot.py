@@ -1,4 +1,4 @@
-"""The picture of ``benchmarks.curves``: losses above, differences to full logits below, one column a setting."""
+"""Figure of ``benchmarks.curves``: losses above, differences from full logits below, one column per setting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.plots import CCE, FAINT, INK, LINE, PLAIN, STATE, quiet
 from hf_cce.diagnostics.files import whole_file
 
 EXACT = "#7a4f9a"
-STYLE: dict[str, dict[str, Any]] = {  # drawn in this order: the wide and pale ones lie below
+STYLE: dict[str, dict[str, Any]] = {  # in drawing order: wide, pale lines first, so that they lie below
     "eager": dict(color=PLAIN, linewidth=5, alpha=0.35, label="full logits"),
     "compiled": dict(color=STATE, linewidth=2.2, alpha=0.75, label="full logits, compiled"),
     "reversed": dict(color=FAINT, linewidth=2.2, label="full logits, rows reversed"),
@@ -23,7 +23,7 @@ Runs = dict[str, dict[int, dict[str, Any]]]  # {loss: {seed: run}}
 
 
 def draw(report: dict[str, Any], path: Path, metadata: dict[str, str | None] | None = None, dpi: int = 150) -> None:
-    """Draw ``report`` (what ``benchmarks.curves`` writes as JSON) into ``path``; ``metadata``: texts in the file."""
+    """Draw ``report`` (the JSON of ``benchmarks.curves``) into ``path``; ``metadata`` goes into the image file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -58,7 +58,7 @@ def draw(report: dict[str, Any], path: Path, metadata: dict[str, str | None] | N
 
 
 def _column(axes: Any, setting: str, runs: Runs, summary: dict[str, Any], every: int) -> None:
-    """Draw the first seed's losses, and the mean difference over the seeds."""
+    """Draw the first seed's losses and the mean difference over the seeds."""
     losses, differences = axes
     full, parts, quantity, noise = runs["eager"], [], "", ""
     for name, style in STYLE.items():

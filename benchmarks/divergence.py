@@ -1,10 +1,10 @@
-"""Measure distillation losses on a CUDA GPU: time, memory and error of ``linear_divergence`` and of its peers.
+"""Measure distillation losses on a CUDA GPU: time, memory and error of ``linear_divergence`` and its peers.
 
 usage: python -m benchmarks.divergence --out FILE [--shapes 8192,896,1536,151936 …] [--kinds forward_kl,jsd] [--peers hf_cce,trl]
 
-A shape is tokens, the student's hidden size, the teacher's, the vocabulary. Mean over tokens, gradients of the student's hidden
-states and head, random data. The limit is each product once, 2NV(3D + D_t) operations at the rate of this run's own GEMM. Errors
-are relative, against float32. Memory is above the gradients.
+A shape is tokens, student hidden size, teacher hidden size, vocabulary. The loss is the mean over tokens, with gradients of the
+student's hidden states and head, on random data. The limit is each matrix product once, 2NV(3D + D_t) operations at the GEMM
+rate measured in this run. Errors are relative to float32. Memory excludes the gradients.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from hf_cce.diagnostics.files import write_json
 SHAPES = "8192,896,1536,151936 4096,896,1536,151936 4096,2048,4096,128256"
 MIXED = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
 MIB = 1 << 20
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # student's hidden states and head, teacher's
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # student hidden states and head, then the teacher's
 
 
 def from_logits(zs: Tensor, zt: Tensor, beta: float) -> Tensor:
-    """Divergence of each token."""
+    """Return the divergence of each token."""
     log_ps, log_pt = F.log_softmax(zs, -1), F.log_softmax(zt, -1)
     if beta == 0.0:
         return (log_pt.exp() * (log_pt - log_ps)).sum(-1)
@@ -71,7 +71,7 @@ def liger(beta: float) -> Loss:
 
 
 def tiled(loss: Loss, tiles: str) -> Loss:
-    """``loss`` with other tiles: tokens x columns x hidden size x warps x stages x row blocks that share weight tiles."""
+    """Return ``loss`` with other tiles: tokens x columns x hidden size x warps x stages x row blocks that share weight tiles."""
     from hf_cce.kernels import divergence
 
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
@@ -86,9 +86,9 @@ def tiled(loss: Loss, tiles: str) -> Loss:
 
 
 def make(peer: str, kind: str) -> Loss:
-    """``peer``: hf_cce, full, compile, trl or liger; hf_cce:1024 has a budget in MiB, hf_cce:128x64x64x4x4x16 other tiles.
+    """Build a peer: hf_cce, full, compile, trl or liger; hf_cce:1024 sets a budget in MiB, hf_cce:128x64x64x4x4x16 other tiles.
 
-    Name those with tiles last: the tiles stay.
+    Put peers with tiles last: their tiles stay in effect.
     """
     name, _, option = peer.partition(":")
     beta = MIXED[kind]
@@ -118,7 +118,7 @@ def median_ms(step: Callable[[], object], repeats: int) -> float:
 
 
 def reference(inputs: tuple[Tensor, ...], beta: float) -> tuple[Tensor, Tensor, float]:
-    """Gradients of hidden states and head, and the loss, in float32."""
+    """Return (gradient of the hidden states, gradient of the head, loss) computed in float32."""
     hs, ws, ht, wt = inputs
     head, teacher, total = ws.float().requires_grad_(), wt.float(), 0.0
     of_hidden = torch.empty(hs.shape, device=hs.device)
@@ -170,7 +170,7 @@ def clean() -> None:
 
 
 def problem(n: int, ds: int, dt: int, v: int) -> tuple[Tensor, ...]:
-    """Logits of a standard deviation of 2 (student) and 3 (teacher)."""
+    """Return random inputs whose logits have standard deviation 2 (student) and 3 (teacher)."""
     torch.manual_seed(0)
     shapes = (((n, ds), 2.0), ((v, ds), ds**-0.5), ((n, dt), 3.0), ((v, dt), dt**-0.5))
     return tuple(torch.randn(shape, device="cuda").mul_(by).bfloat16() for shape, by in shapes)
@@ -205,7 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
                         f"first {row['first_s']:.1f} s",
                         flush=True,
                     )
-                except Exception as error:  # out of memory, not installed: the others are worth the run
+                except Exception as error:  # out of memory or not installed: go on with the other peers
                     row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
                     print(f"  {kind:10s} {peer:12s} {row['failed']}", flush=True)
                 report["results"].append(row)

@@ -1,8 +1,8 @@
-"""Compare the filter's errors with those of bfloat16 full logits, batch by batch, on trained heads of many sizes.
+"""Compare gradient-filter errors with those of bfloat16 full logits, batch by batch, on trained heads of many sizes.
 
-This is how ``AUTO_SHARE`` is chosen: the worst ratio must be at most one. Each head is trained on the spot, as in
+``AUTO_SHARE`` is chosen with this script: the worst ratio must be at most one. Each head is trained on the spot, as in
 ``benchmarks.heads``. One filter state for the trained head and one for the frozen head see all batches in order, as in training.
-Heads that the report has already are skipped.
+Heads that are already in the report are skipped.
 
 usage: python -m benchmarks.filter_errors --head 49152:1024:8:60 65537:1536:4:60 --json OUT.json
 """
@@ -28,21 +28,21 @@ from hf_cce.diagnostics.bench import Loss, exact_results, full_logits
 from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.gradcheck import Inputs, relative_error
 
-# Vocabulary, hidden size, layers, seconds of training; with odd vocabularies and a head that is hardly trained.
+# Vocabulary, hidden size, layers, seconds of training. Includes odd vocabulary sizes and a barely trained head.
 HEADS = (
     "32000:2048:2:45", "49152:1024:6:45", "50257:768:6:45", "49152:576:6:15", "65537:1536:4:45", "128256:768:6:45",
     "65537:3072:2:45", "128256:4096:1:45", "200019:1024:4:45", "262144:896:4:45",
 )  # fmt: skip
 BATCHES = 16
-SEQUENCE = 1024  # tokens of a held-out sequence
-MOST_LOGITS = 1_100_000_000  # in a batch
+SEQUENCE = 1024  # tokens per held-out sequence
+MOST_LOGITS = 1_100_000_000  # per batch
 GRADIENTS = ("hidden", "weight")
 
 
 def measure(head: Head, device: torch.device) -> list[dict[str, Any]]:
-    """Return for each batch the relative errors of both gradients, filtered and by full logits, and what the filter did.
+    """Return, for each batch, the relative errors of both gradients (filtered and full logits) and the filter statistics.
 
-    ``frozen_hidden_error`` is of the hidden states' gradient where the head is frozen.
+    ``frozen_hidden_error`` is the error of the hidden states' gradient when the head is frozen.
     """
     weight = head.weight.to(device)
     sequences = len(head.labels) // SEQUENCE
@@ -71,15 +71,15 @@ def measure(head: Head, device: torch.device) -> list[dict[str, Any]]:
 
 
 def of_head(given: str) -> tuple[str, dict[str, Any]]:
-    """Train one head and measure it; return (``given``, its entry of the report).
+    """Train one head and measure it; return (``given``, its report entry).
 
-    In a process of its own, whose memory is free afterwards.
+    Run this in a process of its own, so that its memory is freed afterwards.
     """
     vocabulary, hidden_size, layers, seconds = map(int, given.split(":"))
     device = machine.checked_device(None)
     began = time.perf_counter()
     say = partial(print, f"{given}:", file=sys.stderr, flush=True)
-    # Training reports every second; every tenth is enough here.
+    # Training reports every second; print every tenth report.
     head = train_head(
         HeadSpec(vocabulary, hidden_size, layers), seconds, device,
         say=lambda line: None if line.startswith("training:") and "0 of" not in line else say(line),
@@ -96,7 +96,7 @@ def of_head(given: str) -> tuple[str, dict[str, Any]]:
 
 
 def worst(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the largest ratio of the filter's error to full logits' over the batches, for each gradient."""
+    """Return, for each gradient, the largest ratio over the batches of the filter's error to full logits' error."""
     found = {key: max(row[f"hf_cce_{key}_error"] / row[f"eager_{key}_error"] for row in rows) for key in GRADIENTS}
     return found | {"frozen": max(row["frozen_hidden_error"] / row["eager_hidden_error"] for row in rows)}
 

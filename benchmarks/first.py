@@ -1,8 +1,8 @@
-"""Measure the first forward and backward of a loss in processes of their own: with an empty cache, then with a full one.
+"""Measure the first forward and backward of a loss in fresh processes: with an empty compile cache, then with a full one.
 
-Each process makes the inputs and an optimizer first, so that only the start of the loss is timed: imports, compilation, first
-launches. Triton's and torch.compile's caches lie in a folder of the run. With --step it is the first training step of a Llama
-of two layers.
+Each process creates the inputs and an optimizer first, so that only the loss's startup is timed: imports, compilation, first
+launches. Triton's and torch.compile's caches are in a folder of the run. With --step, the first training step of a two-layer
+Llama is timed instead.
 
 usage: python -m benchmarks.first --json OUT.json [--peers hf_cce "apple cce" …] [--step]
 """
@@ -34,7 +34,7 @@ SHAPE = (8192, 1024, 49152)
 
 
 def seconds_of(function: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """Return the seconds of a forward and backward."""
+    """Return the seconds that one forward and backward take."""
     began = time.perf_counter()
     function().backward()
     machine.synchronize(device)
@@ -42,17 +42,17 @@ def seconds_of(function: Callable[[], torch.Tensor], device: torch.device) -> fl
 
 
 def first_call(name: str, shape: tuple[int, int, int], device: torch.device) -> dict[str, Any]:
-    """Time the first forward and backward in this process, imports of the loss included, and the second."""
+    """Time the first forward and backward in this process, including the imports of the loss, and the second."""
     n, d, v = shape
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     hidden = torch.randn(n, d, device=device, dtype=dtype, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(v, d, device=device, dtype=dtype) * 0.02)
     labels = torch.randint(v, (n,), device=device)
-    torch.optim.AdamW([weight])  # every training has one, and it imports half of PyTorch
+    torch.optim.AdamW([weight])  # as in every training; importing it loads half of PyTorch
     (hidden[:64] @ weight[:64].t()).float().sum().backward()
     machine.synchronize(device)
     began = time.perf_counter()
-    losses, missing = make_peers([name])  # imports it
+    losses, missing = make_peers([name])  # imports the peer
     if missing:
         return {"missing": missing[name]}
     imported = time.perf_counter() - began
@@ -61,7 +61,7 @@ def first_call(name: str, shape: tuple[int, int, int], device: torch.device) -> 
 
 
 def first_step(name: str, shape: tuple[int, int, int], device: torch.device) -> dict[str, Any]:
-    """Time the first and second training step in this process, forward and backward, and installing the loss."""
+    """Time the first and second training step in this process (forward and backward), including installing the loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     n, d, v = shape
@@ -89,7 +89,7 @@ def first_step(name: str, shape: tuple[int, int, int], device: torch.device) -> 
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run ``args.times`` processes; ``first_s`` is that of an empty cache, ``later_s`` those after it."""
+    """Run ``args.times`` processes; ``first_s`` is measured with an empty cache, ``later_s`` with a filled one."""
     with tempfile.TemporaryDirectory() as cache:
         caches = {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
         shape = map(str, args.shape)

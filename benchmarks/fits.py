@@ -1,7 +1,7 @@
-"""Find the largest batch of whole training steps that fits a GPU of a given size, by measuring, with one loss after the other.
+"""Find, by measuring, the largest batch whose training steps fit a GPU of a given size, for each loss.
 
-Batches are tried on the GPU at hand, which is larger than the sizes asked for: two steps each, from an empty cache; what
-PyTorch's allocator took from the device counts, and 1 GiB is left for the CUDA context. Nothing is extrapolated.
+Batches run on the available GPU, which is larger than the requested sizes: two steps each, from an empty cache. The memory that
+PyTorch's allocator reserved counts, and 1 GiB is left for the CUDA context. Nothing is extrapolated.
 
 usage: python -m benchmarks.fits --model qwen2.5-0.5b --sequence 2048 --gib 24 48 80 --json OUT.json
 """

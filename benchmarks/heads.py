@@ -1,7 +1,7 @@
-"""Trained heads: hidden states, classifier and labels of a small Llama that learns local text on the spot.
+"""Trained heads: hidden states, classifier weight and labels of a small Llama trained on local text.
 
-Gradient filters live on their peaked distributions, which random numbers have not. A head is trained once and then kept in
-the user's cache folder.
+Gradient filters depend on peaked distributions, which random data lacks. A head is trained once and then stored in the user's
+cache folder.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hf_cce.diagnostics.bench import full_logits
 from hf_cce.diagnostics.files import whole_file
 from hf_cce.diagnostics.shapes import config_of, smollm2_like
 
-MAX_TOKENS = 32_768  # held-out tokens that a head keeps
+MAX_TOKENS = 32_768  # held-out tokens stored with a head
 LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """The shape of a model to train: vocabulary V, width D (a multiple of 64), layers."""
+    """Shape of a model to train: vocabulary V, hidden size D (a multiple of 64), layers."""
 
     vocabulary: int
     dim: int
@@ -38,7 +38,7 @@ class HeadSpec:
 
 
 HEADS = {
-    "V512": HeadSpec(512, 64, 2),  # for a quick look on a CPU
+    "V512": HeadSpec(512, 64, 2),  # for quick runs on a CPU
     "V49152": HeadSpec(49_152, 1024, 8),
     "V128256": HeadSpec(128_256, 768, 8),
 }
@@ -46,14 +46,14 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Head:
-    """What a trained model leaves, on the CPU, in bfloat16.
+    """Held-out hidden states, weight and labels of a trained model, in bfloat16 on the CPU.
 
     Args:
         hidden_states: [N, D], input of the head for held-out text.
         weight: [V, D], the head, tied to the embeddings.
         labels: [N], int64, the tokens to predict.
-        about: how it was trained, ready for JSON; ``held_out_loss`` in nats per token.
-        cached: whether it came from the cache.
+        about: how it was trained, as JSON-serializable values; ``held_out_loss`` in nats per token.
+        cached: True if it came from the cache.
     """
 
     hidden_states: Tensor
@@ -72,15 +72,15 @@ def train_head(
     cache: Path | None = None,
     say: Say = lambda message: None,
 ) -> Head:
-    """Return a trained head, from the cache or made now.
+    """Return a trained head, from the cache or newly trained.
 
     Args:
-        spec: the shape of the model.
+        spec: shape of the model.
         seconds: training time, counted after the first steps, which compile.
-        device: where to train; part of the cache's key, as a faster device learns more in the same time.
-        dataset: text file or folder instead of Python's own sources.
+        device: where to train; part of the cache key, because a faster device learns more in the same time.
+        dataset: text file or folder to use instead of Python's own sources.
         cache: folder for heads, tokenizers and tokens.
-        say: called with progress.
+        say: called with progress messages.
 
     Raises:
         ValueError: the text is too short to train on and to hold some out.
@@ -107,7 +107,7 @@ def train_head(
 
 
 def _trained(spec: HeadSpec, corpus: Corpus, seconds: float, device: torch.device, say: Say) -> dict[str, Any]:
-    """Train a model; return the arguments of ``Head``."""
+    """Train a model and return the arguments of ``Head``."""
     batch, sequence = _batch(spec, device)
     tokens = torch.from_numpy(np.load(corpus.tokens_file))
     held_out = min(MAX_TOKENS + sequence, len(tokens) // 5) // sequence * sequence
@@ -139,7 +139,7 @@ def _trained(spec: HeadSpec, corpus: Corpus, seconds: float, device: torch.devic
 
 
 def _learn(model: Any, tokens: Tensor, shape: tuple[int, int], seconds: float, say: Say) -> tuple[int, float]:
-    """Train for ``seconds``, by full logits: what is measured must not depend on what measures it. Return (steps, loss)."""
+    """Train for ``seconds`` and return (steps, loss). Uses full logits, so that heads do not depend on the losses under test."""
     device, (batch, sequence) = tokens.device, shape
     optimizer = torch.optim.AdamW(
         model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type != "mps"
@@ -156,7 +156,7 @@ def _learn(model: Any, tokens: Tensor, shape: tuple[int, int], seconds: float, s
         starts = torch.from_numpy(generator.integers(len(tokens) - sequence, size=batch))
         ids = tokens[(starts[:, None] + offsets).to(device)].long()
         done = min(1.0, spent / seconds)
-        # Warm-up over 100 steps or a tenth of the time, whichever is shorter; down to a twentieth at the end.
+        # Warm up over 100 steps or a tenth of the time, whichever is shorter; decay to a twentieth at the end.
         rate = LEARNING_RATE * min(1.0, max((step + 1) / 100, 10 * done)) * max(0.05, 1 - done)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -168,10 +168,10 @@ def _learn(model: Any, tokens: Tensor, shape: tuple[int, int], seconds: float, s
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        if step == 3:  # compiled by now
+        if step == 3:  # compilation is done
             machine.synchronize(device)
             began = time.perf_counter()
-        if step % 8 == 0:  # or the host would run ahead of a GPU, and train for longer
+        if step % 8 == 0:  # otherwise the host runs ahead of the GPU and trains for longer
             machine.synchronize(device)
         spent = time.perf_counter() - began if step >= 3 else 0.0
         if spent - shown >= 1.0:
@@ -185,17 +185,17 @@ def _learn(model: Any, tokens: Tensor, shape: tuple[int, int], seconds: float, s
 
 
 def _batch(spec: HeadSpec, device: torch.device) -> tuple[int, int]:
-    """Return (sequences a step, tokens a sequence) whose logits fit."""
+    """Return (sequences per step, tokens per sequence) whose logits fit into memory."""
     if device.type != "cuda":
         return 8, 128
     size = torch.cuda.get_device_properties(device).total_memory
-    logits = 1024 * spec.vocabulary * 8  # bytes of a sequence's logits: bfloat16, float32, gradient
+    logits = 1024 * spec.vocabulary * 8  # bytes of one sequence's logits: bfloat16, float32, gradient
     return max(1, min(32, int(size * 0.3 / logits))), 1024
 
 
 @torch.no_grad()
 def _held_out(model: Any, tokens: Tensor, sequence: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return hidden states [N, D] before the head and labels [N] of text that the model has not seen."""
+    """Return hidden states [N, D] before the head and labels [N] of held-out text."""
     model.eval()
     hidden_states, labels = [], []
     for start in range(0, len(tokens) - sequence, sequence):

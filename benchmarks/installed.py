@@ -1,12 +1,12 @@
-"""The ways to compute the loss of a whole Transformers model, each put into a model as its own users would.
+"""Ways to compute the loss of a whole Transformers model, each installed as its own users would install it.
 
-eager         Transformers' own loss, untouched
-compiled      torch.compile of that loss function; the head still writes all logits
-liger         Liger's own patch of the model, with nothing but the fused linear cross-entropy
-apple         Apple's linear_cross_entropy on the last hidden states (their package has a patch for some versions only)
+eager         Transformers' own loss, unmodified
+compiled      torch.compile of that loss function; the head still materializes all logits
+liger         Liger's own patch of the model, with only the fused linear cross entropy enabled
+apple         Apple's linear_cross_entropy on the last hidden states (their package patches only some Transformers versions)
 hf_cce        apply_cce(model)
 hf_cce-exact  apply_cce(model, gradient_filter=None)
-hf_cce-256mib apply_cce(model, memory_budget=256 << 20), however many tokens
+hf_cce-256mib apply_cce(model, memory_budget=256 << 20), for any number of tokens
 hf_cce-2gib   apply_cce(model, memory_budget=2 << 30)
 """
 
@@ -24,17 +24,17 @@ from hf_cce import CCEConfig, apply_cce
 
 
 class Missing(Exception):
-    """A loss that cannot run here; the message says why."""
+    """Raised when a loss cannot run here; the message says why."""
 
 
 def install(model: Any, name: str) -> str:
-    """Make training calls of ``model`` with labels compute their loss the way ``name`` (one of ``LOSSES``).
+    """Make training calls of ``model`` with labels use the loss ``name`` (one of ``LOSSES``).
 
     Returns:
-        what was done, in words, for the record.
+        a description of what was installed, for the report.
 
     Raises:
-        Missing: a package or an option is not there.
+        Missing: a required package or option is missing.
     """
     try:
         return LOSSES[name](model)
@@ -47,7 +47,7 @@ def _eager(model: Any) -> str:
 
 
 def _compiled(model: Any) -> str:
-    # dynamic=False: every step has the same shape, which serves torch.compile best.
+    # dynamic=False: every step has the same shape, which is the best case for torch.compile.
     model.loss_function = torch.compile(model.loss_function, dynamic=False)
     return "model.loss_function = torch.compile(model.loss_function, dynamic=False)"
 
@@ -67,14 +67,14 @@ def _liger(model: Any) -> str:
 
 def _apple(model: Any) -> str:
     try:
-        from cut_cross_entropy.transformers import cce_patch  # absent from 25.1.1 as PyPI has it
+        from cut_cross_entropy.transformers import cce_patch  # missing from version 25.1.1 on PyPI
     except ImportError as error:
         why = f"{type(error).__name__}: {error}"
     else:
         try:
             cce_patch(model)
             return "cut_cross_entropy.transformers.cce_patch(model)"
-        except Exception as error:  # it refuses model types and versions of Transformers in several ways
+        except Exception as error:  # it rejects model types and Transformers versions with various exceptions
             why = f"{type(error).__name__}: {error}"
     from cut_cross_entropy import linear_cross_entropy
 
@@ -87,7 +87,7 @@ def _apple(model: Any) -> str:
 
 
 def _hf_cce(model: Any, **options: Any) -> str:
-    # After a fallback the figures would be those of full logits.
+    # After a fallback, the measurements would be those of full logits.
     warnings.filterwarnings("error", message="hf_cce")
     apply_cce(model, **options)
     return f"apply_cce(model): {CCEConfig(**options)}"

@@ -1,4 +1,4 @@
-"""What one run of benchmarks.steps is given, the tokens it trains on, and a clock on the device's own time line."""
+"""The description of one run of benchmarks.steps, the tokens it trains on, and a device-side clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_cce.diagnostics.shapes import SHAPES
 
 @dataclass(frozen=True)
 class Job:
-    """One run. Everything but ``loss`` is the same for all losses that are compared."""
+    """One run. All compared losses share every field but ``loss``."""
 
     loss: str
     model: str
@@ -25,29 +25,29 @@ class Job:
     steps: int
     warmup: int
     tokens_file: str
-    entries: int  # of the tokenizer: every token id is below
-    tokenizer_file: str = ""  # asked for by TRL
+    entries: int  # of the tokenizer: an upper bound of the token ids
+    tokenizer_file: str = ""  # needed by TRL
     loop: str = "plain"  # or "trainer", "sft", "recipe": see benchmarks.trainers
-    recipe: str = ""  # flags of recipes/sft.py, with the loop "recipe"
-    images: int = 0  # pixels of the side of a picture in each row, with the loop "recipe"
+    recipe: str = ""  # flags for recipes/sft.py, with the loop "recipe"
+    images: int = 0  # side in pixels of the image in each row, with the loop "recipe"
     ids: str = "rank"  # or "spread", see ``token_ids``
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
-    memory_limit: float | None = None  # GiB, of PyTorch's allocator; the CUDA context comes on top
+    memory_limit: float | None = None  # GiB that PyTorch's allocator may use; the CUDA context is extra
     learning_rate: float = 1e-4
     seed: int = 0
     device: str = "cpu"
-    state_file: str | None = None  # weights to start from; with ``write_state`` those to leave behind
+    state_file: str | None = None  # initial weights; with ``write_state``, where to write the final ones
     write_state: bool = False
-    gib: tuple[float, ...] = ()  # sizes of GPUs to find the largest batch for, instead of timing: see benchmarks.fits
+    gib: tuple[float, ...] = ()  # GPU sizes to find the largest batch for, instead of timing: see benchmarks.fits
 
 
 def token_ids(job: Job) -> np.ndarray:
-    """[warmup + steps, batch, sequence] token ids of real text in the model's vocabulary.
+    """Return [warmup + steps, batch, sequence] token ids of real text in the model's vocabulary.
 
-    The local tokenizer has fewer entries than a large model's. "rank": its ids as they are, by frequency, as in any BPE; the
-    rest of the vocabulary never occurs, as other languages would not. "spread": spaced out evenly, which leaves no
-    stretch of the vocabulary unused, the worst case for a loss that skips such stretches.
+    The local tokenizer has fewer entries than a large model's. "rank" uses its ids unchanged, sorted by frequency as in any BPE;
+    the rest of the vocabulary never occurs, like the entries of other languages. "spread" spaces the ids out evenly, so that no
+    stretch of the vocabulary is unused. This is the worst case for a loss that skips unused stretches.
     """
     ids = windows(job.tokens_file, (job.warmup + job.steps, job.batch), job.sequence, job.seed)
     vocabulary = SHAPES[job.model].vocabulary
@@ -57,7 +57,7 @@ def token_ids(job: Job) -> np.ndarray:
 
 
 class Marks:
-    """Moments on the device's own time line, without making the host wait for it; on a CPU the host's clock."""
+    """Time stamps taken with CUDA events, without synchronizing the host; on a CPU, with the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -72,7 +72,7 @@ class Marks:
         self.marks.append(event)
 
     def milliseconds(self) -> list[float]:
-        """Between each mark and the next."""
+        """Return the milliseconds between consecutive marks."""
         if self.device.type != "cuda":
             return [(b - a) * 1e3 for a, b in pairwise(self.marks)]
         torch.cuda.synchronize(self.device)

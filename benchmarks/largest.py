@@ -1,4 +1,4 @@
-"""The largest batch below a size, found in this process: what ``benchmarks.fits`` starts once for each loss."""
+"""Search in this process for the largest batch that fits a size; ``benchmarks.fits`` starts it once per loss."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.installed import install
 from benchmarks.job import Job, token_ids
 
 GIB = 1 << 30
-CONTEXT = 1.0  # GiB of a GPU that are not the allocator's: an H200's context and libraries took 0.6
-ROWS = 32  # of text, taken again and again for larger batches
-WARMUP = 6  # steps of one row before, in which kernels are compiled and the filter finds out what pays
+CONTEXT = 1.0  # GiB that the allocator does not see: an H200's context and libraries took 0.6
+ROWS = 32  # of text, repeated for larger batches
+WARMUP = 6  # one-row steps before measuring, in which kernels compile and the filter measures its benefit
 
 
 def search(job: Job, model: Any, out_of_memory: Callable[[BaseException], bool]) -> dict[str, Any]:
-    """Peaks in GiB by batch, and for each of ``job.gib`` the largest batch below it (0: not even one row fits)."""
+    """Return peaks in GiB by batch, and for each of ``job.gib`` the largest batch that fits (0: not even one row does)."""
     device = torch.device(job.device)
     done = install(model, job.loss)
     optimizer = torch.optim.AdamW(model.parameters(), job.learning_rate, betas=(0.9, 0.95), fused=True)
@@ -35,7 +35,7 @@ def search(job: Job, model: Any, out_of_memory: Callable[[BaseException], bool])
 
     def peak(batch: int) -> float | None:
         if batch not in seen:
-            torch.compiler.reset()  # after eight shapes Dynamo would compile no more, and the peaks be those of eager
+            torch.compiler.reset()  # after eight shapes Dynamo would fall back to eager, and the peaks would be eager's
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
@@ -58,13 +58,13 @@ def search(job: Job, model: Any, out_of_memory: Callable[[BaseException], bool])
 
 
 def _largest(limit: float, peak: Any, seen: dict[int, float | None]) -> int:
-    """The largest batch whose ``peak`` is at most ``limit``; that and the next are measured."""
+    """Return the largest batch whose ``peak`` is at most ``limit``; both it and the next batch are measured."""
 
     def below(batch: int) -> bool:
         found = peak(batch)
         return found is not None and found <= limit
 
-    low, high = 0, None  # fits, does not
+    low, high = 0, None  # fits, does not fit
     guess = 1
     while high is None or high - low > 1:
         if below(guess):

@@ -1,4 +1,4 @@
-"""Measure the loss and its peers on random data and on trained heads, interleaved in one process.
+"""Measure the loss and its peers on random data and trained heads, interleaved in one process.
 
 usage: python -m benchmarks.loss --head V49152:8192 --shape 8192,896,151936 --peers "hf_cce,eager,liger" --json OUT.json
 """
@@ -45,16 +45,16 @@ def words(given: str, separator: str | None = None) -> list[str]:
 
 
 def trained_problem(head: Head, tokens: int, plan: instrument.Plan) -> Inputs:
-    """Put the first ``tokens`` of a trained head on the device.
+    """Move the first ``tokens`` of a trained head to the device.
 
     Raises:
-        ValueError: the head keeps fewer.
+        ValueError: the head has fewer tokens.
     """
     if tokens > len(head.labels):
         raise ValueError(
             f"the text ({head.about['source']}) gave only {len(head.labels)} held-out tokens, not {tokens}"
         )
-    # A copy: the rest of a longer head must not stay in memory.
+    # Copy, so that the rest of a longer head does not stay in memory.
     hidden = head.hidden_states[:tokens].to(plan.device, plan.dtype, copy=True)
     return Inputs(hidden, head.weight.to(plan.device, plan.dtype), head.labels[:tokens].to(plan.device))
 
@@ -77,7 +77,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any], plan: instrument.Plan, say: bench.Say) -> None:
-    """Add results to ``report`` and write it after each problem."""
+    """Add results to ``report`` and write it to disk after each problem."""
     peers, filters = words(args.peers, ","), [float(x) for x in words(args.sweep, ",")]
     losses, report["missing"] = make_peers(peers, filters)
     if not losses:

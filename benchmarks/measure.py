@@ -1,4 +1,4 @@
-"""Time, memory and gradient error of losses in three modes, interleaved in one process: the instrument of ``benchmarks.loss``.
+"""Measure time, memory and gradient error of losses in three modes, interleaved in one process; used by ``benchmarks.loss``.
 
 A mode is forward and backward, forward alone, or forward and backward with a frozen head. Times are also given as multiples of
 the matrix products that full logits need.
@@ -23,7 +23,7 @@ from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.bench import DTYPES, WARM_UP, Loss, Say, exact_results, extra_mib, interleaved, reference_dtype
 from hf_cce.diagnostics.gradcheck import LOSS_SCALE, Inputs, relative_error
 
-# By mode: prefix of its keys in a row, and how many matrix products a loss with full logits needs.
+# For each mode: the prefix of its keys in a row, and the number of matrix products that full logits need.
 PREFIX = {"both": "", "forward": "forward_", "frozen": "frozen_"}
 GEMMS = {"forward": 1, "frozen": 2, "both": 3}
 COLUMNS = "forward + backward | forward | frozen head | memory | errors (hidden states, weight) | tiles kept |"
@@ -31,7 +31,7 @@ COLUMNS = "forward + backward | forward | frozen head | memory | errors (hidden 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure: where, in which dtype, how many timed rounds, in which modes (keys of ``GEMMS``)."""
+    """How to measure: device, dtype, number of timed rounds, and modes (keys of ``GEMMS``)."""
 
     device: torch.device
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class Plan:
 
 
 def matrix_products(problem: Inputs, modes: Iterable[str]) -> dict[str, Callable[[], None]]:
-    """Return, for each mode, a call of the matrix products that full logits need: logits, ∂/∂hidden, ∂/∂weight."""
+    """Return, for each mode, a function that runs the matrix products full logits need: logits, ∂/∂hidden, ∂/∂weight."""
     hidden, weight = problem.hidden.detach(), problem.weight.detach()
     logits = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
     grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
@@ -56,7 +56,7 @@ def matrix_products(problem: Inputs, modes: Iterable[str]) -> dict[str, Callable
 
 
 def wall_ms(function: Callable[[], Any], device: torch.device, calls: int = 10) -> float:
-    """Return milliseconds per call when calls follow each other without a pause: the host's time, too."""
+    """Return milliseconds per call for back-to-back calls, which includes host time."""
     machine.synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -66,24 +66,24 @@ def wall_ms(function: Callable[[], Any], device: torch.device, calls: int = 10) 
 
 
 class Bench:
-    """Measure losses on one problem."""
+    """Measurement of several losses on one problem."""
 
     def __init__(self, problem: Inputs, modes: tuple[str, ...], say: Say) -> None:
         self.problem, self.modes, self.say = problem, modes, say
         self.device = problem.hidden.device
         self.hidden = problem.hidden.detach().requires_grad_()
         self.weight = problem.weight.detach().requires_grad_()
-        self.frozen = problem.weight.detach()  # the same memory
-        # As in float16 training; the errors are those of the gradients without it.
+        self.frozen = problem.weight.detach()  # shares the memory
+        # Loss scaling, as in float16 training; errors are computed after unscaling.
         self.scale = LOSS_SCALE.get(self.hidden.dtype, 1.0)
 
     def run(self, losses: dict[str, Loss], repeats: int) -> dict[str, Any]:
-        """Measure all losses in turns.
+        """Measure all losses in turn.
 
         Returns:
-            "gemms_ms" by mode, "three_gemms_ms", and "rows" by loss. A row has "ms" (median), "ms_spread" (least, most),
+            "gemms_ms" by mode, "three_gemms_ms", and "rows" by loss. A row has "ms" (median), "ms_spread" (minimum, maximum),
             "gemm_multiple", "wall_ms", "extra_mib" (peak above inputs and gradients), "loss_error", "grad_hidden_error",
-            "grad_weight_error", "filter", and the same with "forward_" and "frozen_"; or {"failed": why}.
+            "grad_weight_error", "filter", and the same with "forward_" and "frozen_"; or {"failed": reason}.
         """
         rows: dict[str, dict[str, Any]] = {}
         self.say("exact gradients")
@@ -94,7 +94,7 @@ class Bench:
                 loss.begin()
             try:
                 rows[name] = self._checked(loss, exact)
-            except Exception as error:  # another library may raise anything; the others are still measured
+            except Exception as error:  # another library may raise anything; go on with the other losses
                 rows[name] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
             self._forget()
         del exact
@@ -106,7 +106,7 @@ class Bench:
         return result
 
     def _time(self, losses: dict[str, Loss], rows: dict[str, Any], repeats: int) -> dict[str, float]:
-        """Add times to ``rows``; return those of the matrix products by mode."""
+        """Add times to ``rows``; return the times of the matrix products by mode."""
         alive = [name for name, row in rows.items() if "failed" not in row]
         products = matrix_products(self.problem, self.modes)
         for product in products.values():
@@ -120,7 +120,7 @@ class Bench:
             rows[name][f"{prefix}ms"] = statistics.median(times)
             rows[name][f"{prefix}ms_spread"] = [min(times), max(times)]
             rows[name][f"{prefix}gemm_multiple"] = statistics.median(times) / dense[mode]
-            if mode == "both" and self.device.type == "cuda":  # elsewhere both times are the same
+            if mode == "both" and self.device.type == "cuda":  # on other devices both times are equal
                 rows[name]["wall_ms"] = wall_ms(functions[name, mode], self.device)
         self._forget()
         return dense
@@ -142,9 +142,9 @@ class Bench:
         return relative_error(gradient.to(exact.dtype) / self.scale, exact)
 
     def _checked(self, loss: Loss, exact: dict[str, Tensor]) -> dict[str, Any]:
-        """Return errors and memory; times are taken when all losses are warm."""
+        """Return errors and memory of one loss. Times are taken later, once all losses are warm."""
         row: dict[str, Any] = {}
-        gc.collect()  # garbage of the loss before must not be freed, or counted, during this one
+        gc.collect()  # garbage of the previous loss must not be freed or counted during this one
         for mode in self.modes:
             prefix = PREFIX[mode]
             self._step(loss, mode)
@@ -168,7 +168,7 @@ def measure(title: str, problem: Inputs, losses: dict[str, Loss], plan: Plan, sa
     """Measure ``losses`` on one problem and free everything afterwards."""
     result = Bench(problem, plan.modes, lambda text: say(f"{title}: {text}")).run(losses, plan.repeats)
     n, d = problem.hidden.shape
-    torch.compiler.reset()  # each problem compiles anew; otherwise Dynamo's recompile limit is reached
+    torch.compiler.reset()  # compile anew for each problem, or Dynamo reaches its recompile limit
     gc.collect()
     if plan.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -176,7 +176,7 @@ def measure(title: str, problem: Inputs, losses: dict[str, Loss], plan: Plan, sa
 
 
 def planned(device: str | None, dtype: str | None, repeats: int | None, modes: tuple[str, ...]) -> Plan:
-    """Fill in what suits the device: on a GPU its 16-bit dtype and 10 rounds, elsewhere float32 and 5.
+    """Fill in defaults for the device: its 16-bit dtype and 10 rounds on a GPU, float32 and 5 rounds elsewhere.
 
     Raises:
         ValueError: the device cannot be used, or a mode is unknown.
@@ -218,7 +218,7 @@ def table(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return the whole report: where it ran, one table for each problem, and which losses failed or are missing."""
+    """Return the whole report as Markdown: environment, one table per problem, and the failed or missing losses."""
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if number)
     parts = [
         f"{report['device']}, {report['dtype']}; {versions}.\n\nIn brackets: multiples of the matrix products that full "

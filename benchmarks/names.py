@@ -1,4 +1,4 @@
-"""What losses are called in tables, and their order: hf_cce first, then always the same.
+"""Display names and order of losses in tables: hf_cce first, then a fixed order.
 
 Result files have short names: "hf_cce exact 1.25 GiB", "apple cce"; in steps "hf_cce-256mib", "apple".
 """
@@ -20,18 +20,18 @@ OTHERS = {
     "torch F.linear_cross_entropy": "torch's `F.linear_cross_entropy`, in chunks",
     "reversed": "full logits, the rows of each batch reversed",
 }
-OF_STEPS = {"compiled": "torch.compile", "apple": "apple cce"}  # names in benchmarks.installed that differ
+OF_STEPS = {"compiled": "torch.compile", "apple": "apple cce"}  # names of benchmarks.installed that differ
 
 
 def _usual(name: str) -> str:
-    """Return the name as benchmarks.peers has it."""
-    if name.startswith("hf_cce-"):  # of benchmarks.installed
+    """Return the name that benchmarks.peers uses."""
+    if name.startswith("hf_cce-"):  # a name from benchmarks.installed
         name = re.sub(r"(\d)([kmg])ib\b", lambda found: f"{found[1]} {found[2].upper()}iB", name.replace("-", " "))
     return OF_STEPS.get(name, name)
 
 
 def title(name: str) -> str:
-    """Return what ``name`` is called in a table; an unknown name stays as it is."""
+    """Return the display name of ``name`` in a table; unknown names are returned unchanged."""
     name = _usual(name)
     if not is_ours(name):
         return OTHERS.get(name, name)
@@ -49,7 +49,7 @@ def is_ours(name: str) -> bool:
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Sort as in every table: hf_cce, ``OTHERS``, unknown names as they come."""
+    """Sort as in every table: hf_cce first, then ``OTHERS``, then unknown names in the given order."""
 
     def place(name: str) -> tuple[int, int]:
         usual = _usual(name)

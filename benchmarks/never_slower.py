@@ -1,12 +1,12 @@
-"""Hold the rule "never slower than full logits, never more memory, no larger error" on cases drawn from all combinations.
+"""Check the rule "never slower than full logits, never more memory, no larger error" on randomly drawn cases.
 
 Errors are judged by the budget of tests/support/numerics.py, which allows for rounding.
 
     python -m benchmarks.never_slower --out benchmarks/results/never_slower.json [--cuda 120] [--cpu 24] [--seed 0] [--append]
 
 A case is (tokens, hidden size, vocabulary, dtype, device, implementation, frozen head). Both losses run in turn in one process;
-times are medians of pairs. Errors are of the gradients, relative to float64 full logits; of the two gradients the one is shown in
-which the fused loss compares worst. A row of ``full_ms: null`` is one where full logits ran out of memory.
+times are medians of pairs. Errors are those of the gradients, relative to float64 full logits; a row shows the gradient for
+which the fused loss compares worst. ``full_ms: null`` means that full logits ran out of memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DTYPES = {
     "float32": torch.float32,
     "float32 (TF32)": torch.float32,
 }
-# Floating-point operations of one loss that a case may take, so that all of them fit into minutes
+# Limits on the floating-point operations of one case, so that all cases finish within minutes
 MOST_WORK, MOST_WORK_FLOAT32, MOST_WORK_CPU = 3e13, 4e12, 1e11
 SLOWER, SLOWER_MS, SLOWER_NARROW_FALLBACK = 1.05, 0.1, 1.15
 
@@ -56,7 +56,7 @@ class Case:
 
 
 def draw(device: str, count: int, seed: int) -> list[Case]:
-    """``count`` cases that go through dtypes, implementations and frozen heads in turn; sizes are drawn."""
+    """Return ``count`` cases that cycle through dtypes, implementations and frozen heads, with random sizes."""
     rng = random.Random(f"{device} {seed}")
     cases: list[Case] = []
     dtypes = list(DTYPES) if device == "cuda" else ["float32", "bfloat16"]
@@ -125,7 +125,7 @@ def clear(parameters: list[Tensor]) -> None:
 
 
 def peak_mib(run: Callable[[], None], parameters: list[Tensor], device: str) -> float | None:
-    """Peak memory of the second step above what lay there before, gradients included; None on the CPU."""
+    """Return the peak memory of the second step above the memory in use before it, gradients included; None on the CPU."""
     run()
     if device != "cuda":
         return None
@@ -155,7 +155,7 @@ def paired_times(steps: dict[str, Callable[[], None]], pairs: int, device: str) 
 
 
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor, frozen: bool) -> list[Tensor]:
-    """The gradients [N, D] and [V, D] in float64, a block of tokens at a time."""
+    """Return the gradients [N, D] and [V, D] in float64, computed one block of tokens at a time."""
     wide, n = weight.double(), len(labels)
     dh, dw = torch.empty(hidden.shape, dtype=torch.float64, device=hidden.device), torch.zeros_like(wide)
     block = max(1, (1 << 29) // len(weight))
@@ -172,19 +172,19 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor, frozen: bool) -> l
 
 
 def relative(x: Tensor, exact: Tensor) -> float:
-    """‖x − exact‖ / ‖exact‖, in float64, some rows at a time."""
+    """Return ‖x − exact‖ / ‖exact‖ in float64, computed one block of rows at a time."""
     parts = [(a.double() - b).square().sum() for a, b in zip(x.split(8192), exact.split(8192), strict=True)]
     return float((torch.stack(parts).sum() / exact.square().sum()).sqrt())
 
 
 def error_budget(full_error: float, dtype: torch.dtype) -> float:
-    """As ``budget`` of tests/support/numerics.py."""
+    """Return the allowed error, as ``budget`` in tests/support/numerics.py does."""
     unit = torch.finfo(dtype).eps
     return full_error + unit / 16 if dtype.itemsize == 2 else 2 * full_error + 16 * unit
 
 
 def misses(row: dict[str, Any]) -> list[str]:
-    """In what a row breaks the rule."""
+    """Return the parts of the rule ("time", "memory", …) that a row breaks."""
     if row["full_ms"] is None:
         return []
     narrow_fallback = row["implementation"] == "portable" and row["dtype"].startswith(("bf", "float16"))

@@ -1,4 +1,4 @@
-"""Training steps of one model with one loss, in this process: what ``benchmarks.steps`` starts once for each loss.
+"""Run training steps of one model with one loss in this process; ``benchmarks.steps`` starts it once per loss.
 
 usage: python -m benchmarks.onestep JOB.json RESULT.json
 """
@@ -29,7 +29,7 @@ PARTS = ("forward", "backward", "optimizer")
 
 
 def build(job: Job, dtype: torch.dtype) -> Any:
-    """The model in training mode, with the weights that the seed or the state file gives."""
+    """Return the model in training mode, with weights from the seed or from the state file."""
     from transformers import AutoModelForCausalLM, set_seed
     from transformers.utils import logging
 
@@ -40,7 +40,7 @@ def build(job: Job, dtype: torch.dtype) -> Any:
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=job.attention, dtype=dtype)
     model.to(job.device)
     if job.state_file and not job.write_state:
-        # By way of the CPU: a second set of weights on the device would stay among what its allocator holds.
+        # Load on the CPU: a second copy of the weights on the device would count as memory reserved by the allocator.
         model.load_state_dict(torch.load(job.state_file, map_location="cpu", weights_only=True))
     if job.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -48,7 +48,7 @@ def build(job: Job, dtype: torch.dtype) -> Any:
 
 
 def pretrain(job: Job) -> dict[str, Any]:
-    """Train ``job.steps`` steps with Transformers' own loss, fp32 weights and bf16 autocast; leave bf16 weights behind."""
+    """Train ``job.steps`` steps with Transformers' own loss, fp32 weights and bf16 autocast; write bf16 weights."""
     assert job.state_file and job.write_state
     model = build(job, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), job.learning_rate, betas=(0.9, 0.95), fused=True)
@@ -71,19 +71,19 @@ def pretrain(job: Job) -> dict[str, Any]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Also as the libraries under PyTorch say it."""
+    """Return True for out-of-memory errors, including those raised by libraries that PyTorch calls."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and bool(re.search(r"out of memory|ALLOC_FAILED", str(error)))
     )
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Warm up, then time ``job.steps`` steps; running out of memory is a result like any other.
+    """Warm up, then time ``job.steps`` steps. Running out of memory is a valid result.
 
     Returns:
         "status": "ok", or "oom" with "phase", "step" (from 1, warm-up included) and "message"; the losses so far (nats per
-        token); "ms" and its parts (medians of the timed steps), memory in GiB: "peak_gib" in the timed steps,
-        "peak_ever_gib" and "reserved_gib" (what the allocator took from the device) since the process began.
+        token); "ms" and its parts (medians of the timed steps); memory in GiB: "peak_gib" in the timed steps, "peak_ever_gib"
+        and "reserved_gib" (reserved by the allocator) since the process started.
     """
     device = torch.device(job.device)
     limit(job, device)
@@ -101,7 +101,7 @@ def measure(job: Job) -> dict[str, Any]:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
-            result["first_steps_s"] = time.perf_counter() - start  # building, compiling and tuning included
+            result["first_steps_s"] = time.perf_counter() - start  # includes building, compiling and tuning
 
         if job.loop == "recipe":
             at["phase"] = "training"
@@ -129,7 +129,7 @@ def measure(job: Job) -> dict[str, Any]:
 def _plain_loop(
     job: Job, model: Any, losses: list[Any], at: dict[str, Any], before_timing: Any, result: dict[str, Any]
 ) -> dict[str, Any]:
-    """Figures of a loop without a trainer; ``losses`` and ``at`` are kept up to date for whoever catches what it raises."""
+    """Return the figures of a loop without a trainer; ``losses`` and ``at`` stay current for the caller if a step raises."""
     device = torch.device(job.device)
     marks = Marks(device)
     result["installed"] = install(model, job.loss)
@@ -157,7 +157,7 @@ def _plain_loop(
 
 
 def timed(job: Job, milliseconds: list[float], parts: int) -> dict[str, Any]:
-    """Figures of the timed steps, from so many spans a step; those of its parts where there are several."""
+    """Return the figures of the timed steps from ``parts`` spans per step, with medians of each part if there are several."""
     spans = np.array(milliseconds).reshape(job.steps, parts)
     steps = spans.sum(1).tolist()
     median = statistics.median(steps)
@@ -172,7 +172,7 @@ def timed(job: Job, milliseconds: list[float], parts: int) -> dict[str, Any]:
 
 
 def memory_so_far(result: dict[str, Any], device: torch.device) -> None:
-    """Peaks up to now, in GiB, into ``result``; on a CPU those of the whole process, and nothing is reserved."""
+    """Write the peaks so far, in GiB, into ``result``. On a CPU they are the whole process's, and nothing is reserved."""
     result["peak_gib"] = machine.peak_memory(device) / GIB
     result["peak_ever_gib"] = max(result["peak_gib"], result.get("peak_ever_gib", 0.0))
     if device.type == "cuda":
@@ -181,7 +181,7 @@ def memory_so_far(result: dict[str, Any], device: torch.device) -> None:
 
 
 def limit(job: Job, device: torch.device) -> None:
-    """Let PyTorch's allocator have no more than ``job.memory_limit`` GiB."""
+    """Limit PyTorch's allocator to ``job.memory_limit`` GiB."""
     if job.memory_limit is None:
         return
     if device.type != "cuda":
@@ -193,7 +193,7 @@ def limit(job: Job, device: torch.device) -> None:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """``pretrain`` or ``measure``, with the device's name; errors become a result with status "missing" or "failed"."""
+    """Run ``pretrain``, ``measure`` or ``search`` and add the device's name; errors become the status "missing" or "failed"."""
     try:
         if job.gib:
             result = search(job, build(job, torch.bfloat16), out_of_memory)

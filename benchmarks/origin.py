@@ -1,4 +1,4 @@
-"""The first entries of every result file."""
+"""Common header entries of result files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from hf_cce.diagnostics import machine
 
 
 def origin(module: str, arguments: list[str] | None, device: torch.device, *packages: str) -> dict[str, Any]:
-    """Return date, device, versions, and the command ``python -m module``; ``arguments`` None: those of this process."""
+    """Return date, device, versions and the command ``python -m module``; ``arguments`` defaults to those of this process."""
     words = ["python", "-m", module, *(sys.argv[1:] if arguments is None else arguments)]
     return {**machine.origin(device, *packages), "command": shlex.join(words)}

@@ -1,6 +1,6 @@
-"""Other ways to compute the loss of a linear head, under one signature, for ``benchmarks.loss`` and ``benchmarks.first``.
+"""Other implementations of the linear-head loss under one signature, for ``benchmarks.loss`` and ``benchmarks.first``.
 
-A peer that is not installed, or needs an option which this version does not have, is left out with the reason.
+A peer is skipped, with the reason, if it is not installed or its version lacks an option it needs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy
 from hf_cce.diagnostics.bench import MIB, Loss, full_logits
 
-# Distributions that the peers come from: their versions go into each report.
+# Packages that provide the peers; their versions go into each report.
 PACKAGES = ("transformers", "liger-kernel", "cut-cross-entropy", "trl", "quack-kernels", "nvidia-cutlass-dsl")
-# What TRL's function is called with, by position; another version's might compute something else.
+# Positional arguments of TRL's function. A version with other arguments might compute something else.
 TRL_ARGUMENTS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",
@@ -35,7 +35,7 @@ class FusedLoss:
         self.begin()
 
     def begin(self) -> None:
-        """Start on another head."""
+        """Reset the filter states before another head."""
         self.states = {True: FilterState(), False: FilterState()}
         self.last: FilterState | None = None
 
@@ -45,13 +45,13 @@ class FusedLoss:
 
 
 def filter_stats(loss: Loss) -> dict[str, Any]:
-    """Return what the gradient filter did in the last training step of ``loss``, empty where there is none."""
+    """Return the gradient-filter statistics of the last training step of ``loss``, or {} if it has no filter."""
     state = loss.last if isinstance(loss, FusedLoss) else None
     return {} if state is None else state.stats()
 
 
 class Unavailable(Exception):
-    """A peer cannot be made here; the message is the reason."""
+    """Raised when a peer cannot be built here; the message is the reason."""
 
 
 def _module(name: str) -> Any:
@@ -79,7 +79,7 @@ def _apple(**options: object) -> Loss:
 
 
 def _trl() -> Loss:
-    """Return the mean of what TRL's fused head gives SFTTrainer, its other outputs off."""
+    """Return the mean loss from TRL's fused head as SFTTrainer uses it, with its other outputs disabled."""
     utils = _module("trl.trainer.utils")
     function: Any = getattr(utils, "_ChunkedLogProbFunction", None)
     chunk: int | None = getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", None)
@@ -105,7 +105,7 @@ def _torch_linear_cross_entropy() -> Loss:
     if not hasattr(F, "linear_cross_entropy"):
         raise Unavailable(f"torch {torch.__version__} has no F.linear_cross_entropy; 2.13 has")
     function = F.linear_cross_entropy
-    options = torch.nn.LinearCrossEntropyOptions()  # without, it makes full logits
+    options = torch.nn.LinearCrossEntropyOptions()  # without options it materializes full logits
     return lambda hidden_states, weight, labels: function(hidden_states, weight, labels, options=options)
 
 
@@ -126,11 +126,11 @@ BUILDERS: dict[str, Callable[[], Loss]] = {
 
 
 def make_peers(names: Iterable[str] = (), filters: Iterable[float] = ()) -> tuple[dict[str, Loss], dict[str, str]]:
-    """Return (losses that can run here, the reason for each that cannot) by name.
+    """Return (losses that can run here, reasons for those that cannot), both by name.
 
     Args:
         names: keys of ``BUILDERS``; default: all.
-        filters: values of ``gradient_filter`` to run hf_cce with, too.
+        filters: values of ``gradient_filter`` to run hf_cce with in addition.
 
     Raises:
         ValueError: a name is unknown.

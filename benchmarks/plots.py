@@ -1,4 +1,4 @@
-"""What all pictures share."""
+"""Helpers shared by all figures."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 PLAIN, CCE, INK, FAINT, STATE = "#b4552d", "#1f6f8b", "#22272e", "#c9ced6", "#8a93a0"
-LINE = 150  # characters of small print that fit a figure of 11 inches
+LINE = 150  # characters of small print per line of an 11-inch figure
 
 
 def require_matplotlib(path: Path) -> None:
-    """Fail before hours of training, not after them.
+    """Check for matplotlib before a run that takes hours.
 
     Raises:
-        ValueError: matplotlib is missing, or cannot draw a file of that name.
+        ValueError: matplotlib is missing, or does not support the file type of ``path``.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -25,7 +25,7 @@ def require_matplotlib(path: Path) -> None:
 
 
 def quiet(axes: Any, grid: str) -> None:
-    """Use few lines and little ink; ``grid`` is "x", "y" or "both"."""
+    """Apply a minimal style to ``axes``; ``grid`` is "x", "y" or "both"."""
     axes.grid(axis=grid, color=FAINT, linewidth=0.6, alpha=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

@@ -31,18 +31,18 @@ Table = Callable[[str], list[str]]  # page -> lines
 
 
 def read(name: str) -> dict[str, Any]:
-    """Return the result file ``name``, without its ending."""
+    """Load the result file ``name`` (without its extension)."""
     return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
 
 
 def link(name: str, page: str) -> str:
-    """Link to a result file, from the folder of ``page``."""
+    """Return a Markdown link to a result file, relative to the folder of ``page``."""
     target = os.path.relpath(f"benchmarks/results/{name}.json", os.path.dirname(page) or ".").replace(os.sep, "/")
     return f"[`{name}.json`]({target})"
 
 
 def source(page: str, *files: str, more: str = "") -> list[str]:
-    """Return a closing line: device, date, versions, files."""
+    """Return the closing line of a table: device, date, versions, files."""
     report = read(files[0])
     dates = sorted({read(name)["date"] for name in files})
     about = [report["device"], dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}", more]
@@ -56,7 +56,7 @@ def _dtype(report: dict[str, Any], problem: str) -> str:
 
 
 def alone(file: str, problem: str, title: str) -> Table:
-    """Time, memory and error of each loss on one problem."""
+    """Return a table of time, memory and error of each loss on one problem."""
 
     def lines(page: str) -> list[str]:
         report = read(file)
@@ -67,7 +67,7 @@ def alone(file: str, problem: str, title: str) -> Table:
 
 
 def modes(file: str, problem: str) -> Table:
-    """Every loss in every mode on one problem."""
+    """Return a table of every loss in every mode on one problem."""
 
     def lines(page: str) -> list[str]:
         report = read(file)
@@ -77,7 +77,7 @@ def modes(file: str, problem: str) -> Table:
 
 
 def steps(*files: str) -> Table:
-    """Whole training steps."""
+    """Return a table of whole training steps."""
 
     def lines(page: str) -> list[str]:
         reports = [read(file) for file in files]
@@ -100,12 +100,12 @@ def steps(*files: str) -> Table:
 
 
 def one(file: str, rows: Callable[[dict[str, Any]], list[str]]) -> Table:
-    """A table of one whole file."""
+    """Return one table from a whole file."""
     return lambda page: [*rows(read(file)), *source(page, file)]
 
 
 def several(rows: Callable[[dict[str, Any]], list[str]], *files: str) -> Table:
-    """A table of each file, one below the other."""
+    """Return one table per file, one below the other."""
 
     def lines(page: str) -> list[str]:
         found: list[str] = []
@@ -117,7 +117,7 @@ def several(rows: Callable[[dict[str, Any]], list[str]], *files: str) -> Table:
 
 
 def policy(page: str) -> list[str]:
-    """Log-probabilities, and how far both ways are apart."""
+    """Return the table of log-probabilities, and the differences between the two implementations."""
     report = read("log_probs")
     apart, gradients = report["largest_difference"], report["relative_difference_of_gradients"]
     sentence = (
@@ -128,14 +128,14 @@ def policy(page: str) -> list[str]:
 
 
 def errors(page: str) -> list[str]:
-    """Errors of the gradients on trained heads."""
+    """Return the table of gradient errors on trained heads."""
     lines = tables.error_rows(read("heads"), {f"trained {head} N=8192": size for head, size in HEADS.items()})
     long = {"trained V49152 N=32768": f"{HEADS['V49152']}, 32,768 tokens"}
     return [*lines, *tables.error_rows(read("heads_32768"), long)[2:], *source(page, "heads", "heads_32768")]
 
 
 def quack(page: str) -> list[str]:
-    """Both trained heads with Quack, which has a process of its own."""
+    """Return the tables of both trained heads with Quack, which runs in a process of its own."""
     report, found = read("heads_quack"), []
     for head, size in HEADS.items():
         found += [
@@ -146,7 +146,7 @@ def quack(page: str) -> list[str]:
 
 
 def not_compared(page: str) -> list[str]:
-    """Who is missing on the trained head, and why."""
+    """Return the losses that are missing on the trained head, with reasons."""
     report = read("heads")
     rows = {**read("heads_quack")["results"]["trained V49152 N=8192"]["rows"]}
     rows |= report["results"]["trained V49152 N=8192"]["rows"]
@@ -156,7 +156,7 @@ def not_compared(page: str) -> list[str]:
 
 
 def summary(page: str) -> list[str]:
-    """Whole training steps in a few words: time and peak memory, full logits beside hf_cce."""
+    """Return a short table of whole training steps: time and peak memory of full logits and of hf_cce."""
     cases = {
         "Qwen2.5-0.5B": "steps_trained_qwen",
         "Llama-3.2-1B": "steps_trained_llama",
@@ -176,7 +176,7 @@ def summary(page: str) -> list[str]:
 
 
 def never_slower(make_rows: Callable[[list[dict[str, Any]]], list[str]]) -> Table:
-    """Cases drawn at random, beside full logits: a file of rows, without a heading."""
+    """Return a table of the randomly drawn cases against full logits; the file is a list of rows without a header."""
 
     def lines(page: str) -> list[str]:
         cases: Any = read("never_slower")
@@ -186,7 +186,7 @@ def never_slower(make_rows: Callable[[list[dict[str, Any]]], list[str]]) -> Tabl
 
 
 def of_loops(kind: str) -> tuple[str, ...]:
-    """Return the files of steps of one kind of weights: the plain loop first, then the trainers."""
+    """Return the step files for one kind of weights: the plain loop first, then the trainers."""
     found = [path.stem for path in RESULTS.glob(f"steps_{kind}_*.json")]
     models = ("smollm2", "qwen", "llama")
     return tuple(sorted(found, key=lambda name: (name.split("_")[3:], models.index(name.split("_")[2]))))
@@ -230,7 +230,7 @@ TABLES: dict[str, Table] = {
 
 
 def filled(text: str, page: str) -> str:
-    """Return ``text`` with the tables between its markers renewed; ``page``: its path from the repository's root."""
+    """Return ``text`` with the tables between its markers rewritten; ``page`` is its path relative to the repository root."""
     for name, table in TABLES.items():
         begin, end = f"<!-- {name} table: begin", f"<!-- {name} table: end -->"
         before, _, rest = text.partition(begin)

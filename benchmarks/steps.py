@@ -1,7 +1,7 @@
-"""Measure whole training steps (forward, backward, fused AdamW) of a causal LM of real shape, with one loss after the other.
+"""Measure whole training steps (forward, backward, fused AdamW) of a causal LM of realistic size with each loss.
 
-Weights and optimizer state are bfloat16; weights are random, or trained for --pretrain-steps on the same text first; the
-tokens are real text. Each loss runs in a process of its own, so that neither peaks nor compile caches mix.
+Weights and optimizer state are bfloat16. Weights are random, or first trained for --pretrain-steps on the same text; the tokens
+are real text. Each loss runs in a process of its own, so that memory peaks and compile caches do not mix.
 
 usage: python -m benchmarks.steps --model qwen2.5-0.5b --batch 4 --sequence 8192 [--memory-limit 31] --json OUT.json
 """
@@ -29,7 +29,7 @@ from benchmarks.trainers import LOOPS
 from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.shapes import SHAPES
 
-MAX_ENTRIES = 49_152  # the local text gives no larger tokenizer
+MAX_ENTRIES = 49_152  # the local text is too short for a larger tokenizer
 PACKAGES = ("transformers", "accelerate", "trl", "liger-kernel", "cut-cross-entropy")
 NOTES = {
     "weights": "bfloat16, random: initialised by the seed, the same for every loss; no model was downloaded",
@@ -45,7 +45,7 @@ NOTES = {
 
 
 def in_own_process(job: Job, timeout: float) -> dict[str, Any]:
-    """Run ``benchmarks.onestep.run`` in a fresh process; one that dies or takes over ``timeout`` seconds has "failed"."""
+    """Run ``benchmarks.onestep.run`` in a fresh process; return status "failed" if it dies or takes over ``timeout`` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         given, written, errors = (Path(folder) / name for name in ("job.json", "result.json", "errors.txt"))
         given.write_text(json.dumps(asdict(job)), "utf-8")
@@ -67,10 +67,10 @@ def in_own_process(job: Job, timeout: float) -> dict[str, Any]:
 
 
 def pretrained(job: Job, timeout: float) -> dict[str, Any]:
-    """Train the weights to start from into ``job.state_file``, or take those that an earlier run of the same job left there."""
+    """Train the initial weights into ``job.state_file``, or reuse those that an earlier run of the same job wrote there."""
     assert job.state_file
     about = Path(f"{job.state_file}.json")
-    # Where the text lies differs from run to run.
+    # The text's location differs between runs.
     same = {key: value for key, value in asdict(job).items() if not key.endswith("_file")}
     if Path(job.state_file).exists() and about.exists():
         earlier = json.loads(about.read_text("utf-8"))
@@ -84,7 +84,7 @@ def pretrained(job: Job, timeout: float) -> dict[str, Any]:
 
 
 def filed(report: dict[str, Any], job: Job, timeout: float) -> dict[str, Any]:
-    """Run ``job`` and put its result where it belongs in ``report``."""
+    """Run ``job`` and store its result in ``report``."""
     result = in_own_process(job, timeout)
     for key in ("device", "device_gib"):
         report[key] = result.pop(key, report.get(key))
@@ -97,9 +97,9 @@ def filed(report: dict[str, Any], job: Job, timeout: float) -> dict[str, Any]:
 
 
 def compare(results: dict[str, Any]) -> str | None:
-    """Add to each result how far its losses are from the reference, which is returned: full logits, or the first.
+    """Compare each result's losses with the reference (full logits, or the first result); return the reference's name.
 
-    "first_relative_difference" is that of the first step, before any update; "relative_difference" the largest of all.
+    "first_relative_difference" is that of the first step, before any update; "relative_difference" is the largest.
     """
     names = sorted((name for name, row in results.items() if row.get("losses")), key=lambda name: name != "eager")
     for name in names:
@@ -157,7 +157,7 @@ def positive(value: str) -> int:
 
 
 def job_of(args: argparse.Namespace, report: dict[str, Any], **options: Any) -> Job:
-    """Prepare the text and return the job of the first loss; note the text in ``report``."""
+    """Prepare the text and return the job of the first loss; describe the text in ``report``."""
     entries = min(SHAPES[args.model].vocabulary, MAX_ENTRIES)
     corpus = text.prepare(entries, dataset=getattr(args, "dataset", None))
     report["data"] = {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries}
@@ -175,7 +175,7 @@ def job_of(args: argparse.Namespace, report: dict[str, Any], **options: Any) -> 
 
 
 def header(module: str, arguments: list[str] | None, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the first entries of a report. The device is named by the processes: this one leaves the GPU alone."""
+    """Return the header entries of a report. The child processes fill in the device: this process does not touch the GPU."""
     found = origin(module, arguments, torch.device("cpu"), *PACKAGES)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     return {**found, "device": None, "settings": settings, "results": {}, "missing": {}}

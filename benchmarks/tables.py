@@ -11,7 +11,7 @@ from benchmarks.never_slower import misses
 
 Report = dict[str, Any]
 LOOPS = {"plain": "plain loop", "trainer": "Trainer", "sft": "SFTTrainer", "recipe": "recipes/sft.py"}
-# SFTTrainer as released has a fused head of its own, and its use_liger_kernel exchanges more than the loss.
+# SFTTrainer as released has its own fused head, and its use_liger_kernel replaces more than the loss.
 IN_LOOP = {
     ("sft", "eager"): "SFTTrainer as released",
     ("sft", "liger"): "`use_liger_kernel=True` (norms and MLP too)",
@@ -20,7 +20,7 @@ IN_LOOP = {
     ("recipe", "hf_cce"): "**hf_cce** by `CCECallback`",
     ("trainer", "hf_cce"): "**hf_cce** by `CCECallback`",
 }
-SCATTERS = 1.2  # most of the times by the least; above, a median alone says too little
+SCATTERS = 1.2  # ratio of largest to smallest time above which the median alone is not informative
 
 
 def row(*cells: object) -> str:
@@ -32,26 +32,26 @@ def head(*cells: object) -> list[str]:
 
 
 def versions(report: Report, *packages: str) -> str:
-    """Return those of ``packages`` that the report has a version of."""
+    """Return the versions of those ``packages`` that the report lists."""
     return ", ".join(f"{name} {found}" for name in packages if (found := report["versions"].get(name)))
 
 
 def losses_of(report: Report) -> str:
-    """Return the first and the mean loss of trained weights: a first loss is one batch's, and batches differ."""
+    """Describe the first and the mean loss of trained weights: the first is that of one batch, and batches differ."""
     name = names.ordered(name for name, row in report["results"].items() if row["status"] == "ok")[0]
     losses = report["results"][name]["losses"]
     mean = f"{sum(losses) / len(losses):.1f} on average"
-    if len(losses) == 1:  # a trainer logs the mean of all
+    if len(losses) == 1:  # a trainer logs only the mean of all steps
         return f"loss {mean}"
     return f"loss {losses[0]:.1f} in the first of the {len(losses)} steps here, {mean}"
 
 
 def loss_rows(title: str, result: dict[str, Any]) -> list[str]:
-    """Time, memory and error of the loss alone, forward and backward."""
+    """Return time, memory and error of the loss alone, forward and backward."""
     lines = head(title, "forward + backward", "memory above gradients", "error of the gradients")
     for name in names.ordered(result["rows"]):
         figures = result["rows"][name]
-        if "ms" not in figures or " filter " in name:  # it failed, or belongs to a sweep
+        if "ms" not in figures or " filter " in name:  # failed, or part of a sweep
             continue
         least, most = figures["ms_spread"]
         scatter = f"; {least:.1f}–{most:.1f} ms" if most > SCATTERS * least else ""
@@ -62,13 +62,13 @@ def loss_rows(title: str, result: dict[str, Any]) -> list[str]:
 
 
 def mode_rows(result: dict[str, Any]) -> list[str]:
-    """Every loss in every mode."""
+    """Return every loss in every mode."""
     rows = result["rows"]
     return measure.table({names.title(name): rows[name] for name in names.ordered(rows)})
 
 
 def step_rows(reports: Iterable[Report]) -> list[str]:
-    """Whole steps: each model and loop with each loss."""
+    """Return whole training steps: each model and loop with each loss."""
     lines = head("model, tokens a step", "loop", "loss", "time (least–most)", "tokens/s", "peak memory")
     for report in reports:
         settings, results = report["settings"], report["results"]
@@ -85,19 +85,19 @@ def step_rows(reports: Iterable[Report]) -> list[str]:
                 figures = time, f"{found['tokens_per_second']:,.0f}", f"{found['peak_gib']:.2f} GiB"
             elif found["status"] == "oom":
                 figures = f"out of memory, asked for {found.get('asked', 'more')}", "–", "–"
-            else:  # it failed; the file says why
+            else:  # failed; the file says why
                 continue
             lines.append(row(shape, LOOPS[loop], IN_LOOP.get((loop, name), names.title(name)), *figures))
     return lines
 
 
 def step_cell(found: dict[str, Any]) -> str:
-    """Time and peak memory of one step, or what went wrong."""
+    """Return time and peak memory of one step, or "out of memory"."""
     return f"{found['ms']:,.0f} ms, {found['peak_gib']:.1f} GiB" if found["status"] == "ok" else "out of memory"
 
 
 def fit_rows(report: Report) -> list[str]:
-    """The largest batches of one model."""
+    """Return the largest batches of one model."""
     sizes = [f"{size:g}" for size in sorted(report["settings"]["gib"])]
     title = f"{report['settings']['model']}, rows of {report['settings']['sequence']:,} tokens"
     lines = head(title, *(f"{size} GiB" for size in sizes))
@@ -109,7 +109,7 @@ def fit_rows(report: Report) -> list[str]:
 
 
 def turn_rows(report: Report) -> list[str]:
-    """Of benchmarks.alternate: each loss beside the first one of the same round."""
+    """Return rows of benchmarks.alternate: each loss compared with the first one in the same round."""
     settings, results = report["settings"], report["results"]
     loop = settings.get("loop", "plain")
 
@@ -130,7 +130,7 @@ def turn_rows(report: Report) -> list[str]:
 
 
 def first_rows(report: Report) -> list[str]:
-    """Seconds of the first forward and backward of a process, of the loss or of a whole step."""
+    """Return seconds of the first forward and backward in a process, for the loss or a whole step."""
     lines = head(report["of"], "first process, s", "later processes, s")
     for name in names.ordered(report["results"]):
         found = report["results"][name]
@@ -141,7 +141,7 @@ def first_rows(report: Report) -> list[str]:
 
 
 def policy_rows(report: Report) -> list[str]:
-    """Log-probabilities and entropy of a GRPO-like step."""
+    """Return log-probabilities and entropy of a GRPO-like step."""
     s = report["settings"]
     lines = head("completions × tokens, policy", "log-probabilities by", "step", "memory of the step")
     shape = f"{s['groups'] * s['completions']} × {s['tokens']:,}, {s['hidden']} × {s['vocabulary']:,}"
@@ -152,7 +152,7 @@ def policy_rows(report: Report) -> list[str]:
 
 
 def few_rows(report: Report) -> list[str]:
-    """Few tokens: device and wall time of hf_cce and of full logits; on a CPU both times are the same."""
+    """Return device and wall time of hf_cce and full logits for few tokens; on a CPU both times are equal."""
     wall = ("hf_cce, wall", "full logits, wall") if report["dtype"] != "float32" else ()
     lines = head("tokens × width × vocabulary", "hf_cce", "full logits", *wall, "memory, hf_cce", "memory, full logits")
     for result in report["results"].values():
@@ -164,7 +164,7 @@ def few_rows(report: Report) -> list[str]:
 
 
 def never_slower_kinds(rows: list[dict[str, Any]]) -> list[str]:
-    """The rule by device, dtype and implementation."""
+    """Return the results of the rule by device, dtype and implementation."""
     kinds: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for found in rows:
         kinds.setdefault((found["device"], found["dtype"], found["implementation"]), []).append(found)
@@ -177,7 +177,7 @@ def never_slower_kinds(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def never_slower_cases(rows: list[dict[str, Any]]) -> list[str]:
-    """Every case that misses the rule."""
+    """Return every case that breaks the rule."""
     lines = head("case", "dtype", "implementation", "head", "hf_cce", "full logits", "memory", "rule")
     for found in sorted(rows, key=lambda found: -found["ours_ms"] / (found["full_ms"] or 1e9)):
         if misses(found):
@@ -190,7 +190,7 @@ def never_slower_cases(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def error_rows(report: Report, titles: dict[str, str]) -> list[str]:
-    """Errors of the gradients of hf_cce with each filter and of full logits; ``titles``: {problem: what it is called}."""
+    """Return gradient errors of hf_cce with each filter and of full logits; ``titles``: {problem: display name}."""
     lines = head("head", "filter", "kept", "hidden states", "weight", "hidden states, frozen head")
     known = {
         "hf_cce": '`"auto"`',
@@ -216,7 +216,7 @@ QUANTITIES = {"training": "training, last quarter", "held_out": "held-out text",
 
 
 def curve_rows(report: Report) -> list[str]:
-    """The same training with one loss after the other: last losses, distance to full logits, and memory during the run."""
+    """Return final losses, differences from full logits and memory of the same training with each loss."""
     seeds = "range of full logits over the seeds"
     lines = head(
         "start", "loss", "on", "mean loss", "difference to full logits", "of each seed", seeds, "within that range"
@@ -250,7 +250,7 @@ def curve_rows(report: Report) -> list[str]:
 
 
 def filter_error_rows(report: Report) -> list[str]:
-    """Errors of the filter on many heads, as shares of full logits': the largest over the batches, which is the promise."""
+    """Return filter errors on many heads relative to full logits'. The largest over the batches is the promised bound."""
     batches = {len(found["batches"]) for found in report["heads"].values()}
     worst = f"largest of {max(batches)} batches"
     lines = head(
@@ -266,7 +266,7 @@ def filter_error_rows(report: Report) -> list[str]:
 
 
 def demo_rows(report: Report) -> list[str]:
-    """The demo on a CPU."""
+    """Return the results of the demo on a CPU."""
     lines = head("the demo on a CPU", "without CCE", "with CCE")
     runs = report["plain"], report["cce"]
     lines.append(row("memory that a step adds", *(f"{run['step_bytes'] / 1e6:,.0f} MB" for run in runs)))

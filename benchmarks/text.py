@@ -1,6 +1,6 @@
 """Real text without a download: Python's own sources, with a byte-level BPE tokenizer trained on them.
 
-Tokens and tokenizer are kept in the user's cache folder. Text may also come from a file or a folder.
+Tokens and tokenizer are cached in the user's cache folder. Text may also come from a file or a folder.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from hf_cce.diagnostics.files import whole_file
 
 END_OF_TEXT = "<|endoftext|>"
-MAX_CHARACTERS = 32_000_000  # more text makes no better measurement, only a longer wait
+MAX_CHARACTERS = 32_000_000  # more text only takes longer and does not improve the measurement
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text as token ids, and the tokenizer that made them."""
+    """Text as token ids, with the tokenizer that produced them."""
 
     source: str
-    tokens_file: Path  # .npy, int32, one dimension
+    tokens_file: Path  # .npy, int32, 1-D
     tokenizer_file: Path  # tokenizer.json of the tokenizers library
     tokens: int
     entries: int  # of the tokenizer; the model's vocabulary may be larger
@@ -41,7 +41,7 @@ class Corpus:
 
 
 def cache_folder() -> Path:
-    """Return the platform's cache folder of hf_cce."""
+    """Return the platform's cache folder for hf_cce."""
     return platformdirs.user_cache_path("hf_cce", appauthor=False)
 
 
@@ -53,17 +53,17 @@ def prepare(
     cache: Path | None = None,
     say: Say = lambda message: None,
 ) -> Corpus:
-    """Return the corpus, from the cache or made now.
+    """Return the corpus, from the cache or newly made.
 
     Args:
-        vocabulary: most entries of the tokenizer; short text gives fewer.
+        vocabulary: maximum number of tokenizer entries; short text gives fewer.
         dataset: a text file or a folder of text files; default: Python's own sources.
-        characters: most characters of Python's sources.
+        characters: maximum number of characters taken from Python's sources.
         cache: folder for tokenizer and tokens.
-        say: called with progress.
+        say: called with progress messages.
 
     Raises:
-        ValueError: there is no such file or folder.
+        ValueError: the file or folder does not exist.
     """
     say("reading text")
     source, documents = _documents(dataset, vocabulary, characters)
@@ -72,7 +72,7 @@ def prepare(
         digest.update(document.encode("utf-8", "replace"))
     folder = (cache or cache_folder()) / f"corpus-{digest.hexdigest()[:16]}"
     tokens_file, tokenizer_file = folder / "tokens.npy", folder / "tokenizer.json"
-    if not tokens_file.is_file():  # the one that is written last
+    if not tokens_file.is_file():  # this file is written last
         say(f"training a byte-level BPE tokenizer on {sum(map(len, documents)) / 1e6:.0f} MB of text")
         tokenizer = train_tokenizer(documents, vocabulary)
         say("turning the text into tokens")
@@ -102,11 +102,11 @@ def train_tokenizer(documents: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, documents: Iterable[str]) -> np.ndarray:
-    """Return all documents as one row of token ids, each closed by the end-of-text token if there is one."""
+    """Return all documents as one array of token ids, each document followed by the end-of-text token if there is one."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     ending = [] if end is None else [end]
     rows, rest = [], iter(documents)
-    # In small lots: the encodings of all the text at once would take gigabytes.
+    # In small batches: the encodings of the whole text at once would take gigabytes.
     while lot := list(islice(rest, 64)):
         for encoding in tokenizer.encode_batch_fast(lot, add_special_tokens=False):
             rows.append(np.asarray(encoding.ids + ending, dtype=np.int32))
@@ -116,10 +116,10 @@ def encode(tokenizer: Tokenizer, documents: Iterable[str]) -> np.ndarray:
 def windows(
     tokens_file: str | Path, count: tuple[int, ...], sequence: int, seed: int, part: tuple[float, float] = (0.0, 1.0)
 ) -> np.ndarray:
-    """Return [*count, sequence] token ids (int64): windows of the text, drawn by ``seed``.
+    """Return [*count, sequence] token ids (int64): windows of the text drawn at random with ``seed``.
 
     Args:
-        part: where in the text they lie, begin and end as shares of it.
+        part: the range of the text to draw from, as fractions (begin, end).
 
     Raises:
         ValueError: that part of the text is no longer than ``sequence``.
@@ -146,10 +146,10 @@ def _documents(dataset: str | None, vocabulary: int, characters: int) -> tuple[s
     files = [path for path in sorted(standard.rglob("*.py")) if not {"site-packages", "dist-packages"} & {*path.parts}]
     source = f"the standard library of Python {platform.python_version()}"
     documents = list(_capped(_read(files), characters))
-    # The whole library (31 MB in Python 3.11) gives 49,152 entries; some systems ship it without its tests, two thirds of it.
+    # The whole library (31 MB in Python 3.11) gives 49,152 entries. Some systems omit its tests, which leaves two thirds of it.
     if (size := sum(map(len, documents))) < (characters if characters > MAX_CHARACTERS else 500 * vocabulary):
         more = sorted(packages.rglob("*.py"))
-        random.Random(0).shuffle(more)  # some of every package, not all of those that begin with an a
+        random.Random(0).shuffle(more)  # some files of every package, not only of the alphabetically first ones
         documents = list(dict.fromkeys([*documents, *_capped(_read(more), characters - size)]))
         source += " and installed packages"
     random.Random(0).shuffle(documents)
@@ -161,7 +161,7 @@ def _read(paths: Iterable[Path]) -> Iterator[str]:
         try:
             text = path.read_text("utf-8")
         except (UnicodeDecodeError, OSError):
-            continue  # the library's tests hold files that are broken on purpose
+            continue  # the standard library's tests include deliberately broken files
         if text.strip():
             yield text
 

@@ -1,8 +1,8 @@
-"""The steps of ``benchmarks.onestep`` driven by Transformers' Trainer or TRL's SFTTrainer, as their users start them.
+"""Training steps of ``benchmarks.onestep`` driven by Transformers' Trainer or TRL's SFTTrainer, as users run them.
 
-The data are rows of token ids that are ready, so that nothing but training is timed; losses are put in as by a user: hf_cce by
-its callback, the others into the model. The loop "recipe" runs recipes/sft.py on a saved model and rows of text, with pictures if
-asked for: "hf_cce" as it is, "eager" with HF_CCE_DISABLE=1.
+The data are pre-tokenized rows, so that only training is timed. hf_cce is installed by its callback, the other losses into the
+model. The loop "recipe" runs recipes/sft.py on a saved model and rows of text, optionally with images: "hf_cce" runs it
+unchanged, "eager" with HF_CCE_DISABLE=1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_cce.diagnostics.shapes import SHAPES, config_of
 
 SFT_RECIPE = Path(__file__).parents[1] / "recipes/sft.py"
 LOOPS = ("plain", "trainer", "sft")
-PATCH = 14  # pixels of a picture that become one token
+PATCH = 14  # side in pixels of an image patch, which becomes one token
 OURS = {"hf_cce": CCEConfig(), "hf_cce-exact": CCEConfig(gradient_filter=None)}
 LIGER_IN_TRAINER = "SFTConfig(use_liger_kernel=True)"
 
@@ -34,7 +34,7 @@ def _callback(job: Job, device: torch.device, before_timing: Any) -> Any:
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
-        """A mark at the begin of each timed step, and at the end of the last."""
+        """Callback that marks the start of each timed step and the end of the last one."""
 
         def __init__(self) -> None:
             self.marks = Marks(device)
@@ -57,10 +57,10 @@ def train(job: Job, model: Any, before_timing: Any) -> tuple[list[float], list[f
     """Train ``model`` for all steps of ``job``.
 
     Returns:
-        (milliseconds of each timed step, mean loss of all steps in a list of one, what was done, in words).
+        (milliseconds of each timed step, [mean loss of all steps], description of what was installed).
 
     Raises:
-        Missing: TRL is not installed, or the loss cannot be put into this trainer.
+        Missing: TRL is not installed, or the loss cannot be installed into this trainer.
     """
     device = torch.device(job.device)
     clock = _callback(job, device, before_timing)
@@ -75,7 +75,7 @@ def train(job: Job, model: Any, before_timing: Any) -> tuple[list[float], list[f
 
 
 def run(job: Job, model: Any, callbacks: list[Any]) -> float:
-    """Train ``model`` for all steps of ``job`` in its loop, with ``callbacks``; the mean loss.
+    """Train ``model`` for all steps of ``job`` in its loop, with ``callbacks``; return the mean loss.
 
     Raises:
         Missing: TRL is not installed.
@@ -101,7 +101,7 @@ def run(job: Job, model: Any, callbacks: list[Any]) -> float:
                 )  # fmt: skip
             else:
                 trainer = _sft(job, model, options, rows, callbacks)
-        # In the order given, as the plain loop takes them.
+        # In the given order, as in the plain loop.
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
         return float(trainer.train().training_loss)
 
@@ -136,7 +136,7 @@ def _tokenizer(job: Job, **options: Any) -> Any:
 
 
 def run_recipe(job: Job, before_timing: Any) -> tuple[list[float], list[float], str]:
-    """Train by recipes/sft.py with the flags ``job.recipe``; returns what ``train`` does.
+    """Train with recipes/sft.py and the flags ``job.recipe``; return what ``train`` returns.
 
     Raises:
         Missing: TRL or datasets is not installed, or the recipe does not take this loss.
@@ -168,9 +168,9 @@ def run_recipe(job: Job, before_timing: Any) -> tuple[list[float], list[float], 
 
 
 def _write_model_and_rows(job: Job, folder: Path) -> None:
-    """Random weights, a tokenizer or processor, and rows.parquet: text of ``job.sequence`` tokens, those of a picture included.
+    """Write random weights, a tokenizer or processor, and rows.parquet: ``job.sequence`` tokens per row, including image tokens.
 
-    The head is not tied to the embedding, so that a ``device_map`` can put it elsewhere.
+    The head is not tied to the embedding, so that a ``device_map`` can place it on another device.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, set_seed
@@ -201,7 +201,7 @@ def _write_model_and_rows(job: Job, folder: Path) -> None:
             "{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
             "{% endif %}{% endfor %}",
         ).save_pretrained(folder)
-        vision = CLIPVisionConfig(  # as wide and as deep as the decoder
+        vision = CLIPVisionConfig(  # same width and depth as the decoder
             hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
             num_attention_heads=shape.heads, image_size=job.images, patch_size=PATCH,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Makes docs/pictures: four of the outputs stored in notebooks/kernel.ipynb; time against memory, and curves, from measured JSON.
+"""Create docs/pictures: four outputs stored in notebooks/kernel.ipynb, and plots of the JSON results.
 
 usage: python docs/make_pictures.py
 """
@@ -14,18 +14,18 @@ from pathlib import Path
 import nbformat
 
 FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER.parent))  # this checkout, not one that happens to be installed
+sys.path.insert(0, str(FOLDER.parent))  # this checkout, not an installed hf_cce
 
 from benchmarks.curves_plot import draw  # noqa: E402
 from benchmarks.plots import CCE, FAINT, INK, PLAIN, quiet  # noqa: E402
 from benchmarks.report import RESULTS, read  # noqa: E402
 from hf_cce.diagnostics.files import whole_file  # noqa: E402
 
-HEADS, QUACK, CURVES = "heads", "heads_quack", "curves"  # files of results
+HEADS, QUACK, CURVES = "heads", "heads_quack", "curves"  # result files
 NOTEBOOK = FOLDER.parent / "notebooks" / "kernel.ipynb"
 NAMES = ("order.png", "kept.png", "mass.png", "error.png")  # in the order in which the notebook shows them
 PROBLEM = "trained V49152 N=8192"
-# name of a row: what is written, colour, where its words stand: to the right or left of its point, or above on the right
+# row name: (label, color, label position: "right" or "left" of its point, or "above" on the right)
 SHOWN = {
     "hf_cce": ("hf_cce", CCE, "left"),
     "hf_cce exact": ("hf_cce, no filter", CCE, "left"),
@@ -40,7 +40,7 @@ SHOWN = {
 
 
 def of_the_notebook() -> dict[str, bytes]:
-    """The pictures that are stored in the notebook, by the names that they get."""
+    """Return the images stored in the notebook, by file name."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     found = [base64.b64decode(x.data["image/png"]) for x in outputs if "image/png" in x.get("data", {})]
@@ -48,12 +48,12 @@ def of_the_notebook() -> dict[str, bytes]:
 
 
 def digest(name: str) -> str:
-    """Of a file of results, for the picture that shows it."""
+    """Return a hash of a result file, stored in the image that shows it."""
     return hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()[:16]
 
 
 def time_and_memory() -> bytes:
-    """Time against memory of the losses on a trained head, as a PNG."""
+    """Return a PNG of time against memory of the losses on a trained head."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,6 @@
-"""Runs notebooks from top to bottom and stores their outputs, without what only this machine would say.
+"""Run notebooks from top to bottom and store their outputs, without machine-specific messages.
 
-usage: python notebooks/execute.py [NOTEBOOK …]     (all of this folder by default; nothing is downloaded)
+usage: python notebooks/execute.py [NOTEBOOK …]     (default: all in this folder; nothing is downloaded)
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER.parent))  # this checkout, not one that happens to be installed
+sys.path.insert(0, str(FOLDER.parent))  # this checkout, not an installed hf_cce
 from hf_cce.diagnostics.files import whole_file  # noqa: E402
 
-TIMEOUT = 300  # seconds a cell
+TIMEOUT = 300  # seconds per cell
 
 
 def execute(path: Path) -> Any:
-    """The notebook at ``path`` with the outputs of a run in an empty folder.
+    """Return the notebook at ``path`` with the outputs of a run in an empty folder.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: a cell failed; the message holds its traceback.
+        nbclient.exceptions.CellExecutionError: a cell failed; the message contains its traceback.
     """
     notebook: Any = nbformat.read(path, as_version=4)
-    # This checkout, not one that happens to be installed; no network; and no warning of tqdm that widgets are not installed.
+    # This checkout, not an installed hf_cce; no network; and no tqdm warning about missing widgets.
     path_of_modules = os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
     environment = {
         **os.environ,
@@ -44,7 +44,7 @@ def execute(path: Path) -> Any:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when each cell ran
         for output in cell.get("outputs", []):
-            if output.output_type == "stream":  # DeepSpeed, where it is installed, says which device it found
+            if output.output_type == "stream":  # an installed DeepSpeed reports which device it found
                 lines = output.text.splitlines(keepends=True)
                 output.text = "".join(line for line in lines if "real_accelerator.py" not in line)
         if cell.cell_type == "code":
@@ -57,7 +57,7 @@ def execute(path: Path) -> Any:
 
 
 def main(arguments: list[str]) -> None:
-    """Execute the notebooks named, or all, and write each back."""
+    """Execute the given notebooks, or all of them, and write each back."""
     for path in map(Path, arguments) if arguments else sorted(FOLDER.glob("*.ipynb")):
         fresh = execute(path)
         with whole_file(path) as temporary:

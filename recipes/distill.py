@@ -1,15 +1,15 @@
-"""Distillation with TRL's DistillationTrainer: the student answers, and learns the teacher's distributions of its answers.
+"""Distillation with TRL's DistillationTrainer: the student generates answers and learns the teacher's distributions for them.
 
-Data: a folder, a file (.jsonl, .json, .parquet, .csv) or a data set of the hub with `prompt` (text or messages). Student and
-teacher need one tokenizer; their hidden sizes may differ. Neither model's logits are made.
+Data: a folder, a file (.jsonl, .json, .parquet, .csv) or a data set on the hub with `prompt` (text or messages). Student and
+teacher need the same tokenizer; their hidden sizes may differ. Neither model materializes logits in training.
 
     accelerate launch --config_file recipes/accelerate/one_gpu.yaml recipes/distill.py --output_dir out \\
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --teacher_model_name_or_path Qwen/Qwen2.5-1.5B-Instruct \\
         --dataset_name prompts.jsonl --beta 0.0
 
---beta 0 is the forward KL, 1 the reverse KL, between them the generalized Jensen-Shannon divergence. All other flags are TRL's:
---help lists them (--temperature, --max_completion_length, --use_vllm, --use_peft), --config FILE.yaml reads them.
-HF_CCE_DISABLE=1 trains the same without hf_cce. For a loop of your own there is `hf_cce.linear_divergence`.
+--beta 0 is the forward KL, 1 the reverse KL, values between them the generalized Jensen-Shannon divergence. All other flags are
+TRL's: --help lists them (--temperature, --max_completion_length, --use_vllm, --use_peft), --config FILE.yaml reads them.
+HF_CCE_DISABLE=1 runs the same training without hf_cce. For your own training loop, use `hf_cce.linear_divergence`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"
 
 
 def machine_defaults() -> dict[str, Any]:
-    """Device and precision that `accelerate launch` was told, or else what this machine can do; TRL assumes bfloat16."""
+    """Return device and precision: from `accelerate launch`, or else what this machine supports. TRL assumes bfloat16."""
     gpu = torch.accelerator.is_available()
     best = "fp16" if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0) else "bf16"
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", best if gpu else "no")
@@ -44,7 +44,7 @@ def machine_defaults() -> dict[str, Any]:
 
 
 def read_data(script: ScriptArguments) -> Any:
-    """The split that is trained on; exits with a message where another recipe takes such rows."""
+    """Return the training split; exit with a message if its rows belong to another recipe."""
     name, split = str(script.dataset_name), script.dataset_train_split
     if (file := Path(name)).is_file() and file.suffix in FILES:
         data = load_dataset(FILES[file.suffix], data_files={"train": name})
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> DistillationTrainer:
         parser.error("--teacher_model_name_or_path is missing: a folder or a model of the hub")
     half = "float16" if training.fp16 else "bfloat16"
     mixed = training.fp16 or training.bf16
-    if model.dtype is None:  # frozen weights in half precision; weights that are trained in float32, under autocast
+    if model.dtype is None:  # frozen weights in half precision; trained weights in float32, under autocast
         model.dtype = half if model.use_peft and mixed else "float32"
     data = read_data(script)
 

@@ -1,13 +1,14 @@
-"""Reinforcement learning with TRL's GRPO: log-probabilities and entropies of the policy without logits.
+"""Reinforcement learning with TRL's GRPO: log-probabilities and entropies of the policy without materialized logits.
 
-Data: a folder, a file (.jsonl, .json, .parquet, .csv) or a data set of the hub with `prompt` (text or messages). Other columns
-go to the reward: the one below gives 1 where the completion holds the row's `answer`. Your own: --reward my_module.function.
+Data: a folder, a file (.jsonl, .json, .parquet, .csv) or a data set on the hub with `prompt` (text or messages). Other columns
+are passed to the reward. The reward below gives 1 if the completion contains the row's `answer`. For your own reward, pass
+--reward my_module.function.
 
     accelerate launch --config_file recipes/accelerate/one_gpu.yaml recipes/grpo.py --output_dir out \\
         --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct --dataset_name prompts.jsonl
 
 All other flags are TRL's: --help lists them (--num_generations, --max_completion_length, --use_vllm, --use_peft, --beta),
---config FILE.yaml reads them. HF_CCE_DISABLE=1 trains the same without hf_cce.
+--config FILE.yaml reads them. HF_CCE_DISABLE=1 runs the same training without hf_cce.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"
 
 @dataclass
 class GRPOArguments(ScriptArguments):
-    """TRL's arguments of a script, and the reward."""
+    """TRL's script arguments, plus the reward."""
 
     reward: str | None = field(
         default=None, metadata={"help": "dotted name of a function; default: holds_answer, here"}
@@ -46,13 +47,13 @@ class GRPOArguments(ScriptArguments):
 
 
 def holds_answer(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
-    """1 for a completion that holds the answer of its row, 0 for any other."""
+    """Return 1 for each completion that contains the answer of its row, else 0."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     return [float(str(wanted) in text) for text, wanted in zip(texts, answer, strict=True)]
 
 
 def machine_defaults() -> dict[str, Any]:
-    """Device and precision that `accelerate launch` was told, or else what this machine can do; TRL assumes bfloat16."""
+    """Return device and precision: from `accelerate launch`, or else what this machine supports. TRL assumes bfloat16."""
     gpu = torch.accelerator.is_available()
     best = "fp16" if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0) else "bf16"
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", best if gpu else "no")
@@ -60,7 +61,7 @@ def machine_defaults() -> dict[str, Any]:
 
 
 def read_data(script: GRPOArguments) -> Any:
-    """The split that is trained on; exits with a message where another recipe takes such rows."""
+    """Return the training split; exit with a message if its rows belong to another recipe."""
     name, split = str(script.dataset_name), script.dataset_train_split
     if (file := Path(name)).is_file() and file.suffix in FILES:
         data = load_dataset(FILES[file.suffix], data_files={"train": name})
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
     script, training, model = parser.parse_args_and_config(arguments)
     if script.dataset_name is None:
         parser.error("--dataset_name is missing: a folder, a file or a data set of the hub")
-    if model.dtype is None:  # frozen weights in half precision; weights that are trained in float32, under autocast
+    if model.dtype is None:  # frozen weights in half precision; trained weights in float32, under autocast
         half = "float16" if training.fp16 else "bfloat16"
         model.dtype = half if model.use_peft and (training.fp16 or training.bf16) else "float32"
     data, reward = read_data(script), holds_answer

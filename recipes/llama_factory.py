@@ -1,10 +1,10 @@
-"""LLaMA-Factory's training with the loss of hf_cce: what `llamafactory-cli train FILE.yaml` does, and one callback more.
+"""LLaMA-Factory's training with the loss of hf_cce: `llamafactory-cli train FILE.yaml` with one more callback.
 
     python recipes/llama_factory.py FILE.yaml
     torchrun --nproc-per-node 8 recipes/llama_factory.py FILE.yaml
 
-LLaMA-Factory 0.9.5 has no key in its YAML for callbacks of others. Leave out `enable_liger_kernel`. A file named like the package
-would stand in its way, hence the name of this one.
+The YAML of LLaMA-Factory 0.9.5 has no key for custom callbacks. Do not set `enable_liger_kernel`. This file cannot be called
+llamafactory.py: it would shadow the package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Per-token log-probabilities and entropy of a policy for a GRPO-like step, with ``linear_log_probs`` and with full logits.
 
-The step is the clipped objective of GRPO with an entropy bonus, on groups of completions whose rewards are drawn at random: what
-is compared is how the policy's log-probabilities are made, not what is learnt. No data, no download:
+The step is GRPO's clipped objective with an entropy bonus, on groups of completions with random rewards. It compares how the
+policy's log-probabilities are computed, not what is learned. No data, no download:
 
     python recipes/log_probs.py
     python recipes/log_probs.py --vocabulary 151936 --hidden 896 --groups 4 --tokens 2048 --dtype bfloat16   # a GPU
@@ -31,34 +31,34 @@ LogProbs = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def fused(hidden_states: Tensor, weight: Tensor, completions: Tensor) -> tuple[Tensor, Tensor]:
-    """log p of each token of ``completions`` [B, T], and the entropy where it was drawn, from hidden_states [B, T, D]."""
+    """Return log p of each token of ``completions`` [B, T] and the entropy at its position, from hidden_states [B, T, D]."""
     result = linear_log_probs(hidden_states, weight, completions, entropy=True)
     assert result.entropy is not None
     return result.log_probs, result.entropy
 
 
 def full_logits(hidden_states: Tensor, weight: Tensor, completions: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as most trainers write it: logits, log_softmax, gather."""
+    """Return the same the way most trainers compute it: logits, log_softmax, gather."""
     logits = F.linear(hidden_states, weight)
     log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return log_probs.gather(-1, completions[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
 def advantages_of(rewards: Tensor) -> Tensor:
-    """Rewards [groups, completions] against the others of their group, in its standard deviations; [groups · completions, 1]."""
+    """Normalize rewards [groups, completions] by each group's mean and standard deviation; return [groups · completions, 1]."""
     centred = rewards - rewards.mean(1, keepdim=True)
     return (centred / (rewards.std(1, keepdim=True) + 1e-4)).reshape(-1, 1)
 
 
 def objective(log_probs: Tensor, entropy: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """GRPO's loss of one step: clipped importance ratios times advantages, less an entropy bonus, mean over tokens in mask."""
+    """Return GRPO's loss: clipped importance ratios times advantages, minus an entropy bonus, averaged over the mask."""
     ratio = (log_probs - old_log_probs).exp()
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages) + ENTROPY_BONUS * entropy
     return -(gain * mask).sum() / mask.sum()
 
 
 class Step:
-    """One update's forward and backward of a small policy on fixed completions."""
+    """Forward and backward of one update of a small policy on fixed completions."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(args.seed)
@@ -72,7 +72,7 @@ class Step:
             num_key_value_heads=heads,
             tie_word_embeddings=True,
         )
-        policy: Any = LlamaForCausalLM(config)  # Any: transformers decorates .to() with a type of its own
+        policy: Any = LlamaForCausalLM(config)  # Any: transformers' decorator of .to() hides its type
         self.policy = policy.to(device, getattr(torch, args.dtype)).train()
         rows, length = args.groups * args.completions, args.prompt + args.tokens
         g = torch.Generator().manual_seed(args.seed)
@@ -81,18 +81,18 @@ class Step:
         lengths = torch.randint(args.tokens // 2, args.tokens + 1, (rows, 1), generator=g)
         self.mask = (torch.arange(args.tokens) < lengths).float().to(device)
         self.advantages = advantages_of(torch.rand(args.groups, args.completions, generator=g)).to(device)
-        with torch.no_grad():  # by neither of the two ways alone: what the policy was before it moved a little
+        with torch.no_grad():  # perturbed, so that the old policy favors neither implementation
             old, _ = self.log_probs(full_logits)
             self.old = old + 0.1 * torch.randn(old.shape, generator=g).to(device)
 
     def log_probs(self, way: LogProbs) -> tuple[Tensor, Tensor]:
-        """log p and entropy [B, T] of the completions' tokens."""
+        """Return log p and entropy [B, T] of the completion tokens."""
         hidden = self.policy.model(input_ids=self.ids, use_cache=False).last_hidden_state
-        # The token at t was drawn from the hidden state at t − 1.
+        # The token at t is sampled from the hidden state at t − 1.
         return way(hidden[:, self.prompt - 1 : -1], self.policy.lm_head.weight, self.ids[:, self.prompt :])
 
     def run(self, way: LogProbs) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, log p and entropy; the gradients are in the policy."""
+        """Return loss, log p and entropy; the gradients are in the policy."""
         self.policy.zero_grad(set_to_none=True)
         log_probs, entropy = self.log_probs(way)
         loss = objective(log_probs, entropy, self.old, self.advantages, self.mask)
@@ -104,8 +104,8 @@ class Step:
 
 
 def measure(step: Step, way: LogProbs, repeats: int) -> tuple[dict[str, Any], list[Tensor]]:
-    """Time, memory (on a GPU) and loss of a step; its log p, entropy and gradients, moved to the CPU."""
-    step.run(way)  # warms up
+    """Return a step's time, memory (on a GPU) and loss, and its log p, entropy and gradients on the CPU."""
+    step.run(way)  # warm-up
     step.policy.zero_grad(set_to_none=True)
     gpu = step.ids.is_cuda
     if gpu:

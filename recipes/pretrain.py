@@ -1,13 +1,13 @@
-"""Pretraining with Trainer on streamed text: from random weights, or with --continued from a model's own, without logits.
+"""Pretraining with Trainer on streamed text, without full logits: from random weights, or with --continued from trained ones.
 
-Data: a folder, a file (.jsonl, .json, .parquet, .csv, .txt) or a data set of the hub with a column of text. It is read while it
-is trained on, shuffled within a buffer, and cut into sequences of one length; documents are joined by the end-of-text token.
+Data: a folder, a file (.jsonl, .json, .parquet, .csv, .txt) or a data set on the hub with a text column. It is streamed during
+training, shuffled within a buffer, and cut into sequences of equal length; documents are joined by the end-of-text token.
 
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/pretrain.py --output_dir out --max_steps 1000 \\
         --model_name_or_path HuggingFaceTB/SmolLM2-135M --dataset_name HuggingFaceFW/fineweb-edu --dataset_config sample-10BT
 
 Resume: --resume_from_checkpoint out/checkpoint-500        Evaluation: --eval_strategy steps, on the split validation
-All other flags are those of transformers.TrainingArguments: --help lists them. HF_CCE_DISABLE=1 trains the same without hf_cce.
+All other flags are those of transformers.TrainingArguments; --help lists them. HF_CCE_DISABLE=1 trains the same without hf_cce.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"
 
 @dataclass
 class PretrainArguments:
-    """What is trained, and on what."""
+    """Model and data arguments."""
 
     model_name_or_path: str = field(metadata={"help": "configuration and tokenizer; a folder or a name on the hub"})
     dataset_name: str = field(metadata={"help": "a folder, a file or a data set of the hub"})
@@ -52,7 +52,7 @@ class PretrainArguments:
 
 
 def machine_defaults() -> dict[str, Any]:
-    """Device and precision that `accelerate launch` was told, or else what this machine can do."""
+    """Return device and precision: from `accelerate launch`, or else what this machine supports."""
     gpu = torch.accelerator.is_available()
     best = "fp16" if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0) else "bf16"
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", best if gpu else "no")
@@ -60,7 +60,7 @@ def machine_defaults() -> dict[str, Any]:
 
 
 def read_stream(args: PretrainArguments, split: str) -> Any:
-    """The documents of a split; exits with a message where it is missing, or where another recipe takes such rows."""
+    """Return the documents of a split; exit with a message if it is missing or its rows belong to another recipe."""
     name = args.dataset_name
     if (file := Path(name)).is_file() and file.suffix in FILES:
         whole = {"sample_by": "document"} if file.suffix == ".txt" else {}
@@ -80,7 +80,7 @@ def read_stream(args: PretrainArguments, split: str) -> Any:
 
 
 def sequences(stream: Any, tokenizer: Any, args: PretrainArguments) -> Any:
-    """The stream's documents as sequences of one length. What is left over at the end of 1,000 documents is dropped."""
+    """Cut the stream's documents into sequences of equal length, dropping the remainder of every 1,000 documents."""
 
     def cut(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         documents = tokenizer(rows[args.text_column], add_special_tokens=False)["input_ids"]
@@ -93,7 +93,7 @@ def sequences(stream: Any, tokenizer: Any, args: PretrainArguments) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> Trainer:
-    kinds: Any = (PretrainArguments, TrainingArguments)  # Any: the hint of HfArgumentParser takes no dataclass
+    kinds: Any = (PretrainArguments, TrainingArguments)  # Any: HfArgumentParser's annotation excludes dataclasses
     parser = HfArgumentParser(kinds)
     parser.set_defaults(max_steps=1000, **machine_defaults())
     args, training = parser.parse_args_into_dataclasses(arguments)

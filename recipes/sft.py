@@ -1,16 +1,16 @@
-"""Supervised fine-tuning with TRL: full, LoRA or QLoRA, of text or image-text models, without logits.
+"""Supervised fine-tuning with TRL without materialized logits: full, LoRA or QLoRA, of text or image-text models.
 
-Data: a folder, a file (.jsonl, .json, .parquet, .csv) or a data set of the hub with one of
+Data: a folder, a file (.jsonl, .json, .parquet, .csv) or a data set on the hub with one of
     messages              chats; the tokenizer needs a chat template
-    prompt, completion    the loss is that of the completion
-    text                  plain text, a row each
-and with `images` beside messages or prompt for an image-text model.
+    prompt, completion    the loss covers only the completion
+    text                  plain text, one row each
+and with `images` next to messages or prompt for an image-text model.
 
     accelerate launch --config_file recipes/accelerate/one_gpu.yaml recipes/sft.py --output_dir out \\
         --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct --dataset_name trl-lib/Capybara
 
-LoRA:   --use_peft --lora_target_modules all-linear        QLoRA (pip install bitsandbytes): --load_in_4bit besides
-Embedding on the CPU between uses, with QLoRA or without (TRL cannot train with an LM head there): --model_init_kwargs
+LoRA:   --use_peft --lora_target_modules all-linear        QLoRA (pip install bitsandbytes): add --load_in_4bit
+Embedding on the CPU between uses, with or without QLoRA (TRL cannot train with an LM head there): --model_init_kwargs
         '{"device_map": {"model.embed_tokens": "cpu", "model.layers": 0, "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}}'
 Chats:  --assistant_only_loss        Speed: --packing       Evaluation: --eval_strategy steps, on the split test
 Resume: --resume_from_checkpoint out/checkpoint-500        Logs: --report_to wandb        Hub: --push_to_hub
@@ -35,7 +35,7 @@ FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"
 
 
 def machine_defaults() -> dict[str, Any]:
-    """Device and precision that `accelerate launch` was told, or else what this machine can do; TRL assumes bfloat16."""
+    """Return device and precision: from `accelerate launch`, or else what this machine supports. TRL assumes bfloat16."""
     gpu = torch.accelerator.is_available()
     best = "fp16" if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0) else "bf16"
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", best if gpu else "no")
@@ -43,7 +43,7 @@ def machine_defaults() -> dict[str, Any]:
 
 
 def read_data(script: ScriptArguments, splits: list[str], text_field: str) -> Any:
-    """The splits of the data set; exits with a message where they are missing, or where another recipe takes such rows."""
+    """Return the data set's splits; exit with a message if they are missing or their rows belong to another recipe."""
     name = str(script.dataset_name)
     if (file := Path(name)).is_file() and file.suffix in FILES:
         data = load_dataset(FILES[file.suffix], data_files={"train": name}, streaming=script.dataset_streaming)
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None, callbacks: Sequence[TrainerCallback
     script, training, model = parser.parse_args_and_config(arguments)
     if script.dataset_name is None:
         parser.error("--dataset_name is missing: a folder, a file or a data set of the hub")
-    if model.dtype is None:  # frozen weights in half precision; weights that are trained in float32, under autocast
+    if model.dtype is None:  # frozen weights in half precision; trained weights in float32, under autocast
         half = "float16" if training.fp16 else "bfloat16"
         model.dtype = half if model.use_peft and (training.fp16 or training.bf16) else "float32"
     evaluates = training.eval_strategy != "no"
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None, callbacks: Sequence[TrainerCallback
         **(training.model_init_kwargs or {}),
     }
     quantization = get_quantization_config(model)
-    if quantization is not None:  # what --model_init_kwargs '{"device_map": …}' leaves on the CPU is not quantized
+    if quantization is not None:  # modules that a device_map puts on the CPU stay unquantized
         quantization.llm_int8_enable_fp32_cpu_offload = True
     trainer = SFTTrainer(
         model=model.model_name_or_path,

@@ -1,11 +1,11 @@
-"""A tiny model with random weights, its tokenizer and a little data, made on the spot: to try the recipes without a network.
+"""Create a tiny model with random weights, its tokenizer and some data, to try the recipes without a network.
 
 python recipes/tiny.py runs/tiny
 
-model/                             a Llama of one layer; a tokenizer of bytes, with a chat template
+model/                             a Llama of one layer; a byte tokenizer with a chat template
 chat/train.jsonl, chat/test.jsonl  messages, for sft.py
 prompts.jsonl                      prompt and answer, for grpo.py and distill.py
-text.txt                           a source of Python's own library, for pretrain.py
+text.txt                           a source file of Python's own library, for pretrain.py
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# What stands between `generation` and `endgeneration` counts with --assistant_only_loss.
+# With --assistant_only_loss, only text between `generation` and `endgeneration` counts.
 CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>{% if message.role == 'assistant' %}"
     "{% generation %}{{ message.content }}<|end|>{% endgeneration %}"
@@ -28,7 +28,7 @@ CHAT = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, and four for chats."""
+    """Return a tokenizer with one token per byte and four chat tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -53,7 +53,7 @@ def make_model(vocabulary: int) -> LlamaForCausalLM:
 
 
 def make(folder: Path) -> None:
-    """Write all of it into ``folder``."""
+    """Write the model, the tokenizer and the data into ``folder``."""
     tokenizer = make_tokenizer()
     make_model(len(tokenizer)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")

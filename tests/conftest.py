@@ -1,10 +1,10 @@
-"""Markers with the reason why a test is skipped, and what a test process needs before torch is loaded."""
+"""Skip reasons for markers, and environment variables that must be set before torch is imported."""
 
 from __future__ import annotations
 
 import os
 
-# Tests run in several processes on few cores: one thread each is faster than all of them fighting for the same cores.
+# With several test processes on few cores, one thread per process is faster than oversubscribing the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need the network
@@ -12,21 +12,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need the network
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it at import: its kernels then run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it at import; its kernels then run on the CPU
 
 import pytest
 
 
 @pytest.fixture
 def device(implementation: str) -> str:
-    """Where an implementation is tested: kernels on a GPU if there is one, else in Triton's interpreter."""
+    """Return the device to test an implementation on. Kernels run on a GPU if there is one, else in Triton's interpreter."""
     if implementation == "triton":
         pytest.importorskip("triton")
     return "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no suitable GPU."""
+    """Skip tests marked ``gpu`` if there is no suitable GPU."""
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:
         return

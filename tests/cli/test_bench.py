@@ -1,4 +1,4 @@
-"""``hf-cce bench``: what it measures, and that one loss that fails does not stop the others."""
+"""``hf-cce bench``: its measurements, and that a failing loss does not stop the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_time_memory_and_errors_of_each_loss(dtype: str, tmp_path: Path) -> None
     if sys.platform == "linux" and dtype == "float32":
         logits = 128 * 4096 * 4 / bench.MIB
         assert logits <= result["rows"]["full logits"]["extra_mib"] <= 20 * logits
-    # The file for an issue has the tables, every number, and how the loss was computed.
+    # The file to attach to an issue has the tables, all numbers, and the implementation that computed the loss.
     written = report_path.read_text("utf-8")
     assert bench.markdown(report) in written and "| hf_cce exact |" in done.stdout
     attached = json.loads(written.split("```json\n")[1].split("```")[0])

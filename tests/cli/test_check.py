@@ -1,4 +1,4 @@
-"""``hf-cce check``: its verdicts, on models that deserve them."""
+"""``hf-cce check``: its verdicts on good and on broken models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that is off by 1e-5 while it is patched."""
+    """The head is off by 1e-5 while the model is patched."""
 
     def off(model: Any, *options: Any) -> Any:
         with torch.no_grad():
@@ -67,7 +67,7 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Head(nn.Linear):
-    """A head of its own kind, whose multiplication is not put off."""
+    """A head of a custom class, whose matmul is not deferred."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden)
@@ -89,7 +89,7 @@ def test_a_model_that_needs_more_than_text_is_not_checked() -> None:
 
 
 def test_weights_that_are_not_there_are_missed(tmp_path: Path) -> None:
-    """A folder made from a configuration, and its config.json, which `estimate` takes."""
+    """A folder with only a configuration, or its config.json (which `estimate` accepts), has no weights to check."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}), "utf-8")
     for target in (tmp_path, tmp_path / "config.json"):
         done = run(str(target))
@@ -111,7 +111,7 @@ def test_the_curve_is_that_of_the_package(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def full_logits() -> Any:
-    """The curve of full logits in each dtype."""
+    """Return the curve of full logits, cached per dtype."""
     return cache(curve.train)
 
 
@@ -119,7 +119,7 @@ def full_logits() -> Any:
 def test_a_curve_that_differs_is_found(
     fault: str, full_logits: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A loss 1% too large; a gradient 0.1% too large; labels that are not shifted; other numbers in the package."""
+    """Faults: loss 1% too large; gradient 0.1% too large; labels not shifted; other numbers in the packaged curve."""
 
     def patched(model: Any, config: Any) -> None:
         apply_cce(model, config)

@@ -1,4 +1,4 @@
-"""What every sub-command has: --json, --quiet, whole files, one sentence and an exit code when something is in the way."""
+"""Behavior shared by all sub-commands: --json, --quiet, atomic output files, one-sentence errors and exit codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUICK = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what takes long: the two trainings of the demo, kernels in Triton's interpreter."""
+    """Skip the slow parts: the demo's two trainings and the kernels in Triton's interpreter."""
     monkeypatch.setattr(common, "PROGRESS_SECONDS", 1e9)
     monkeypatch.setattr(gradcheck, "CONFIGS", {"portable": CCEConfig("portable")})
     saved = json.loads((ROOT / "benchmarks/results/demo.json").read_text("utf-8"))
@@ -46,7 +46,7 @@ def test_output_folders_and_quiet(name: str, tmp_path: Path, monkeypatch: pytest
     assert alone.exit_code == 0 and json.loads(alone.stdout), alone
     shown = hf_cce(name, *QUICK[name], "--json", "new/deep/a.json")
     assert shown.exit_code == 0 and "new/deep/a.json" in shown.stdout and not shown.stderr, shown
-    assert "\x1b" not in shown.stdout  # no colour where there is no terminal
+    assert "\x1b" not in shown.stdout  # no color without a terminal
     assert json.loads((tmp_path / "new/deep/a.json").read_text("utf-8"))
     quiet = hf_cce(name, *QUICK[name], "--quiet", "--json", "new/deep/a.json")
     assert quiet.exit_code == 0 and not quiet.stderr and "a.json" not in quiet.stdout

@@ -1,4 +1,4 @@
-"""The demo: both runs agree, its figures are real, and how it fails."""
+"""The demo: both runs agree, its figures are measured, and it fails with clear errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_whole_demo(tmp_path: Path) -> None:
         assert len(run["losses"]) == len(run["step_seconds"]) + 1 == 3
         assert run["step_bytes"] >= 0 and run["median_seconds"] > 0
         assert run["eval_logits_shape"] == [1, 32, 512]
-    # Every step at most doubles what rounding left in the weights.
+    # Each step at most doubles the rounding error in the weights.
     for step, (plain, fused) in enumerate(zip(report["plain"]["losses"], report["cce"]["losses"], strict=True)):
         assert abs(plain - fused) <= plain * budget(0.0, torch.float32) * 2**step, step
     for shown in ("loss, step 3", "memory that a step adds", "In evaluation mode the trained model gives"):
@@ -62,7 +62,7 @@ def test_a_text_that_is_too_short_is_one_line() -> None:
 
 
 def test_float16_is_trained_with_a_loss_scale() -> None:
-    """As on a T4. The first loss is that of float32 but for rounding; with CCE and without they go together."""
+    """Trains as on a T4. The first loss equals float32's up to rounding; losses with and without CCE stay close."""
     ids, _ = demo.text_tokens(512)
     losses = {}
     for dtype, cce in (("float32", False), ("float16", False), ("float16", True)):
@@ -84,7 +84,7 @@ def test_the_default_model_has_the_shape_of_smollm2() -> None:
 
 @ON_LINUX
 def test_memory_that_was_freed_again_is_seen() -> None:
-    torch.ones(100_000_000)  # 400 MB before do not count
+    torch.ones(100_000_000)  # 400 MB allocated before must not count
     added = machine.watch_memory(torch.device("cpu"))
     held = torch.ones(50_000_000)
     del held

@@ -1,4 +1,4 @@
-"""``hf-cce doctor``: that it passes what is well, sees what is not, and names a command for it, torch or no torch."""
+"""``hf-cce doctor``: passes a good installation, finds problems and names a command that fixes them, with or without torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def command(*arguments: str) -> Result:
 
 
 def process(before: str = "", *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command in a Python of its own, which runs ``before`` first."""
+    """Run the command in a new Python process that executes ``before`` first."""
     code = f"import sys\n{before}\nfrom hf_cce.cli.app import main\nsys.exit(main(['doctor', *{arguments!r}]))"
     paths = filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", "")])
     given = {
@@ -44,7 +44,7 @@ def process(before: str = "", *arguments: str, **environment: str) -> subprocess
 
 @pytest.fixture(autouse=True)
 def portable_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter, which nobody trains with, is slow."""
+    """Skip Triton's interpreter: it is slow, and nobody trains with it."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(gradcheck, "CONFIGS", {"portable": CCEConfig("portable")})
 
@@ -101,7 +101,7 @@ def test_without_torch_and_transformers_it_says_how_to_get_them() -> None:
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert 'pip install "torch>=2.8"' in done.stdout and 'pip install "transformers>=5.0"' in done.stdout
     assert re.search(r"torch +wrong +not installed", done.stdout) and "2 things wrong" in done.stdout
-    assert "\x1b" not in done.stdout  # no colour, as this is no terminal
+    assert "\x1b" not in done.stdout  # no color without a terminal
 
 
 def test_a_torch_that_cannot_be_loaded_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_on_a_gpu_the_kernels_run_and_are_tested() -> None:
     assert check.status == doctor.OK, check
     assert {(choice["dtype"], choice["implementation"]) for choice in choices} == {
         ("bfloat16", "triton"),
-        ("float32", "portable"),  # cuBLAS multiplies
+        ("float32", "portable"),  # cuBLAS runs the products
     }
 
 
@@ -164,7 +164,7 @@ def test_which_kernels_a_hopper_gpu_gets(version: str, monkeypatch: pytest.Monke
 
 
 def test_an_older_gpu_is_told_of_and_tested_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A T4 as torch describes it; nothing runs on it."""
+    """A T4 as torch describes it; nothing runs on the device."""
     device = torch.device("cuda", 0)
     facts = {"name": "Tesla T4", "memory_gib": 14.6, "capability": "7.5", "cuda": "12.6"}
     monkeypatch.setattr(doctor.machine, "gpu_facts", lambda device: facts)

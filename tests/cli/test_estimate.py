@@ -1,4 +1,4 @@
-"""``hf-cce estimate``: against peaks measured on an H200, against tensors counted alive on a CPU, and in its own words."""
+"""``hf-cce estimate`` against peaks measured on an H200, against live tensors counted on a CPU, and its output."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def measured_steps() -> list[Any]:
     for path in sorted(RESULTS.glob("steps_*.json")):
         report = json.loads(path.read_text("utf-8"))
         if report["settings"].get("loop") in ("sft", "recipe"):
-            continue  # its model's own loss is not what it trains with: TRL's fused head makes no full logits
+            continue  # TRL's own fused head makes no full logits
         for name, row in report["results"].items():
             way = "full" if name == "eager" else "cce" if name.startswith("hf_cce") else ""
             if way and row["status"] == "ok":
                 budget = BUDGETS.get(name)
-                if "memory_budget=268435456" in row["installed"]:  # the default when that file was made
+                if "memory_budget=268435456" in row["installed"]:  # the default when that file was written
                     budget = 256 * MIB
                 found.append(pytest.param(report["settings"], way, budget, row, id=f"{path.stem}-{name}"))
     return found
@@ -66,7 +66,7 @@ def test_peaks_of_whole_steps_are_those_measured(
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("fits_*.json")), ids=lambda path: path.stem)
 def test_a_step_that_is_said_to_fit_was_measured_to_fit(path: Path) -> None:
-    """And of the batches that fit, only the largest sixth, at most, is said not to."""
+    """Of the batches that were measured to fit, at most the largest sixth may be rejected."""
     report = json.loads(path.read_text("utf-8"))
     settings, results = report["settings"], report["results"]
     for size in settings["gib"]:
@@ -95,8 +95,8 @@ def test_the_loss_alone_takes_what_was_measured(way: str, sizes: tuple[int, int,
     n, d, v = sizes
     model = Model("", "", 0, v, d, 0)
     whole, left, few = diagnostics.loss_bytes(way, n, model, "bfloat16")
-    measured = extra_mib * MIB + left  # the measurement leaves out the gradients
-    if way == "cce" and not few and n < 8192:  # for fewer tokens the kernels use less than they may
+    measured = extra_mib * MIB + left  # the measurement excludes the gradients
+    if way == "cce" and not few and n < 8192:  # for fewer tokens the kernels use less than the budget
         assert 0.4 < measured / whole < 1.01
     else:
         assert abs(off(whole, measured)) < 0.05
@@ -105,12 +105,12 @@ def test_the_loss_alone_takes_what_was_measured(way: str, sizes: tuple[int, int,
 @pytest.mark.parametrize("vocabulary", [64, 8192])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_real_step_holds_what_was_estimated(vocabulary: int, checkpointing: bool) -> None:
-    """Tensor by tensor on a CPU, which shares no code with the estimate and has the phases of a step that a GPU has."""
+    """Count live tensors on a CPU: independent of the estimate's code, with the same phases of a step as on a GPU."""
     config = config_of(replace(SIX_LAYERS, vocabulary=vocabulary))
     model = LlamaForCausalLM(config).train()
     if checkpointing:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Transformers renames it
+            warnings.simplefilter("ignore")  # Transformers renames the argument
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ids = torch.randint(vocabulary, (4, 256))
     with Alive({p.untyped_storage()._cdata for p in model.parameters()}) as alive:
@@ -119,12 +119,12 @@ def test_a_real_step_holds_what_was_estimated(vocabulary: int, checkpointing: bo
     assert found.model.weights == sum(p.numel() * 4 for p in model.parameters())
     step = found.steps["full, checkpointing" if checkpointing else "full"]
     assert step.peak is not None
-    there = step.peak - found.model.weights - found.optimizer - diagnostics.WORKSPACES  # which a CPU has none of
+    there = step.peak - found.model.weights - found.optimizer - diagnostics.WORKSPACES  # a CPU has no workspaces
     assert -0.02 < off(there, alive.peak) < 0.04
 
 
 def test_adapters_hold_what_peft_holds() -> None:
-    """Weights, gradients, activations and peak of a LoRA step, tensor by tensor on a CPU, with PEFT's own adapters."""
+    """Weights, gradients, activations and peak of a LoRA step with PEFT's own adapters, counted as live tensors on a CPU."""
     peft = pytest.importorskip("peft")
     config = config_of(SIX_LAYERS)
     model = peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(r=8, target_modules="all-linear")).train()
@@ -164,7 +164,7 @@ def test_mixed_precision_keeps_the_casts_of_the_weights_once() -> None:
     fixed = {dtype: kept(1, dtype) - row[dtype] for dtype in row}
     linear = sum(
         p.numel() for name, p in LlamaForCausalLM(config).named_parameters() if "proj" in name
-    )  # the head, tied, is no part of the base model
+    )  # the tied head is not part of the base model
     assert 2 * linear <= fixed["mixed"] - fixed["bfloat16"] < 2 * linear + 8 * 64 * 64
     assert row["bfloat16"] < row["mixed"] < 2 * row["bfloat16"]
 
@@ -178,8 +178,8 @@ def test_it_says_where_cce_brings_much_little_and_nothing() -> None:
     )
     assert nothing.steps["cce"].peak == nothing.steps["full"].peak
     assert diagnostics.estimate("smollm2-135m", 16, 512).few_tokens is False
-    narrow = config_of(replace(SHAPES["smollm2-135m"], vocabulary=512))  # bytes as tokens
-    weights = diagnostics.estimate("llama-3.2-1b", 1, 400)  # 51 million logits beside 10 GB of weights and optimizer
+    narrow = config_of(replace(SHAPES["smollm2-135m"], vocabulary=512))  # byte-level vocabulary
+    weights = diagnostics.estimate("llama-3.2-1b", 1, 400)  # 51 million logits against 10 GB of weights and optimizer
     for little in (diagnostics.estimate("narrow", 32, 4096, config=narrow), weights):
         words = diagnostics.verdict(little)
         assert not little.few_tokens and words.startswith("CCE brings little here"), words
@@ -237,7 +237,7 @@ def test_a_folder_of_the_name_of_a_model_type_is_a_folder(tmp_path: Path, monkey
 
 
 def test_weights_that_are_drawn_by_their_own_values_are_not_drawn() -> None:
-    """Those of Gemma 3's vision tower, which would have none here; what is tied stays tied."""
+    """Gemma 3's vision tower initializes from weight values, which fake tensors do not have; tied weights stay tied."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     config = tiny_config(Gemma3Config)

@@ -1,4 +1,4 @@
-"""``hf-cce gradcheck``: it sees what is wrong, passes what is right, and says what it could not do."""
+"""``hf-cce gradcheck``: finds wrong gradients, passes correct ones, and reports what it could not check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PORTABLE = {name: config for name, config in ALL.items() if config.implementatio
 
 @pytest.fixture(autouse=True)
 def portable_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter is slow, and one test of it is enough."""
+    """Skip Triton's interpreter: it is slow, and one test of it is enough."""
     monkeypatch.setattr(diagnostics, "default_problem", lambda device: SMALL)
     monkeypatch.setattr(diagnostics, "CONFIGS", PORTABLE)
 
@@ -39,7 +39,7 @@ def quiet(*_: Any) -> None: ...
 
 
 def tampered(factor: float) -> Callable[..., torch.Tensor]:
-    """The loss with gradients that are ``factor`` times what they should be."""
+    """Return the loss with gradients scaled by ``factor``."""
     from hf_cce import linear_cross_entropy
 
     def loss(*args: Any, **options: Any) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_an_error_is_seen_and_named(factor: float, monkeypatch: pytest.MonkeyPat
 def test_what_cannot_be_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "CONFIGS", ALL)
     monkeypatch.setattr(diagnostics, "CASES", diagnostics.CASES[:1])
-    found = command("--dtype", "bfloat16")  # which the kernels cannot do on a CPU
+    found = command("--dtype", "bfloat16")  # not supported by the kernels on a CPU
     assert found.exit_code == 0 and "Not compared: triton" in found.stdout
     monkeypatch.setattr(diagnostics, "CONFIGS", {name: x for name, x in ALL.items() if name not in PORTABLE})
     found = command("--dtype", "bfloat16")

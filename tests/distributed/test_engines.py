@@ -1,4 +1,4 @@
-"""A patched model under autocast, torch.compile, DataParallel and accelerate."""
+"""Patched models under autocast, torch.compile, DataParallel and accelerate."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_autocast(model: Any, inputs: Any) -> torch.Tensor:
 
 
 def assert_no_further_than_unpatched(patched: Any, plain: Any, inputs: Any, loss_of: Any = own_loss) -> None:
-    """From float64, in bfloat16: the loss, the head, and all gradients as one; in one small matrix it is luck."""
+    """Compare loss, head gradient and all gradients together with float64, in bfloat16; one small matrix would be too noisy."""
     results = [
         loss_and_grads(plain, inputs, loss_of=loss_of),
         loss_and_grads(patched, inputs, loss_of=loss_of),
@@ -65,7 +65,7 @@ def test_autocast(family: str) -> None:
 
 @pytest.mark.parametrize("name", ["BartForConditionalGeneration", "MarianMTModel"])
 def test_a_float32_bias_on_logits_of_autocast(name: str) -> None:
-    """Encoder-decoders keep ``final_logits_bias`` in float32: added to bfloat16 logits it makes them float32, and the loss."""
+    """Encoder-decoders keep ``final_logits_bias`` in float32; adding it to bfloat16 logits makes logits and loss float32."""
     kind = getattr(transformers, name)
     torch.manual_seed(1)
     plain = kind(tiny_config(kind.config_class)).train()
@@ -87,14 +87,14 @@ def test_bfloat16_weights() -> None:
 
 
 def test_the_loss_is_float32_whatever_the_weights_are() -> None:
-    """As docs/start/support.md has it: BART's own loss is of logits that it leaves in bfloat16."""
+    """docs/start/support.md promises this. BART computes its own loss from logits that it leaves in bfloat16."""
     plain, patched = (model.bfloat16() for model in twins("bart"))
     assert plain(**batch()).loss.dtype is torch.bfloat16 and patched(**batch()).loss.dtype is torch.float32
 
 
 @pytest.mark.parametrize("name", ["MambaForCausalLM", "FalconMambaForCausalLM"])
 def test_a_float32_head_over_a_bfloat16_body(name: str) -> None:
-    """Families that cast the hidden states to the dtype of the head."""
+    """These families cast the hidden states to the head's dtype."""
     plain = tiny.build(name).bfloat16()
     head = head_of(plain)
     head.weight = nn.Parameter(head.weight.detach().float())  # untied from the embeddings
@@ -105,7 +105,7 @@ def test_a_float32_head_over_a_bfloat16_body(name: str) -> None:
 
 
 def test_a_head_of_another_dtype_is_an_error_as_before() -> None:
-    """Where the family does not cast, torch's own message comes, from the same place."""
+    """If the family does not cast, torch raises its own error from the same place."""
     messages = []
     for model in (tiny_llama(), apply_cce(tiny_llama())):
         model.bfloat16().lm_head.float()
@@ -120,7 +120,7 @@ def test_torch_compile_in_one_graph(family: str) -> None:
     plain, patched = twins(family)
     inputs = {**batch(), "use_cache": False}
     for model in (plain, patched):
-        model(**inputs)  # the MoE models of Transformers install hooks behind a lock in their first call
+        model(**inputs)  # the first call of Transformers' MoE models installs hooks behind a lock
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(patched, fullgraph=True, backend=counter)
@@ -143,13 +143,13 @@ def test_torch_compile_in_one_graph(family: str) -> None:
     patched.eval(), plain.eval()
     assert torch.equal(compiled(**inputs).logits, plain(**inputs).logits)
     remove_cce(compiled)
-    torch.compile(plain)  # leaves a mark of its own
+    torch.compile(plain)  # leaves its own marker on the model
     assert anatomy(patched) == anatomy(plain)
 
 
 @pytest.mark.parametrize("family", ["llama", "granite"])
 def test_torch_compile_of_a_step_around_the_model(family: str) -> None:
-    """Here Dynamo traces the hooks into the user's graph."""
+    """Dynamo traces the hooks into the user's graph."""
     plain, patched = twins(family)
     inputs = {**batch(), "use_cache": False}
     torch._dynamo.reset()
@@ -186,7 +186,7 @@ def test_patching_a_compiled_model_drops_its_graphs(way: str) -> None:
 
 
 def test_a_data_parallel_replica_returns_tensors_only() -> None:
-    """As torch.nn.parallel.replicate builds them, short of moving them: its gather takes tensors only."""
+    """Build replicas as torch.nn.parallel.replicate does, without moving them: DataParallel gathers only tensors."""
     model = apply_cce(tiny_llama())
     modules = list(model.modules())
     replicas = [module._replicate_for_data_parallel() for module in modules]
@@ -208,7 +208,7 @@ def test_a_data_parallel_replica_returns_tensors_only() -> None:
 
 @pytest.fixture
 def fresh_accelerate() -> Any:
-    """Its state is one per process, and whichever test came first has set the precision."""
+    """Reset accelerate's per-process state, in which an earlier test may have set the precision."""
     state = pytest.importorskip("accelerate.state").AcceleratorState
     state._reset_state(reset_partial_state=True)
     yield
@@ -240,7 +240,7 @@ def test_accelerate_wraps_and_unwraps() -> None:
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_accelerate_device_hooks_on_the_head(when: str, offload: bool) -> None:
-    """They rewrite ``head.forward``; with offload its weight is there in that forward alone, and held until the loss is taken."""
+    """The hooks rewrite ``head.forward``. With offload, its weight exists only in that forward and is held for the loss."""
     hooks = pytest.importorskip("accelerate.hooks")
 
     def hooked(model: Any) -> Any:
@@ -264,9 +264,9 @@ def test_accelerate_device_hooks_on_the_head(when: str, offload: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_on", ["cuda", "cpu"])
 def test_the_head_on_another_device(head_on: str) -> None:
-    """A model split by ``device_map``: accelerate moves the hidden states to the head, and the logits back.
+    """A model split by ``device_map``: accelerate moves the hidden states to the head and the logits back.
 
-    A head on the CPU beside a body on a GPU is offloaded: its weight comes to the GPU for the head's forward.
+    A head on the CPU with a body on a GPU is offloaded: its weight is copied to the GPU for the head's forward.
     """
     accelerate = pytest.importorskip("accelerate")
     body = "cpu" if head_on == "cuda" else "cuda"
@@ -293,7 +293,7 @@ def test_the_head_on_another_device(head_on: str) -> None:
 
 
 def test_a_graph_that_makes_logits_says_so_once_when_it_is_traced() -> None:
-    """In a plain loop, too; and it stays one graph."""
+    """The warning appears in a plain loop too, and the model stays a single graph."""
 
     class Mine(nn.Linear):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

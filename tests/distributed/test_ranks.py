@@ -1,4 +1,4 @@
-"""Two ranks with gloo: the gradients are those of one process, and what falls back to real logits says so."""
+"""Two gloo ranks: gradients equal those of one process, and a fallback to full logits is reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REASON = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One start of two processes for all engines."""
+    """Start two processes once for all engines."""
     return started("ranks.py", tmp_path_factory.mktemp("ranks") / "ranks.json")
 
 
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_one_process(engine: str, results: dict[str, Any]
     result = results[engine]
     assert "failed" not in result, result["failed"]
     errors, dtype = result["errors"], torch.float32
-    if engine.endswith("mixed"):  # which of two bfloat16 runs is closer in a single small matrix below the head is luck
+    if engine.endswith("mixed"):  # in a single small matrix below the head, either bfloat16 run may be closer by chance
         errors, dtype = {name: errors[name] for name in ("loss", "lm_head.weight", "everything")}, torch.bfloat16
     for name, error in errors.items():
         assert error <= budget(result["twin"][name], dtype), name
@@ -63,17 +63,17 @@ def test_gradients_are_those_of_one_process(engine: str, results: dict[str, Any]
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith(("fsdp1", "tensor_parallel"))])
 def test_a_step_repeats_bit_for_bit(engine: str, results: dict[str, Any]) -> None:
-    """Loss and gradients on every rank, summed over the ranks by gloo."""
+    """Loss and gradients on every rank, with gradients summed over the ranks by gloo."""
     assert results[engine]["repeats"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str, Any]) -> None:
     counted, told = results[engine]["stats"], results[engine]["told"]
-    tensor = engine.startswith("tensor_parallel")  # there logits are asked for after the loss, by name
+    tensor = engine.startswith("tensor_parallel")  # these read output.logits after the loss
     steps = 1 if tensor else 2
     if engine == "tensor_parallel_plan_compiled":
-        assert set(counted.values()) == {0}  # in a graph nothing is counted; it is told while it is traced
+        assert set(counted.values()) == {0}  # a graph counts nothing; the message comes while tracing
         assert len(told) == 1 and "a compiled graph does not defer a head under tensor parallelism" in told[0]
     elif engine not in REASON:
         assert counted == {"calls": steps, "fused": steps, "missed": 0, "materialized": int(tensor)} and told == []
@@ -83,16 +83,16 @@ def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str,
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_evaluations_and_a_loss_of_ones_own(engine: str, results: dict[str, Any]) -> None:
-    """The logits, read once the call is over, the parameters that it leaves, and the gradients of a loss on logits."""
+    """Check logits read after the call, the parameters the call leaves, and the gradients of a loss computed on the logits."""
     result = results[engine]
-    assert result["same logits"] or engine == "fsdp2_adapted_head"  # two products in one: equal but for rounding
+    assert result["same logits"] or engine == "fsdp2_adapted_head"  # a fused product of two: equal up to rounding
     if not engine.startswith("tensor_parallel"):
         assert result["same parameters"]
         half = torch.bfloat16 if "mixed" in engine else torch.float32
         assert result["without labels"] <= budget(torch.finfo(half).eps, half)
 
 
-# A vocabulary spread over the two ranks; see tests/support/spread.py
+# Vocabulary-parallel tests: a vocabulary sharded over the two ranks; see tests/support/spread.py
 @pytest.mark.parametrize("case", COMPARED)
 def test_a_spread_vocabulary_gives_what_a_whole_one_gives(case: str, results: dict[str, Any]) -> None:
     if case == "kernels" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -104,7 +104,7 @@ def test_a_spread_vocabulary_gives_what_a_whole_one_gives(case: str, results: di
 
 
 def test_nothing_of_a_spread_vocabulary_is_gathered(results: dict[str, Any]) -> None:
-    """Forward: the largest lse, then what is summed; backward: the gradient of the hidden states."""
+    """Three all-reduces: the maximum of lse and the sums in the forward, the hidden states' gradient in the backward."""
     assert results["spread"]["traffic"] == {"allreduce_": 3}
 
 

@@ -1,4 +1,4 @@
-"""As test_ranks.py, on two GPUs with NCCL and a larger model; and, so that these lines are run, a few engines on the CPU."""
+"""test_ranks.py on two GPUs with NCCL and a larger model; a few engines also run on the CPU, to exercise this code."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CASES = [
     *(("cuda", "bfloat16", engine) for engine in IN_BFLOAT16),
     *(("cpu", dtype, engine) for dtype in ("float32", "bfloat16") for engine in FEW),
 ]
-if os.environ.get("HF_CCE_ALL_RANKS"):  # every line of the GPUs' tests, on a CPU
+if os.environ.get("HF_CCE_ALL_RANKS"):  # run every GPU test's code on a CPU
     CASES += [("cpu", *case) for _, *case in CASES if ("cpu", *case) not in CASES]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def marked(cases: list[Any]) -> list[Any]:
-    """Those for "cuda" as tests for two GPUs."""
+    """Mark the "cuda" cases as tests for two GPUs."""
     marks = [pytest.mark.gpu, two_gpus]
     return [
         pytest.param(*case, marks=marks if case[0] == "cuda" else [], id=" ".join(map(str, case))) for case in cases
@@ -51,7 +51,7 @@ def marked(cases: list[Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What two processes found for a device and a dtype; each is started once."""
+    """Return the results of two processes for a device and a dtype; each pair is started once."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
 
     def get(device: str, dtype: str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_a_step_is_that_of_one_process(device: str, dtype: str, engine: str, res
 )
 @pytest.mark.parametrize("options", OPTIONS)
 def test_kernels_run_where_the_tensors_are(device: str, dtype: str, options: Options) -> None:
-    """On the second GPU, while the first is the current one; forward, and backward on autograd's threads."""
+    """Run on the second GPU while the first one is current: forward, and backward on autograd's threads."""
     kind, place = getattr(torch, dtype), "cpu" if device == "cpu" else "cuda:1"
     implementation = "portable" if device == "cpu" else "triton"
     config = CCEConfig(implementation=implementation, gradient_filter=None)

@@ -1,4 +1,4 @@
-"""Two ranks under DeepSpeed's ZeRO: three steps are those of one process, without logits and without one gather more."""
+"""Two ranks under DeepSpeed ZeRO: three steps match one process, without logits and without extra gathers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])])
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """One start of two processes for all cases; with NCCL on two GPUs, where there are any."""
+    """Start two processes once for all cases; with NCCL if there are two GPUs."""
     arguments = () if request.param == "cpu" else ("cuda",)
     found = started("zero.py", tmp_path_factory.mktemp("zero") / "zero.json", *arguments, device=request.param)
     assert sorted(found) == sorted(CASES)
@@ -27,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_sequence_parallelism(stage: int, tmp_path: Path) -> None:
-    """Ulysses: each rank has a half of the sequence, and labels that were shifted before it was cut."""
+    """Ulysses: each rank has half of the sequence, with labels shifted before the split."""
     result = started("ulysses.py", tmp_path / "ulysses.json", str(stage))
     assert result["stats"] == {"calls": 1, "fused": 1, "missed": 0, "materialized": 0}
     assert len(result["errors"]) > 10
@@ -54,7 +54,7 @@ def test_the_loss_is_fused_or_the_reason_is_told(case: str, results: dict[str, A
     if case == "watched":
         assert result["stats"] == {"calls": calls, "fused": calls, "missed": 0, "materialized": calls}
         assert len(result["warnings"]) == 1 and "amax asked for the logits" in result["warnings"][0]
-    else:  # the one time that logits were made, they were asked for by name
+    else:  # the only logits made were requested through output.logits
         assert result["stats"] == {"calls": calls, "fused": calls, "missed": 0, "materialized": 1}
         assert result["warnings"] == []
 

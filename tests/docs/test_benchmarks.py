@@ -1,4 +1,4 @@
-"""Every script of benchmarks/ runs on a CPU at tiny sizes and writes a file that its table can be made of."""
+"""Every benchmark script runs on a CPU at tiny sizes and writes a file from which its table can be built."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A little real text: one module of the standard library."""
+    """Return a small real text: one module of the standard library."""
     path = tmp_path_factory.mktemp("words") / "argparse.txt"
     path.write_text(Path(sys.modules["argparse"].__file__ or "").read_text("utf-8"), "utf-8")
     return str(path)
@@ -54,12 +54,12 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process for each loss takes seconds to start; one test has them."""
+    """Run losses in this process: starting one process per loss takes seconds, and one test covers that."""
     monkeypatch.setattr(steps, "in_own_process", lambda job, timeout: onestep.run(job))
 
 
 def run(script: Any, path: Path, *arguments: str) -> dict[str, Any]:
-    """The JSON that the script writes."""
+    """Run the script and return its JSON."""
     assert script.main([*arguments, "--json", str(path)]) == 0
     report = json.loads(path.read_text("utf-8"))
     assert {"date", "command", "device", "versions", "results"} <= {*report, "results"}
@@ -150,7 +150,7 @@ def test_steps_keep_trained_weights_for_a_later_run(words: str, tmp_path: Path) 
     )
     assert "kept" not in first["pretraining"] and second["pretraining"]["kept"] is True
     assert first["results"]["eager"]["losses"] == second["results"]["eager"]["losses"]
-    assert steps.main(small(words, *state, "--pretrain-steps", "2")) == 1  # other weights are not taken for these
+    assert steps.main(small(words, *state, "--pretrain-steps", "2")) == 1  # refuses to reuse other weights
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -241,11 +241,11 @@ def test_curves_are_resumed(words: str, tmp_path: Path, capsys: pytest.CaptureFi
         assert len(found["losses"]) == 6 and found["evaluations"][-1]["held_out"] == found["final"]["held_out"]
         for quantity, value in found["final"].items():
             assert abs(value - full["final"][quantity]) <= value * budget(0.0, torch.bfloat16), (about, quantity)
-    # The second setting begins with the weights of the first one's end.
+    # The second setting starts from the final weights of the first one.
     learned, tuned = (runs[curves.Job(setting, "eager", 0)]["losses"] for setting in (curves.RANDOM, curves.TRAINED))
     assert learned[0] > np.log(512) > learned[-1] and tuned[0] < learned[0]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    # Without the checkpoint the runs that began from it are made anew.
+    # Without the checkpoint, the runs that started from it are repeated.
     checkpoint = next(text.cache_folder().glob("curves-*.safetensors"))
     checkpoint.unlink()
     assert curves.missing_jobs(report, [*runs], checkpoint) == []
@@ -296,7 +296,7 @@ def test_fits_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("start", "slope", "limit"), [(2.0, 1.5, 23.0), (2.0, 1.5, 1.0), (0.1, 0.01, 79.0)])
 def test_the_largest_batch_that_fits(start: float, slope: float, limit: float) -> None:
-    """Found with few tries, on peaks that grow a little unevenly; and the next one was tried too."""
+    """The search takes few tries on slightly uneven peaks, and also tries the next batch."""
     seen: dict[int, float | None] = {}
 
     def grown(batch: int) -> float:
@@ -328,7 +328,7 @@ def test_text_comes_back_from_its_tokens(words: str, tmp_path: Path) -> None:
     assert corpus.tokenizer().decode(ids.tolist()) == Path(words).read_text("utf-8")
     said: list[str] = []
     assert text.prepare(512, dataset=words, cache=tmp_path / "cache", say=said.append) == corpus
-    assert said == ["reading text"]  # the rest came from the cache
+    assert said == ["reading text"]  # everything else came from the cache
     (tmp_path / "a.txt").write_text("one two " * 100)
     (tmp_path / "b.md").write_text("three " * 100)
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe")

@@ -1,4 +1,4 @@
-"""README and docs/ keep their word: their Python runs, links lead somewhere, tables and lists are whole and not stale."""
+"""README and docs/: their Python runs, links resolve, and tables and lists are complete and current."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "notebooks/README.md", "hf_cce/patches/MODELS.md")
 MESSAGES = (ROOT / "docs/reference/messages.md").read_text("utf-8")
-# Met by nobody who uses hf_cce as it is documented, or a sentence of a report and no complaint.
+# Messages that documented use never triggers, and sentences of a report that are not errors.
 INTERNAL = {
     "module … has no attribute …": "Python's own words for a misspelt name",
     "… has no attribute …": "likewise, of the object that stands in for logits",
@@ -45,7 +45,7 @@ def load(path: Path) -> Any:
 
 
 def code_of(page: Path) -> list[str]:
-    """The page's Python in order; of a diff, what stands there after it."""
+    """Return the page's Python blocks in order; for a diff, the code after it."""
     found = []
     for language, block in re.findall(
         r"^```(python|diff)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
@@ -60,7 +60,7 @@ WITH_CODE = [page for page in PAGES if code_of(page)]
 
 @pytest.fixture
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What a page takes for granted. The hub is out of reach: tiny models and a tokenizer of 93 words stand in for its own."""
+    """Provide the names a page assumes, offline: tiny models and a tokenizer with 93 entries replace those on the hub."""
     import torch
     import transformers
     from accelerate.state import AcceleratorState
@@ -82,8 +82,8 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     compiled = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda *args, **options: compiled(*args, **{"backend": "aot_eager"} | options)
-    )  # no C++ compiler needed
-    AcceleratorState._reset_state(reset_partial_state=True)  # it lives as long as the process, and so in other tests
+    )  # avoids the C++ compiler
+    AcceleratorState._reset_state(reset_partial_state=True)  # the state is per process and would leak into other tests
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     input_ids = torch.randint(99, (2, 16))
     yield {
@@ -121,16 +121,16 @@ def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
         pytest.importorskip("peft")
         add_trl(stand_ins)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="hf_cce:")  # what is recommended does not fall back to full logits
+        warnings.filterwarnings("error", message="hf_cce:")  # documented code must not fall back to full logits
         for code in code_of(page):
             exec(compile(code, str(page), "exec"), stand_ins)
             if ".backward(" in code and page.parent.name == "guides":
-                # A frozen model would train nothing, and say nothing.
+                # A frozen model would silently train nothing.
                 assert any(parameter.requires_grad for parameter in stand_ins["model"].parameters())
 
 
 def removed_of(page: Path) -> list[list[str]]:
-    """Of each diff of the page the lines that go."""
+    """Return the removed lines of each diff of the page."""
     blocks = re.findall(r"^```diff\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return [[line[2:] for line in block.splitlines() if line.startswith("- ")] for block in blocks]
 
@@ -141,7 +141,7 @@ NEEDS_GPU = ("liger_kernel", "cut_cross_entropy", "quack")
 
 @pytest.mark.parametrize("lines", BEFORE, ids=lambda lines: lines[0][:40])
 def test_what_goes_is_what_the_others_have(lines: list[str], stand_ins: dict[str, Any]) -> None:
-    """The lines "before" run, where their package is installed; of those that need a GPU the imports alone."""
+    """Run the "before" lines if their package is installed; for packages that need a GPU, run only the imports."""
     import torch
 
     if torch.cuda.is_available():
@@ -198,7 +198,7 @@ def test_paths_in_the_flow_of_a_step_exist() -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, *(ROOT / name for name in OTHERS)], ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Every relative link leads to a file, and to a heading of it."""
+    """Every relative link points to an existing file and, if it has an anchor, to an existing heading."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
         if target.startswith(("https://", "http://")):
             continue
@@ -218,7 +218,7 @@ def test_the_counters_are_shown_as_they_are(stand_ins: dict[str, Any], capsys: p
 
 
 def test_the_readme_is_short() -> None:
-    """Whoever opens the page sees what it is, how to install it, what to change and whether it helps, without scrolling."""
+    """The README shows purpose, installation, usage and benefit without much scrolling."""
     lines = README.read_text("utf-8").splitlines()
     assert len(lines) <= 150 and lines.index("## Usage") <= 45
 
@@ -274,7 +274,7 @@ def test_every_result_and_every_table_is_on_a_page() -> None:
 
 
 def test_every_public_name_has_its_section() -> None:
-    """`make site` puts the docstring there, and fails on a name that it does not find."""
+    """`make site` inserts the docstrings and fails on unknown names."""
     import hf_cce
 
     text = (ROOT / "docs/reference/api.md").read_text("utf-8")
@@ -299,7 +299,7 @@ def test_pictures_are_those_of_the_notebook_and_of_the_results() -> None:
 
 
 def explained() -> list[str]:
-    """The messages in code spans with which an entry of the page begins."""
+    """Return the messages in code spans at the start of each entry of the page."""
     found = []
     for entry in re.findall(r"^ *- (`.+?)(?=^ *- |^$|\Z)", MESSAGES, re.MULTILINE | re.DOTALL):
         for span in re.findall(r"(?:\A|, )`([^`]+)`(?=[:,])", entry):

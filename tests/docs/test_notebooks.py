@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, offline, and what is stored in it is what such a run gives."""
+"""Every notebook runs from top to bottom offline, and its stored outputs match such a run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def code_cells(notebook: Any) -> list[Any]:
 
 
 def kinds(cell: Any) -> list[str]:
-    """What a cell puts out: "stdout", "stderr", or the richest form of a picture or value."""
+    """Return the outputs of a cell: "stdout", "stderr", or the richest MIME type of an image or value."""
     found = []
     for output in cell.outputs:
         kind = output.name if output.output_type == "stream" else sorted(output.get("data", {"error": ""}))[0]
-        if not (found and found[-1] == kind == "stdout"):  # one print or two may come in one piece
+        if not (found and found[-1] == kind == "stdout"):  # prints may arrive in one piece or in several
             found.append(kind)
     return found
 
@@ -63,7 +63,7 @@ def test_stored_outputs_are_whole_and_small(path: Path) -> None:
 def test_a_t4_gets_float16_and_the_fallback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Decisions alone: the device is made up, and nothing runs on it."""
+    """Check the decisions only: the device is fake and nothing runs on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.version, "cuda", "12.6")
@@ -91,7 +91,7 @@ def test_it_runs_offline_and_gives_what_is_stored(path: Path) -> None:
     assert spec and spec.loader
     runner = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(runner)
-    fresh = runner.execute(path)  # raises where a cell does; the notebooks hold assertions of their own
+    fresh = runner.execute(path)  # raises if a cell fails; the notebooks contain assertions
     stored = nbformat.read(path, as_version=4)
     for ran, kept in zip(code_cells(fresh), code_cells(stored), strict=True):
         assert ran.source == kept.source

@@ -1,4 +1,4 @@
-"""Every command of recipes/README.md trains or parses, offline and on a CPU; with hf_cce and without, the losses are the same."""
+"""Every command of recipes/README.md trains or parses, offline on a CPU; losses are the same with and without hf_cce."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ pytest.importorskip("datasets"), pytest.importorskip("peft")
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 CONFIGS = sorted((RECIPES / "accelerate").glob("*.yaml"))
-PROCESSES = "cpu_ddp"  # the configuration that this process cannot stand for
+PROCESSES = "cpu_ddp"  # needs processes of its own
 
 
 def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
 
 def commands(title: str) -> list[list[str]]:
-    """The command lines of a section of recipes/README.md."""
+    """Return the command lines of a section of recipes/README.md."""
     text = (RECIPES / "README.md").read_text("utf-8").split(f"## {title}\n")[1].split("\n## ")[0]
     (block,) = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [shlex.split(line) for line in block.splitlines()]
 
 
 def split(command: list[str]) -> tuple[str | None, str, list[str]]:
-    """Of a command the accelerate configuration (the name), the script (likewise) and the script's arguments."""
+    """Split a command into the names of its accelerate configuration and script, and the script's arguments."""
     script = next(i for i, word in enumerate(command) if re.fullmatch(r"recipes/\w+\.py", word))
     configs = [Path(word).stem for word in command[:script] if word.endswith(".yaml")]
     return configs[0] if configs else None, Path(command[script]).stem, command[script + 1 :]
@@ -54,14 +54,14 @@ def split(command: list[str]) -> tuple[str | None, str, list[str]]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder to train in, with what tiny.py makes in runs/tiny; accelerate's state is fresh."""
+    """Return an empty folder to train in, with tiny.py's files in runs/tiny; accelerate's state is reset."""
     from accelerate.state import AcceleratorState
 
     if torch.cuda.is_available():
         pytest.skip("the recipes would take the GPU, and their figures here are those of a CPU")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # what `accelerate launch` sets with cpu.yaml
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # as `accelerate launch` sets it with cpu.yaml
     AcceleratorState._reset_state(reset_partial_state=True)
     load("tiny").make(tmp_path / "runs/tiny")
     yield tmp_path
@@ -73,7 +73,7 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 
 def train(script: str, *arguments: str, resumed: int = 0) -> Any:
-    """The trainer, after it; every step (since the one it resumed at) went without logits."""
+    """Run a recipe and return its trainer. Check that no step since the resumed one materialized logits."""
     trainer = load(script).main(list(arguments))
     if not os.environ.get("HF_CCE_DISABLE"):
         steps = trainer.state.global_step - resumed
@@ -84,7 +84,7 @@ def train(script: str, *arguments: str, resumed: int = 0) -> Any:
 def test_the_commands_to_try_train_one_after_the_other(here: Path) -> None:
     done: dict[str, Any] = {}
     for config, script, arguments in map(split, commands("Try it")):
-        if script in ("tiny", "log_probs") or config == PROCESSES:  # in the fixture; in tests of their own
+        if script in ("tiny", "log_probs") or config == PROCESSES:  # in the fixture, or tested separately
             continue
         assert config == "cpu"
         folder = arguments[arguments.index("--output_dir") + 1]
@@ -93,7 +93,7 @@ def test_the_commands_to_try_train_one_after_the_other(here: Path) -> None:
     pretrained, full, lora, grpo, distilled = (done[f"runs/{name}"] for name in names)
 
     losses = logged(pretrained, "loss")
-    assert 5.3 < losses[0] < 5.7 and losses[-1] < losses[0] - 0.1  # of 260 entries: it began near log 260 = 5.56
+    assert 5.3 < losses[0] < 5.7 and losses[-1] < losses[0] - 0.1  # 260 entries: starts near log 260 = 5.56
     assert next(pretrained.model.parameters()).dtype == torch.float32
     assert len(logged(full, "eval_loss")) == 2 and (here / "runs/full/chat_template.jinja").exists()
     trained = [name for name, parameter in lora.model.named_parameters() if parameter.requires_grad]
@@ -115,7 +115,7 @@ RUNS = {
 
 
 def make_image_text_model(folder: Path) -> None:
-    """A tiny Llava with tiny.py's tokenizer, and grey pictures with a question about their shade."""
+    """Write a tiny Llava with tiny.py's tokenizer, and gray images with a question about their shade."""
     from datasets import Dataset
     from PIL import Image
     from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
@@ -171,7 +171,7 @@ def test_the_same_losses_with_and_without(run: str, here: Path, monkeypatch: pyt
     assert len(ours) == len(theirs) == 3 and not logged(plain, "cce/fused")
     a, b = torch.tensor(ours), torch.tensor(theirs)
     assert_as_good(a[:1], b[:1], b[:1], "first loss")
-    assert relative_error(a[-1:], b[-1:]) < 1e-4  # Adam makes steps out of rounding
+    assert relative_error(a[-1:], b[-1:]) < 1e-4  # Adam amplifies rounding differences
 
 
 def test_a_run_resumes_where_it_stopped(here: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_run_resumes_where_it_stopped(here: Path) -> None:
     again = train("sft", *CHAT[:-1], "again", *whole, "--resume_from_checkpoint", "out/checkpoint-2", resumed=2)
     assert again.state.global_step == 4
     assert relative_error(torch.tensor(logged(again, "loss")[2:]), torch.tensor(first[2:])) < 1e-4
-    assert abs(first[1] - first[3]) > 1e-2  # a run that began anew would not have these losses
+    assert abs(first[1] - first[3]) > 1e-2  # a restarted run would not have these losses
 
 
 def test_a_reward_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_a_split_that_is_missing_is_named(here: Path) -> None:
 
 
 def test_what_no_gpu_makes_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float16 where bfloat16 is missing, without a flag; `accelerate launch` is obeyed."""
+    """Without a flag, float16 if bfloat16 is not supported; `accelerate launch` takes precedence."""
     for script in ("sft", "pretrain", "grpo", "distill"):
         recipe = load(script)
         for capability, precision in (((7, 5), "fp16"), ((8, 0), "bf16")):
@@ -255,7 +255,7 @@ class Parsed(Exception):
 
 
 def test_the_commands_for_gpus_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The recipe's flags and accelerate's; each configuration is shown."""
+    """The flags of the recipes and of accelerate parse, and every configuration appears in a command."""
     from accelerate.commands.launch import launch_command_parser
 
     def stop(*args: Any, **kwargs: Any) -> None:
@@ -280,7 +280,7 @@ def test_the_commands_for_gpus_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="a script for bash")
 def test_slurm_starts_several_machines(here: Path) -> None:
-    """A cluster of two nodes that are both this machine: they train as one process with twice the batch."""
+    """A cluster whose two nodes are both this machine: they train like one process with twice the batch."""
     bin_folder = here / "bin"
     bin_folder.mkdir()
     for name, body in {
@@ -327,7 +327,7 @@ def test_log_probs_compares_both_ways(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_step_by_log_probs_is_exact() -> None:
-    """In float64: log p, entropy and every gradient of the policy, with completions of different lengths."""
+    """Compare log p, entropy and every policy gradient in float64, for completions of different lengths."""
     recipe = load("log_probs")
     args = recipe.parse(["--tokens", "12", "--vocabulary", "300", "--hidden", "64", "--dtype", "float64"])
     step = recipe.Step(args, torch.device("cpu"))
@@ -346,7 +346,7 @@ def test_accelerate_knows_every_key(path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
-    config = load_config_from_file(str(path))  # raises on unknown keys of the first level, and on no others
+    config = load_config_from_file(str(path))  # raises only on unknown top-level keys
     given = yaml.safe_load(path.read_text("utf-8"))
     known = {action.dest for action in launch_command_parser()._actions}
     for section, prefix in (("fsdp_config", "fsdp_"), ("deepspeed_config", "")):

@@ -1,4 +1,4 @@
-"""docs/reference/trust.md names tests that exist, SECURITY.md says what the code does, wrong-calls.md what a mistake gets."""
+"""trust.md names existing tests, SECURITY.md matches the code, and wrong-calls.md lists the actual messages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from wrong_calls import message, table
 
 CODE = sorted([*(ROOT / "hf_cce").rglob("*.py"), *(ROOT / "recipes").glob("*.py")])
 CHECKS = re.findall(r"`(\w+/test_\w+\.py::\w+)`", PAGE.read_text("utf-8"))
-# Modules that unpickle or open connections, and functions that run text. torch.load alone may be called, with weights_only=True.
+# Modules that unpickle or open connections, and functions that execute text. torch.load is allowed with weights_only=True.
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "socket", "urllib", "http",
                   "requests", "httpx", "aiohttp", "ftplib", "huggingface_hub"}  # fmt: skip
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 
 
 def complaints(source: str) -> Iterator[str]:
-    """Yield what in ``source`` unpickles, runs text, or opens a connection."""
+    """Yield each use in ``source`` that unpickles, executes text or opens a connection."""
     for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -52,13 +52,13 @@ def test_the_search_finds_what_it_looks_for(source: str) -> None:
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_remote_code_is_never_trusted(path: Path) -> None:
-    """Recipes hand on TRL's own option, which is False unless the user asks."""
+    """Recipes pass on TRL's own option, which defaults to False."""
     values = re.findall(r"""trust_remote_code["']?\s*[=:]\s*([\w.]+)""", path.read_text("utf-8"))
     assert set(values) <= {"False", "training.trust_remote_code"}
 
 
 def test_actions_are_pinned_by_commit() -> None:
-    """All but the one that publishes: PyPI's rules for uploads change, and an old commit of it fails."""
+    """All except the publishing action: PyPI's upload rules change, and an old commit would fail."""
     text = "".join(path.read_text("utf-8") for path in (ROOT / ".github/workflows").glob("*.yml"))
     used = re.findall(r"uses: +([^@\s]+)@(\S+)", text)
     assert len(used) >= 10

@@ -1,4 +1,4 @@
-"""The covariance within dropped tiles: what it is, and that it brings back what uniform mass leaves out."""
+"""The covariance of dropped tiles: its value, and that it restores what spreading the mass uniformly misses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 BLOCK = 128 if DEVICE == "cuda" else 32
 
 
-# The interpreter truncates to bfloat16 where a GPU rounds.
+# Triton's interpreter truncates to bfloat16, a GPU rounds.
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
@@ -29,7 +29,7 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
 
     monkeypatch.setattr(corrections, "CENTERED_BYTES", chunk)
     g = torch.Generator().manual_seed(0)
-    # A mean that is ten times what the rows differ by, as in trained heads.
+    # The mean is ten times the deviation between rows, as in trained heads.
     weight = (torch.randn(v, d, generator=g) * 0.1 + torch.randn(d, generator=g)).to(DEVICE, dtype)
     tiles = -(-v // BLOCK)
     mass = torch.rand(tiles, generator=g).to(DEVICE)
@@ -46,13 +46,13 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
         return total / (tiles * BLOCK)
 
     twin = plain(torch.float32).to(dtype)
-    if dtype == torch.bfloat16:  # centred rows are rounded too
+    if dtype == torch.bfloat16:  # centered rows are rounded too
         scales = (mass.double() * tiles / mass.double().sum()).sqrt()
         blocks = weight[places].double().split(BLOCK)
         x = torch.cat([((r - r.mean(0)) * s).to(dtype).double() for r, s in zip(blocks, scales, strict=True)])
         twin = (x.t() @ x / (tiles * BLOCK)).to(dtype)
     assert_as_good(actual, twin, plain(torch.float64), "covariance", dtype)
-    # Where nothing is dropped, as in a step of ignored labels, all tiles count: other steps use what one has made.
+    # If nothing is dropped (all labels ignored), all tiles count equally, because later steps reuse the result.
     nothing, evenly = (
         corrections.dropped_covariance(weight, padded, torch.full_like(mass, x), BLOCK) for x in (0.0, 1.0)
     )
@@ -64,7 +64,7 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
 def test_weight_correction_where_few_directions_are_all_there_are(
     n: int, v: int, d: int, rank: int, sign: float
 ) -> None:
-    """Then it is the whole second moment times what each row differs by from the mean of its block."""
+    """With few directions in the hidden states, the correction is their whole second moment times the centered weight rows."""
     from hf_cce.kernels.filter import corrections
 
     g = torch.Generator().manual_seed(0)
@@ -84,7 +84,7 @@ def test_weight_correction_where_few_directions_are_all_there_are(
 
     found = corrections.make_weight_correction(hidden, weight, padded, mass, BLOCK)
     assert found.row_coeffs.shape == (v, 16) and found.basis.shape == (16, d)
-    # By way of 16 directions: a product more for rounding to enter, twice.
+    # Two chained products through 16 directions: one more rounding than the reference.
     assert_as_good(found.row_coeffs @ found.basis, plain(torch.float32), plain(torch.float64), "weight correction")
     nothing = corrections.make_weight_correction(hidden, weight, padded, torch.zeros_like(mass), BLOCK)
     assert not (nothing.row_coeffs @ nothing.basis).any()
@@ -110,7 +110,7 @@ def test_directions_are_those_that_hold_most() -> None:
 
 @pytest.mark.parametrize("where", ["hidden", "weight"])
 def test_what_is_not_finite_in_one_step_stays_there(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is learnt serves the steps that follow."""
+    """State learned in one step is reused in later steps and must not carry over infinities."""
     force(monkeypatch, "filtered")
     hidden, weight, labels = peaked(64, 32, 500, torch.float32, DEVICE)
     state = FilterState()
@@ -123,13 +123,13 @@ def test_what_is_not_finite_in_one_step_stays_there(where: str, monkeypatch: pyt
         finite = bool(h.grad.isfinite().all() and w.grad.isfinite().all())
         assert finite == (step != 1)
         if step == 0:
-            state._vocabulary = None  # step 1 learns anew
+            state._vocabulary = None  # make step 1 learn the vocabulary order again
 
 
 def gradients(
     tau: float, corrected: bool, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[float], dict[str, float]]:
-    """(errors in the gradients of hidden and weight, what the state says of it) of one filtered step."""
+    """Return the hidden and weight gradient errors of one filtered step, and the state's statistics."""
     from hf_cce.kernels.filter import run as filter_run
 
     real = filter_run.plan_workspace
@@ -156,13 +156,13 @@ def test_it_brings_back_most_of_what_uniform_mass_leaves_out(scale: float, monke
     (found, better), stats = gradients(0.01, True, scale, monkeypatch)
     assert stats["kept"] == told["kept"] < 0.5
     assert found < uniform / 2 and better < 0.95 * of_weight
-    # and the measurement knows of it
+    # the measured error must account for the correction
     assert found / 2 < stats["error"] < 2 * found and stats["error"] < told["error"] / 1.5
     assert better / 1.5 < stats["weight_error"] < 1.5 * better and stats["weight_error"] < told["weight_error"]
 
 
 def test_what_is_not_finite_in_an_ignored_token_stays_there() -> None:
-    """As in plain PyTorch, where the gradient of an ignored token's hidden state is zero whatever that is."""
+    """As in plain PyTorch: the gradient of an ignored token's hidden state is zero, whatever its value."""
     from hf_cce.kernels.filter.corrections import mass_weighted_hidden
 
     hidden = torch.randn(40, 24, device=DEVICE)
@@ -181,12 +181,12 @@ def test_what_is_not_finite_in_an_ignored_token_stays_there() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "d"), [(1, 5), (33, 640), (70, 136)])
 def test_mass_weighted_hidden_states_transposed(n: int, d: int, dtype: torch.dtype) -> None:
-    """The same numbers, zeros beyond the tokens, and nothing beyond the stride, whatever lies there."""
+    """Same values transposed, zeros for the padding, and nothing written outside the output."""
     from hf_cce.kernels.filter.corrections import mass_weighted_hidden
     from hf_cce.kernels.launch_config import padded
 
     hidden = torch.randn(n, d, device=DEVICE).to(dtype)
-    # whole numbers, whose sums are exact in whatever order
+    # integers, whose sums are exact in any order
     mass = torch.randint(-9, 10, (3, padded(n)), device=DEVICE).float()[:, :n]
     mass[0] += 28.0  # no sum is zero
     around = torch.full((d + 2, padded(n)), float("nan"), dtype=dtype, device=DEVICE)
@@ -198,7 +198,7 @@ def test_mass_weighted_hidden_states_transposed(n: int, d: int, dtype: torch.dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "d", "tiles"), [(70, 40, 9), (129, 136, 33)])
 def test_means_and_covariance_in_one_product(n: int, d: int, tiles: int, dtype: torch.dtype) -> None:
-    """As good as a product with the means and one with the covariance."""
+    """As accurate as one product with the means plus one with the covariance."""
     from hf_cce.kernels.filter.corrections import mass_weighted_hidden
     from hf_cce.kernels.filter.run import _add_dropped_to_hidden
     from hf_cce.kernels.filter.select import DroppedMass

@@ -1,4 +1,4 @@
-"""The gradient filter: exact where it keeps everything, and what it may and may not change where it drops tiles."""
+"""The gradient filter: exact if it keeps everything, and bounds on what it changes if it drops tiles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ tiles_of_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="tiles of
 
 @pytest.fixture(autouse=True)
 def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Losses of any size are filtered; returns how often each way is taken."""
+    """Filter losses of any size; return the count of each strategy."""
     return force(monkeypatch, "filtered")
 
 
@@ -44,7 +44,7 @@ def run(
     state: FilterState | None = None,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(loss, gradient of hidden, of weight) with ``gradient_filter=wanted``; the bias is frozen."""
+    """Return (loss, hidden gradient, weight gradient) with ``gradient_filter=wanted``; the bias is frozen."""
     hidden, weight = (x.detach().clone().requires_grad_(need) for x, need in zip(inputs, needs, strict=False))
     loss = fused_loss(CCEConfig("triton", gradient_filter=wanted), state)(hidden, weight, inputs[2], labels, options)
     loss.backward()
@@ -77,7 +77,7 @@ def run_plain(
 def test_exact_if_all_is_kept_with_softcap_scale_and_z_loss(
     ignored: str, dtype: torch.dtype, n: int, d: int, v: int, options: Options, taken: Counter[str]
 ) -> None:
-    """No size is a multiple of a tile's."""
+    """No size is a multiple of a tile size."""
     inputs, labels = make_inputs(n, d, v, dtype, DEVICE, ignored=ignored)
     check_against_plain(fused_loss(config_of("filtered")), inputs, labels, options, dtype, f"{options}, {ignored}")
     assert taken == {"filtered": 1, "filtered gradients": 1}
@@ -130,8 +130,8 @@ def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options) ->
         assert 0 < stats["kept"] < 1 and 0 < stats["dropped_mass"] < 1
         errors.append([relative_error(a, e) for a, e in zip(gradients, exact[1:], strict=True)])
         assert_within(1.1, stats["error"], errors[-1][0])  # every token is measured
-        assert_within(2, stats["weight_error"], errors[-1][1])  # and a part of the vocabulary
-        # the first threshold, a guess, is one for logits without a softcap
+        assert_within(2, stats["weight_error"], errors[-1][1])  # measured on a sample of the vocabulary
+        # the initial threshold is a guess for logits without a softcap
         assert options is SOFT or errors[-1][0] <= wanted
     for lower, higher in zip(errors[1:], errors, strict=False):
         assert lower[0] < higher[0] and lower[1] < higher[1]
@@ -141,16 +141,16 @@ def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options) ->
 @pytest.mark.parametrize(
     ("n", "unsure", "wanted", "options", "factors"),
     [
-        # of fewer dropped tiles, one token may have most of the error
+        # with few dropped tiles, one token may have most of the error
         (150, 0, 0.03, Options(reduction="sum"), (3, 2)),
-        # one token in 24 is unsure and has most of the error: as they lie among others, each block of tokens has one, or none
+        # one token in 24 is uncertain and has most of the error; they are spread out, so each token block has at most about one
         (600, 25, 0.1, PLAIN, (1.05, 2)),
     ],
 )
 def test_the_error_of_some_tokens_stands_for_all(
     n: int, unsure: int, wanted: float, options: Options, factors: tuple[float, float]
 ) -> None:
-    """More tokens than are measured, also with a gradient from upstream that is not one."""
+    """The estimate holds for more tokens than it samples, also with an upstream gradient other than one."""
     inputs, labels = filter_data(n, 32, 400, seed=2 if unsure else 0)
     inputs[0][torch.randperm(n, generator=torch.Generator().manual_seed(2))[:unsure]] *= 0.25
     state = FilterState()
@@ -165,7 +165,7 @@ def test_the_error_of_some_tokens_stands_for_all(
     [
         (60, None, PLAIN, (1.1, 1.5)),
         (60, None, Options(0.7, 5.0), (1.1, 1.5)),
-        # one token in 24 is unsure, and moved by rounding more than the others
+        # one token in 24 is uncertain and affected more by rounding
         pytest.param(600, 64, PLAIN, (1.1, 1.15), marks=tiles_of_the_interpreter),
     ],
     ids=str,
@@ -173,7 +173,7 @@ def test_the_error_of_some_tokens_stands_for_all(
 def test_what_rounded_logits_would_make_of_the_gradients(
     n: int, measured: int | None, options: Options, factors: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float16, which the interpreter rounds to as a GPU does."""
+    """Estimate the effect of rounding logits, in float16: there the interpreter rounds like a GPU."""
     from hf_cce.kernels.filter import error
 
     hidden, weight, labels = peaked(n, 32, 230, torch.float16, DEVICE, seed=5 if measured else 0)
@@ -196,7 +196,7 @@ def test_what_rounded_logits_would_make_of_the_gradients(
 
 @tiles_of_the_interpreter
 def test_dropped_tiles_keep_their_mass() -> None:
-    """A column of ones shows sums of the logits' gradient: of each token over the vocabulary, and of everything."""
+    """A column of ones exposes sums of the logits' gradient: per token over the vocabulary, and over everything."""
     (hidden, weight, _), labels = filter_data()
     weight[:, 0] = hidden[:, 0] = 1.0
     options = Options(0.8, z_loss=0.3)  # without a z-loss the sums are zero
@@ -212,13 +212,13 @@ def test_dropped_tiles_keep_their_mass() -> None:
 @tiles_of_the_interpreter
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the identity for hidden states the weight's gradient is that of the logits, and each of its tiles can be looked at."""
+    """With identity hidden states, the weight's gradient is the logits' gradient, so each tile can be checked."""
     from hf_cce.kernels.filter import run as filter_run
     from hf_cce.kernels.filter import select
 
     energies, of_tiles = [], select._tile_energies
     monkeypatch.setattr(select, "_tile_energies", lambda *a: energies.append(of_tiles(*a)) or energies[0])
-    # What hf_cce.kernels.filter.corrections adds to the weight's gradient has no tile of its own.
+    # Disable the correction of hf_cce.kernels.filter.corrections: it does not belong to a single tile.
     real = filter_run.plan_workspace
     monkeypatch.setattr(filter_run, "plan_workspace", lambda *a: dataclasses.replace(real(*a), corrected=False))
     n, v = 48, 200
@@ -241,7 +241,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
             cols, tokens = order[first : min(v, first + 32)], rows[row : row + 16]
             a, t, e = (x[cols][:, tokens] for x in (actual, twin, exact))
             holds_a_label = bool((labels[tokens, None] == cols).any())
-            if not holds_a_label:  # each token's is kept in bfloat16, to which the interpreter truncates
+            if not holds_a_label:  # stored per token in bfloat16, which the interpreter truncates
                 spread = (e - e.mean(0)).square().sum()
                 assert 0.999 * (1 - 2**-7) * spread <= energy[first // 32, row // 16] <= 1.001 * spread
             if holds_a_label or torch.equal(a, a[:1].expand_as(a)) is False:
@@ -249,7 +249,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
                 continue
             dropped += 1
             mass = p[cols][:, tokens].sum(0) * (labels[tokens] >= 0)
-            if softcap is not None:  # the damping is kept in bfloat16, to which the interpreter truncates
+            if softcap is not None:  # the damping is stored in bfloat16, which the interpreter truncates
                 damping = (e.sum(0) / mass.where(mass > 0, 1.0)).float()
                 mass = mass * (damping.view(torch.int32) & -65536).view(torch.float32)
             assert_as_good(a.sum(0), t.sum(0), mass, f"mass of the dropped tile at {row}, {first}", torch.float32)
@@ -260,7 +260,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     assert_as_good(actual[at_label], twin[at_label], exact[at_label], "the target's term")
     size = exact.norm()
     assert (actual - exact).norm() <= 1.01 * state.stats()["tau"] * size  # energies are bfloat16
-    # The threshold is a share of the whole gradient's energy: of the targets' terms, and of the tiles that may be dropped.
+    # The threshold is relative to the whole gradient's energy: the target terms plus all tiles that may be dropped.
     tile_energy = energy[energy.isfinite()].double().sum()
     whole = [(x[at_label].double() ** 2).sum() + tile_energy for x in (twin, exact)]
     assert_as_good(part.sum(), *whole, "energy of the whole gradient", torch.float32)
@@ -288,7 +288,7 @@ def test_auto_refers_to_what_rounding_is_likely_to_change(monkeypatch: pytest.Mo
     columns = state._vocabulary[1].vocab_perm.long()
     p = (hidden.double() @ weight.double().t()).softmax(1)[rows][:, columns].view(48, 7, 32)
     energy = (p - p.mean(2, keepdim=True)).square().sum((1, 2))
-    # The interpreter truncates each tile's energy to bfloat16, so that of all of them lies between these two.
+    # The interpreter truncates each tile's energy to bfloat16, so the total lies between these two.
     between = torch.stack([energy * (1 - 2**-7), energy])
     likely = between * (1 - between.sqrt()) * (1 - between).sqrt()
     valid = labels[rows] >= 0
@@ -301,7 +301,7 @@ def test_auto_refers_to_what_rounding_is_likely_to_change(monkeypatch: pytest.Mo
 @tiles_of_the_interpreter
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_an_ignored_token_that_is_nan_leaves_the_others_alone(softcap: float | None) -> None:
-    """As in plain PyTorch, where only the weight's gradient becomes NaN: it sums over all tokens."""
+    """As in plain PyTorch: only the weight's gradient, which sums over all tokens, becomes NaN."""
     (hidden, weight, _), labels = filter_data()
     options, state = Options(softcap=softcap), FilterState()
     labels[::7] = -100
@@ -315,7 +315,7 @@ def test_an_ignored_token_that_is_nan_leaves_the_others_alone(softcap: float | N
 
 @tiles_of_the_interpreter
 def test_two_heads_that_take_turns_get_what_each_gets_alone() -> None:
-    """To the last bit, with what the filter learns from step to step."""
+    """Bit for bit, including the state that the filter learns from step to step."""
     data = filter_data(seed=0), filter_data(seed=1)
 
     def train(*turns: int) -> list[Tensor | None]:
@@ -340,7 +340,7 @@ def test_nothing_is_kept_of_ignored_tokens_alone() -> None:
 def test_tokens_in_the_order_of_their_labels(
     v: int, largest: int | None, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By column where most labels are, by block of columns beyond; ignored ones last, and equal ones as they came."""
+    """Tokens are sorted by column (by column block beyond the most frequent), ignored ones last; ties keep their order."""
     from hf_cce.kernels.filter import order
 
     if largest is not None:
@@ -350,7 +350,7 @@ def test_tokens_in_the_order_of_their_labels(
     rank = torch.randperm(v, generator=g).int().to(DEVICE)
     labels = torch.randint(v, (2500,), generator=g).to(DEVICE)
     labels[::7] = -100
-    labels[3] = rank.argmax()  # the last column of all
+    labels[3] = rank.argmax()  # the very last column
     found = order.sort_tokens(labels, order.Vocabulary(rank.argsort().int(), rank), -100)
     columns = torch.where(labels < 0, v, rank[labels.clamp_min(0)].long())
     assert torch.equal(found.labels.long(), columns[found.token_perm])
@@ -372,7 +372,7 @@ def test_hidden_states_are_moved_where_their_labels_logits_are_made(n: int, d: i
     g = torch.Generator().manual_seed(0)
     tokens, order = torch.randperm(n, generator=g).to(DEVICE), torch.randperm(v, generator=g).int().to(DEVICE)
     columns = torch.where(labels < 0, v, labels).int()[tokens]
-    hidden[tokens[columns == v]] = float("nan")  # as padding may be: it must not get into what is read of the token
+    hidden[tokens[columns == v]] = float("nan")  # padding may be NaN and must not leak into what is read of the token
     in_order, plan = hidden[tokens], filter_plan(hidden, weight)
     inputs, how = LogitInputs(hidden, weight, None, columns, v, 0.5, 5.0), (plan, plan.block_m, order)
     logit, live = label_logits(inputs._replace(hidden=in_order), *how)
@@ -387,7 +387,7 @@ def test_hidden_states_are_moved_where_their_labels_logits_are_made(n: int, d: i
 def force_workspace(
     monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_weight: bool, room: int | None
 ) -> list[Any]:
-    """Filtered losses run in slabs of so many column blocks, with so much room in a pass; None: one. Returns their workspaces."""
+    """Force slabs of ``blocks`` column blocks and ``room`` tiles per pass (None: one slab, one pass); return the workspaces."""
     from hf_cce.kernels.filter import run as filter_run
     from hf_cce.kernels.filter.workspace import Workspace
 
@@ -412,8 +412,8 @@ def force_workspace(
 def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, labels = filter_data(40, 32, 200)
     results = []
-    # In the last three, the rows of the weight lie in order where its gradient will be. Of a pass for each column block, most
-    # gradients stay in that order until all passes are through; and the scratch has room for some columns of them at a time.
+    # In the last three, the weight rows are stored in sorted order where the gradient will be. With one pass per column block,
+    # most gradients stay in sorted order until all passes are done, and the scratch holds some of their columns at a time.
     whole, slabs = (None, True, None), ((2, False, None), (3, False, 4))
     for workspace in (whole, *slabs, (None, True, 1), (None, True, 15), (None, True, 9)):
         used, state = force_workspace(monkeypatch, *workspace), FilterState()
@@ -428,10 +428,10 @@ def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monke
             assert_as_good(a, e, e, name)
 
 
-# Which tokens and rows are drawn to estimate the errors, and how many at once
+# Sampling of tokens and rows for the error estimates, and how many are processed at once
 @pytest.mark.parametrize(("size", "count"), [(3000, 64), (5003, 200), (200, 5), (40, 39)])
 def test_indices_are_drawn_by_their_weights(size: int, count: int) -> None:
-    """Each as often as its share says, to less than one; a square stands for as many as make the sum right on average."""
+    """Counts match their expected value to within one, and the factors make the estimated sum unbiased."""
     from hf_cce.kernels.filter.error import sample
 
     g = torch.Generator().manual_seed(0)
@@ -441,7 +441,7 @@ def test_indices_are_drawn_by_their_weights(size: int, count: int) -> None:
     assert indices.dtype == torch.int64 and len(indices) == len(factors) == count
     assert (indices >= 0).all() and (indices < size).all() and (indices.diff() >= 0).all()
     drawn, due = torch.bincount(indices, minlength=size), count * weights.double() / weights.double().sum()
-    # In sums of float32, a target may fall on the other side of an index's share.
+    # With float32 sums, a target may fall on the other side of an index's boundary.
     assert ((drawn - due).abs() < 1.0 + torch.finfo(torch.float32).eps * size * count).all()
     assert not drawn[weights == 0].any()
     exact = weights.double().sum() / (count * weights[indices].double())
@@ -461,7 +461,7 @@ def test_where_nothing_is_dropped_samples_stand_for_nothing() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_a_few_at_a_time_give_the_same_estimates(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small budget only means more rounds."""
+    """A small budget only means more iterations."""
     from hf_cce.kernels.filter import run as filter_run
 
     hidden, weight, labels = peaked(60, 32, 230, torch.float16, DEVICE)

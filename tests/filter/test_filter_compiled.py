@@ -1,4 +1,4 @@
-"""The loss under torch.compile: the strategies, the filter and the counters that eager code has, in one graph."""
+"""The loss under torch.compile: same strategies, filter and counters as eager code, in a single graph."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ FILTERED = CCEConfig("triton", gradient_filter=0.05)
 
 @pytest.fixture(autouse=True)
 def filtered(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The filter serves any size, and pauses for none; returns how often each way is taken."""
+    """Filter losses of any size without pausing; return the count of each strategy."""
     torch.compiler.reset()
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
     return force(monkeypatch, "filtered")
 
 
 def compile(function: Any) -> tuple[Any, CompileCounterWithBackend]:
-    """In one graph, with its gradients, as Inductor gets it."""
+    """Compile forward and backward into one graph, as Inductor would receive it."""
     counter = CompileCounterWithBackend("aot_eager")
     return torch.compile(function, fullgraph=True, backend=counter), counter
 
 
 def problem(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden, weight, labels) of which the filter drops some; of the first two it wants gradients."""
+    """Return (hidden, weight, labels) of which the filter drops some tiles; hidden and weight require gradients."""
     hidden, weight, labels = peaked(40, 16, 130, dtype, seed=seed)
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
@@ -58,7 +58,7 @@ def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, state: FilterState |
     ids=["float32", "bfloat16", "auto"],
 )
 def test_every_step_is_that_of_eager_code(dtype: torch.dtype, gradient_filter: Any, filtered: Any) -> None:
-    """The gradients, what is dropped, the errors that are measured and the threshold that follows from them."""
+    """Gradients, dropped tiles, measured errors and the resulting threshold are equal."""
     compiled, counter = compile(loss_of)
     config = CCEConfig("triton", gradient_filter=gradient_filter)
     eager_state, compiled_state = FilterState(), FilterState()
@@ -110,7 +110,7 @@ def test_the_budget_grows_as_in_eager_code(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_float16_gradients_keep_what_a_scaler_saves() -> None:
-    """Formed before they are scaled, they would be too small for float16."""
+    """Gradients computed before scaling would underflow in float16."""
     hidden, weight, labels = problem(torch.float16)
     found = {}
     for name, dtype in (("exact", torch.float64), ("eager", torch.float16), ("compiled", torch.float16)):
@@ -160,7 +160,7 @@ def test_a_state_is_found_by_its_handle_as_long_as_it_lives() -> None:
     del state
     gc.collect()
     assert FilterState.of(handle) is None
-    # Without one nothing measures the error that "auto" promises: nothing is left out.
+    # Without a state nothing measures the error that "auto" promises, so nothing is dropped.
     hidden, weight, labels = problem(torch.bfloat16)
     numbers = (None, 0.0, handle, False, -100, 1.0, 0.0, 0.0, 0.0, True, True, False, 1 << 28, "triton", -1.0, True)
     gradients = torch.ops.hf_cce.cross_entropy(hidden, weight, None, labels, *numbers)[3:5]
@@ -186,7 +186,7 @@ def test_cuda_graphs_leave_the_operator_out() -> None:
 
 
 def train(model: Any, call: Any) -> list[Tensor]:
-    """The losses of three steps of two micro-batches each."""
+    """Return the losses of three steps with two micro-batches each."""
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
     for number in range(3):
         for part in range(2):
@@ -220,7 +220,7 @@ def test_a_patched_model_trains_and_counts_as_in_eager_code(filtered: Any) -> No
 
 @pytest.mark.slow
 def test_each_model_has_the_state_of_its_own() -> None:
-    """One code object, hence one chain of graphs; a copy goes on from the counts of its model, with a filter of its own."""
+    """One code object means one chain of graphs. A copy continues its model's counts but has its own filter state."""
     model = apply_cce(tiny_llama(), implementation="triton", gradient_filter=KEEPS_ALL)
     inputs = {**batch(), "use_cache": False}
     run, counter = compile(lambda model: model(**inputs).loss)

@@ -1,4 +1,4 @@
-"""The filter on a GPU: nothing waits, everything repeats, graphs replay, budgets hold, gradients are as good as eager's."""
+"""The filter on a GPU: no synchronization, repeatable bits, CUDA graphs, memory budgets, gradients as good as full logits'."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = (4096, 512, 32000)
 
 
 def leaves_of(hidden: Tensor, weight: Tensor, way: str = "") -> list[Tensor]:
-    """Copies; the weight is frozen where the ``way`` is for frozen heads."""
+    """Return copies as leaves; the weight is frozen if the strategy ``way`` is for frozen heads."""
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
     leaves[1].requires_grad_(not plain_options(way).frozen)
     return leaves
@@ -47,18 +47,18 @@ def plain_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch
 
 
 def config_for(way: str) -> CCEConfig:
-    # real logits of SHAPE take 500 MiB
+    # full logits of SHAPE take 500 MiB
     return CCEConfig("triton", memory_budget=1 << 30, gradient_filter="auto" if way == "filtered" else None)
 
 
 @pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized", "full"])
 def test_no_step_waits_for_the_device(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = peaked(*SHAPE, torch.bfloat16, "cuda")
-    if way == "full":  # a handful of tokens, by PyTorch
+    if way == "full":  # a few tokens, computed by PyTorch
         hidden, labels, config, taken = hidden[:100], labels[:100], CCEConfig(), watch(monkeypatch)
     else:
         config, taken = config_for(way), force(monkeypatch, way)
-    # Two measurements and a look at the share kept, orders made and used, fall into five steps.
+    # Make five steps include two measurements, one check of the kept share, and making and using orders.
     for name, value in (("MEASURE_EVERY", 3), ("READ_EVERY", 2), ("SORT_EVERY", 2)):
         monkeypatch.setattr(state_module, name, value)
     leaves, state, items = leaves_of(hidden, weight, way), FilterState(), torch.tensor(500.0, device="cuda")
@@ -88,7 +88,7 @@ def test_results_repeat_bit_for_bit(way: str, monkeypatch: pytest.MonkeyPatch) -
     runs = []
     for _ in range(2):
         leaves, state, found = leaves_of(hidden, weight, way), FilterState(), []
-        for _ in range(4):  # by the second step the threshold has moved
+        for _ in range(4):  # the threshold moves by the second step
             loss = linear_cross_entropy(*leaves, labels, config=config_for(way), filter_state=state)
             found += [loss.detach(), *torch.autograd.grad(loss, trained(leaves))]
         runs.append((found, state.stats()))
@@ -101,7 +101,7 @@ def test_results_repeat_bit_for_bit(way: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
 def test_two_streams_give_the_bits_of_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two heads at the same time, each on a stream of its own; then both change streams at every step, and wait."""
+    """Two heads run concurrently, each on its own stream. Then both switch streams at every step, with waits."""
     taken, here = force(monkeypatch, way), torch.cuda.current_stream()
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
     batches = [peaked(*SHAPE, torch.bfloat16, "cuda", seed=seed) for seed in (0, 1)]
@@ -116,7 +116,7 @@ def test_two_streams_give_the_bits_of_one(way: str, monkeypatch: pytest.MonkeyPa
                 stream.wait_stream(last[number])
                 last[number] = stream
                 with torch.cuda.stream(stream):
-                    if step == 0:  # the device sleeps while the host enqueues, so that the streams run at the same time
+                    if step == 0:  # the device sleeps while the host enqueues, so that the streams overlap
                         torch.cuda._sleep(200_000_000)
                     loss = linear_cross_entropy(*leaves, labels, config=config_for(way), filter_state=state)
                     found += [loss.detach(), *torch.autograd.grad(loss, trained(leaves))]
@@ -134,7 +134,7 @@ def test_two_streams_give_the_bits_of_one(way: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_compiled_step_is_that_of_eager_code(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits there either; and among CUDA graphs, which leave the operator out, its state goes on."""
+    """No synchronization under compile either. The operator stays out of CUDA graphs, so its state is updated at every step."""
     taken = force(monkeypatch, "filtered")
     for name, value in (("MEASURE_EVERY", 3), ("READ_EVERY", 2), ("SORT_EVERY", 2)):
         monkeypatch.setattr(state_module, name, value)
@@ -165,7 +165,7 @@ def test_a_compiled_step_is_that_of_eager_code(mode: str | None, monkeypatch: py
 
 @pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
 def test_a_cuda_graph_of_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured whole and replayed: the gradients of an eager call, also for inputs that changed in between."""
+    """Capture and replay a whole step: gradients equal an eager call's, also after the inputs change."""
     taken = force(monkeypatch, way)
     hidden, weight, labels = peaked(2048, 512, 16384, torch.bfloat16, "cuda")
     leaves, state, config = leaves_of(hidden, weight, way), FilterState(), config_for(way)
@@ -195,7 +195,7 @@ def test_a_cuda_graph_of_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert_as_good(a, e, e, name)
     with torch.no_grad():
         new_hidden, _, new_labels = peaked(2048, 512, 16384, torch.bfloat16, "cuda", seed=1)
-        # Rows of the weight stay; the other seed's tokens foresee rows that are not there, so shift our own by some tokens.
+        # The weight rows stay the same. The other seed's tokens predict other rows, so shift half of our own tokens instead.
         even = torch.arange(2048, device="cuda") % 2 == 0
         leaves[0].copy_(torch.where(even[:, None], hidden.roll(64, 0), new_hidden))
         labels.copy_(torch.where(even, labels.roll(64, 0), new_labels))
@@ -213,7 +213,7 @@ def test_a_cuda_graph_of_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_memory_budgets_hold(
     n: int, d: int, v: int, gradient_filter: Any, budget: int, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In steps that measure the error and in those that do not, those that put the vocabulary in order and those that do not."""
+    """Covers steps with and without an error measurement, and with and without sorting the vocabulary."""
     hidden, weight, labels = peaked(n, d, v, torch.bfloat16, "cuda")
     leaves = leaves_of(hidden, weight)
     del hidden, weight
@@ -228,7 +228,7 @@ def test_memory_budgets_hold(
         for x in leaves:
             x.grad = None
 
-    step()  # compiles, and makes cuBLAS take its own workspace
+    step()  # compiles kernels and allocates cuBLAS's workspace
     state._calls = 0
     for number in range(6):
         torch.cuda.synchronize()
@@ -236,7 +236,7 @@ def test_memory_budgets_hold(
         torch.cuda.reset_peak_memory_stats()
         step()
         used = torch.cuda.max_memory_allocated() - before - gradient_bytes
-        # A few vectors [N] besides: losses, labels, upstream gradients.
+        # Plus a few [N] vectors: losses, labels, upstream gradients.
         assert used <= (budget << 20) + 64 * n, f"step {number}: {used / 2**20:.1f} of {budget} MiB, {dict(taken)}"
     if gradient_filter is None:
         assert "filtered" not in taken
@@ -256,7 +256,7 @@ def test_bfloat16_gradients_are_no_worse_than_eager(
     hidden, weight, labels = peaked(n, d, v, torch.bfloat16, "cuda")
     inputs, state = (hidden, weight, None), FilterState()
     loss = fused_loss(CCEConfig("triton"), state)
-    for number in range(5):  # with all tiles, with the first threshold, and after measurements have moved it
+    for number in range(5):  # all tiles, then the first threshold, then thresholds moved by measurements
         check_against_plain(loss, inputs, labels, options, torch.bfloat16, f"{n}×{d}×{v}, step {number}")
         torch.cuda.synchronize()
     assert taken["filtered"] == taken["filtered gradients"] == 5
@@ -265,7 +265,7 @@ def test_bfloat16_gradients_are_no_worse_than_eager(
 
 @pytest.mark.parametrize("wanted", [0.005, 0.03])
 def test_the_error_asked_for(wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured of some tokens is the error of all, and comes to what was asked for; in float32, which rounds little."""
+    """The error measured on a sample is close to the true and to the requested error; in float32, where rounding is small."""
     force(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "MEASURE_EVERY", 1)
     hidden, weight, labels = peaked(*SHAPE, torch.float32, "cuda")
@@ -280,7 +280,7 @@ def test_the_error_asked_for(wanted: float, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_dense_products_where_the_filter_keeps_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real way to the host and back: an untrained head keeps nearly everything, so the filter pauses, and comes back."""
+    """With the real asynchronous copy to the host: an untrained head keeps nearly everything; the filter pauses and resumes."""
     taken = force(monkeypatch, "filtered")
     g = torch.Generator().manual_seed(0)
     n, d, v = 1024, 256, 8192
@@ -292,7 +292,7 @@ def test_dense_products_where_the_filter_keeps_too_much(monkeypatch: pytest.Monk
     for _ in range(state_module.PAUSE_STEPS + 3 * state_module.READ_EVERY):
         before = taken["filtered"]
         gradients(leaves, labels, config, state)
-        torch.cuda.synchronize()  # so that the share has arrived by the next step
+        torch.cuda.synchronize()  # the kept share arrives by the next step
         seen["filtered" if taken["filtered"] > before else "paused"] += 1  # type: ignore[index]
     assert state.stats()["kept"] > state_module.PAUSE_SHARE
     assert seen["paused"] >= state_module.PAUSE_STEPS and seen["filtered"] >= 2  # type: ignore[index]
@@ -301,7 +301,7 @@ def test_dense_products_where_the_filter_keeps_too_much(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("n", [1, 3, 64, 300])
 def test_few_tokens_with_the_default_config(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On either side of the size from which there are no full logits."""
+    """Token counts on both sides of the limit for full logits."""
     torch.manual_seed(0)
     for v in (997, 128256):
         hidden, weight, labels = peaked(n, 192, v, dtype, "cuda")

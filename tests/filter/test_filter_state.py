@@ -1,4 +1,4 @@
-"""What the gradient filter keeps from step to step, and where it lives: FilterState, a patched model, CCECallback."""
+"""State that the gradient filter keeps between steps, and where it is stored: FilterState, a patched model, CCECallback."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ cpu_only = pytest.mark.skipif(CUDA, reason="Triton's interpreter is off in a pro
 
 @pytest.fixture(autouse=True)
 def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's builds for the CPU cannot even be asked whether a CUDA graph is being captured."""
+    """PyTorch's CPU builds raise when asked whether a CUDA graph is being captured."""
     if not CUDA:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Losses of any size are filtered, in the interpreter; returns how often each way is taken."""
+    """Filter losses of any size in the interpreter; return the count of each strategy."""
     if CUDA:
         pytest.skip(cpu_only.kwargs["reason"])
     return force(monkeypatch, "filtered")
@@ -56,7 +56,7 @@ def step(
     v: int = 40,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """One small training step with that state; the gradient of the weight."""
+    """Run one small training step with that state; return the weight's gradient."""
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype)
     weight.requires_grad_()
     config = CCEConfig("triton", gradient_filter=wanted)
@@ -65,12 +65,12 @@ def step(
     return weight.grad
 
 
-# What "auto" is told that rounding the logits makes of the gradients of hidden states and weight.
+# Rounding errors of the hidden and weight gradients that tests report to "auto".
 ROUNDING = (5e-3, 2e-3)
 
 
 def told(error: float, kept: int = 10, weight_error: float | None = None) -> FilterReport:
-    """What a backward pass reports; of a frozen weight where no error of its gradient is given."""
+    """Return a backward pass's report; without ``weight_error``, that of a frozen weight."""
     of_weight = (None, None) if weight_error is None else (torch.tensor(weight_error), torch.tensor(ROUNDING[1]))
     errors = (torch.tensor(error), of_weight[0], torch.tensor(ROUNDING[0]), of_weight[1])
     counts = (torch.tensor(kept, dtype=torch.int32), 100, torch.tensor([1.0]), 50)
@@ -85,7 +85,7 @@ def targets_of(wanted: Any, frozen: bool = False) -> tuple[float, float]:
 
 
 def test_each_device_of_data_parallel_has_a_threshold_of_its_own() -> None:
-    """Its threads share the state of the model: what one device has measured stays while the other one computes."""
+    """DataParallel threads share the model's state: a device's measurement survives a step of another device."""
     state, places = FilterState(), [torch.device("cpu"), torch.device("meta")]
     hidden = [torch.zeros(1, dtype=torch.bfloat16, device=place) for place in places]
     for error in (2 * ROUNDING[0], 4 * ROUNDING[0]):
@@ -96,7 +96,7 @@ def test_each_device_of_data_parallel_has_a_threshold_of_its_own() -> None:
     assert first is not None and float(first) < state_module.AUTO_TAU and first.device == places[0]
     assert second is not None and second.device == places[1]
     assert state.on(places[0]) is state is not state.on(places[1])
-    assert state.stats() == {} != state.on(places[0]).stats()  # of the one that was asked for last
+    assert state.stats() == {} != state.on(places[0]).stats()  # statistics of the device used last
     assert state.on(places[0]) is state and state.stats()["tau"] > 0
 
 
@@ -142,7 +142,7 @@ def assert_near(x: float, expected: float, what: str) -> None:
 
 @pytest.mark.parametrize("wanted", ["auto", 0.02])
 def test_the_threshold_goes_where_the_error_points(wanted: Any) -> None:
-    """All the way at first, then half of it in octaves, within limits; nowhere if no finite error was measured."""
+    """The first correction is full, later ones half (in octaves), within limits; without a finite error there is none."""
     target, _ = targets_of(wanted, frozen=True)
     state = FilterState()
     before = tau_of(state, wanted)
@@ -178,12 +178,12 @@ def test_the_worse_of_both_errors_counts(worse: str, wanted: Any) -> None:
     found = state.stats()
     assert_near(found["error"], errors[0], "error")
     assert_near(found["weight_error"], errors[1], "weight_error")
-    state.report(told(1.0, weight_error=1.0)._replace(error=None))  # frozen below the head
+    state.report(told(1.0, weight_error=1.0)._replace(error=None))  # everything below the head is frozen
     assert state.stats()["weight_error"] == 1.0
 
 
 def test_a_captured_graph_gets_no_bolder_threshold_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its replays measure nothing, whatever data they get. What is asked for by number stays."""
+    """Graph replays measure nothing for new data. A threshold requested as a number is unaffected."""
     for wanted, bold in (("auto", False), (0.02, True)):
         state = FilterState()
         for _ in range(5):
@@ -209,7 +209,7 @@ def test_when_it_measures() -> None:
 
 @pytest.mark.slow
 def test_the_error_asked_for_is_reached(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with the same inputs: the measured error comes closer to the one asked for than the first guess was."""
+    """On repeated inputs, the measured error gets closer to the requested one than with the initial guess."""
     monkeypatch.setattr(state_module, "MEASURE_EVERY", 1)
     hidden, weight, labels = peaked(120, 32, 460)
     wanted, state, errors = 0.06, FilterState(), []
@@ -223,7 +223,7 @@ def test_the_error_asked_for_is_reached(taken: Counter[str], monkeypatch: pytest
 
 
 class Event:
-    """In place of torch.cuda.Event, which only a GPU has: how often somebody waited for the copy to the host."""
+    """Replacement for torch.cuda.Event without a GPU; counts the waits for the copy to the host."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -235,7 +235,7 @@ class Event:
 def test_it_pauses_where_it_keeps_too_much_and_comes_back() -> None:
     state, hidden, event = FilterState(), torch.zeros(1), Event()
     state._pending = state_module._PendingCount(torch.tensor(90), event, 100, state_module.READ_AFTER)
-    for state._calls in range(state_module.READ_AFTER):  # however soon it is there, the same step looks
+    for state._calls in range(state_module.READ_AFTER):  # read at a fixed step, however early it arrives
         assert state.threshold(0.01, hidden) is not None and event.waits == 0
     state._calls = state_module.READ_AFTER
     paused = 0
@@ -248,7 +248,7 @@ def test_it_pauses_where_it_keeps_too_much_and_comes_back() -> None:
 
 @pytest.mark.parametrize("wanted", ["auto", 0.02])
 def test_after_a_pause_it_is_measured_as_at_first(wanted: Any) -> None:
-    """A head goes on learning while the filter pauses: the threshold from before says little about it."""
+    """The head keeps training while the filter pauses, so the earlier threshold says little about it."""
     target, _ = targets_of(wanted, frozen=True)
     state = FilterState()
     for _ in range(10):
@@ -285,7 +285,7 @@ def test_a_step_while_it_pauses(taken: Counter[str]) -> None:
 
 def test_an_order_of_the_vocabulary_serves_several_steps(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "SORT_EVERY", 3)
-    monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)  # filtered, whatever it keeps
+    monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)  # always filter, whatever share is kept
     state, orders = FilterState(), []
     for _ in range(7):
         step(state)
@@ -293,7 +293,7 @@ def test_an_order_of_the_vocabulary_serves_several_steps(taken: Counter[str], mo
         orders.append(state._vocabulary[1])
     for number, order in enumerate(orders):
         assert (order.vocab_perm is orders[number - 1].vocab_perm) == (number % 3 != 0)
-    # Another head, or another dtype, whose tiles may differ: an order of its own.
+    # Another head, or another dtype with other tile sizes, gets its own order.
     for options in ({"v": 70}, {"d": 24, "v": 70}, {"d": 24, "v": 70, "dtype": torch.float16}):
         state._calls = 1
         before = state._vocabulary[1].vocab_perm
@@ -319,7 +319,7 @@ def test_a_covariance_serves_several_orders(taken: Counter[str], monkeypatch: py
 def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(
     taken: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the share it would keep is known, by a threshold that a measurement has moved; and again after each pause."""
+    """With "auto", nothing is dropped until a measured threshold gives the share it would keep; likewise after each pause."""
     monkeypatch.setattr(state_module, "AUTO_TAU", 0.05)
     monkeypatch.setattr(state_module, "PAUSE_STEPS", 2)
     hidden, weight, labels = peaked(60, 32, 230, torch.bfloat16)
@@ -328,7 +328,7 @@ def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(
         leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
         config = CCEConfig("triton", gradient_filter=wanted)
         loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=state)
-        if again:  # without the filter, since what the forward pass had left to it is consumed
+        if again:  # runs without the filter: the first backward consumed what the forward stored
             torch.autograd.grad(loss, leaves, retain_graph=True)
         return list(torch.autograd.grad(loss, leaves))
 
@@ -342,14 +342,14 @@ def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(
             found += ("w" if same else "f") if taken["filtered gradients"] > before else "d"
             assert 0 < state.stats()["kept"] < 0.99
         assert found == expected
-    taken.clear()  # without a state nothing would hold the error
+    taken.clear()  # without a state nothing would bound the error
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
     linear_cross_entropy(*leaves, labels, config=CCEConfig("triton")).backward()
     assert "filtered" not in taken
 
 
 def test_the_first_probe_looks_where_its_estimates_point(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The share that decides whether the filter pays is not that of the threshold to begin with, which is a guess."""
+    """The kept share that decides whether filtering pays is that of the estimated threshold, not that of the initial guess."""
     hidden, weight, labels = peaked(60, 32, 230, torch.bfloat16)
     weight.requires_grad_()
 
@@ -406,7 +406,7 @@ def test_nothing_is_measured_where_nobody_keeps_a_state(taken: Counter[str], mon
 @cpu_only
 @pytest.mark.parametrize("way", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
 def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first consumes what the forward pass left, unless it wants several gradients at once; no second derivative."""
+    """The first backward consumes the forward's results, except with is_grads_batched; no second derivative."""
     taken = force(monkeypatch, way)
     (hidden, weight, _), labels = make_inputs(37, 16, 70, torch.float32)
     weight.requires_grad_(not plain_options(way).frozen)
@@ -433,7 +433,7 @@ def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch)
 @cpu_only
 @pytest.mark.parametrize("way", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
 def test_micro_batches_add_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways round: one after the other, and both losses before any gradient; the state is one."""
+    """Micro-batches run one after the other, or both losses before any gradient; they share one state."""
     taken = force(monkeypatch, way)
     (hidden, weight, _), labels = make_inputs(40, 16, 70, torch.float32)
     items = int((labels != -100).sum())
@@ -484,7 +484,7 @@ def test_the_state_lives_on_the_model(taken: Counter[str]) -> None:
     assert set(stats) == COUNTS | KEYS
     assert (stats["calls"], stats["fused"], stats["materialized"]) == (1, 1, 0) and stats["kept"] > 0
     assert taken["filtered"] == taken["filtered gradients"] == 1
-    # of its own, kept when options change, new in a copy
+    # each model has its own, kept when options change and fresh in a copy
     assert not KEYS & set(other.cce_stats())
     state = patch_of(model).filter_state
     assert apply_cce(model, implementation="triton", gradient_filter=0.05) is model
@@ -509,7 +509,7 @@ def test_the_callback_logs_it(tmp_path: Path, taken: Counter[str], monkeypatch: 
     trainer = build(tmp_path, callback, Later(), max_steps=2)
     trainer.train()
     names = {f"cce/{key}" for key in KEYS}
-    assert taken["filtered gradients"] == 4  # two micro-batches a step
+    assert taken["filtered gradients"] == 4  # two micro-batches per step
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(steps) == 2 and all(names <= set(entry) for entry in steps)
     assert [entry for entry in seen if names <= set(entry)] and all((names <= set(e)) == ("loss" in e) for e in seen)

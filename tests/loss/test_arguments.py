@@ -1,6 +1,6 @@
-"""Arguments that are no plain tensors and floats, and what checking them costs.
+"""Arguments other than plain tensors and floats, and the cost of checking them.
 
-Wrong ones are the rows of docs/reference/wrong-calls.md, each of which tests/docs/test_trust.py calls.
+Wrong arguments are listed in docs/reference/wrong-calls.md; tests/docs/test_trust.py calls each row.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_there_are_no_transforms_and_one_is_told_so(transform: str) -> None:
-    """PyTorch's own complaint names what the author of an operator should do."""
+    """PyTorch's own error tells the operator's author, not the user, what to do."""
     for loss in (lambda h: linear_cross_entropy(h, W, Y), lambda h: linear_log_probs(h, W, Y).log_probs.sum()):
         with pytest.raises(RuntimeError, match=r"no rule for torch\.func .* full logits there"):
             TRANSFORMS[transform](loss)
-        with forward_ad.dual_level():  # of something else
+        with forward_ad.dual_level():  # of an unrelated computation
             assert loss(H).isfinite()
 
 
 def test_the_checks_read_no_tensor() -> None:
-    """On a GPU a read would make the host wait; a tensor without data raises at a read."""
+    """Reading a tensor would synchronize with a GPU; a FakeTensor raises if it is read."""
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in (H, W, Y)]
         assert linear_cross_entropy(*fakes, softcap=3.0, z_loss=0.1).shape == ()
@@ -76,7 +76,7 @@ def test_the_checks_read_no_tensor() -> None:
 
 
 def test_a_changing_option_is_traced_without_a_break() -> None:
-    """Dynamo makes a symbol of a number that changes; the checks must compare it without ending the graph."""
+    """Dynamo turns a changing number into a symbol; the checks must compare it without a graph break."""
     torch.compiler.reset()
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     for scale in (0.5, 0.75, 1.25, 1.5):

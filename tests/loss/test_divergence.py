@@ -1,6 +1,6 @@
 """``linear_divergence`` against full logits: every kind, form of the teacher, option and reduction.
 
-Kernels run on a GPU for real, elsewhere in Triton's interpreter with tiles small enough to cross borders.
+Kernels run on a GPU if there is one, else in Triton's interpreter with tiles small enough that inputs span several.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from hf_cce.config import MIB
 
 
 def outcome(x: Inputs, case: Case) -> list[torch.Tensor]:
-    """Loss and gradients in float32."""
+    """Return loss and gradients in float32."""
     leaves = x.student(torch.float32)
     loss = ours(x, leaves, case)
     return [loss, *gradients(loss, leaves, x)]
 
 
 FORMS = ("head", "logits", "lump", "renormalize")
-# Triton's interpreter truncates where a GPU rounds to bfloat16, so bfloat16 gradients of kernels are checked on GPUs only.
+# Triton's interpreter truncates to bfloat16 where a GPU rounds, so the kernels' bfloat16 gradients are checked on GPUs only.
 OF_KERNELS = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 BOTH = pytest.mark.parametrize("implementation", ["portable", "triton"])
 
 
 @pytest.fixture
 def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> CCEConfig:
-    """Of the implementation, and PyTorch's functions do not answer in the place of kernels."""
+    """Return a config for ``implementation``, and make sure that PyTorch's functions do not run in place of kernels."""
     for name in ("_logits_parts", "_mixture_sums", "_slab_gradient") if implementation == "triton" else ():
         monkeypatch.setattr(divergence_passes, name, None)
     return CCEConfig(implementation)
@@ -126,7 +126,7 @@ def test_no_tokens(form: str) -> None:
 
 
 def test_a_teacher_that_excludes_tokens() -> None:
-    """Logits of minus infinity: no probability, no contribution."""
+    """Logits of minus infinity have no probability and do not contribute."""
     for kind in ("forward_kl", "jsd"):
         case = Case(kind, form="logits")
         x = make_inputs(case, torch.float32)
@@ -199,7 +199,7 @@ def test_a_second_derivative_is_refused() -> None:
 @pytest.mark.parametrize("form", ["head", "lump"])
 @pytest.mark.parametrize("case", [KINDS[0], KINDS[2]], ids=str)
 def test_memory_beside_inputs_and_gradients(case: Case, form: str) -> None:
-    """The budget, and never the logits."""
+    """Peak memory stays within the budget and never holds the logits."""
     x = make_inputs(replace(case, form=form, vocab_sizes=(20_000, 20_000)), torch.float32, n=256, d=16, dt=16)
     config = CCEConfig(memory_budget=4 * MIB)
     leaves = x.student(torch.float32)

@@ -1,4 +1,4 @@
-"""The loops of the PyTorch fallback, each forced, with a CPU's products and with those that a GPU has."""
+"""Each loop of the PyTorch fallback, with matmuls as on a CPU and with the float32-output matmuls of a GPU."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from torch import Tensor
 from hf_cce import CCEConfig, dispatch, fallback, linear_cross_entropy, reference
 from hf_cce.dispatch import explain_dispatch
 
-SMALL = CCEConfig(memory_budget=1 << 20)  # so small that every loop takes several turns
+SMALL = CCEConfig(memory_budget=1 << 20)  # small enough that every loop takes several iterations
 NARROW = (torch.bfloat16, torch.float16)
 GENERAL = Options(0.7, 5.0, False, 0.1, 1e-2, "mean")
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """As a GPU multiplies narrow tensors into float32."""
+    """Multiply 16-bit tensors into float32, as a GPU does."""
     kind = torch.promote_types(a.dtype, torch.float32)
     return a.to(kind) @ b.to(kind)
 
 
 def force(monkeypatch: pytest.MonkeyPatch, loop: str, wide: bool) -> list[str]:
-    """Send every scalar loss through ``loop``; returns what was taken."""
+    """Send every scalar loss through ``loop``; return a list of the calls."""
     taken: list[str] = []
     real = getattr(fallback, loop)
     monkeypatch.setattr(dispatch, "one_pass_pays", lambda *_: True)
@@ -60,7 +60,7 @@ def test_loss_and_gradients(
 
 
 def test_no_label_of_recomputed_rows_is_taken_for_an_ignored_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are counted from the first of these rows, where -100 is a label like others."""
+    """Labels of recomputed rows are offset by their first row, so that -100 becomes an ordinary label."""
     force(monkeypatch, "token_blocks", True)
     firsts, real = [], fallback._later_rows
     monkeypatch.setattr(fallback, "_later_rows", lambda *args: firsts.append(args[-1]) or real(*args))
@@ -97,7 +97,7 @@ def test_with_room_no_row_of_the_weight_gradient_is_recomputed(
 @pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_float16_with_a_grad_scaler(frozen: bool, loop: str, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scale of 65,536, as GradScaler begins with, changes nothing but the scale; one that is too large overflows as usual."""
+    """GradScaler's initial scale of 65,536 only scales the gradients; a scale that is too large overflows as usual."""
     taken = force(monkeypatch, loop, wide)
     (hidden, weight, _), labels = make_inputs(300, 96, 3001, torch.float16)
 
@@ -149,7 +149,7 @@ def test_what_is_not_a_number_where_no_label_is_stays_there(loop: str, monkeypat
 
 
 def test_masks_give_what_leaving_out_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU would have to be waited for to know which tokens have a label."""
+    """Selecting the tokens that have a label would synchronize with a GPU."""
     inputs, labels = make_inputs(70, 40, 131, torch.float32, bias=True)
     monkeypatch.setattr(reference, "_would_wait", lambda x: True)
     options = Options(0.7, 5.0, True, 0.1, 1e-2, "none")

@@ -1,4 +1,4 @@
-"""Structure: which way imports go, what importing costs, what is public, what the style rules forbid."""
+"""Structure: direction of imports, cost of importing, public names, and style rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def rooms() -> dict[str, set[str]]:
-    """What each room may import, by the table of CONTRIBUTING.md; the rooms of one row may import each other."""
+    """Return what each room may import, from the table in CONTRIBUTING.md; rooms in one row may import each other."""
     found = {}
     table = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("| room | holds | may import |")[2]
     for names, allowed in re.findall(r"^\| (`.+?) \| .+ \| (.+?) \|$", table, re.MULTILINE):
@@ -41,7 +41,7 @@ def layer_of(module: str) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules of ours that ``path`` imports, anywhere in it; those under TYPE_CHECKING too: they bind as well."""
+    """Return the hf_cce modules that ``path`` imports anywhere, including under TYPE_CHECKING: those are dependencies too."""
     found: set[str] = set()
     known = {name_of(p).removesuffix(".__init__") for p in MODULES}
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -54,7 +54,7 @@ def imports_of(path: Path) -> set[str]:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full in known else str(node.module))
-    # __init__ loads lazily: it may keep the modules' names as strings
+    # __init__ imports lazily and may hold the modules' names as strings
     if path.name == "__init__.py":
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known:
@@ -75,10 +75,10 @@ def test_imports_go_one_way(path: Path) -> None:
 
 
 def test_there_are_no_cycles() -> None:
-    """Neither among the modules nor among the rooms."""
+    """There are no import cycles between modules or between rooms."""
     names = {name_of(path).removesuffix(".__init__"): path for path in MODULES}
     modules = {name: imports_of(path) & set(names) - {name} for name, path in names.items()}
-    of_command = {name: allowed - {"__main__"} for name, allowed in MAY_IMPORT.items()}  # one row with cli
+    of_command = {name: allowed - {"__main__"} for name, allowed in MAY_IMPORT.items()}  # in one row with cli
     for graph in (modules, of_command):
         assert graph and list(TopologicalSorter(graph).static_order())  # or CycleError
 
@@ -113,7 +113,7 @@ def test_tolerances_live_in_numerics_only() -> None:
 
 
 def test_what_is_public_is_written_down() -> None:
-    """Names, parameters, defaults, fields of results, options of the command: no change of them goes unnoticed."""
+    """Names, parameters, defaults, result fields and command options: no change to them goes unnoticed."""
     assert stored() == current(), "python -m tests.support.public_api --write, with a line in CHANGELOG.md"
 
 
@@ -128,7 +128,7 @@ def test_public_names() -> None:
     ("module", "absent"),
     [
         ("hf_cce", "triton trl transformers peft accelerate matplotlib axolotl swift llamafactory lightning pydantic"),
-        ("hf_cce.cli.app", "torch transformers matplotlib tokenizers"),  # so that the help is there at once
+        ("hf_cce.cli.app", "torch transformers matplotlib tokenizers"),  # so that --help starts quickly
     ],
 )
 def test_what_an_import_does_not_load(module: str, absent: str) -> None:
@@ -153,7 +153,7 @@ print(float(loss))
 
 
 def test_what_is_made_has_a_dtype() -> None:
-    """PyTorch's default is the user's to set: a buffer made by it would be of another width than kernels and products expect."""
+    """torch.set_default_dtype belongs to the user: a buffer without an explicit dtype could mismatch the kernels."""
     makers = {f"torch.{name}" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "linspace", "eye")}
     found, seen = [], 0
     for path in sorted((ROOT / "hf_cce" / "kernels").glob("*.py")):

@@ -1,4 +1,4 @@
-"""``linear_log_probs`` with a ``FilterState``: gradients by the filter, statistics and errors as they are without it."""
+"""``linear_log_probs`` with a ``FilterState``: filtered gradients; statistics and errors are as without the filter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WANTED = {"entropy": True, "is_top1": True}
 
 @pytest.fixture(autouse=True)
 def filtered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The filter serves any size; returns a list with an entry for each of its forward passes."""
+    """Filter inputs of any size; return a list with one entry per filtered forward pass."""
     calls: list[int] = []
     real = kernels.filtered_stats
     force(monkeypatch, "filtered")
@@ -34,7 +34,7 @@ def filtered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def fine_tuned(
     inputs: tuple[Tensor, ...], labels: Tensor, weights: Tensor | float = 1.0, **options: Any
 ) -> tuple[Tensor, ...]:
-    """(log_probs, entropy, is_top1, gradients of hidden and weight) of a sum of losses, as SFT computes it."""
+    """Return (log_probs, entropy, is_top1, gradients of hidden and weight) for a sum of token losses, as in SFT."""
     hidden, weight = (x.detach().clone().requires_grad_() for x in inputs)
     found = linear_log_probs(hidden, weight, labels, **WANTED, **options)
     ((-found.log_probs) * weights).sum().backward()
@@ -44,7 +44,7 @@ def fine_tuned(
 LOSSES: dict[str, Callable[[LogProbs], Tensor]] = {
     "fine-tuning": lambda x: -x.log_probs.sum(),
     "weighed": lambda x: -(x.log_probs * torch.linspace(0.1, 1.0, len(x.log_probs), device=DEVICE)).sum(),
-    "entropy": lambda x: x.entropy.sum() - x.log_probs.sum(),  # whose gradient is computed in full
+    "entropy": lambda x: x.entropy.sum() - x.log_probs.sum(),  # its gradient is computed unfiltered
     "logsumexp": lambda x: x.logsumexp.sum(),
     "label": lambda x: (x.log_probs + x.logsumexp).sum(),
 }
@@ -60,7 +60,7 @@ SIZES += [
 def test_with_all_tiles_kept_it_is_the_same(
     name: str, n: int, d: int, v: int, needs: tuple[bool, bool], filtered: list[int]
 ) -> None:
-    """In two steps with one state, of which each gives its gradients twice; inputs lie column by column."""
+    """Two steps with one state, each computing its gradients twice; the inputs are column-major."""
     inputs, labels = make_inputs(n, d, v, torch.float32, DEVICE)
     labels[0] = 5
 
@@ -89,7 +89,7 @@ def test_with_all_tiles_kept_it_is_the_same(
 
 @pytest.mark.slow
 def test_what_is_dropped_is_held_to_the_error_of_full_logits() -> None:
-    n, v = (2048, 20_000) if DEVICE == "cuda" else (128, 600)  # of tiles of 128 by 128, or of 16 by 16
+    n, v = (2048, 20_000) if DEVICE == "cuda" else (128, 600)  # tiles are 128 by 128, or 16 by 16
     hidden, weight, labels = peaked(n, 48, v, torch.bfloat16, DEVICE)
     config, state = CCEConfig("triton", gradient_filter=0.05), FilterState()
     for _ in range(3):
@@ -119,7 +119,7 @@ def test_where_it_is_not_for(why: str, filtered: list[int], monkeypatch: pytest.
 
 @pytest.mark.parametrize("kind", ["heavy", "both signs"])
 def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tokens weighed apart by orders of magnitude, and of gradients that nearly add up to nothing."""
+    """Token weights that differ by orders of magnitude, and gradients that nearly cancel."""
     monkeypatch.setattr("hf_cce.kernels.filter.error.MEASURED_TOKENS", 16)
     hidden, weight, labels = peaked(128, 48, 600, torch.float32, DEVICE, seed=2)
     x, spec = Inputs(hidden, weight, None, labels), LossSpec(-100, 1.0, 0.0, needs=(True, True, False))
@@ -154,14 +154,14 @@ def test_what_comes_back_for_ignored_labels_is_nothing() -> None:
         (hidden, weight), torch.full_like(labels, -100), config=config, filter_state=state
     )
     assert not of_hidden.any() and not of_weight.any()
-    # and the next step is not the worse for it
+    # and the next step is not affected
     *_, of_hidden, of_weight = fine_tuned((hidden, weight), labels, config=config, filter_state=state)
     true = fine_tuned((hidden.double(), weight.double()), labels)
     assert relative_error(of_hidden, true[3]) < 2 * 0.05 and relative_error(of_weight, true[4]) < 2 * 0.05
 
 
 def test_forwards_and_backwards_in_any_order() -> None:
-    """One forward without a backward, two before one, and steps of other sizes between."""
+    """One forward without a backward, two before one, and steps of other sizes in between."""
     config, state = CCEConfig("triton", gradient_filter=KEEPS_ALL), FilterState()
     batches = [make_inputs(n, 40, 131, torch.float32, DEVICE) for n in (70, 33, 50)]
     weight = batches[0][0][1].detach().requires_grad_()
@@ -178,7 +178,7 @@ def test_forwards_and_backwards_in_any_order() -> None:
 
 
 def test_in_a_graph_it_is_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph for any number of tokens, whatever the filter would ask about it."""
+    """One graph for any number of tokens, although the filter's decision depends on that number."""
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 40)
     counter, state, config = CompileCounter(), FilterState(), CCEConfig(gradient_filter=0.1)
 

@@ -33,7 +33,7 @@ from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs
 
 # Real N, D and V, but not every product of them.
 SHAPES = [(1, 64, 151936), (7, 64, 128256), (128, 64, 50257), (1000, 64, 49152), (1, 2304, 32000), (1000, 1000, 99)]
-SMALL = CCEConfig(memory_budget=1 << 20)  # so small that every loop takes several turns
+SMALL = CCEConfig(memory_budget=1 << 20)  # small enough that every loop takes several iterations
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -53,7 +53,7 @@ def test_options(options: Options, ignored: str, dtype: torch.dtype, config: CCE
 
 
 def cancellation(inputs: Inputs, labels: torch.Tensor, options: Options) -> float:
-    """How many times larger the terms of a gradient are than their sum: by so much rounding is amplified."""
+    """Return how much larger the terms of a gradient are than their sum. Rounding errors are amplified by this factor."""
     hidden, weight, bias = inputs
     z = (hidden @ weight.t()).requires_grad_()
     loss = plain_loss(z, torch.eye(len(weight), dtype=z.dtype), bias, labels, options)
@@ -70,7 +70,7 @@ def cancellation(inputs: Inputs, labels: torch.Tensor, options: Options) -> floa
 @given(
     n=st.integers(0, 40),
     d=st.integers(1, 40),
-    v=st.integers(2, 80),  # with one entry every gradient is zero, and a relative error means nothing
+    v=st.integers(2, 80),  # with one entry every gradient is zero and has no relative error
     options=st.builds(
         Options,
         st.sampled_from([1.0, 0.3]),
@@ -83,10 +83,10 @@ def cancellation(inputs: Inputs, labels: torch.Tensor, options: Options) -> floa
     ignored=st.sampled_from(["none", "some", "all"]),
 )
 def test_any_shape(n: int, d: int, v: int, options: Options, ignored: str) -> None:
-    # Flat logits: where all p are near 1, the p − 1 of any implementation is mostly rounding.
+    # Flat logits: if all p are near 1, p − 1 is mostly rounding error in any implementation.
     inputs, labels = make_inputs(n, d, v, torch.float64, bias=options.bias, ignored=ignored, spread=0.3)
-    # With so few terms a gradient may be a difference of two numbers that are nearly equal, and p may nearly be the smoothed
-    # target: float64, here both twin and reference, then has nothing more exact to be compared with.
+    # With so few terms a gradient may be the difference of nearly equal numbers, and p may nearly equal the smoothed target.
+    # float64 is both twin and reference here, so there is nothing more accurate to compare with.
     few = d == 1 or v == 2
     assume(not few or (not options.label_smoothing and cancellation(inputs, labels, options) <= 8))
     check_against_plain(fused_loss(), inputs, labels, options, torch.float64, str((n, d, v, options)))
@@ -146,7 +146,7 @@ def test_shift_with_other_label_types_and_ignore_index(dtype: torch.dtype) -> No
 def test_divisors(implementation: str, device: str) -> None:
     (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32, device)
     total, config = F.cross_entropy(hidden @ weight.t(), labels, reduction="sum"), CCEConfig(implementation)
-    for items in (7, torch.tensor(7), torch.tensor([7.0]), 0.5, torch.tensor([0.5])):  # tensor parallel sizes divide it
+    for items in (7, torch.tensor(7), torch.tensor([7.0]), 0.5, torch.tensor([0.5])):  # tensor parallelism divides it
         expected, given = total / float(items), items.to(device) if isinstance(items, torch.Tensor) else items
         loss = linear_cross_entropy(hidden, weight, labels, num_items_in_batch=given, config=config)
         assert loss.shape == ()
@@ -161,7 +161,7 @@ def test_micro_batches_equal_the_full_batch() -> None:
     whole = [x.clone().requires_grad_() for x in (hidden, weight)]
     linear_cross_entropy(*whole, labels).backward()
     parts = [x.clone().requires_grad_() for x in (hidden, weight)]
-    for rows in (slice(0, 7), slice(7, 50), slice(50, 90)):  # of unequal length and with unequal numbers of labels
+    for rows in (slice(0, 7), slice(7, 50), slice(50, 90)):  # unequal lengths and label counts
         linear_cross_entropy(parts[0][rows], parts[1], labels[rows], num_items_in_batch=items).backward()
     for one, other in zip(whole, parts, strict=True):
         assert_as_good(other.grad, one.grad, one.grad, "gradient")
@@ -208,7 +208,7 @@ def test_double_backward_is_refused(reduction: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_several_upstream_gradients_at_once(reduction: str) -> None:
-    """``is_grads_batched=True``, as ``torch.autograd.functional.jacobian(vectorize=True)`` asks, for one gradient each."""
+    """``is_grads_batched=True``, which ``torch.autograd.functional.jacobian(vectorize=True)`` uses, equals one call each."""
     inputs, labels = make_inputs(9, 8, 11, torch.float64)
     leaves = [x.requires_grad_() for x in inputs[:2]]
     loss = linear_cross_entropy(*leaves, labels, reduction=reduction)
@@ -314,7 +314,7 @@ def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
 
 
 def _on(device: str, x: torch.Tensor) -> torch.Tensor:
-    """``x`` on ``device``, each element as far from the next as before: ``Tensor.to`` makes one piece of those that overlap."""
+    """Move ``x`` to ``device`` with the same strides. ``Tensor.to`` would make overlapping elements contiguous."""
     memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).to(device)
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
@@ -322,7 +322,7 @@ def _on(device: str, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("implementation", ["portable", "triton"])
 @pytest.mark.parametrize("ignored", ["some", "all"])
 def test_gradients_lie_as_those_without_data_say(ignored: str, implementation: str, device: str) -> None:
-    """Inductor relies on it: rows in one piece, whatever those of the inputs are."""
+    """Inductor relies on the strides of the fake implementation: contiguous rows, whatever the inputs' strides."""
     (hidden, weight, _), labels = make_inputs(20, 24, 50, torch.float32, ignored=ignored)
     turned = [x.t().contiguous().t() for x in (hidden, weight)]
     overlapping = [torch.randn(100).unfold(0, 24, 1)[:n] for n in (20, 50)]
@@ -344,7 +344,7 @@ def test_gradients_lie_as_those_without_data_say(ignored: str, implementation: s
     ids=str,
 )
 def test_log_probs_and_statistics(options: Options, implementation: str, dtype: torch.dtype, device: str) -> None:
-    """The upstream gradients of sums are expanded scalars, one number in memory."""
+    """The upstream gradients of sums are expanded scalars with zero strides."""
     n, v = (70, 131) if implementation == "triton" else (200, 999)
     inputs, labels = make_inputs(n, 64, v, dtype, device, bias=options.bias)
     config = CCEConfig(implementation, 1 << 20)
@@ -383,12 +383,12 @@ def test_log_probs_and_statistics(options: Options, implementation: str, dtype: 
     for name, a, t, e in zip(names, actual, twin, exact, strict=False):
         assert_as_good(a, t, e, name, dtype)
     assert fused_top1.dtype == torch.bool and top1.any()
-    # bfloat16 rounds logits to ties; who wins one is nobody's error
+    # bfloat16 rounding creates ties, and either winner is correct
     assert (fused_top1 != top1).sum() <= (0 if dtype != torch.bfloat16 else 2)
 
 
 def test_the_first_call_of_a_process_is_one_of_one_number() -> None:
-    """Else MKL may compute a part of it to few bits: the first exponential of a process, in several threads at once."""
+    """Otherwise MKL may compute the process's first multi-threaded exponential with few correct bits."""
     program = """
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -483,13 +483,13 @@ def test_memory_stays_below_a_tenth_of_the_logits(dtype: torch.dtype, reduction:
     with Alive({x.untyped_storage()._cdata for x in (*leaves, labels)}) as alive:
         linear_cross_entropy(*leaves, labels, reduction=reduction).sum().backward()
     gradients = sum(x.grad.numel() * x.grad.element_size() for x in leaves)
-    vectors = 16 * 8 * n  # losses, labels and the like, [N] each
+    vectors = 16 * 8 * n  # losses, labels and similar [N] vectors
     assert gradients < alive.peak < gradients + vectors + n * v * 4 / 10
 
 
 @pytest.mark.parametrize("first", ["import hf_cce.ops", "import torch.utils.flop_counter"])
 def test_the_flop_counter_counts_what_full_logits_cost(first: str) -> None:
-    """Whichever is imported first."""
+    """The counts do not depend on the import order."""
     code = f"""
 import torch
 {first}

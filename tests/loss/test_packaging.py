@@ -1,4 +1,4 @@
-"""What is shipped: one copy of patches, inside hf_cce, in wheel and sdist; and that it imports from there."""
+"""The wheel and the sdist contain the patches folder once, inside hf_cce, and it imports from there."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ pytestmark = pytest.mark.slow
 
 
 def build(what: str, source: Path, target: Path) -> Path:
-    """The wheel or the sdist of ``source``, built by the installed setuptools, so that no network is needed."""
+    """Build the wheel or sdist of ``source`` with the installed setuptools, without a network."""
     code = f"import sys; from setuptools import build_meta; print(build_meta.build_{what}(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-c", code, str(target)], cwd=source, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "BuildBackendWarning" not in done.stderr, done.stderr  # pip shows these to the user
+    assert "BuildBackendWarning" not in done.stderr, done.stderr  # pip shows such warnings to users
     return target / done.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the tree, links kept as links, so that nothing is left in this one."""
+    """Build from a copy of the tree that keeps symlinks, so that no build files are left in this tree."""
     folder = tmp_path_factory.mktemp("packaging")
     tree = folder / "tree"
     skip = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".carry")
@@ -47,7 +47,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheel built from the tree and the one built from the sdist."""
+    """Return the wheel built from the tree and the one built from the sdist."""
     folder = tmp_path_factory.mktemp("wheels")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
@@ -68,13 +68,13 @@ def tracked() -> list[str]:
 
 
 def test_sdist_holds_all_that_git_does(sdist: Path) -> None:
-    """Documentation, notebooks, recipes and tests with it; patches once, and nothing that git does not know."""
+    """The sdist has documentation, notebooks, recipes and tests, the patches folder once, and no untracked files."""
     with tarfile.open(sdist) as archive:
         members = archive.getmembers()
     assert all(member.isfile() or member.isdir() for member in members)
     found = {member.name.partition("/")[2] for member in members if member.isfile()}
     made = {name for name in found if name in ("PKG-INFO", "setup.cfg") or name.startswith("hf_cce.egg-info/")}
-    wanted = {name for name in tracked() if not name.startswith(".") and name != "patches"}  # the link
+    wanted = {name for name in tracked() if not name.startswith(".") and name != "patches"}  # the symlink
     assert wanted - found == set()
     assert found - wanted - made == set()
     assert sdist.stat().st_size < 3 << 20
@@ -95,7 +95,7 @@ def test_both_wheels_hold_the_patches_once_and_nothing_beside_hf_cce(wheels: dic
 
 
 def test_a_checkout_without_symlinks_builds_and_imports(wheels: dict[str, Path], tmp_path: Path) -> None:
-    """On Windows, and in some zip files, git's link `patches` is a text file that holds the link's target."""
+    """On Windows and in some zip files, git's symlink `patches` is a text file containing the target."""
     tree = tmp_path / "checkout"
     tree.mkdir()
     for name in tracked():
@@ -140,10 +140,10 @@ print(*(f"{x:.5f}" for x in theirs))
 
 @pytest.fixture(scope="module")
 def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The executables of a fresh environment with the wheel that was built from the sdist.
+    """Return the scripts folder of a fresh environment with the wheel that was built from the sdist.
 
-    There is no network to fetch torch and the rest, so their folder is named in a .pth file. Such a folder's own .pth files are
-    not read: an editable install of this checkout stays out of sight.
+    Without a network torch and other packages cannot be installed, so a .pth file adds their folder. Python does not read the
+    .pth files in that folder, so an editable install of this checkout stays invisible.
     """
     folder = tmp_path_factory.mktemp("fresh") / "venv"
     venv.EnvBuilder(symlinks=sys.platform != "win32").create(folder)
@@ -153,7 +153,7 @@ def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     (where / "others.pth").write_text("\n".join(others) + "\n", "utf-8")
     scripts = Path(sysconfig.get_path("scripts", "venv", variables))
     pip = [sys.executable, "-m", "pip", "--python", str(scripts / "python"), "install"]
-    # a version that the outer environment may have does not count
+    # ignore a version in the outer environment
     command = [*pip, "--no-deps", "--no-index", "--ignore-installed", str(wheels["sdist"])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -185,7 +185,7 @@ def test_the_installed_command_says_its_version_and_finds_all_well(environment: 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_the_demo_is_installed_without_the_warning_of_editable_installs(tmp_path: Path) -> None:
-    """But for a development install, which it leaves as it is."""
+    """`make demo` installs a copy, except into a development install, which it does not change."""
 
     def commands() -> list[str]:
         make = ["make", "--dry-run", "demo", f"VENV={tmp_path}"]

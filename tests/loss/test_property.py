@@ -1,4 +1,4 @@
-"""Some of the random cases of tests/support/property.py; on a GPU thousands of them run: see there."""
+"""A sample of the random cases of tests/support/property.py, which describes how to run thousands of them on a GPU."""
 
 from __future__ import annotations
 

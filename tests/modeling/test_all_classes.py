@@ -1,7 +1,7 @@
-"""Every causal LM and image-text-to-text class of the installed Transformers, tiny: patched it trains as the unpatched one.
+"""Every causal LM and image-text-to-text class of the installed Transformers, tiny: patched, it trains like the unpatched one.
 
-``tests/support/tiny.py`` builds them. Each is supported, or refused with a reason, or in a table of exceptions whose reason is
-itself tested here: an entry that has become untrue fails.
+``tests/support/tiny.py`` builds the models. Each class is supported, refused with a reason, or listed as an exception. The
+reasons for exceptions are tested here, so an outdated entry fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_cce.patches.refused import SPECIAL, why_refuse_class
 
 CLASSES = [*tiny.CAUSAL, *tiny.MULTIMODAL]
 REFUSED = [name for name in CLASSES if why_refuse_class(getattr(transformers, name)) is not None]
-UNFUSED = {"DoryForCausalLM", "IdeficsForVisionText2Text"}  # of the special ones, those whose loss is made from logits
+UNFUSED = {"DoryForCausalLM", "IdeficsForVisionText2Text"}  # special classes whose loss is computed from full logits
 TESTED = [name for name in CLASSES if name not in {*REFUSED, *tiny.UNBUILT, *tiny.BROKEN}]
 
 
@@ -57,7 +57,7 @@ def test_trains_like_the_unpatched_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "PhiForCausalLM", "RoCBertForCausalLM"])
 def test_the_comparison_can_fail(name: str) -> None:
-    """A head that is off by 1e-5 shows, in well and in ill-conditioned models."""
+    """A head that is off by 1e-5 is detected, in well- and in ill-conditioned models."""
     plain = tiny.build_or_skip(name)
     patched = apply_cce(copy.deepcopy(plain))
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_is_refused_and_left_as_it_was(name: str) -> None:
 
 
 def test_the_tables_name_classes_that_exist_and_all_that_are_refused() -> None:
-    """``supported_models`` and ``hf-cce models`` go by these names, and load no class."""
+    """``supported_models`` and ``hf-cce models`` use these names without loading the classes."""
     assert set(REFUSED) == set(CLASSES) & set(refused.REFUSED)
     for table in (OPTIONS, tiny.FORWARD, tiny.IMAGE_TOKENS, tiny.PICTURES, tiny.UNBUILT, refused.SPECIAL):
         unknown = set(table) - set(CLASSES)
@@ -145,12 +145,12 @@ def test_the_tables_name_classes_that_exist_and_all_that_are_refused() -> None:
 
 @pytest.mark.skipif(tiny.OLDER, reason="the page is of a newer Transformers")
 def test_the_page_of_models_is_not_stale() -> None:
-    """A class that a newer Transformers brings is tested above by itself, and named here until the table has it."""
+    """A class added by a newer Transformers is tested above automatically, and reported here until the table has it."""
     assert classes.stale() == [], "python -m tests.support.classes --write"
 
 
 def _knobs() -> list[tuple[str, str]]:
-    """Every number between LM head and loss that the configuration of a class has, the configurations inside included."""
+    """Return every number between LM head and loss in a class's configuration, nested configurations included."""
     pairs = []
     for name in () if tiny.OLDER else TESTED:
         settings = tiny.config(name)
@@ -160,7 +160,7 @@ def _knobs() -> list[tuple[str, str]]:
     return pairs
 
 
-# Configured, and used by no line of the class.
+# In the configuration, but not used by the class.
 _IDLE = {
     ("AyaVisionForConditionalGeneration", "logit_scale"),
     ("Cohere2VisionForConditionalGeneration", "logit_scale"),
@@ -175,7 +175,7 @@ _IDLE = {
 
 @pytest.mark.parametrize(("name", "knob"), _knobs())
 def test_the_knobs_matter(name: str, knob: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Softcap, scale, z-loss, router loss: parity above says something only where another value is another loss."""
+    """Softcap, scale, z-loss, router loss: the parity tests above are meaningful only if another value changes the loss."""
     losses = []
     for factor in (1.0, 1.7):
         monkeypatch.setitem(KNOBS, knob, KNOBS[knob] * factor)
@@ -192,7 +192,7 @@ def test_what_is_broken_is_broken_without_us(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in tiny.UNBUILT if name in CLASSES])
 def test_what_is_not_tested_cannot_be_built(name: str) -> None:
-    """The day that it can, the entry has to go."""
+    """Once a class can be built, its entry must be removed."""
     if importlib.util.find_spec(tiny.UNBUILT[name]) is not None:
         pytest.skip(f"{tiny.UNBUILT[name]} is installed here, and is not where the tests run")
     with pytest.raises(ImportError, match=tiny.UNBUILT[name]):

@@ -1,4 +1,4 @@
-"""LazyLogits against the tensor they stand for: the same values, gradients, shapes, errors, whatever is asked."""
+"""LazyLogits against the tensor they replace: equal values, gradients, shapes and errors for every operation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLASS_WEIGHTS = torch.linspace(0.1, 2.0, V)
 
 
 def ingredients(dtype: torch.dtype = torch.float32, bias: bool = True) -> list[Tensor]:
-    """Hidden states [B, S, D], a weight [V, D], and a bias [V]."""
+    """Return hidden states [B, S, D], a weight [V, D], and optionally a bias [V]."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((B, S, D), (V, D), (V,))[: 2 + bias]
     return [(torch.randn(*shape, generator=generator) * 0.5).to(dtype).requires_grad_() for shape in shapes]
@@ -48,7 +48,7 @@ def labels(count: int = B * S) -> Tensor:
 def outcome(
     ask: Callable[[Any], Any], dtype: torch.dtype, deferred: bool, bias: bool = True, labels: bool = True
 ) -> tuple[Any, list[Tensor], TrainingCall]:
-    """What ``ask`` says to logits, real or deferred, with the gradients of its sum and what the call went through."""
+    """Return (result of ``ask`` on real or deferred logits, gradients of its sum, the training call with its counters)."""
     used, call = ingredients(dtype, bias), TrainingCall(CCEConfig(memory_budget=1 << 20), labels=labels)
     result = ask(lazy_logits(*used, call=call) if deferred else F.linear(*used))
     grads: list[Tensor] = []
@@ -59,7 +59,7 @@ def outcome(
 
 
 def exactly(ask: Callable[[Any], Any], bias: bool = True) -> tuple[Any, list[Tensor]]:
-    """What it is in float64, where the logits are asked for float32, too."""
+    """Return the result and gradients in float64, also where the code asks for float32."""
     with StayDouble():
         return outcome(ask, torch.float64, False, bias)[:2]
 
@@ -74,7 +74,7 @@ def _assign(logits: Any, key: Any, value: Any) -> None:
 
 
 def forbid(words: Any, value: float | None = None) -> Callable[[Any], Any]:
-    """Write the smallest number to these words at every token, as Chameleon does; then the loss."""
+    """Write the smallest number to these vocabulary entries at every token, as Chameleon does; then compute the loss."""
 
     def ask(logits: Any) -> Any:
         _assign(logits, (slice(None), slice(None), words), torch.finfo(logits.dtype).min if value is None else value)
@@ -94,7 +94,7 @@ def after_forbidding(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
 UNUSED = [word for word in range(V) if word not in labels().tolist()][:5]
 USED = int(labels()[1])
 
-# Each is said to logits [B, S, V] and ends in a loss, without logits.
+# Each takes logits [B, S, V] and returns a loss without materializing logits.
 FUSED: dict[str, Callable[[Any], Any]] = {
     "plain": flat_loss,
     "sum": lambda x: flat_loss(x, reduction="sum"),
@@ -169,12 +169,12 @@ LOSSES = {**{name: 0 for name in FUSED if "logsumexp" in name}, "rows of a batch
 
 
 def by_rows(x: Any, index: Tensor) -> Tensor:
-    """As TRL, OpenRLHF and others write it."""
+    """Compute log-probabilities as TRL, OpenRLHF and others do."""
     return x.gather(-1, index.unsqueeze(-1)).squeeze(-1) - torch.stack([torch.logsumexp(row, dim=-1) for row in x])
 
 
 def by_pieces(x: Any, size: int = 8) -> Tensor:
-    """TRL's entropy_from_logits."""
+    """Compute TRL's entropy_from_logits."""
     found = []
     for part in x.reshape(-1, x.shape[-1]).split(size, dim=0):
         log_p = F.log_softmax(part, dim=-1)
@@ -183,7 +183,7 @@ def by_pieces(x: Any, size: int = 8) -> Tensor:
 
 
 def smoothed(x: Any, index: Tensor) -> Tensor:
-    """Transformers' LabelSmoother."""
+    """Compute Transformers' LabelSmoother loss."""
     log_p = -F.log_softmax(x, dim=-1)
     return 0.9 * log_p.gather(dim=-1, index=index.unsqueeze(-1)) + 0.1 / V * log_p.sum(
         dim=-1, keepdim=True, dtype=torch.float32
@@ -203,7 +203,7 @@ def of(x: Any, whole: Tensor) -> Tensor:
     return whole[:, : x.shape[1]]
 
 
-# What people ask of the logits of calls without labels; none of them makes logits.
+# Common operations on the logits of calls without labels; none of them materializes logits.
 ANSWERED: dict[str, Callable[[Any], Any]] = {
     "log-probabilities": lambda x: x.log_softmax(-1).gather(-1, of(x, INDEX).unsqueeze(-1)),
     "log-probabilities, along": lambda x: torch.take_along_dim(x.log_softmax(dim=-1), of(x, INDEX).unsqueeze(-1), dim=2),
@@ -262,7 +262,7 @@ def test_answered_without_logits(name: str, ask: Callable[[Any], Any], with_labe
     with logits_made(B * S) as seen:
         actual = outcome(ask, torch.float32, True, bias, with_labels)
     assert actual[2].stats.materialized == 0
-    assert seen == [] or "most likely" in name  # that one makes those of few tokens at a time; here all fit
+    assert seen == [] or "most likely" in name  # computes the logits of a few tokens at a time; here all fit
     assert not with_labels or actual[2].fused == LOSSES.get(name, 1)
     if not exact[0].is_floating_point():
         assert torch.equal(actual[0], twin[0])
@@ -281,7 +281,7 @@ def written(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return ask
 
 
-# Each needs the logits; the answer must be torch's own, to the bit.
+# Each needs the logits, and the result must equal torch's bit for bit.
 MATERIALISED: dict[str, Callable[[Any], Any]] = {
     "in place": lambda x: flat_loss(x.div_(5.0).mul_(2.0)),
     "in place, operators": lambda x: flat_loss(operator.imul(operator.itruediv(x, 5.0), 2.0)),
@@ -391,7 +391,7 @@ def test_everything_else_is_asked_of_real_logits(name: str, dtype: torch.dtype) 
     assert torch.equal(torch.as_tensor(actual), torch.as_tensor(expected))
     assert len(grads) == len(expected_grads)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert_as_good(grad, expected_grad, expected_grad, name)  # one token is multiplied as one: rounding, no more
+        assert_as_good(grad, expected_grad, expected_grad, name)  # one-token products differ by rounding
 
 
 RECORDED: dict[str, Callable[[Any], Any]] = {
@@ -414,7 +414,7 @@ def test_materializes_what_the_forward_would_have_made(name: str, dtype: torch.d
     actual, grads, _ = outcome(ask, dtype, True)
     assert isinstance(actual, LazyLogits)
     assert (actual.shape, actual.dtype, actual.device) == (expected.shape, expected.dtype, expected.device)
-    # Slices are multiplied as slices, and another shape may be summed in another order: rounding, no more.
+    # Slices are multiplied as slices; another shape may sum in another order, which changes only the rounding.
     exact = outcome(ask, torch.float64, False)
     assert_as_good(actual.materialize(), expected, exact[0], name, dtype)
     for grad, twin, reference in zip(grads, expected_grads, exact[1], strict=True):
@@ -527,7 +527,7 @@ def test_logits_of_a_changed_head_are_refused(changed: int) -> None:
     ids=["itself", "detached", "real view", "view of a view", "data", "forbidden words"],
 )
 def test_a_view_of_logits_that_were_written_to_is_refused(write: Callable[[Any], Any]) -> None:
-    """Torch would show the write in the view; we cannot, so we do not pretend."""
+    """In torch the view would show the write. Lazy logits cannot reproduce that, so reading the view raises."""
     hidden_states, weight, _ = ingredients()
     logits = lazy_logits(hidden_states, weight)
     view, copied = logits[:, 1:], logits.float() * 1.0
@@ -555,7 +555,7 @@ def test_copies_and_pickles_are_tensors() -> None:
 
 
 def test_autocast_is_that_of_the_head() -> None:
-    """Whatever the autocast state is when the logits are read or the loss is taken."""
+    """The autocast state at the head's call counts, not the state when the logits are read or the loss is computed."""
     hidden_states, weight, bias = ingredients()
     head = nn.Linear(D, V)
     head.weight, head.bias = nn.Parameter(weight), nn.Parameter(bias)
@@ -594,7 +594,7 @@ def test_head_input_gives_hidden_states_to_everything_but_the_head() -> None:
 
 
 def test_few_rows_at_a_time_find_the_same_words() -> None:
-    """Also where logits are so many that they do not fit the budget at once."""
+    """Processing a few rows at a time finds the same entries, also if the logits exceed the budget."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(500, 8, generator=generator), torch.randn(3001, 8, generator=generator)
     logits = lazy_logits(hidden, weight, call=TrainingCall(CCEConfig(memory_budget=1 << 20), labels=False))

@@ -1,4 +1,4 @@
-"""CCECallback while Trainer evaluates: no logits where the loss alone is kept, all of them where somebody asks."""
+"""CCECallback during Trainer evaluation: no logits if only the loss is needed, full logits if someone reads them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from transformers import Trainer
 from hf_cce import CCECallback, FilterState, apply_cce, remove_cce
 from hf_cce.deferred import answers
 
-TOKENS = 40  # of an evaluation's batch, or more
+TOKENS = 40  # at least this many in an evaluation batch
 TWO_ROWS = {"per_device_eval_batch_size": 2}
 
 
 def evaluated(
     tmp_path: Path, *callbacks: Any, model: Any = None, **options: Any
 ) -> tuple[torch.Tensor, list[str], Any]:
-    """The loss of an evaluation, the logits that it made, the trainer."""
+    """Return the loss of an evaluation, the logits it materialized, and the trainer."""
     trainer = build(tmp_path, *callbacks, model=model, **TWO_ROWS, **options)
     with logits_made(tokens=TOKENS) as made:
         loss = trainer.evaluate()["eval_loss"]
@@ -33,19 +33,19 @@ def evaluated(
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi", "mixtral"])
 def test_the_loss_alone_needs_no_logits(tmp_path: Path, family: str) -> None:
-    """As evaluate() has it where there are no metrics; before training, and with a softcap, a scale or a bias."""
+    """evaluate() without metrics needs no logits, even before training or with a softcap, a scale or a bias."""
     expected, made, _ = evaluated(tmp_path, model=FAMILIES[family].build())
     assert made
     found, made, trainer = evaluated(tmp_path, CCECallback(), model=FAMILIES[family].build())
     assert not made
     assert_as_good(found, expected, expected, "loss", torch.float32)
-    assert stats(trainer.model).calls == 0  # those are training calls
+    assert stats(trainer.model).calls == 0  # counts training calls only
     assert "forward" not in vars(trainer.model.get_output_embeddings())
 
 
 @pytest.mark.parametrize("other", ["smoothing", "no callback", "removed"])
 def test_others_are_left_alone(tmp_path: Path, other: str) -> None:
-    """Where the loss is Trainer's own, and where nobody has asked for ours, after a trainer that had asked."""
+    """Trainer's label-smoothed loss and unpatched models do not change, even after a trainer with the callback."""
     evaluated(tmp_path, CCECallback())
     options = {"label_smoothing_factor": 0.1} if other == "smoothing" else {}
     trainer = build(tmp_path, *([] if other == "no callback" else [CCECallback()]), **TWO_ROWS, **options)
@@ -69,7 +69,7 @@ def test_a_step_that_raises_ends_it(tmp_path: Path) -> None:
 
 
 def test_logits_that_a_loss_of_ones_own_uses_are_there(tmp_path: Path) -> None:
-    """A compute_loss that looks at the logits of a call with labels, or asks whether they are a tensor, in evaluation too."""
+    """A custom compute_loss that reads the logits of a call with labels, or checks for a tensor, in training and evaluation."""
 
     class Own(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ def test_logits_that_a_loss_of_ones_own_uses_are_there(tmp_path: Path) -> None:
 
 
 def test_a_batch_without_labels_counts_as_without_us(tmp_path: Path) -> None:
-    """Full logits give NaN there, which Trainer leaves out of the mean; a 0 would be averaged in."""
+    """Full logits give NaN, which Trainer excludes from the mean; a 0 would be averaged in."""
     losses = []
     for callbacks in ([], [CCECallback()]):
         trainer = build(tmp_path, *callbacks, **TWO_ROWS)
@@ -93,7 +93,7 @@ def test_a_batch_without_labels_counts_as_without_us(tmp_path: Path) -> None:
         for row in trainer.eval_dataset[2:]:
             row["labels"].fill_(-100)
         losses.append(torch.tensor(trainer.evaluate()["eval_loss"], dtype=torch.float64))
-    if OLDER and losses[0].isnan():  # Transformers 5.17 leaves nothing out
+    if OLDER and losses[0].isnan():  # Transformers 5.17 excludes nothing
         assert losses[1].isnan()
         return
     assert losses[0] > 0
@@ -101,7 +101,7 @@ def test_a_batch_without_labels_counts_as_without_us(tmp_path: Path) -> None:
 
 
 def test_after_an_interrupted_evaluation_the_head_is_right(tmp_path: Path) -> None:
-    """torch runs no hook after Ctrl-C: the head goes on deferring until the model is patched anew, and answers for itself."""
+    """torch runs no hook after Ctrl-C: the head keeps deferring until the model is patched again, with correct results."""
     trainer = build(tmp_path, CCECallback())
     trainer.model.loss_function = raising(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -114,7 +114,7 @@ def test_after_an_interrupted_evaluation_the_head_is_right(tmp_path: Path) -> No
 
 
 def test_what_is_no_number_stays_out_of_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The filter's error of a frozen head's weight is none; JSON has no word for that, and Trainer writes its logs as JSON."""
+    """The filter reports NaN as the error of a frozen head's weight. JSON has no NaN, and Trainer logs JSON."""
     found = {"kept": 0.25, "error": 1e-3, "weight_error": float("nan")}
     monkeypatch.setattr(FilterState, "stats", lambda self: found)
     trainer = build(tmp_path, CCECallback(details=True), save_strategy="steps", save_steps=1)
@@ -131,9 +131,9 @@ def test_what_is_no_number_stays_out_of_the_logs(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "mixtral"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad, "training"])
 def test_a_call_with_labels_makes_no_logits_until_somebody_reads_them(family: str, mode: Any) -> None:
-    """And then they are those of the unpatched model to the last bit; nobody is told, nothing is counted.
+    """The logits are lazy; once read, they equal the unpatched model's bit for bit, without a warning or a count.
 
-    In evaluation mode, and in training mode without gradients.
+    Covers evaluation mode, and training mode without gradients.
     """
     plain, patched = (model.train(mode == "training") for model in twins(family))
     with told() as messages, (torch.no_grad if mode == "training" else mode)():
@@ -149,7 +149,7 @@ def test_a_call_with_labels_makes_no_logits_until_somebody_reads_them(family: st
 
 
 def test_metrics_of_the_most_likely_words_make_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainer with ``preprocess_logits_for_metrics``: logits of a few tokens at a time."""
+    """Trainer with ``preprocess_logits_for_metrics`` computes the logits of a few tokens at a time."""
     monkeypatch.setattr(answers, "_scratch", lambda recipe: 8 * 99 * 7)
     found = []
     for callbacks in ([], [CCECallback()]):

@@ -1,4 +1,4 @@
-"""What people do to ``outputs.logits``, to its gradient and to what a head returns, that a lazy tensor could get wrong."""
+"""Operations on ``outputs.logits``, its gradient and the head's output that a lazy tensor could get wrong."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def on_head(hook: Callable[..., Any], kind: str = "register_forward_hook") -> Pr
 
 
 def writes(write: Callable[[Tensor], Any]) -> Prepared:
-    """A hook that writes without a gradient: the write has none of its own; what it is written to has."""
+    """Return a hook that writes without a gradient; the tensor it writes to has one."""
 
     def hook(module: Any, inputs: Any, output: Tensor) -> None:
         with torch.no_grad():
@@ -96,7 +96,7 @@ class Reverse(torch.autograd.Function):
 
 
 class Same(torch.autograd.Function):
-    """Hands its input on, as the functions of DDP, FSDP and DeepSpeed do."""
+    """Identity function, like those of DDP, FSDP and DeepSpeed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ SCRIPTED = torch.jit.script(mean)
 
 
 def mean_in(function: Callable[[Tensor], Tensor]) -> Loss:
-    """Its own loss and one of what ``function`` makes of the logits."""
+    """Return a loss that adds a mean of ``function(logits)`` to the model's own loss."""
     return lambda outputs: outputs.loss + mean(function(outputs.logits))
 
 
@@ -143,20 +143,20 @@ def hook_on_logits(hook: Callable[[Tensor], Any]) -> Loss:
 
 
 def softcapped(model: Any) -> Any:
-    """With everything that may be recorded between the head and ``outputs.logits``."""
+    """Apply every operation that may be recorded between the head and ``outputs.logits``."""
     model.lm_head.register_forward_hook(lambda module, args, x: (torch.tanh(x / 5.0) * 5.0).double()[:, :, :].float())
     return model
 
 
 def biased(model: Any) -> Any:
-    """With a trainable bias after the head, as ESM has it: its gradient is that of the logits, summed over the tokens."""
+    """Add a trainable bias after the head, as in ESM; its gradient is the logits' gradient summed over the tokens."""
     model.bias = nn.Parameter(torch.linspace(-1, 1, 99))
     model.lm_head.register_forward_hook(lambda module, args, x: x + model.bias)
     return model
 
 
 def in_a_reentrant_checkpoint(model: Any) -> Any:
-    """Its backward pass calls the model anew, and looks for tensors in what that returns."""
+    """Call the model in a reentrant checkpoint, whose backward calls it again and looks for tensors in its outputs."""
 
     def forward(input_ids: Tensor, labels: Tensor, **more: Any) -> Any:
         def run(embeddings: Tensor) -> Any:
@@ -168,7 +168,7 @@ def in_a_reentrant_checkpoint(model: Any) -> Any:
     return forward
 
 
-# What is done to the model, what to its outputs, and whether full logits or their gradient are made
+# How the model is prepared, the loss of its outputs, and whether full logits or their gradient are materialized
 USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "hook on the head by a function": (on_head(lambda m, i, x: Same.apply(x)), own_loss, False),
     "hook on the head that asks for the type": (
@@ -231,7 +231,7 @@ USES: dict[str, tuple[Prepared, Loss, bool]] = {
 
 @pytest.mark.parametrize("view", [False, True])
 def test_a_compiled_hook_that_writes_is_right_or_refused(view: bool) -> None:
-    """Through real logits, a transposed one; through a part of lazy ones nobody could tell."""
+    """A write to transposed logits materializes them. A write to a part of lazy logits would go unnoticed, so it is refused."""
     torch._dynamo.reset()
 
     def prepare(model: Any) -> Any:
@@ -352,7 +352,7 @@ def test_ddp(options: Any, tmp_path: Any) -> None:
         dist.destroy_process_group()
 
 
-# Hooks on the gradient of the logits, and who keeps it
+# Hooks on the gradient of the logits, and who retains it
 def by_module(model: Any, see: Callable[[Tensor], Any]) -> Any:
     return model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: see(outputs[0]))
 
@@ -373,7 +373,7 @@ def by_every_module(model: Any, see: Callable[[Tensor], Any]) -> Any:
 
 @pytest.mark.parametrize("register", [by_module, by_module_before, by_tensor, by_every_module])
 def test_a_hook_on_the_head_sees_the_gradient_of_the_logits(register: Callable[..., Any]) -> None:
-    """At every step; a gradient that nobody reads is not made, and who reads it is named once."""
+    """A hook sees the gradient at every step. It is computed only if it is read, and a warning names the first reader."""
     plain, ours = twins()
     seen: dict[Any, list[Tensor]] = {plain: [], ours: []}
     with told() as messages:
@@ -407,7 +407,7 @@ def test_retain_grad_keeps_the_gradient(after: bool) -> None:
     assert_as_good(found * 1.0, expected, expected, "kept")
 
 
-# Who reads the logits of a training call is told what that costs
+# Reading the logits of a training call gives a warning about the cost
 @pytest.mark.parametrize(
     ("read", "name"),
     [
@@ -427,7 +427,7 @@ def test_reading_logits_at_every_step_is_named_once(read: Callable[[Any], Any], 
             read(outputs.logits)
     (ours,) = [w for w in caught if "hf_cce" in str(w.message)]
     assert f"outputs.logits of a training call was used ({name})" in str(ours.message)
-    assert ours.filename == __file__  # it shows the line that reads, not one of torch or ours
+    assert ours.filename == __file__  # the line that reads, not one in torch or hf_cce
     assert (stats(model).fused, stats(model).materialized, stats(model).read) == (3, 3, 3)
 
 

@@ -1,7 +1,7 @@
-"""A model on which Liger, Apple's CCE or Unsloth is active is refused by name; what they leave alone is not.
+"""A model on which Liger, Apple's CCE or Unsloth is active is refused by name; what they do not patch is accepted.
 
-The stand-ins are functions with the names and modules of the released ones, put where those packages put them: on the instance
-(``MethodType``), on the class, in ``LOSS_MAPPING``, on ``torch.nn.functional``. Where liger_kernel is installed, it runs itself.
+The stand-ins are functions with the names and modules of the released ones, installed where those packages install them: on the
+instance (``MethodType``), the class, in ``LOSS_MAPPING`` or on ``torch.nn.functional``. An installed liger_kernel runs itself.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_on_the_instance_or_the_class(who: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_under_wrappers() -> None:
-    """accelerate and others wrap a forward once more, with or without its name; ``__wrapped__`` leads to it."""
+    """accelerate and others wrap forward again, with or without copying its name; ``__wrapped__`` leads to the original."""
     inner = function_of(*FORWARDS["liger"][:2])
     for assigned in (functools.WRAPPER_ASSIGNMENTS, ()):
         outer = functools.wraps(inner, assigned=assigned)(lambda *args, labels=None, **kwargs: None)
@@ -89,7 +89,7 @@ def test_a_loss_function_by_unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", theirs)
     for target in (model, gpt2, LLAMA):
         assert "Unsloth is active on it" in (why_other(target) or "")
-    model.loss_function = loss_utils.ForCausalLMLoss  # set by name on this model: what it uses
+    model.loss_function = loss_utils.ForCausalLMLoss  # set explicitly on this model, so it takes precedence
     assert why_other(model) is None
 
 
@@ -101,7 +101,7 @@ def test_a_functional_by_liger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_else_is_refused() -> None:
-    """Own forwards and wrappers of anybody, Liger's layers, names that merely begin alike; and our own patch, applied twice."""
+    """Custom forwards and wrappers, Liger's layers, names with the same prefix, and our own patch applied twice."""
     model = tiny_llama()
     model.model.norm.forward = MethodType(
         function_of("liger_kernel.transformers.rms_norm", "forward"), model.model.norm

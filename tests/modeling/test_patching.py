@@ -1,4 +1,4 @@
-"""The patch itself: what it survives, what it leaves behind, whom it refuses, and when it leaves a head alone."""
+"""The patch: what it survives, what it leaves behind, which models it refuses, and when it does not replace a head's forward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ from hf_cce.patches.causal_lm import patch_of
 MIB = 1 << 20
 
 
-# One line, and back
 def test_returns_the_model_and_keeps_its_face() -> None:
     model = tiny_llama()
     signature, forward = inspect.signature(model.forward), model.forward
@@ -56,7 +55,7 @@ def test_returns_the_model_and_keeps_its_face() -> None:
     assert inspect.signature(model.forward) == signature and model.forward == forward
     assert type(model) is LlamaForCausalLM
     assert remove_cce(model) is model and not hasattr(model, "cce_stats")
-    assert remove_cce(model) is model  # a second time there is nothing to do
+    assert remove_cce(model) is model  # removing twice is a no-op
 
 
 def test_a_second_call_changes_the_options_only() -> None:
@@ -70,7 +69,7 @@ def test_a_second_call_changes_the_options_only() -> None:
 
 
 def test_the_options_reach_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models with different options stay apart."""
+    """Two models with different options do not affect each other."""
     seen, real = [], answers.linear_cross_entropy
     monkeypatch.setattr(answers, "linear_cross_entropy", lambda *a, **k: seen.append(k["config"]) or real(*a, **k))
     first, second = apply_cce(tiny_llama(), memory_budget=2 * MIB), apply_cce(tiny_llama(), memory_budget=3 * MIB)
@@ -98,7 +97,7 @@ class HandsOn(LlamaForCausalLM):
 
 @pytest.mark.parametrize("kind", [LlamaForCausalLM, HandsOn])
 def test_labels_by_position(kind: Any) -> None:
-    """Also through a forward that hands on what it is given."""
+    """Labels passed by position are found, also through a forward that passes its arguments on."""
     plain = kind(tiny_llama().config).train()
     patched = apply_cce(copy.deepcopy(plain))
     given = [batch().get(name) for name in inspect.signature(LlamaForCausalLM.forward).parameters if name != "self"]
@@ -110,7 +109,6 @@ def test_labels_by_position(kind: Any) -> None:
     assert_fused(patched, calls=2)
 
 
-# What it survives
 @pytest.mark.parametrize(
     "copying", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
 )
@@ -133,7 +131,7 @@ def test_a_copy_trains_its_own_weights_and_counts_for_itself(copying: Any) -> No
 
 
 def test_unpickled_hooks_stay_when_others_are_added() -> None:
-    """In a fresh process torch numbers hooks from zero again; a new hook must not take our place."""
+    """A new process numbers hooks from zero again; a new hook must not replace an unpickled one."""
     code = (
         "import pickle, sys; model = pickle.load(sys.stdin.buffer)\n"
         "for _ in range(500):\n"
@@ -159,7 +157,7 @@ def test_an_exception_leaves_no_trace() -> None:
     with pytest.raises(ValueError, match=r"labels|shape|size"):
         model(input_ids=batch()["input_ids"], labels=batch()["labels"][:, :5])
     assert anatomy(model) == untouched
-    model.loss_function = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt)  # torch runs no hook after that one
+    model.loss_function = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt)  # torch runs no hook after an interrupt
     with pytest.raises(KeyboardInterrupt):
         model(**batch())
     del model._loss_function
@@ -174,7 +172,7 @@ def _interrupt(*_: Any) -> None:
 
 @pytest.mark.parametrize("first", ["around", "inside"])
 def test_a_patched_model_inside_a_patched_model(first: str) -> None:
-    """BLIP-2 calls its language model, another causal LM with the same head, without labels: the loss is BLIP-2's."""
+    """BLIP-2 calls its language model, another causal LM with the same head, without labels; the loss is BLIP-2's."""
     name = "Blip2ForConditionalGeneration"
     plain, inputs = tiny.build_or_skip(name), tiny.text(name)
     patched = copy.deepcopy(plain)
@@ -188,10 +186,10 @@ def test_a_patched_model_inside_a_patched_model(first: str) -> None:
     assert stats(patched.language_model).calls == 0
     untouched = anatomy(patched)
     interrupting = patched.get_output_embeddings().register_forward_pre_hook(_interrupt)
-    with pytest.raises(KeyboardInterrupt):  # torch runs no hook after that one
+    with pytest.raises(KeyboardInterrupt):  # torch runs no hook after an interrupt
         patched(**inputs)
     interrupting.remove()
-    inner = patched.language_model(input_ids=inputs["input_ids"])  # no labels: as if it were not patched
+    inner = patched.language_model(input_ids=inputs["input_ids"])  # no labels: behaves as if unpatched
     assert isinstance(inner.logits, torch.Tensor)
     assert anatomy(apply_cce(patched)) == untouched
 
@@ -210,12 +208,12 @@ def test_transforms_of_torch_func_get_full_logits() -> None:
     for name, value in expected.items():
         assert_as_good(found[name], value, value, name)
     assert stats(patched).missed == 1 and "torch.func" in messages[0]
-    assert_same_training(patched, plain, batch())  # and without one nothing is lost
+    assert_same_training(patched, plain, batch())  # and without a transform the loss is fused
     assert stats(patched).fused
 
 
 def test_a_patched_model_is_freed_when_nobody_holds_it() -> None:
-    """Without a cycle that Python's collector would have to find, which no want of GPU memory makes it look for."""
+    """A patched model has no reference cycle: Python's collector does not run when GPU memory is short."""
     model = apply_cce(tiny_llama())
     model(**batch()).loss.backward()
     kept = [weakref.ref(model), weakref.ref(model.lm_head.weight)]
@@ -243,7 +241,7 @@ def test_without_data_a_patched_model_does_what_it_did() -> None:
 
 
 def test_all_labels_ignored_is_a_finite_zero() -> None:
-    """Where torch gives NaN and so ends a run: our one deviation from the unpatched model."""
+    """torch would return NaN, which ruins the run. This is the only deviation from the unpatched model."""
     plain, patched = twins()
     inputs = batch()
     inputs["labels"].fill_(-100)
@@ -254,7 +252,7 @@ def test_all_labels_ignored_is_a_finite_zero() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi", "mixtral"])
 def test_labels_that_somebody_has_shifted(family: str) -> None:
-    """Context and sequence parallelism: ``shift_labels`` of one part of a sequence; they win over ``labels``."""
+    """Context and sequence parallelism pass ``shift_labels`` for a part of a sequence; they override ``labels``."""
     plain, patched = twins(family)
     whole = {key: value.repeat(1, 2) for key, value in batch(rows=3).items()}
     part, length = slice(7, 31), whole["labels"].shape[1]
@@ -279,7 +277,7 @@ class OddLinear(nn.Linear):
 
 
 class BenignLinear(nn.Linear):
-    """As FSDP2's dynamic classes: another class, the same forward."""
+    """Another class with the same forward, as FSDP2 creates dynamically."""
 
 
 @pytest.mark.parametrize("kind", [OddLinear, BenignLinear])
@@ -299,7 +297,7 @@ def test_a_head_of_another_kind_keeps_its_forward_and_says_so_once(kind: Any) ->
 
 
 def _of_tensors_only(linear: Callable[..., Any]) -> Callable[..., Any]:
-    """As the one that DeepSpeed puts in its place: an autograd function."""
+    """Return a function that accepts only tensors, like the autograd function that DeepSpeed installs."""
 
     def function(*args: Any) -> Any:
         assert all(x is None or isinstance(x, torch.Tensor) for x in args)
@@ -320,7 +318,7 @@ def test_a_weight_that_an_engine_partitions_is_left_to_it(monkeypatch: pytest.Mo
 
 
 def test_a_linear_that_somebody_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSpeed ZeRO-3 leaves it behind for every other model of the process."""
+    """DeepSpeed ZeRO-3 replaces torch.nn.functional.linear for every model in the process."""
     peft = pytest.importorskip("peft")
 
     def with_lora() -> Any:
@@ -367,11 +365,10 @@ def test_the_head_of_a_model_inside_is_taken_where_there_is_one() -> None:
 
 @pytest.mark.parametrize("shape", [(0,), (12,), (0, 4), (2, 3, 4)])
 def test_a_weight_that_is_no_matrix_is_not_read(shape: tuple[int, ...]) -> None:
-    """As FSDP1 leaves it where it has flattened its parameters."""
+    """FSDP1 leaves such a weight after flattening its parameters."""
     assert "has shape" in str(why_not_read(torch.empty(shape))) and why_not_read(torch.empty(3, 4)) is None
 
 
-# Classes and names
 @pytest.mark.parametrize("target", [LlamaForCausalLM, "llama"])
 def test_classes_and_names(target: Any, tmp_path: Path) -> None:
     existing = tiny_llama()
@@ -442,14 +439,13 @@ def test_wrappers_are_seen_through() -> None:
     assert patch_of(model) is None
 
 
-# Whom it refuses
 class Unlabelled(LlamaForCausalLM):
     def forward(self, input_ids: Any) -> Any:
         return super().forward(input_ids)
 
 
 class Deeper(Unlabelled):
-    """Hands its keywords on to a forward that takes no labels."""
+    """Passes its keywords on to a forward that takes no labels."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
@@ -492,7 +488,7 @@ def test_supported_models_are_names_that_apply_cce_takes() -> None:
     assert not {"musicgen", "musicgen_melody", "prophetnet"} & set(names)
 
 
-# So few tokens that full logits are the better way
+# With few tokens, full logits are faster
 def test_a_call_of_few_tokens_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_input, "few_tokens", lambda *_: True)
     plain, patched = twins()
@@ -508,7 +504,7 @@ def test_a_call_of_few_tokens_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_counts_as_few_tokens() -> None:
-    """42 million logits on a GPU, if the budget holds 12 bytes of each but for what the weight's gradient takes over."""
+    """42 million logits on a GPU, if the budget holds 12 bytes for each, minus the part that the weight's gradient provides."""
 
     def few(n: int, d: int = 896, v: int = 151_936, device: str = "cuda", frozen: bool = False, **options: Any) -> bool:
         config = CCEConfig(**{"memory_budget": 256 << 20, **options})
@@ -518,5 +514,5 @@ def test_what_counts_as_few_tokens() -> None:
     assert not few(276, memory_budget=64 << 20) and few(100, memory_budget=64 << 20)
     assert not few(276, implementation="triton") and not few(276, device="cpu")
     assert not few(276, frozen=True) and few(147, frozen=True) and not few(148, frozen=True)
-    assert few(414, 768, 50_257) and not few(415, 768, 50_257)  # multiplied slowly, as it is odd
-    assert few(573, 768, 50_258) and not few(574, 768, 50_258)  # what the budget holds
+    assert few(414, 768, 50_257) and not few(415, 768, 50_257)  # an odd vocabulary multiplies slowly
+    assert few(573, 768, 50_258) and not few(574, 768, 50_258)  # limited by the budget

@@ -1,4 +1,4 @@
-"""A model with an adapter of PEFT trains as it does unpatched, without logits, whatever its head has become."""
+"""A model with a PEFT adapter trains as it does unpatched, without logits, whatever PEFT has turned its head into."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ CPT = {"cpt_token_ids": [5, 6, 7, 8], "cpt_mask": [1, 1, 1, 1], "cpt_tokens_type
 @dataclass(frozen=True)
 class Row:
     config: Callable[[], Any]
-    trains: tuple[str, ...]  # each must be part of the name of a parameter that gets a gradient
+    trains: tuple[str, ...]  # each must occur in the name of a parameter that gets a gradient
     tied: bool = False
-    fused: int = 1  # losses that a call computes; 0: it gets full logits
+    fused: int = 1  # losses computed per call; 0: full logits
 
 
 def row(name: str, *trains: str, tied: bool = False, fused: int = 1, **options: Any) -> Row:
@@ -95,7 +95,7 @@ HEADS: dict[str, Row] = {
     "pvera": of_the_head("PveraConfig", r=2, init_weights=False),
     "c3a": of_the_head("C3AConfig", fused=0, block_size=1, init_weights=False),
 }
-# These call the model past its hooks
+# These call the model's forward without its hooks
 TUNERS: dict[str, Row] = {
     "adalora": row(
         "AdaLoraConfig", "lora_E", init_r=4, target_r=2, target_modules=["q_proj", "v_proj"], total_step=10, tinit=1,
@@ -111,7 +111,7 @@ ROWS: dict[str, Row] = {
         "PrefixTuningConfig", "transform.2", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=16
     ),
     "p-tuning": row("PromptEncoderConfig", "mlp_head", num_virtual_tokens=3, encoder_hidden_size=16),
-    # its own loss after the model's, from the same logits
+    # adds its own loss, computed from the same logits
     "cpt": row("CPTConfig", "prompt_encoder", fused=2, **CPT),
     "cpt decaying": row(
         "CPTConfig", "prompt_encoder", fused=2, **CPT, opt_weighted_loss_type="decay", opt_loss_decay_factor=0.7
@@ -131,7 +131,7 @@ ROWS: dict[str, Row] = {
     "parameter of the head": lora("lm_head.lora_A", "lm_head.lora_B", target_parameters=["lm_head.weight"]),
     "parameter of the head alone": lora("lm_head.lora_B", target_modules=[], target_parameters=["lm_head.weight"]),
     "parameter of the tied head": lora("lm_head.lora_B", tied=True, target_parameters=["lm_head.weight"]),
-    # PEFT warns that they cease to be tied: so does the unpatched model, and ours with it
+    # PEFT warns that the tie is broken, for the unpatched and the patched model alike
     "tied, embedding adapted": lora("lora_embedding_A", "lora_embedding_B", tied=True, target_modules=["embed_tokens"]),
     "tied, head adapted": lora("lm_head.lora_A", "lm_head.lora_B", tied=True, target_modules=["q_proj", "lm_head"]),
     "stay tied, embedding adapted": lora(
@@ -150,7 +150,7 @@ ROWS: dict[str, Row] = {
         "embed_tokens.token_adapter", tied=True, trainable_token_indices=[5, 6], ensure_weight_tying=True
     ),
 }
-# Phi's head has a bias, which DoRA leaves alone and IA3 scales
+# Phi's head has a bias, which DoRA does not change and IA3 scales
 CASES = [
     *((name, first, "llama") for name in ROWS for first in ("peft", "cce")),
     *((name, "cce on the model inside", "llama") for name in TUNERS),
@@ -159,24 +159,24 @@ CASES = [
 
 
 def build(row: Row, patched: str = "", double: bool = False, family: str = "llama", **options: Any) -> Any:
-    """A PeftModel whose adapter does something, the same one each time; ``patched`` before PEFT ("cce") or after it.
+    """Return a PeftModel with a reproducible non-zero adapter, patched before ("cce") or after PEFT ("peft").
 
-    ``options`` are those of the adapter's configuration that are other than the row's.
+    ``options`` override the adapter configuration of the row.
     """
     config = row.config()
     vars(config).update(options)
     model = FAMILIES[family].build(**({"tie_word_embeddings": True} if row.tied else {}))
     if patched == "cce":
         apply_cce(model)
-    # A tied model in float64 before PEFT comes: a copy or a cast of adapters that share their weights is no longer tied, if it
-    # can be made. PSOFT initialises from no float64 weight.
+    # Convert a tied model to float64 before PEFT wraps it: copying or casting adapters that share weights unties them, or fails.
+    # PSOFT cannot initialize from float64 weights.
     model = exact(model) if double and row.tied else model
     torch.manual_seed(3)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's about tied weights
+        warnings.simplefilter("ignore")  # PEFT's warning about tied weights
         wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False).train()
     wrapped = with_open_gates(wrapped.double() if double else wrapped)
-    with torch.no_grad():  # some start with parameters that do nothing
+    with torch.no_grad():  # some adapters start as a no-op
         for name, parameter in wrapped.named_parameters():
             if parameter.requires_grad and "lora" not in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -186,9 +186,9 @@ def build(row: Row, patched: str = "", double: bool = False, family: str = "llam
 
 
 def inputs_of(row: Row, seed: int) -> dict[str, torch.Tensor]:
-    inputs = batch(rows=4, seed=seed)  # logits are then larger than the head's weight twice
+    inputs = batch(rows=4, seed=seed)  # logits are then larger than twice the head's weight
     if row.fused > 1:
-        # The kinds of CPT: 0 is padding, a multiple of 4 a label. PEFT adds to the mask in place, and a multiple of 4.
+        # CPT's token types: 0 is padding, multiples of 4 are labels. PEFT adds a multiple of 4 to the mask in place.
         kinds = torch.full_like(inputs["labels"], 4)
         kinds[:, 12:] = 8
         kinds[inputs["labels"] == -100] = 3
@@ -234,7 +234,7 @@ def test_loss_and_gradients_over_steps(name: str, first: str, family: str) -> No
 @pytest.mark.parametrize("kind", ["lora", "dora", "dora dropout"])
 @pytest.mark.parametrize("how", ["bfloat16", "autocast", "two adapters"])
 def test_lora_on_the_head(how: str, kind: str) -> None:
-    """Adapters in float32 over a head in bfloat16, as PEFT makes them; under autocast; and two at once."""
+    """Float32 adapters on a bfloat16 head, as PEFT creates them; under autocast; and two adapters at once."""
     dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
     config = lora(
         r=4, target_modules=["lm_head"], use_dora="dora" in kind, lora_dropout=0.3 if "dropout" in kind else 0.0
@@ -253,10 +253,10 @@ def test_lora_on_the_head(how: str, kind: str) -> None:
         return apply_cce(wrapped) if patched else wrapped
 
     def step(model: Any, double: bool = False) -> dict[str, torch.Tensor]:
-        """Of several batches: which of two bfloat16 runs is closer in one small matrix is luck."""
+        """Collect results over several batches: with one small matrix, either bfloat16 run may be closer by chance."""
         found = []
         for seed in range(1 if how == "two adapters" else 12):
-            torch.manual_seed(seed)  # the same dropout
+            torch.manual_seed(seed)  # for the same dropout
             with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast" and not double):
                 found.append(loss_and_grads(model, batch(seed=seed), double=double))
         return {name: torch.stack([each[name] for each in found]) for name in found[0]}
@@ -273,9 +273,9 @@ def test_lora_on_the_head(how: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["lora", pytest.param("dora", marks=pytest.mark.slow), "ia3", "miss"])
 def test_adapters_on_the_head_compile(name: str) -> None:
-    """In one graph more than without us, as with a plain head.
+    """At most one more graph than unpatched, as with a plain head.
 
-    Who asks for logits afterwards gets those of the sum.
+    Logits read afterwards include the adapter.
     """
     row = HEADS[name]
     plain, patched, reference = build(row), build(row, "peft"), build(row, double=True)
@@ -303,19 +303,19 @@ def test_an_adapter_that_adds_nothing_at_present_is_not_blamed() -> None:
 
 
 def test_an_adapter_that_writes_to_some_tokens() -> None:
-    """PEFT's aLoRA adds to the tokens from its invocation on, in place, and then asks for the dtype."""
+    """PEFT's aLoRA adds in place to the tokens after its invocation, and then reads the dtype."""
     ids = batch()["input_ids"]
     row = lora("lm_head", target_modules=["q_proj", "lm_head"], alora_invocation_tokens=[int(ids[0, 12])])
     assert_same_training(build(row, "peft"), build(row), batch())
 
 
-# Tuners that call the model past its hooks, in every PEFT; a mixed model, which cannot be asked for the model inside; and
-# X-LoRA, which calls that model twice
+# Tuners that call the model's forward without its hooks in every PEFT version; a mixed model, which cannot return its inner
+# model; and X-LoRA, which calls that model twice
 EACH_TUNER = pytest.mark.parametrize("tuner", TUNERS)
 
 
 def pair(tuner: str, **options: Any) -> tuple[Any, Any]:
-    """The model with an adapter as it is, and patched."""
+    """Return the unpatched and the patched model with this adapter."""
     return build(TUNERS[tuner], **options), build(TUNERS[tuner], "peft", **options)
 
 
@@ -324,7 +324,7 @@ def by_position(model: Any, inputs: Any) -> torch.Tensor:
     return model(inputs["input_ids"], **rest).loss
 
 
-# How to call it; a tuple gets no penalty from AdaLoRA, patched or not.
+# Ways to call the model. With tuple outputs, AdaLoRA adds no penalty, patched or not.
 FORMS = {
     "tuple": lambda model, inputs: model(**inputs, return_dict=False)[0],
     "words by position": by_position,
@@ -342,16 +342,16 @@ def test_ways_to_call(tuner: str, form: str) -> None:
 
 
 def test_the_forward_of_the_prompts_tuner_is_the_models() -> None:
-    """Past the tuner, as unpatched: the model's own loss, and nothing in between."""
+    """Calling the base model's forward directly gives the model's own loss, as unpatched."""
     plain, patched = pair("adaption")
     assert torch.equal(*(model.base_model.forward(**batch(rows=4)).loss for model in (plain, patched)))
     assert stats(patched).calls == 0
 
 
 def test_the_penalty_of_adalora_is_in_loss_and_gradients() -> None:
-    """It is added to our loss in place, and so may others be, as in an accumulating loop; alone it moves A and B only."""
+    """AdaLoRA adds the penalty to the loss in place; user code may do the same. The penalty itself moves only A and B."""
     inputs, (plain, patched) = batch(rows=4), pair("adalora", orth_reg_weight=0.7)
-    _, without = pair("adalora", orth_reg_weight=1e-9)  # PEFT 0.18 takes no 0
+    _, without = pair("adalora", orth_reg_weight=1e-9)  # PEFT 0.18 rejects 0
 
     def doubled(model: Any, inputs: Any) -> torch.Tensor:
         loss = own_loss(model, inputs)
@@ -364,7 +364,7 @@ def test_the_penalty_of_adalora_is_in_loss_and_gradients() -> None:
 
 
 def test_adalora_shares_its_budget_out_as_it_trains() -> None:
-    """Ranks are cut by sensitivities, which come from the gradients: those that stay are the same."""
+    """Ranks are pruned by sensitivities computed from the gradients: the same ranks remain."""
     plain, patched = pair("adalora", deltaT=1)
     for model in (plain, patched):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
@@ -397,7 +397,7 @@ def test_evaluation_and_generation_stay_what_they_were(tuner: str) -> None:
 
 @EACH_TUNER
 def test_unpatched_models_are_called_as_they_were(tuner: str) -> None:
-    """One beside a patched model, and one that was patched."""
+    """Covers an unpatched model next to a patched one, and a model whose patch was removed."""
     plain, model = build(TUNERS[tuner]), build(TUNERS[tuner])
     before = anatomy(model)
     apply_cce(model)
@@ -432,7 +432,7 @@ def test_a_forward_that_raises_leaves_nothing(tuner: str) -> None:
 
 @EACH_TUNER
 def test_several_adapters(tuner: str) -> None:
-    """AdaLoRA trains one and keeps the others; the prompts are swapped in and out of the model."""
+    """AdaLoRA trains one adapter and freezes the others; prompts are swapped in and out of the model."""
 
     def several() -> Any:
         model = build(TUNERS[tuner])
@@ -474,7 +474,7 @@ def test_a_copy_trains_itself(tuner: str) -> None:
 @EACH_TUNER
 @pytest.mark.parametrize("replaced", ["before", "after"])
 def test_a_forward_that_somebody_has_replaced(tuner: str, replaced: str) -> None:
-    """As accelerate does where it dispatches, with the forward that was there kept inside."""
+    """accelerate's dispatch replaces forward and keeps the previous one inside."""
     model, called = build(TUNERS[tuner]), []
     if replaced == "after":
         apply_cce(model)
@@ -495,7 +495,7 @@ def test_a_forward_that_somebody_has_replaced(tuner: str, replaced: str) -> None
 @EACH_TUNER
 @pytest.mark.parametrize("what", ["model", "tuner"])
 def test_compiled(tuner: str, what: str) -> None:
-    """The whole in a graph, as torch.compile does it; or a tuner by itself, whose ``__call__``, and our hooks, stay outside."""
+    """Compile the whole model, or only the tuner, whose ``__call__`` and our hooks stay outside the graph."""
     torch._dynamo.reset()
     plain, patched = pair(tuner)
     (patched if what == "model" else patched.base_model).compile(backend="aot_eager")
@@ -527,7 +527,7 @@ def test_the_model_inside_a_mixed_model_or_a_bare_tuner_is_found(how: str) -> No
 
 
 def test_x_lora(tmp_path: Path) -> None:
-    """Its scaling pass calls the model's forward without gradients within the call that trains; that one is ours."""
+    """X-LoRA's scaling pass calls the model's forward without gradients in the training call; the training call is fused."""
     adapters = {str(number): str(tmp_path / str(number)) for number in range(2)}
     for number, folder in adapters.items():
         torch.manual_seed(int(number))
@@ -548,7 +548,7 @@ def test_x_lora(tmp_path: Path) -> None:
     actual, twin = loss_and_grads(patched, batch()), loss_and_grads(made(), batch())
     reference = loss_and_grads(exact(made()), batch(), double=True)
     assert actual.keys() == twin.keys()
-    # One layer deep the classifier's gradient is zero but for rounding.
+    # With one layer the classifier's gradient is zero up to rounding.
     others = {name: value for name, value in actual.items() if "classifier" not in name}
     assert_results_as_good(others, twin, reference)
     assert_fused(patched, calls=1)

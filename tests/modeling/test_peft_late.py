@@ -1,9 +1,9 @@
-"""PEFT that calls past the hooks of a model, in scripts that import it only after ``apply_cce``, or not by name.
+"""PEFT versions that call a model's forward without its hooks, imported only after ``apply_cce`` or not at all by the script.
 
-Two tuners call past them whatever the version; the processes of LoRA need an old one. Where PEFT 0.18 to 0.20 is installed
-(`make test-oldest`), they import that one. With a newer one they import a copy in which one line is what it was: in
-``BaseTuner.forward`` of ``tuners_utils.py``, ``return self.model.forward(*args, **kwargs)``, which is line 308 of PEFT 0.18.0,
-311 of 0.18.1, 330 of 0.19.0 and 0.19.1, and 333 of 0.20.0.
+Two tuners do so in every version; LoRA only in old ones. If PEFT 0.18 to 0.20 is installed (`make test-oldest`), the test
+processes import it. With a newer one they import a copy with one line restored: ``return self.model.forward(*args, **kwargs)``
+in ``BaseTuner.forward`` of ``tuners_utils.py``, which is line 308 of PEFT 0.18.0, 311 of 0.18.1, 330 of 0.19.0 and 0.19.1, and
+333 of 0.20.0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OLD, NEW = "return self.model.forward(*args, **kwargs)", "return self.model(*arg
 
 @pytest.fixture(scope="module")
 def old_peft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the front of ``sys.path``, in which PEFT is one that calls past the hooks."""
+    """Return a folder for the front of ``sys.path`` with a PEFT that bypasses the hooks."""
     spec = importlib.util.find_spec("peft")
     if spec is None or spec.origin is None:
         pytest.skip("no PEFT is installed")
@@ -54,7 +54,7 @@ def old_peft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted(model: Any, tuner: str) -> Any:
-    """With an adapter; PEFT is imported here, and not before."""
+    """Wrap ``model`` with an adapter; PEFT is first imported here."""
     import peft
     import torch
 
@@ -72,8 +72,8 @@ def adapted(model: Any, tuner: str) -> Any:
 
 
 def in_a_process(how: str, saved: str, tuner: str) -> None:
-    """What a user's script does: patch, then import PEFT, then train."""
-    if how == "unpickled":  # by a process in which nobody calls apply_cce
+    """Do what a user's script does: patch, then import PEFT, then train."""
+    if how == "unpickled":  # in a process that never calls apply_cce
         model = pickle.loads(Path(saved).read_bytes())
     elif how == "class":
         apply_cce(type(tiny_llama()))
@@ -93,12 +93,12 @@ def in_a_process(how: str, saved: str, tuner: str) -> None:
     reference = loss_and_grads(exact(adapted(tiny_llama(), tuner)), batch(), double=True)
     assert_results_as_good(loss_and_grads(patched, batch()), twin, reference)
     assert_fused(patched, calls=1)
-    assert hooked == []  # an unpatched model stays called as it was
+    assert hooked == []  # an unpatched model is called as before
     print("fused", stats(patched).fused)
 
 
 def fused_in_a_process(how: str, tuner: str, first: Path | None, tmp_path: Path) -> None:
-    """``first``: a folder for the front of ``sys.path``."""
+    """Run ``in_a_process`` in a new process; ``first`` is a folder for the front of ``sys.path``."""
     (tmp_path / "model").write_bytes(pickle.dumps(apply_cce(tiny_llama())))
     code = f"import test_peft_late as test; test.in_a_process({how!r}, {str(tmp_path / 'model')!r}, {tuner!r})"
     folders = (*([] if first is None else [first]), ".", "tests/support", "tests/modeling")
@@ -113,7 +113,7 @@ def test_a_tuner_that_calls_past_the_hooks(how: str, old_peft: Path, tmp_path: P
 @pytest.mark.parametrize("how", ["instance", "unpickled"])
 @pytest.mark.parametrize("tuner", ["adalora", "adaption"])
 def test_a_tuner_with_a_forward_of_its_own_imported_late(tuner: str, how: str, tmp_path: Path) -> None:
-    """Of the PEFT that is installed, whichever it is."""
+    """With the installed PEFT, whatever its version."""
     pytest.importorskip("peft")
     fused_in_a_process(how, tuner, None, tmp_path)
 

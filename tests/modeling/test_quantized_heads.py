@@ -1,4 +1,4 @@
-"""LM heads that bitsandbytes or torchao has quantised: without logits where the product is one with the dequantised weight."""
+"""LM heads quantized by bitsandbytes or torchao: fused if the head multiplies with its dequantized weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = 4 * 23  # of ``batch(rows=4)``, shifted
 
 
 def four_bit(**options: Any) -> Callable[[Any], Tensor]:
-    """A head in 4 bits; gives the weight that it stands for, in float64."""
+    """Return a function that quantizes the head to 4 bits and returns its dequantized weight in float64."""
 
     def quantise(model: Any) -> Tensor:
         bnb = pytest.importorskip("bitsandbytes")
@@ -63,7 +63,7 @@ FORMATS: dict[str, Callable[[Any], Tensor]] = {
 def build(
     quantise: Callable[[Any], Tensor], family: str = "llama", dtype: torch.dtype = torch.float32
 ) -> tuple[Any, Any]:
-    """A model with a quantised head, and the same in float64 with the weight that it stands for."""
+    """Return a model with a quantized head, and the same model in float64 with the dequantized weight."""
     model = FAMILIES[family].build(tie_word_embeddings=False, hidden_size=64).to(dtype)
     reference = exact(model)
     weight = quantise(model)
@@ -115,7 +115,7 @@ def test_evaluation_reads_the_logits_of_the_library(name: str) -> None:
     apply_cce(patched)
     for model in (plain, patched):
         model.eval()
-        head_of(model).train()  # else bitsandbytes packs it in a form of its own for some CPUs
+        head_of(model).train()  # in evaluation, bitsandbytes uses another packing on some CPUs
     with torch.no_grad():
         ours, theirs = patched(**batch(rows=4)), plain(**batch(rows=4))
     assert torch.equal(ours.logits + 0, theirs.logits)
@@ -123,7 +123,7 @@ def test_evaluation_reads_the_logits_of_the_library(name: str) -> None:
 
 
 def test_hooks_of_accelerate_around_the_head() -> None:
-    """Accelerate puts them around every module of a model that bitsandbytes has quantised."""
+    """accelerate adds hooks to every module of a model quantized by bitsandbytes."""
     hooks = pytest.importorskip("accelerate.hooks")
     (plain, reference), (patched, _) = (build(FORMATS["nf4"]) for _ in range(2))
     for model in (plain, patched):
@@ -182,12 +182,11 @@ def test_what_is_not_known_gets_full_logits_and_one_warning(quantise: Any, why: 
     assert torch.equal(losses[0], losses[1]) and stats(patched).materialized == 2
 
 
-# Slabs
 V, D, N = 3001, 128, 70
 
 
 def packed(nested: bool) -> tuple[FrozenWeight, Tensor, list[int]]:
-    """A weight in 4 bits, what it stands for, and how many rows were dequantised at a time."""
+    """Return a 4-bit weight, its dequantized value, and a list of the row counts dequantized at a time."""
     functional = pytest.importorskip("bitsandbytes.functional")
     weight = torch.randn(V, D, generator=torch.Generator().manual_seed(0))
     made = functional.quantize_4bit(weight, compress_statistics=nested, quant_type="nf4")
@@ -215,7 +214,7 @@ def test_rows_are_those_of_the_whole(nested: bool) -> None:
 
 @pytest.mark.parametrize("budget", ["1MiB", "64MiB", "auto"])
 def test_a_budget_without_room_for_the_weight_takes_slabs(budget: str) -> None:
-    """The weight takes 1.5 MiB."""
+    """The whole weight takes 1.5 MiB."""
     frozen, whole, rows = packed(nested=True)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(N, D, generator=generator)

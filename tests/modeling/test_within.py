@@ -1,4 +1,4 @@
-"""A patched model whose forward does more: it calls itself, or puts its head into a checkpoint. It trains as it did."""
+"""Patched models whose forward calls itself or checkpoints its head: training is unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hf_cce import apply_cce, remove_cce
 
 
 class Distils(LlamaForCausalLM):
-    """Logits of itself without gradients come before its loss."""
+    """Computes its own logits without gradients before its loss."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         if labels is not None:
@@ -49,7 +49,7 @@ class Samples(LlamaForCausalLM):
 
 
 class Drops(LlamaForCausalLM):
-    """R-Drop: two losses of one batch, one inside the other."""
+    """R-Drop: two losses for one batch, in nested calls."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, inner: bool = False, **kwargs: Any) -> Any:
         first = None if inner else self(input_ids=input_ids, labels=labels, inner=True, **kwargs)
@@ -60,7 +60,7 @@ class Drops(LlamaForCausalLM):
 
 
 class Fails(LlamaForCausalLM):
-    """And goes on: another call of itself raises within."""
+    """Continues after a nested call of itself raises."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         if labels is not None:
@@ -72,7 +72,7 @@ class Fails(LlamaForCausalLM):
 
 
 class Asks(LlamaForCausalLM):
-    """Its loss calls the model again, in evaluation and with gradients."""
+    """Calls the model again inside its loss, in evaluation mode and with gradients."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         def loss_function(**given: Any) -> Any:
@@ -90,7 +90,7 @@ class Asks(LlamaForCausalLM):
 
 
 class SavesLogits(LlamaForCausalLM):
-    """As many do by hand: head and loss in a checkpoint, a part of the tokens at a time."""
+    """Checkpoints head and loss for one part of the tokens at a time, as is often done by hand."""
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         hidden_states = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -107,7 +107,7 @@ class SavesLogits(LlamaForCausalLM):
 
 
 class ByKeyword(LlamaForCausalLM):
-    """Calls its head as torch.nn.Linear names its argument."""
+    """Calls its head with torch.nn.Linear's keyword argument."""
 
     def forward(self, labels: Any = None, **inputs: Any) -> Any:
         logits = self.lm_head(input=self.model(**inputs).last_hidden_state)
@@ -116,7 +116,7 @@ class ByKeyword(LlamaForCausalLM):
 
 
 def of(kind: Any) -> tuple[Any, Any]:
-    """A model of that class, and its patched copy."""
+    """Return a model of that class and its patched copy."""
     other = tiny_llama()
     plain = kind(other.config).train()
     plain.load_state_dict(other.state_dict())
@@ -156,7 +156,7 @@ def test_a_hook_that_calls_the_model() -> None:
 
 @pytest.mark.parametrize("inner", [False, True], ids=["alone", "within a call"])
 def test_a_model_trains_on_after_ctrl_c(inner: bool) -> None:
-    """torch runs no hook then, and the head stays as it is in a call; the next calls are right all the same."""
+    """torch runs no hook after Ctrl-C, so the head stays in its state within a call; later calls are still correct."""
     plain, patched = of(Distils if inner else LlamaForCausalLM)
 
     def stops(module: Any, args: Any) -> None:
@@ -178,7 +178,7 @@ def test_a_model_trains_on_after_ctrl_c(inner: bool) -> None:
 
 
 def test_a_loss_that_is_set_later_is_the_models() -> None:
-    """GPT-2 has no loss type of its own; the one by which we name its loss must not win over another, nor go with the patch."""
+    """GPT-2 has no loss type. The patch's must not override one that is set later, nor may removing the patch remove it."""
     plain, patched = twins("gpt2")
     for model in (plain, patched):
         model.loss_type = "ForMaskedLM"
@@ -207,7 +207,7 @@ def in_place_of_forward(wrap: Callable[[Any], Any]) -> Callable[[Any], None]:
     return put
 
 
-# What is put on the head, and why that gets full logits
+# What is registered on the head, and the reason given for full logits
 PUT: dict[str, tuple[Callable[[Any], Any], str]] = {
     "hook": (lambda model: model.lm_head.register_forward_hook(hook), "clamp"),
     "tree map": (lambda model: model.lm_head.register_forward_hook(by_tree_map), "clamp"),
@@ -262,7 +262,7 @@ HALVED = {
 
 @pytest.mark.parametrize("kind", HALVED)
 def test_hooks_on_what_holds_the_head(kind: str) -> None:
-    """BERT's head is in ``cls.predictions``, whose output is the logits, too."""
+    """BERT's head is inside ``cls.predictions``, whose output is also the logits."""
     plain, patched = twins("bert")
     for model in (plain, patched):
         getattr(model.cls.predictions, f"register_{kind}")(HALVED[kind])
@@ -276,7 +276,7 @@ def in_a_checkpoint(model: Any, inputs: Any) -> torch.Tensor:
         return model(inputs_embeds=embedded, labels=inputs["labels"]).loss
 
     embedded = model.get_input_embeddings()(inputs["input_ids"])
-    if embedded.dtype is torch.float64:  # the reference: exact in its forward pass alone
+    if embedded.dtype is torch.float64:  # the reference: exact only in its forward pass
         return run(embedded)
     return checkpoint(run, embedded, use_reentrant=False)
 
@@ -328,7 +328,7 @@ def test_a_head_that_was_replaced_is_not_saved() -> None:
     model.resize_token_embeddings(VOCABULARY + 8)
     saved, anew = io.BytesIO(), io.BytesIO()
     torch.save(model, saved)
-    model(**batch()).loss.backward()  # which lets go of the old head
+    model(**batch()).loss.backward()  # releases the old head
     model.zero_grad(set_to_none=True)
     torch.save(model, anew)
     assert saved.tell() < anew.tell() + model.lm_head.weight.nbytes / 2

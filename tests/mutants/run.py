@@ -1,10 +1,10 @@
-"""Break the code in one place at a time and see which tests notice: ``make mutants``.
+"""Break the code in one place at a time and record which tests notice: ``make mutants``.
 
-Each row of ``mutants.json`` replaces one text of one file; the tests it names must then fail. A report that exists is continued:
-a row runs again only if it has changed. ``--only WORD`` takes the rows whose file or new text holds WORD.
+Each row of ``mutants.json`` replaces one text in one file; the tests it names must then fail. An existing report is continued: a
+row runs again only if it has changed. ``--only WORD`` selects the rows whose file or new text contains WORD.
 
-The parent process imports torch, Triton and Transformers once and forks a child for each mutant, which imports ``hf_cce`` and the
-tests from a copy of the repository.
+The parent process imports torch, Triton and Transformers once and forks a child for each mutant, which imports ``hf_cce`` and
+the tests from a copy of the repository.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 MUTANTS, REPORT = HERE / "mutants.json", HERE / "report.json"
-TIMEOUT = 900  # seconds; a mutant that hangs is noticed too
+TIMEOUT = 900  # seconds; a hanging mutant counts as noticed
 
 
 def mutants() -> list[dict[str, Any]]:
-    """Return the rows of ``mutants.json``: ``file``, ``old``, ``new``, ``tests``; ``argued`` where a survivor is accepted."""
+    """Return the rows of ``mutants.json``: ``file``, ``old``, ``new``, ``tests``, and ``argued`` for accepted survivors."""
     rows: list[dict[str, Any]] = json.loads(MUTANTS.read_text("utf-8"))
     return rows
 
@@ -40,7 +40,7 @@ def mutated(text: str, row: dict[str, Any]) -> str:
     """Return ``text`` with the one occurrence of ``old`` replaced.
 
     Raises:
-        ValueError: ``old`` occurs not once.
+        ValueError: ``old`` does not occur exactly once.
     """
     if text.count(row["old"]) != 1:
         raise ValueError(f"{row['file']}: {row['old']!r} occurs {text.count(row['old'])} times, expected once")
@@ -59,13 +59,13 @@ def copy_of_repository(to: Path) -> None:
 
 
 def run_tests(copy: Path, tests: str) -> int:
-    """Run pytest in this (forked) process on the copy; returns its exit code."""
+    """Run pytest on the copy in this (forked) process and return its exit code."""
     import pytest
 
     os.chdir(copy)
     sys.path.insert(0, str(copy))
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        # Not "slow", and no plugin that starts processes of its own.
+        # Without slow tests and without plugins that start processes.
         arguments = [
             "-x",
             "-q",
@@ -89,7 +89,7 @@ def tests_arguments(tests: str) -> list[str]:
 
 
 def outcome(copy: Path, tests: str) -> tuple[str, float]:
-    """Return ("killed", "survived", "timeout" or "error", seconds) of tests in a forked process."""
+    """Run tests in a forked process; return ("killed", "survived", "timeout" or "error", seconds)."""
     began = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -103,7 +103,7 @@ def outcome(copy: Path, tests: str) -> tuple[str, float]:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
-            # 1: a test failed; 2 and 4: the module of the tests could not be imported; negative: a crash. 5: no test was run.
+            # 1: a test failed; 2 and 4: the test module could not be imported; negative: a crash; 5: no test ran.
             result = "survived" if code == 0 else "error" if code in (5, 70) else "killed"
             return result, time.monotonic() - began
         time.sleep(0.05)
@@ -113,7 +113,7 @@ def outcome(copy: Path, tests: str) -> tuple[str, float]:
 
 
 def write_report(found: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> Counter[str]:
-    """Write the results of the rows that exist; returns how many of each."""
+    """Write the results of the existing rows; return how many there are of each kind."""
     results = [found[key(row)] for row in rows if key(row) in found]
     counts = Counter(result["result"] for result in results)
     report = {
@@ -150,14 +150,14 @@ def main() -> int:
     import triton
     import triton.language  # noqa: F401
 
-    # A failing example is enough: to look for a smaller one takes minutes.
+    # Do not shrink failing examples: it takes minutes.
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
     hypothesis.settings.register_profile("mutants", phases=phases)
     hypothesis.settings.load_profile("mutants")
     with tempfile.TemporaryDirectory(prefix="hf_cce_mutants") as folder:
         copy = Path(folder)
         copy_of_repository(copy)
-        clean: dict[str, str] = {}  # tests must pass without a mutant, or their failure says nothing
+        clean: dict[str, str] = {}  # if tests fail without a mutant, their failure means nothing
         for row in rows:
             wanted = options.only in row["file"] or options.only in row["new"]
             if not wanted or (key(row) in found and not options.again):

@@ -1,4 +1,4 @@
-"""Counts bytes of tensors as they come and go, on any device: what a GPU's allocator would call its peak."""
+"""Track live tensor bytes on any device: the peak that a GPU's allocator would report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of all tensors that are alive, at most; those of ``known`` storages apart."""
+    """Dispatch mode that records the peak bytes of live tensors, excluding ``known`` storages."""
 
     def __init__(self, known: set[int]) -> None:
         super().__init__()

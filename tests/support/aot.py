@@ -1,11 +1,11 @@
-"""Compiles every Triton kernel ahead of time, for every architecture and without a GPU, and counts what it needs.
+"""Compile every Triton kernel ahead of time for every architecture, without a GPU, and report its resource usage.
 
-    python -m tests.support.aot              # compile, compare with tests/support/aot_budget.json, print what each kernel needs
-    python -m tests.support.aot --write      # the same, and make what was found the budget
+    python -m tests.support.aot              # compile, compare with tests/support/aot_budget.json, print each kernel's usage
+    python -m tests.support.aot --write      # the same, and write the result as the new budget
     python -m tests.support.aot --arch 90    # one architecture
 
-What there is to compile is what the steps of launches.py launch, in a process of its own for each architecture: the tests' own
-process interprets kernels.
+The compiled kernels are those that the steps of launches.py launch. Each architecture runs in a process of its own, because the
+tests' process interprets kernels.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tests.support.command import ROOT, python
 KERNELS = ROOT / "hf_cce" / "kernels"
 BUDGET = Path(__file__).with_name("aot_budget.json")
 KIB = 1 << 10
-# Shared memory that one block can have, in bytes, by architecture (CUDA programming guide, technical specifications).
+# Shared memory per block in bytes, by architecture (CUDA programming guide, technical specifications).
 SHARED_LIMIT = {75: 64 * KIB, 80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
-TENSOR_MEMORY_LIMIT = 512  # columns, Blackwell's
-REGISTER_SLACK = 8  # the unit in which registers are allocated to a thread
-HIDDEN_SIZES = (1024, 2880, 4096)  # plans depend on it, and on whether it is a multiple of 256
-# Of the steps of launches.py what is compiled besides all of them with every option: each kernel takes seconds.
+TENSOR_MEMORY_LIMIT = 512  # columns, on Blackwell
+REGISTER_SLACK = 8  # allocation granularity of registers per thread
+HIDDEN_SIZES = (1024, 2880, 4096)  # plans depend on the hidden size and on whether it is a multiple of 256
+# Steps of launches.py to compile in addition to all steps with every option: each kernel takes seconds.
 PLAIN_STEPS = ("cached", "grouped", "filtered", "filtered, frozen")
 OTHER_DTYPES = ("cached", "statistics", "filtered", "filtered, frozen", "reverse KL")
 
 
 def jitted_kernels() -> set[str]:
-    """``module.function`` of every ``@triton.jit`` function of hf_cce/kernels that is launched: its name ends in _kernel."""
+    """Return ``module.function`` of every launched ``@triton.jit`` function in hf_cce/kernels: its name ends in _kernel."""
     found = set()
     for path in KERNELS.rglob("*.py"):
         module = ".".join(path.relative_to(KERNELS).with_suffix("").parts)
@@ -53,7 +53,7 @@ def jitted_kernels() -> set[str]:
 
 
 def label_of(function: Any, arguments: dict[str, Any], dtype: Any) -> str:
-    """Name of a compilation in the budget: what differs between the launches of a kernel, but for the alignment of numbers."""
+    """Return a compilation's name in the budget: what differs between launches of a kernel, except number alignment."""
     constants = {p.name: arguments.get(p.name, p.default) for p in function.params if p.is_constexpr}
     blocks = [str(value) for name, value in constants.items() if name.startswith("BLOCK_")]
     launch = [
@@ -70,18 +70,18 @@ def label_of(function: Any, arguments: dict[str, Any], dtype: Any) -> str:
 
 
 def name_of(function: Any) -> str:
-    """``module.function``, as in ``jitted_kernels``."""
+    """Return ``module.function``, as in ``jitted_kernels``."""
     return f"{function.fn.__module__.removeprefix('hf_cce.kernels.')}.{function.fn.__name__}"
 
 
 def multiplies(function: Any) -> bool:
-    """Whether a kernel has a product, so that its tiles and what it needs depend on the dtype."""
+    """Return True if a kernel has a matrix product, so that its tiles and resource usage depend on the dtype."""
     return any(p.name in ("PRECISION", "STAGES") for p in function.params)
 
 
 def compile_all(arch: int, done: Callable[[str, Callable[[], Any]], None]) -> None:
-    """``done(label, compile)`` once for each of the compilations of an architecture."""
-    import torch  # not at the top, as what is below: tests import this module where there is no Triton
+    """Call ``done(label, compile)`` once for each compilation of an architecture."""
+    import torch  # imported here: tests import this module without Triton
 
     from tests.support import launches
 
@@ -113,7 +113,7 @@ def compile_all(arch: int, done: Callable[[str, Callable[[], Any]], None]) -> No
 
 
 def cuobjdump() -> str | None:
-    """The tool that reads binaries: Triton brings one, the CUDA toolkit too."""
+    """Return the path of the tool that reads binaries, from Triton or from the CUDA toolkit."""
     import triton
 
     bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -121,12 +121,12 @@ def cuobjdump() -> str | None:
 
 
 def needs_of(built: Any) -> dict[str, int]:
-    """Registers and stack bytes a thread, shared memory in bytes and tensor memory in columns a block, of a compiled kernel."""
+    """Return a kernel's registers and stack bytes per thread, and shared memory bytes and tensor memory columns per block."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(built.asm["cubin"])
         usage = subprocess.run([cuobjdump(), "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    # What does not fit in registers is spilled to the stack, in local memory. LOCAL is another part of it, and empty.
+    # Registers are spilled to the stack, in local memory. LOCAL is another part of local memory and is empty.
     numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     found = {"registers": numbers["REG"], "stack": numbers["STACK"] + numbers["LOCAL"], "shared": built.metadata.shared}
     tensor_memory = getattr(built.metadata, "tmem_size", None)
@@ -134,13 +134,13 @@ def needs_of(built: Any) -> dict[str, int]:
 
 
 def measure(arch: int) -> dict[str, dict[str, Any]]:
-    """What every compilation of an architecture needs, by its label; ``{"failed": why}`` for one that does not compile."""
+    """Return the resource usage of every compilation of an architecture by label, or ``{"failed": why}``."""
     found: dict[str, dict[str, Any]] = {}
 
     def done(label: str, compile: Callable[[], Any]) -> None:
         try:
             found[label] = needs_of(compile())
-        except Exception as error:  # Triton raises all kinds, and the other kernels are of interest too
+        except Exception as error:  # Triton raises many types; go on with the other kernels
             found[label] = {"failed": f"{type(error).__name__}: {str(error)[-2000:]}"}
 
     compile_all(arch, done)
@@ -148,7 +148,7 @@ def measure(arch: int) -> dict[str, dict[str, Any]]:
 
 
 def measure_elsewhere(arch: int) -> dict[str, dict[str, Any]]:
-    """The same in a process of its own, in which kernels are compiled and not interpreted."""
+    """Run ``measure`` in a new process, where kernels are compiled instead of interpreted."""
     code = f"import json; from tests.support import aot; print(json.dumps(aot.measure({arch})))"
     return json.loads(python(code, interpreted=False).splitlines()[-1])
 
@@ -156,9 +156,9 @@ def measure_elsewhere(arch: int) -> dict[str, dict[str, Any]]:
 def complaints(
     arch: int, found: dict[str, dict[str, Any]], budget: dict[str, dict[str, int]], same_compiler: bool = True
 ) -> list[str]:
-    """What is wrong with what was ``found``: one sentence each.
+    """Return one sentence for each problem in ``found``.
 
-    Another version of Triton brings another ptxas and other numbers; then only the limits of the hardware count.
+    Another Triton version has another ptxas and other numbers. Then only the hardware limits are checked.
     """
     rewrite = "if that is meant, run python -m tests.support.aot --write"
     wrong = []
@@ -186,12 +186,12 @@ def complaints(
 
 
 def read_budget() -> dict[str, Any]:
-    """``{"triton": version, "sm_90": {label: {"registers": …, "stack": …, "shared": …}}, …}``."""
+    """Return ``{"triton": version, "sm_90": {label: {"registers": …, "stack": …, "shared": …}}, …}``."""
     return json.loads(BUDGET.read_text("utf-8")) if BUDGET.exists() else {}
 
 
 def write_budget(budget: dict[str, Any]) -> None:
-    """One line a kernel, so that a diff shows what became of each."""
+    """Write one line per kernel, so that diffs show each kernel's change."""
     lines = [f' "triton": {json.dumps(budget["triton"])}']
     for name in (f"sm_{arch}" for arch in SHARED_LIMIT if f"sm_{arch}" in budget):
         rows = [f"  {json.dumps(label)}: {json.dumps(needs)}" for label, needs in sorted(budget[name].items())]

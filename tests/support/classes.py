@@ -1,9 +1,9 @@
-"""The table of all classes in patches/MODELS.md.
+"""Generate the table of all classes in patches/MODELS.md.
 
-    python -m tests.support.classes           # name what is stale
-    python -m tests.support.classes --write   # write it anew
+    python -m tests.support.classes           # print stale rows
+    python -m tests.support.classes --write   # rewrite the table
 
-What it says is what ``hf_cce.families`` says and what ``tests/modeling/test_all_classes.py`` tests of each class.
+The table states what ``hf_cce.families`` says of each class and what ``tests/modeling/test_all_classes.py`` tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import transformers
 
 from hf_cce.families import class_names, status_of
 
-sys.path.insert(0, str(Path(__file__).parent))  # for python -m, which knows no pytest configuration
+sys.path.insert(0, str(Path(__file__).parent))  # python -m does not read the pytest configuration
 import tiny
 
 PAGE = Path(__file__).parents[2] / "hf_cce" / "patches" / "MODELS.md"
@@ -38,7 +38,7 @@ A test fails when it is stale. `test_all_classes.py` holds each row, on a tiny m
 
 
 def rows() -> dict[str, str]:
-    """The line of each class of the installed Transformers."""
+    """Return the line of each class of the installed Transformers."""
     types = defaultdict(list)
     for model_type, cls in sorted(class_names().items()):
         types[cls].append(f"`{model_type}`")
@@ -54,7 +54,7 @@ def rows() -> dict[str, str]:
 
 
 def page() -> str:
-    """The whole file."""
+    """Return the whole file."""
     lines = rows()
     counts = [f"{sum(f'| {status} |' in line for line in lines.values())} {status}" for status in
               ("supported", "special", "refused", "not tested")]  # fmt: skip
@@ -63,7 +63,7 @@ def page() -> str:
 
 
 def stale() -> list[str]:
-    """Rows that the file lacks, of classes that are new or have changed; else, for the same Transformers, other lines."""
+    """Return missing rows of new or changed classes; if none, and Transformers has the same version, other differing lines."""
     text, fresh = PAGE.read_text("utf-8"), page()
     lacking = [line for line in fresh.splitlines() if line not in text.splitlines()]
     rows = [line for line in lacking if line.startswith("| ")]

@@ -1,4 +1,4 @@
-"""The command ``hf-cce`` in this process, and Python in a new one."""
+"""Run the command ``hf-cce`` in this process, and Python code in a new one."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def hf_cce(*arguments: str) -> Result:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main(list(arguments))
-        except SystemExit as ended:  # argparse's, for wrong arguments and --help
+        except SystemExit as ended:  # raised by argparse for wrong arguments and --help
             code = int(ended.code or 0)
     return Result(code, out.getvalue(), err.getvalue())
 
 
 def python(code: str, interpreted: bool = True, folders: tuple[str | Path, ...] = (), **more: str) -> str:
-    """What ``code`` prints in a fresh Python at the root; ``interpreted=False``: where Triton compiles.
+    """Return what ``code`` prints in a new Python process at the root; with ``interpreted=False``, Triton compiles.
 
-    ``folders``, relative to the root, are those from which it imports first.
+    ``folders``, relative to the root, are put first on the import path.
     """
     environment = {
         name: value for name, value in os.environ.items() if interpreted or name != "TRITON_INTERPRET"

@@ -1,4 +1,4 @@
-"""The divergences as plain PyTorch on full logits, and how to run them and ours on the same inputs."""
+"""Reference divergences on full logits in plain PyTorch, and helpers to compare them with ``linear_divergence``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_cce import CCEConfig, TeacherHead, TeacherTopK, linear_divergence
 
 @dataclass(frozen=True)
 class Case:
-    """One call; vocabularies of different sizes differ in padding."""
+    """One call. If the vocabulary sizes differ, the difference is padding."""
 
     kind: str = "forward_kl"
     beta: float = 0.5
@@ -27,7 +27,7 @@ class Case:
     bias: bool = False
     logit_scale: float = 1.0
     softcap: float | None = None
-    vocab_sizes: tuple[int, int] = (131, 131)  # the student's and the teacher's
+    vocab_sizes: tuple[int, int] = (131, 131)  # of student and teacher
 
     @property
     def options(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Inputs:
     teacher_hidden: Tensor  # [2, N/2, D_t]
     teacher_weight: Tensor
     mask: Tensor | None
-    upstream: Tensor  # of reduction="none"
+    upstream: Tensor  # for reduction="none"
 
     def student(self, dtype: torch.dtype) -> list[Tensor]:
         leaves = [x for x in (self.hidden, self.weight, self.bias) if x is not None]
@@ -57,7 +57,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", n: int = 40, d: int = 72, dt: int = 40) -> Inputs:
-    """Logits of a standard deviation of 2; a third of the tokens masked, and whole blocks of them."""
+    """Return inputs whose logits have standard deviation 2; a third of the tokens is masked, including whole blocks."""
     g = torch.Generator().manual_seed(n * 7919 + d * 31 + dt)
     (vs, vt), half = case.vocab_sizes, n // 2
 
@@ -76,7 +76,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", n: int = 40
 
 
 def of_logits(log_ps: Tensor, log_pt: Tensor, case: Case) -> Tensor:
-    """The divergence of each token from log-probabilities."""
+    """Return the divergence of each token from log-probabilities."""
     if case.kind == "forward_kl":
         return F.kl_div(log_ps, log_pt, reduction="none", log_target=True).sum(-1)
     if case.kind == "reverse_kl":
@@ -94,7 +94,7 @@ def top_k(x: Inputs, case: Case) -> TeacherTopK:
 
 
 def plain(x: Inputs, leaves: list[Tensor], case: Case) -> Tensor:
-    """Full logits in the dtype of ``leaves``, as a model makes them; the rest in float32, or float64."""
+    """Compute full logits in the dtype of ``leaves``, as a model would, and the rest in float32 (float64 for float64)."""
     hidden, weight = leaves[:2]
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     z = (F.linear(hidden, weight, *leaves[2:]).to(wide)) * case.logit_scale
@@ -141,7 +141,7 @@ def gradients(loss: Tensor, leaves: list[Tensor], x: Inputs) -> list[Tensor]:
 
 
 def check(case: Case, dtype: torch.dtype, config: CCEConfig | None = None, device: str = "cpu") -> None:
-    """Loss and gradients against float64, as close as full logits in ``dtype``."""
+    """Check that loss and gradients are as close to float64 as full logits in ``dtype``."""
     x = make_inputs(case, dtype, device)
     found = []
     for function, kind in ((plain, torch.float64), (plain, dtype), (ours, dtype)):

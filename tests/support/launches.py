@@ -1,7 +1,7 @@
-"""Every kernel launch of training steps, as a GPU of any architecture would get it, without a GPU.
+"""Every kernel launch of training steps, as a GPU of any architecture would receive it, without a GPU.
 
-The tensors are on the device "meta", and Triton is told of the architecture: it specializes each launch as it always does, so
-nobody lists kernels or the types of their arguments. Only in a process of its own and without TRITON_INTERPRET.
+Tensors are on the device "meta" and Triton is told the architecture. It specializes each launch as usual, so kernels and
+argument types need not be listed. Use only in a process of its own, without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Launch = Callable[[Any, dict[str, Any], Callable[[], Any]], None]
 
 
 class Driver:
-    """In place of Triton's driver for a GPU."""
+    """Replacement for Triton's GPU driver."""
 
     def __init__(self, arch: int) -> None:
         self.target = GPUTarget("cuda", arch, 32)
@@ -45,9 +45,9 @@ class Driver:
 
 
 def pretend(arch: int, launch: Launch) -> None:
-    """Be a GPU of this architecture from now on, which computes nothing.
+    """Pretend to be a GPU of this architecture that computes nothing, for the rest of the process.
 
-    ``launch(function, arguments, compile)`` takes the place of each launch; ``compile()`` returns Triton's compiled kernel.
+    ``launch(function, arguments, compile)`` replaces each launch; ``compile()`` returns Triton's compiled kernel.
     """
     driver.set_active(Driver(arch))
     torch.cuda.get_device_capability = lambda *_: divmod(arch, 10)
@@ -69,7 +69,7 @@ EVERYTHING = replace(SCALED, softcap=5.0, z_loss=0.1)
 
 
 def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> dict[str, Step]:
-    """A step of each strategy, by name; with a softcap also a bias, where that is allowed."""
+    """Return a step of each strategy by name; with a softcap, also with a bias where that is allowed."""
     hidden, weight, bias = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((n, d), (v, d), (v,)))
     labels, tau = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
     x, few = Inputs(hidden, weight, None, labels), Inputs(hidden[: n - 7400], weight, None, labels[: n - 7400])

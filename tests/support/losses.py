@@ -1,4 +1,4 @@
-"""The loss as plain PyTorch with full logits, and how to run it and ours on the same inputs."""
+"""The reference loss on full logits in plain PyTorch, and helpers to compare it with the fused loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Options:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     reduction: str = "mean"
-    frozen: bool = False  # hidden states alone get a gradient
+    frozen: bool = False  # only the hidden states get a gradient
 
 
 PLAIN = Options()
@@ -41,14 +41,14 @@ def make_inputs(
     ignored: str = "some",
     spread: float = 2.0,
 ) -> tuple[Inputs, Tensor]:
-    """((hidden_states [N, D], weight [V, D], bias [V] or None), labels [N]); logits of standard deviation ``spread``."""
+    """Return ((hidden_states [N, D], weight [V, D], bias [V] or None), labels [N]); logits have standard deviation ``spread``."""
     g = torch.Generator().manual_seed(n * 7919 + d * 31 + v)
     hidden = torch.randn(n, d, generator=g)
     weight = torch.randn(v, d, generator=g) * (spread / d**0.5)
     labels = torch.randint(v, (n,), generator=g)
     if ignored == "some":
         labels[::3] = -100
-        labels[n // 2 : n // 2 + 40] = -100  # whole blocks of tokens without a label
+        labels[n // 2 : n // 2 + 40] = -100  # includes whole blocks of ignored tokens
         if n > 1:
             labels[-1] = v - 1
     elif ignored == "all":
@@ -94,9 +94,9 @@ def fused_loss(config: CCEConfig | None = None, state: FilterState | None = None
 def loss_and_gradients(
     loss: Callable[..., Tensor], inputs: Inputs, labels: Tensor, options: Options, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Loss and gradients with every input in ``dtype``; uneven upstream gradients where the loss is one per token.
+    """Return loss and gradients with every input in ``dtype``, with uneven upstream gradients for per-token losses.
 
-    float16 gets the loss scale that float16 training has: without it, gradients underflow in plain PyTorch and here.
+    The loss scale of float16 training applies to every dtype: without it, float16 gradients underflow in both implementations.
     """
     leaves = [None if x is None else x.detach().to(dtype) for x in inputs]
     for x in leaves[: 1 if options.frozen else 3]:
@@ -114,7 +114,7 @@ def loss_and_gradients(
 def check_against_plain(
     loss: Callable[..., Tensor], inputs: Inputs, labels: Tensor, options: Options, dtype: torch.dtype, what: str
 ) -> None:
-    """Loss and every gradient of ``loss`` in ``dtype`` are as good as those of full logits in ``dtype``, by float64."""
+    """Check that loss and gradients in ``dtype`` are as accurate as those of full logits in ``dtype``, relative to float64."""
     exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
     twin = loss_and_gradients(plain_loss, inputs, labels, options, dtype)
     actual = loss_and_gradients(loss, inputs, labels, options, dtype)

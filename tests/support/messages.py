@@ -1,7 +1,7 @@
-"""Every text that hf_cce shows when something is not as it should be: errors, warnings, and the reasons inside them.
+"""Extract every error, warning and reason that hf_cce can show to users.
 
-Read from the source, so that none is forgotten: what is raised, what is warned of, what a function whose name begins with "why"
-gives back, what is called a reason, and the tables of refused classes. A part that is filled in when it is shown reads "…".
+They are read from the source, so that none is missed: raised errors, warnings, return values of functions named "why…", values
+called a reason, and the tables of refused classes. Parts that are filled in at run time read "…".
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HOLE = "…"
-# Raised to end the process or to speak to other code, not to a reader.
+# Raised to end the process or for other code, not for a reader.
 SILENT = {"SystemExit", "NotImplementedError", "Unavailable", "Missing"}
 TABLES = {"REFUSED", "SPECIAL"}
-REASONS = {"reason", "why"}  # names that reasons are given to
-Names = dict[str, ast.AST]  # what names that are assigned once stand for
+REASONS = {"reason", "why"}  # variable names that hold reasons
+Names = dict[str, ast.AST]  # values of names that are assigned once
 
 
 def text_of(node: ast.AST, names: Names) -> str | None:
-    """The string that ``node`` makes, with holes; None: no string."""
+    """Return the string that ``node`` evaluates to, with holes, or None if it is not a string."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -37,7 +37,7 @@ def text_of(node: ast.AST, names: Names) -> str | None:
 
 
 def strings(node: ast.AST | None, names: Names) -> Iterator[str]:
-    """Every text that a value may be."""
+    """Yield every text that a value may be."""
     if isinstance(node, (ast.IfExp, ast.BoolOp)):
         for value in node.values if isinstance(node, ast.BoolOp) else (node.body, node.orelse):
             yield from strings(value, names)
@@ -46,7 +46,7 @@ def strings(node: ast.AST | None, names: Names) -> Iterator[str]:
 
 
 def shown(tree: ast.Module, names: Names) -> Iterator[tuple[ast.AST | None, Names]]:
-    """What is shown, and the names that it may be made of."""
+    """Yield each node that is shown to users, with the names it may refer to."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             if node.exc.args and ast.unparse(node.exc.func) not in SILENT:
@@ -67,7 +67,7 @@ def shown(tree: ast.Module, names: Names) -> Iterator[tuple[ast.AST | None, Name
 
 
 def messages() -> dict[str, str]:
-    """Each message of hf_cce, and where it is."""
+    """Return each message of hf_cce with its location."""
     found: dict[str, str] = {}
     for path in sorted((ROOT / "hf_cce").rglob("*.py")):
         tree, assigned = ast.parse(path.read_text("utf-8")), dict[str, list[ast.AST]]()

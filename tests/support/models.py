@@ -1,4 +1,4 @@
-"""Tiny causal LMs, and how a patched one is compared with the one as it is: loss, every gradient, logits that are made."""
+"""Tiny causal LMs, and helpers to compare a patched one with the original: loss, every gradient, materialized logits."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hf_cce.deferred.lazy_tensor import LazyGrad, LazyTensor
 from hf_cce.head_checks import find_head
 from hf_cce.patches.causal_lm import patch_of
 
-VOCABULARY, HIDDEN, BATCH, LENGTH = 99, 32, 2, 24  # more tokens (48) than hidden sizes: [V, D] is smaller than logits
-LossOf = Callable[[Any, Any], Tensor]  # the loss of a model for a batch
+VOCABULARY, HIDDEN, BATCH, LENGTH = 99, 32, 2, 24  # 48 tokens > HIDDEN: the logits are larger than [V, D]
+LossOf = Callable[[Any, Any], Tensor]  # returns a model's loss for a batch
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
@@ -42,7 +42,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 @dataclass(frozen=True)
 class Family:
-    """How to build one family; ``options`` go on top of the common sizes, ``drop`` takes common ones away."""
+    """How to build one family; ``options`` extend the common sizes, ``drop`` removes some of them."""
 
     model: str
     config: str
@@ -50,7 +50,7 @@ class Family:
     drop: tuple[str, ...] = ()
 
     def build(self, **options: Any) -> Any:
-        """The model in fp32 training mode, from a fixed seed."""
+        """Return the model in fp32 training mode, built from a fixed seed."""
         sizes = {key: value for key, value in _COMMON.items() if key not in self.drop}
         config = getattr(transformers, self.config)(**{**sizes, **self.options, **options})
         torch.manual_seed(0)
@@ -58,14 +58,14 @@ class Family:
 
 
 def head_of(model: Any) -> Any:
-    """Its LM head."""
+    """Return the model's LM head."""
     head = find_head(model)
     assert head is not None
     return head
 
 
 def randomise(model: Any) -> Any:
-    """Random biases (they start at zero) and a head large enough for softcap and scale to show in the loss."""
+    """Randomize biases (zero by default) and enlarge the head's weight, so that softcap and scale affect the loss."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -80,13 +80,13 @@ _BART = {"d_model": HIDDEN, "dropout": 0.0, "is_decoder": True, "is_encoder_deco
     for part in ("encoder", "decoder")
     for name, value in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 40))
 }
-# What differs between head and loss; every other class is in test_all_classes.py.
+# Families that differ between head and loss; test_all_classes.py covers every other class.
 FAMILIES: dict[str, Family] = {
     "llama": Family(*_LLAMA, {"tie_word_embeddings": False}),
     "llama_tied": Family(*_LLAMA, {"tie_word_embeddings": True}),
     "gemma2": Family("Gemma2ForCausalLM", "Gemma2Config", {"head_dim": 16, "final_logit_softcapping": 5.0}),
     "granite": Family("GraniteForCausalLM", "GraniteConfig", {"logits_scaling": 3.0}),
-    "phi": Family("PhiForCausalLM", "PhiConfig", {"tie_word_embeddings": False}),  # a bias
+    "phi": Family("PhiForCausalLM", "PhiConfig", {"tie_word_embeddings": False}),  # has a bias
     "gpt2": Family(
         "GPT2LMHeadModel",
         "GPT2Config",
@@ -116,19 +116,19 @@ FAMILIES: dict[str, Family] = {
 
 
 def tiny_llama(**options: Any) -> Any:
-    """The model for everything that does not depend on the family."""
+    """Return the model for tests that do not depend on the family."""
     return FAMILIES["llama"].build(**options)
 
 
 def twins(family: str = "llama", **options: Any) -> tuple[Any, Any]:
-    """A model as it is, and its copy with the patch."""
+    """Return a model and a patched copy of it."""
     plain = FAMILIES[family].build(**options)
     return plain, apply_cce(copy.deepcopy(plain))
 
 
 @contextmanager
 def told() -> Iterator[list[str]]:
-    """What hf_cce warns of within, each warning as often as it was given."""
+    """Collect hf_cce's warnings inside the block, repeated ones included."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -137,7 +137,7 @@ def told() -> Iterator[list[str]]:
 
 
 def batch(*, ignored: bool = True, rows: int = BATCH, seed: int = 1, words: int = VOCABULARY) -> dict[str, Tensor]:
-    """``input_ids`` [B, S] below ``words`` with labels; ``ignored``: a row padded at its end, and an unscored prompt."""
+    """Return ``input_ids`` [B, S] below ``words`` with labels; ``ignored`` pads the end of a row and ignores a prompt."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(3, words, (rows, LENGTH), generator=generator)
     labels = input_ids.clone()
@@ -151,7 +151,7 @@ def batch(*, ignored: bool = True, rows: int = BATCH, seed: int = 1, words: int 
 
 
 class StayDouble(TorchFunctionMode):
-    """float64 stays float64 where a model's code asks for float32 (norms, softmax, the loss): the exact reference."""
+    """Keep float64 where a model's code asks for float32 (norms, softmax, the loss), for an exact reference."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
@@ -160,9 +160,9 @@ class StayDouble(TorchFunctionMode):
 
 
 def exact(model: Any) -> Any:
-    """A float64 copy of an unpatched model; run it with ``loss_and_grads(..., double=True)``."""
+    """Return a float64 copy of an unpatched model; run it with ``loss_and_grads(..., double=True)``."""
     model = copy.deepcopy(model).double()
-    model.config._experts_implementation = "eager"  # torch's grouped_mm takes no float64
+    model.config._experts_implementation = "eager"  # torch's grouped_mm does not support float64
     return model
 
 
@@ -171,12 +171,12 @@ def _is_float(value: Any) -> bool:
 
 
 def own_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """What the model says its loss is."""
+    """Return the model's own loss."""
     return model(**inputs).loss
 
 
 def loss_and_grads(model: Any, inputs: Any, *, double: bool = False, loss_of: LossOf = own_loss) -> dict[str, Tensor]:
-    """The loss and the gradient of every parameter, by name; parameters without a gradient are left out."""
+    """Return the loss and the gradient of every parameter that has one, by name."""
     model.zero_grad(set_to_none=True)
     if double:
         usual = torch.get_default_dtype()
@@ -195,10 +195,10 @@ def loss_and_grads(model: Any, inputs: Any, *, double: bool = False, loss_of: Lo
 
 
 def _by_module(results: dict[str, Tensor], head: set[str]) -> dict[str, Tensor]:
-    """Gradients of one module as one vector, those of the head one by one.
+    """Concatenate the gradients of each module into one vector, except those of the head.
 
-    A bias in front of a softmax has a gradient that is zero but for rounding (the key bias of attention) or nearly so;
-    its own relative error is chance, and says something only next to the weight it belongs to.
+    A bias before a softmax has a gradient that is zero up to rounding (the key bias of attention), or nearly so. Its own
+    relative error is random and meaningful only together with the weight it belongs to.
     """
     groups: dict[str, list[Tensor]] = {}
     for name, value in results.items():
@@ -215,9 +215,9 @@ def assert_same_training(
     redraw: bool = False,
     loss_of: LossOf = own_loss,
 ) -> None:
-    """Loss and every gradient of ``patched`` are as close to float64 as those of the unpatched ``plain``.
+    """Check that loss and gradients of ``patched`` are as close to float64 as those of the unpatched ``plain``.
 
-    With ``redraw`` the unpatched one may show its rounding noise in several orders of summation, where one is not enough.
+    With ``redraw``, the unpatched model's rounding error is sampled in several summation orders if one is not enough.
     """
     reference = exact(plain) if reference is None else reference
     reference = loss_and_grads(reference, inputs, double=True, loss_of=loss_of)
@@ -239,9 +239,9 @@ def assert_results_as_good(
     plain: Any = None,
     draw: Callable[[Any], dict[str, Tensor]] | None = None,
 ) -> None:
-    """Each of ``actual`` by itself, as close as ``twin`` is.
+    """Check that each of ``actual`` is as close to ``reference`` as ``twin`` is.
 
-    With ``plain``, ``draw`` shows the rounding of that model in other orders where one does not tell how large it is.
+    With ``plain`` and ``draw``, sample that model's rounding error in other summation orders if one is not enough.
     """
     twins = [twin]
     for name, value in actual.items():
@@ -252,14 +252,14 @@ def assert_results_as_good(
 
 
 def _reordered(model: Any, seed: int) -> Any:
-    """The same model, its LM head summing over the hidden dimension in another order: the same function, rounded anew.
+    """Return a copy whose LM head sums over the hidden dimension in another order: the same function, rounded differently.
 
-    Where a gradient is ill-conditioned (a query in front of a peaked softmax), the error of one computation is one draw of
-    rounding noise, amplified; how large the unpatched model's own error is, several draws tell.
+    If a gradient is ill-conditioned (a query before a peaked softmax), the error of one run is a single sample of amplified
+    rounding noise. Several samples show how large the unpatched model's own error is.
     """
     model = copy.deepcopy(model)
     head = head_of(model)
-    head = getattr(head, "base_layer", head)  # of one that PEFT adapts
+    head = getattr(head, "base_layer", head)  # the inner layer of a PEFT adapter
     order = torch.randperm(head.weight.shape[1], generator=torch.Generator().manual_seed(seed))
     head.forward = lambda hidden: torch.nn.functional.linear(hidden[..., order], head.weight[:, order], head.bias)
     return model
@@ -284,9 +284,9 @@ class _Spy(TorchDispatchMode):
 
 @contextmanager
 def logits_made(tokens: int = BATCH * LENGTH - BATCH, model: Any = None) -> Iterator[list[str]]:
-    """The operations outside our own that made a tensor of ``tokens`` x vocabulary, in forward and backward.
+    """Return the operations outside hf_cce that created a tensor of ``tokens`` x vocabulary, in forward and backward.
 
-    Those of the shape of a parameter of ``model`` are left out: they are its gradient. A dispatch mode sees
+    Tensors with the shape of a parameter of ``model`` are excluded: they are gradients. A dispatch mode sees
     ``torch.ops.hf_cce`` as one operation, not what happens inside.
     """
     shapes = {tuple(parameter.shape) for parameter in model.parameters()} if model is not None else set()
@@ -296,7 +296,7 @@ def logits_made(tokens: int = BATCH * LENGTH - BATCH, model: Any = None) -> Iter
 
 
 def anatomy(model: nn.Module) -> dict[str, Any]:
-    """What a patch could leave behind: class, attributes and hooks of the model and of every module in it."""
+    """Return what a patch could leave behind: class, attributes and hooks of the model and all its modules."""
     hooks = [name for name in vars(nn.Module()) if "hooks" in name]
     return {
         name: (type(module), sorted(vars(module)), [len(getattr(module, hook) or ()) for hook in hooks])
@@ -305,7 +305,7 @@ def anatomy(model: nn.Module) -> dict[str, Any]:
 
 
 def with_open_gates(model: Any) -> Any:
-    """``model`` with LLaMA-Adapter's prompts at work: their gates are zero at first, and the prompts do nothing."""
+    """Activate LLaMA-Adapter's prompts: their gates start at zero, which disables them."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "adaption_gate" in name:
@@ -314,14 +314,14 @@ def with_open_gates(model: Any) -> Any:
 
 
 def stats(model: Any) -> Any:
-    """The counters of a patched model, bare or wrapped."""
+    """Return the counters of a patched model, bare or wrapped."""
     patch = patch_of(causal_lm(model))
     assert patch is not None
     return patch.stats
 
 
 def assert_fused(model: Any, calls: int | None = None) -> None:
-    """Every training call so far was answered without logits."""
+    """Check that every training call so far was fused."""
     counters = stats(model)
     assert counters.fused > 0 and counters.materialized == counters.missed == 0
     assert calls is None or counters.calls == calls

@@ -1,7 +1,8 @@
-"""The one place that says how close is close enough.
+"""The accuracy rule of all tests.
 
-A result is judged against the exact one (computed in float64) and against its *twin*: what plain PyTorch, or the unpatched
-model, gives in the same dtype. The budget is data-derived: no literal tolerances anywhere else in the tests.
+A result is compared with the exact one (computed in float64) and with its *twin*: the result of plain PyTorch, or of the
+unpatched model, in the same dtype. The budget follows from the twin's error, not from a literal tolerance; only a few
+tests, such as those that compare whole training runs, set their own tolerance.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """‖actual − exact‖ / ‖exact‖ in float64; ‖actual‖ where ``exact`` is all zero. NaN or inf in ``actual`` gives inf."""
+    """Return ‖actual − exact‖ / ‖exact‖ in float64, or ‖actual‖ if ``exact`` is all zero; inf if ``actual`` has NaN or inf."""
     exact = exact.detach().double()
     actual = actual.detach().to(exact)
     assert actual.shape == exact.shape, f"shape {tuple(actual.shape)} against {tuple(exact.shape)}"
@@ -23,26 +24,26 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 def budget(twin_error: float, dtype: torch.dtype) -> float:
-    """The error a result of ``dtype`` may have when plain PyTorch in that dtype has ``twin_error``.
+    """Return the error allowed for a result of ``dtype`` if plain PyTorch in that dtype has ``twin_error``.
 
-    float32 and float64: both are exact up to the order of summation, which differs; so twice the twin's error plus
-    sixteen units of rounding (a result that is a sum of a few numbers has an error of that order by luck, or none).
-    float16 and bfloat16: no more than the twin's, plus a sixteenth of a unit of rounding for the same luck.
+    float32 and float64: the two results differ only in the order of summation. Allow twice the twin's error plus sixteen units
+    of rounding, because a sum of a few numbers may happen to have no error at all.
+    float16 and bfloat16: the twin's error plus a sixteenth of a unit of rounding, for the same reason.
     """
     unit = torch.finfo(dtype).eps
     return twin_error + unit / 16 if dtype in (torch.float16, torch.bfloat16) else 2 * twin_error + 16 * unit
 
 
 def exponent_rounding(largest_logit: float) -> float:
-    """The relative error of a probability that is recomputed as exp(logit - logsumexp) from both in float32.
+    """Return the relative error of a probability recomputed as exp(logit - logsumexp), both in float32.
 
-    Full logits subtract the largest logit first, which is exact; it shows where logits are beyond a thousand.
+    Full logits first subtract the largest logit, which is exact. The difference matters for logits beyond a thousand.
     """
     return 2 * torch.finfo(torch.float32).eps * largest_logit
 
 
 def as_good(actual: Tensor, twins: list[Tensor], exact: Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``actual`` is as close to ``exact`` as ``budget`` allows for the worst of ``twins``."""
+    """Return True if ``actual`` is as close to ``exact`` as ``budget`` allows for the worst of ``twins``."""
     return relative_error(actual, exact) <= budget(max(relative_error(twin, exact) for twin in twins), dtype)
 
 
@@ -51,7 +52,7 @@ def assert_as_good(
 ) -> None:
     """Fail unless ``actual`` is as close to ``exact`` as ``budget`` allows; ``dtype`` is that of the computation.
 
-    ``twin``: of several, which round differently, the worst counts.
+    If ``twin`` is a list of results that round differently, the worst one counts.
     """
     twins, dtype = twin if isinstance(twin, list) else [twin], dtype or actual.dtype
     error, allowed = relative_error(actual, exact), budget(max(relative_error(each, exact) for each in twins), dtype)

@@ -1,4 +1,4 @@
-"""Starts a script of this folder on several ranks, and hands back what they found."""
+"""Start a script of this folder on several ranks and return its results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def started(script: str, path: Path, *arguments: str, ranks: int = 2, device: str = "cpu") -> dict[str, Any]:
-    """What the processes of ``script`` have written to ``path``; on a CPU they see no GPU."""
+    """Return what the processes of ``script`` wrote to ``path``; with device "cpu", GPUs are hidden from them."""
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

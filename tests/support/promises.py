@@ -1,6 +1,6 @@
-"""Write what is made in ``docs/reference/trust.md``, random cases, versions, mutants: ``python -m tests.support.promises``.
+"""Write the generated parts of ``docs/reference/trust.md``: ``python -m tests.support.promises``.
 
-The promises of the page name tests; tests/docs/test_trust.py checks that these exist and that what is made is fresh.
+The promises on the page name tests; tests/docs/test_trust.py checks that these exist and that the generated parts are current.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def versions() -> str:
 
 
 def mutants() -> str:
-    """Return what tests/mutants/report.json says, in sentences."""
+    """Return a summary of tests/mutants/report.json."""
     report = json.loads(MUTANTS.read_text("utf-8"))
     ran = len(report["mutants"])
     lines = [
@@ -46,7 +46,7 @@ def mutants() -> str:
 
 
 def random_cases() -> str:
-    """Return what benchmarks/results/property.json says, in sentences."""
+    """Return a summary of benchmarks/results/property.json."""
     report = json.loads(RANDOM.read_text("utf-8"))
     failures = report["failures"]
     lines = [
@@ -67,12 +67,12 @@ def _inline(text: str) -> str:
 
 
 def made_parts() -> list[tuple[str, str]]:
-    """Return (title of the section, its text)."""
+    """Return (section title, text) of each generated part."""
     return [("Random cases", random_cases()), ("Supported versions", versions()), ("Mutants", mutants())]
 
 
 def page() -> str:
-    """Return the page as it is to be."""
+    """Return the page with its generated parts renewed."""
     text = PAGE.read_text("utf-8")
     for title, made in made_parts():
         head, _, rest = text.partition(f"## {title}\n")

@@ -1,10 +1,9 @@
-"""Random cases of the loss against float64, judged by numerics.py: on a GPU
+"""Random cases of the loss against float64, judged by numerics.py. On a GPU:
 
     python -m tests.support.property --cases 10000 --json benchmarks/results/property.json
 
-A seed gives the same case again on devices of one kind. The shapes and options that a kernel is compiled for come from 96
-variants; tokens, values, labels and what is ignored vary from case to case. tests/loss/test_property.py runs some of them on
-the CPU.
+A seed gives the same case on all devices of one kind. Kernels are compiled for the shapes and options of 96 variants; tokens,
+values, labels and ignored tokens vary from case to case. tests/loss/test_property.py runs some cases on the CPU.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ from torch import Tensor
 from hf_cce import CCEConfig
 
 VARIANTS = 96
-MOST_LOGITS = 1 << 26  # of a case: several copies of them in float64 exist at once
+MOST_LOGITS = 1 << 26  # per case: several float64 copies of them exist at once
 VALUES = ("normal", "flat", "equal", "one-hot", "large", "huge", "foreseen", "not foreseen", "NaN", "infinity")
 IGNORED = ("none", "some", "most", "first block", "half")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What kernels are compiled for, or may be."""
+    """Parameters for which kernels are, or may be, compiled."""
 
     dtype: str
     d: int
     v: int
     options: Options
     budget: int | str
-    strided: bool  # hidden states and labels lie apart
+    strided: bool  # hidden states and labels are not contiguous
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,12 @@ class Case:
     n: int
     values: str
     ignored: str
-    one_label: bool  # for all tokens
+    one_label: bool  # the same for all tokens
     seed: int
 
 
 def variants(large: bool) -> list[Variant]:
-    """Return the same variants each time; ``large``: with the vocabularies of real models."""
+    """Return the same variants on every call; ``large`` uses the vocabulary sizes of real models."""
     draw = random.Random(0)
     sizes = (1, 2, 99, 1000, 32000, 50257, 262144) if large else (1, 2, 34, 99, 131)
     found = []
@@ -85,7 +84,7 @@ def variants(large: bool) -> list[Variant]:
             draw.choice(("auto", 1 << 20, 16 << 20)),
             draw.random() < 0.3,
         )  # fmt: skip
-        # Of one or two entries, label smoothing and the bias's gradient leave a difference of numbers that are nearly equal.
+        # With one or two entries, label smoothing and the bias's gradient are differences of nearly equal numbers.
         if variant.v > 2 or not (variant.options.label_smoothing or variant.options.bias):
             found.append(variant)
     return found
@@ -95,7 +94,7 @@ def make_case(seed: int, large: bool) -> Case:
     draw = random.Random(seed)
     variant, values = draw.choice(variants(large)), draw.choice(VALUES)
     n = draw.randint(16, min(2048, MOST_LOGITS // variant.v) if large else 50)
-    # Logits of ±10⁴: a softcap has no gradient left there, and a z-loss leaves the range of float16.
+    # With logits of ±10⁴ a softcap has zero gradient, and a z-loss overflows float16.
     if values == "huge" and (variant.options.softcap or variant.options.z_loss):
         values = "large"
     return Case(variant, n, values, draw.choice(IGNORED), draw.random() < 0.1, seed)
@@ -114,9 +113,9 @@ def tensors(case: Case, device: str) -> tuple[Inputs, Tensor]:
         hidden *= 0.05 if case.values == "flat" else 0.0
     elif case.values == "one-hot":
         hidden = torch.nn.functional.one_hot(torch.randint(d, (n,), generator=g, device=device), d).float() * 8
-    elif case.values in ("large", "huge"):  # logits of some tens; some beyond ±10⁴
+    elif case.values in ("large", "huge"):  # logits of some tens, or beyond ±10⁴
         hidden *= 30 if case.values == "large" else 6000
-    elif case.values in ("foreseen", "not foreseen"):  # p of the label near 1, near 0
+    elif case.values in ("foreseen", "not foreseen"):  # p of the label near 1, or near 0
         hidden += (1 if case.values == "foreseen" else -1) * 0.75 * weight[labels]
     if case.ignored != "none":
         keep = (
@@ -124,7 +123,7 @@ def tensors(case: Case, device: str) -> tuple[Inputs, Tensor]:
             < {"some": 0.7, "most": 0.3, "first block": 1.0, "half": 0.5}[case.ignored]
         )
         keep[: n // 2] &= case.ignored != "first block"
-        keep[-1] = True  # else nothing is left to compare
+        keep[-1] = True  # at least one token must remain
         labels = torch.where(keep, labels, -100)
     if case.values in ("NaN", "infinity"):
         hidden[-1, 0] = float("nan") if case.values == "NaN" else float("inf")
@@ -136,13 +135,13 @@ def tensors(case: Case, device: str) -> tuple[Inputs, Tensor]:
 
 
 def widened_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
-    """``plain_loss`` that leaves 16 bits right after the product: full logits that are rounded once."""
+    """Compute ``plain_loss`` with logits widened to float32 right after the product, so that they are rounded only once."""
     z = (hidden @ weight.t()).float()
     return loss_of_logits(scaled_and_capped(z if bias is None else z + bias.float(), options), labels, options)
 
 
 def label_alone(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
-    """The part of the loss that is the label's logit: its gradient is that of a loss whose probabilities are all zero."""
+    """Return the label's logit term of the loss. Its gradient is that of the loss with all probabilities set to zero."""
     valid = labels != -100
     z = full_logits(hidden, weight, bias, options).gather(1, labels.where(valid, 0)[:, None])[:, 0] * valid
     if options.reduction == "none":
@@ -151,20 +150,20 @@ def label_alone(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Ten
 
 
 class Found(NamedTuple):
-    """The relative error of a loss or gradient, and what it may be."""
+    """The relative error of a loss or gradient, and its limit."""
 
     error: float
     allowed: float
-    rounding: float  # that of the recomputed probabilities, beside it
+    rounding: float  # additional error from recomputing the probabilities
 
 
 def errors(case: Case, device: str, implementation: str) -> dict[str, Found]:
-    """Return what is found of the loss and of each gradient; of NaN and infinity nothing.
+    """Return the errors of the loss and each gradient, or {} for inputs with NaN or infinity.
 
-    Full logits are computed three times: as they are, with the hidden dimension reversed, and rounded once. The worst counts.
+    The worst of three full-logits runs counts: unmodified, with the hidden dimension reversed, and with logits rounded once.
 
     Raises:
-        AssertionError: whether the loss is finite differs from full logits.
+        AssertionError: for such inputs, only one of the loss and full logits is finite.
     """
     options, dtype = case.variant.options, getattr(torch, case.variant.dtype)
     loss = fused_loss(CCEConfig(implementation, case.variant.budget, None))  # type: ignore[arg-type]
@@ -185,7 +184,7 @@ def errors(case: Case, device: str, implementation: str) -> dict[str, Found]:
     for name, value in actual.items():
         opposite = other[name].flip(-1) if name in ("hidden", "weight") else other[name]
         twins = [relative_error(x, exact[name]) for x in (twin[name], opposite, once[name])]
-        # Of the probabilities, of which the label's cancels where it is near one
+        # Size of the probabilities' part of the gradient; the label's part cancels it if p is near one
         size = float(of_label[name].norm()) / (float(exact[name].norm()) or 1.0)
         allowed = budget(max(twins), dtype)
         result[name] = Found(relative_error(value, exact[name]), allowed, 0.0 if name == "loss" else rounding * size)
@@ -196,17 +195,17 @@ def check(case: Case, device: str, implementation: str) -> None:
     """Compare loss and gradients with full logits by the rule of numerics.py.
 
     Raises:
-        AssertionError: an error exceeds what is allowed, or the loss is finite where that of full logits is not.
+        AssertionError: an error exceeds its limit, or only one of the loss and full logits is finite.
     """
     for name, (error, allowed, _) in errors(case, device, implementation).items():
         assert error <= allowed, f"{case}: {name}: relative error {error:.2e} exceeds {allowed:.2e}"
 
 
 def check_among_thousands(case: Case, device: str, implementation: str) -> None:
-    """As ``check``, with the rounding of recomputed probabilities allowed for, and without what chance does to some of thousands.
+    """Run ``check`` allowing for the rounding of recomputed probabilities and for outliers among thousands of cases.
 
-    Where a few tokens decide, full logits may be nearly exact by chance. So a case that exceeds what is allowed is drawn four
-    times more, and the root mean squares of all five are compared: an error that is no chance remains.
+    If few tokens dominate, full logits may be nearly exact by chance. So a case that exceeds its limit is drawn four more
+    times, and the root mean squares of all five are compared: a systematic error remains.
     """
     found = [errors(case, device, implementation)]
     if all(error <= allowed + rounding for error, allowed, rounding in found[0].values()):
@@ -220,13 +219,13 @@ def check_among_thousands(case: Case, device: str, implementation: str) -> None:
 
 
 def run(seeds: range, implementation: str) -> list[dict[str, Any]]:
-    """Return the cases that fail, each with its error."""
+    """Return the failing cases with their errors."""
     device, failures = "cuda" if torch.cuda.is_available() else "cpu", []
     for seed in seeds:
         case = make_case(seed, device == "cuda")
         try:
             check_among_thousands(case, device, implementation)
-        except Exception as error:  # a report of all failures, of any kind
+        except Exception as error:  # report failures of any kind
             failures.append({"case": asdict(case), "error": f"{type(error).__name__}: {error}"[:900]})
     return failures
 

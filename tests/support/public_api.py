@@ -1,6 +1,6 @@
-"""What a user may call: names, parameters, results, options of the command.
+"""The public API: names, parameters, results, and options of the command.
 
-The last that was agreed on lies in public_api.json. ``python -m tests.support.public_api --write`` stores today's.
+public_api.json holds the accepted state. ``python -m tests.support.public_api --write`` stores the current one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _parameters(function: Any) -> list[dict[str, Any]]:
 
 
 def current() -> Api:
-    """Of the code as it is: callables with their parameters, results with their fields, commands with their options."""
+    """Return the current API: callables with parameters, results with fields, commands with options."""
     import hf_cce
     from hf_cce.cli.app import parser
     from hf_cce.deferred.training_call import Stats

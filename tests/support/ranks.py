@@ -1,8 +1,8 @@
-"""One step of a patched and an unpatched model on several ranks, under every engine; for test_ranks.py and test_ranks_gpu.py.
+"""One step of a patched and an unpatched model on several ranks under every engine; for test_ranks.py and test_ranks_gpu.py.
 
 usage: torchrun --nproc-per-node 2 tests/support/ranks.py OUT.json [DEVICE DTYPE ENGINE …]
 
-With more than OUT: on "cpu" or "cuda", a larger Llama, in "float32" or "bfloat16", the engines that are named.
+With DEVICE ("cpu" or "cuda") and DTYPE ("float32" or "bfloat16"), a larger Llama is run under the named engines.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def mesh_of(shape: tuple[int, ...], **names: Any) -> Any:
     return init_device_mesh(DEVICE.partition(":")[0], shape, **names)
 
 
-# Each of the functions below puts a model under an engine, patched before or after.
+# Each function below puts a model under an engine, with the patch applied before or after.
 Patch = Callable[[Any], Any]
 
 
@@ -64,7 +64,7 @@ def _layers(model: Any, **options: Any) -> None:
 
 
 def fsdp2(model: Any, patch: Patch, **options: Any) -> Any:
-    """As accelerate groups: the head with the final norm, whole until the backward pass."""
+    """Group the head with the final norm, as accelerate does; the group stays unsharded until the backward."""
     _layers(model, **options)
     fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
     return patch(fully_shard(model, **options))
@@ -76,39 +76,39 @@ def fsdp2_root(model: Any, patch: Patch) -> Any:
 
 
 def fsdp2_head_alone(model: Any, patch: Patch, **options: Any) -> Any:
-    """In a group of its own, which would free its weight right after its forward."""
+    """Put the head in its own FSDP group, which frees its weight right after its forward."""
     _layers(model)
     fully_shard(model.lm_head, **options)
     return patch(fully_shard(model))
 
 
 def fsdp2_adapted_head(model: Any, patch: Patch) -> Any:
-    """LoRA on it, in a group of its own: FSDP2 derives classes of its own from those of PEFT."""
+    """Put a LoRA-adapted head in its own group: FSDP2 derives dynamic classes from PEFT's."""
     fsdp2_head_alone(model.get_base_model(), lambda base: base)
     return patch(model)
 
 
 def fsdp1(model: Any, patch: Patch, **options: Any) -> Any:
-    """The wrapper that FSDP2 replaces: layers in units of their own, the head in the root's."""
+    """Use the FSDP1 wrapper: each layer is a unit, and the head belongs to the root unit."""
     options = {"auto_wrap_policy": ModuleWrapPolicy({type(model.model.layers[0])}), "use_orig_params": True, **options}
     return patch(FullyShardedDataParallel(model, device_id=torch.device(DEVICE), **options))
 
 
 def fsdp1_head_alone(model: Any, patch: Patch) -> Any:
-    """In a unit of its own, which frees its weight right after its forward: real logits, and a warning."""
+    """Put the head in its own FSDP1 unit, which frees its weight right after its forward: full logits with a warning."""
     head = model.lm_head
     return fsdp1(model, patch, auto_wrap_policy=CustomPolicy(lambda module: module is head))
 
 
 def tensor_parallel(model: Any, patch: Patch, head: str = "lm_head") -> Any:
-    """By torch: the vocabulary of the head in shards, the logits gathered in a hook."""
+    """Use torch's tensor parallelism: the head's vocabulary is sharded and a hook gathers the logits."""
     mesh = mesh_of((dist.get_world_size(),))
     parallelize_module(model, mesh, {head: ColwiseParallel(output_layouts=Replicate())})
     return patch(model)
 
 
 def tensor_parallel_sequence(model: Any, patch: Patch) -> Any:
-    """The head's input in shards of the sequence, which torch's hook gathers."""
+    """Shard the head's input along the sequence; torch's hook gathers it."""
     mesh = mesh_of((dist.get_world_size(),))
     before = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
     parallelize_module(model, mesh, {"model.norm": before})
@@ -118,7 +118,7 @@ def tensor_parallel_sequence(model: Any, patch: Patch) -> Any:
 
 
 def tensor_parallel_fsdp2(model: Any, patch: Patch) -> Any:
-    """A mesh of two dimensions, the head alone in its group of FSDP2; by hand also with two times two ranks."""
+    """Use a 2-D mesh with the head alone in its FSDP2 group (2 × 2 ranks are checked by hand)."""
     mesh = mesh_of((1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
     parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
     _layers(model, mesh=mesh["data"])
@@ -127,7 +127,7 @@ def tensor_parallel_fsdp2(model: Any, patch: Patch) -> Any:
 
 
 def tensor_parallel_logits_split(model: Any, patch: Patch) -> Any:
-    """The head leaves its logits in shards, and the model's loss gathers them: real logits, and a warning."""
+    """The head returns sharded logits and the model's loss gathers them: full logits with a warning."""
     mesh = mesh_of((dist.get_world_size(),))
     parallelize_module(model, mesh, {"lm_head": ColwiseParallel(use_local_output=False)})
     inner = model.loss_function
@@ -136,7 +136,7 @@ def tensor_parallel_logits_split(model: Any, patch: Patch) -> Any:
 
 
 def tensor_parallel_plan(model: Any, patch: Patch) -> Any:
-    """By Transformers' own plan, for the whole model: loading it is what applies it."""
+    """Apply Transformers' own plan to the whole model, which requires loading it from disk."""
     folder = Path(sys.argv[1]).parent / f"saved-{type(model).__name__}-{model.config.tie_word_embeddings}"
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
@@ -151,7 +151,7 @@ def tensor_parallel_plan(model: Any, patch: Patch) -> Any:
 
 
 def tensor_parallel_plan_compiled(model: Any, patch: Patch) -> Any:
-    """A graph gets real logits, says so when it is traced, and counts nothing."""
+    """A compiled graph materializes full logits, warns while tracing, and counts nothing."""
     model = tensor_parallel_plan(model, patch)
     torch._dynamo.reset()
     model.compile(backend="eager")
@@ -159,13 +159,13 @@ def tensor_parallel_plan_compiled(model: Any, patch: Patch) -> Any:
 
 
 def large(dtype: torch.dtype, more_words: int = 0) -> Any:
-    """Of sizes that fit no tile of the kernels on a GPU: 32,003 words, 640 wide; smaller ones on a CPU."""
+    """Return a model whose sizes do not fit the kernels' tiles: on a GPU 32,003 entries and hidden size 640; smaller on a CPU."""
     words, width = (32003, 640) if DEVICE != "cpu" else (1003, 192)
     heads = {"num_attention_heads": width // 32, "num_key_value_heads": width // 32}
     with torch.device(DEVICE):
         model = tiny_llama(vocab_size=words + more_words, hidden_size=width, intermediate_size=2 * width, **heads)
     with torch.no_grad():
-        model.lm_head.weight.mul_(4 / width**0.5)  # logits of a standard deviation near 2
+        model.lm_head.weight.mul_(4 / width**0.5)  # logits with a standard deviation near 2
     return model.to(dtype)
 
 
@@ -178,14 +178,14 @@ def lora_on_the_head() -> Any:
 ENGINES: dict[str, Callable[..., Any]] = {
     "ddp": ddp,
     "ddp_patched_late": lambda model, patch: patch(DistributedDataParallel(model)),
-    # A part of every sequence for each rank, with labels that were shifted before they were cut; no layer mixes tokens
+    # Each rank has a part of every sequence, with labels shifted before the split; no layer mixes tokens
     "context_parallel": ddp,
     "fsdp2": fsdp2,
     "fsdp2_patched_first": patched_first(fsdp2),
     "fsdp2_root": fsdp2_root,
     "fsdp2_mixed": partial(fsdp2, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)),
     "fsdp2_head_alone": fsdp2_head_alone,
-    # Before the backward pass another forward runs, which frees the weight that the gradients are made of
+    # Another forward runs before the backward and frees the weight that the gradients need
     "fsdp2_forward_between": fsdp2_head_alone,
     "fsdp2_adapted_head": fsdp2_adapted_head,
     "fsdp1": fsdp1,
@@ -196,18 +196,18 @@ ENGINES: dict[str, Callable[..., Any]] = {
     "tensor_parallel": tensor_parallel,
     "tensor_parallel_bias": tensor_parallel,
     "tensor_parallel_softcap": tensor_parallel,
-    "tensor_parallel_logsumexp": tensor_parallel,  # Bamba's z-loss asks its logits for it
+    "tensor_parallel_logsumexp": tensor_parallel,  # Bamba's z-loss calls logsumexp on its logits
     "tensor_parallel_sequence": tensor_parallel_sequence,
     "tensor_parallel_mixed": tensor_parallel,  # under autocast
     "tensor_parallel_fsdp2": tensor_parallel_fsdp2,
     "tensor_parallel_logits_split": tensor_parallel_logits_split,
-    # The layer in shards is one inside the head: real logits, and a warning
+    # The sharded layer is inside the head: full logits with a warning
     "tensor_parallel_lora": partial(tensor_parallel, head="base_model.model.lm_head.base_layer"),
     "tensor_parallel_plan": tensor_parallel_plan,
     "tensor_parallel_plan_tied": tensor_parallel_plan,
     "tensor_parallel_plan_compiled": tensor_parallel_plan_compiled,
 }
-# For four ranks: after its forward the head is split over two of them, where an evaluation leaves it
+# For four ranks: after its forward the head is resharded over two of them, and an evaluation leaves it so
 OF_FOUR = {"fsdp2_head_over_some": partial(fsdp2_head_alone, reshard_after_forward=2)}
 MODELS: dict[str, Callable[[], Any]] = {
     "context_parallel": lambda: tiny_llama(num_hidden_layers=0),
@@ -216,7 +216,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "tensor_parallel_logsumexp": lambda: FAMILIES["bamba"].build(tie_word_embeddings=False),
     "fsdp2_adapted_head": lora_on_the_head,
     "tensor_parallel_lora": lora_on_the_head,
-    # transformers 5.17 takes even sizes only
+    # transformers 5.17 accepts only even sizes
     "tensor_parallel_plan": lambda: tiny_llama(vocab_size=100),
     "tensor_parallel_plan_compiled": lambda: tiny_llama(vocab_size=100),
     "tensor_parallel_plan_tied": lambda: FAMILIES["llama_tied"].build(vocab_size=100),
@@ -224,13 +224,13 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 BUILD: Callable[[], Any] = tiny_llama
-OPTIONS: dict[str, Any] = {}  # of apply_cce
+OPTIONS: dict[str, Any] = {}  # for apply_cce
 
 
 def step(
     model: Any, inputs: dict[str, Tensor], items: int, world: int, between: Callable[[], Any] = lambda: None
 ) -> dict[str, Tensor]:
-    """Loss of this rank's rows and the whole gradients, as Trainer forms them: a sum over ``items``, times the ranks."""
+    """Return this rank's loss and the full gradients as Trainer computes them: a sum over ``items``, times the ranks."""
     loss = model(**inputs, num_items_in_batch=torch.tensor(items)).loss * world
     between()
     loss.backward()
@@ -238,7 +238,7 @@ def step(
     if world > 1:
         dist.all_reduce(total)
     found = {"loss": total if world > 1 else loss.detach()}
-    if isinstance(model, FullyShardedDataParallel):  # it gathers parameters, but not the gradients of flat ones
+    if isinstance(model, FullyShardedDataParallel):  # FSDP1 gathers parameters but not the gradients of flat ones
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(0 if parameter.grad is None else parameter.grad)
@@ -254,7 +254,7 @@ def step(
 
 
 def own_gradients(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Of all parameters, by a cross entropy and an entropy on the logits of a call without labels."""
+    """Return all gradients of a cross entropy plus an entropy on the logits of a call without labels."""
     model.zero_grad(set_to_none=True)
     logits = model(**{name: value for name, value in inputs.items() if "labels" not in name}).logits.float()
     target = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
@@ -268,7 +268,7 @@ def own_gradients(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def shared_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """As ``step`` where every rank has all rows, and no gradient is averaged; and the logits."""
+    """Run ``step`` with all rows on every rank and no gradient averaging; also return the logits."""
     with torch.autocast(DEVICE.partition(":")[0], torch.bfloat16, enabled=mixed):
         output = model(**inputs, num_items_in_batch=torch.tensor(items))
     logits = output.logits.materialize() if isinstance(output.logits, LazyLogits) else output.logits
@@ -291,11 +291,11 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
         inputs = {key: value.chunk(world, dim=1)[rank].contiguous() for key, value in whole.items()}
     logits: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}  # gradients of a loss on the logits of a call without labels
-    after: dict[str, dict[str, str]] = {}  # what parameters are once the model has been evaluated
+    after: dict[str, dict[str, str]] = {}  # parameter types after an evaluation
     outcome: dict[str, Any] = {"told": [], "errors": {}, "twin": {}}
     options = OPTIONS
     if engine == "fsdp2_forward_between" and os.environ.get("TRITON_INTERPRET") == "1":
-        options = {**OPTIONS, "implementation": "triton"}  # the portable one has its gradients when it returns
+        options = {**OPTIONS, "implementation": "triton"}  # the portable one computes its gradients in the forward
     for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **options))):
         model = (ENGINES | OF_FOUR)[engine](build().to(DEVICE), patch)
 
@@ -310,7 +310,7 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
             else:
                 with torch.no_grad():
                     first, second = (model.eval()(**inputs).logits for _ in range(2))
-                    logits[name] = first + 0.0  # read after another forward, when FSDP has gathered the head anew
+                    logits[name] = first + 0.0  # read after another forward, once FSDP has gathered the head again
                     assert torch.equal(logits[name], second)
                 model.train()
                 if isinstance(model, FullyShardedDataParallel):  # ``step`` overwrites its parameters
@@ -318,7 +318,7 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
                     once = {}
                 else:
                     once = {key: value.clone() for key, value in step(model, inputs, items, world).items()}
-                model.zero_grad(set_to_none=True)  # the first step must leave nothing behind that disturbs the second
+                model.zero_grad(set_to_none=True)  # the first step must not affect the second
                 found = step(model, inputs, items, world, between)
                 outcome["repeats"] = bool(once) and all(torch.equal(once[key], found[key]) for key in found)
                 with torch.no_grad():
@@ -341,7 +341,7 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
     ranks: list[Any] = [None] * world
     dist.all_gather_object(ranks, outcome)
     outcome["repeats"] = all(each.get("repeats") for each in ranks)
-    for key in outcome["errors"]:  # the worst of the ranks
+    for key in outcome["errors"]:  # the worst over the ranks
         outcome["errors"][key] = max(each["errors"][key] for each in ranks)
     return outcome
 
@@ -353,7 +353,7 @@ def all_of(engines: list[str], whole: dict[str, Tensor]) -> dict[str, Any]:
         try:
             model = MODELS.get(name, BUILD)().to(DEVICE)
             results[name] = run(name, whole, loss_and_grads(exact(model), inputs, double=True))
-        except Exception as error:  # the other engines are of interest too
+        except Exception as error:  # go on with the other engines
             results[name] = {"failed": f"{type(error).__name__}: {error}"}
         dist.barrier()
     return results
@@ -370,7 +370,7 @@ def main(path: Path, device: str = "", dtype: str = "", *engines: str) -> None:
         ROWS = 32
         BUILD = partial(large, getattr(torch, dtype))
         MODELS["tensor_parallel_plan"] = partial(BUILD, more_words=1)
-        # Few tokens would be left to PyTorch; and the filter's error is another matter
+        # Otherwise PyTorch would handle so few tokens; the filter's error is tested elsewhere
         OPTIONS.update(implementation="triton" if device == "cuda" else "auto", gradient_filter=None)
     words = BUILD().config.vocab_size
     whole = {key: value.to(DEVICE) for key, value in batch(rows=ROWS, words=words).items()}

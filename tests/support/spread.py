@@ -1,4 +1,4 @@
-"""The losses of a head whose vocabulary is spread over the ranks, against full logits in float64; for tests/support/ranks.py."""
+"""Vocabulary-parallel losses (head sharded over the ranks) against full logits in float64; for tests/support/ranks.py."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ CASES: dict[str, Case] = {
     "nothing on the last rank": (1, Options(bias=True, z_loss=0.1), "some", torch.float32),
     "kernels": (203, OPTIONS[1], "some", torch.float32),
 }
-IGNORED_WORDS = (0, 50, 98, -1)  # of 99: with two ranks 50 is the first of the second slice
+IGNORED_WORDS = (0, 50, 98, -1)  # out of 99 entries; with two ranks, 50 is the first one of the second shard
 
 
 def spread(mesh: Any, hidden: Tensor, *heads: Tensor | None) -> list[Any]:
-    """Hidden states replicated; weight and bias in torch's chunks, of which each rank takes its own."""
+    """Replicate the hidden states and shard weight and bias in torch's chunks, one per rank."""
     made: list[Any] = [DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)]
     for x in heads:
         if x is None:
@@ -49,7 +49,7 @@ def spread(mesh: Any, hidden: Tensor, *heads: Tensor | None) -> list[Any]:
 
 
 def whole(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of the whole head from those of its parts; every rank has the same loss and hidden states' gradient."""
+    """Sum the shards' gradients of the head, and check that loss and hidden states' gradient are equal on every rank."""
     for name, value in found.items():
         if name in ("weight", "bias"):
             dist.all_reduce(value)
@@ -69,7 +69,7 @@ def distances(found: dict[str, Tensor], twin: dict[str, Tensor], exact: dict[str
 
 
 def losses(mesh: Any) -> dict[str, Any]:
-    """Every option; through the public function, with slabs so small that the slice of a rank takes several."""
+    """Run every option through the public function, with slabs so small that a rank's shard takes several."""
     results = {}
     for name, (v, options, ignored, dtype) in CASES.items():
         kernels = name == "kernels"
@@ -92,7 +92,7 @@ def losses(mesh: Any) -> dict[str, Any]:
 
 
 def ignored_words(mesh: Any) -> dict[str, Any]:
-    """An ``ignore_index`` that is a word, also the first of a slice, and a divisor that is a tensor."""
+    """Test an ``ignore_index`` that is a vocabulary entry, also a shard's first one, with a tensor as divisor."""
     results = {}
     (hidden, weight, _), labels = make_inputs(300, 32, 99, torch.float32, ignored="none")
     for index in IGNORED_WORDS:
@@ -115,7 +115,7 @@ def ignored_words(mesh: Any) -> dict[str, Any]:
 
 
 def log_probs(mesh: Any) -> dict[str, Any]:
-    """Every statistic that ``linear_log_probs`` gives here, and the gradients of those that have one."""
+    """Test every statistic that ``linear_log_probs`` supports here, and the gradients of differentiable ones."""
     inputs, labels = make_inputs(200, 64, 1001, torch.float32, bias=True)
     fields = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logit", "logsumexp")
 
@@ -147,7 +147,7 @@ def log_probs(mesh: Any) -> dict[str, Any]:
 
 
 def wrong_use(mesh: Any) -> dict[str, str]:
-    """What is said of mistakes; every rank raises before it waits for the others."""
+    """Return the errors for wrong calls; every rank must raise before it waits for the others."""
     (hidden, weight, _), labels = make_inputs(20, 16, 99, torch.float32, ignored="none")
     h, w = spread(mesh, hidden, weight)
     beyond, split = labels.clone(), DTensor.from_local(hidden[:10], mesh, [Shard(0)], run_check=False)
@@ -182,7 +182,7 @@ def second_derivative(mesh: Any, hidden: Tensor, weight: Tensor, labels: Tensor)
 
 
 def traffic(mesh: Any) -> dict[str, int]:
-    """The collectives of one step, by name: nothing may be gathered."""
+    """Count the collectives of one step by name; nothing may be gathered."""
     (hidden, weight, _), labels = make_inputs(300, 32, 99, torch.float32)
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
     made = spread(mesh, *leaves)

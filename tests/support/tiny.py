@@ -1,4 +1,4 @@
-"""A tiny model of any class of Transformers' mappings, from its own configuration, and a batch for it."""
+"""Build a tiny model of any class in Transformers' mappings from its own configuration, and a batch for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _words(*shape: int) -> torch.Tensor:
 
 
 def _first(tokens: int) -> torch.Tensor:
-    """1 for so many tokens at the start of each row."""
+    """Return a mask that is 1 for the first ``tokens`` of each row."""
     return (torch.arange(LENGTH).repeat(BATCH, 1) < tokens).long()
 
 
@@ -39,12 +39,12 @@ _PICTURES = {"pixel_values": _noise(BATCH, 3, 16, 16)}
 _ONLY_LABELS = {"input_ids": None, "attention_mask": None}
 _QUERIES = {"qformer_input_ids": _words(BATCH, 4)}
 
-# What a call of the unpatched class needs besides input_ids, attention_mask and labels; None: what it does not take.
+# Arguments of the unpatched class besides input_ids, attention_mask and labels; None: an argument it does not accept.
 FORWARD: dict[str, dict[str, Any]] = {
     "Blip2ForConditionalGeneration": _PICTURES,
     "BlipForConditionalGeneration": _PICTURES,
-    "BltForCausalLM": {"use_cache": False},  # its decoder reads the cache of its encoder otherwise
-    "DoryForCausalLM": {"use_cache": False},  # the second of its loops reads the cache of the first otherwise
+    "BltForCausalLM": {"use_cache": False},  # otherwise its decoder reads its encoder's cache
+    "DoryForCausalLM": {"use_cache": False},  # otherwise its second loop reads the first one's cache
     "GitForCausalLM": _PICTURES,
     "IdeficsForVisionText2Text": {
         "pixel_values": _noise(BATCH, 1, 3, 16, 16),
@@ -57,22 +57,22 @@ FORWARD: dict[str, dict[str, Any]] = {
     "Molmo2ForConditionalGeneration": {"mm_token_type_ids": torch.zeros(BATCH, LENGTH, dtype=torch.long)},
     "PPFormulaNetForConditionalGeneration": _PICTURES,
     "Pix2StructForConditionalGeneration": {
-        "flattened_patches": _noise(BATCH, 8, 34).abs(),  # row and column, then the patch
+        "flattened_patches": _noise(BATCH, 8, 34).abs(),  # row, column, and the patch
         **_ONLY_LABELS,
     },
     "UdopForConditionalGeneration": {"bbox": torch.zeros(BATCH, LENGTH, 4)},
     "VisionEncoderDecoderModel": {**_PICTURES, **_ONLY_LABELS},
     "VoxtralRealtimeForConditionalGeneration": {"input_features": _noise(BATCH, 8, 8 * LENGTH)},
-    "xLSTMForCausalLM": {"use_cache": False},  # else its backward fails: what the cache keeps is written to in place
+    "xLSTMForCausalLM": {"use_cache": False},  # otherwise its backward fails: the cache is modified in place
 }
-# Image tokens in front of each row, where the class takes no call without.
+# Image tokens at the start of each row, for classes that require an image.
 IMAGE_TOKENS = {
     "Blip2ForConditionalGeneration": 4,
     "InstructBlipForConditionalGeneration": 4,
     "InstructBlipVideoForConditionalGeneration": 4,
 }
 
-# Calls with an image: how many image tokens each row starts with, and the arguments that go with them.
+# Calls with an image: the number of image tokens at the start of each row, and the matching arguments.
 _PATCHES = {
     "pixel_values": _noise(BATCH * 16, 3 * 2 * 4 * 4),
     "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH),
@@ -95,13 +95,13 @@ _BY_FAMILY: dict[str, tuple[int, dict[str, Any]]] = {
     "Step3p7": (1, _PICTURES),
 }
 PICTURES = {f"{family}ForConditionalGeneration": arguments for family, arguments in _BY_FAMILY.items()}
-# What needs a package that is not there where the tests run.
+# Classes that need a package which is not installed where the tests run.
 UNBUILT: dict[str, str] = {
     "FastVlmForConditionalGeneration": "timm",
     "InklingForConditionalGeneration": "scipy",
     "PerceptionLMForConditionalGeneration": "timm",
 }
-# Whose training call Transformers itself cannot make, in one release.
+# Classes whose training call fails in one release of Transformers.
 BROKEN: dict[str, str] = {
     "Llama4ForConditionalGeneration": "'MoeCausalLMOutputWithPast' object has no attribute 'image_outputs'",
 }
@@ -109,45 +109,45 @@ BROKEN = BROKEN if transformers.__version__ == "5.24.0" else {}
 
 
 def config(name: str) -> Any:
-    """The tiny configuration of a class."""
+    """Return the tiny configuration of a class."""
     settings = tiny_config(getattr(transformers, name).config_class, OPTIONS.get(name))
     vision = getattr(settings, "vision_config", None)
-    if getattr(vision, "model_type", "") == "gemma3n_vision":  # its tower is one of timm's; attributes are type-checked
+    if getattr(vision, "model_type", "") == "gemma3n_vision":  # its tower comes from timm; attributes are type-checked
         needed = {"rms_norm_eps": 1e-6, "vocab_size": 32, "vocab_offset": 80}
         vars(settings)["vision_config"] = tiny_config(transformers.SiglipVisionConfig, needed)
     return settings
 
 
 def build(name: str) -> Any:
-    """The tiny model of a class, in fp32 and training mode, from a fixed seed."""
+    """Return the tiny model of a class in fp32 and training mode, from a fixed seed."""
     settings = config(name)
     torch.manual_seed(0)
     model = randomise(getattr(transformers, name)(settings))
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.any():  # starts at zero, and would hide what comes before it
+            if not parameter.any():  # an all-zero parameter would hide errors in what precedes it
                 parameter.normal_(std=0.1)
     return model.train()
 
 
-# Version of Transformers that these tables are made for. An older one has fewer classes, and other configurations.
+# The Transformers version of these tables. Older ones have fewer classes and other configurations.
 MADE_FOR = (5, 24)
 OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < MADE_FOR
 
 
 def build_or_skip(name: str, pictured: bool = False) -> Any:
-    """``build``; under an older Transformers skips a class that cannot be built, or does not run unpatched, and says why."""
+    """Run ``build``; with an older Transformers, skip classes that cannot be built or do not run unpatched."""
     if not OLDER:
         return build(name)
     try:
         build(name)(**(pictures if pictured else text)(name)).loss.backward()
         return build(name)
-    except Exception as error:  # whatever it is, it is not ours: nothing is patched
+    except Exception as error:  # nothing is patched, so the error is not ours
         pytest.skip(f"{name} of transformers {transformers.__version__} with what is tiny in 5.23: {str(error)[:100]}")
 
 
 def text(name: str, **options: Any) -> dict[str, Any]:
-    """A batch of text for it: ids that mean neither an image nor anything else special."""
+    """Return a text batch whose ids are neither image tokens nor otherwise special."""
     inputs = {**batch(words=WORDS, **options), **FORWARD.get(name, {})}
     if name in IMAGE_TOKENS:
         inputs["input_ids"][:, : IMAGE_TOKENS[name]] = _image_word(name)
@@ -155,7 +155,7 @@ def text(name: str, **options: Any) -> dict[str, Any]:
 
 
 def pictures(name: str) -> dict[str, Any]:
-    """A batch of text after an image for each row."""
+    """Return a batch with an image before the text of each row."""
     tokens, arguments = PICTURES[name]
     inputs = {**text(name, ignored=False), **arguments}
     inputs["input_ids"][:, :tokens] = _image_word(name)
@@ -169,7 +169,7 @@ def _image_word(name: str) -> int:
 
 
 def generate(model: Any, name: str) -> torch.Tensor:
-    """Four tokens, greedily, after the first six of the batch."""
+    """Generate four tokens greedily from the first six of the batch."""
     inputs = {key: value for key, value in text(name, ignored=False).items() if key != "labels"}
     for key, value in inputs.items():
         if isinstance(value, torch.Tensor) and value.shape[1] == LENGTH:
@@ -180,9 +180,9 @@ def generate(model: Any, name: str) -> torch.Tensor:
 
 
 def generates(name: str) -> bool:
-    """Whether the unpatched class does, with its tiny configuration."""
+    """Return True if the unpatched class can generate with its tiny configuration."""
     try:
         generate(build(name).eval(), name)
-    except Exception:  # an older Transformers, with its own defects
+    except Exception:  # an older Transformers has its own bugs
         return False
     return True

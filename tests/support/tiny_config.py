@@ -1,8 +1,8 @@
-"""Tiny configurations: any Transformers configuration class with every size that it knows made small, and no knob at rest.
+"""Tiny configurations: any Transformers configuration class with all known sizes reduced and no knob at its default.
 
-A name means the same in every family (``hidden_size``, ``num_experts`` …), so one table of names shrinks them all, the
-configurations inside for vision, audio and text too. What lies between LM head and loss (scale, softcap, router and z-loss
-coefficients, vocabulary slice) is moved away from its default, so that nothing agrees by accident.
+Names mean the same in every family (``hidden_size``, ``num_experts`` …), so one table of names shrinks them all, including
+nested vision, audio and text configurations. Settings between LM head and loss (scale, softcap, router and z-loss coefficients,
+vocabulary slice) are moved away from their defaults, so that nothing agrees by accident.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 VOCABULARY = 99
 HIDDEN = 32
-WORDS = 80  # ids from here on are what a configuration calls an image, audio or other special token
+WORDS = 80  # ids from here on are image, audio or other special tokens
 _HEADS = 2
 _LAYERS = 2
 
@@ -91,7 +91,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(_POSITIONS.split(), 64),
     **{name: size for size, names in _OTHER_SIZES.items() for name in names.split()},
 }
-_NEEDED = {"head_dim", "num_key_value_heads", *_PER_TOKEN.split()}  # some classes fall over a default of None
+_NEEDED = {"head_dim", "num_key_value_heads", *_PER_TOKEN.split()}  # some classes fail on a default of None
 KNOBS: dict[str, Any] = {
     "final_logit_softcapping": 5.0,
     "logits_soft_cap": 5.0,
@@ -121,12 +121,12 @@ _PER_LAYER = re.compile(
 
 
 def tiny_config(config_class: Any, options: Mapping[str, Any] | None = None) -> Any:
-    """A configuration of ``config_class`` for a model of some ten thousand parameters.
+    """Return a configuration of ``config_class`` for a model of about ten thousand parameters.
 
     Args:
-        config_class: a class of Transformers configurations that has a default for everything.
-        options: values that go on top; a mapping is for the configuration inside of that name, and ``...`` as a value
-            leaves the attribute at its default.
+        config_class: a Transformers configuration class with a default for everything.
+        options: values that take precedence. A mapping applies to the nested configuration of that name; ``...`` keeps
+            the attribute's default.
     """
     return _shrink(config_class, config_class(), dict(options or {}), itertools.cycle(range(WORDS, VOCABULARY)))
 
@@ -142,7 +142,7 @@ def _shrink(config_class: Any, usual: Any, options: dict[str, Any], special: Ite
         elif name not in options and (replacement := _small(name, value, special)) is not None:
             tiny[name] = replacement
     if "kv_lora_rank" in tiny and "head_dim" in tiny:
-        tiny["head_dim"] = _SIZES["qk_rope_head_dim"]  # latent attention rotates these dimensions only
+        tiny["head_dim"] = _SIZES["qk_rope_head_dim"]  # latent attention rotates only these dimensions
     tiny |= {name: value for name, value in options.items() if value is not ...}
     depth = next((tiny[name] for name in _DEPTHS if name in tiny), None)
     for name, value in vars(usual).items():
@@ -157,7 +157,7 @@ def _shrink(config_class: Any, usual: Any, options: dict[str, Any], special: Ite
 
 
 def _small(name: str, value: Any, special: Iterator[int]) -> Any:
-    """The value for an attribute of this name; None leaves it as it is."""
+    """Return the value for an attribute of this name; None leaves it unchanged."""
     if name in _GIVEN:
         return _GIVEN[name]
     if name in KNOBS:
@@ -176,7 +176,7 @@ def _small(name: str, value: Any, special: Iterator[int]) -> Any:
 
 
 def _few(values: list[Any], count: int) -> list[Any]:
-    """``count`` of a list with one entry a layer, as many kinds as fit, in the order of their first appearance."""
+    """Return ``count`` entries of a per-layer list, covering as many kinds as fit, in order of first appearance."""
     kinds: list[Any] = []
     for value in values:
         if value not in kinds:

@@ -1,6 +1,6 @@
-"""What a configuration needs beyond ``tiny_config``'s table of names: sizes that depend on each other, and missing defaults.
+"""Configuration values that ``tiny_config``'s table of names lacks: sizes that depend on each other, and missing defaults.
 
-One entry a class, on top of the table; a mapping is for the configuration inside of that name, ``...`` keeps a default.
+One entry per class, on top of the table; a mapping applies to the nested configuration of that name, ``...`` keeps a default.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
-_SECTIONS = {**_ROPE, "mrope_section": [4, 2, 2]}  # of half a head of 16
+_SECTIONS = {**_ROPE, "mrope_section": [4, 2, 2]}  # for half of a head of 16
 _HALF_SECTIONS = {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 _PICTURE_WORDS = {"<image>": 97, **{f"IMGIMG{letter}Z": 85 + i for i, letter in enumerate("ABCDEFGH")}}
 _VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "resolution": 16, "num_embeddings": 8}
@@ -36,8 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "DogeForCausalLM": {"is_moe": True},
     "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1},
-    "Dots3NoteForCausalLM": {"layer_types": ["indexed_attention"] * 2},  # the others have sizes of their own
-    "Ernie4_5_MoeForCausalLM": {"use_bias": True},  # the head's too
+    "Dots3NoteForCausalLM": {"layer_types": ["indexed_attention"] * 2},  # the other types have sizes of their own
+    "Ernie4_5_MoeForCausalLM": {"use_bias": True},  # also for the head
     "FlintForCausalLM": {"mlp_only_layers": [0]},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_groups": 1},
@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ZambaForCausalLM": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **_ZAMBA},
     "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"], **_ZAMBA},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
-    # its cache counts in 64s
+    # its cache works in multiples of 64
     "xLSTMForCausalLM": {"chunk_size": 8, "hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},
     "DoryForCausalLM": {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 1, "num_hidden_layers": 3},
     "Inkling2ForCausalLM": {"unpadded_vocab_size": 99},
@@ -84,7 +84,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "DeepseekOcr2ForConditionalGeneration": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "Dots3NoteForConditionalGeneration": {
         "audio_config": {"adapter_input_size": 32},
-        "text_config": {"layer_types": ["indexed_attention"] * 2},  # the others have sizes of their own
+        "text_config": {"layer_types": ["indexed_attention"] * 2},  # the other types have sizes of their own
     },
     "Emu3ForConditionalGeneration": {"vocabulary_map": _PICTURE_WORDS, "vq_config": _VQ},
     "Ernie4_5_VLMoeForConditionalGeneration": {
@@ -98,7 +98,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "Granite4VisionForConditionalGeneration": {
         "deepstack_layer_map": [[-1, 0]],
-        "vision_config": {"hidden_size": 64},  # a head of its Q-Former has 64
+        "vision_config": {"hidden_size": 64},  # one head of its Q-Former has 64
         "spatial_target_layers": [0, 0, 1, 1],
         "downsample_rate": "1/2",
     },

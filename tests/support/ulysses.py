@@ -1,7 +1,8 @@
-"""One step under DeepSpeed's sequence parallelism (Ulysses), as accelerate sets it up and Trainer calls it; for test_zero.py.
+"""One step under DeepSpeed's sequence parallelism (Ulysses), as set up by accelerate and called by Trainer; for test_zero.py.
 
 usage: torchrun --nproc-per-node 2 tests/support/ulysses.py OUT.json STAGE
-DeepSpeed sets this up once in a process, so the patched model is the unpatched one, patched later.
+
+DeepSpeed can set this up only once per process, so the same model is run first unpatched, then patched.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hf_cce import apply_cce
 
 
 def step(accelerator: Any, engine: Any, part: dict[str, Tensor], ways: Any) -> dict[str, Tensor]:
-    """The loss and the whole gradients."""
+    """Return the loss and the full gradients."""
     loss = deepspeed_sp_compute_loss(accelerator, engine, dict(part), False, ways)
     engine.backward(loss)
     named = accelerator.unwrap_model(engine).named_parameters()
@@ -69,7 +70,7 @@ def main(path: Path, stage: int) -> None:
     model = LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
     loader = torch.utils.data.DataLoader([{key: value[0] for key, value in inputs.items()}], batch_size=1)
     engine, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), loader)
-    part = next(iter(loader))  # it cuts the sequence, and has shifted the labels before
+    part = next(iter(loader))  # splits the sequence, after shifting the labels
     assert part["input_ids"].shape[1] == part["shift_labels"].shape[1] == LENGTH // 2 and "labels" not in part
     twin = step(accelerator, engine, part, ways)
     apply_cce(engine)

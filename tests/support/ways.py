@@ -1,4 +1,4 @@
-"""The ways that a scalar loss can take on the kernels, forced on inputs of any size; inputs on which the filter drops tiles."""
+"""Force each strategy ("way") of a scalar loss on the kernels for inputs of any size; inputs for which the filter drops tiles."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hf_cce import CCEConfig, dispatch, kernels
 
-# "materialized": real logits in float32; "materialized16": in the dtype of the inputs.
-# "partial_exp_cache": a first slab of one tile's width is stored, and the others are computed twice.
-# "token_groups": of a frozen head; all exponentials of some tokens are stored, and gradients form in the forward pass, group
-# after group. "one_token_group": likewise, with all tokens in one group.
+# "materialized": full logits in float32; "materialized16": full logits in the dtype of the inputs.
+# "partial_exp_cache": the first slab, one tile wide, is cached, and the others are computed twice.
+# "token_groups": for a frozen head; exponentials are cached per token group, and the forward computes gradients group by group.
+# "one_token_group": the same with all tokens in one group.
 WAYS = (
     "materialized",
     "materialized16",
@@ -30,7 +30,7 @@ WAYS = (
     "exact",
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KEEPS_ALL = 1e-9  # a gradient_filter that drops nothing but what is zero
+KEEPS_ALL = 1e-9  # a gradient_filter that drops only zeros
 # FILTER_FROM, DENSE_BYTES, NARROW_BYTES
 _THRESHOLDS = {
     "materialized": (math.inf, math.inf, 0.0),
@@ -51,7 +51,7 @@ _FUNCTIONS = {
 
 
 def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
-    """Whether a loss with these options can take that way; "exact" takes what no other does, "portable" is PyTorch's."""
+    """Return True if a loss with these options can use ``way``; "exact" covers the rest, "portable" is the PyTorch fallback."""
     if way == "portable":
         return True
     if options.reduction == "none" or options.label_smoothing:
@@ -59,26 +59,26 @@ def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
     if way == "materialized16":
         return dtype != torch.float32
     if way in ("exp_cache", "partial_exp_cache"):
-        return dtype != torch.float16  # has no range for it
+        return dtype != torch.float16  # not enough range
     if way in ("token_groups", "one_token_group"):
         return dtype != torch.float16 and options.frozen
     return way != "filtered" or not options.bias
 
 
 def plain_options(way: str) -> Options:
-    """The default options, if that way is for them; else those of a frozen head."""
+    """Return the default options, or those of a frozen head if ``way`` is only for frozen heads."""
     return Options(frozen=way in ("token_groups", "one_token_group"))
 
 
 def takes(way: str) -> str:
-    """The name under which ``watch`` counts the forward pass of a way."""
+    """Return the name under which ``watch`` counts the forward of a way."""
     return {"partial_exp_cache": "exp_cache", "materialized16": "materialized", "one_token_group": "token_groups"}.get(
         way, way
     )
 
 
 def backward_of(way: str) -> str:
-    """The name under which ``watch`` counts the backward pass of a way."""
+    """Return the name under which ``watch`` counts the backward of a way."""
     own = {
         "materialized": "materialized gradients",
         "materialized16": "materialized gradients",
@@ -90,7 +90,7 @@ def backward_of(way: str) -> str:
 
 
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
-    """Send every scalar loss that way from now on, if it applies; returns how often each was taken."""
+    """Route every scalar loss through ``way`` from now on, if it applies; return the count of each way."""
     filter_from, dense_bytes, narrow_bytes = _THRESHOLDS.get(way, (math.inf, 0.0, 0.0))
     monkeypatch.setattr(dispatch, "FILTER_FROM", filter_from)
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 0)
@@ -120,15 +120,15 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each way is taken from now on."""
+    """Count how often each way is taken from now on."""
     taken: Counter[str] = Counter()
 
     def counting(function: Any, name: str) -> Any:
         def wrapper(*args: Any) -> Any:
             result = function(*args)
-            if result is None:  # the budget does not allow it
+            if result is None:  # does not fit the budget
                 return None
-            if not any(isinstance(x, Tensor) and x.is_meta for x in result):  # else a warm-up
+            if not any(isinstance(x, Tensor) and x.is_meta for x in result):  # exclude warm-up calls on meta tensors
                 taken[name] += 1
             return result
 
@@ -140,7 +140,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are those of an H200, and nothing is launched or multiplied: for tensors without memory."""
+    """Use an H200's plans without launching or multiplying anything, for tensors without memory."""
     from hf_cce.kernels import launch_config, launcher
 
     monkeypatch.setattr(launch_config, "_capability", lambda _: (9, 0))
@@ -160,10 +160,10 @@ def config_of(way: str, **options: Any) -> CCEConfig:
 def peaked(
     n: int, d: int, v: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden [N, D], weight [V, D], labels [N]) as late in training: frequent labels, mostly foreseen, some wrongly.
+    """Return (hidden [N, D], weight [V, D], labels [N]) as late in training: labels follow a Zipf law, and most are predicted.
 
-    The logit of what is foreseen is a little above the logsumexp of the others; those have a part common to all tokens, of
-    standard deviation 2, which favours frequent entries, and one of their own, of standard deviation 1.
+    The predicted entry's logit is slightly above the logsumexp of the others. Those have a part common to all tokens, with
+    standard deviation 2, which favors frequent entries, and an individual part with standard deviation 1.
     """
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(v, d, generator=g) / d**0.5

@@ -1,7 +1,7 @@
-"""Wrong calls of the public functions and the command, with the message of each: ``docs/reference/wrong-calls.md``.
+"""Wrong calls of the public functions and the command, with their messages: ``docs/reference/wrong-calls.md``.
 
-``python -m tests.support.wrong_calls`` writes the messages of today; tests/docs/test_trust.py makes every call again and
-compares. A new row needs the call alone.
+``python -m tests.support.wrong_calls`` writes the current messages; tests/docs/test_trust.py repeats every call and compares. A
+new row needs only the call.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from tests.support.command import hf_cce
 
 PAGE = Path(__file__).parents[2] / "docs/reference/wrong-calls.md"
-REFUSALS = (TypeError, ValueError, RuntimeError)  # what the docstrings of public functions promise
+REFUSALS = (TypeError, ValueError, RuntimeError)  # documented by the public functions
 ROW = re.compile(r"^\| `(.+?)` \| (.*) \|$", re.MULTILINE)
 
 
 def message_of_call(call: str) -> str:
-    """Return "ErrorType: message" of a Python call.
+    """Return "ErrorType: message" for a Python call.
 
     Raises:
         AssertionError: the call raises nothing.
-        Exception: it raises another type than the public docstrings name.
+        Exception: it raises a type that the public docstrings do not name.
     """
     import torch
 
@@ -40,10 +40,10 @@ def message_of_call(call: str) -> str:
 
 
 def message_of_command(line: str) -> str:
-    """Return the last line of standard error of a command.
+    """Return the last line that a command writes to standard error.
 
     Raises:
-        AssertionError: exit code other than 2, something on standard output, or a traceback.
+        AssertionError: exit code other than 2, output on standard output, or a traceback.
     """
     done = hf_cce(*line.split()[1:])
     shown = done.stderr.strip()
@@ -52,7 +52,7 @@ def message_of_command(line: str) -> str:
 
 
 def without_versions(message: str) -> str:
-    """Return a message without what differs by the version of Python, torch or Transformers."""
+    """Remove the parts of a message that depend on the version of Python, torch or Transformers."""
     message = re.sub(r"(?<=\btransformers )\d\S*\d", "…", message)
     message = re.sub(r"Expected one of .* device type", "Expected one of … device type", message)
     message = re.sub(r"no configuration found \(.*?\.\)\.", "no configuration found (…).", message)
@@ -61,12 +61,12 @@ def without_versions(message: str) -> str:
 
 
 def table() -> dict[str, str]:
-    """Return the message of each call and command, from the page."""
+    """Return the message of each call and command listed on the page."""
     return dict(ROW.findall(PAGE.read_text("utf-8")))
 
 
 def message(line: str) -> str:
-    """Return the message that a call or a command of the page gets today, on one line."""
+    """Return the current message of a call or command from the page, on one line."""
     found = message_of_command(line) if line.startswith("hf-cce") else message_of_call(line)
     return " ".join(without_versions(found).split())
 

@@ -1,4 +1,4 @@
-"""Steps of a patched and an unpatched model under DeepSpeed's ZeRO on several ranks; for test_zero.py.
+"""Steps of a patched and an unpatched model under DeepSpeed ZeRO on several ranks; for test_zero.py.
 
 usage: torchrun --nproc-per-node 2 tests/support/zero.py OUT.json [cuda]
 """
@@ -25,7 +25,7 @@ from hf_cce import apply_cce
 
 DEVICE = "cpu"  # or "cuda:<rank>"; main sets it
 ROWS, STEPS, RATE = 4, 3, 0.05
-# A small model would else stay whole from its first forward to the end of the step.
+# Otherwise a small model would stay gathered from its first forward to the end of the step.
 FREE_AT_ONCE = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_reuse_distance": 0,
@@ -34,7 +34,7 @@ FREE_AT_ONCE = {
 }
 
 
-OPTIONS: dict[str, Any] = {}  # of apply_cce
+OPTIONS: dict[str, Any] = {}  # for apply_cce
 
 
 def skip_shared_memory_extension() -> None:
@@ -45,7 +45,7 @@ def skip_shared_memory_extension() -> None:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts collectives by name."""
+    """Count collectives by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def checkpointed(model: Any) -> Any:
 
 
 def watched(model: Any) -> Any:
-    """A hook that looks at the logits: they are made, besides the fused loss, and a warning says why."""
+    """Add a hook that reads the logits: they are materialized in addition to the fused loss, and a warning says why."""
     model.lm_head.register_forward_hook(lambda module, args, logits: logits.amax() and None)
     return model
 
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
 
 
 def micro_batches(count: int, rank: int | None, world: int) -> list[dict[str, Tensor]]:
-    """``count`` batches; the rows of ``rank``, or all."""
+    """Return ``count`` batches with the rows of ``rank``, or with all rows."""
     rows = slice(None) if rank is None else slice(rank * ROWS // world, (rank + 1) * ROWS // world)
     return [{key: value[rows].to(DEVICE) for key, value in batch(rows=ROWS, seed=i).items()} for i in range(count)]
 
@@ -105,7 +105,7 @@ def items_in(batches: list[dict[str, Tensor]]) -> Tensor:
 
 
 def reference(case: str, world: int) -> list[dict[str, Tensor]]:
-    """Losses and gradients of each step of one process in float64."""
+    """Return losses and gradients of each step in one process in float64."""
     family, prepare, options = CASES[case]
     model, found = exact(prepare(FAMILIES[family].build())).to(DEVICE), []
     model.gradient_checkpointing_disable()
@@ -145,7 +145,7 @@ def run(case: str, patch: Callable[[Any], Any]) -> tuple[list[dict[str, Tensor]]
         at, total = slice(step * count, (step + 1) * count), torch.zeros((), device=DEVICE)
         with Traffic() as traffic:
             for inputs in mine[at]:
-                # DeepSpeed divides by ranks and by micro-batches
+                # DeepSpeed divides by the number of ranks and micro-batches
                 output = engine(**inputs, num_items_in_batch=items_in(everything[at]))
                 loss = output.loss
                 engine.backward(loss * world * count)
@@ -153,7 +153,7 @@ def run(case: str, patch: Callable[[Any], Any]) -> tuple[list[dict[str, Tensor]]
                 if inputs is not mine[at][-1]:
                     engine.step()
         dist.all_reduce(total)
-        if step == 0:  # for who asks, also when the weight has been freed
+        if step == 0:  # logits can be read even after the weight has been freed
             made = output.logits.materialize() if hasattr(output.logits, "materialize") else output.logits
         grads = {name: deepspeed.utils.safe_get_full_grad(p) for name, p in model.named_parameters() if p.requires_grad}
         found.append({"loss": total, **grads} | ({"logits": made.detach()} if step == 0 else {}))
@@ -202,14 +202,14 @@ def main(path: Path, device: str = "cpu") -> None:
     if device == "cuda":
         DEVICE = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(DEVICE)
-        OPTIONS.update(implementation="triton", gradient_filter=None)  # few tokens would be left to PyTorch
+        OPTIONS.update(implementation="triton", gradient_filter=None)  # otherwise PyTorch would handle so few tokens
     skip_shared_memory_extension()
     deepspeed.init_distributed("nccl" if device == "cuda" else "gloo")
     results: dict[str, Any] = {}
     for case in CASES:
         try:
             results[case] = compare(case)
-        except Exception as error:  # the other cases are of interest too
+        except Exception as error:  # go on with the other cases
             traceback.print_exc()
             results[case] = {"failed": f"{type(error).__name__}: {error}"}
         dist.barrier()

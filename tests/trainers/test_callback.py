@@ -1,4 +1,4 @@
-"""CCECallback in a real Trainer: the same run as without, patched in time, and loud when it had no effect."""
+"""CCECallback in a real Trainer: same run as without it, patched in time, and a message if it had no effect."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows() -> list[dict[str, torch.Tensor]]:
 def build(tmp_path: Path, *callbacks: Any, model: Any = None, trainer: type[Trainer] = Trainer, **options: Any) -> Any:
     arguments = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
     arguments |= {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "learning_rate": 0.1}
-    arguments["optim"] = "sgd"  # Adam makes steps of full size out of rounding
+    arguments["optim"] = "sgd"  # Adam turns rounding differences into full-size steps
     made = {
         name: options.pop(name) for name in ("model_init", "compute_loss_func", "compute_metrics") if name in options
     }
@@ -55,7 +55,7 @@ def history(trainer: Any) -> list[float]:
 
 
 def run(trainer: Any) -> list[str]:
-    """Train; what we had to say about it."""
+    """Train and return hf_cce's warnings."""
     with told() as messages:
         trainer.train()
     return messages
@@ -63,7 +63,7 @@ def run(trainer: Any) -> list[str]:
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
 def test_a_run_is_the_run_without(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Accumulation, rows of different lengths and num_items_in_batch included; no step makes logits."""
+    """Includes accumulation, rows of different lengths and num_items_in_batch; no step materializes logits."""
     plain, patched = build(tmp_path, **options), build(tmp_path, CCECallback(on_unused="raise"), **options)
     assert patched.model_accepts_loss_kwargs
     assert getattr(patched, "_loss_shifts_labels", None) == getattr(plain, "_loss_shifts_labels", None)
@@ -83,14 +83,14 @@ def test_a_run_is_the_run_without(tmp_path: Path, options: dict[str, Any]) -> No
 
 
 def test_a_step_without_labels_changes_nothing(tmp_path: Path) -> None:
-    """Trainer divides its loss of nothing by nothing and goes on: full logits have no gradient then."""
+    """Trainer divides 0 by 0 and continues; full logits have no gradient in that case."""
     found = []
     for callbacks in ([], [CCECallback(on_unused="raise")]):
         trainer = build(tmp_path, *callbacks, max_steps=6, gradient_accumulation_steps=1, per_device_train_batch_size=1)
         for row in trainer.train_dataset[::2]:
             row["labels"].fill_(-100)
         assert run(trainer) == []
-        assert 0 < history(trainer).count(0.0) < 6  # what is no number is logged as zero
+        assert 0 < history(trainer).count(0.0) < 6  # NaN is logged as zero
         found.append(dict(trainer.model.named_parameters()))
     start = tiny_llama().state_dict()
     for name, actual in found[1].items():
@@ -102,7 +102,7 @@ def test_a_step_without_labels_changes_nothing(tmp_path: Path) -> None:
 def test_the_way_is_told_once_and_counted_in_the_logs(
     device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # On a GPU, other implementations leave so few tokens to full logits
+    # On a GPU, other implementations use full logits for so few tokens
     implementation = "portable" if device == "cpu" else "triton"
     callback = CCECallback(implementation=implementation, details=True)
     trainer = build(tmp_path, callback, use_cpu=device == "cpu")
@@ -111,7 +111,7 @@ def test_the_way_is_told_once_and_counted_in_the_logs(
     logged = [record.getMessage() for record in caplog.records if record.name.startswith("hf_cce")]
     assert logged == ["hf_cce: the losses of this training run are computed without logits"]
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["cce/fused"] for entry in steps] == [2.0, 4.0, 6.0]  # two calls a step
+    assert [entry["cce/fused"] for entry in steps] == [2.0, 4.0, 6.0]  # two calls per step
     assert all(entry["cce/materialized"] == 0.0 for entry in steps)
     told = {key for entry in trainer.state.log_history for key in entry if key.startswith("cce/")}
     assert told == {"cce/fused", "cce/materialized", *(["cce/peak_gib"] if device == "cuda" else [])}
@@ -129,12 +129,11 @@ def test_a_second_run_is_checked_anew(tmp_path: Path) -> None:
         trainer.train()
 
 
-# The line that says which way the losses go
 LINE = "hf_cce: the losses of this training run are computed without logits\n"
 
 
 class Second(TrainerCallback):
-    """As on a process that is not the main one."""
+    """Act as on a process that is not the main one."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.is_world_process_zero = False
@@ -143,10 +142,10 @@ class Second(TrainerCallback):
 @pytest.mark.parametrize(
     ("level", "options", "others", "times"),
     [
-        (logging.NOTSET, {}, [], 1),  # as Python's logging is set by default
+        (logging.NOTSET, {}, [], 1),  # Python's default logging level
         (logging.NOTSET, {"disable_tqdm": True}, [], 0),
         (logging.NOTSET, {}, [Second()], 0),
-        (logging.INFO, {}, [], 0),  # it is in the log
+        (logging.INFO, {}, [], 0),  # the log has the message instead
         (logging.ERROR, {}, [], 0),
     ],
     ids=["shown", "no progress", "not the main process", "logged", "silenced"],
@@ -172,7 +171,7 @@ def test_the_way_is_shown_once_a_run_where_somebody_watches(
         logger.setLevel(before)
 
 
-# A run that misses the fused loss says so, once
+# A run without the fused loss warns once
 def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return outputs["logits"].float().square().mean()
 
@@ -193,7 +192,7 @@ def from_weights(model: Any) -> Any:
     ],
 )
 def test_a_loss_of_the_model_that_is_not_ours(loss: Any, of_the_model: str, of_the_run: str, tmp_path: Path) -> None:
-    """Each message once, and none of full logits where none were made."""
+    """Each message appears once, and full logits are mentioned only if they were materialized."""
     model = tiny_llama()
     model.loss_function = loss(model)
     first, second = run(build(tmp_path, CCECallback(), model=model))
@@ -214,7 +213,7 @@ def test_a_trainer_that_reads_logits_is_told_so_once(tmp_path: Path) -> None:
 
 
 class From(TrainerCallback):
-    """Does something to the model before a step, 0 the first."""
+    """Change the model before step ``step`` (the first is 0)."""
 
     def __init__(self, step: int, change: Any) -> None:
         self.step, self.change = step, change
@@ -229,7 +228,7 @@ def lose_from_logits(model: Any) -> None:
 
 
 class OwnLoss(Trainer):
-    """From its micro-batch ``first`` to ``last`` it computes the loss itself."""
+    """Compute its own loss for micro-batches ``first`` to ``last``."""
 
     first, last, seen = 0, 0, 0
 
@@ -254,7 +253,7 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
     ],
 )
 def test_a_later_step_without_our_loss(change: Any, reason: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Two micro-batches a step; the second of three steps goes another way, and so may the third."""
+    """Two micro-batches per step; the second of three steps (and possibly the third) does not use the fused loss."""
 
     def trainer(folder: str, on_unused: Any) -> Any:
         others = [] if change is None else [From(1, change)]
@@ -267,7 +266,7 @@ def test_a_later_step_without_our_loss(change: Any, reason: str, options: dict[s
     messages = [message for message in run(trainer("warn", "warn")) if "fell back to full logits" not in message]
     if change is None and not options:
         assert len(messages) == 1 and "outputs.logits of a training call was used (square)" in messages[0]
-        messages = [f"hf_cce: training step 2 ended without our fused loss: {reason}"]  # which the first line has said
+        messages = [f"hf_cce: training step 2 ended without our fused loss: {reason}"]  # already reported
     assert len(messages) == 1 and messages[0].startswith("hf_cce: training step 2 ended without our fused loss: ")
     assert reason in messages[0]
     with pytest.raises(RuntimeError, match=f"training step 2 ended without our fused loss: .*{reason}"):
@@ -275,7 +274,7 @@ def test_a_later_step_without_our_loss(change: Any, reason: str, options: dict[s
 
 
 def test_a_model_that_is_patched_anew_within_a_run(tmp_path: Path) -> None:
-    """Its counters begin at zero: no step is taken for one without our loss."""
+    """The new patch's counters start at zero; no step may be reported as missing the fused loss."""
     change = From(1, lambda model: apply_cce(remove_cce(model)))
     trainer = build(tmp_path, CCECallback(on_unused="raise"), change)
     assert run(trainer) == []
@@ -300,11 +299,11 @@ def test_calls_between_steps_are_none_of_a_step(tmp_path: Path) -> None:
 def test_micro_batches_that_miss_are_counted_at_the_end(
     options: dict[str, Any], last: int, expected: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A step of which only some do is no reason to warn."""
+    """A step in which only some micro-batches miss the fused loss gives no warning."""
     trainer = build(tmp_path, CCECallback(), trainer=OwnLoss, disable_tqdm=False, **options)
     trainer.first, trainer.last = 3, last
     messages = run(trainer)
-    # compiled: a whole step that misses; else who reads logits is told
+    # compiled: warns if a whole step misses; otherwise reading logits warns
     assert len(messages) == (last > (3 if options else 2))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_cce: ")]
     assert len(lines) == (1 if expected is None else 2)

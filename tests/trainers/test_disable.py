@@ -1,4 +1,4 @@
-"""HF_CCE_DISABLE=1 switches every patch off: the run is the unpatched run, and one log line says so."""
+"""HF_CCE_DISABLE=1 disables every patch: the run equals the unpatched one, and one log line says so."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_apply_cce_does_nothing_and_says_so_once(disabled: pytest.LogCaptureFixt
         apply_cce(patched)
     patched(**batch())
     stats = patched.cce_stats()
-    assert model.cce_stats() == dict.fromkeys(model.cce_stats(), 0.0)  # code that reads them runs on
+    assert model.cce_stats() == dict.fromkeys(model.cce_stats(), 0.0)  # code that reads the counters still works
     assert set(model.cce_stats()) <= set(stats) and stats["calls"] == 1
     assert pickle.loads(pickle.dumps(model)).cce_stats() == model.cce_stats()
     assert remove_cce(model) is model

@@ -1,4 +1,4 @@
-"""TRL's DistillationTrainer by ``linear_divergence``: the same losses, metrics and weights as without it, step by step."""
+"""TRL's DistillationTrainer with ``linear_divergence``: same losses, metrics and weights as without it at every step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def build(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
-    """A trainer whose teacher is wider than the student."""
+    """Return a trainer whose teacher has a larger hidden size than the student."""
     args = trl.DistillationConfig(**common(folder, max_completion_length=6, **options))
     return trl.DistillationTrainer(
         model=model, teacher_model=tiny_llama(hidden_size=96), args=args, train_dataset=prompts(), callbacks=callbacks,
@@ -67,7 +67,7 @@ def test_evaluation_is_trls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.7, 5.0)])
 def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: float | None) -> None:
-    """TRL's own function and ours, against its own in float64."""
+    """Compare TRL's function and ours with TRL's in float64."""
     g = torch.Generator().manual_seed(0)
     sizes = ((17, 24), (91, 24), (91,), (17, 40), (91, 40), (91,))
     tensors = [torch.randn(size, generator=g) * 0.5 for size in sizes]

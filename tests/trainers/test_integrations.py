@@ -1,6 +1,6 @@
-"""The plugins for other trainers: their interface here, and a real run where the project is installed (`make test-places`).
+"""Plugins for other trainers: their interface, and a real run if the project is installed (`make test-places`).
 
-Where Axolotl or ms-swift is missing, a package with the one class or dict that the plugin touches takes its place.
+If Axolotl or ms-swift is missing, a stub package replaces it, with the one class or dict that the plugin uses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def installed(name: str) -> bool:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, **names: Any) -> None:
-    """A module with these names, and the packages around it."""
+    """Install a stub module with these names, and its parent packages."""
     parts = module.split(".")
     for i in range(1, len(parts) + 1):
         made = ModuleType(".".join(parts[:i]))
@@ -52,7 +52,7 @@ def axolotl_plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_axolotl_trains_without_logits(axolotl_plugin: Any, tmp_path: Path) -> None:
-    """In Axolotl's order: the model is loaded, the trainer built, then callbacks are added to it."""
+    """Axolotl's order: load the model, build the trainer, then add callbacks."""
     from axolotl.integrations.base import BasePlugin
 
     plugin = axolotl_plugin.CCEPlugin()
@@ -71,9 +71,9 @@ def test_axolotl_trains_without_logits(axolotl_plugin: Any, tmp_path: Path) -> N
 
 def test_axolotl_reads_the_options_of_the_yaml_file(axolotl_plugin: Any) -> None:
     module, name = axolotl_plugin.CCEPlugin().get_input_args().rsplit(".", 1)
-    keys = getattr(importlib.import_module(module), name)  # as Axolotl finds it
+    keys = getattr(importlib.import_module(module), name)  # resolves the class as Axolotl does
     given = {"gradient_filter": None, "memory_budget": 1 << 20}
-    assert keys(hf_cce=given).model_dump(exclude_none=True) == {"hf_cce": given}  # as Axolotl makes its cfg
+    assert keys(hf_cce=given).model_dump(exclude_none=True) == {"hf_cce": given}  # builds cfg as Axolotl does
     assert keys().model_dump(exclude_none=True) == {}
     for wrong, words in (({"filter": 1}, "unknown option filter"), ({"gradient_filter": 2}, "gradient_filter must be")):
         with pytest.raises(ValueError, match=words):
@@ -93,7 +93,7 @@ def test_ms_swift_finds_the_callback_by_name(monkeypatch: pytest.MonkeyPatch, tm
         stand_in(monkeypatch, "swift.callbacks.mapping", callbacks_map={})
     from swift.callbacks.mapping import callbacks_map
 
-    # By its path and under a name of ms-swift's making, with its folder on sys.path.
+    # ms-swift loads the file by path under a generated name, with its folder on sys.path.
     monkeypatch.syspath_prepend(str(SWIFT_FILE.parent))
     spec = importlib.util.spec_from_file_location("_swift_external_0", SWIFT_FILE)
     assert spec is not None and spec.loader is not None
@@ -105,13 +105,13 @@ def test_ms_swift_finds_the_callback_by_name(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_no_file_is_named_like_a_package() -> None:
-    """ms-swift puts the folder on sys.path: a file lightning.py there would be imported for the package."""
+    """ms-swift puts the folder on sys.path, so a file named lightning.py would shadow the package."""
     names = {path.stem for path in SWIFT_FILE.parent.glob("*.py")} - {"__init__"}
     assert names and not any(installed(name) for name in names)
 
 
 def test_lightning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The example of docs/guides/other-trainers.md, on a tiny model."""
+    """The example of docs/guides/other-trainers.md on a tiny model."""
     lightning = pytest.importorskip("lightning")
     import transformers
 
@@ -131,7 +131,7 @@ def test_lightning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The released projects, each in an environment of its own: make test-places
+# The released projects, each in its own environment: make test-places
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def environment() -> dict[str, str]:
 
 
 def logged(folder: Path, *command: str, **more: str) -> dict[str, list[float]]:
-    """What three steps log: losses, ms-swift's token accuracy, and how many losses ours and full logits are."""
+    """Return what three steps log: losses, ms-swift's token accuracy, and the counts of fused losses and full logits."""
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment() | more, capture_output=True, text=True, timeout=600, check=False
     )  # fmt: skip
@@ -155,14 +155,14 @@ def logged(folder: Path, *command: str, **more: str) -> dict[str, list[float]]:
     assert done.returncode == 0, text[-4000:]
     assert ("computed without logits" in text) is not bool(more)
     keys = ("loss", "token_acc", "cce/fused", "cce/materialized")
-    # Not what they print: Axolotl prints before its plugins' callbacks are asked.
+    # Not from standard output: Axolotl prints before its plugins' callbacks run.
     newest = max(folder.rglob("checkpoint-3/trainer_state.json"), key=lambda path: path.stat().st_mtime)
     history = json.loads(newest.read_text("utf-8"))["log_history"]
     return {key: [float(entry[key]) for entry in history if key in entry] for key in keys}
 
 
 def check_the_same(folder: Path, *command: str) -> dict[str, list[float]]:
-    """Three steps with hf_cce, each of them without logits, have the losses of three without it, to two digits."""
+    """Three steps with hf_cce, none with full logits, give the same losses as without it, to two digits."""
     ours, theirs = logged(folder, *command), logged(folder, *command, HF_CCE_DISABLE="1")
     assert len(ours["loss"]) == 3 and ours["cce/fused"] == [1.0, 2.0, 3.0] and theirs["cce/fused"] == []
     assert ours["cce/materialized"] == [0.0, 0.0, 0.0]
@@ -193,14 +193,14 @@ def test_released_ms_swift(data: Path) -> None:
         "--max_steps", "3", "--logging_steps", "1", "--per_device_train_batch_size", "2",
         "--gradient_accumulation_steps", "1", "--report_to", "none", "--output_dir", "out",
     )  # fmt: skip
-    assert len(found["token_acc"]) == 3  # of logits.argmax, which makes those of a few tokens at a time
+    assert len(found["token_acc"]) == 3  # from logits.argmax, which computes the logits of a few tokens at a time
 
 
 @pytest.mark.slow
 def test_released_llama_factory(data: Path) -> None:
     try:
         importlib.import_module("llamafactory.train.tuner")
-    except (ImportError, OSError, RuntimeError) as error:  # it needs torchaudio, whose build must fit that of torch
+    except (ImportError, OSError, RuntimeError) as error:  # needs a torchaudio build that matches torch
         pytest.skip(f"LLaMA-Factory cannot be imported: {error}")
     columns = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     entry = {"file_name": "chat/train.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}}

@@ -1,4 +1,4 @@
-"""A patched model from loading to export: what it saves and exports is what the unpatched model saves and exports."""
+"""A patched model from loading to export: it saves and exports exactly what the unpatched model does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 6
 
 
 def train(folder: Path, *, cce: bool, steps: int = STEPS, resume: bool = False) -> Any:
-    """A LoRA run that saves a checkpoint every three steps; the model comes from ``folder``/base."""
+    """Run LoRA training from ``folder``/base, saving a checkpoint every three steps."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
     torch.manual_seed(0)
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4))
@@ -42,7 +42,7 @@ def train(folder: Path, *, cce: bool, steps: int = STEPS, resume: bool = False) 
 
 
 def resume_in_a_new_process(folder: Path, *, cce: bool) -> None:
-    """The same run to its end; it saves the merged model in ``folder``/ours-merged or plain-merged."""
+    """Finish the same run and save the merged model in ``folder``/ours-merged or plain-merged."""
     code = f"import test_life; from pathlib import Path; test_life.finish(Path({str(folder)!r}), {cce})"
     python(code, folders=(".", "tests/support", "tests/trainers"), CUDA_VISIBLE_DEVICES="")
 
@@ -60,7 +60,7 @@ def finish(folder: Path, cce: bool) -> None:
 
 
 class Logits(nn.Module):
-    """The logits alone, as an exported program returns them."""
+    """Return only the logits, as an exported program does."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_a_life(tmp_path: Path) -> None:
     assert len(ours) == STEPS + 1
     assert_as_good(ours, plain, plain, "losses of all steps, and of the evaluation")
 
-    # Checkpoints and the merged model: the same files, keys, shapes, dtypes and configuration.
+    # Checkpoints and the merged model have the same files, keys, shapes, dtypes and configuration.
     for where in ("{}/checkpoint-6", "{}-merged"):
         folders = [tmp_path / where.format(name) for name in ("ours", "plain")]
         names = [sorted(path.name for path in folder.iterdir()) for folder in folders]

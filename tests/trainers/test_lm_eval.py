@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with a tiny model: the log-likelihoods and greedy flags of its model ``hf``, without its logits."""
+"""lm-evaluation-harness with a tiny model: its model ``hf`` gives the same log-likelihoods and greedy flags without logits."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def requests(kind: str, model: Any) -> list[Any]:
         pairs: list[tuple[str, ...]] = [(context,) for context in contexts]
     else:
         pairs = [(context, " " + text(100 + i, 1 + i % 5)) for i, context in enumerate(contexts)]
-        pairs += [(contexts[0], " " + word) for word in WORDS[:3]]  # of one word, for the same context
-        for context in contexts[:4]:  # some that are greedy
+        pairs += [(contexts[0], " " + word) for word in WORDS[:3]]  # one-token continuations of the same context
+        for context in contexts[:4]:  # some greedy ones
             ids = torch.tensor([model.tok_encode(context)])
             word = model.model(ids).logits[0, -1].argmax()
             pairs.append((context, " " + model.tok_decode([int(word)])))
@@ -68,7 +68,7 @@ def test_answers_are_those_of_hf(kind: str, models: dict[str, Any], monkeypatch:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
-    """A task of one's own, with a model and data that lie in a folder."""
+    """A custom task, with model and data in a folder."""
     tiny_llama().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     rows = [

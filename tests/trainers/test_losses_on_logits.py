@@ -1,4 +1,4 @@
-"""Losses that people write on the logits of a training call: no logits are made, and each step is the unpatched model's."""
+"""User-written losses on the logits of a training call: nothing is materialized, and steps equal the unpatched model's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ V = 99
 
 @pytest.fixture(autouse=True)
 def _few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the most likely words; by default all tokens of a test would fit at once."""
+    """Reduce the scratch of argmax-like operations; by default all tokens of a test fit at once."""
     monkeypatch.setattr(answers, "_scratch", lambda recipe: 8 * V * 7)
 
 
@@ -33,7 +33,7 @@ def shifted(labels: Tensor) -> Tensor:
 
 
 def token_losses(outputs: Any, labels: Tensor, dft: bool = False) -> Tensor:
-    """As ms-swift has them: labels rolled, one loss per token, for DFT weighted by the probability of the label."""
+    """Compute ms-swift's loss: rolled labels, one loss per token, weighted by the label's probability for DFT."""
     logits, target = outputs.logits.float(), torch.roll(labels, shifts=-1, dims=-1).view(-1)
     loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), target.to(logits.device), reduction="none")
     if dft:
@@ -44,14 +44,14 @@ def token_losses(outputs: Any, labels: Tensor, dft: bool = False) -> Tensor:
 
 
 def dft(outputs: Any, labels: Tensor) -> Tensor:
-    """As LLaMA-Factory writes it: the losses of the labels that count, times their probability."""
+    """Compute LLaMA-Factory's DFT loss: the losses of valid labels times their probability."""
     logits, target = outputs["logits"].float(), shifted(labels).reshape(-1)
     loss = F.cross_entropy(logits.view(-1, logits.size(-1)), target, reduction="none")[target != -100]
     return (loss * torch.exp(-loss.detach())).mean()
 
 
 def channels(outputs: Any, labels: Tensor) -> Tensor:
-    """A loss per row, of which a mean is taken for each channel."""
+    """Compute a loss per row, averaged per channel."""
     loss, valid = token_losses(outputs, labels), torch.roll(labels, -1, -1).view(-1) != -100
     rows = [slice(i * labels.shape[1], (i + 1) * labels.shape[1]) for i in range(len(labels))]
     return torch.stack([loss[row][valid[row]].mean() * (i + 1) for i, row in enumerate(rows)]).sum()
@@ -63,7 +63,7 @@ def scaled(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def confident(outputs: Any, labels: Tensor) -> Tensor:
-    """A loss with an entropy bonus and an accuracy, in which the tokens without a label do not count."""
+    """Compute a loss with an entropy bonus and an accuracy, excluding tokens without a label."""
     logits, target = outputs.logits[:, :-1], labels[:, 1:]
     valid, ids = target != -100, target.clamp(min=0)
     log_p = logits.log_softmax(-1)
@@ -83,14 +83,14 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def by_caller(loss_of: Any) -> Any:
-    """The loss that the caller takes from the logits of a call without labels."""
+    """Return a function that computes the loss from the logits of a call without labels."""
     return lambda model, inputs: loss_of(model(**{k: v for k, v in inputs.items() if k != "labels"}), inputs["labels"])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_ones_own(name: str, family: str) -> None:
-    """With a softcap, a scale, or neither; nothing is said, nothing of tokens x vocabulary is made."""
+    """No warning and no tensor of size tokens x vocabulary, with a softcap, a scale, or neither."""
     plain, patched = twins(family, tie_word_embeddings=False)
     with told() as messages, logits_made(model=patched) as seen:
         loss_and_grads(patched, batch(), loss_of=by_caller(LOSSES[name]))
@@ -120,7 +120,7 @@ def test_trainers_compute_loss_func(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("beta", [0, 0.3, 1])
 @pytest.mark.parametrize("name", ["gkd.gkd_trainer.GKDTrainer", "gold.gold_trainer.GOLDTrainer"])
 def test_divergences_of_gkd_and_gold(name: str, beta: float, options: dict[str, Any]) -> None:
-    """TRL's function with the student's deferred logits, a softcap among what is recorded of them."""
+    """TRL's function on the student's deferred logits, with a softcap among the recorded operations."""
     module, _, kind = name.rpartition(".")
     trainer = getattr(pytest.importorskip(f"trl.experimental.{module}"), kind)
     teacher = tiny_llama(seed=3)(batch()["input_ids"]).logits.detach()
@@ -136,7 +136,7 @@ def test_divergences_of_gkd_and_gold(name: str, beta: float, options: dict[str, 
 
 
 def test_label_smoothing_passes_through_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its two answers share a pass, and their gradients another; nothing of it stays."""
+    """The loss's two terms share one forward pass and one backward pass, and leave nothing behind."""
     from transformers.trainer_pt_utils import LabelSmoother
 
     def smoothed(outputs: Any, labels: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def test_calls_that_are_no_training_have_plain_logits() -> None:
 
 @pytest.mark.parametrize("items", [{}, {"num_items_in_batch": 17}], ids=["mean", "sum"])
 def test_token_statistics_of_a_loss(items: dict[str, int]) -> None:
-    """Accuracy, entropy and perplexity in the pass of the loss, which stays what it was; over all labels so far."""
+    """Accuracy, entropy and perplexity come from the loss's own pass, over all labels so far, and do not change the loss."""
     plain, patched = tiny_llama(), apply_cce(tiny_llama(), token_stats=True)
     assert "entropy" not in patched.cce_stats()
     with logits_made(model=patched) as seen:
@@ -178,7 +178,7 @@ def test_token_statistics_of_a_loss(items: dict[str, int]) -> None:
     assert seen == []
     assert_same_training(patched, plain, {**batch(), **items})
     with torch.no_grad():
-        patched(**batch())  # an evaluation counts for nothing
+        patched(**batch())  # an evaluation is not counted
         logits = plain(input_ids=batch()["input_ids"], attention_mask=batch()["attention_mask"]).logits
     target = shifted(batch()["labels"])
     log_p, target = logits.log_softmax(-1)[target != -100], target[target != -100]
@@ -193,7 +193,7 @@ def test_token_statistics_of_a_loss(items: dict[str, int]) -> None:
 
 
 def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
-    """Each entry has those of its own steps, as the metrics of the unpatched model with the same weights would be."""
+    """Each entry covers its own steps, and equals the metrics of an unpatched model with the same weights."""
     plain, patched = build(tmp_path / "a"), build(tmp_path / "b", CCECallback(token_stats=True, on_unused="raise"))
     assert run(plain) == run(patched) == []
     assert_same_run(patched, plain, 3)
@@ -203,13 +203,13 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
     )
     total = patched.model.cce_stats()
     assert min(e["cce/entropy"] for e in entries) < total["entropy"] < max(e["cce/entropy"] for e in entries)
-    for entry in entries:  # a mean over labels, as Trainer's is
+    for entry in entries:  # a mean over labels, like Trainer's
         loss = torch.tensor(entry["loss"])
         assert_as_good(torch.tensor(entry["cce/perplexity"]).log(), loss, loss.double(), "perplexity")
 
 
 def test_heads_for_tokens_further_ahead() -> None:
-    """Several heads, as in docs/guides/any-loss.md: their losses beside the model's own, none of which makes logits."""
+    """Multi-token prediction as in docs/guides/any-loss.md: the losses of extra heads, none of which materializes logits."""
     plain = tiny_llama()
     plain.heads = torch.nn.ModuleList(torch.nn.Linear(32, V, bias=False) for _ in range(3))
     patched = apply_cce(copy.deepcopy(plain))

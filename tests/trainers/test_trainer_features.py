@@ -1,4 +1,4 @@
-"""Trainer's features with a patched model: resuming, saving, evaluating and other losses give what they gave without us."""
+"""Trainer features with a patched model: resuming, saving, evaluating and other losses give the same results as without it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EACH_STEP = {"eval_strategy": "steps", "eval_steps": 1}
 
 
 def made(how: str, folder: Path, *callbacks: Any, model: Any = None, **options: Any) -> Any:
-    """A Trainer whose model is patched that way; not at all if ``how`` is "plain"."""
+    """Return a Trainer whose model is patched in the way ``how``; unpatched if ``how`` is "plain"."""
     model = tiny_llama() if model is None else model
     if how == "model_init":
         options["model_init"] = lambda: tiny_llama()
@@ -42,7 +42,7 @@ def made(how: str, folder: Path, *callbacks: Any, model: Any = None, **options: 
 def trained(
     how: str, folder: Path, *callbacks: Any, calls: int | None = None, resume: Any = None, **options: Any
 ) -> Any:
-    """After its training, in which every loss was ours, without a word; or none, if ``how`` is "plain"."""
+    """Return a trainer after training in which every loss was fused, without warnings; unpatched if ``how`` is "plain"."""
     trainer = made(how, folder, *callbacks, **options)
     trainer.train = functools.partial(trainer.train, resume_from_checkpoint=resume)
     assert run(trainer) == []
@@ -59,7 +59,7 @@ def evaluations(trainer: Any) -> Tensor:
 
 
 def assert_same(found: Any, expected: Any, what: str) -> None:
-    """Equal but for rounding in float32; lists of numbers as vectors, dictionaries value by value."""
+    """Check equality up to float32 rounding; lists of numbers as vectors, dictionaries value by value."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
@@ -71,7 +71,7 @@ def assert_same(found: Any, expected: Any, what: str) -> None:
 
 
 def assert_same_run(patched: Any, plain: Any, steps: int) -> None:
-    """Losses of the last ``steps``, and the weights in the end, which moved."""
+    """Compare the losses of the last ``steps`` and the final weights, which must have changed."""
     assert len(history(patched)) >= steps
     assert_same(history(patched)[-steps:], history(plain)[-steps:], "losses")
     start = tiny_llama().state_dict()
@@ -80,7 +80,7 @@ def assert_same_run(patched: Any, plain: Any, steps: int) -> None:
 
 
 class Stop(TrainerCallback):
-    """Leaves a checkpoint and ends the training, as a machine that is taken away."""
+    """Save a checkpoint and stop, like a preempted machine."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -90,7 +90,7 @@ class Stop(TrainerCallback):
 
 
 def as_an_older_version(checkpoint: Path) -> None:
-    """Name our entries of the logs, all that we ever left in a checkpoint, as before the first release."""
+    """Rename our log entries, the only traces in a checkpoint, to those used before the first release."""
     path = checkpoint / "trainer_state.json"
     text = path.read_text("utf-8")
     older = text.replace("cce/materialized", "cce_materialised").replace("cce/", "cce_")
@@ -103,8 +103,8 @@ def as_an_older_version(checkpoint: Path) -> None:
     [*((way, way) for way in WAYS), ("plain", "callback"), ("callback", "plain"), ("older", "callback")],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(before: str, after: str, tmp_path: Path) -> None:
-    """Each part with two calls a step; who resumes need not have begun."""
-    # A model made within train() leaves another seed behind for the order of rows
+    """Two calls per step in each part; the resumed run may be patched even if the first part was not."""
+    # model_init inside train() changes the seed for the order of the rows
     init = {"model_init": lambda: tiny_llama()} if before == "model_init" else {}
     plain = trained("plain", tmp_path / "plain", max_steps=5, **init)
     first = trained("callback" if before == "older" else before, tmp_path, Stop(3), max_steps=5, calls=6)
@@ -118,7 +118,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(before: str, after: str, tmp_pat
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "lora"])
 def test_what_is_saved_is_what_was_saved(kind: str, tmp_path: Path) -> None:
-    """The same files, with the same text but for the model's own numbers, which may be rounded otherwise."""
+    """Same files and text; only the model's numbers may be rounded differently."""
 
     def model() -> Any:
         bare = tiny_llama(tie_word_embeddings=kind == "tied")
@@ -159,7 +159,7 @@ def test_what_is_saved_is_what_was_saved(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss_only", [True, False])
 def test_evaluation_between_the_steps(loss_only: bool, tmp_path: Path) -> None:
-    """With logits for ``compute_metrics`` where they are asked for; no call of it counts, and training goes on without them."""
+    """Evaluations return logits for ``compute_metrics`` if requested, are not counted, and training continues without logits."""
     seen: dict[str, list[Any]] = {"plain": [], "callback": []}
     trainers = {}
     for how, predictions in seen.items():
@@ -188,7 +188,7 @@ def test_evaluation_between_the_steps(loss_only: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [42, 1])
 def test_weights_after_steps_in_bfloat16(seed: int, tmp_path: Path) -> None:
-    """By what the steps have changed: no further from float32 than without us. On a CPU ``fp16`` changes nothing."""
+    """Weight updates are no further from float32 than unpatched ones. On a CPU ``fp16`` has no effect."""
     options = {"max_steps": 4, "seed": seed}
     exact = trained("plain", tmp_path, **options)
     twin, ours = (trained(how, tmp_path, bf16=True, **options) for how in ("plain", "callback"))
@@ -213,7 +213,7 @@ def from_logits(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> An
 )
 @pytest.mark.parametrize("how", ["apply_cce", "callback"])
 def test_losses_that_trainer_takes_from_logits(how: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """By calls without labels: deferred all the same, and real logits with one warning for a loss that is not known."""
+    """Trainer calls the model without labels: logits are deferred, and an unknown loss gets full logits with one warning."""
     plain = build(tmp_path, **options)
     patched = build(tmp_path, *([CCECallback()] if how == "callback" else []), **options)
     if how == "apply_cce":
@@ -229,7 +229,7 @@ def test_losses_that_trainer_takes_from_logits(how: str, options: dict[str, Any]
 
 
 class Penalised(Trainer):
-    """The model's own loss and something more."""
+    """Adds a penalty to the model's own loss."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
@@ -245,7 +245,7 @@ def test_a_loss_that_builds_upon_the_models(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ignored", [(5,), (2, 5, 9)])
 def test_micro_batches_without_a_label_among_others(ignored: tuple[int, ...], tmp_path: Path) -> None:
-    """One row each, so that they are what they are in whichever order rows come."""
+    """Micro-batches have one row each, so that their content does not depend on the order of the rows."""
     trainers = []
     for how in ("plain", "callback"):
         trainer = made(how, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)
@@ -259,7 +259,7 @@ def test_micro_batches_without_a_label_among_others(ignored: tuple[int, ...], tm
 
 
 def test_the_best_model_at_the_end(tmp_path: Path) -> None:
-    """By a measure that makes it the first; and the model that was loaded into trains on without logits."""
+    """The metric makes checkpoint-1 the best; the model it is loaded into trains on without logits."""
     options = {
         **EACH_STEP, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss", "greater_is_better": True,

@@ -1,4 +1,4 @@
-"""TRL's trainers through our operator: the same losses, metrics and weights as without it, step by step."""
+"""TRL's trainers with our operator: same losses, metrics and weights as without it at every step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_cce.patches import trl as trl_patch
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-newest = os.environ.get("HF_CCE_NEWEST")  # of `make test-newest`, which fails then
+newest = os.environ.get("HF_CCE_NEWEST")  # set by `make test-newest`, which must fail instead of skipping
 if not hasattr(trl.trainer.utils, "add_fused_lm_head") and not newest:
     pytest.skip("this TRL has no fused LM head", allow_module_level=True)
 
@@ -93,7 +93,7 @@ def has_w4(completions: list[str], **_: Any) -> list[float]:
 
 
 def trainer_of(name: str, rows: Callable[[], Any], module: str = "trl", reward: Any = None, **usual: Any) -> Any:
-    """How to build one of TRL's trainers by its name."""
+    """Return a function that builds one of TRL's trainers by name."""
 
     def build(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
         found = pytest.importorskip(module)
@@ -112,7 +112,7 @@ def experimental(name: str, rows: Callable[[], Any] = preferences, **usual: Any)
 
 sft = trainer_of("SFT", texts, gradient_accumulation_steps=2, max_length=24)
 SAMPLING = {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.05, "reward": even_words}
-# Their losses come from the logits of calls without labels.
+# Their losses use the logits of calls without labels.
 PREFERENCE: dict[str, Callable[..., Any]] = {
     "orpo": experimental("ORPO", max_length=16),
     "orpo accumulated": experimental("ORPO", gradient_accumulation_steps=2, beta=0.4),
@@ -123,7 +123,7 @@ PREFERENCE: dict[str, Callable[..., Any]] = {
 }
 TRAINERS: dict[str, Callable[..., Any]] = {
     **PREFERENCE,
-    # These two sample completions, and compare with a frozen copy of the model.
+    # These two sample completions and compare with a frozen copy of the model.
     "online dpo": experimental(
         "OnlineDPO", prompts, module="online_dpo", reward=even_words, temperature=0.7, max_new_tokens=6
     ),
@@ -138,7 +138,7 @@ TRAINERS: dict[str, Callable[..., Any]] = {
 
 
 def run(trainer: Any) -> tuple[list[dict[str, float]], list[str]]:
-    """The log of every step, and our warnings."""
+    """Return the log of every step, and hf_cce's warnings."""
     with told() as messages:
         trainer.train()
     timing = ("time", "per_second", "runtime", "flos", "cce/", "epoch")
@@ -150,9 +150,9 @@ def run(trainer: Any) -> tuple[list[dict[str, float]], list[str]]:
 
 
 def both(folder: Path, build: Callable[..., Any], config: Any = None, **options: Any) -> tuple[Any, Any]:
-    """The trainer as it is and with our callback, after training, and what each of them has logged."""
+    """Train without and with our callback; return (trainer, log) of each."""
     found = []
-    tiny_llama().save_pretrained(folder / "model")  # some trainers load a copy of it, as the reference
+    tiny_llama().save_pretrained(folder / "model")  # some trainers load a copy as the reference model
     for ours in (False, True):
         transformers.set_seed(0)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -164,12 +164,12 @@ def both(folder: Path, build: Callable[..., Any], config: Any = None, **options:
 
 
 def assert_same_steps(folder: Path, build: Callable[..., Any], **options: Any) -> Any:
-    """All that is logged, and the weights in the end; every training call was answered without logits. The patched trainer."""
+    """Compare all logs and final weights; check that no training call materialized logits. Return the patched trainer."""
     (plain, theirs), (patched, ours) = both(folder, build, **options)
     for mine, other in zip(ours, theirs, strict=True):
         expected: dict[str, Any] = {key: pytest.approx(value, rel=2e-4, abs=2e-5) for key, value in other.items()}
         if "rewards/accuracies" in other and abs(other["rewards/margins"]) < 1e-6:
-            # Before the first update rounding decides which of two is preferred.
+            # Before the first update, rounding decides which of the two is preferred.
             expected["rewards/accuracies"] = mine["rewards/accuracies"]
         assert mine == expected
     weights = [torch.cat([x.detach().flatten() for x in t.model.parameters()]) for t in (patched, plain)]
@@ -194,7 +194,7 @@ def test_fine_tuning_and_nothing_else_goes_through_the_filter(
     config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
     if name == "sft":
         assert assert_same_steps(tmp_path, sft, config=config, **options).model.cce_stats().get("kept")
-    else:  # samples other words, as its log-probabilities are rounded otherwise
+    else:  # samples other tokens, because log-probabilities round differently
         _, (trainer, _) = both(tmp_path, TRAINERS[name], config)
         assert not trainer.model.cce_stats().get("kept")
 
@@ -202,7 +202,7 @@ def test_fine_tuning_and_nothing_else_goes_through_the_filter(
 @pytest.mark.parametrize(("scale", "softcap", "temperature"), [(1.0, None, 1.0), (0.7, 5.0, 0.6)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_log_probabilities_and_gradients(scale: float, softcap: float | None, temperature: float, bias: bool) -> None:
-    """TRL's own function and ours, against its own in float64."""
+    """Compare TRL's function and ours with TRL's in float64."""
     g = torch.Generator().manual_seed(0)
     hidden, weight, offset = (torch.randn(*shape, generator=g) for shape in ((17, 24), (91, 24), (91,)))
     targets = torch.randint(91, (17,), generator=g)
@@ -227,7 +227,7 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
         if a.dtype == torch.bool:
             assert torch.equal(a, e)
         else:
-            # TRL accumulates in float32 whatever it is given, so that its float64 run is no better.
+            # TRL always accumulates in float32, so its float64 run is not more accurate.
             assert relative_error(a, e.double()) <= budget(relative_error(t, e.double()), torch.float32) + 1e-6, number
     assert call.fused == 1
 
@@ -235,7 +235,7 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
 @pytest.mark.parametrize("trained", [None, "weight", "bias"])
 @pytest.mark.parametrize("whole", [True, False], ids=["gathered", "not gathered"])
 def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: bool) -> None:
-    """As DeepSpeed does it: parameters know their shape, have values for TRL's call, and lose them before the backward pass."""
+    """ZeRO-3 parameters know their shape, have values during TRL's call, and lose them before the backward."""
     g = torch.Generator().manual_seed(0)
     hidden, targets = torch.randn(17, 24, generator=g, requires_grad=True), torch.randint(91, (17,), generator=g)
     values = {"weight": torch.randn(91, 24, generator=g), "bias": torch.randn(91, generator=g)}
@@ -277,7 +277,7 @@ def test_other_models_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def of_another_trl(function: Any) -> Any:
-    """An autograd function of TRL whose forward takes another argument; it computes the same."""
+    """Return a TRL-like autograd function whose forward takes different arguments but computes the same."""
     original = getattr(function, "original", function)
     forward = staticmethod(lambda ctx, hidden, weight, something: None)
     return type("Other", (), {"forward": forward, "apply": staticmethod(original.apply)})
@@ -335,7 +335,7 @@ def test_an_offloaded_head_is_an_error_that_says_what_to_offload(tmp_path: Path)
 def test_preference_trainers_by_the_callback_or_without(
     name: str, kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evaluation has plain logits; and where TRL's functions are written in PyTorch operations, these are known as well."""
+    """Evaluation has plain logits. TRL's functions written in PyTorch operations are recognized too."""
     if not kernel:
         monkeypatch.setattr(trl.trainer.utils, "_supports_trl_loss_kernel", lambda *args: False)
     model = apply_cce(tiny_llama())
@@ -361,7 +361,7 @@ def test_the_functions_of_another_trl_are_left_alone(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("how", ["plain", "mask", "temperature", "negative"])
 def test_the_functions_of_trl_on_deferred_logits(how: str) -> None:
-    """One pass for log-probabilities and entropy; what has no closed form gets real logits."""
+    """Log-probabilities and entropy take one pass; operations without a closed form get full logits."""
     preference.enter()
     generator = torch.Generator().manual_seed(0)
     used = [torch.randn(2, 9, 16, generator=generator), torch.randn(99, 16, generator=generator)]
@@ -398,7 +398,7 @@ def test_torch_compile_is_named_as_the_cause(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["orpo", "cpo", "tpo"])
 def test_preference_trainers_in_bfloat16(name: str, tmp_path: Path) -> None:
-    """Under autocast: what is logged before the first update is no further from float32 than without us."""
+    """Under autocast, values logged before the first update are no further from float32 than without hf_cce."""
     found = {}
     for how, precise in (("exact", True), ("twin", False), ("ours", False)):
         transformers.set_seed(0)

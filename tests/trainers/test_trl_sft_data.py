@@ -1,4 +1,4 @@
-"""SFTTrainer with every kind of data that it takes: losses, metrics and weights through our operator are those of TRL alone."""
+"""SFTTrainer with every supported kind of data: losses, metrics and weights through our operator match TRL alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def completions() -> dict[str, list[Any]]:
 
 
 def talks() -> dict[str, list[Any]]:
-    """Two turns each."""
+    """Return conversations of two turns each."""
     return {
         "messages": [
             [
@@ -57,7 +57,7 @@ def words(trainer: Any) -> int:
 
 
 def flattened(trainer: Any) -> bool:
-    """Rows come as one, told apart by positions that begin anew."""
+    """Return True if rows are concatenated into one, separated by restarting position ids."""
     inputs = next(iter(trainer.get_train_dataloader()))
     return "attention_mask" not in inputs and len(inputs["input_ids"]) == 1 and (inputs["position_ids"] == 0).sum() > 1
 
@@ -65,7 +65,7 @@ def flattened(trainer: Any) -> bool:
 @dataclass(frozen=True)
 class Mode:
     rows: Callable[[], dict[str, list[Any]]]
-    took: Callable[[Any], bool]  # whether the trainer did what the mode is about
+    took: Callable[[Any], bool]  # checks that the trainer really used this mode
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -74,7 +74,7 @@ MODES: dict[str, Mode] = {
     "prompt and completion": Mode(completions, lambda t: scored(t) == words(t), {"completion_only_loss": False}),
     "assistant only": Mode(talks, lambda t: 0 < scored(t) < words(t), {"assistant_only_loss": True}),
     "packed": Mode(texts, lambda t: len(t.train_dataset) < ROWS and flattened(t), {"packing": True}),
-    "packed, split": Mode(  # what is too long goes on in another row
+    "packed, split": Mode(  # long rows continue in another row
         texts, lambda t: words(t) == sum(len(row.split()) + 1 for row in texts()["text"]) and flattened(t),
         {"packing": True, "packing_strategy": "bfd_split", "max_length": 11},
     ),
@@ -97,16 +97,16 @@ MODES: dict[str, Mode] = {
 
 
 def assert_as_trl(folder: Path, mode: Mode, **options: Any) -> tuple[Any, list[str]]:
-    """Every logged number, those of an evaluation, and all weights; the patched trainer, and what we had to say."""
+    """Compare every logged number, evaluations included, and all weights; return the patched trainer and hf_cce's warnings."""
     others = {name: options.pop(name) for name in ("peft_config", "compute_loss_func") if name in options}
     rows = datasets.Dataset.from_dict(mode.rows())
     reader = tokenizer()
     reader.chat_template = TEMPLATE
-    # SGD, as Adam makes steps of full size out of rounding
+    # SGD, because Adam turns rounding differences into full-size steps
     chosen = {"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 0.1, "max_length": 40, **mode.options}
     found = []
     for callbacks in ([], [CCECallback()]):
-        torch.manual_seed(3)  # of adapters
+        torch.manual_seed(3)  # for adapters
         args = trl.SFTConfig(**common(folder / str(len(found)), **chosen, **options))
         trainer = trl.SFTTrainer(
             model=tiny_llama(), args=args, train_dataset=rows, eval_dataset=rows.select(range(4)),
@@ -161,7 +161,7 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
     ("name", "kind"), [*((name, "completion only") for name in ADAPTERS), ("lora", "padding free"), ("words", "packed")]
 )
 def test_adapters(name: str, kind: str, tmp_path: Path) -> None:
-    """Given to TRL, which makes the PeftModel itself."""
+    """The adapter configuration is passed to TRL, which creates the PeftModel."""
     config = ADAPTERS[name](pytest.importorskip("peft"))
     assert_all_fused(*assert_as_trl(tmp_path, MODES[kind], peft_config=config))
 
@@ -173,7 +173,7 @@ def test_adapters(name: str, kind: str, tmp_path: Path) -> None:
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_losses_that_trl_takes_from_logits(options: dict[str, Any], known: bool, tmp_path: Path) -> None:
-    """By a call without labels; the metrics come of another one without gradients."""
+    """TRL computes the loss by a call without labels, and the metrics by another call without gradients."""
     trainer, messages = assert_as_trl(tmp_path, MODES["completion only"], **options)
     counted = stats(trainer.model)
     assert counted.calls == (counted.fused if known else counted.materialized) > 0

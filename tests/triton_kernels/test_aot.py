@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture that we name, needs no more there than it did, and is compiled once."""
+"""Every kernel compiles for every supported architecture, stays within its resource budget, and is compiled only once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_budget_names_every_architecture() -> None:
 @pytest.mark.skipif(aot.cuobjdump() is None, reason="neither Triton nor the machine has cuobjdump")
 @pytest.mark.parametrize("arch", aot.SHARED_LIMIT)
 def test_kernels_compile_within_the_budget(arch: int) -> None:
-    """One process an architecture, so that pytest-xdist can run them side by side; Triton's own cache serves later runs."""
+    """One process per architecture, so that pytest-xdist can run them in parallel; later runs use Triton's cache."""
     budget = aot.read_budget()
     wrong = aot.complaints(
         arch, aot.measure_elsewhere(arch), budget[f"sm_{arch}"], budget["triton"] == version("triton")
@@ -47,10 +47,10 @@ aot.compile_all(90, done)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_loops_carry_what_is_loaded_ahead() -> None:
-    """Triton 3.6 took a tile's depth for dead, so that all tiles got the first one's, and programs waited forever: see hopper.py.
+    """Triton 3.6 treated a tile's depth as dead, so all tiles got the first tile's and programs waited forever; see hopper.py.
 
-    Of each of the three roles the loop over tiles carries stage, phase and depth; the loops within, stage and phase, and with
-    accumulators also those and the stage before.
+    In each of the three roles, the loop over tiles carries stage, phase and depth. Inner loops carry stage and phase, and loops
+    with accumulators also those and the previous stage.
     """
     found = python(LOOPS, interpreted=False).splitlines()
     assert len(found) >= 4 and set(found) == {"[2, 3, 3, 3, 4, 4]"}
@@ -81,7 +81,7 @@ for v in (49_152, 50_257):
 
 
 def test_every_kernel_is_launched_and_another_number_of_tokens_needs_no_other() -> None:
-    """Batches of another length launch kernels that are compiled already: Triton tells numbers apart by their alignment."""
+    """Other batch lengths reuse compiled kernels: Triton specializes numbers by their alignment."""
     assert aot.jitted_kernels() == set(python(LAUNCHES, interpreted=False).split())
 
 

@@ -1,4 +1,4 @@
-"""Where Triton cannot compile a kernel, PyTorch computes the loss: right, with one warning, and without a second try."""
+"""If Triton cannot compile a kernel, PyTorch computes the loss: correctly, with one warning, and without retrying."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ AUTO = CCEConfig("auto", gradient_filter=None)
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Give the kernels of these modules tiles that Triton refuses: 24 columns are no power of two."""
+    """Give the kernels of these modules tiles that Triton rejects: 24 columns are not a power of two."""
     from hf_cce.kernels import backward, forward, loss
 
     def choose(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
-        """As for narrow dtypes on a GPU; elsewhere "auto" takes no kernels."""
+        """Choose as for 16-bit dtypes on a GPU; elsewhere "auto" uses no kernels."""
         return "portable" if strategies.compile_failure(device) else "triton"
 
     def breaks(*names: str) -> None:
@@ -100,9 +100,9 @@ def test_who_asks_for_the_kernels_gets_the_error(broken: Any) -> None:
 def test_the_step_after_any_other_failure_is_right(
     way: str, where: str, function: str, error: type[BaseException], broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No memory, Ctrl-C, or no room on the disk for Triton's cache: it is raised, and says nothing of the kernels."""
+    """Out of memory, Ctrl-C, or a full disk for Triton's cache: the error is raised, and the kernels stay in use."""
     module = importlib.import_module(f"hf_cce.kernels.{where}")
-    broken()  # "auto" takes the kernels
+    broken()  # "auto" uses the kernels
     real, taken = getattr(module, function), force(monkeypatch, way)
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
     config = CCEConfig("auto", gradient_filter=KEEPS_ALL if way == "filtered" else None)

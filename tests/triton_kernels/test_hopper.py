@@ -1,4 +1,4 @@
-"""The warp-specialized kernels against the ones they stand in for: the same numbers, on the same GPU."""
+"""The warp-specialized kernels give the same numbers as the kernels they replace, on the same GPU."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hf_cce.kernels.labels import LabelLogits, label_logits
 pytestmark = pytest.mark.gpu
 IGNORE = -100
 SCALED = Options(logit_scale=0.7, z_loss=1e-2)
-# Neither tokens nor vocabularies are whole tiles, nor hidden sizes whole steps; 128 tokens a block, 256 columns a tile.
+# No size is a multiple of its block: 128 tokens per block, 256 columns per tile, and steps along the hidden dimension.
 SIZES = [(1, 64, 99), (129, 96, 257), (700, 1000, 1003), (2048, 64, 4099), (1100, 4096, 3001), (300, 768, 50257)]
-SIZES += [(8192, 64, 600), (8400, 64, 1003)]  # 64 row blocks, which share weight tiles, and some more
+SIZES += [(8192, 64, 600), (8400, 64, 1003)]  # 64 row blocks, which share weight tiles, and a few more
 
 
 def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[LogitInputs, plan.Plan, LabelLogits]:
@@ -68,7 +68,7 @@ def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dty
         at_label = label.logit.clone() if kind == "stored" else torch.full_like(label.logit, 7.0)
         tile_stats(inputs, TileStats(tile_lse, ratio=ratio), LabelLogits(at_label, active), shapes, exp_cache=stored)
         assert buffer is None or not buffer[n].any()
-        if active is None:  # what tensor cores round is rounded alike
+        if active is None:  # products on tensor cores round the same way
             assert torch.equal(at_label[labels != IGNORE], label.logit[labels != IGNORE])
         found.append([x for x in (tile_lse[:, :n], ratio, stored) if x is not None])
     for other, own in zip(*found, strict=True):
@@ -96,7 +96,7 @@ def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtyp
             found.append(out[:, : stop - start])
         inside = (labels >= start) & (labels < stop)
         rows, columns = inside.nonzero()[:, 0], labels[inside] - start
-        # The labels' own entries come from a logit that was computed apart.
+        # The label's own entry uses a logit that was computed separately.
         p = (0.5 * (hidden[rows].double() * weight[labels[rows]].double()).sum(1) - lse[rows]).exp()
         exact = (p - 1.0) * grad_lse[rows] * 0.5
         assert_as_good(found[1][rows, columns], found[0][rows, columns], exact, "the labels' entries")
@@ -108,7 +108,7 @@ def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtyp
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("d", [768, 4096])
 def test_no_log_probability_exceeds_zero(d: int) -> None:
-    """Where a token is certain, its logit and the logsumexp must have been rounded alike."""
+    """If a token is certain, its logit and the logsumexp must be rounded the same way."""
     torch.manual_seed(0)
     weight = torch.randn(3001, d, device="cuda", dtype=torch.bfloat16)
     labels = torch.randint(0, 3001, (700,), device="cuda")
@@ -123,7 +123,7 @@ def test_no_log_probability_exceeds_zero(d: int) -> None:
 def test_losses_are_right_with_and_without(
     way: str, dtype: torch.dtype, special: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without, as with versions of Triton that they have not run with."""
+    """The Hopper kernels are disabled for Triton versions they have not been tested with."""
     launched: list[int] = []
     if not special:
         monkeypatch.setattr(plan, "hopper_is_proven", lambda: False)

@@ -1,4 +1,4 @@
-"""The Triton kernels: on a GPU for real, elsewhere in Triton's interpreter with tiles small enough to cross borders."""
+"""The Triton kernels: on a GPU, or in Triton's interpreter with tiles small enough that inputs span several."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs
 pytest.importorskip("triton")
 CUDA = DEVICE == "cuda"
 TRITON = CCEConfig(implementation="triton")
-# The interpreter truncates where a GPU rounds to bfloat16, so bfloat16 gradients are checked on GPUs only.
+# The interpreter truncates to bfloat16 where a GPU rounds, so bfloat16 gradients are checked on GPUs only.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 
 
-# What the scalar loss can take, all at once, on every way but the filter's, which has no gradient of a bias; see test_filter.py.
+# All options of the scalar loss at once, for every way except the filter's, which has no bias gradient; see test_filter.py.
 SCALAR = Options(0.7, 5.0, True, 0.0, 1e-2, "mean")
 NO_BIAS = replace(SCALAR, bias=False)
 FROZEN = (Options(frozen=True), replace(NO_BIAS, frozen=True))
@@ -64,7 +64,7 @@ def test_loss_and_gradients(
 @pytest.mark.parametrize("way", ["materialized", "exp_cache", "filtered", "exact"])
 @pytest.mark.parametrize("softcap", [30.0, 1e4])
 def test_a_softcap_far_above_the_logits(softcap: float, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It changes next to nothing there: tanh of small numbers, of which nothing must cancel."""
+    """The softcap has almost no effect: tanh of small numbers must not suffer from cancellation."""
     force(monkeypatch, way)
     options = Options(softcap=softcap)
     inputs, labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
@@ -73,15 +73,15 @@ def test_a_softcap_far_above_the_logits(softcap: float, way: str, monkeypatch: p
 
 @pytest.mark.parametrize("way", ["materialized", "exact"])
 def test_a_vocabulary_of_several_blocks_of_columns(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block may hold a larger logit than those before it, by which their sums are scaled down."""
+    """Each block may contain a larger logit than the blocks before it, so running sums must be rescaled."""
     force(monkeypatch, way)
     inputs, labels = make_inputs(3, 16, 9000, torch.float32, DEVICE)
-    inputs[1][-1] = 4.0 * inputs[0][0]  # the first token's largest, by far
+    inputs[1][-1] = 4.0 * inputs[0][0]  # by far the largest of the first token
     check_against_plain(fused_loss(config_of(way)), inputs, labels, PLAIN, torch.float32, way)
 
 
 def test_full_logits_of_a_handful_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does with so few tokens that the budget holds everything; here on whatever there is."""
+    """The path a GPU takes if the budget holds all logits of a few tokens; tested here on any device."""
     monkeypatch.setattr(dispatch, "few_tokens", lambda *_: True)
     for options in (*OPTIONS, SCALAR):
         for ignored in ("some", "all") if options.reduction != "none" else ():
@@ -93,7 +93,7 @@ def test_full_logits_of_a_handful_of_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         found = linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items)
         assert_as_good(found, total / by, total / by, f"items {items}")
     labels[3] = 131
-    with pytest.raises(IndexError, match="out of bounds"):  # PyTorch's own check; on a GPU an assertion
+    with pytest.raises(IndexError, match="out of bounds"):  # PyTorch's own check; on a GPU a device assertion
         linear_cross_entropy(hidden, weight, labels)
 
 
@@ -106,11 +106,11 @@ def test_full_logits_of_a_handful_of_tokens(monkeypatch: pytest.MonkeyPatch) -> 
 def test_narrow_budgets_change_nothing_but_the_order(
     options: Options, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slabs of the vocabulary, groups of tokens, and the two passes that a small budget asks for."""
+    """A small budget leads to slabs of the vocabulary, groups of tokens, or two passes."""
     from hf_cce.kernels import backward, forward
 
     monkeypatch.setattr(CCEConfig, "__post_init__", lambda self: None)
-    # "any": as thresholds and the budget have it
+    # "any": chosen by thresholds and budget
     taken = watch(monkeypatch) if way == "any" else force(monkeypatch, way)
     budgets = {"filtered": (80_000, 160_000), "exact": (64, 4096, 40_000)}.get(way, (64, 30_000, 80_000))
     inputs, labels = make_inputs(70, 72, 300, dtype, DEVICE, bias=options.bias)
@@ -119,12 +119,12 @@ def test_narrow_budgets_change_nothing_but_the_order(
         check_against_plain(fused_loss(config), inputs, labels, options, dtype, f"budget {budget}, {way}")
     if way == "filtered" and not CUDA:  # a GPU's tiles are too large for these budgets
         assert taken == {"filtered": len(budgets), "filtered gradients": len(budgets)}
-    assert forward.make_plan is backward.make_plan  # both ways see the same tiles
+    assert forward.make_plan is backward.make_plan  # both directions use the same tiles
 
 
 def test_statistics_of_ignored_tokens_are_zero_whatever_memory_held() -> None:
     (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32, DEVICE, ignored="none")
-    labels[::3] = 5  # a word of the vocabulary, which no tile writes where it is ignored
+    labels[::3] = 5  # a vocabulary entry that no tile writes where it is ignored
     wants = dict(entropy=True, log_sum_sq_probs=True, mean_logit=True, logsumexp=True)
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
     try:
@@ -206,7 +206,7 @@ def test_real_sizes_on_the_gpu(
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["exp_cache", "exact", "filtered"])
 def test_more_logits_than_32_bits_count(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same few tokens over and over: loss and gradient of the weight are theirs, as full logits of them give."""
+    """A few tokens repeated many times: loss and weight gradient equal those of full logits of these tokens."""
     inputs, labels = make_inputs(64, 64, 131_104, torch.bfloat16, "cuda")
     copies = 513
     many = (inputs[0].repeat(copies, 1), inputs[1], None)
@@ -262,7 +262,7 @@ def test_memory_budget_holds(budget: int, v: int, way: str, monkeypatch: pytest.
     gradients = 2 * (hidden.numel() + weight.numel() * weight.requires_grad)
     if way != "auto":
         assert taken[takes(way)] == 2
-    # A few vectors [N] besides: losses, labels, upstream gradients.
+    # Plus a few [N] vectors: losses, labels, upstream gradients.
     assert torch.cuda.max_memory_allocated() - before - gradients <= budget + 64 * hidden.shape[0]
 
 

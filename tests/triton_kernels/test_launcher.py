@@ -1,4 +1,4 @@
-"""Launches find the kernel that Triton would, and a first step compiles the kernels of all steps."""
+"""Launches find the same kernel as Triton would, and a first step compiles the kernels of all steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def compile():
     print(compiled.hash, len(compiled.asm["cubin"]))
 """
 
-# Fails on a disk that cannot be written, goes on once there is room, and leaves the disk read-only.
+# Fails on a disk that is not writable, continues once there is room, and leaves the disk read-only.
 FAULTS = """
 import os, subprocess
 
@@ -116,7 +116,7 @@ def test_eight_processes_fill_one_cache(tmp_path: Path) -> None:
     ("options", "error"), [("ro", "Read-only file system"), ("size=16k", "No space left on device")], ids=["ro", "full"]
 )
 def test_a_cache_on_a_disk_that_cannot_be_written(options: str, error: str, tmp_path: Path) -> None:
-    """The error says so; then the same process goes on, and the next one reads what that has left."""
+    """The error names the cause. The same process then continues, and the next one reads the cache it left."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", disk], check=False).returncode:

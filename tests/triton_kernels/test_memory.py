@@ -1,4 +1,4 @@
-"""A step takes no more than its memory budget: counted on tensors without memory, by the plan of a Hopper GPU."""
+"""A step stays within its memory budget, counted on meta tensors with the plan of a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec) -> bool:
-    """Whether the budget has room for what ``kind`` keeps of the forward pass; fails if a step takes more.
+    """Return True if the budget has room for ``kind``'s forward results; fail if a step takes more than the budget.
 
-    Besides inputs and gradients; a few vectors [N] are not counted.
+    Inputs, gradients and a few [N] vectors are not counted.
     """
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, scalar = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")

@@ -1,4 +1,4 @@
-"""What every way of the loss on the kernels has to stand: strided inputs, PyTorch's newer switch for TF32, no label at all."""
+"""Tests for every strategy on the kernels: strided inputs, PyTorch's newer TF32 switch, no labels at all, and others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_strided_labels_and_inputs(way: str, monkeypatch: pytest.MonkeyPatch) ->
     dtype = torch.float16 if way == "materialized16" else torch.float32
     assert applies(way, options, dtype)
     taken = force(monkeypatch, way)
-    # Of small products in 16 bits, in rows as ours, cuBLAS rounds the parts. (Where this way is taken they are large.)
+    # cuBLAS rounds partial sums of small 16-bit products differently for our row layout. (In practice this way gets large ones.)
     shape = (600, 640, 4001) if way == "materialized16" and DEVICE == "cuda" else (37, 40, 131)
     inputs, labels = make_inputs(*shape, dtype, DEVICE, bias=options.bias)
 
@@ -51,7 +51,7 @@ def test_strided_labels_and_inputs(way: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_word_of_the_vocabulary_as_ignore_index(
     way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where labels are padded with the tokenizer's pad token: bit for bit what -100 gives."""
+    """Labels padded with the tokenizer's pad token give bit for bit the result of -100."""
     options = plain_options(way)
     if not applies(way, options, dtype):
         pytest.skip("the way does not apply")
@@ -77,7 +77,7 @@ def test_a_word_of_the_vocabulary_as_ignore_index(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_entry_of_the_vocabulary_as_a_label(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those at the borders of tiles, too."""
+    """Every entry is a label once, including those at tile borders."""
     taken, options = force(monkeypatch, way), plain_options(way)
     dtype = torch.float16 if way == "materialized16" else torch.float32
     inputs, _ = make_inputs(131, 40, 131, dtype, DEVICE)
@@ -87,7 +87,7 @@ def test_every_entry_of_the_vocabulary_as_a_label(way: str, monkeypatch: pytest.
 
 
 def scaled_gradients(way: str, inputs: tuple[Tensor, ...], labels: Tensor, factor: float = 1.0) -> list[Tensor]:
-    """Of hidden states and, but for a frozen head, weight; of ``factor`` times the loss."""
+    """Return the gradients of hidden states and (unless frozen) weight for ``factor`` times the loss."""
     hidden, weight = (x.detach().clone() for x in inputs)
     leaves = [hidden.requires_grad_(), weight.requires_grad_(not plain_options(way).frozen)]
     loss = linear_cross_entropy(*leaves, labels, config=config_of(way), filter_state=FilterState())
@@ -109,7 +109,7 @@ def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(way: str, monkey
     (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
     ignored = (labels < 0)[:, None]
     found = [scaled_gradients(way, (hidden.where(~ignored, by * hidden), weight), labels) for by in (0.0, 1e4)]
-    for quiet, loud in zip(*found, strict=True):  # the filter may take tokens in another order
+    for quiet, loud in zip(*found, strict=True):  # the filter may process tokens in another order
         assert quiet.any()
         assert_as_good(loud, quiet, quiet, way)
 
@@ -117,7 +117,7 @@ def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(way: str, monkey
 @pytest.mark.parametrize("far", [slice(20, 21), slice(None)], ids=["one", "all"])
 @pytest.mark.parametrize("way", ["exp_cache", "partial_exp_cache", "token_groups", "one_token_group"])
 def test_what_has_no_range_to_be_stored_is_computed_anew(way: str, far: slice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """exp(z − z_label) of tokens whose label is 100 nats away; the blocks of their neighbours are kept."""
+    """exp(z − z_label) overflows for tokens whose label is 100 nats away; the blocks of their neighbors stay cached."""
     taken = force(monkeypatch, way)
     (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
     weight[7] = weight[8] = 0.0
@@ -131,7 +131,7 @@ def test_what_has_no_range_to_be_stored_is_computed_anew(way: str, far: slice, m
 
 @pytest.mark.parametrize("switch", ["torch.backends", "torch.backends.cuda.matmul"])
 def test_the_newer_switch_for_tf32(switch: str) -> None:
-    """Transformers sets it for TrainingArguments(tf32=True); the older question then raises."""
+    """Transformers sets it for TrainingArguments(tf32=True); reading the older setting then raises."""
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip(f"torch {torch.__version__} has no fp32_precision")
     program = (
@@ -149,7 +149,7 @@ def test_the_newer_switch_for_tf32(switch: str) -> None:
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("way", [*WAYS, "portable"])
 def test_the_default_dtype_changes_nothing(way: str, default: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many set it while a model is made, and some leave it: what the kernels put down is float32 all the same."""
+    """Users may set it while building a model and forget to reset it; the kernels' buffers must be float32 anyway."""
     force(monkeypatch, way)
     config, found = config_of(way), []
     for dtype in (torch.float32, default):
@@ -169,13 +169,13 @@ def test_the_default_dtype_changes_nothing(way: str, default: torch.dtype, monke
         assert ours.dtype == usual.dtype and torch.equal(ours, usual)
 
 
-# The CPU's product of bfloat16 in rows that are apart reads what lies between them.
+# On a CPU, bfloat16 matmuls on padded rows read the padding.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"), ids=str)
 @pytest.mark.parametrize("way", [*WAYS, "portable"])
 def test_no_tokens_have_no_gradient_whatever_they_are_divided_by(
     way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainer divides by the number of labels of a step, also where there are none: 0 · inf must not become NaN."""
+    """Trainer divides by a step's number of labels, even if it is zero: 0 · inf must not become NaN."""
     options = plain_options(way)
     if not applies(way, options, dtype):
         pytest.skip(f"{way} is not for {dtype}")
@@ -185,7 +185,7 @@ def test_no_tokens_have_no_gradient_whatever_they_are_divided_by(
     total = linear_cross_entropy(*leaves, labels, reduction="sum", config=config, filter_state=state)
     (total / torch.zeros((), device=DEVICE)).backward()
     assert way == "portable" or taken[takes(way)] == 1
-    assert all(x.grad.count_nonzero() == 0 for x in leaves if x.requires_grad)  # NaN is not zero
+    assert all(x.grad.count_nonzero() == 0 for x in leaves if x.requires_grad)  # NaN counts as nonzero
 
 
 @pytest.mark.parametrize("upstream", [float("nan"), float("inf")])
@@ -234,9 +234,9 @@ def test_what_a_captured_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> N
 def test_columns_before_the_slab_lie_where_the_gradient_will(
     n: int, d: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some tokens' labels are there; the values of one, whose loss is beyond the limit, are computed anew."""
+    """Some labels are in the columns cached in the dW buffer. One token's loss exceeds the limit; its values are recomputed."""
     force(monkeypatch, "partial_exp_cache")
-    if DEVICE == "cuda":  # whose tiles are larger, as what is lent has to be
+    if DEVICE == "cuda":  # larger tiles need a larger dW buffer
         n, d, v = 16 * n, max(d, 320), 16 * v
     from hf_cce.kernels import loss as module
 
@@ -254,7 +254,7 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
     if dtype == torch.float32:
         check_against_plain(ours, inputs, labels, options, dtype, f"lent, {n}, {d}")
         return
-    # So few bfloat16 values, stored, err more than full logits; no more than without lending.
+    # With so few values, cached bfloat16 is less accurate than full logits, but not less than without sharing the buffer.
     exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
     monkeypatch.setattr("hf_cce.kernels.exp_cache._dw_buffer_columns", lambda *_: 0)
     found.append(loss_and_gradients(ours, inputs, labels, options, dtype))
@@ -266,7 +266,7 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
 
 @pytest.mark.parametrize("n", [24, 40])
 def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -> None:
-    """Of 24 tokens they are smaller than the gradient of the weight, of 40 larger, which then goes into their memory."""
+    """With 24 tokens, logits are smaller than the weight's gradient; with 40 larger, and the gradient reuses their memory."""
     from hf_cce.kernels import materialized
 
     d, v, dtype = 64, 75, torch.float16
@@ -291,8 +291,8 @@ def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -
 
 
 def above_gradients(leaves: list[Tensor], loss: Callable[[], Tensor]) -> int:
-    """Return the most bytes of GPU memory that a step allocates besides the gradients of ``leaves``."""
-    for _ in range(2):  # the first compiles, and makes room for cuBLAS
+    """Return the peak GPU memory of a step, excluding the gradients of ``leaves``."""
+    for _ in range(2):  # the first step compiles and allocates cuBLAS's workspace
         leaves[0].grad = leaves[1].grad = None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -315,7 +315,7 @@ def test_memory_of_few_tokens_is_that_of_full_logits() -> None:
 def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
     v: int, ignored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a hidden size above 512 and an odd vocabulary; gradients of tokens without a label are zero."""
+    """Hidden size above 512 and an odd vocabulary; gradients of ignored tokens are zero."""
     from hf_cce import kernels
     from hf_cce.kernels import materialized
 
@@ -341,7 +341,7 @@ def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts tensors in the interpreter; a GPU's allocator counts below")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
-    """Theirs alone, above the gradients: what the budget was asked for, and no more than full logits of PyTorch."""
+    """Peak above the gradients: only the logits, as requested from the budget, and no more than PyTorch's full logits."""
     from hf_cce.kernels import materialized
 
     n, d, v = 40, 24, 600
@@ -349,7 +349,7 @@ def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
     factor, given_inputs = torch.tensor(1.0 / n), Inputs(hidden, weight, bias, labels)
     spec = LossSpec(-100, 1.0, 0.0, needs=(True, True, True))
     left = 2 * (n * d + v * d + v)
-    vectors = 2 * 4 * n + 4 * v  # statistics of the tokens, and the bias's gradient before it is rounded
+    vectors = 2 * 4 * n + 4 * v  # per-token statistics, and the bias's gradient before rounding
     given = {x.untyped_storage()._cdata for x in (hidden, weight, bias, labels, factor) if x is not None}
     with Alive(given) as alive:
         _, saved = materialized.cross_entropy(materialized.logits_of(given_inputs, dtype), given_inputs, spec, factor)
@@ -368,7 +368,7 @@ def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
 def test_memory_of_logits_of_16_bits_on_the_gpu(
     n: int, d: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the default thresholds: within the budget, and no more than full logits of PyTorch."""
+    """With the default thresholds, memory stays within the budget and below that of PyTorch's full logits."""
     taken = watch(monkeypatch)
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
     leaves = [x.requires_grad_() for x in (hidden, weight)]
