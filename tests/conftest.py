@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
 
 # With several test processes on few cores, one thread per process is faster than oversubscribing the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -15,6 +20,33 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it at import; its kernels then run on the CPU
 
 import pytest
+
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "deepspeed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, metavar="FILE", help="--record=FILE: add versions and results to this JSON")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Record the versions and results of this run, for the table of versions in docs/reference/trust.md."""
+    path, reporter = session.config.option.record, session.config.pluginmanager.get_plugin("terminalreporter")
+    if path is None or hasattr(session.config, "workerinput"):  # the workers of xdist leave it to their parent
+        return
+    environment = {
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "system": platform.system(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        **{name: version(name) for name in PACKAGES if importlib.util.find_spec(name) is not None},
+    }
+    run = {key: len(reporter.stats.get(key, ())) for key in ("passed", "failed", "error")}
+    rows = json.loads(path.read_text("utf-8")) if path.exists() else []
+    row = next((row for row in rows if row["environment"] == environment), None)
+    if row is None:
+        rows.append(row := {"environment": environment, "runs": {}})
+    arguments = (arg for arg in session.config.invocation_params.args if not arg.startswith("--record"))
+    row["runs"][" ".join(arguments)] = run
+    path.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
 
 
 @pytest.fixture
