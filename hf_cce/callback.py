@@ -106,7 +106,7 @@ class CCECallback(TrainerCallback):
         self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
         self._token_sums = patch.token_sums.sums
         self._run.begin_step(patch)
-        self._distills = distillation.ready(args)
+        self._distills = distillation.install_on_trainer(args)
 
     def _apply(self, model: Any) -> Patch:
         """Patch the model. If this callback was given no options, a model that is already patched keeps its own."""

@@ -34,7 +34,7 @@ class Term(NamedTuple):
 class AdapterHead(TensorProxy):
     """Placeholder for the sum of ``terms`` and ``bias``, with the shape, dtype and device that torch would give it."""
 
-    _finished: Any = None
+    _deferred_logits: Any = None
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class AdapterHead(TensorProxy):
     @property
     def _is_stale(self) -> bool:  # type: ignore[override]
         """True if the full logits were modified in place (PEFT's aLoRA does so through a view), so ``terms`` are stale."""
-        return self._finished is not None and self._finished._is_stale
+        return self._deferred_logits is not None and self._deferred_logits._is_stale
 
     def deferred(self) -> Any:
         """Return the deferred logits of one head that computes the sum."""
-        if self._finished is None:
-            self._finished = self._joined()
-        return self._finished
+        if self._deferred_logits is None:
+            self._deferred_logits = self._merge_terms()
+        return self._deferred_logits
 
-    def _joined(self) -> Any:
+    def _merge_terms(self) -> Any:
         terms = [term for term in self.terms if isinstance(term.factor, Tensor) or term.factor != 0.0] or self.terms[:1]
         inputs: list[Tensor] = []
         weights: list[Tensor] = []
@@ -119,11 +119,11 @@ def _sub(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
     """Subtract another sum, or a bias [V]: DoRA subtracts the head's own bias before it scales."""
     if isinstance(other, AdapterHead):
         return _add(x, _mul(other, -1.0), **kwargs)
-    taken = as_vocab_vector(other, x)
-    if taken is None or kwargs:
+    subtracted = as_vocab_vector(other, x)
+    if subtracted is None or kwargs:
         return NotImplemented
-    bias = None if other is x.bias else _add_optional(x.bias, -taken)
-    return x._replace(x.terms, bias, torch.promote_types(x.dtype, taken.dtype))
+    bias = None if other is x.bias else _add_optional(x.bias, -subtracted)
+    return x._replace(x.terms, bias, torch.promote_types(x.dtype, subtracted.dtype))
 
 
 def _mul(x: AdapterHead, other: Any) -> Any:
@@ -144,7 +144,7 @@ def _div(x: AdapterHead, other: Any) -> Any:
 
 def _iadd(x: AdapterHead, other: Any) -> Any:
     """Add to ``x`` itself, so that every reference to ``x`` sees the sum."""
-    made = _add(x, other) if x._finished is None else NotImplemented
+    made = _add(x, other) if x._deferred_logits is None else NotImplemented
     if made is NotImplemented or made.dtype != x.dtype:
         return NotImplemented
     x.terms, x.bias = made.terms, made.bias

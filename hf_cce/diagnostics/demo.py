@@ -115,7 +115,7 @@ class Run:
         }
 
 
-def twin(settings: Settings, progress: Progress = lambda what: None) -> dict[str, Any]:
+def train_both(settings: Settings, progress: Progress = lambda what: None) -> dict[str, Any]:
     """Train without and with CCE, taking turns, and compare.
 
     Returns:

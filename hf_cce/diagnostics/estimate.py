@@ -176,7 +176,7 @@ def _silent() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
+def _build_model(name: str, config: Any, dtype: torch.dtype) -> Any:
     """Build the LM of ``config``, with torch's SDPA if it is supported, else with its default attention."""
     auto = auto_class(name, config)
     for options in ({"attn_implementation": "sdpa"}, {}):
@@ -216,7 +216,7 @@ def _add_adapters(lm: Any, rank: int) -> list[Tensor]:
     return adapted
 
 
-def _described(name: str, lm: Any, lora: LoRA | None) -> Model:
+def _describe_model(name: str, lm: Any, lora: LoRA | None) -> Model:
     """Add adapters to ``lm`` unless ``lora`` is None, and return its sizes.
 
     Raises:
@@ -273,8 +273,8 @@ def estimate(
         notes.append("only rows of text are counted; what the vision tower keeps comes on top")
     saved: dict[str, tuple[int, int]] = {}
     with FakeTensorMode(), no_init_weights(), _silent():
-        lm = _built(name, config, torch.float32 if dtype == "mixed" else getattr(torch, dtype))
-        model = _described(name, lm, lora)
+        lm = _build_model(name, config, torch.float32 if dtype == "mixed" else getattr(torch, dtype))
+        model = _describe_model(name, lm, lora)
         try:
             if not getattr(lm.config.get_text_config(), "num_attention_heads", None):
                 raise ValueError(f"{model.architecture} has no attention, and its own kernels are not counted")

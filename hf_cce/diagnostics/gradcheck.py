@@ -256,7 +256,7 @@ def gradcheck(
     }
 
 
-def share(row: dict[str, Any]) -> float:
+def error_ratio(row: dict[str, Any]) -> float:
     """Return the error of a row as a multiple of the allowed error."""
     return row["hf_cce"] / row["allowed"]
 
@@ -267,7 +267,7 @@ def verdict(report: dict[str, Any]) -> str:
     failures = [row for row in rows if not row["ok"]]
     if not failures:
         return f"All {len(rows)} results are as close to the exact ones as full logits are, plus rounding."
-    worst = max(failures, key=share)
+    worst = max(failures, key=error_ratio)
     return (
         f"{len(failures)} of {len(rows)} results are less exact than allowed; the worst is {worst['quantity']} "
         f"({worst['computed_by']}; {worst['case']}): relative error {worst['hf_cce']:.1e}, allowed {worst['allowed']:.1e}."

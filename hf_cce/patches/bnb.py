@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_cce.deferred.head_input import HeadInput, linear
-from hf_cce.patches.marking import is_wrapped, wrapped
+from hf_cce.patches.marking import is_wrapped, wrap
 from hf_cce.quantized import bitsandbytes_weight
 
 
@@ -24,7 +24,7 @@ def install() -> None:
     bitsandbytes: Any = sys.modules.get("bitsandbytes")
     original = getattr(bitsandbytes, "matmul_4bit", None)
     if original is not None and not is_wrapped(original):
-        bitsandbytes.matmul_4bit = wrapped(original, _matmul)
+        bitsandbytes.matmul_4bit = wrap(original, _matmul)
 
 
 def _matmul(original: Any, A: Any, B: Tensor, quant_state: Any, out: Any = None, bias: Tensor | None = None) -> Any:

@@ -73,7 +73,7 @@ class Patch:
         vars(self).update(state)
         self.__post_init__()
 
-    def around(self, model: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_with_hooks(self, model: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``call``, which calls the model's forward without its hooks, and do the work of both hooks around it."""
         output = changed = None
         _before(model, args, kwargs)
@@ -309,10 +309,10 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     _close(state, call, head)
     if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
         # A compiled graph and DataParallel's gather return tensors only
-        return _with_logits(output, lambda value: None)
+        return _replace_logits(output, lambda value: None)
     if any(isinstance(x, LazyLogits) and not isinstance(x, torch.Tensor) for x in _values_of(output)):
         # Returned by a compiled graph of only the head or only the model's forward
-        return _with_logits(output, lambda value: to_wrapper(value.recipe))
+        return _replace_logits(output, lambda value: to_wrapper(value.recipe))
     return None
 
 
@@ -356,12 +356,12 @@ def _values_of(output: Any) -> Any:
     return output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
 
 
-def _with_logits(output: Any, change: Any) -> Any:
+def _replace_logits(output: Any, change: Any) -> Any:
     """Return the output with changed logits; a tuple drops logits that become None, as ``to_tuple`` does."""
     changed = [change(value) if isinstance(value, LazyLogits) else value for value in _values_of(output)]
     if isinstance(output, tuple):
-        gone = [isinstance(old, LazyLogits) and new is None for old, new in zip(output, changed, strict=True)]
-        return tuple(value for value, left in zip(changed, gone, strict=True) if not left)
+        dropped = [isinstance(old, LazyLogits) and new is None for old, new in zip(output, changed, strict=True)]
+        return tuple(value for value, is_dropped in zip(changed, dropped, strict=True) if not is_dropped)
     return type(output)(**dict(zip(output, changed, strict=True))) if isinstance(output, dict) else output
 
 

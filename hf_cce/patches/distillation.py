@@ -33,7 +33,7 @@ from hf_cce.deferred.training_call import Stats
 from hf_cce.divergence import TeacherHead, token_divergences
 from hf_cce.head_checks import why_not_read
 from hf_cce.patches import trl
-from hf_cce.patches.marking import is_wrapped, wrapped
+from hf_cce.patches.marking import is_wrapped, wrap
 
 ARGUMENTS_OF_TRAINER = "trl.trainer.distillation_config.DistillationConfig"
 MODULE = "trl.trainer.distillation_trainer"
@@ -76,7 +76,7 @@ def _head(arguments: dict[str, Any], side: str) -> TeacherHead:
     return TeacherHead(hidden, weight.to(hidden.dtype), bias, scale, softcap)
 
 
-def ready(args: Any) -> bool:
+def install_on_trainer(args: Any) -> bool:
     """Return whether ``args`` belong to a supported DistillationTrainer; if so, its steps run within ``STEP`` from now on."""
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(args).__mro__]
     module: Any = sys.modules.get(MODULE) if ARGUMENTS_OF_TRAINER in names else None
@@ -120,7 +120,7 @@ def install() -> None:
         if original is None or is_wrapped(original):
             continue
         if set(inspect.signature(original).parameters) | {"logits_are_probs"} == set(ARGUMENTS_ON_LOGITS):
-            setattr(trainer, ON_LOGITS, staticmethod(wrapped(original, _on_logits)))
+            setattr(trainer, ON_LOGITS, staticmethod(wrap(original, _on_logits)))
 
 
 def _on_logits(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ def is_wrapped(function: Any) -> bool:
     return hasattr(function, STATE)
 
 
-def wrapped(original: Any, replacement: Any) -> Any:
+def wrap(original: Any, replacement: Any) -> Any:
     """Return ``replacement``, with ``original`` as its first argument, under the name of ``original`` and marked."""
     wrapper: Any = functools.wraps(original)(functools.partial(replacement, original))
     setattr(wrapper, STATE, True)

@@ -26,7 +26,7 @@ TUNERS = {"peft.tuners.adalora": "AdaLoraModel", "peft.tuners.adaption_prompt": 
 def install() -> None:
     """Make adapters run the hooks of a patched model, however they call it.
 
-    The value of a patched model's attribute ``STATE`` has a method ``around(model, call, args, kwargs)``. It runs
+    The value of a patched model's attribute ``STATE`` has a method ``run_with_hooks(model, call, args, kwargs)``. It runs
     ``call(*args, **kwargs)``, which calls the model's forward, with the work of the hooks before and after it.
     """
     try:
@@ -36,14 +36,14 @@ def install() -> None:
     older = release is not None and tuple(map(int, release.groups())) < CALLS_THE_MODEL
     base: Any = import_module("peft.tuners.tuners_utils").BaseTuner
     if older and not is_wrapped(base.forward):
-        base.forward = _calling(base.forward)
+        base.forward = _forward_with_hooks(base.forward)
     for name, tuner in TUNERS.items():
         kind: Any = getattr(import_module(name), tuner)
         if not is_wrapped(vars(kind).get("__call__")):
-            kind.__call__ = _around(kind.__call__)
+            kind.__call__ = _call_with_hooks(kind.__call__)
 
 
-def _calling(original: Any) -> Any:
+def _forward_with_hooks(original: Any) -> Any:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs) if STATE in vars(self.model) else original(self, *args, **kwargs)
@@ -52,13 +52,13 @@ def _calling(original: Any) -> Any:
     return forward
 
 
-def _around(original: Any) -> Any:
+def _call_with_hooks(original: Any) -> Any:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = vars(self.model).get(STATE)
         if patch is None:
             return original(self, *args, **kwargs)
-        return patch.around(self.model, functools.partial(original, self), args, kwargs)
+        return patch.run_with_hooks(self.model, functools.partial(original, self), args, kwargs)
 
     setattr(call, STATE, True)
     return call

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_cce.deferred.handlers import can_compute_log_probs, log_probs
 from hf_cce.deferred.logits import LazyLogits
-from hf_cce.patches.marking import is_wrapped, wrapped
+from hf_cce.patches.marking import is_wrapped, wrap
 
 SUPPORTED, KERNEL = "_supports_trl_loss_kernel", "_fused_logprob_entropy"
 ARGUMENTS = {SUPPORTED: ("logits", "index", "row_mask"), KERNEL: ("logits", "index", "temperature", "row_mask")}
@@ -35,7 +35,7 @@ def install() -> None:
     if any(tuple(inspect.signature(functions[name]).parameters) != known for name, known in ARGUMENTS.items()):  # type: ignore
         return
     for name, ours in ((SUPPORTED, _supported), (KERNEL, _kernel)):
-        setattr(utils, name, wrapped(functions[name], ours))
+        setattr(utils, name, wrap(functions[name], ours))
 
 
 def _supported(original: Any, logits: Any, index: Any = None, row_mask: Any = None) -> bool:
