@@ -365,7 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.plot:
             require_matplotlib(args.plot)
-        corpus = text.prepare(setup.vocab, dataset=args.dataset, say=say)
+        corpus = text.prepare(setup.vocab, dataset=args.dataset, progress=say)
         data = Data(corpus.tokens_file, second_corpus(corpus, args.second_dataset))
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in model_of(setup).parameters())

@@ -82,7 +82,7 @@ def of_head(given: str) -> tuple[str, dict[str, Any]]:
     # Training reports every second; print every tenth report.
     head = train_head(
         HeadSpec(vocabulary, hidden_size, layers), seconds, device,
-        say=lambda line: None if line.startswith("training:") and "0 of" not in line else say(line),
+        progress=lambda line: None if line.startswith("training:") and "0 of" not in line else say(line),
     )  # fmt: skip
     rows = measure(head, device)
     found = {

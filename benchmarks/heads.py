@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.text import Corpus, Say, cache_folder, prepare
+from benchmarks.text import Corpus, cache_folder, prepare
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.bench import full_logits
 from hf_cce.diagnostics.files import whole_file
+from hf_cce.diagnostics.machine import Progress
 from hf_cce.diagnostics.shapes import config_of, smollm2_like
 
 MAX_TOKENS = 32_768  # held-out tokens stored with a head
@@ -70,7 +71,7 @@ def train_head(
     *,
     dataset: str | None = None,
     cache: Path | None = None,
-    say: Say = lambda message: None,
+    progress: Progress = lambda message: None,
 ) -> Head:
     """Return a trained head, from the cache or newly trained.
 
@@ -80,7 +81,7 @@ def train_head(
         device: where to train; part of the cache key, because a faster device learns more in the same time.
         dataset: text file or folder to use instead of Python's own sources.
         cache: folder for heads, tokenizers and tokens.
-        say: called with progress messages.
+        progress: called with progress messages.
 
     Raises:
         ValueError: the text is too short to train on and to hold some out.
@@ -93,11 +94,11 @@ def train_head(
     digest = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
     path = (cache or cache_folder()) / f"head-V{spec.vocabulary}-D{spec.dim}-L{spec.layers}-{digest}.pt"
     if path.is_file():
-        say("taking the trained head from the cache")
+        progress("taking the trained head from the cache")
         return Head(**torch.load(path, weights_only=True), cached=True)
     characters = max(4_000_000, 640 * spec.vocabulary)
-    corpus = prepare(spec.vocabulary, dataset=dataset, characters=characters, cache=cache, say=say)
-    kept = _trained(spec, corpus, seconds, device, say)
+    corpus = prepare(spec.vocabulary, dataset=dataset, characters=characters, cache=cache, progress=progress)
+    kept = _trained(spec, corpus, seconds, device, progress)
     kept["about"] = {**key, **machine.versions("torch", "transformers", "tokenizers"), **kept["about"]}
     with whole_file(path) as temporary:
         torch.save(kept, temporary)
@@ -106,7 +107,9 @@ def train_head(
     return Head(**kept)
 
 
-def _trained(spec: HeadSpec, corpus: Corpus, seconds: float, device: torch.device, say: Say) -> dict[str, Any]:
+def _trained(
+    spec: HeadSpec, corpus: Corpus, seconds: float, device: torch.device, progress: Progress
+) -> dict[str, Any]:
     """Train a model and return the arguments of ``Head``."""
     batch, sequence = _batch(spec, device)
     tokens = torch.from_numpy(np.load(corpus.tokens_file))
@@ -123,7 +126,7 @@ def _trained(spec: HeadSpec, corpus: Corpus, seconds: float, device: torch.devic
     shape = smollm2_like(spec.vocabulary, spec.dim, spec.layers)
     model: Any = LlamaForCausalLM(config_of(shape))
     model = model.to(device)
-    steps, loss = _learn(model, learn, (batch, sequence), seconds, say)
+    steps, loss = _learn(model, learn, (batch, sequence), seconds, progress)
     hidden_states, labels = _held_out(model, unseen, sequence, device)
     weight = model.lm_head.weight.detach().to("cpu", torch.bfloat16)
     about = {
@@ -138,7 +141,7 @@ def _trained(spec: HeadSpec, corpus: Corpus, seconds: float, device: torch.devic
     return {"hidden_states": hidden_states, "weight": weight, "labels": labels, "about": about}
 
 
-def _learn(model: Any, tokens: Tensor, shape: tuple[int, int], seconds: float, say: Say) -> tuple[int, float]:
+def _learn(model: Any, tokens: Tensor, shape: tuple[int, int], seconds: float, progress: Progress) -> tuple[int, float]:
     """Train for ``seconds`` and return (steps, loss). Uses full logits, so that heads do not depend on the losses under test."""
     device, (batch, sequence) = tokens.device, shape
     optimizer = torch.optim.AdamW(
@@ -151,7 +154,7 @@ def _learn(model: Any, tokens: Tensor, shape: tuple[int, int], seconds: float, s
     generator = np.random.default_rng(0)
     offsets = torch.arange(sequence + 1)
     step, began, shown, spent = 0, time.perf_counter(), 0.0, 0.0
-    say("training: the first steps")
+    progress("training: the first steps")
     while True:
         starts = torch.from_numpy(generator.integers(len(tokens) - sequence, size=batch))
         ids = tokens[(starts[:, None] + offsets).to(device)].long()
@@ -176,7 +179,7 @@ def _learn(model: Any, tokens: Tensor, shape: tuple[int, int], seconds: float, s
         spent = time.perf_counter() - began if step >= 3 else 0.0
         if spent - shown >= 1.0:
             shown = spent
-            say(f"training: {spent:.0f} of {seconds:g} s, step {step}, loss {loss.item():.2f}")
+            progress(f"training: {spent:.0f} of {seconds:g} s, step {step}, loss {loss.item():.2f}")
         if spent >= seconds:
             break
     if not bool(loss.isfinite()):

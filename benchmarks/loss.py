@@ -15,9 +15,11 @@ import torch
 from benchmarks import measure as instrument
 from benchmarks.heads import HEADS, MAX_TOKENS, Head, train_head
 from benchmarks.peers import BUILDERS, PACKAGES, make_peers
+from hf_cce.cli.common import DTYPES
 from hf_cce.diagnostics import bench
 from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.gradcheck import Inputs
+from hf_cce.diagnostics.machine import Progress
 
 
 def head_of(text: str) -> tuple[str, int]:
@@ -69,14 +71,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="timed rounds")
     parser.add_argument("--head-seconds", type=float, default=60.0, help="training time of a head")
     parser.add_argument("--dataset", help="text file or folder for the heads; default: Python's own sources")
-    parser.add_argument("--dtype", choices=bench.DTYPES)
+    parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, help="written anew after each problem")
     parser.add_argument("--markdown", type=Path, help="write the tables here, too")
     return parser.parse_args(arguments)
 
 
-def measure(args: argparse.Namespace, report: dict[str, Any], plan: instrument.Plan, say: bench.Say) -> None:
+def measure(args: argparse.Namespace, report: dict[str, Any], plan: instrument.Plan, progress: Progress) -> None:
     """Add results to ``report`` and write it to disk after each problem."""
     peers, filters = words(args.peers, ","), [float(x) for x in words(args.sweep, ",")]
     losses, report["missing"] = make_peers(peers, filters)
@@ -85,7 +87,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any], plan: instrument.P
     report["sweep"], report["heads"] = {f"hf_cce filter {x:g}": x for x in filters}, {}
 
     def add(title: str, problem: Inputs, about: dict[str, Any]) -> None:
-        result = instrument.measure(title, problem, losses, plan, say)
+        result = instrument.measure(title, problem, losses, plan, progress)
         report["results"][title] = {**result, "problem": {**about, **result["problem"]}}
         if args.json:
             write_json(args.json, report)
@@ -94,7 +96,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any], plan: instrument.P
         problem = bench.random_problem(shape, plan.device, plan.dtype)
         add("flat N={} D={} V={}".format(*shape), problem, {"kind": "flat"})
     for name, tokens in map(head_of, words(args.head)):
-        head = train_head(HEADS[name], args.head_seconds, plan.device, dataset=args.dataset, say=say)
+        head = train_head(HEADS[name], args.head_seconds, plan.device, dataset=args.dataset, progress=progress)
         report["heads"][name] = {**head.about, "from_cache": head.cached}
         torch.compiler.reset()
         add(f"trained {name} N={tokens}", trained_problem(head, tokens, plan), {"kind": "trained", "head": name})

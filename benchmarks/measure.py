@@ -20,8 +20,9 @@ from torch import Tensor
 from benchmarks.origin import origin
 from benchmarks.peers import FusedLoss, filter_stats
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.bench import DTYPES, WARM_UP, Loss, Say, exact_results, extra_mib, interleaved, reference_dtype
+from hf_cce.diagnostics.bench import WARM_UP, Loss, exact_results, extra_mib, reference_dtype, time_interleaved
 from hf_cce.diagnostics.gradcheck import LOSS_SCALE, Inputs, relative_error
+from hf_cce.diagnostics.machine import Progress, dtype_name
 
 # For each mode: the prefix of its keys in a row, and the number of matrix products that full logits need.
 PREFIX = {"both": "", "forward": "forward_", "frozen": "frozen_"}
@@ -68,8 +69,8 @@ def wall_ms(function: Callable[[], Any], device: torch.device, calls: int = 10) 
 class Bench:
     """Measurement of several losses on one problem."""
 
-    def __init__(self, problem: Inputs, modes: tuple[str, ...], say: Say) -> None:
-        self.problem, self.modes, self.say = problem, modes, say
+    def __init__(self, problem: Inputs, modes: tuple[str, ...], progress: Progress) -> None:
+        self.problem, self.modes, self.progress = problem, modes, progress
         self.device = problem.hidden.device
         self.hidden = problem.hidden.detach().requires_grad_()
         self.weight = problem.weight.detach().requires_grad_()
@@ -86,10 +87,10 @@ class Bench:
             "grad_weight_error", "filter", and the same with "forward_" and "frozen_"; or {"failed": reason}.
         """
         rows: dict[str, dict[str, Any]] = {}
-        self.say("exact gradients")
+        self.progress("exact gradients")
         exact = exact_results(self.problem)
         for name, loss in losses.items():
-            self.say(f"{name}: checking")
+            self.progress(f"{name}: checking")
             if isinstance(loss, FusedLoss):
                 loss.begin()
             try:
@@ -113,7 +114,7 @@ class Bench:
             product()
         functions: dict[tuple[str, str], Callable[[], Any]] = {("", mode): run for mode, run in products.items()}
         functions |= {(name, mode): partial(self._step, losses[name], mode) for name in alive for mode in self.modes}
-        taken = interleaved(functions, self.device, repeats, self.say)
+        taken = time_interleaved(functions, self.device, repeats, self.progress)
         dense = {mode: statistics.median(taken.pop(("", mode))) for mode in products}
         for (name, mode), times in taken.items():
             prefix = PREFIX[mode]
@@ -164,9 +165,9 @@ class Bench:
         return row
 
 
-def measure(title: str, problem: Inputs, losses: dict[str, Loss], plan: Plan, say: Say) -> dict[str, Any]:
+def measure(title: str, problem: Inputs, losses: dict[str, Loss], plan: Plan, progress: Progress) -> dict[str, Any]:
     """Measure ``losses`` on one problem and free everything afterwards."""
-    result = Bench(problem, plan.modes, lambda text: say(f"{title}: {text}")).run(losses, plan.repeats)
+    result = Bench(problem, plan.modes, lambda text: progress(f"{title}: {text}")).run(losses, plan.repeats)
     n, d = problem.hidden.shape
     torch.compiler.reset()  # compile anew for each problem, or Dynamo reaches its recompile limit
     gc.collect()
@@ -188,14 +189,15 @@ def planned(device: str | None, dtype: str | None, repeats: int | None, modes: t
     if not modes or (wrong := sorted(set(modes) - set(GEMMS))):
         given = ", ".join(map(repr, wrong)) if modes else repr("")
         raise ValueError(f"unknown mode {given}; known: {', '.join(GEMMS)}")
-    return Plan(place, DTYPES[dtype] if dtype else machine.default_dtype(place), repeats or (10 if gpu else 5), modes)
+    torch_dtype = getattr(torch, dtype) if dtype else machine.default_dtype(place)
+    return Plan(place, torch_dtype, repeats or (10 if gpu else 5), modes)
 
 
 def header(module: str, arguments: list[str] | None, plan: Plan, *packages: str) -> dict[str, Any]:
     """Return the first entries of a report."""
     found = origin(module, arguments, plan.device, *packages)
     reference = reference_dtype(plan.device, plan.dtype)
-    dtypes = {"dtype": str(plan.dtype).removeprefix("torch."), "reference": str(reference).removeprefix("torch.")}
+    dtypes = {"dtype": dtype_name(plan.dtype), "reference": dtype_name(reference)}
     return {**found, **dtypes, "missing": {}, "results": {}}
 
 

@@ -9,7 +9,7 @@ import hashlib
 import platform
 import random
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,10 +20,10 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from hf_cce.diagnostics.files import whole_file
+from hf_cce.diagnostics.machine import Progress
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_CHARACTERS = 32_000_000  # more text only takes longer and does not improve the measurement
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def prepare(
     dataset: str | None = None,
     characters: int = MAX_CHARACTERS,
     cache: Path | None = None,
-    say: Say = lambda message: None,
+    progress: Progress = lambda message: None,
 ) -> Corpus:
     """Return the corpus, from the cache or newly made.
 
@@ -60,12 +60,12 @@ def prepare(
         dataset: a text file or a folder of text files; default: Python's own sources.
         characters: maximum number of characters taken from Python's sources.
         cache: folder for tokenizer and tokens.
-        say: called with progress messages.
+        progress: called with progress messages.
 
     Raises:
         ValueError: the file or folder does not exist.
     """
-    say("reading text")
+    progress("reading text")
     source, documents = _documents(dataset, vocabulary, characters)
     digest = hashlib.sha256(repr((source, vocabulary, tokenizers.__version__)).encode())
     for document in documents:
@@ -73,9 +73,9 @@ def prepare(
     folder = (cache or cache_folder()) / f"corpus-{digest.hexdigest()[:16]}"
     tokens_file, tokenizer_file = folder / "tokens.npy", folder / "tokenizer.json"
     if not tokens_file.is_file():  # this file is written last
-        say(f"training a byte-level BPE tokenizer on {sum(map(len, documents)) / 1e6:.0f} MB of text")
+        progress(f"training a byte-level BPE tokenizer on {sum(map(len, documents)) / 1e6:.0f} MB of text")
         tokenizer = train_tokenizer(documents, vocabulary)
-        say("turning the text into tokens")
+        progress("turning the text into tokens")
         with whole_file(tokenizer_file) as temporary:
             tokenizer.save(str(temporary))
         with whole_file(tokens_file) as temporary:

@@ -31,21 +31,21 @@ class _Run:
     stats: Stats  # the live counters
     start: Stats
     step: Stats
-    losses: int = 0  # stats.as_meant after the last micro-batch
+    losses: int = 0  # stats.without_fallback after the last micro-batch
     batches: int = 0
-    missed: int = 0  # micro-batches that did not increase stats.as_meant
+    missed: int = 0  # micro-batches that did not increase stats.without_fallback
     hit: bool = False  # a micro-batch of the current step increased it
     told: bool = False  # the line on how losses are computed was shown
     reported: bool = False  # a step without fused loss was reported
 
     def begin_step(self, patch: Patch | None) -> None:
         self._follow(patch)
-        self.step, self.losses, self.hit = replace(self.stats), self.stats.as_meant, False
+        self.step, self.losses, self.hit = replace(self.stats), self.stats.without_fallback, False
 
     def end_batch(self, patch: Patch | None) -> None:
         self._follow(patch)
-        hit = self.stats.as_meant > self.losses
-        self.losses = self.stats.as_meant
+        hit = self.stats.without_fallback > self.losses
+        self.losses = self.stats.without_fallback
         self.batches, self.missed, self.hit = self.batches + 1, self.missed + (not hit), self.hit or hit
 
     def _follow(self, patch: Patch | None) -> None:
@@ -106,7 +106,7 @@ class CCECallback(TrainerCallback):
         self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
         self._token_sums = patch.token_sums.sums
         self._run.begin_step(patch)
-        self._distills = distillation.ready(args)
+        self._distills = distillation.install_on_trainer(args)
 
     def _apply(self, model: Any) -> Patch:
         """Patch the model. If this callback was given no options, a model that is already patched keeps its own."""
@@ -119,7 +119,7 @@ class CCECallback(TrainerCallback):
     def _distillation_step(self, model: Any) -> Iterator[None]:
         """Context of a training step in which patches.distillation computes the divergence with hf_cce."""
         patch = patch_of(causal_lm(model)) if self._distills else None
-        with contextlib.nullcontext() if patch is None else distillation.answering(patch.config, patch.stats):
+        with contextlib.nullcontext() if patch is None else distillation.fused_divergences(patch.config, patch.stats):
             yield
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -17,20 +17,20 @@ FAILURES = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all sub-commands. A module has ``run``, whose docstring is the help, and maybe ``add_options``."""
-    whole = argparse.ArgumentParser(prog="hf-cce", description="Train language models without materializing logits.")
-    whole.add_argument("--version", action="version", version=f"hf-cce {hf_cce.__version__}")
-    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    root = argparse.ArgumentParser(prog="hf-cce", description="Train language models without materializing logits.")
+    root.add_argument("--version", action="version", version=f"hf-cce {hf_cce.__version__}")
+    commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:
-        name, about = module.__name__.rpartition(".")[2], inspect.getdoc(module.run) or ""
-        one = commands.add_parser(
-            name, help=about.splitlines()[0], description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        name, doc = module.__name__.rpartition(".")[2], inspect.getdoc(module.run) or ""
+        subparser = commands.add_parser(
+            name, help=doc.splitlines()[0], description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if hasattr(module, "add_options"):
-            module.add_options(one)
-        one.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here; - is standard output")
-        one.add_argument("-q", "--quiet", action="store_true", help="print only the answer, or nothing")
-        one.set_defaults(run=module.run)
-    return whole
+            module.add_options(subparser)
+        subparser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here; - is standard output")
+        subparser.add_argument("-q", "--quiet", action="store_true", help="print only the answer, or nothing")
+        subparser.set_defaults(run=module.run)
+    return root
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -26,6 +26,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
     Exit code 0: measured. 1: one of the losses failed. 2: could not run.
     """
+    import torch
+
     from hf_cce.diagnostics import bench
     from hf_cce.diagnostics.files import whole_file
     from hf_cce.diagnostics.machine import checked_device, default_dtype
@@ -33,7 +35,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     given = (options.tokens, options.hidden_size, options.vocab_size)
     shapes = ((given[0] or 8192, given[1] or 1024, given[2] or 49_152),) if any(given) else ()
     device = checked_device(options.device)
-    dtype = bench.DTYPES[options.dtype] if options.dtype else default_dtype(device)
+    dtype = getattr(torch, options.dtype) if options.dtype else default_dtype(device)
     report = bench.bench(shapes, device, dtype, options.memory_budget, out.progress) | {"command": command()}
     tables = bench.markdown(report)
     out.progress("")

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_cce.cli.common import Output, add_device, table
 
-SHOWN = 5
+SHOWN_ROWS = 5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         f"Loss: {without:.7f} without CCE, {with_cce:.7f} with CCE",
         f"Logits in evaluation: {'identical' if report['evaluation_same'] else 'different'}\n",
     )
-    rows = sorted(report["differences"], key=lambda row: -row["error"] / row["allowed"])[:SHOWN]
+    rows = sorted(report["differences"], key=lambda row: -row["error"] / row["allowed"])[:SHOWN_ROWS]
     out.print(_table(rows, "loss, or gradient of"))
     out.print(f"The {len(rows)} closest to the limit, of {len(report['differences'])}; --json has all.")
     out.save(report)

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         str(checked_device(options.device)), options.vocab_size, options.hidden_size, options.layers, options.max_steps,
         options.batch_size, options.seq_length, options.dtype,
     )  # fmt: skip
-    report = demo.twin(settings, out.progress)
+    report = demo.train_both(settings, out.progress)
     out.progress("")
     out.print(*_summary(report))
     out.save(report)

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from hf_cce.cli.common import DTYPES, Output, add_sizes, positive, size, table
+from hf_cce.diagnostics.machine import GIB
 
 if TYPE_CHECKING:
     from hf_cce.diagnostics.estimate import Estimate
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 def gpu_size(text: str) -> int:
     """Return the bytes of "24GiB"; a plain number is GiB."""
     found = size(f"{text}GiB" if text.replace(".", "").isdecimal() else text)
-    if found < 1 << 30:  # MiB written by mistake
+    if found < GIB:  # MiB written by mistake
         raise argparse.ArgumentTypeError(f"expected a size such as 24GiB, got {text!r}")
     return found
 
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         options.batch_size,
         options.seq_length,
         options.dtype,
-        options.gpu_memory or estimate.this_gpu() or 24 << 30,
+        options.gpu_memory or estimate.this_gpu() or 24 * GIB,
         options.memory_budget,
         lora=estimate.LoRA(options.lora_rank, options.qlora) if options.lora or options.qlora else None,
     )
@@ -81,7 +82,7 @@ def _table(found: Estimate) -> str:
     rows = [("", *(way.replace("full", "full logits").replace("cce", "with CCE") for way, _ in steps))]
 
     def add(title: str, sizes: list[int | None]) -> None:
-        rows.append((title, *("unknown" if size is None else f"{size / 2**30:,.2f}" for size in sizes)))
+        rows.append((title, *("unknown" if size is None else f"{size / GIB:,.2f}" for size in sizes)))
 
     held = {"weights": found.model.weights, "optimizer": found.optimizer, "gradients": found.model.gradients}
     for title, constant in held.items():
@@ -90,7 +91,5 @@ def _table(found: Estimate) -> str:
     add("logits and loss", [step.loss for _, step in steps])
     add("peak", [step.peak for _, step in steps])
     if found.steps["full"].peak is not None:
-        rows.append(
-            (f"fits in {found.gpu_memory / 2**30:.4g} GiB", *("yes" if step.fits else "no" for _, step in steps))
-        )
+        rows.append((f"fits in {found.gpu_memory / GIB:.4g} GiB", *("yes" if step.fits else "no" for _, step in steps)))
     return table(rows)

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     closest: dict[tuple[str, str], dict[str, Any]] = {}
     for row in report["rows"]:
         key = row["computed_by"], row["quantity"]
-        closest[key] = max(closest.get(key, row), row, key=gradcheck.share)
+        closest[key] = max(closest.get(key, row), row, key=gradcheck.error_ratio)
     cells = [("computed in", "", "closest case", "full logits", "hf_cce", "allowed", "")]
     for row in closest.values():
         errors = (f"{row[name]:.1e}" for name in ("full_logits", "hf_cce", "allowed"))

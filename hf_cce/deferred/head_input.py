@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hf_cce.deferred.adapters import AdapterHead, Term
-from hf_cce.deferred.lazy_tensor import LazyTensor, StandIn, plain
+from hf_cce.deferred.lazy_tensor import LazyTensor, TensorProxy, materialize_all
 from hf_cce.deferred.logits import lazy_logits
 from hf_cce.deferred.training_call import TrainingCall
 from hf_cce.head_checks import why_not_read
@@ -83,7 +83,7 @@ class HeadInput(LazyTensor):
     hidden_states: Tensor
     call: TrainingCall
 
-    def _real(self, why: str) -> Tensor:
+    def _materialize(self, why: str) -> Tensor:
         return self.hidden_states
 
     @classmethod
@@ -91,15 +91,15 @@ class HeadInput(LazyTensor):
         result = super().__torch_function__(func, types, args, kwargs)
         # Only as first argument: weight.to(x) just takes the dtype of x.
         call = next((x.call for x in tree_leaves(args[:1]) if isinstance(x, HeadInput)), None)
-        return result if call is None else _followed(result, call)
+        return result if call is None else _wrap_result(result, call)
 
 
-def _followed(result: Any, call: TrainingCall) -> Any:
+def _wrap_result(result: Any, call: TrainingCall) -> Any:
     """Wrap the result of an operation on a ``HeadInput`` as a ``HeadInput``, also inside a tuple."""
     if not call.adapted or call.few_tokens:
         return result
     if type(result) is tuple:
-        return tuple(_followed(each, call) for each in result)
+        return tuple(_wrap_result(each, call) for each in result)
     return head_input(result, call) if type(result) is Tensor and result.is_floating_point() else result
 
 
@@ -113,7 +113,7 @@ def head_input(hidden_states: Tensor, call: TrainingCall) -> Any:
 
 def _mul(x: Any, other: Any) -> Any:
     """Multiply by one factor per hidden dimension (VeRA, IA3); in a head that PEFT has wrapped, wrap the result."""
-    made = x.hidden_states * plain(other)
+    made = x.hidden_states * materialize_all(other)
     return head_input(made, x.call) if x.call.adapted and made.shape == x.hidden_states.shape else made
 
 
@@ -123,7 +123,7 @@ def _matmul(x: Any, other: Any) -> Any:
     return linear(x.hidden_states, other.t(), None, x.call) if known else NotImplemented
 
 
-HeadInput.ANSWERS = {
+HeadInput.HANDLERS = {
     "linear": lambda x, weight, bias=None: linear(x.hidden_states, weight, bias, x.call),
     "to": lambda x, *args, **kwargs: head_input(x.hidden_states.to(*args, **kwargs), x.call),
     "dropout": lambda x, *args, **kwargs: head_input(F.dropout(x.hidden_states, *args, **kwargs), x.call),
@@ -136,30 +136,30 @@ class _TensorInput(HeadInput, Tensor):
     pass
 
 
-class _PlainInput(HeadInput, StandIn):
+class _PlainInput(HeadInput, TensorProxy):
     def __init__(self, hidden_states: Tensor) -> None:
         self.shape, self.dtype, self.device = hidden_states.shape, hidden_states.dtype, hidden_states.device
         self.requires_grad = hidden_states.requires_grad
 
-    def _do(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return _followed(super()._do(name, *args, **kwargs), self.call)
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return _wrap_result(super()._call_method(name, *args, **kwargs), self.call)
 
 
-class ShardedLogits(StandIn):
+class ShardedLogits(TensorProxy):
     """Placeholder for the DTensor [..., V], sharded over V, that ``F.linear`` returns if the vocabulary is sharded.
 
     Gathering it, which the loss of every process needs, returns deferred logits of the whole vocabulary.
     """
 
-    def __init__(self, parts: tuple[Any, Any, Any], call: TrainingCall, cast: torch.dtype | None) -> None:
-        hidden_states, weight, _ = parts
-        self.parts = parts  # hidden states, weight and bias, as DTensors
+    def __init__(self, operands: tuple[Any, Any, Any], call: TrainingCall, cast: torch.dtype | None) -> None:
+        hidden_states, weight, _ = operands
+        self.operands = operands  # hidden states, weight and bias, as DTensors
         self.call = call
         self.cast = cast
         self.shape = torch.Size((*hidden_states.shape[:-1], weight.shape[0]))
         self.dtype = weight.dtype if cast is None else cast
         self.device = hidden_states.device
-        self.requires_grad = any(x is not None and x.requires_grad for x in parts)
+        self.requires_grad = any(x is not None and x.requires_grad for x in operands)
         self.device_mesh = weight.device_mesh
 
     @property
@@ -172,18 +172,18 @@ class ShardedLogits(StandIn):
         """Return deferred logits for a replicated placement; redistribute the full logits for any other."""
         whole = placements is not None and all(each.is_replicate() for each in placements)
         if not whole or device_mesh not in (None, self.device_mesh) or kwargs.get("forward_dtype") is not None:
-            return self._real("redistribute").redistribute(device_mesh, placements, **kwargs)  # type: ignore[attr-defined]
+            return self._materialize("redistribute").redistribute(device_mesh, placements, **kwargs)  # type: ignore[attr-defined]
         return self.full_tensor()
 
     def full_tensor(self, **kwargs: Any) -> Any:
         if kwargs.get("grad_placements") is not None:
-            return self._real("full_tensor").full_tensor(**kwargs)  # type: ignore[attr-defined]
-        hidden_states, weight, bias = self.parts
+            return self._materialize("full_tensor").full_tensor(**kwargs)  # type: ignore[attr-defined]
+        hidden_states, weight, bias = self.operands
         return lazy_logits(hidden_states.to_local(), weight, bias, call=self.call, cast=self.cast)
 
     def to_local(self, **kwargs: Any) -> Tensor:
-        return self._real("to_local").to_local(**kwargs)  # type: ignore[attr-defined]
+        return self._materialize("to_local").to_local(**kwargs)  # type: ignore[attr-defined]
 
-    def _real(self, why: str) -> Tensor:
+    def _materialize(self, why: str) -> Tensor:
         self.call.note_materialized(why)
-        return F.linear(*self.parts)
+        return F.linear(*self.operands)

@@ -1,12 +1,12 @@
 """Lazy tensors: placeholders without storage for logits that have not been computed.
 
 A lazy tensor has one of two types, which share one table of supported operations. In eager code it is a ``torch.Tensor`` subclass
-with shape, dtype, device and a ``grad_fn``. It is a plain object, ``StandIn``, in compiled graphs, where Dynamo cannot create
+with shape, dtype, device and a ``grad_fn``. It is a plain object, ``TensorProxy``, in compiled graphs, where Dynamo cannot create
 wrapper subclasses, and between the layers of an LM head, which need none. Other operations use the real tensor, computed once.
 
 In the backward pass, a fused loss returns a ``LazyGrad``, which refers to the losses whose gradient it is. Autograd passes it
-through hooks and other autograd functions like any tensor, up to ``Root``, the ``grad_fn`` of the head's output, which runs the
-fused backward. Reading a ``LazyGrad`` computes the dense gradient.
+through hooks and other autograd functions like any tensor, up to ``HeadOutput``, the ``grad_fn`` of the head's output, which
+runs the fused backward. Reading a ``LazyGrad`` computes the dense gradient.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from torch.utils._pytree import tree_map
 
 from hf_cce.sharded import gathered, is_dtensor, replicated
 
-_COMMUTING = {"add", "mul", "multiply"}
-# Properties that read the values of a tensor. All other properties, and the methods in _FACTS, need only metadata.
-_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-_FACTS = {
+_COMMUTATIVE = {"add", "mul", "multiply"}
+# Properties that read the values of a tensor. All other properties, and the methods in _METADATA_METHODS, need only metadata.
+_VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_METADATA_METHODS = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
     "element_size", "__len__", "get_device", "is_inference", "storage_offset", "__hash__", "is_same_size", "is_neg",
     "is_conj", "register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook", "_is_view",
 }  # fmt: skip
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)  # these follow the graph and read no values
 _ATEN = torch.ops.aten
-_ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.view_as.default}
+_ALIASING_OPS = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.view_as.default}
 
 
 class LazyTensor:
     """Placeholder for a floating-point tensor."""
 
     # By name of a torch function; NotImplemented falls back to the real tensor
-    ANSWERS: ClassVar[dict[str, Callable[..., Any]]] = {}
-    _written = False  # the real tensor was modified in place, so what was recorded is stale
+    HANDLERS: ClassVar[dict[str, Callable[..., Any]]] = {}
+    _is_stale = False  # the real tensor was modified in place, so what was recorded is stale
 
-    def _real(self, why: str) -> Tensor:
+    def _materialize(self, why: str) -> Tensor:
         """Return the real tensor; ``why`` names the operation that needs it."""
         raise NotImplementedError
 
-    def _ask(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        answer = self.ANSWERS.get(name)
-        if answer is None or self._written or "out" in kwargs:
+    def _call_handler(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        handler = self.HANDLERS.get(name)
+        if handler is None or self._is_stale or "out" in kwargs:
             return NotImplemented
-        return answer(self, *args, **kwargs)
+        return handler(self, *args, **kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,29 +60,31 @@ class LazyTensor:
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         name = _name_of(func)
         if name == "matmul" and torch.compiler.is_compiling():
-            args = _as_written(args)
+            args = _undo_matmul_swap(args)
         first = args[0] if len(args) > 0 else None
-        facts = isinstance(first, LazyTensor) and isinstance(first, Tensor) and not first._written
-        if (facts and _asks_for_facts(func)) or func in _AUTOGRAD:
-            return as_tensors(func, args, kwargs)
+        is_wrapper = isinstance(first, LazyTensor) and isinstance(first, Tensor) and not first._is_stale
+        if (is_wrapper and _is_metadata_query(func)) or func in _AUTOGRAD:
+            return call_as_tensors(func, args, kwargs)
         result = NotImplemented
         if isinstance(first, LazyTensor):
-            result = first._ask(name, args[1:], kwargs)
-        elif len(args) == 2 and isinstance(args[1], LazyTensor) and name in _COMMUTING:
-            result = args[1]._ask(name, (first,), kwargs)
-        return func(*plain(args, name), **plain(kwargs, name)) if result is NotImplemented else result
+            result = first._call_handler(name, args[1:], kwargs)
+        elif len(args) == 2 and isinstance(args[1], LazyTensor) and name in _COMMUTATIVE:
+            result = args[1]._call_handler(name, (first,), kwargs)
+        if result is NotImplemented:
+            result = func(*materialize_all(args, name), **materialize_all(kwargs, name))
+        return result
 
 
-def _as_written(args: Any) -> Any:
+def _undo_matmul_swap(args: Any) -> Any:
     """Undo Dynamo's swap of ``x @ matrix``, which it calls as ``matrix.matmul(x)`` if ``x`` is not a ``torch.Tensor``."""
-    if len(args) != 2 or isinstance(args[0], LazyTensor) or args[0].dim() != 2 or not isinstance(args[1], StandIn):
+    if len(args) != 2 or isinstance(args[0], LazyTensor) or args[0].dim() != 2 or not isinstance(args[1], TensorProxy):
         return args
     matrix, x = args
     swapped = x.shape[-1] == matrix.shape[0] and (x.ndim > 2 or x.shape[0] != matrix.shape[1])
     return (x, matrix) if swapped else args
 
 
-def as_tensors(func: Any, args: Any, kwargs: Any = None) -> Any:
+def call_as_tensors(func: Any, args: Any, kwargs: Any = None) -> Any:
     """Call ``func`` as on plain tensors, without the ``__torch_function__`` of its arguments."""
     return Tensor.__torch_function__(func, (), args, kwargs)
 
@@ -92,26 +94,26 @@ def _name_of(func: Any) -> str:
     return func.__self__.__name__ if name == "__get__" else name
 
 
-def _asks_for_facts(func: Any) -> bool:
+def _is_metadata_query(func: Any) -> bool:
     """Return True if ``func`` reads only metadata of its first argument, or is an OpOverload, as a TorchDispatchMode calls it."""
     if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
-        return func.__self__.__name__ not in _VALUES
-    return getattr(func, "__name__", "") in _FACTS or isinstance(func, torch._ops.OpOverload)
+        return func.__self__.__name__ not in _VALUE_PROPERTIES
+    return getattr(func, "__name__", "") in _METADATA_METHODS or isinstance(func, torch._ops.OpOverload)
 
 
-def plain(value: Any, why: str = "an operation") -> Any:
+def materialize_all(value: Any, why: str = "an operation") -> Any:
     """Return ``value`` with every lazy tensor replaced by its real tensor, also inside lists, tuples and dictionaries."""
     if isinstance(value, LazyTensor):
-        return value._real(why)
+        return value._materialize(why)
     if type(value) in (list, tuple):
-        return type(value)([plain(each, why) for each in value])
+        return type(value)([materialize_all(each, why) for each in value])
     if type(value) is dict:
-        return {key: plain(each, why) for key, each in value.items()}
+        return {key: materialize_all(each, why) for key, each in value.items()}
     return value
 
 
-class StandIn(LazyTensor):
-    """Plain object with the interface of a tensor. Subclasses define ``_real``, ``shape``, ``dtype`` and ``device``."""
+class TensorProxy(LazyTensor):
+    """Plain object with the interface of a tensor. Subclasses define ``_materialize``, ``shape``, ``dtype`` and ``device``."""
 
     layout = torch.strided
     is_leaf = is_sparse = is_nested = is_quantized = False
@@ -146,47 +148,49 @@ class StandIn(LazyTensor):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def _do(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        result = self._ask(name, args, kwargs)
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        result = self._call_handler(name, args, kwargs)
         if result is NotImplemented:
-            result = getattr(self._real(name), name)(*plain(args, name), **plain(kwargs, name))
+            method = getattr(self._materialize(name), name)
+            result = method(*materialize_all(args, name), **materialize_all(kwargs, name))
         return result
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return functools.partial(self._do, name) if callable(getattr(Tensor, name)) else getattr(self._real(name), name)
+        is_method = callable(getattr(Tensor, name))
+        return functools.partial(self._call_method, name) if is_method else getattr(self._materialize(name), name)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._real("iteration"))
+        return iter(self._materialize("iteration"))
 
     def __hash__(self) -> int:
         return id(self)
 
 
-def _special(name: str) -> Callable[..., Any]:
+def _special_method(name: str) -> Callable[..., Any]:
     """Return a special method. Python looks these up on the class, never in ``__getattr__``."""
-    return lambda self, *args: self._do(name, *args)
+    return lambda self, *args: self._call_method(name, *args)
 
 
 # fmt: off
-_SPECIALS = (
+_SPECIAL_METHODS = (
     "abs", "add", "and", "array", "bool", "contains", "deepcopy", "eq", "float", "floordiv", "ge", "getitem", "gt", "iadd",
     "iand", "ifloordiv", "imod", "imul", "index", "int", "invert", "ior", "ipow", "isub", "itruediv", "ixor", "le", "lt",
     "matmul", "mod", "mul", "ne", "neg", "or", "pos", "pow", "radd", "reduce_ex", "rfloordiv", "rmatmul", "rmul", "rpow",
     "rsub", "rtruediv", "setitem", "sub", "truediv", "xor",
 )
 # fmt: on
-for _word in _SPECIALS:
-    setattr(StandIn, f"__{_word}__", _special(f"__{_word}__"))
+for _name in _SPECIAL_METHODS:
+    setattr(TensorProxy, f"__{_name}__", _special_method(f"__{_name}__"))
 
 
-def kept_by_us() -> Any:
+def private_saved_tensors() -> Any:
     """Return a context that saves tensors without calling outer hooks (a checkpoint counts calls) and rejects modified ones."""
-    return saved_tensors_hooks(lambda x: (x, version_of(x)), _unchanged)
+    return saved_tensors_hooks(lambda x: (x, version_of(x)), _unpack_unmodified)
 
 
-def _unchanged(saved: tuple[Tensor, int | None]) -> Tensor:
+def _unpack_unmodified(saved: tuple[Tensor, int | None]) -> Tensor:
     if saved[1] != version_of(saved[0]):
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: the hidden states "
@@ -201,15 +205,14 @@ def version_of(x: Tensor | None) -> int | None:
 
 def is_alias(func: Any, args: Any) -> bool:
     """Return True if the operator ``func`` returns its first argument unchanged, on the same memory."""
-    return func in _ALIASES or (func is _ATEN.view.default and list(args[1]) == list(args[0].shape))
+    return func in _ALIASING_OPS or (func is _ATEN.view.default and list(args[1]) == list(args[0].shape))
 
 
 def multiply(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: torch.dtype | None) -> Tensor:
-    """Compute the logits [..., V], in the autocast dtype ``cast`` if there is one."""
+    """Compute the logits [..., V], in the autocast dtype ``cast`` if there is one; call with autocast disabled."""
     if cast is not None:
         hidden_states, weight, bias = hidden_states.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
-    with torch.autocast(hidden_states.device.type, enabled=False):
-        return gathered(F.linear(replicated(hidden_states, weight), weight, bias))
+    return gathered(F.linear(replicated(hidden_states, weight), weight, bias))
 
 
 class Losses:
@@ -217,30 +220,30 @@ class Losses:
 
     def __init__(self, results: Any, upstream: Any, leaves: tuple[Tensor | None, ...], call: Any) -> None:
         self.results, self.upstream, self.leaves, self.call = results, upstream, leaves, call
-        self.found: list[Tensor | None] | None = None
+        self.leaf_grads: list[Tensor | None] | None = None
 
     def gradients(self) -> list[Tensor | None]:
-        if self.found is None:
+        if self.leaf_grads is None:
             wanted = [x for x in self.leaves if x is not None and x.requires_grad]
-            # retain_graph: autograd frees this graph together with the tensors that ``Answer`` saved
-            with self.call.weight_at_hand(self.leaves[1]):
-                made = torch.autograd.grad(self.results, wanted, self.upstream, retain_graph=True, allow_unused=True)
-            found = iter(made)
-            self.found = [next(found) if x is not None and x.requires_grad else None for x in self.leaves]
-        return self.found
+            # retain_graph: autograd frees this graph together with the tensors that ``FusedResult`` saved
+            with self.call.unsharded_weight(self.leaves[1]):
+                grads = torch.autograd.grad(self.results, wanted, self.upstream, retain_graph=True, allow_unused=True)
+            remaining = iter(grads)
+            self.leaf_grads = [next(remaining) if x is not None and x.requires_grad else None for x in self.leaves]
+        return self.leaf_grads
 
 
-def _in_one_pass(losses: list[Losses]) -> list[Losses]:
+def _merge_pending(losses: list[Losses]) -> list[Losses]:
     """Merge those of ``losses`` that have no gradients yet, so that one backward pass computes what they share."""
-    fresh = [each for each in losses if each.found is None]
-    if len(fresh) < 2:
+    pending = [each for each in losses if each.leaf_grads is None]
+    if len(pending) < 2:
         return losses
-    results, upstream = ([x for each in fresh for x in getattr(each, name)] for name in ("results", "upstream"))
-    done = [each for each in losses if each.found is not None]
-    return [*done, Losses(results, upstream, fresh[0].leaves[:3], fresh[0].call)]
+    results, upstream = ([x for each in pending for x in getattr(each, name)] for name in ("results", "upstream"))
+    done = [each for each in losses if each.leaf_grads is not None]
+    return [*done, Losses(results, upstream, pending[0].leaves[:3], pending[0].call)]
 
 
-class Like(NamedTuple):
+class TensorMeta(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -249,31 +252,31 @@ class Like(NamedTuple):
 class LazyGrad(Tensor):
     """Gradient of lazy logits: losses, each with a function that computes its dense gradient, plus a dense part or None."""
 
-    like: Like
+    meta: TensorMeta
     losses: tuple[tuple[Losses, Callable[[], Tensor]], ...]
-    more: Tensor | None
+    dense: Tensor | None
     call: Any
 
     @staticmethod
-    def of(like: Like, losses: Any, more: Tensor | None, call: Any) -> LazyGrad:
-        new = Tensor._make_wrapper_subclass(LazyGrad, like.shape, dtype=like.dtype, device=like.device)
-        new.like, new.losses, new.more, new.call = like, losses, more, call
+    def create(meta: TensorMeta, losses: Any, dense: Tensor | None, call: Any) -> LazyGrad:
+        new = Tensor._make_wrapper_subclass(LazyGrad, meta.shape, dtype=meta.dtype, device=meta.device)
+        new.meta, new.losses, new.dense, new.call = meta, losses, dense, call
         return new
 
-    def read(self, why: str) -> Tensor:
+    def materialize(self, why: str) -> Tensor:
         if self.losses:
             self.call.note_materialized(f"{why} of their gradient")
             with torch.enable_grad():
-                made = [make().detach() for _, make in self.losses]
-            self.more = sum(made[1:], made[0]) if self.more is None else sum(made, self.more)
+                grads = [dense_grad().detach() for _, dense_grad in self.losses]
+            self.dense = sum(grads[1:], grads[0]) if self.dense is None else sum(grads, self.dense)
             self.losses = ()
-        assert self.more is not None
-        return self.more
+        assert self.dense is not None
+        return self.dense
 
     def plus(self, other: Tensor) -> LazyGrad:
-        losses, more = (other.losses, other.more) if isinstance(other, LazyGrad) else ((), other)
-        both = more if self.more is None else self.more if more is None else self.more + more
-        return LazyGrad.of(self.like, self.losses + losses, both, self.call)
+        losses, dense = _split(other)
+        both = dense if self.dense is None else self.dense if dense is None else self.dense + dense
+        return LazyGrad.create(self.meta, self.losses + losses, both, self.call)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyGrad(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
@@ -282,9 +285,9 @@ class LazyGrad(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = _name_of(func)
         summed = name == "add" and not kwargs and all(isinstance(x, LazyGrad) for x in args)
-        if summed or name == "clone" or _asks_for_facts(func) or func in _AUTOGRAD:
-            return as_tensors(func, args, kwargs)
-        real = lambda x: x.read(name) if isinstance(x, LazyGrad) else x  # noqa: E731
+        if summed or name == "clone" or _is_metadata_query(func) or func in _AUTOGRAD:
+            return call_as_tensors(func, args, kwargs)
+        real = lambda x: x.materialize(name) if isinstance(x, LazyGrad) else x  # noqa: E731
         return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
 
     @classmethod
@@ -294,99 +297,103 @@ class LazyGrad(Tensor):
         """Handle what autograd's engine calls: clone, detach, add. Below autograd, the dense gradient cannot be computed."""
         first = args[0]
         if isinstance(first, LazyGrad) and (func is _ATEN.clone.default or is_alias(func, args)):
-            copied = first.more is not None and func is _ATEN.clone.default
-            more = first.more.clone() if copied else first.more  # type: ignore[union-attr]
-            return LazyGrad.of(first.like, first.losses, more, first.call)
+            copied = first.dense is not None and func is _ATEN.clone.default
+            dense = first.dense.clone() if copied else first.dense  # type: ignore[union-attr]
+            return LazyGrad.create(first.meta, first.losses, dense, first.call)
         alike = all(isinstance(x, Tensor) and x.shape == first.shape for x in args)
         if func is _ATEN.add.Tensor and not kwargs and alike:
             return first.plus(args[1]) if isinstance(first, LazyGrad) else args[1].plus(first)
         if all(not isinstance(x, LazyGrad) or not x.losses for x in args):
-            return func(*(x.more if isinstance(x, LazyGrad) else x for x in args), **(kwargs or {}))
+            return func(*(x.dense if isinstance(x, LazyGrad) else x for x in args), **(kwargs or {}))
         raise NotImplementedError(
             f"{func} of the gradient of deferred logits; in a hook compute with it in Python, or use the model without CCE "
             "(remove_cce)"
         )
 
 
-class Root(torch.autograd.Function):
+def _split(grad: Tensor) -> tuple[Any, Tensor | None]:
+    """Return the losses and the dense part of a gradient."""
+    return (grad.losses, grad.dense) if isinstance(grad, LazyGrad) else ((), grad)
+
+
+class HeadOutput(torch.autograd.Function):
     """The output of an LM head. Its backward returns the gradients of hidden states, weight and bias."""
 
     @staticmethod
-    def forward(ctx: Any, cls: Any, recipe: Any, *parts: Tensor | None) -> Any:
-        ctx.save_for_backward(*parts)
+    def forward(ctx: Any, cls: Any, recipe: Any, *operands: Tensor | None) -> Any:
+        ctx.save_for_backward(*operands)
         ctx.cast, ctx.call = recipe.cast, recipe.call
         return cls(recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        parts, needed, ctx.call.last_pass = ctx.saved_tensors, ctx.needs_input_grad[2:], None
-        losses, real = (grad.losses, grad.more) if isinstance(grad, LazyGrad) else ((), grad)
-        found: list[Tensor | None] = [None] * len(parts)
-        if real is not None:
-            found = _head_gradients(real, parts, needed, ctx.cast)
-        for each in _in_one_pass([each for each, _ in losses]):
-            pairs = zip(found, each.gradients(), strict=False)  # ``Step`` returns the gradient of an added bias
-            found = [y if x is None else x if y is None else x + y for x, y in pairs]
-            each.found = None  # without other references, autograd reuses the memory instead of copying it
-        return None, None, *(x if need else None for x, need in zip(found, needed, strict=True))
+        operands, needed, ctx.call.last_pass = ctx.saved_tensors, ctx.needs_input_grad[2:], None
+        losses, dense = _split(grad)
+        grads: list[Tensor | None] = [None] * len(operands)
+        if dense is not None:
+            grads = _head_gradients(dense, operands, needed, ctx.cast)
+        for each in _merge_pending([each for each, _ in losses]):
+            pairs = zip(grads, each.gradients(), strict=False)  # ``RecordedOp`` returns the gradient of an added bias
+            grads = [y if x is None else x if y is None else x + y for x, y in pairs]
+            each.leaf_grads = None  # without other references, autograd reuses the memory instead of copying it
+        return None, None, *(x if need else None for x, need in zip(grads, needed, strict=True))
 
 
-def _head_gradients(grad: Tensor, parts: Any, needed: Any, cast: torch.dtype | None) -> list[Tensor | None]:
+def _head_gradients(grad: Tensor, operands: Any, needed: Any, cast: torch.dtype | None) -> list[Tensor | None]:
     """Compute the gradients of hidden states, weight and bias from the dense gradient of the logits."""
-    hidden_states, weight, bias = parts
+    hidden_states, weight, bias = operands
     if is_dtensor(weight):
-        wanted = [x for x, need in zip(parts, needed, strict=True) if need]
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
+        wanted = [x for x, need in zip(operands, needed, strict=True) if need]
+        with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
             logits = multiply(hidden_states, weight, bias, cast)
-            made = iter(torch.autograd.grad(logits, wanted, grad, create_graph=again))
+        made = iter(torch.autograd.grad(logits, wanted, grad, create_graph=torch.is_grad_enabled()))
         return [next(made) if need else None for need in needed]
     with torch.autocast(grad.device.type, enabled=False):
-        of_hidden = (grad @ weight.to(grad.dtype)).to(hidden_states.dtype) if needed[0] else None
+        grad_hidden = (grad @ weight.to(grad.dtype)).to(hidden_states.dtype) if needed[0] else None
         grad = grad.reshape(-1, grad.shape[-1])
         flat = hidden_states.reshape(-1, hidden_states.shape[-1]).to(grad.dtype)
-        of_weight = (grad.t() @ flat).to(weight.dtype) if needed[1] else None
-    return [of_hidden, of_weight, grad.sum(0).to(bias.dtype) if needed[2] else None]
+        grad_weight = (grad.t() @ flat).to(weight.dtype) if needed[1] else None
+    return [grad_hidden, grad_weight, grad.sum(0).to(bias.dtype) if needed[2] else None]
 
 
-class Step(torch.autograd.Function):
+class RecordedOp(torch.autograd.Function):
     """Apply ``op`` to lazy logits, which gives other lazy logits. ``other`` [V], if given, is a bias added to them."""
 
     @staticmethod
     def forward(ctx: Any, source: Any, recipe: Any, op: Any, nonlinear: bool, other: Tensor | None) -> Any:
-        ctx.like, ctx.op, ctx.call, ctx.leaf = source.recipe.like, op, recipe.call, len(source.recipe.leaves)
+        ctx.meta, ctx.op, ctx.call, ctx.leaf_index = source.recipe.meta, op, recipe.call, len(source.recipe.leaves)
         ctx.save_for_backward(source if nonlinear else None, other)
         return type(source)(recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (source, other), like, again = ctx.saved_tensors, ctx.like, torch.is_grad_enabled()
+        (source, other), meta, create_graph = ctx.saved_tensors, ctx.meta, torch.is_grad_enabled()
 
-        def back(grad: Tensor) -> Tensor:
+        def vjp(grad: Tensor) -> Tensor:
             with torch.enable_grad():
                 if source is None:  # linear: the same gradient at every point
-                    x = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape).requires_grad_()
-                elif again:
-                    x = source._real("a second derivative")
+                    x = torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape).requires_grad_()
+                elif create_graph:
+                    x = source._materialize("a second derivative")
                 else:
-                    known = source.memory.values is not None and not source._written
-                    x = (source.memory.values if known else source.recipe.build()).detach().requires_grad_()
-                return torch.autograd.grad(ctx.op(x), x, grad, create_graph=again)[0]
+                    known = source.shared_storage.values is not None and not source._is_stale
+                    x = (source.shared_storage.values if known else source.recipe.build()).detach().requires_grad_()
+                return torch.autograd.grad(ctx.op(x), x, grad, create_graph=create_graph)[0]
 
-        losses, real = (grad.losses, grad.more) if isinstance(grad, LazyGrad) else ((), grad)
-        of_other = None
+        losses, dense = _split(grad)
+        grad_other = None
         if ctx.needs_input_grad[4]:
-            parts = [] if real is None else [real.reshape(-1, real.shape[-1]).sum(0)]
-            parts += [each.gradients()[ctx.leaf] for each, _ in losses]
-            of_other = sum(parts[1:], parts[0]).view(other.shape).to(other.dtype)
-        below = None if real is None else back(real)
+            parts = [] if dense is None else [dense.reshape(-1, dense.shape[-1]).sum(0)]
+            parts += [each.gradients()[ctx.leaf_index] for each, _ in losses]
+            grad_other = sum(parts[1:], parts[0]).view(other.shape).to(other.dtype)
+        grad_source = None if dense is None else vjp(dense)
         if isinstance(grad, LazyGrad):
-            losses = tuple((each, functools.partial(lambda make: back(make()), make)) for each, make in losses)
-            below = LazyGrad.of(like, losses, below, ctx.call)
-        return below, None, None, None, of_other
+            losses = tuple((each, functools.partial(lambda make: vjp(make()), make)) for each, make in losses)
+            grad_source = LazyGrad.create(meta, losses, grad_source, ctx.call)
+        return grad_source, None, None, None, grad_other
 
 
-class Answer(torch.autograd.Function):
+class FusedResult(torch.autograd.Function):
     """Results computed from hidden states and weight instead of logits. The backward returns the gradient of the logits."""
 
     @staticmethod
@@ -398,8 +405,8 @@ class Answer(torch.autograd.Function):
         ctx.mark_non_differentiable(*(x for x in results if x is not None and not x.requires_grad))
         # Autograd frees saved tensors after the backward pass, and with them the graph behind the results
         ctx.count = len(results), len(recipe.leaves)
-        ctx.save_for_backward(*results, *recipe.leaves, *recipe.parts)
-        ctx.like, ctx.recipe, ctx.native = recipe.like, recipe.without_parts(), native
+        ctx.save_for_backward(*results, *recipe.leaves, *recipe.operands)
+        ctx.meta, ctx.recipe, ctx.native = recipe.meta, recipe.without_operands(), native
         # Cloned, because Mixtral adds to its loss in place, which must not change the saved tensors
         return tuple(None if x is None else x.detach().clone() for x in results)
 
@@ -413,32 +420,33 @@ class Answer(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return None, None, None
         saved, (count, leaves), native = ctx.saved_tensors, ctx.count, ctx.native
-        results, leaves, parts = saved[:count], saved[count : count + leaves], saved[count + leaves :]
+        results, leaves, operands = saved[:count], saved[count : count + leaves], saved[count + leaves :]
         used = [i for i, grad in enumerate(grads) if grad is not None]
         recipe = ctx.recipe
 
-        def make() -> Tensor:
-            logits = recipe.with_parts(*parts).build().detach().requires_grad_()
-            made = native(logits)
-            return torch.autograd.grad([made[i] for i in used], logits, [grads[i].to(made[i].dtype) for i in used])[0]
+        def dense_grad() -> Tensor:
+            logits = recipe.with_operands(*operands).build().detach().requires_grad_()
+            results = native(logits)
+            upstream = [grads[i].to(results[i].dtype) for i in used]
+            return torch.autograd.grad([results[i] for i in used], logits, upstream)[0]
 
         losses = Losses([results[i] for i in used], [grads[i] for i in used], leaves, recipe.call)
-        return LazyGrad.of(ctx.like, ((losses, make),), None, recipe.call), None, None
+        return LazyGrad.create(ctx.meta, ((losses, dense_grad),), None, recipe.call), None, None
 
 
-class Materialize(torch.autograd.Function):
+class FullLogits(torch.autograd.Function):
     """Full logits whose gradient flows back through the lazy logits, which may have hooks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Any, values: Tensor) -> Tensor:
-        ctx.like, ctx.call = logits.recipe.like, logits.recipe.call
-        ctx.forbidden = [ids.to(values.device) for _, (ids, _) in logits.recipe.forbidden()]
+        ctx.meta, ctx.call = logits.recipe.meta, logits.recipe.call
+        ctx.masked_ids = [ids.to(values.device) for _, (ids, _) in logits.recipe.mask_ops()]
         return values.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        for ids in ctx.forbidden:  # these logits are constants
+        for ids in ctx.masked_ids:  # these logits are constants
             grad = grad.index_fill(-1, ids, 0.0)
         # A LazyGrad can be added to others; with create_graph=True the gradient has a graph of its own and is returned as it is
-        lazy = grad if torch.is_grad_enabled() else LazyGrad.of(ctx.like, (), grad, ctx.call)
+        lazy = grad if torch.is_grad_enabled() else LazyGrad.create(ctx.meta, (), grad, ctx.call)
         return lazy, None

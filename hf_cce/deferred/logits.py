@@ -1,7 +1,7 @@
 """Deferred logits: an LM head returns them instead of its product, and the model's own loss is computed from them.
 
 They record what the model's forward does to the logits, and compute losses and statistics from hidden states and weight.
-``hf_cce.deferred.answers`` is the table of supported operations. All others compute the full logits, exactly as the head and the
+``hf_cce.deferred.handlers`` is the table of supported operations. All others compute the full logits, exactly as the head and the
 recorded operations would have: slower, never wrong.
 
 Shapes: hidden_states [..., D], weight [V, D], bias [V] or None, logits [..., V].
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hf_cce.deferred.answers import ANSWERS, CLASS_FIRST
+from hf_cce.deferred.handlers import CLASS_FIRST, HANDLERS
 from hf_cce.deferred.lazy_tensor import (
-    Answer,
+    FullLogits,
+    FusedResult,
+    HeadOutput,
     LazyTensor,
-    Materialize,
-    Root,
-    StandIn,
-    Step,
-    as_tensors,
+    RecordedOp,
+    TensorProxy,
+    call_as_tensors,
     is_alias,
-    kept_by_us,
+    private_saved_tensors,
 )
 from hf_cce.deferred.operations import apply_ops
-from hf_cce.deferred.recipe import Memory, Recipe, leaf_of, versions_of
+from hf_cce.deferred.recipe import Recipe, SharedStorage, leaf_of, versions_of
 from hf_cce.deferred.training_call import TrainingCall
 
 
@@ -51,23 +51,23 @@ def lazy_logits(
         cast: the dtype in which autocast would compute the product, or None.
     """
     recipe = Recipe(hidden_states, weight, bias, TrainingCall() if call is None else call, cast)
-    return LazyLogitsInGraph(recipe._replace(family=[])) if torch.compiler.is_compiling() else to_wrapper(recipe)
+    return LazyLogitsInGraph(recipe._replace(aliases=[])) if torch.compiler.is_compiling() else to_wrapper(recipe)
 
 
 def to_wrapper(recipe: Recipe) -> Any:
     """Return deferred logits for eager code, given a recipe whose tensors are part of the model's autograd graph."""
-    leaves = tuple(None if x is None else leaf_of(x) for x in recipe.parts)
-    own = recipe.with_parts(*leaves)._replace(leaves=leaves, versions=versions_of(*leaves), family=[])
-    with kept_by_us():
-        return Root.apply(LazyLogitsTensor, own, *recipe.parts)
+    leaves = tuple(None if x is None else leaf_of(x) for x in recipe.operands)
+    own = recipe.with_operands(*leaves)._replace(leaves=leaves, versions=versions_of(*leaves), aliases=[])
+    with private_saved_tensors():
+        return HeadOutput.apply(LazyLogitsTensor, own, *recipe.operands)
 
 
 class LazyLogits(LazyTensor):
     """Deferred logits [..., V]. See ``hf_cce.deferred.lazy_tensor`` for the two types."""
 
-    ANSWERS = ANSWERS
+    HANDLERS = HANDLERS
     recipe: Recipe
-    memory: Memory
+    shared_storage: SharedStorage
     base: Any = None  # of a distribution: the logits that softmax was applied to
 
     # Defined by both subclasses
@@ -75,7 +75,7 @@ class LazyLogits(LazyTensor):
     device: Any
     requires_grad: Any
     _derive: Any
-    _answer: Any
+    _compute_fused: Any
 
     def materialize(self) -> Tensor:
         """Return the logits [..., V] as head and recorded operations would have computed them: same dtype, differentiable.
@@ -83,20 +83,20 @@ class LazyLogits(LazyTensor):
         Raises:
             RuntimeError: hidden states or weight were modified in place since, as by ``optimizer.step()``.
         """
-        return self._real("materialize")
+        return self._materialize("materialize")
 
     @property
-    def _written(self) -> bool:  # type: ignore[override]
-        return self.memory.written
+    def _is_stale(self) -> bool:  # type: ignore[override]
+        return self.shared_storage.is_modified
 
-    def _ask(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call_handler(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.recipe.class_first and name not in CLASS_FIRST:
             return NotImplemented
-        return super()._ask(name, args, kwargs)
+        return super()._call_handler(name, args, kwargs)
 
-    def _check(self) -> None:
+    def _check_fresh(self) -> None:
         """Raise a RuntimeError if the recipe is stale."""
-        if any(each is not self.memory and each.written for each in self.recipe.family):
+        if any(each is not self.shared_storage and each.is_modified for each in self.recipe.aliases):
             raise RuntimeError(
                 "these deferred logits are a view of logits that were written to since, or have one; write before viewing, or "
                 "use the model without CCE (remove_cce)"
@@ -111,69 +111,72 @@ class LazyLogits(LazyTensor):
 class LazyLogitsTensor(LazyLogits, Tensor):
     """Deferred logits in eager code: a ``torch.Tensor`` without storage."""
 
-    _made: Tensor | None = None  # the full logits, whose gradient flows back through this tensor
+    _differentiable_values: Tensor | None = None  # the full logits, whose gradient flows back through this tensor
 
     def __new__(cls, recipe: Recipe) -> Any:
-        shape, dtype, device = recipe.like
+        shape, dtype, device = recipe.meta
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.recipe, made.memory = recipe, Memory()
+        made.recipe, made.shared_storage = recipe, SharedStorage()
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        state = "not made" if self.memory.values is None else "made"
+        state = "not made" if self.shared_storage.values is None else "made"
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', {state})"
 
     def _detached(self) -> Any:
-        """Return a tensor that shares the memory, without a gradient."""
+        """Return a tensor that shares the storage, without a gradient."""
         new = LazyLogitsTensor(self.recipe)
-        new.memory, new.base = self.memory, self.base
+        new.shared_storage, new.base = self.shared_storage, self.base
         return new
 
     def _derive(self, op: Any, change: Any, nonlinear: bool = False, other: Tensor | None = None) -> Any:
         """Return the result of ``op`` as deferred logits; ``change`` records the operation in the recipe."""
-        self._check()
-        with kept_by_us():
+        self._check_fresh()
+        with private_saved_tensors():
             with torch.enable_grad():
                 recipe = change(self.recipe)
-            return Step.apply(self, recipe, op, nonlinear, other)
+            return RecordedOp.apply(self, recipe, op, nonlinear, other)
 
-    def _answer(self, compute: Callable[[Recipe], tuple[Any, ...]], native: Callable[[Tensor], tuple[Any, ...]]) -> Any:
+    def _compute_fused(
+        self, compute: Callable[[Recipe], tuple[Any, ...]], native: Callable[[Tensor], tuple[Any, ...]]
+    ) -> Any:
         """Return ``compute(recipe)``, differentiable like ``native(logits)``, which computes the same from full logits."""
-        self._check()
-        with self.recipe.call.weight_at_hand(self.recipe.weight), self.recipe.without_autocast(), kept_by_us():
+        self._check_fresh()
+        recipe = self.recipe
+        with recipe.call.unsharded_weight(recipe.weight), recipe.without_autocast(), private_saved_tensors():
             if not (self.requires_grad and torch.is_grad_enabled()):
                 with torch.no_grad():
-                    return compute(self.recipe)
-            if any(x is not None and x.requires_grad for x in self.recipe.leaves):
-                return Answer.apply(self, compute, native)
-        return native(self._real("their gradient"))  # only the logits themselves require a gradient
+                    return compute(recipe)
+            if any(x is not None and x.requires_grad for x in recipe.leaves):
+                return FusedResult.apply(self, compute, native)
+        return native(self._materialize("their gradient"))  # only the logits themselves require a gradient
 
-    def _read(self, why: str) -> Tensor:
+    def _materialize_values(self, why: str) -> Tensor:
         """Return the full logits, without a gradient."""
-        if not self._written:
-            self._check()
-        memory, base = self.memory, self.base
-        if memory.values is None:
+        if not self._is_stale:
+            self._check_fresh()
+        storage, base = self.shared_storage, self.base
+        if storage.values is None:
             with torch.inference_mode(False), torch.no_grad():
-                if base is None or base._written:
+                if base is None or base._is_stale:
                     self.recipe.call.note_materialized(why)
                     made = self.recipe.build()
                     # torch rejects writes into a view created under no_grad; F.linear with a bias may return one
-                    memory.keep(made.data if made._is_view() else made, self.recipe.family)
+                    storage.set_values(made.data if made._is_view() else made, self.recipe.aliases)
                 else:
                     since = self.recipe.ops[len(base.recipe.ops) :]
-                    memory.keep(apply_ops(since, base._read(why)), self.recipe.family)
-        assert memory.values is not None
-        return memory.values
+                    storage.set_values(apply_ops(since, base._materialize_values(why)), self.recipe.aliases)
+        assert storage.values is not None
+        return storage.values
 
-    def _real(self, why: str) -> Tensor:
-        values = self._read(why)
+    def _materialize(self, why: str) -> Tensor:
+        values = self._materialize_values(why)
         # Not self.requires_grad: after an in-place write, that would ask for the full logits again
-        if self._made is None and as_tensors(Tensor.requires_grad.__get__, (self,)):  # type: ignore[attr-defined]
+        if self._differentiable_values is None and call_as_tensors(Tensor.requires_grad.__get__, (self,)):  # type: ignore[attr-defined]
             # Differentiable even under no_grad, like logits that the head had computed during the call
             with torch.inference_mode(False), torch.enable_grad():
-                self._made = Materialize.apply(self, values)
-        return values if self._made is None else self._made
+                self._differentiable_values = FullLogits.apply(self, values)
+        return values if self._differentiable_values is None else self._differentiable_values
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -181,58 +184,58 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     ) -> Any:
         """Handle calls from C++, which bypass ``__torch_function__``. Autograd has recorded them already."""
         first = args[0] if args else None
-        if isinstance(first, LazyLogitsTensor) and not first._written:
+        if isinstance(first, LazyLogitsTensor) and not first._is_stale:
             if is_alias(func, args):
                 return first._detached()
             if func is torch.ops.aten.clone.default:
-                return LazyLogitsTensor(first.recipe.then())
+                return LazyLogitsTensor(first.recipe.with_ops())
         name = func._schema.name.partition("::")[2]
         written = func._schema.arguments and func._schema.arguments[0].alias_info
         if isinstance(first, LazyLogitsTensor) and written is not None and written.is_write:
             raise NotImplementedError(f"{name} on deferred logits, from C++; use outputs.logits.materialize()")
-        real = lambda x: x._read(name) if isinstance(x, LazyLogitsTensor) else x  # noqa: E731
+        real = lambda x: x._materialize_values(name) if isinstance(x, LazyLogitsTensor) else x  # noqa: E731
         return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
 
 
-class LazyLogitsInGraph(LazyLogits, StandIn):
+class LazyLogitsInGraph(LazyLogits, TensorProxy):
     """Deferred logits in a compiled graph: autograd sees hidden states, weight and bias directly; the logits have no hooks."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.memory = recipe, Memory(in_graph=True)
-        _, self.dtype, self.device = recipe.like
+        self.recipe, self.shared_storage = recipe, SharedStorage(in_graph=True)
+        _, self.dtype, self.device = recipe.meta
 
     @property
     def shape(self) -> torch.Size:
-        return self.recipe.like.shape if self.memory.values is None else self.memory.values.shape
+        return self.recipe.meta.shape if self.shared_storage.values is None else self.shared_storage.values.shape
 
     @property
     def requires_grad(self) -> bool:
-        return any(x is not None and x.requires_grad for x in self.recipe.parts)
+        return any(x is not None and x.requires_grad for x in self.recipe.operands)
 
     def _detached(self) -> Any:
-        parts = (None if x is None else x.detach() for x in self.recipe.parts)
-        return LazyLogitsInGraph(self.recipe.with_parts(*parts))
+        operands = (None if x is None else x.detach() for x in self.recipe.operands)
+        return LazyLogitsInGraph(self.recipe.with_operands(*operands))
 
     def _derive(self, op: Any, change: Any, nonlinear: bool = False, other: Tensor | None = None) -> Any:
-        self._check()
+        self._check_fresh()
         new = LazyLogitsInGraph(change(self.recipe))
         return new if torch.is_grad_enabled() else new._detached()
 
-    def _answer(self, compute: Any, native: Any) -> Any:
-        self._check()
+    def _compute_fused(self, compute: Any, native: Any) -> Any:
+        self._check_fresh()
         with self.recipe.without_autocast():
             return compute(self.recipe)
 
-    def _do(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        result = super()._do(name, *args, **kwargs)
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        result = super()._call_method(name, *args, **kwargs)
         if name.endswith("_") and (not name.startswith("__") or name.startswith(("__i", "__setitem"))):
-            self.recipe.family.append(self.memory)
+            self.recipe.aliases.append(self.shared_storage)
         return result
 
-    def _real(self, why: str) -> Tensor:
-        if self.memory.values is None:
-            self._check()
+    def _materialize(self, why: str) -> Tensor:
+        if self.shared_storage.values is None:
+            self._check_fresh()
             self.recipe.call.note_materialized(why)
             with torch.enable_grad():
-                self.memory.values = self.recipe.build()
-        return self.memory.values
+                self.shared_storage.values = self.recipe.build()
+        return self.shared_storage.values

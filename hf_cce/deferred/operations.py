@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# On logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device), ("forbid", (token ids, number)). Distributions:
+# On logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device), ("mask", (token ids, number)). Distributions:
 # ("softmax" | "log_softmax", None), then ("exp" | "log", None); or ("product", (ops, ops)), the product of two results.
 Op = tuple[str, Any]
 
@@ -16,7 +16,7 @@ Op = tuple[str, Any]
 def apply_ops(ops: tuple[Op, ...], logits: Tensor) -> Tensor:
     """Apply all ``ops`` to the full ``logits`` [..., V]."""
     for name, value in ops:
-        if name == "forbid":
+        if name == "mask":
             logits[..., value[0].to(logits.device)] = value[1]
         elif name == "product":
             logits = apply_ops(value[0], logits) * apply_ops(value[1], logits)
@@ -47,7 +47,7 @@ def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
                 scale *= factor
             else:
                 cap *= factor
-        elif name not in ("to", "forbid"):
+        elif name not in ("to", "mask"):
             return None
     if cap is not None:
         scale *= cap
@@ -112,7 +112,7 @@ def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:
     return (*keys[:-1], slice(None)), None if whole else last
 
 
-def forbidden_ids(key: Any, value: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+def masked_ids(key: Any, value: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
     """Return the token ids [W] to which ``logits[key] = value`` gives probability zero at every position; None if it does not.
 
     ``logits`` are [..., V] of ``shape`` and ``dtype``; ``value`` must be the minimum of the dtype, or less.
@@ -154,10 +154,14 @@ def _full_device(target: torch.device | str | int) -> torch.device:
     return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
 
 
-def per_token_id(value: Any, like: Any) -> Tensor | None:
-    """Return ``value`` as [V] if it is a floating-point tensor of V numbers on the device of ``like`` [..., V], else None."""
-    vocab_size = like.shape[-1]
-    fits = isinstance(value, Tensor) and value.dim() in range(1, like.ndim + 1) and value.shape[-1] == vocab_size
-    if not fits or value.numel() != vocab_size or not value.is_floating_point() or value.device != like.device:
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def as_vocab_vector(value: Any, logits: Any) -> Tensor | None:
+    """Return ``value`` as [V] if it is a floating-point tensor of V numbers on the device of ``logits`` [..., V], else None."""
+    vocab_size = logits.shape[-1]
+    fits = isinstance(value, Tensor) and value.dim() in range(1, logits.ndim + 1) and value.shape[-1] == vocab_size
+    if not fits or value.numel() != vocab_size or not value.is_floating_point() or value.device != logits.device:
         return None
     return value.reshape(-1)

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_cce.deferred.lazy_tensor import Like, multiply, version_of
+from hf_cce.deferred.lazy_tensor import TensorMeta, multiply, version_of
 from hf_cce.deferred.operations import Meaning, Op, apply_ops, meaning
 from hf_cce.deferred.training_call import CHANGED, TrainingCall
 from hf_cce.sharded import replicated
 
 
-class Memory:
+class SharedStorage:
     """The full logits, once computed, shared by all lazy tensors that in torch would have the same memory and shape."""
 
     def __init__(self, values: Tensor | None = None, version: int = 0, in_graph: bool = False) -> None:
@@ -21,12 +21,12 @@ class Memory:
         self.version = version  # of ``values`` when they were computed
         self.in_graph = in_graph
 
-    def keep(self, values: Tensor, family: list[Memory]) -> None:
+    def set_values(self, values: Tensor, aliases: list[SharedStorage]) -> None:
         self.values, self.version = values, values._version
-        family.append(self)
+        aliases.append(self)
 
     @property
-    def written(self) -> bool:
+    def is_modified(self) -> bool:
         """True if the values were modified in place. A graph has no versions, so there values count as modified once computed."""
         return self.values is not None and (self.in_graph or self.values._version != self.version)
 
@@ -47,47 +47,47 @@ class Recipe(NamedTuple):
     class_first: bool = False  # finally transposed from [B, S, V] to [B, V, S], as F.cross_entropy expects
     leaves: tuple[Tensor | None, ...] = ()
     versions: tuple[int | None, ...] = ()  # to detect reads after optimizer.step(), which changes the logits
-    family: Any = ()  # list of the ``Memory`` objects with values that torch would put on one storage (views)
+    aliases: Any = ()  # list of the ``SharedStorage`` objects with values that torch would put on one storage (views)
 
     @property
-    def like(self) -> Like:
+    def meta(self) -> TensorMeta:
         dtype, device = self.weight.dtype if self.cast is None else self.cast, self.hidden_states.device
         for name, value in self.ops:
             if name == "to":
                 dtype, device = (value, device) if isinstance(value, torch.dtype) else (dtype, value)
         tokens, v = tuple(self.hidden_states.shape[:-1]), self.weight.shape[0]
-        return Like(torch.Size((tokens[0], v, tokens[1]) if self.class_first else (*tokens, v)), dtype, device)
+        return TensorMeta(torch.Size((tokens[0], v, tokens[1]) if self.class_first else (*tokens, v)), dtype, device)
 
     @property
-    def parts(self) -> tuple[Any, Any, Any]:
+    def operands(self) -> tuple[Any, Any, Any]:
         return self.hidden_states, self.weight, self.bias
 
     @property
     def meaning(self) -> Meaning:
         return meaning(self.ops)
 
-    def with_parts(self, hidden_states: Any, weight: Any, bias: Any) -> Recipe:
+    def with_operands(self, hidden_states: Any, weight: Any, bias: Any) -> Recipe:
         return self._replace(hidden_states=hidden_states, weight=weight, bias=bias)
 
-    def without_parts(self) -> Recipe:
-        return self._replace(hidden_states=None, weight=None, bias=None, leaves=(), family=())
+    def without_operands(self) -> Recipe:
+        return self._replace(hidden_states=None, weight=None, bias=None, leaves=(), aliases=())
 
-    def then(self, *op: Op) -> Recipe:
-        """Return the recipe with one more operation, whose result has memory of its own."""
-        return self._replace(ops=(*self.ops, *op), family=[])
+    def with_ops(self, *ops: Op) -> Recipe:
+        """Return the recipe with ``ops`` recorded after its own; the result has memory of its own."""
+        return self._replace(ops=(*self.ops, *ops), aliases=[])
 
     def build(self) -> Tensor:
-        with self.call.weight_at_hand(self.weight), self.without_autocast():  # the recipe contains its casts
-            made = apply_ops(self.ops, multiply(*self.parts, self.cast))
+        with self.call.unsharded_weight(self.weight), self.without_autocast():  # the recipe contains its casts
+            made = apply_ops(self.ops, multiply(*self.operands, self.cast))
         return made.transpose(1, 2) if self.class_first else made
 
-    def forbidden(self) -> list[Op]:
-        return [op for op in self.ops if op[0] == "forbid"]
+    def mask_ops(self) -> list[Op]:
+        return [op for op in self.ops if op[0] == "mask"]
 
-    def operands(self) -> dict[str, Any]:
-        """Return the arguments of the fused loss. A low bias gives forbidden entries probability zero in every dtype."""
-        hidden_states, weight, bias = (x if x is None or self.cast is None else x.to(self.cast) for x in self.parts)
-        for _, (ids, _) in self.forbidden():
+    def loss_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the fused loss. A low bias gives masked entries probability zero in every dtype."""
+        hidden_states, weight, bias = (x if x is None or self.cast is None else x.to(self.cast) for x in self.operands)
+        for _, (ids, _) in self.mask_ops():
             bias = (weight.new_zeros(len(weight)) if bias is None else bias).index_fill(0, ids, -6e4)
         form = self.meaning.form
         assert form is not None
@@ -107,5 +107,5 @@ def leaf_of(x: Tensor) -> Tensor:
     return x if torch.compiler.is_compiling() else x.detach().requires_grad_(x.requires_grad)
 
 
-def versions_of(*parts: Tensor | None) -> tuple[int | None, ...]:
-    return tuple(map(version_of, parts))
+def versions_of(*operands: Tensor | None) -> tuple[int | None, ...]:
+    return tuple(map(version_of, operands))

@@ -42,7 +42,7 @@ class Stats:
     traced: bool = False  # a compiled graph contains a fused cross entropy; set whenever it runs
 
     @property
-    def as_meant(self) -> int:
+    def without_fallback(self) -> int:
         """Losses computed without logits, plus calls with so few tokens that full logits are better."""
         return self.fused + self.few_tokens
 
@@ -56,9 +56,9 @@ class TokenSums:
     def add(self, valid: Tensor, found: LogProbs) -> None:
         """Add the entries of ``found`` [...] where ``valid`` [...] is True, without synchronizing."""
         values = valid, -found.log_probs, found.is_top1, found.entropy
-        wide = torch.float32 if valid.device.type == "mps" else torch.float64
+        acc_dtype = torch.float32 if valid.device.type == "mps" else torch.float64
         with torch.no_grad():
-            new = torch.stack([(x * valid).sum(dtype=wide) for x in values if x is not None])
+            new = torch.stack([(x * valid).sum(dtype=acc_dtype) for x in values if x is not None])
             self.sums = new if self.sums is None else self.sums + new.to(self.sums.device)
 
     def means(self, before: Tensor | None = None) -> dict[str, float]:
@@ -102,7 +102,7 @@ class TrainingCall:
         return None if not wanted or self.evaluation or torch.compiler.is_compiling() else self.owner.token_sums
 
     @contextlib.contextmanager
-    def weight_at_hand(self, weight: Any) -> Iterator[None]:
+    def unsharded_weight(self, weight: Any) -> Iterator[None]:
         """Within this block, have FSDP2 gather the head's ``weight`` if it was freed right after the head's forward."""
         part = weight if torch.compiler.is_compiling() else local(weight)
         if torch.compiler.is_compiling() or part.numel() == 0 or part.untyped_storage().nbytes() > 0:

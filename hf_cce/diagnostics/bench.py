@@ -19,15 +19,14 @@ from torch import Tensor
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.gradcheck import LOSS_SCALE, PLAIN, Inputs, relative_error, with_full_logits
+from hf_cce.diagnostics.machine import Progress, dtype_name
 from hf_cce.dispatch import explain_dispatch
 
 MIB = 1 << 20
 COLUMNS = "forward + backward | memory | error of hidden states' gradient | of the weight's"
-Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # N, D, V
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_states [N, D], weight [V, D], labels [N]) -> mean loss
 Key = TypeVar("Key", bound=Hashable)
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WARM_UP = 6  # steps after which a gradient filter has found its threshold
 GPU_SHAPES: tuple[Shape, ...] = ((8192, 1024, 49_152), (4096, 4096, 128_256), (8192, 896, 151_936), (512, 896, 151_936))
 CPU_SHAPES: tuple[Shape, ...] = ((128, 256, 8192), (512, 256, 8192), (512, 256, 16_384))
@@ -47,7 +46,7 @@ def full_logits(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor
     return F.cross_entropy(F.linear(hidden_states, weight).float(), labels)
 
 
-def made_losses(device: torch.device, memory_budget: int | None) -> dict[str, Loss]:
+def build_losses(device: torch.device, memory_budget: int | None) -> dict[str, Loss]:
     """Return the losses to measure: hf_cce, full logits and, on a GPU, compiled full logits (on a CPU that takes minutes)."""
 
     def hf_cce(gradient_filter: Any) -> Loss:
@@ -71,8 +70,8 @@ def exact_results(problem: Inputs) -> dict[str, Tensor]:
     return with_full_logits(problem, PLAIN, reference_dtype(problem.hidden.device, problem.hidden.dtype))
 
 
-def interleaved(
-    functions: Mapping[Key, Callable[[], Any]], device: torch.device, repeats: int, say: Say
+def time_interleaved(
+    functions: Mapping[Key, Callable[[], Any]], device: torch.device, repeats: int, progress: Progress
 ) -> dict[Key, list[float]]:
     """Return the milliseconds of each call. The functions take turns, because clock rates fall while a chip warms up.
 
@@ -81,7 +80,7 @@ def interleaved(
     """
     taken: dict[Key, list[Any]] = {key: [] for key in functions}
     for turn in range(repeats):
-        say(f"timing, round {turn + 1} of {repeats}")
+        progress(f"timing, round {turn + 1} of {repeats}")
         for key, function in functions.items():
             if device.type == "cuda":
                 start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -117,7 +116,7 @@ def extra_mib(step: Callable[[], Any], leaves: Iterable[Tensor]) -> float | None
     return max(0, extra - sum(x.grad.nbytes for x in leaves if x.grad is not None)) / MIB
 
 
-def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) -> dict[str, dict[str, Any]]:
+def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, progress: Progress) -> dict[str, dict[str, Any]]:
     """Measure forward and backward of all losses, taking turns.
 
     Returns:
@@ -133,11 +132,11 @@ def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) ->
         (value * scale).backward()
         return value.detach()
 
-    say("exact gradients")
+    progress("exact gradients")
     exact = exact_results(problem)
     rows: dict[str, dict[str, Any]] = {}
     for name, loss in losses.items():
-        say(f"{name}: checking")
+        progress(f"{name}: checking")
         gc.collect()  # garbage of the loss before must not be freed, or counted, during this one
         try:
             for _ in range(WARM_UP):
@@ -154,27 +153,26 @@ def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, say: Say) ->
         hidden.grad = weight.grad = None
     del exact
     steps = {name: partial(step, losses[name]) for name, row in rows.items() if "failed" not in row}
-    for name, times in interleaved(steps, hidden.device, repeats, say).items():
+    for name, times in time_interleaved(steps, hidden.device, repeats, progress).items():
         rows[name] |= {"ms": statistics.median(times), "ms_spread": [min(times), max(times)]}
     return rows
 
 
 def bench(
-    shapes: tuple[Shape, ...], device: torch.device, dtype: torch.dtype, memory_budget: int | None, say: Say
+    shapes: tuple[Shape, ...], device: torch.device, dtype: torch.dtype, memory_budget: int | None, progress: Progress
 ) -> dict[str, Any]:
     """Measure all losses on random data of each shape, by default shapes that suit the device; return a JSON-ready report."""
     gpu = device.type == "cuda"
-    dtypes = {"dtype": str(dtype), "reference": str(reference_dtype(device, dtype))}
-    report = machine.origin(device) | {name: text.removeprefix("torch.") for name, text in dtypes.items()}
-    report["results"] = {}
+    report = machine.report_header(device) | {"dtype": dtype_name(dtype)}
+    report |= {"reference": dtype_name(reference_dtype(device, dtype)), "results": {}}
     if gpu:
         torch.cuda.set_device(device.index or 0)
         report["gpu"] = machine.gpu_facts(device)
     for n, d, v in shapes or (GPU_SHAPES if gpu else CPU_SHAPES):
         title = f"{n:,} tokens, hidden size {d:,}, vocabulary {v:,}"
-        say(title)
+        progress(title)
         rows = measure(
-            random_problem((n, d, v), device, dtype), made_losses(device, memory_budget), 10 if gpu else 5, say
+            random_problem((n, d, v), device, dtype), build_losses(device, memory_budget), 10 if gpu else 5, progress
         )
         found = explain_dispatch(n, d, v, dtype, device)
         report["results"][title] = {"strategy": found.strategy, "implementation": found.implementation, "rows": rows}

@@ -1,15 +1,14 @@
 """``hf-cce check``: compare loss, gradients and evaluation logits of a model with and without CCE.
 
 A large model has no exact result to compare with, so its own rounding error sets the limit: the unpatched model runs again with
-its LM head summing over the hidden dimension in another order. The patched model may differ by ``gradcheck.allowed`` of that
-difference. Everything is in float32.
+its LM head summing over the hidden dimension in another order. The patched model may differ by ``gradcheck.allowed_error`` of
+that difference. Everything is in float32.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_cce import CCEConfig, apply_cce, remove_cce
-from hf_cce.diagnostics.gradcheck import allowed, relative_error
-from hf_cce.diagnostics.machine import first_line
+from hf_cce.diagnostics.gradcheck import allowed_error, relative_error
+from hf_cce.diagnostics.machine import Progress, first_line
 from hf_cce.diagnostics.shapes import SHAPES, auto_class, config_named, is_model_type
 from hf_cce.dispatch import why_no_triton
 
-ORDERS = 3  # runs of the unpatched model with another order of summation
+REORDERED_RUNS = 3  # of the unpatched model, with other orders of summation
 ROWS, LENGTH = 2, 24
-Say = Callable[[str], object]
 
 
 def load(target: str, tiny: bool, device: torch.device) -> tuple[Any, bool]:
@@ -84,7 +82,7 @@ def _tiny(target: str, auto: Any, config: Any) -> Any:
     return model
 
 
-def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
+def check(model: Any, progress: Progress = lambda what: None) -> dict[str, Any]:
     """Run ``model`` without and with CCE on the same random tokens; leave it unpatched and without gradients.
 
     Returns:
@@ -97,11 +95,11 @@ def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
     remove_cce(apply_cce(model))  # raises before anything runs if the model is not supported
     device = next(model.parameters()).device
     inputs = _inputs(model, device)
-    say("without CCE")
+    progress("without CCE")
     plain = _train(model, inputs)
-    noise = _rounding(model, inputs, plain, say)
+    noise = _rounding(model, inputs, plain, progress)
     evaluated = _evaluate(model, inputs)
-    say("with CCE")
+    progress("with CCE")
     config = computes_no_logits(device)
     apply_cce(model, config)
     try:
@@ -116,7 +114,8 @@ def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
     if patched.keys() != plain.keys():
         raise ValueError(f"gradients of {sorted(patched.keys() ^ plain.keys())} are there with or without CCE only")
     rows = [
-        compared(name, error, allowed(noise[name], torch.float32)) for name, error in _errors(patched, plain).items()
+        result_row(name, error, allowed_error(noise[name], torch.float32))
+        for name, error in _errors(patched, plain).items()
     ]
     return {
         "model": type(model).__name__,
@@ -132,9 +131,9 @@ def check(model: Any, say: Say = lambda what: None) -> dict[str, Any]:
     }
 
 
-def compared(name: str, error: float, most: float) -> dict[str, Any]:
-    """Return a report row for an ``error`` of which ``most`` is allowed."""
-    return {"name": name, "error": error, "allowed": most, "ok": error <= most}
+def result_row(name: str, error: float, limit: float) -> dict[str, Any]:
+    """Return a report row for an ``error`` of which ``limit`` is allowed."""
+    return {"name": name, "error": error, "allowed": limit, "ok": error <= limit}
 
 
 def computes_no_logits(device: torch.device) -> CCEConfig:
@@ -144,12 +143,12 @@ def computes_no_logits(device: torch.device) -> CCEConfig:
     return CCEConfig(memory_budget=1 << 20, gradient_filter=None)
 
 
-def _rounding(model: Any, inputs: dict[str, Any], plain: dict[str, Tensor], say: Say) -> dict[str, float]:
+def _rounding(model: Any, inputs: dict[str, Any], plain: dict[str, Tensor], progress: Progress) -> dict[str, float]:
     """Return the effect of rounding on each result of the unpatched model; 0 if its head is not a plain linear layer."""
     head: Any = model.get_output_embeddings()
     noise = dict.fromkeys(plain, 0.0)
-    for seed in range(ORDERS if type(head) is nn.Linear else 0):
-        say(f"without CCE, rounded differently ({seed + 1} of {ORDERS})")
+    for seed in range(REORDERED_RUNS if type(head) is nn.Linear else 0):
+        progress(f"without CCE, rounded differently ({seed + 1} of {REORDERED_RUNS})")
         order = torch.randperm(head.in_features, generator=torch.Generator().manual_seed(seed)).to(head.weight.device)
 
         def reordered(head: Any, args: Any, output: Any, order: Tensor = order) -> Tensor:

@@ -1,7 +1,7 @@
 """``hf-cce check --curve``: train a small model for 64 steps without and with CCE; compare with the losses in curve.json.
 
 The file has the losses of full logits in float64. With CCE, losses may differ from float64 by twice the largest difference of
-full logits in float32, measured here, plus 16 units of float32 at the largest loss: the rule of ``gradcheck.allowed``. In
+full logits in float32, measured here, plus 16 units of float32 at the largest loss: the rule of ``gradcheck.allowed_error``. In
 float64, losses may differ from the file by the same number of float64 units. ``python -m hf_cce.diagnostics.curve`` writes it.
 """
 
@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_cce import CCEConfig, apply_cce
-from hf_cce.diagnostics.check import Say, compared, computes_no_logits
-from hf_cce.diagnostics.gradcheck import allowed
+from hf_cce.diagnostics.check import computes_no_logits, result_row
+from hf_cce.diagnostics.gradcheck import allowed_error
+from hf_cce.diagnostics.machine import Progress
 
 GOLDEN = Path(__file__).with_name("curve.json")
 STEPS, ROWS, LENGTH, VOCABULARY, USED = 64, 4, 25, 1024, 64
@@ -56,7 +57,7 @@ def train(dtype: torch.dtype, device: torch.device, config: CCEConfig | None = N
     return losses
 
 
-def compare(device: torch.device, say: Say = lambda what: None) -> dict[str, Any]:
+def compare(device: torch.device, progress: Progress = lambda what: None) -> dict[str, Any]:
     """Train without and with CCE and compare the losses.
 
     Returns:
@@ -64,23 +65,23 @@ def compare(device: torch.device, say: Say = lambda what: None) -> dict[str, Any
         "same" is the result.
     """
     curves, cpu = {"golden": json.loads(GOLDEN.read_text("utf-8"))}, torch.device("cpu")
-    say("full logits in float64")
+    progress("full logits in float64")
     curves["exact"] = train(torch.float64, cpu)
-    say("full logits in float32")
+    progress("full logits in float32")
     curves["full logits"] = train(torch.float32, device)
-    say("with CCE")
+    progress("with CCE")
     curves["hf_cce"] = train(torch.float32, device, computes_no_logits(device))
 
-    def apart(name: str, other: str) -> float:
+    def difference(name: str, other: str) -> float:
         return max(abs(a - b) for a, b in zip(curves[name], curves[other], strict=True))
 
-    largest = max(curves["golden"])
-    bound = largest * allowed(apart("full logits", "exact") / largest, torch.float32)
-    in_double = bound * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    largest_loss = max(curves["golden"])
+    bound = largest_loss * allowed_error(difference("full logits", "exact") / largest_loss, torch.float32)
+    float64_bound = bound * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     rows = [
-        compared("full logits in float64 here, from the package's", apart("exact", "golden"), in_double),
-        compared("hf_cce in float32, from full logits in float64", apart("hf_cce", "exact"), bound),
-        compared("hf_cce in float32, from the package's", apart("hf_cce", "golden"), bound),
+        result_row("full logits in float64 here, from the package's", difference("exact", "golden"), float64_bound),
+        result_row("hf_cce in float32, from full logits in float64", difference("hf_cce", "exact"), bound),
+        result_row("hf_cce in float32, from the package's", difference("hf_cce", "golden"), bound),
     ]
     return {"device": str(device), "curves": curves, "rows": rows, "same": all(row["ok"] for row in rows)}
 

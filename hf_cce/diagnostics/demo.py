@@ -10,7 +10,6 @@ import random
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from torch import Tensor
 
 from hf_cce import apply_cce
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.notebook import Here, Measured
+from hf_cce.diagnostics.machine import Progress
+from hf_cce.diagnostics.notebook import Measured, Setup
 from hf_cce.diagnostics.shapes import config_of, smollm2_like
 
 CHARACTERS = 4_000_000
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Settings:
             size = torch.cuda.get_device_properties(device).total_memory >> 30
             batch, sequence = (8, 2048) if size >= 60 else (4, 1024) if size >= 14 else (2, 512)
             suited = {"layers": 30, "steps": 100, "batch": batch, "sequence": sequence}
-        suited["dtype"] = str(machine.default_dtype(device)).removeprefix("torch.")
+        suited["dtype"] = machine.dtype_name(machine.default_dtype(device))
         return replace(self, **{name: value for name, value in suited.items() if getattr(self, name) is None})
 
 
@@ -76,27 +75,27 @@ class Run:
     def __init__(self, settings: Settings, cce: bool) -> None:
         from transformers import LlamaForCausalLM
 
-        self.here = Here(torch.device(settings.device), getattr(torch, str(settings.dtype)))
+        self.setup = Setup(torch.device(settings.device), getattr(torch, str(settings.dtype)))
         torch.manual_seed(0)
         shape = smollm2_like(settings.vocabulary, settings.hidden, settings.layers or 1)
         model: Any = LlamaForCausalLM(config_of(shape))
-        self.model = model.to(self.here.device).train()
+        self.model = model.to(self.setup.device).train()
         if cce:
             apply_cce(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, betas=(0.9, 0.95), fused=True)
-        self.scaler = self.here.scaler()
+        self.scaler = self.setup.scaler()
         self.losses: list[float] = []
-        self.measured = Measured.on(self.here.device)
+        self.measured = Measured.on(self.setup.device)
 
     def step(self, rows: Tensor) -> None:
         """Train on ``rows`` [batch, sequence]."""
-        rows = rows.to(self.here.device)
+        rows = rows.to(self.setup.device)
         if len(self.losses) == 1:  # discard the first step, a warm-up that created the optimizer state
-            self.measured = Measured.on(self.here.device)
+            self.measured = Measured.on(self.setup.device)
         for group in self.optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, (len(self.losses) + 1) / 5)
         with self.measured.step():
-            with self.here.autocast():
+            with self.setup.autocast():
                 loss = self.model(input_ids=rows, labels=rows).loss
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
@@ -106,7 +105,7 @@ class Run:
 
     @torch.no_grad()
     def report(self, rows: Tensor) -> dict[str, Any]:
-        logits = self.model.eval()(input_ids=rows[:1].to(self.here.device)).logits
+        logits = self.model.eval()(input_ids=rows[:1].to(self.setup.device)).logits
         return {
             "losses": self.losses,
             "step_seconds": self.measured.seconds,
@@ -116,7 +115,7 @@ class Run:
         }
 
 
-def twin(settings: Settings, say: Say = lambda what: None) -> dict[str, Any]:
+def train_both(settings: Settings, progress: Progress = lambda what: None) -> dict[str, Any]:
     """Train without and with CCE, taking turns, and compare.
 
     Returns:
@@ -128,7 +127,7 @@ def twin(settings: Settings, say: Say = lambda what: None) -> dict[str, Any]:
     """
     began, settings = time.perf_counter(), settings.resolved()
     assert settings.steps and settings.batch and settings.sequence
-    say("turning source code of Python into tokens")
+    progress("turning source code of Python into tokens")
     tokens, entries = text_tokens(settings.vocabulary)
     if (room := len(tokens) - settings.sequence) <= 0:
         raise ValueError(f"the text has only {len(tokens)} tokens, too few for sequences of {settings.sequence}")
@@ -138,10 +137,10 @@ def twin(settings: Settings, say: Say = lambda what: None) -> dict[str, Any]:
     for step, rows in enumerate(batches, 1):
         plain.step(rows)
         fused.step(rows)
-        say(
+        progress(
             f"step {step} of {settings.steps}: loss {plain.losses[-1]:.4f} without CCE, {fused.losses[-1]:.4f} with CCE"
         )
-    report = machine.origin(plain.here.device, "transformers") | {"settings": asdict(settings)}
+    report = machine.report_header(plain.setup.device, "transformers") | {"settings": asdict(settings)}
     report["data"] = {"tokens": len(tokens), "tokenizer_entries": entries}
     report["parameters"] = plain.model.num_parameters()
     report |= {"plain": plain.report(batches[0]), "cce": fused.report(batches[0])}

@@ -11,11 +11,10 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.machine import EXPECT, first_line
+from hf_cce.diagnostics.machine import EXPECT, Progress, dtype_name, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +25,6 @@ REQUIRED = {"torch": "2.8", "transformers": "5.0", "accelerate": "1.1", "numpy":
 OPTIONAL = {"peft": ("0.18", "adapters"), "trl": ("1.10", "its trainers")}
 TRITON = "3.4"
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu126"
-Say = Callable[[str], None]
 
 
 class Check(NamedTuple):
@@ -38,28 +36,28 @@ class Check(NamedTuple):
     fix: str | None = None
 
 
-def diagnose(say: Say = lambda what: None) -> dict[str, Any]:
-    """Run every check; ``say`` reports progress.
+def diagnose(progress: Progress = lambda what: None) -> dict[str, Any]:
+    """Run every check; ``progress`` is told what runs.
 
     Returns:
         "ok", "checks" (fields of ``Check``) and "implementations" (what runs by device and dtype), JSON-ready.
     """
     checks = [Check("python", OK, f"{platform.python_version()} ({platform.system()}, {platform.machine()})")]
     choices: list[dict[str, str]] = []
-    say("packages")
+    progress("packages")
     checks += [package(name, least, imported=name in ("torch", "transformers")) for name, least in REQUIRED.items()]
     good = {check.name for check in checks if check.status == OK}
     if "torch" in good:
-        say("devices")
+        progress("devices")
         devices, found = _devices()
         checks += [*found, triton(any(_runs_kernels(device) for device in devices))]
         for device in devices:
-            say(f"self-test on {device}")
+            progress(f"self-test on {device}")
             here, check = self_test(device)
             choices += here
             checks.append(check)
         if "transformers" in good:
-            say("a small model of Transformers")
+            progress("a small model of Transformers")
             checks.append(_model())
     elif gpus := machine.driver_gpus():
         checks.append(Check("gpu", OK, f"{', '.join(gpus)}; not tested, as there is no torch"))
@@ -144,7 +142,7 @@ def _gpu(device: torch.device) -> Check:
     found += f", CUDA {facts['cuda'] or 'none'}"
     if _runs_kernels(device):
         return Check(str(device), OK, found)
-    return Check(str(device), NOTE, f"{found}: the PyTorch fallback runs, in float32 or {_half(device)}")
+    return Check(str(device), NOTE, f"{found}: the PyTorch fallback runs, in float32 or {_half_name(device)}")
 
 
 def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
@@ -169,8 +167,8 @@ def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
     return Check("gpu", WRONG, found, command)
 
 
-def _half(device: torch.device) -> str:
-    return str(machine.half_dtype(device)).removeprefix("torch.")
+def _half_name(device: torch.device) -> str:
+    return dtype_name(machine.half_dtype(device))
 
 
 def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
@@ -180,7 +178,7 @@ def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
     name, again = f"self-test {device}", f"hf-cce gradcheck --device {device}"
     # Odd sizes give partial tiles; on a GPU, several tiles.
     problem = gradcheck.Problem(300, 256, 4003) if device.type == "cuda" else gradcheck.Problem(150, 48, 1003)
-    dtypes = ("float32", _half(device))
+    dtypes = ("float32", _half_name(device))
     try:
         choices = [_choice(device, dtype) for dtype in dtypes]
         report = gradcheck.gradcheck(problem, device, dtypes, cases=(gradcheck.PLAIN, gradcheck.EVERYTHING))
@@ -188,8 +186,8 @@ def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
         return [], Check(name, WRONG, f"{type(error).__name__}: {first_line(error)}", again)
     if not report["ok"]:
         return choices, Check(name, WRONG, gradcheck.verdict(report), again)
-    compared = len(report["rows"])
-    return choices, Check(name, OK, f"{compared} results, loss and gradients, as close to float64 as full logits are")
+    count = len(report["rows"])
+    return choices, Check(name, OK, f"{count} results, loss and gradients, as close to float64 as full logits are")
 
 
 def _choice(device: torch.device, dtype: str) -> dict[str, str]:

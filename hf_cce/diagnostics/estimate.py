@@ -22,18 +22,17 @@ from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights  # some initializers read the values of the weights
 
 from hf_cce import CCEConfig
-from hf_cce.diagnostics.machine import first_line
+from hf_cce.diagnostics.machine import GIB, first_line
 from hf_cce.diagnostics.shapes import auto_class, config_named, is_model_type
 from hf_cce.dispatch import EAGER_BYTES, Problem, explain_dispatch, materialized_bytes
 
-GIB = 1 << 30
 # Bytes per element of an activation, by training dtype; mixed is float32 weights under bfloat16 autocast, as Trainer's bf16=True.
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "mixed": 2}
 NF4_BYTES = 4.127 / 8  # bytes per weight under QLoRA: 4-bit NormalFloat with double quantization
 WORKSPACES = 64 << 20  # of cuBLAS: one each for the threads of forward and backward, 32 MiB on Hopper GPUs
-CONTEXT = 1 << 30  # reserved for the CUDA context
+CONTEXT = GIB  # reserved for the CUDA context
 MARGIN = 1.12  # memory that PyTorch's allocator reserves, as a multiple of the peak
-LITTLE = 0.1  # share of the peak; a smaller saving is called little
+SMALL_SAVING = 0.1  # share of the peak; a smaller saving is called little
 
 
 class LoRA(NamedTuple):
@@ -93,21 +92,25 @@ def this_gpu() -> int | None:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
-def loss_bytes(way: str, tokens: int, model: Model, dtype: str, budget: int | None = None) -> tuple[int, int, bool]:
+def loss_bytes(variant: str, tokens: int, model: Model, dtype: str, budget: int | None = None) -> tuple[int, int, bool]:
     """Return the peak bytes of the loss with its gradients, the bytes of these gradients, and whether CCE uses full logits."""
-    item, logits = ITEM[dtype], tokens * model.vocabulary
-    weight = 4 if dtype in ("mixed", "float32") else 2
-    left = model.trains_head * model.vocabulary * model.hidden * weight + tokens * model.hidden * item
-    config, kind = CCEConfig(memory_budget=budget or "auto"), getattr(torch, "bfloat16" if dtype == "mixed" else dtype)
+    item_bytes, logits = ITEM[dtype], tokens * model.vocabulary
+    weight_bytes = 4 if dtype in ("mixed", "float32") else 2
+    gradient_bytes = model.hidden * (model.trains_head * model.vocabulary * weight_bytes + tokens * item_bytes)
+    config = CCEConfig(memory_budget=budget or "auto")
+    torch_dtype = getattr(torch, "bfloat16" if dtype == "mixed" else dtype)
     sizes = tokens, model.hidden, model.vocabulary
-    found = explain_dispatch(*sizes, kind, config=config, frozen=not model.trains_head)
-    few = found.strategy == "full_logits"
-    if way == "full" or few:
+    found = explain_dispatch(*sizes, torch_dtype, config=config, frozen=not model.trains_head)
+    few_tokens = found.strategy == "full_logits"
+    if variant == "full" or few_tokens:
         # The gradients of hidden states and weight are allocated after two of the three copies of the logits were freed.
-        return max(EAGER_BYTES * logits, item * logits + left), left, few
-    if found.logits_dtype in (torch.bfloat16, torch.float16):
-        return materialized_bytes(Problem(*sizes, kind, torch.device("cuda")), found.logits_dtype) + left, left, few
-    return min(found.memory_budget, 4 * logits) + left, left, few  # float32 logits of all tokens need no more
+        peak = max(EAGER_BYTES * logits, item_bytes * logits + gradient_bytes)
+    elif found.logits_dtype in (torch.bfloat16, torch.float16):
+        problem = Problem(*sizes, torch_dtype, torch.device("cuda"))
+        peak = materialized_bytes(problem, found.logits_dtype) + gradient_bytes
+    else:  # float32 logits of all tokens need no more
+        peak = min(found.memory_budget, 4 * logits) + gradient_bytes
+    return peak, gradient_bytes, few_tokens
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -173,7 +176,7 @@ def _silent() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _built(name: str, config: Any, dtype: torch.dtype) -> Any:
+def _build_model(name: str, config: Any, dtype: torch.dtype) -> Any:
     """Build the LM of ``config``, with torch's SDPA if it is supported, else with its default attention."""
     auto = auto_class(name, config)
     for options in ({"attn_implementation": "sdpa"}, {}):
@@ -213,7 +216,7 @@ def _add_adapters(lm: Any, rank: int) -> list[Tensor]:
     return adapted
 
 
-def _described(name: str, lm: Any, lora: LoRA | None) -> Model:
+def _describe_model(name: str, lm: Any, lora: LoRA | None) -> Model:
     """Add adapters to ``lm`` unless ``lora`` is None, and return its sizes.
 
     Raises:
@@ -270,8 +273,8 @@ def estimate(
         notes.append("only rows of text are counted; what the vision tower keeps comes on top")
     saved: dict[str, tuple[int, int]] = {}
     with FakeTensorMode(), no_init_weights(), _silent():
-        lm = _built(name, config, torch.float32 if dtype == "mixed" else getattr(torch, dtype))
-        model = _described(name, lm, lora)
+        lm = _build_model(name, config, torch.float32 if dtype == "mixed" else getattr(torch, dtype))
+        model = _describe_model(name, lm, lora)
         try:
             if not getattr(lm.config.get_text_config(), "num_attention_heads", None):
                 raise ValueError(f"{model.architecture} has no attention, and its own kernels are not counted")
@@ -284,23 +287,26 @@ def estimate(
             notes.append(f"activations and peak {what}are not known: {first_line(error)}")
     tokens = batch * sequence
     steps: dict[str, Step] = {}
-    for way in ("full", "cce"):
-        loss, left, few = loss_bytes(way, tokens, model, dtype, memory_budget)
-        steps |= {way + kind: _step(model, loss, left, saved[""], saved[kind], gpu_memory) for kind in saved}
-        steps.setdefault(way, Step(loss))
+    for variant in ("full", "cce"):
+        loss, gradient_bytes, few_tokens = loss_bytes(variant, tokens, model, dtype, memory_budget)
+        for suffix in saved:
+            steps[variant + suffix] = _step(model, loss, gradient_bytes, saved[""], saved[suffix], gpu_memory)
+        steps.setdefault(variant, Step(loss))
     return Estimate(
-        model, batch, sequence, dtype, gpu_memory, tokens * model.vocabulary, 2 * model.gradients, few, steps, notes
-    )
+        model, batch, sequence, dtype, gpu_memory, tokens * model.vocabulary, 2 * model.gradients, few_tokens, steps, notes
+    )  # fmt: skip
 
 
-def _step(model: Model, loss: int, left: int, plain: tuple[int, int], saved: tuple[int, int], gpu_memory: int) -> Step:
+def _step(
+    model: Model, loss: int, gradient_bytes: int, plain: tuple[int, int], saved: tuple[int, int], gpu_memory: int
+) -> Step:
     """Return the step with ``saved`` activations (total, largest tensor); ``plain`` are those without checkpointing."""
-    (all_activations, widest), (activations, _) = plain, saved
+    (all_activations, largest), (activations, _) = plain, saved
     # Backward through the last layer holds two gradients of the largest size; with checkpointing, one and the recomputed layer.
-    again = widest + (widest if activations == all_activations else all_activations // max(1, model.layers))
+    recomputed = largest + (largest if activations == all_activations else all_activations // max(1, model.layers))
     # The peak is in the loss, in backward through the last layer, or after backward (all gradients, no activations).
-    most = max(activations + loss, activations + left + again, model.gradients)
-    peak = model.weights + 2 * model.gradients + most + WORKSPACES  # 2: Adam's moments
+    transient = max(activations + loss, activations + gradient_bytes + recomputed, model.gradients)
+    peak = model.weights + 2 * model.gradients + transient + WORKSPACES  # 2: Adam's moments
     return Step(loss, activations, peak, MARGIN * peak + CONTEXT <= gpu_memory)
 
 
@@ -315,11 +321,11 @@ def verdict(found: Estimate) -> str:
         saved = found.steps["full"].loss - found.steps["cce"].loss
         return f"CCE saves {saved / GIB:.1f} GiB of what the loss takes; the rest of the step is not known."
     shares, texts = [], []
-    for kind, title in (("", ""), (", checkpointing", "with gradient checkpointing ")):
-        if "full" + kind in found.steps:
-            before, after = (found.steps[way + kind].peak or 0 for way in ("full", "cce"))
+    for suffix, title in (("", ""), (", checkpointing", "with gradient checkpointing ")):
+        if "full" + suffix in found.steps:
+            before, after = (found.steps[variant + suffix].peak or 0 for variant in ("full", "cce"))
             shares.append(1 - after / before)
             texts.append(f"{title}{shares[-1]:.0%} of the peak, {before / GIB:.1f} → {after / GIB:.1f} GiB")
-    if max(shares) >= LITTLE:
+    if max(shares) >= SMALL_SAVING:
         return f"CCE saves {'; '.join(texts)}."
     return f"CCE brings little here: {'; '.join(texts)}. The logits are small beside the rest of the step."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.machine import first_line
+from hf_cce.diagnostics.machine import Progress, first_line
 
 # Only the kernels have a gradient filter.
 CONFIGS = {
@@ -31,7 +31,6 @@ IGNORED = -100
 CHUNK_BYTES = 128 << 20  # of float64 logits per chunk; about five copies exist at once
 # As in float16 training: without a loss scale gradients underflow, with full logits and with the fused loss.
 LOSS_SCALE = {torch.float16: 4096.0}
-Say = Callable[[str], None]
 
 
 class Problem(NamedTuple):
@@ -71,7 +70,7 @@ CASES = (
 )
 
 
-def allowed(twin_error: float, dtype: torch.dtype) -> float:
+def allowed_error(twin_error: float, dtype: torch.dtype) -> float:
     """Return the relative error allowed for a result of ``dtype`` if full logits have the error ``twin_error``."""
     unit = torch.finfo(dtype).eps
     return twin_error + unit / 16 if dtype in (torch.float16, torch.bfloat16) else 2 * twin_error + 16 * unit
@@ -186,15 +185,15 @@ def compare(
     full_logits = errors(with_full_logits(inputs, case, dtype))
     for name in names:
         for quantity, error in errors(with_hf_cce(inputs, case, CONFIGS[name])).items():
-            most = allowed(full_logits[quantity], dtype)
+            limit = allowed_error(full_logits[quantity], dtype)
             yield {
                 "computed_by": f"{dtype_name}, {name}",
                 "case": case.name,
                 "quantity": quantity,
                 "full_logits": full_logits[quantity],
                 "hf_cce": error,
-                "allowed": most,
-                "ok": error <= most,
+                "allowed": limit,
+                "ok": error <= limit,
             }
 
 
@@ -225,10 +224,10 @@ def gradcheck(
     problem: Problem,
     device: torch.device,
     dtypes: tuple[str, ...] = DTYPES,
-    say: Say = lambda what: None,
+    progress: Progress = lambda what: None,
     cases: tuple[Case, ...] | None = None,
 ) -> dict[str, Any]:
-    """Compare everything that ``device`` can compute, by default in all ``CASES``; ``say`` reports progress.
+    """Compare everything that ``device`` can compute, by default in all ``CASES``; ``progress`` is told what runs.
 
     Returns:
         A JSON-ready report: "ok", "rows" (relative errors of full logits and of hf_cce, and the allowed error), "notes" (what
@@ -243,7 +242,7 @@ def gradcheck(
         names, why_not = runnable(device, dtype)
         notes |= dict.fromkeys(why_not)
         for case in (cases or CASES) if names else ():
-            say(f"{dtype}, {case.name}")
+            progress(f"{dtype}, {case.name}")
             rows += compare(problem, case, dtype, device, names)
     if not rows:
         raise ValueError(f"nothing can be compared on {device}: {'; '.join(notes)}")
@@ -257,7 +256,7 @@ def gradcheck(
     }
 
 
-def share(row: dict[str, Any]) -> float:
+def error_ratio(row: dict[str, Any]) -> float:
     """Return the error of a row as a multiple of the allowed error."""
     return row["hf_cce"] / row["allowed"]
 
@@ -268,7 +267,7 @@ def verdict(report: dict[str, Any]) -> str:
     failures = [row for row in rows if not row["ok"]]
     if not failures:
         return f"All {len(rows)} results are as close to the exact ones as full logits are, plus rounding."
-    worst = max(failures, key=share)
+    worst = max(failures, key=error_ratio)
     return (
         f"{len(failures)} of {len(rows)} results are less exact than allowed; the worst is {worst['quantity']} "
         f"({worst['computed_by']}; {worst['case']}): relative error {worst['hf_cce']:.1e}, allowed {worst['allowed']:.1e}."

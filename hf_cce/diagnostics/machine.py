@@ -26,9 +26,11 @@ EXPECT = {
     "triton": "less memory and less time than full logits",
     "portable": "less memory than full logits, not less time",
 }
+GIB = 1 << 30
+Progress = Callable[[str], object]  # called with a text about what runs now
 
 
-def origin(device: torch.device, *packages: str) -> dict[str, Any]:
+def report_header(device: torch.device, *packages: str) -> dict[str, Any]:
     """Return the header of a result file: date, device and versions of ``packages``."""
     import hf_cce
 
@@ -85,7 +87,7 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
     return {
         "name": found.name,
         "capability": f"{found.major}.{found.minor}",
-        "memory_gib": round(found.total_memory / 2**30, 1),
+        "memory_gib": round(found.total_memory / GIB, 1),
         "multiprocessors": found.multi_processor_count,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
@@ -114,6 +116,11 @@ def default_dtype(device: torch.device) -> torch.dtype:
     import torch
 
     return half_dtype(device) if device.type == "cuda" else torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name without "torch."."""
+    return str(dtype).removeprefix("torch.")
 
 
 def checked_device(name: str | None) -> torch.device:

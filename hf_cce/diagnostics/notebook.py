@@ -18,7 +18,7 @@ UNTRIED = "A T4 and other GPUs below compute capability 8.0 have not been tried;
 
 
 @dataclass(frozen=True)
-class Here:
+class Setup:
     """The device and dtype that a notebook runs with.
 
     Args:
@@ -70,7 +70,7 @@ class Measured:
             self.extra = max(self.extra or 0, extra)
 
 
-def begin(dtype: torch.dtype | None = None) -> Here:
+def begin(dtype: torch.dtype | None = None) -> Setup:
     """Print device, dtype, implementation of the loss and what to expect of it.
 
     Args:
@@ -84,18 +84,18 @@ def begin(dtype: torch.dtype | None = None) -> Here:
         capability = torch.cuda.get_device_capability(device)
         name, old = "{}, compute capability {}.{}".format(machine.device_name(device), *capability), capability < (8, 0)
     print(f"device          {name}")
-    print(f"dtype           {str(dtype).removeprefix('torch.')}")
+    print(f"dtype           {machine.dtype_name(dtype)}")
     print(f"implementation  {machine.TITLE[found.implementation]}")
     print(f"expect          {machine.EXPECT[found.implementation]}")
     if old:
         print(UNTRIED)
-    return Here(device, dtype)
+    return Setup(device, dtype)
 
 
-def show(**ways: Measured) -> None:
+def show(**variants: Measured) -> None:
     """Print a table of memory and time. Of several steps, the first is a warm-up, and its time is not counted."""
     print(f"{'':14}{'memory a step adds':>20}{'time of a step':>18}")
-    for name, way in ways.items():
-        extra = "not measurable" if way.extra is None else f"{way.extra / 2**20:,.0f} MiB"
-        seconds = median(way.seconds[1:] or way.seconds)
+    for name, measured in variants.items():
+        extra = "not measurable" if measured.extra is None else f"{measured.extra / 2**20:,.0f} MiB"
+        seconds = median(measured.seconds[1:] or measured.seconds)
         print(f"{name.replace('_', ' '):14}{extra:>20}{1000 * seconds:>15,.1f} ms")

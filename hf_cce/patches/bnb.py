@@ -9,25 +9,22 @@ on. The rest of the forward (casts to the compute dtype and back) is unchanged, 
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
 from torch import Tensor
 
 from hf_cce.deferred.head_input import HeadInput, linear
+from hf_cce.patches.marking import is_wrapped, wrap
 from hf_cce.quantized import bitsandbytes_weight
 
-_OURS = "_hf_cce"
 
-
-def enter() -> None:
+def install() -> None:
     """Replace ``matmul_4bit``, once; do nothing if bitsandbytes is not loaded."""
     bitsandbytes: Any = sys.modules.get("bitsandbytes")
     original = getattr(bitsandbytes, "matmul_4bit", None)
-    if original is not None and not hasattr(original, _OURS):
-        bitsandbytes.matmul_4bit = functools.wraps(original)(functools.partial(_matmul, original))
-        setattr(bitsandbytes.matmul_4bit, _OURS, True)
+    if original is not None and not is_wrapped(original):
+        bitsandbytes.matmul_4bit = wrap(original, _matmul)
 
 
 def _matmul(original: Any, A: Any, B: Tensor, quant_state: Any, out: Any = None, bias: Tensor | None = None) -> Any:

@@ -36,17 +36,16 @@ from hf_cce.deferred.training_call import Stats, TokenSums, TrainingCall, warn
 from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import adapter_in, find_head, why_not_defer
 from hf_cce.patches import bnb, distillation, peft_tuner, preference, tensor_parallel, trl
+from hf_cce.patches.marking import STATE
 from hf_cce.patches.refused import labels_position
-
-STATE = "_hf_cce"
 
 
 class _Entry(NamedTuple):
     """State of a head during a call of its model."""
 
     call: TrainingCall | None  # None: use the head's own forward
-    outer: Any = None  # the entry of the call that this one interrupts
-    guest: bool = False  # the call belongs to a patched model that contains this one
+    previous_entry: Any = None  # the entry of the call that this one interrupts
+    is_nested: bool = False  # the call belongs to a patched model that contains this one
 
 
 @dataclass
@@ -70,11 +69,11 @@ class Patch:
         return {**vars(self), "forward": None}  # it refers to a head that may have been replaced since
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        peft_tuner.enter(STATE)  # the process that unpickles a model may not have called ``patch``
+        peft_tuner.install()  # the process that unpickles a model may not have called ``patch``
         vars(self).update(state)
         self.__post_init__()
 
-    def around(self, model: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_with_hooks(self, model: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``call``, which calls the model's forward without its hooks, and do the work of both hooks around it."""
         output = changed = None
         _before(model, args, kwargs)
@@ -87,21 +86,22 @@ class Patch:
 
 def patch(model: nn.Module, config: CCEConfig) -> None:
     """Patch one instance; on a patched one, only replace the options."""
-    peft_tuner.enter(STATE)
+    peft_tuner.install()
     state = patch_of(model)
     if state is not None and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in state.handles):
         state.config = config
         if (head := find_head(model)) is not None:
-            _put_back(head, everything=True)
+            _restore_forward(head, all_calls=True)
         return
     unpatch(model)  # its hooks were removed by other code
-    torch.compiler.assume_constant_result(_tell)  # not at import, as it loads Dynamo; models have loaded it by now
+    # Not at import, as it loads Dynamo; models have loaded it by now
+    torch.compiler.assume_constant_result(_warn_full_logits)
     state = Patch(config, labels_position(type(model)))
     state.handles = [
         model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
         model.register_forward_hook(_after, with_kwargs=True, always_call=True),
     ]
-    state.set_loss_function = _name_the_loss(model)
+    state.set_loss_function = _set_default_loss(model)
     setattr(model, STATE, state)
     model.cce_stats = functools.partial(cce_stats, state)  # type: ignore[assignment]
 
@@ -132,12 +132,12 @@ def unpatch(model: nn.Module) -> None:
     for handle in state.handles:
         handle.remove()
     state.handles.clear()
-    _leave_the_loss(model, state)
+    _unset_default_loss(model, state)
     delattr(model, STATE)
     model.__dict__.pop("cce_stats", None)
     head = find_head(model)
     if head is not None:
-        _put_back(head, everything=True)
+        _restore_forward(head, all_calls=True)
 
 
 def patch_of(model: nn.Module) -> Patch | None:
@@ -146,7 +146,7 @@ def patch_of(model: nn.Module) -> Patch | None:
     return state if isinstance(state, Patch) else None
 
 
-def _name_the_loss(model: nn.Module) -> bool:
+def _set_default_loss(model: nn.Module) -> bool:
     """Set the default loss function on a model without a ``loss_type`` (GPT-2, BERT); return True if it was set.
 
     Otherwise the ``loss_function`` property logs a warning, at which ``torch.compile(fullgraph=True)`` stops, patched or not.
@@ -157,8 +157,8 @@ def _name_the_loss(model: nn.Module) -> bool:
     return True
 
 
-def _leave_the_loss(model: nn.Module, state: Patch) -> None:
-    """Undo ``_name_the_loss``, unless another loss function was set since."""
+def _unset_default_loss(model: nn.Module, state: Patch) -> None:
+    """Undo ``_set_default_loss``, unless another loss function was set since."""
     if state.set_loss_function and model.__dict__.get("_loss_function") is _default_loss():
         model.__dict__.pop("_loss_function")
     state.set_loss_function = False
@@ -175,15 +175,16 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if state is None or head is None:
         return
     compiling, labels = torch.compiler.is_compiling(), _has_labels(state, args, kwargs)
-    outer = None if compiling else head.__dict__.get(STATE)
-    if outer is not None and outer.call is not None and outer.call.owner is not state:  # outer model computes the loss
-        _put_on(model, state, head, _Entry(outer.call, outer, guest=True))
+    previous_entry = None if compiling else head.__dict__.get(STATE)
+    # The outer model computes the loss
+    if previous_entry is not None and previous_entry.call is not None and previous_entry.call.owner is not state:
+        _install_forward(model, state, head, _Entry(previous_entry.call, previous_entry, is_nested=True))
         return
     if not compiling and getattr(model, "loss_type", None) is not None:
-        _leave_the_loss(model, state)  # it would override a loss_type that was set since
+        _unset_default_loss(model, state)  # it would override a loss_type that was set since
     training = model.training and torch.is_grad_enabled()
     if kwargs.get("fused_lm_head"):
-        _enter_trl(state, training and (labels or kwargs.get("shift_labels") is not None))
+        _begin_trl_call(state, training and (labels or kwargs.get("shift_labels") is not None))
         deferring = False
     elif compiling or getattr(model, "_is_replica", False):  # their outputs contain no logits
         deferring = training and labels
@@ -197,33 +198,33 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         reason = tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head)
         if reason is None:
             if not compiling:  # in a graph 4-bit heads are refused
-                bnb.enter()
+                bnb.install()
             if not labels:
-                preference.enter()
-                distillation.enter()
-            _put_on(model, state, head, _Entry(call, outer))
+                preference.install()
+                distillation.install()
+            _install_forward(model, state, head, _Entry(call, previous_entry))
             return
         if training:
             if compiling:
-                _tell(reason)
+                _warn_full_logits(reason)
             call.note_refused(reason)
             call.note_full_logits()  # the head is about to compute them
             _close(state, call, head)
-    if outer is not None:
-        _put_on(model, state, head, _Entry(None, outer))
+    if previous_entry is not None:
+        _install_forward(model, state, head, _Entry(None, previous_entry))
 
 
-def _enter_trl(state: Patch, training: bool) -> None:
+def _begin_trl_call(state: Patch, training: bool) -> None:
     """Handle a call of the fused head that TRL adds to its models, or count it as bypassed."""
     call = TrainingCall(state.config, state.stats, state.filter_state) if training else TrainingCall(state.config)
-    if (torch.compiler.is_compiling() or not trl.enter(call)) and training:
+    if (torch.compiler.is_compiling() or not trl.begin_call(call)) and training:
         _note_bypass(state)
 
 
-def _put_on(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> None:
+def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> None:
     """Replace the head's forward by ``_deferring_forward`` for the duration of a call."""
     previous = head.__dict__.get("forward")
-    if _is_ours(previous):  # set by an outer call, or left by a compiled call
+    if _is_deferring_forward(previous):  # set by an outer call, or left by a compiled call
         previous = previous.args[1]
     forward = state.forward
     if forward is None or forward.args[0] is not head or forward.args[1] is not previous:
@@ -251,7 +252,7 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
         hidden_states = head_input(hidden_states, call)
     forward = functools.partial(type(head).forward, head) if previous is None else previous
     if call is not None and hasattr(head, "base_layer") and not torch.compiler.is_compiling():
-        with _base_layer_answers(head, call):
+        with _defer_base_layer(head, call):
             output = forward(hidden_states, *args, **kwargs)
     else:
         output = forward(hidden_states, *args, **kwargs)
@@ -270,17 +271,17 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
 
 
 @contextlib.contextmanager
-def _base_layer_answers(head: nn.Module, call: TrainingCall) -> Iterator[None]:
+def _defer_base_layer(head: nn.Module, call: TrainingCall) -> Iterator[None]:
     """Let the Linear inside an adapter defer its product too, for hidden states that the adapter has changed (OFT)."""
     base: Any = head
     while hasattr(base, "base_layer"):
         base = base.base_layer
     previous, forward = base.__dict__.get("forward"), base.forward
 
-    def answering(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def deferring_forward(x: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(head_input(x, call) if type(x) is torch.Tensor else x, *args, **kwargs)
 
-    base.forward = answering
+    base.forward = deferring_forward
     try:
         yield
     finally:
@@ -293,10 +294,10 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     state, head = patch_of(model), find_head(model)
     if state is None or head is None:
         return None
-    entry = _put_back(head)
-    call = None if entry is None or entry.guest else entry.call
+    entry = _restore_forward(head)
+    call = None if entry is None or entry.is_nested else entry.call
     if kwargs.get("fused_lm_head"):
-        call = None if torch.compiler.is_compiling() else trl.leave()
+        call = None if torch.compiler.is_compiling() else trl.end_call()
         if call is not None and call.stats is state.stats and output is not None:
             _close(state, call, head)
         return None
@@ -308,18 +309,18 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     _close(state, call, head)
     if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
         # A compiled graph and DataParallel's gather return tensors only
-        return _with_logits(output, lambda value: None)
+        return _replace_logits(output, lambda value: None)
     if any(isinstance(x, LazyLogits) and not isinstance(x, torch.Tensor) for x in _values_of(output)):
         # Returned by a compiled graph of only the head or only the model's forward
-        return _with_logits(output, lambda value: to_wrapper(value.recipe))
+        return _replace_logits(output, lambda value: to_wrapper(value.recipe))
     return None
 
 
-def _is_ours(forward: Any) -> TypeGuard[functools.partial[Any]]:
+def _is_deferring_forward(forward: Any) -> TypeGuard[functools.partial[Any]]:
     return isinstance(forward, functools.partial) and forward.func is _deferring_forward
 
 
-def _put_back(head: nn.Module, everything: bool = False) -> _Entry | None:
+def _restore_forward(head: nn.Module, all_calls: bool = False) -> _Entry | None:
     """End the current call and restore the entry of the call that it interrupted, or else the head's own forward.
 
     Dynamo turns setting and deleting an attribute in one graph into deleting an attribute that never existed. So in a graph the
@@ -330,12 +331,12 @@ def _put_back(head: nn.Module, everything: bool = False) -> _Entry | None:
         if entry is not None:
             setattr(head, STATE, None)
         return entry
-    if entry is not None and entry.outer is not None and not everything:
-        setattr(head, STATE, entry.outer)
+    if entry is not None and entry.previous_entry is not None and not all_calls:
+        setattr(head, STATE, entry.previous_entry)
         return entry
     head.__dict__.pop(STATE, None)
     forward = head.__dict__.get("forward")
-    if _is_ours(forward):
+    if _is_deferring_forward(forward):
         previous = forward.args[1]
         if previous is None:
             del head.forward
@@ -355,12 +356,12 @@ def _values_of(output: Any) -> Any:
     return output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
 
 
-def _with_logits(output: Any, change: Any) -> Any:
+def _replace_logits(output: Any, change: Any) -> Any:
     """Return the output with changed logits; a tuple drops logits that become None, as ``to_tuple`` does."""
     changed = [change(value) if isinstance(value, LazyLogits) else value for value in _values_of(output)]
     if isinstance(output, tuple):
-        gone = [isinstance(old, LazyLogits) and new is None for old, new in zip(output, changed, strict=True)]
-        return tuple(value for value, left in zip(changed, gone, strict=True) if not left)
+        dropped = [isinstance(old, LazyLogits) and new is None for old, new in zip(output, changed, strict=True)]
+        return tuple(value for value, is_dropped in zip(changed, dropped, strict=True) if not is_dropped)
     return type(output)(**dict(zip(output, changed, strict=True))) if isinstance(output, dict) else output
 
 
@@ -402,7 +403,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
                 'modules_to_save=["lm_head"]'
             )
         if call.full_logits:
-            _tell(why)
+            _warn_full_logits(why)
         else:  # TRL's own fused head, or a loss of the model that takes no logits
             warn(
                 f"hf_cce: a training call of this model ended without the fused loss: {why}. The loss is correct; no memory is "
@@ -410,7 +411,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
             )
 
 
-def _tell(why: str) -> bool:
+def _warn_full_logits(why: str) -> bool:
     """Warn that full logits are computed. While a graph is traced this runs once, as Dynamo treats the call as a constant."""
     warn(f"hf_cce fell back to full logits: {why}. The loss is correct; no memory is saved.")
     return True

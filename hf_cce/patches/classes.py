@@ -19,7 +19,7 @@ CONFIG = "_hf_cce_config"
 def patch_class(cls: type, config: CCEConfig) -> None:
     """Patch instances of ``cls`` created from now on with ``config``; on a patched class, only replace the options."""
     if CONFIG not in vars(cls):
-        cls.__init__ = _patching(cls.__init__)  # type: ignore[misc]
+        cls.__init__ = _wrap_init(cls.__init__)  # type: ignore[misc]
     setattr(cls, CONFIG, config)
 
 
@@ -37,7 +37,7 @@ def unpatch_class(cls: type) -> None:
         cls.__init__ = init  # type: ignore[misc]
 
 
-def _patching(init: Any) -> Any:
+def _wrap_init(init: Any) -> Any:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -48,4 +48,4 @@ def _patching(init: Any) -> Any:
     return __init__
 
 
-_CODE = _patching(object.__init__).__code__
+_CODE = _wrap_init(object.__init__).__code__

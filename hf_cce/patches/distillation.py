@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from hf_cce.config import CCEConfig
-from hf_cce.deferred.answers import can_answer
+from hf_cce.deferred.handlers import can_compute_log_probs
 from hf_cce.deferred.logits import LazyLogits
 from hf_cce.deferred.recipe import Recipe
 from hf_cce.deferred.training_call import Stats
 from hf_cce.divergence import TeacherHead, token_divergences
 from hf_cce.head_checks import why_not_read
 from hf_cce.patches import trl
+from hf_cce.patches.marking import is_wrapped, wrap
 
 ARGUMENTS_OF_TRAINER = "trl.trainer.distillation_config.DistillationConfig"
 MODULE = "trl.trainer.distillation_trainer"
@@ -56,40 +57,40 @@ STEP = "_distillation_step"
 _current: ContextVar[tuple[CCEConfig, Stats] | None] = ContextVar("hf_cce_distillation", default=None)
 
 
-def _answer(running: tuple[CCEConfig, Stats], asked: dict[str, Any]) -> Any:
-    heads = [asked[f"{side}_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
-    held = any(hasattr(x, "ds_id") for x in heads)
-    if held or why_not_read(*heads[:2]) or why_not_read(*heads[2:]):
+def _handle_call(running: tuple[CCEConfig, Stats], arguments: dict[str, Any]) -> Any:
+    heads = [arguments[f"{side}_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
+    is_zero3 = any(hasattr(x, "ds_id") for x in heads)
+    if is_zero3 or why_not_read(*heads[:2]) or why_not_read(*heads[2:]):
         return NotImplemented
     config, stats = running
     stats.fused += 1
-    student, teacher = (_head(asked, side) for side in ("student", "teacher"))
-    return token_divergences(student, teacher, asked["beta"], asked["temperature"], None, config, entropy=True)
+    student, teacher = (_head(arguments, side) for side in ("student", "teacher"))
+    return token_divergences(student, teacher, arguments["beta"], arguments["temperature"], None, config, entropy=True)
 
 
-def _head(asked: dict[str, Any], side: str) -> TeacherHead:
+def _head(arguments: dict[str, Any], side: str) -> TeacherHead:
     """Return hidden states and head of one of the two models in a call of TRL's function, in the dtype of its hidden states."""
-    hidden, weight, bias = (asked[f"{side}_{part}"] for part in ("hidden", "weight", "bias"))
+    hidden, weight, bias = (arguments[f"{side}_{part}"] for part in ("hidden", "weight", "bias"))
     bias = None if bias is None else bias.to(hidden.dtype)
-    scale, softcap = asked[f"{side}_logit_scale"], asked[f"{side}_final_logit_softcapping"]
+    scale, softcap = arguments[f"{side}_logit_scale"], arguments[f"{side}_final_logit_softcapping"]
     return TeacherHead(hidden, weight.to(hidden.dtype), bias, scale, softcap)
 
 
-def ready(args: Any) -> bool:
+def install_on_trainer(args: Any) -> bool:
     """Return whether ``args`` belong to a supported DistillationTrainer; if so, its steps run within ``STEP`` from now on."""
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(args).__mro__]
     module: Any = sys.modules.get(MODULE) if ARGUMENTS_OF_TRAINER in names else None
     trainer = getattr(module, "DistillationTrainer", None)
     known = callable(getattr(trainer, "training_step", None))
-    if not known or not trl.replace(module, NAME, ARGUMENTS, _current, _answer):
+    if not known or not trl.replace(module, NAME, ARGUMENTS, _current, _handle_call):
         return False
     if not hasattr(trainer.training_step, STEP):  # type: ignore[union-attr]
-        trainer.training_step = _within(trainer.training_step)  # type: ignore[union-attr]
+        trainer.training_step = _wrap_training_step(trainer.training_step)  # type: ignore[union-attr]
     return True
 
 
 @contextmanager
-def answering(config: CCEConfig, stats: Stats) -> Iterator[None]:
+def fused_divergences(config: CCEConfig, stats: Stats) -> Iterator[None]:
     """Handle and count the divergences of this thread within this block."""
     token = _current.set((config, stats))
     try:
@@ -98,7 +99,7 @@ def answering(config: CCEConfig, stats: Stats) -> Iterator[None]:
         _current.reset(token)
 
 
-def _within(original: Any) -> Any:
+def _wrap_training_step(original: Any) -> Any:
     @functools.wraps(original)
     def training_step(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
@@ -111,17 +112,15 @@ def _within(original: Any) -> Any:
     return training_step
 
 
-def enter() -> None:
+def install() -> None:
     """Wrap the divergence of GKD and GOLD, once; do nothing if it is not loaded or has other arguments."""
     for module, name in TRAINERS_ON_LOGITS.items():
         trainer: Any = getattr(sys.modules.get(module), name, None)
         original = getattr(trainer, ON_LOGITS, None)
-        if original is None or hasattr(original, STEP):
+        if original is None or is_wrapped(original):
             continue
         if set(inspect.signature(original).parameters) | {"logits_are_probs"} == set(ARGUMENTS_ON_LOGITS):
-            ours = functools.wraps(original)(functools.partial(_on_logits, original))
-            setattr(ours, STEP, True)
-            setattr(trainer, ON_LOGITS, staticmethod(ours))
+            setattr(trainer, ON_LOGITS, staticmethod(wrap(original, _on_logits)))
 
 
 def _on_logits(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,21 +129,21 @@ def _on_logits(original: Any, *args: Any, **kwargs: Any) -> Any:
     values: Any = map(given.arguments.get, ARGUMENTS_ON_LOGITS)
     student, teacher, labels, beta, temperature, reduction, probs, items = values
     known = isinstance(student, LazyLogits) and isinstance(teacher, Tensor) and not isinstance(teacher, LazyLogits)
-    known = known and can_answer(student) and student.shape == teacher.shape and not teacher.requires_grad
+    known = known and can_compute_log_probs(student) and student.shape == teacher.shape and not teacher.requires_grad
     if not known or probs or reduction not in ("batchmean", "sum") or not 0.0 <= beta <= 1.0:
         return original(*args, **kwargs)
     mask = torch.ones_like(teacher[..., 0], dtype=torch.bool) if labels is None else labels != -100
 
     def fused(r: Recipe) -> tuple[Tensor]:
-        operands = r.operands()
-        config = operands.pop("config")
-        return token_divergences(TeacherHead(*operands.values()), teacher, beta, temperature, mask, config)[:1]
+        arguments = r.loss_arguments()
+        config = arguments.pop("config")
+        return token_divergences(TeacherHead(*arguments.values()), teacher, beta, temperature, mask, config)[:1]
 
     def native(z: Tensor) -> tuple[Tensor]:
         found = original(z, teacher, beta=beta, temperature=temperature, reduction="none")
         return (found.sum(-1) * mask,)
 
-    total = student._answer(fused, native)[0].sum()
+    total = student._compute_fused(fused, native)[0].sum()
     student.recipe.call.note_fused()
     if items is None:
         items = 1 if reduction == "sum" else max(len(teacher), 1) if labels is None else mask.sum().clamp_min(1)

@@ -17,15 +17,17 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from hf_cce.patches.marking import STATE, is_wrapped
+
 CALLS_THE_MODEL = (0, 21)  # ``BaseTuner`` calls the model, with its hooks, from this release on
 TUNERS = {"peft.tuners.adalora": "AdaLoraModel", "peft.tuners.adaption_prompt": "AdaptionPromptModel"}
 
 
-def enter(state: str) -> None:
-    """Make adapters run the hooks of a patched model, however they call it; ``state`` is the attribute that marks it.
+def install() -> None:
+    """Make adapters run the hooks of a patched model, however they call it.
 
-    The attribute's value has a method ``around(model, call, args, kwargs)``, which runs ``call(*args, **kwargs)`` with the work
-    of the hooks before and after it. ``call`` runs the model's forward.
+    The value of a patched model's attribute ``STATE`` has a method ``run_with_hooks(model, call, args, kwargs)``. It runs
+    ``call(*args, **kwargs)``, which calls the model's forward, with the work of the hooks before and after it.
     """
     try:
         release = re.match(r"(\d+)\.(\d+)", version("peft"))
@@ -33,30 +35,30 @@ def enter(state: str) -> None:
         return
     older = release is not None and tuple(map(int, release.groups())) < CALLS_THE_MODEL
     base: Any = import_module("peft.tuners.tuners_utils").BaseTuner
-    if older and not hasattr(base.forward, state):
-        base.forward = _calling(base.forward, state)
+    if older and not is_wrapped(base.forward):
+        base.forward = _forward_with_hooks(base.forward)
     for name, tuner in TUNERS.items():
         kind: Any = getattr(import_module(name), tuner)
-        if not hasattr(vars(kind).get("__call__"), state):
-            kind.__call__ = _around(kind.__call__, state)
+        if not is_wrapped(vars(kind).get("__call__")):
+            kind.__call__ = _call_with_hooks(kind.__call__)
 
 
-def _calling(original: Any, state: str) -> Any:
+def _forward_with_hooks(original: Any) -> Any:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs) if state in vars(self.model) else original(self, *args, **kwargs)
+        return self.model(*args, **kwargs) if STATE in vars(self.model) else original(self, *args, **kwargs)
 
-    setattr(forward, state, True)
+    setattr(forward, STATE, True)
     return forward
 
 
-def _around(original: Any, state: str) -> Any:
+def _call_with_hooks(original: Any) -> Any:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patch = vars(self.model).get(state)
+        patch = vars(self.model).get(STATE)
         if patch is None:
             return original(self, *args, **kwargs)
-        return patch.around(self.model, functools.partial(original, self), args, kwargs)
+        return patch.run_with_hooks(self.model, functools.partial(original, self), args, kwargs)
 
-    setattr(call, state, True)
+    setattr(call, STATE, True)
     return call

@@ -2,7 +2,7 @@
 
 Cause: the experimental trainers (ORPO, CPO, TPO, A2PO, SDPO, SDFT …) pass ``model(input_ids, …).logits`` to these functions. On
 a GPU they run a Triton kernel on the logits' memory, which deferred logits do not have. Elsewhere they use PyTorch operations
-that ``hf_cce.deferred.answers`` supports, but with one pass over the vocabulary per sequence. Versions: TRL 1.16; a TRL whose
+that ``hf_cce.deferred.handlers`` supports, but with one pass over the vocabulary per sequence. Versions: TRL 1.16; a TRL whose
 functions have other arguments is not patched. Can be removed when TRL gives these trainers its fused LM head.
 
 How: at each call, the three functions look up two names in ``trl.trainer.utils``: the check whether the kernel supports these
@@ -11,7 +11,6 @@ tensors, and the kernel. The replacements handle deferred logits and pass everyt
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from typing import Any
@@ -19,30 +18,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_cce.deferred.answers import can_answer, log_probs
+from hf_cce.deferred.handlers import can_compute_log_probs, log_probs
 from hf_cce.deferred.logits import LazyLogits
+from hf_cce.patches.marking import is_wrapped, wrap
 
 SUPPORTED, KERNEL = "_supports_trl_loss_kernel", "_fused_logprob_entropy"
 ARGUMENTS = {SUPPORTED: ("logits", "index", "row_mask"), KERNEL: ("logits", "index", "temperature", "row_mask")}
-_OURS = "_hf_cce"
 
 
-def enter() -> None:
+def install() -> None:
     """Replace both functions, once; do nothing if TRL is not loaded or its functions have other arguments."""
     utils: Any = sys.modules.get("trl.trainer.utils")
     functions = {name: getattr(utils, name, None) for name in ARGUMENTS}
-    if any(not inspect.isfunction(each) or hasattr(each, _OURS) for each in functions.values()):
+    if any(not inspect.isfunction(each) or is_wrapped(each) for each in functions.values()):
         return
     if any(tuple(inspect.signature(functions[name]).parameters) != known for name, known in ARGUMENTS.items()):  # type: ignore
         return
     for name, ours in ((SUPPORTED, _supported), (KERNEL, _kernel)):
-        function = functools.wraps(functions[name])(functools.partial(ours, functions[name]))  # type: ignore[arg-type]
-        setattr(function, _OURS, True)
-        setattr(utils, name, function)
+        setattr(utils, name, wrap(functions[name], ours))
 
 
 def _supported(original: Any, logits: Any, index: Any = None, row_mask: Any = None) -> bool:
-    return can_answer(logits, index) if isinstance(logits, LazyLogits) else original(logits, index, row_mask)
+    return can_compute_log_probs(logits, index) if isinstance(logits, LazyLogits) else original(logits, index, row_mask)
 
 
 def _kernel(

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_cce.sharded import is_dtensor
 
-_MADE_BY = "TensorParallelLayer.install_forward.<locals>.tp_forward"
+_TP_FORWARD_QUALNAME = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 
 
 def why_not(head: nn.Module, *, compiling: bool = False) -> str | None:
@@ -41,4 +41,4 @@ def why_not(head: nn.Module, *, compiling: bool = False) -> str | None:
 
 
 def _is_tp_forward(forward: Any) -> bool:
-    return getattr(forward, "__qualname__", None) == _MADE_BY
+    return getattr(forward, "__qualname__", None) == _TP_FORWARD_QUALNAME

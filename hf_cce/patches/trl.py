@@ -34,18 +34,18 @@ ARGUMENTS = (
 # Only SFT requests exactly these. The other trainers compare log-probabilities with those of a call without gradients; with the
 # gradient filter these would differ by rounding.
 SFT_OUTPUTS = {"entropy", "is_top1"}
-Answer = Callable[[Any, dict[str, Any]], Any]
+Handler = Callable[[Any, dict[str, Any]], Any]
 _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", default=None)
 
 
 class Replacement:
     """Replaces an autograd function of TRL and handles its calls while ``current`` is set.
 
-    ``answer`` gets the value of ``current`` and the function's arguments by name, and may return NotImplemented.
+    ``handler`` gets the value of ``current`` and the function's arguments by name, and may return NotImplemented.
     """
 
-    def __init__(self, original: Any, current: ContextVar[Any], answer: Answer) -> None:
-        self.original, self.current, self.answer = original, current, answer
+    def __init__(self, original: Any, current: ContextVar[Any], handler: Handler) -> None:
+        self.original, self.current, self.handler = original, current, handler
         self.signature = inspect.signature(original.forward)
 
     def apply(self, *args: Any) -> Any:
@@ -53,14 +53,14 @@ class Replacement:
         if running is not None:
             given = self.signature.bind(None, *args)
             given.apply_defaults()
-            found = self.answer(running, given.arguments)
+            found = self.handler(running, given.arguments)
         return self.original.apply(*args) if found is NotImplemented else found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)
 
 
-def replace(module: Any, name: str, arguments: tuple[str, ...], current: ContextVar[Any], answer: Answer) -> bool:
+def replace(module: Any, name: str, arguments: tuple[str, ...], current: ContextVar[Any], handler: Handler) -> bool:
     """Replace a function by a ``Replacement``; return False if it is missing or does not have exactly these arguments."""
     function = getattr(module, name, None)
     if isinstance(function, Replacement):
@@ -68,20 +68,20 @@ def replace(module: Any, name: str, arguments: tuple[str, ...], current: Context
     forward = getattr(function, "forward", None)
     if forward is None or tuple(inspect.signature(forward).parameters) != arguments:
         return False
-    setattr(module, name, Replacement(function, current, answer))
+    setattr(module, name, Replacement(function, current, handler))
     return True
 
 
-def enter(call: TrainingCall) -> bool:
+def begin_call(call: TrainingCall) -> bool:
     """Handle TRL's calls in this thread for ``call`` from now on; return False if this TRL is not supported."""
     utils = sys.modules.get("trl.trainer.utils")  # imported by any code that calls with fused_lm_head=True
-    known = replace(utils, NAME, ARGUMENTS, _current, _answer)
+    known = replace(utils, NAME, ARGUMENTS, _current, _handle_call)
     if known:
         _current.set(call)
     return known
 
 
-def leave() -> TrainingCall | None:
+def end_call() -> TrainingCall | None:
     """End the current call of this thread and return it, or None if there is none."""
     call = _current.get()
     if call is not None:
@@ -89,23 +89,23 @@ def leave() -> TrainingCall | None:
     return call
 
 
-def _held(parameter: Tensor) -> Tensor:
+def _detach_gathered(parameter: Tensor) -> Tensor:
     """Return a frozen parameter gathered by ZeRO-3 as a tensor that outlives its release; any other parameter unchanged."""
     return parameter.detach() if gathered(parameter) and not parameter.requires_grad else parameter
 
 
-def _answer(call: TrainingCall, asked: dict[str, Any]) -> Any:
+def _handle_call(call: TrainingCall, arguments: dict[str, Any]) -> Any:
     """Return (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N], or None if not requested."""
-    hidden, bias, temperature, outputs = (asked[name] for name in ("hidden", "bias", "temperature", "outputs"))
-    softcap = asked["final_logit_softcapping"]
-    held, held_bias = _held(asked["weight"]), None if bias is None else _held(bias)
-    if held.is_meta:  # TRL has moved the hidden states to meta as well, so their values are lost
+    hidden, bias, temperature, outputs = (arguments[name] for name in ("hidden", "bias", "temperature", "outputs"))
+    softcap = arguments["final_logit_softcapping"]
+    weight, bias = _detach_gathered(arguments["weight"]), None if bias is None else _detach_gathered(bias)
+    if weight.is_meta:  # TRL has moved the hidden states to meta as well, so their values are lost
         raise RuntimeError(
             "TRL cannot train with an LM head that is offloaded: it reads lm_head.weight, which is not on the device between "
             "the head's own calls; keep lm_head there, and offload model.embed_tokens or nothing, by device_map"
         )
-    reason = why_not_read(held, held_bias)
-    if reason is None and any(hasattr(x, "ds_id") for x in (held, held_bias)):
+    reason = why_not_read(weight, bias)
+    if reason is None and any(hasattr(x, "ds_id") for x in (weight, bias)):
         reason = "DeepSpeed ZeRO-3 gathers the head for TRL's call alone, which makes its gradient at once"
     if reason is not None:
         call.note_refused(reason)
@@ -113,10 +113,10 @@ def _answer(call: TrainingCall, asked: dict[str, Any]) -> Any:
     # The loss with scale / T and softcap / T uses softcap · tanh(scale · z / softcap) / T.
     result = linear_log_probs(
         hidden,
-        held.to(hidden.dtype),
-        asked["targets"],
-        bias=None if held_bias is None else held_bias.to(hidden.dtype),
-        logit_scale=asked["logit_scale"] / temperature,
+        weight.to(hidden.dtype),
+        arguments["targets"],
+        bias=None if bias is None else bias.to(hidden.dtype),
+        logit_scale=arguments["logit_scale"] / temperature,
         softcap=None if softcap is None else softcap / temperature,
         entropy="entropy" in outputs,
         log_sum_sq_probs="log_sum_sq_probs" in outputs,

@@ -36,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "PROGRESS_SECONDS", 1e9)
     monkeypatch.setattr(gradcheck, "CONFIGS", {"portable": CCEConfig("portable")})
     saved = json.loads((ROOT / "benchmarks/results/demo.json").read_text("utf-8"))
-    monkeypatch.setattr(demo, "twin", lambda *_: saved)
+    monkeypatch.setattr(demo, "train_both", lambda *_: saved)
 
 
 @pytest.mark.parametrize("name", QUICK)

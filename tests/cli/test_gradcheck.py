@@ -52,7 +52,7 @@ def tampered(factor: float) -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("twin_error", [0.0, 1e-7, 0.3])
 def test_the_rule_is_that_of_the_tests(twin_error: float, dtype: torch.dtype) -> None:
-    assert diagnostics.allowed(twin_error, dtype) == budget(twin_error, dtype)
+    assert diagnostics.allowed_error(twin_error, dtype) == budget(twin_error, dtype)
 
 
 def test_every_case_and_quantity_is_compared_and_good(tmp_path: Path) -> None:

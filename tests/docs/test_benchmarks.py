@@ -327,7 +327,7 @@ def test_text_comes_back_from_its_tokens(words: str, tmp_path: Path) -> None:
     assert ids[-1] == corpus.tokenizer().token_to_id(text.END_OF_TEXT)
     assert corpus.tokenizer().decode(ids.tolist()) == Path(words).read_text("utf-8")
     said: list[str] = []
-    assert text.prepare(512, dataset=words, cache=tmp_path / "cache", say=said.append) == corpus
+    assert text.prepare(512, dataset=words, cache=tmp_path / "cache", progress=said.append) == corpus
     assert said == ["reading text"]  # everything else came from the cache
     (tmp_path / "a.txt").write_text("one two " * 100)
     (tmp_path / "b.md").write_text("three " * 100)

@@ -73,7 +73,7 @@ def _assign(logits: Any, key: Any, value: Any) -> None:
     logits[key] = value
 
 
-def forbid(words: Any, value: float | None = None) -> Callable[[Any], Any]:
+def mask_words(words: Any, value: float | None = None) -> Callable[[Any], Any]:
     """Write the smallest number to these vocabulary entries at every token, as Chameleon does; then compute the loss."""
 
     def ask(logits: Any) -> Any:
@@ -83,7 +83,7 @@ def forbid(words: Any, value: float | None = None) -> Callable[[Any], Any]:
     return ask
 
 
-def after_forbidding(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def after_masking(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def ask(logits: Any) -> Any:
         _assign(logits, (..., UNUSED), torch.finfo(logits.dtype).min)
         return then(logits)
@@ -151,14 +151,14 @@ FUSED: dict[str, Callable[[Any], Any]] = {
     "type_as": lambda x: flat_loss(x.type_as(torch.zeros(1))),
     "to device": lambda x: flat_loss(x.to("cpu").to(device="cpu", dtype=torch.float32, non_blocking=True)),
     "bias of its own": lambda x: flat_loss(x + torch.linspace(-1, 1, V)[None]),
-    "forbidden words": forbid(UNUSED),
-    "forbidden words, a tensor": forbid(torch.tensor(UNUSED)),
-    "forbidden words, a slice": forbid(slice(UNUSED[0], UNUSED[0] + 1)),
-    "forbidden words, minus infinity": forbid(UNUSED, -math.inf),
-    "forbidden words, dots": after_forbidding(flat_loss),
-    "forbidden words, fewer tokens": after_forbidding(lambda x: flat_loss(x[:, 1:].contiguous())),
-    "forbidden words, twice": after_forbidding(forbid([UNUSED[0] - V, UNUSED[1]])),
-    "forbidden words, logsumexp": after_forbidding(lambda x: x.logsumexp(-1)),
+    "masked words": mask_words(UNUSED),
+    "masked words, a tensor": mask_words(torch.tensor(UNUSED)),
+    "masked words, a slice": mask_words(slice(UNUSED[0], UNUSED[0] + 1)),
+    "masked words, minus infinity": mask_words(UNUSED, -math.inf),
+    "masked words, dots": after_masking(flat_loss),
+    "masked words, fewer tokens": after_masking(lambda x: flat_loss(x[:, 1:].contiguous())),
+    "masked words, twice": after_masking(mask_words([UNUSED[0] - V, UNUSED[1]])),
+    "masked words, logsumexp": after_masking(lambda x: x.logsumexp(-1)),
     "logsumexp": lambda x: x.logsumexp(dim=-1).pow(2).mean(),
     "logsumexp, kept": lambda x: torch.logsumexp(x * 0.5, -1, keepdim=True),
     "loss and z-loss": lambda x: flat_loss(x.float()) + 0.1 * torch.logsumexp(x, dim=-1).square().mean(),
@@ -337,18 +337,18 @@ MATERIALISED: dict[str, Callable[[Any], Any]] = {
     "dtype view": lambda x: x.view(torch.int32),
     "assigned words": written(lambda x: _assign(x, (slice(None), slice(None), ROWS), -30.0)),
     "assigned tokens": written(lambda x: _assign(x, MASK, 0.25)),
-    "a forbidden label": forbid([USED, *UNUSED]),
-    "forbidden words, smoothed": after_forbidding(lambda x: flat_loss(x, label_smoothing=0.1)),
-    "forbidden words, a small number": forbid(UNUSED, -1e4),
-    "forbidden words, some tokens": written(lambda x: _assign(x, (slice(None), slice(1, None), UNUSED), -math.inf)),
-    "forbidden words, values": written(lambda x: _assign(x, (..., UNUSED), x.new_zeros(5))),
-    "forbidden words, then scaled": after_forbidding(lambda x: flat_loss(x * 0.5)),
-    "forbidden words, then capped": after_forbidding(lambda x: flat_loss(torch.tanh(x / 5.0) * 5.0)),
-    "forbidden words, then some words": after_forbidding(lambda x: x[..., 3:]),
-    "forbidden words, looked at": after_forbidding(lambda x: x.softmax(-1).square()),
-    "capped, then forbidden words": lambda x: forbid(UNUSED)(torch.tanh(x / 5.0) * 5.0),
-    "looked at, then forbidden words": lambda x: (x.topk(70), forbid(UNUSED)(x))[1],
-    "forbidden tokens": written(lambda x: _assign(x, 0, torch.finfo(x.dtype).min)),
+    "a masked label": mask_words([USED, *UNUSED]),
+    "masked words, smoothed": after_masking(lambda x: flat_loss(x, label_smoothing=0.1)),
+    "masked words, a small number": mask_words(UNUSED, -1e4),
+    "masked words, some tokens": written(lambda x: _assign(x, (slice(None), slice(1, None), UNUSED), -math.inf)),
+    "masked words, values": written(lambda x: _assign(x, (..., UNUSED), x.new_zeros(5))),
+    "masked words, then scaled": after_masking(lambda x: flat_loss(x * 0.5)),
+    "masked words, then capped": after_masking(lambda x: flat_loss(torch.tanh(x / 5.0) * 5.0)),
+    "masked words, then some words": after_masking(lambda x: x[..., 3:]),
+    "masked words, looked at": after_masking(lambda x: x.softmax(-1).square()),
+    "capped, then masked words": lambda x: mask_words(UNUSED)(torch.tanh(x / 5.0) * 5.0),
+    "looked at, then masked words": lambda x: (x.topk(70), mask_words(UNUSED)(x))[1],
+    "masked tokens": written(lambda x: _assign(x, 0, torch.finfo(x.dtype).min)),
     "added in place": written(lambda x: x.add_(CLASS_WEIGHTS)),
     "added in place, operator": written(lambda x: x.__iadd__(CLASS_WEIGHTS)),
     "multiplied in place by a tensor": written(lambda x: x.mul_(CLASS_WEIGHTS)),
@@ -524,7 +524,7 @@ def test_logits_of_a_changed_head_are_refused(changed: int) -> None:
         lambda x: x.data.zero_(),
         lambda x: _assign(x, (..., UNUSED), torch.finfo(x.dtype).min),
     ],
-    ids=["itself", "detached", "real view", "view of a view", "data", "forbidden words"],
+    ids=["itself", "detached", "real view", "view of a view", "data", "masked words"],
 )
 def test_a_view_of_logits_that_were_written_to_is_refused(write: Callable[[Any], Any]) -> None:
     """In torch the view would show the write. Lazy logits cannot reproduce that, so reading the view raises."""
@@ -601,7 +601,7 @@ def test_few_rows_at_a_time_find_the_same_words() -> None:
     seen: list[int] = []
     real = Recipe.build
     try:
-        Recipe.build = lambda self: seen.append(self.like.shape.numel()) or real(self)  # type: ignore
+        Recipe.build = lambda self: seen.append(self.meta.shape.numel()) or real(self)  # type: ignore
         found = logits.argmax(-1)
     finally:
         Recipe.build = real  # type: ignore

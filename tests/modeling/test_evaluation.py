@@ -15,7 +15,7 @@ from tiny import OLDER
 from transformers import Trainer
 
 from hf_cce import CCECallback, FilterState, apply_cce, remove_cce
-from hf_cce.deferred import answers
+from hf_cce.deferred import handlers
 
 TOKENS = 40  # at least this many in an evaluation batch
 TWO_ROWS = {"per_device_eval_batch_size": 2}
@@ -150,7 +150,7 @@ def test_a_call_with_labels_makes_no_logits_until_somebody_reads_them(family: st
 
 def test_metrics_of_the_most_likely_words_make_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainer with ``preprocess_logits_for_metrics`` computes the logits of a few tokens at a time."""
-    monkeypatch.setattr(answers, "_scratch", lambda recipe: 8 * 99 * 7)
+    monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * 99 * 7)
     found = []
     for callbacks in ([], [CCECallback()]):
         trainer = build(

@@ -39,7 +39,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from hf_cce import CCEConfig, apply_cce, remove_cce, supported_models
 from hf_cce.api import class_names
-from hf_cce.deferred import answers, head_input
+from hf_cce.deferred import handlers, head_input
 from hf_cce.deferred.logits import LazyLogits
 from hf_cce.dispatch import explain_dispatch
 from hf_cce.head_checks import output_embeddings, why_not_read
@@ -70,8 +70,8 @@ def test_a_second_call_changes_the_options_only() -> None:
 
 def test_the_options_reach_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models with different options do not affect each other."""
-    seen, real = [], answers.linear_cross_entropy
-    monkeypatch.setattr(answers, "linear_cross_entropy", lambda *a, **k: seen.append(k["config"]) or real(*a, **k))
+    seen, real = [], handlers.linear_cross_entropy
+    monkeypatch.setattr(handlers, "linear_cross_entropy", lambda *a, **k: seen.append(k["config"]) or real(*a, **k))
     first, second = apply_cce(tiny_llama(), memory_budget=2 * MIB), apply_cce(tiny_llama(), memory_budget=3 * MIB)
     for model in (first, second, first):
         loss_and_grads(model, batch())
@@ -500,7 +500,8 @@ def test_a_call_of_few_tokens_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     counted = stats(patched)
-    assert (counted.calls, counted.few_tokens, counted.fused, counted.missed) == (2, 2, 0, 0) and counted.as_meant == 2
+    assert (counted.calls, counted.few_tokens, counted.fused, counted.missed) == (2, 2, 0, 0)
+    assert counted.without_fallback == 2
 
 
 def test_what_counts_as_few_tokens() -> None:

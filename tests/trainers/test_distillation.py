@@ -72,14 +72,14 @@ def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: fl
     sizes = ((17, 24), (91, 24), (91,), (17, 40), (91, 40), (91,))
     tensors = [torch.randn(size, generator=g) * 0.5 for size in sizes]
     original = getattr(FUNCTION, "original", FUNCTION)
-    dispatch = trl_patch.Replacement(original, distillation._current, distillation._answer)
+    dispatch = trl_patch.Replacement(original, distillation._current, distillation._handle_call)
     counted = distillation.Stats()
 
     def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in tensors]
         arguments = (*leaves, beta, 0.8, scale, softcap, 1.1, softcap)
         if ours:
-            with distillation.answering(CCEConfig(), counted):
+            with distillation.fused_divergences(CCEConfig(), counted):
                 found = dispatch.apply(*arguments)
         else:
             found = dispatch.apply(*arguments)
@@ -102,8 +102,8 @@ def test_a_head_that_zero_3_gathers_is_trls() -> None:
         apply = staticmethod(lambda *args: asked.append(args) or "TRL's")
 
     counted = distillation.Stats()
-    with distillation.answering(CCEConfig(), counted):
+    with distillation.fused_divergences(CCEConfig(), counted):
         heads = 2 * (torch.ones(3, 4), weight, None)
-        replacement = trl_patch.Replacement(Original, distillation._current, distillation._answer)
+        replacement = trl_patch.Replacement(Original, distillation._current, distillation._handle_call)
         assert replacement.apply(*heads, 0.5) == "TRL's"
     assert len(asked) == 1 and not counted.fused

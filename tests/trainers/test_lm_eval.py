@@ -15,7 +15,7 @@ from models import logits_made, tiny_llama
 from numerics import assert_as_good
 from test_trl import WORDS, text, tokenizer
 
-from hf_cce.deferred import answers
+from hf_cce.deferred import handlers
 
 pytest.importorskip("lm_eval", reason="no part of the environment: pip install lm-eval==0.4.13")
 ROWS = 12
@@ -51,7 +51,7 @@ def requests(kind: str, model: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
 def test_answers_are_those_of_hf(kind: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_scratch", lambda recipe: 8 * 99 * 7)
+    monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * 99 * 7)
     found = {}
     for name, model in models.items():
         asked = requests(kind, models["hf"])

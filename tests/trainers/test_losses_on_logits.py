@@ -17,7 +17,7 @@ from test_trainer_features import assert_same_run
 from torch import Tensor
 
 from hf_cce import CCECallback, apply_cce, linear_cross_entropy, ops
-from hf_cce.deferred import answers
+from hf_cce.deferred import handlers
 
 V = 99
 
@@ -25,7 +25,7 @@ V = 99
 @pytest.fixture(autouse=True)
 def _few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reduce the scratch of argmax-like operations; by default all tokens of a test fit at once."""
-    monkeypatch.setattr(answers, "_scratch", lambda recipe: 8 * V * 7)
+    monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * V * 7)
 
 
 def shifted(labels: Tensor) -> Tensor:

@@ -207,7 +207,9 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
     hidden, weight, offset = (torch.randn(*shape, generator=g) for shape in ((17, 24), (91, 24), (91,)))
     targets = torch.randint(91, (17,), generator=g)
     function = trl.trainer.utils._ChunkedLogProbFunction
-    replacement = trl_patch.Replacement(getattr(function, "original", function), trl_patch._current, trl_patch._answer)
+    replacement = trl_patch.Replacement(
+        getattr(function, "original", function), trl_patch._current, trl_patch._handle_call
+    )
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     call = trl_patch.TrainingCall()
 
@@ -253,7 +255,7 @@ def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: boo
 
     call = trl_patch.TrainingCall()
     token = trl_patch._current.set(call)
-    replacement = trl_patch.Replacement(Original, trl_patch._current, trl_patch._answer)
+    replacement = trl_patch.Replacement(Original, trl_patch._current, trl_patch._handle_call)
     found = replacement.apply(hidden, *head.values(), targets, 1.0, 32)
     trl_patch._current.reset(token)
     if trained or not whole:
@@ -355,14 +357,14 @@ def test_the_functions_of_another_trl_are_left_alone(monkeypatch: pytest.MonkeyP
 
     kernel = trl.trainer.utils._fused_logprob_entropy
     monkeypatch.setattr(trl.trainer.utils, "_supports_trl_loss_kernel", other)
-    preference.enter()
+    preference.install()
     assert trl.trainer.utils._supports_trl_loss_kernel is other and trl.trainer.utils._fused_logprob_entropy is kernel
 
 
 @pytest.mark.parametrize("how", ["plain", "mask", "temperature", "negative"])
 def test_the_functions_of_trl_on_deferred_logits(how: str) -> None:
     """Log-probabilities and entropy take one pass; operations without a closed form get full logits."""
-    preference.enter()
+    preference.install()
     generator = torch.Generator().manual_seed(0)
     used = [torch.randn(2, 9, 16, generator=generator), torch.randn(99, 16, generator=generator)]
     index = torch.randint(99, (2, 9), generator=generator)

@@ -1,6 +1,6 @@
 """Table of the operations that deferred logits [..., V] support without computing the full logits.
 
-``ANSWERS`` maps the name of a torch function or method to a function that records the operation, or computes its result from
+``HANDLERS`` maps the name of a torch function or method to a function that records the operation, or computes its result from
 hidden states and weight. Full logits are used if it returns NotImplemented, and for every name that is not in the table.
 Results are float32 (float64 for float64 logits), even where torch would round them to the dtype of the logits.
 """
@@ -20,13 +20,22 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_cce.config import CCEConfig
 from hf_cce.deferred.lazy_tensor import LazyTensor
-from hf_cce.deferred.operations import Meaning, apply_ops, cast_targets, forbidden_ids, per_token_id, split_index
-from hf_cce.deferred.recipe import Memory, Recipe, leaf_of
+from hf_cce.deferred.operations import (
+    Meaning,
+    apply_ops,
+    as_vocab_vector,
+    cast_targets,
+    is_number,
+    masked_ids,
+    split_index,
+)
+from hf_cce.deferred.recipe import Recipe, SharedStorage, leaf_of
 from hf_cce.loss import LogProbs, linear_cross_entropy, linear_log_probs
 from hf_cce.sharded import is_dtensor
+from hf_cce.spec import accumulation_dtype
 
-Answers = dict[str, Callable[..., Any]]
-ANSWERS: Answers = {}
+Handlers = dict[str, Callable[..., Any]]
+HANDLERS: Handlers = {}
 # Operations supported on logits [B, V, S], whose classes come first
 CLASS_FIRST = {
     "to", "float", "double", "half", "bfloat16", "type_as", "clone", "contiguous", "detach", "data", "mul", "multiply",
@@ -36,17 +45,17 @@ LARGEST_TOPK = 128  # TRL's SDFT uses 100
 NO_LABEL = -(2**31)  # an ``ignore_index`` that is never a token id
 
 
-def answers(*names: str) -> Callable[[Any], Any]:
-    """Register the function in ``ANSWERS`` under ``names``."""
+def implements(*names: str) -> Callable[[Any], Any]:
+    """Register the function in ``HANDLERS`` under ``names``."""
 
-    def enter(function: Any) -> Any:
-        ANSWERS.update(dict.fromkeys(names, function))
+    def register(function: Any) -> Any:
+        HANDLERS.update(dict.fromkeys(names, function))
         return function
 
-    return enter
+    return register
 
 
-def _known(x: Any, *kinds: str) -> Meaning | None:
+def _meaning_of(x: Any, *kinds: str) -> Meaning | None:
     """Return the ``Meaning`` of ``x`` if its kind is one of ``kinds`` and the fused loss supports its logits, else None."""
     found = x.recipe.meaning
     return None if found.form is None or found.kind not in kinds else found
@@ -55,7 +64,7 @@ def _known(x: Any, *kinds: str) -> Meaning | None:
 # Recorded operations
 
 
-@answers("to")
+@implements("to")
 def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
     targets = cast_targets(args, kwargs)
     return NotImplemented if targets is None else functools.reduce(_cast, targets, x)
@@ -69,15 +78,15 @@ def _cast(x: Any, target: torch.dtype | torch.device) -> Any:
 
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 for _name, _dtype in _CASTS.items():
-    ANSWERS[_name] = functools.partial(_cast, target=_dtype)
-ANSWERS["type_as"] = lambda x, other: _to(x, dtype=other.dtype, device=other.device)
-ANSWERS["contiguous"] = lambda x, *args, **kwargs: NotImplemented if args or kwargs else x
-ANSWERS["clone"] = lambda x, **kwargs: NotImplemented if kwargs else x._derive(torch.clone, lambda r: r.then())
-ANSWERS["detach"] = ANSWERS["data"] = lambda x: x._detached()
+    HANDLERS[_name] = functools.partial(_cast, target=_dtype)
+HANDLERS["type_as"] = lambda x, other: _to(x, dtype=other.dtype, device=other.device)
+HANDLERS["contiguous"] = lambda x, *args, **kwargs: NotImplemented if args or kwargs else x
+HANDLERS["clone"] = lambda x, **kwargs: NotImplemented if kwargs else x._derive(torch.clone, lambda r: r.with_ops())
+HANDLERS["detach"] = HANDLERS["data"] = lambda x: x._detached()
 
 
 def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
-    made = x._derive(lambda z: apply_ops((op,), z), lambda r: r.then(op), nonlinear=nonlinear)
+    made = x._derive(lambda z: apply_ops((op,), z), lambda r: r.with_ops(op), nonlinear=nonlinear)
     made.base = x.base
     return made
 
@@ -88,20 +97,20 @@ def _reshape(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
     if result.dtype != x.dtype or result.shape[-1:] != x.shape[-1:]:
         return NotImplemented
     tokens = result.shape[:-1]
-    return _of_tokens(x, lambda z: z.reshape(*tokens, z.shape[-1]))
+    return _apply_to_token_dims(x, lambda z: z.reshape(*tokens, z.shape[-1]))
 
 
 for _name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"):
-    ANSWERS[_name] = functools.partial(_reshape, _name)
-ANSWERS["view_as"] = lambda x, other: _reshape("view", x, other.shape)
+    HANDLERS[_name] = functools.partial(_reshape, _name)
+HANDLERS["view_as"] = lambda x, other: _reshape("view", x, other.shape)
 
 
-def _of_tokens(x: Any, op: Callable[[Tensor], Tensor]) -> Any:
+def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``op`` to the token dimensions, which hidden states and logits share; the result counts as a view."""
     return x._derive(op, lambda r: r._replace(hidden_states=op(r.hidden_states)))
 
 
-@answers("transpose", "permute")
+@implements("transpose", "permute")
 def _class_first(x: Any, *dims: Any) -> Any:
     """Transpose [B, S, V] to [B, V, S]."""
     dims = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
@@ -111,24 +120,24 @@ def _class_first(x: Any, *dims: Any) -> Any:
     return x._derive(lambda z: z.transpose(1, 2), lambda r: r._replace(class_first=True))
 
 
-@answers("__getitem__")
+@implements("__getitem__")
 def _index(x: Any, key: Any) -> Any:
     if isinstance(key, tuple) and len(key) == x.ndim and all(map(_is_ids, key)):
         *tokens, ids = torch.broadcast_tensors(*(torch.as_tensor(each, device=x.device) for each in key))
         ids = torch.where(ids < 0, ids + x.shape[-1], ids).long()
-        found = _gather(_of_tokens(x, lambda z: z[tuple(tokens)]), -1, ids.unsqueeze(-1))
+        found = _gather(_apply_to_token_dims(x, lambda z: z[tuple(tokens)]), -1, ids.unsqueeze(-1))
         return found if found is NotImplemented else found.squeeze(-1)
     split = split_index(key, x.ndim)
     if split is None:
         return NotImplemented
     tokens, part = split
     if part is None:
-        return _of_tokens(x, lambda z: z[tokens])
-    if x.recipe.forbidden() or is_dtensor(x.recipe.weight) or x.recipe.meaning.kind != "z":
-        return NotImplemented  # forbidden ids, shards and a softmax refer to all of V
+        return _apply_to_token_dims(x, lambda z: z[tokens])
+    if x.recipe.mask_ops() or is_dtensor(x.recipe.weight) or x.recipe.meaning.kind != "z":
+        return NotImplemented  # masked ids, shards and a softmax refer to all of V
     return x._derive(
         lambda z: z[key],
-        lambda r: r.with_parts(r.hidden_states[tokens], r.weight[part], None if r.bias is None else r.bias[part]),
+        lambda r: r.with_operands(r.hidden_states[tokens], r.weight[part], None if r.bias is None else r.bias[part]),
     )
 
 
@@ -138,7 +147,7 @@ def _is_ids(key: Any) -> bool:
     return isinstance(key, range)
 
 
-def _parts(name: str, x: Any, *sizes: Any, dim: int = 0) -> Any:
+def _split_tokens(name: str, x: Any, *sizes: Any, dim: int = 0) -> Any:
     """Split along a token dimension, into views."""
     dim %= x.ndim
     if dim == x.ndim - 1:
@@ -152,55 +161,54 @@ def _parts(name: str, x: Any, *sizes: Any, dim: int = 0) -> Any:
     )
 
 
-ANSWERS["chunk"] = lambda x, chunks, dim=0: _parts("chunk", x, chunks, dim=dim)
-ANSWERS["split"] = lambda x, split_size, dim=0: _parts("split", x, split_size, dim=dim)
-ANSWERS["unbind"] = lambda x, dim=0: _parts("unbind", x, dim=dim)
+HANDLERS["chunk"] = lambda x, chunks, dim=0: _split_tokens("chunk", x, chunks, dim=dim)
+HANDLERS["split"] = lambda x, split_size, dim=0: _split_tokens("split", x, split_size, dim=dim)
+HANDLERS["unbind"] = lambda x, dim=0: _split_tokens("unbind", x, dim=dim)
 
 
-@answers("__setitem__")
-def _forbid(x: Any, key: Any, value: Any) -> Any:
+@implements("__setitem__")
+def _mask(x: Any, key: Any, value: Any) -> Any:
     """Record vocabulary entries set to finfo.min at every token (Chameleon's image tokens): their probability is zero."""
-    known = not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.memory.values is None
-    known = known and all(name in ("to", "forbid") for name, _ in x.recipe.ops) and not is_dtensor(x.recipe.weight)
-    ids = forbidden_ids(key, value, x.shape, x.dtype) if known else None
+    known = not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.shared_storage.values is None
+    known = known and all(name in ("to", "mask") for name, _ in x.recipe.ops) and not is_dtensor(x.recipe.weight)
+    ids = masked_ids(key, value, x.shape, x.dtype) if known else None
     if ids is None:
         return NotImplemented
-    x._check()
-    x.recipe.family.append(Memory(torch.empty(0), version=-1))  # marks existing views as stale
-    x.recipe, x.memory = x.recipe.then(("forbid", (ids.to(x.recipe.weight.device), value))), Memory()
+    x._check_fresh()
+    x.recipe.aliases.append(SharedStorage(torch.empty(0), version=-1))  # marks existing views as stale
+    x.recipe, x.shared_storage = x.recipe.with_ops(("mask", (ids.to(x.recipe.weight.device), value))), SharedStorage()
     return None
 
 
-@answers("tanh")
+@implements("tanh")
 def _tanh(x: Any) -> Any:
-    return NotImplemented if x.recipe.forbidden() else _elementwise(x, ("tanh", None), nonlinear=True)
+    return NotImplemented if x.recipe.mask_ops() else _elementwise(x, ("tanh", None), nonlinear=True)
 
 
-@answers("mul", "multiply", "__mul__", "__rmul__")
+@implements("mul", "multiply", "__mul__", "__rmul__")
 def _mul(x: Any, other: Any) -> Any:
     return _product(x, other) if isinstance(other, LazyTensor) else _scale(x, "mul", other)
 
 
-@answers("div", "divide", "true_divide", "__truediv__")
+@implements("div", "divide", "true_divide", "__truediv__")
 def _div(x: Any, other: Any, **kwargs: Any) -> Any:
     return NotImplemented if kwargs else _scale(x, "div", other)
 
 
 def _scale(x: Any, name: str, value: Any) -> Any:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return _elementwise(x, (name, value)) if is_number and not x.recipe.forbidden() else NotImplemented
+    return _elementwise(x, (name, value)) if is_number(value) and not x.recipe.mask_ops() else NotImplemented
 
 
-answers("neg", "negative", "__neg__")(lambda x: _scale(x, "mul", -1))
+implements("neg", "negative", "__neg__")(lambda x: _scale(x, "mul", -1))
 
 
-@answers("add", "__add__", "__radd__")
+@implements("add", "__add__", "__radd__")
 def _add(x: Any, other: Any, **kwargs: Any) -> Any:
     """Add a bias [V] or [1, V] of the same dtype to the head's own; anything else needs full logits."""
-    bias = per_token_id(other, x)
+    bias = as_vocab_vector(other, x)
     if bias is None or kwargs or x.recipe.ops or is_dtensor(x.recipe.weight):
         return NotImplemented
-    # Under autocast, Bart's bias has a wider dtype than the logits and promotes them
+    # Under autocast, Bart's bias is more precise than the logits and promotes them
     dtype = x.dtype if x.recipe.cast is None else torch.promote_types(x.dtype, bias.dtype)
     if bias.dtype != dtype:
         return NotImplemented
@@ -208,8 +216,8 @@ def _add(x: Any, other: Any, **kwargs: Any) -> Any:
 
     def join(r: Recipe) -> Recipe:
         joined = leaf if r.bias is None else r.bias + leaf
-        widened = () if dtype == x.dtype else (("to", dtype),)
-        return r._replace(bias=joined, leaves=(*r.leaves, leaf)).then(*widened)
+        cast_ops = () if dtype == x.dtype else (("to", dtype),)
+        return r._replace(bias=joined, leaves=(*r.leaves, leaf)).with_ops(*cast_ops)
 
     return x._derive(lambda z: z.to(dtype), join, other=bias)
 
@@ -220,24 +228,24 @@ def _add(x: Any, other: Any, **kwargs: Any) -> Any:
 def _normalize(name: str, x: Any, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
     """Record softmax or log_softmax over the vocabulary; under autocast, cast the logits to float32 first, as torch does."""
     vocabulary = 1 if x.recipe.class_first else x.ndim - 1
-    if dim not in (vocabulary, vocabulary - x.ndim) or x.recipe.meaning.kind != "z" or x.recipe.forbidden():
+    if dim not in (vocabulary, vocabulary - x.ndim) or x.recipe.meaning.kind != "z" or x.recipe.mask_ops():
         return NotImplemented
     if dtype is None and torch.is_autocast_enabled(x.device.type):
         dtype = getattr(torch.zeros(1, dtype=x.dtype, device=x.device), name)(-1).dtype
     source = x if dtype is None else _cast(x, dtype)
-    made = source._derive(lambda z: getattr(z, name)(dim), lambda r: r.then((name, None)), nonlinear=True)
+    made = source._derive(lambda z: getattr(z, name)(dim), lambda r: r.with_ops((name, None)), nonlinear=True)
     if not x.recipe.class_first:
         made.base = source
     return made
 
 
-ANSWERS["softmax"] = functools.partial(_normalize, "softmax")
-ANSWERS["log_softmax"] = functools.partial(_normalize, "log_softmax")
-ANSWERS["exp"] = lambda x: _of_distribution(x, "exp", "log p")
-ANSWERS["log"] = lambda x: _of_distribution(x, "log", "p")
+HANDLERS["softmax"] = functools.partial(_normalize, "softmax")
+HANDLERS["log_softmax"] = functools.partial(_normalize, "log_softmax")
+HANDLERS["exp"] = lambda x: _record_on_distribution(x, "exp", "log p")
+HANDLERS["log"] = lambda x: _record_on_distribution(x, "log", "p")
 
 
-def _of_distribution(x: Any, name: str, kind: str) -> Any:
+def _record_on_distribution(x: Any, name: str, kind: str) -> Any:
     known = x.recipe.meaning.kind == kind and x.recipe.meaning.factor == 1.0
     return _elementwise(x, (name, None), nonlinear=True) if known else NotImplemented
 
@@ -246,21 +254,21 @@ def _product(x: Any, other: Any) -> Any:
     """Record p · log p, as in entropies, or p · z, of the same logits."""
     base = x.base if x.base is not None else getattr(other, "base", None)
     same = all(each is base or getattr(each, "base", None) is base for each in (x, other))
-    if base is None or base._written or not same:
+    if base is None or base._is_stale or not same:
         return NotImplemented
     before = len(base.recipe.ops)
     op = ("product", (x.recipe.ops[before:], other.recipe.ops[before:]))
     hooked = any(getattr(each, "_backward_hooks", None) for each in (x, other))  # a recorded product would skip them
     alike = x.requires_grad == other.requires_grad == base.requires_grad  # neither factor is detached
-    if base.recipe.then(op).meaning.kind is None or hooked or not alike:
+    if base.recipe.with_ops(op).meaning.kind is None or hooked or not alike:
         return NotImplemented
-    return base._derive(lambda z: apply_ops((op,), z), lambda r: r.then(op), nonlinear=True)
+    return base._derive(lambda z: apply_ops((op,), z), lambda r: r.with_ops(op), nonlinear=True)
 
 
 # Computed results
 
 
-@answers("cross_entropy")
+@implements("cross_entropy")
 def _cross_entropy(
     x: Any,
     target: Any,
@@ -277,11 +285,11 @@ def _cross_entropy(
     label is ignored, the fused mean is zero, or NaN in evaluation; torch's is NaN.
     """
     options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    known = _known(x, "z") and size_average is reduce is None and not (weight is not None and label_smoothing)
-    return _loss(x, F.cross_entropy, target, reduction, options) if known else NotImplemented
+    known = _meaning_of(x, "z") and size_average is reduce is None and not (weight is not None and label_smoothing)
+    return _fused_loss(x, F.cross_entropy, target, reduction, options) if known else NotImplemented
 
 
-@answers("nll_loss")
+@implements("nll_loss")
 def _nll_loss(
     x: Any,
     target: Any,
@@ -292,40 +300,40 @@ def _nll_loss(
     reduction: str = "mean",
 ) -> Any:
     """Compute ``F.nll_loss`` of the log_softmax of logits as the cross entropy of the logits."""
-    found = _known(x, "log p")
+    found = _meaning_of(x, "log p")
     known = found is not None and found.factor == 1.0 and size_average is reduce is None
     options = {"weight": weight, "ignore_index": ignore_index}
-    return _loss(x, F.nll_loss, target, reduction, options) if known else NotImplemented
+    return _fused_loss(x, F.nll_loss, target, reduction, options) if known else NotImplemented
 
 
-def _loss(x: Any, function: Any, target: Any, reduction: str, options: dict[str, Any]) -> Any:
+def _fused_loss(x: Any, function: Any, target: Any, reduction: str, options: dict[str, Any]) -> Any:
     call, shape, weight = x.recipe.call, (x.shape[0], *x.shape[2:]), options["weight"]
     smoothing, ignore_index = options.get("label_smoothing", 0.0), options["ignore_index"]
     plain_target = isinstance(target, Tensor) and not target.is_floating_point() and target.shape == shape
     if x.ndim != 2 + x.recipe.class_first or not plain_target or not _is_class_weight(weight, x):
         return NotImplemented
-    for _, (ids, _) in x.recipe.forbidden():
+    for _, (ids, _) in x.recipe.mask_ops():
         if smoothing or torch.isin(target, ids.to(target.device)).any():
             return NotImplemented  # the value written there is part of the loss
 
     def fused(r: Recipe) -> tuple[Tensor]:
-        labels, operands = target.to(r.hidden_states.device), r.operands()
-        operands |= {"labels": labels, "ignore_index": ignore_index, "filter_state": call.filter_state}
+        labels, arguments = target.to(r.hidden_states.device), r.loss_arguments()
+        arguments |= {"labels": labels, "ignore_index": ignore_index, "filter_state": call.filter_state}
         sums = None if smoothing or is_dtensor(r.weight) else call.token_sums
         if sums is not None:
-            found = linear_log_probs(**operands, entropy=True, is_top1=True)
+            found = linear_log_probs(**arguments, entropy=True, is_top1=True)
             sums.add(labels != ignore_index, found)
             return (_weighted(-found.log_probs, labels, reduction, options),)
         first: Any = reduction if weight is None else "none"
-        loss = linear_cross_entropy(**operands, reduction=first, label_smoothing=smoothing)
+        loss = linear_cross_entropy(**arguments, reduction=first, label_smoothing=smoothing)
         return (loss if weight is None else _weighted(loss, labels, reduction, options),)
 
     def native(z: Tensor) -> tuple[Tensor]:
         labels = target.to(z.device)
-        loss = function(_wide(z), labels, reduction="none", **{**options, "weight": None})
+        loss = function(_upcast(z), labels, reduction="none", **{**options, "weight": None})
         return (_weighted(loss, labels, reduction, options),)
 
-    (loss,) = x._answer(fused, native)
+    (loss,) = x._compute_fused(fused, native)
     call.note_fused()
     if call.evaluation and reduction == "mean":  # Trainer leaves out batches whose loss is NaN
         loss = torch.where((target != ignore_index).any().to(loss.device), loss, math.nan)
@@ -352,7 +360,7 @@ def _weighted(loss: Tensor, labels: Tensor, reduction: str, options: dict[str, A
 def log_probs(x: Any, index: Tensor, row_mask: Tensor | None = None, **wanted: Any) -> LogProbs:
     """Return ``linear_log_probs`` of the token ids ``index`` [...], with zeros where ``row_mask`` [...] is zero.
 
-    Call only if ``can_answer(x, index)``.
+    Call only if ``can_compute_log_probs(x, index)``.
     """
     labels = index if row_mask is None else index.masked_fill(row_mask.to(index.device) == 0, NO_LABEL)
 
@@ -361,127 +369,128 @@ def log_probs(x: Any, index: Tensor, row_mask: Tensor | None = None, **wanted: A
         at = log_p.gather(-1, labels.clamp(min=0).to(z.device).unsqueeze(-1)).squeeze(-1)
         return at * valid, -(log_p.exp() * log_p).sum(-1) * valid
 
-    found = _statistics(x, labels, lambda each: (each.log_probs, each.entropy), native, **wanted)
+    found = _compute_statistics(x, labels, lambda each: (each.log_probs, each.entropy), native, **wanted)
     return LogProbs(*found)
 
 
-def can_answer(x: Any, index: Any = None) -> bool:
-    """Return True if ``log_probs`` supports ``index``: one token id per token, and no forbidden ids."""
+def can_compute_log_probs(x: Any, index: Any = None) -> bool:
+    """Return True if ``log_probs`` supports ``index``: one token id per token, and no masked ids."""
     one_each = isinstance(index, Tensor) and index.shape == x.shape[:-1] and not index.is_floating_point()
-    ready = not x._written and not x.recipe.forbidden() and _known(x, "z") is not None
+    ready = not x._is_stale and not x.recipe.mask_ops() and _meaning_of(x, "z") is not None
     return ready and (index is None or one_each)
 
 
-def _statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: Any) -> tuple[Any, ...]:
+def _compute_statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: Any) -> tuple[Any, ...]:
     """Return ``result(LogProbs)`` for token ids [...] or None; ``native(z)`` computes the same from full logits z."""
 
     def fused(r: Recipe) -> tuple[Any, ...]:
-        return result(_pass(r, ids, **wanted))
+        return result(_compute_log_probs(r, ids, **wanted))
 
-    results = x._answer(fused, lambda z: native(_wide(z)))
+    results = x._compute_fused(fused, lambda z: native(_upcast(z)))
     if not x.recipe.call.labels:
         x.recipe.call.note_fused()
     return tuple(value if value is None else value.to(x.device) for value in results)
 
 
-def _pass(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
+def _compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
     """Call ``linear_log_probs``. Its logsumexp is cached until the backward pass, as label smoothing asks for it twice."""
-    operands, of, known = r.operands(), (*r.parts, *r.meaning.logit_ops), r.call.last_pass
-    simple = operands["softcap"] is None and not is_dtensor(r.weight) and not torch.compiler.is_compiling()
+    arguments, key, cached = r.loss_arguments(), (*r.operands, *r.meaning.logit_ops), r.call.last_pass
+    simple = arguments["softcap"] is None and not is_dtensor(r.weight) and not torch.compiler.is_compiling()
     mean = None
     if wanted.get("mean_logit") and simple:
         mean, wanted = _mean_logit(r), {**wanted, "mean_logit": False}
         if not any(wanted.values()):
             return LogProbs(mean, mean_logit=mean)  # log_probs is required but not used
-    same = known is not None and len(known[0]) == len(of) and all(map(operator.is_, known[0], of))
+    same = cached is not None and len(cached[0]) == len(key) and all(map(operator.is_, cached[0], key))
     if same and ids is None and wanted.get("logsumexp") and not (wanted.get("mean_logit") or wanted.get("entropy")):
-        found = known[1]
+        found = cached[1]
     else:
         labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
         labels = labels.to(r.hidden_states.device)
-        found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **operands, **wanted)
+        found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **arguments, **wanted)
         if wanted.get("logsumexp") and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            r.call.last_pass = of, found
+            r.call.last_pass = key, found
     return found if mean is None else found._replace(mean_logit=mean)
 
 
 def _mean_logit(r: Recipe) -> Tensor:
     """Compute the mean logit [...]: the product of the hidden states with the weight's mean row, by blocks of tokens."""
-    operands, wide = r.operands(), torch.promote_types(r.hidden_states.dtype, torch.float32)
-    hidden, bias = operands["hidden_states"], operands["bias"]
-    mean = operands["weight"].mean(0, dtype=wide)
+    arguments, acc_dtype = r.loss_arguments(), accumulation_dtype(r.hidden_states.dtype)
+    hidden, bias = arguments["hidden_states"], arguments["bias"]
+    mean = arguments["weight"].mean(0, dtype=acc_dtype)
 
     def product(hidden: Tensor, mean: Tensor) -> Tensor:
-        return hidden.to(wide) @ mean
+        return hidden.to(acc_dtype) @ mean
 
-    rows = max(1, _scratch(r) // (4 * wide.itemsize * hidden.shape[-1]))
+    rows = max(1, _scratch_bytes(r) // (4 * acc_dtype.itemsize * hidden.shape[-1]))
     parts = hidden.reshape(-1, hidden.shape[-1]).split(rows)
     found = torch.cat([checkpoint(product, part, mean, use_reentrant=False) for part in parts]).view(hidden.shape[:-1])
-    return operands["logit_scale"] * (found if bias is None else found + bias.mean(dtype=wide))
+    return arguments["logit_scale"] * (found if bias is None else found + bias.mean(dtype=acc_dtype))
 
 
 def _over_vocabulary(x: Any, dim: Any) -> bool:
     return dim in (-1, x.ndim - 1, (-1,), [-1])
 
 
-@answers("logsumexp")
+@implements("logsumexp")
 def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     """Compute logsumexp over the vocabulary (used by Bamba's z-loss); over other dimensions it needs full logits."""
-    if not _over_vocabulary(x, dim) or not _known(x, "z"):
+    if not _over_vocabulary(x, dim) or not _meaning_of(x, "z"):
         return NotImplemented
-    (found,) = _statistics(x, None, lambda each: (each.logsumexp,), lambda z: (z.logsumexp(-1),), logsumexp=True)
+    native = lambda z: (z.logsumexp(-1),)  # noqa: E731
+    (found,) = _compute_statistics(x, None, lambda each: (each.logsumexp,), native, logsumexp=True)
     return found.unsqueeze(-1) if keepdim else found
 
 
-@answers("gather")
+@implements("gather")
 def _gather(x: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
     """Return the logits, log-probabilities or probabilities of the token ids ``index`` [..., K]."""
-    found = _known(x, "z", "p", "log p")
+    found = _meaning_of(x, "z", "p", "log p")
     known = dim in (-1, x.ndim - 1) and isinstance(index, Tensor) and index.shape[:-1] == x.shape[:-1]
-    if found is None or not known or index.dim() != x.ndim or kwargs or x.recipe.forbidden():
+    if found is None or not known or index.dim() != x.ndim or kwargs or x.recipe.mask_ops():
         return NotImplemented
     native = lambda z: (z.gather(-1, index.to(z.device)),)  # noqa: E731
     if found.kind != "z" and index.shape[-1] == 1:
-        of = lambda log_p: found.factor * (log_p.exp() if found.kind == "p" else log_p)  # noqa: E731
-        result = lambda each: (of(each.log_probs).unsqueeze(-1),)  # noqa: E731
-        return _statistics(x, index.squeeze(-1), result, native, logsumexp=True)[0]
+        scaled = lambda log_p: found.factor * (log_p.exp() if found.kind == "p" else log_p)  # noqa: E731
+        result = lambda each: (scaled(each.log_probs).unsqueeze(-1),)  # noqa: E731
+        return _compute_statistics(x, index.squeeze(-1), result, native, logsumexp=True)[0]
     if found.kind != "z" or torch.compiler.is_compiling() or is_dtensor(x.recipe.weight):
         return NotImplemented
-    return x._answer(lambda r: (_selected(r, index),), native)[0].to(x.device)
+    return x._compute_fused(lambda r: (_gather_logits(r, index),), native)[0].to(x.device)
 
 
-ANSWERS["take_along_dim"] = lambda x, indices, dim=None: _gather(x, dim, indices)
+HANDLERS["take_along_dim"] = lambda x, indices, dim=None: _gather(x, dim, indices)
 
 
-def _selected(r: Recipe, index: Tensor) -> Tensor:
+def _gather_logits(r: Recipe, index: Tensor) -> Tensor:
     """Compute the logits [..., K] of the token ids ``index`` [..., K]; backward gathers the weight's rows again."""
-    operands = r.operands()
-    hidden, weight, bias = operands["hidden_states"], operands["weight"], operands["bias"]
-    scale, cap = operands["logit_scale"], operands["softcap"]
-    ids, wide = index.to(hidden.device).reshape(-1, index.shape[-1]), torch.promote_types(hidden.dtype, torch.float32)
+    arguments = r.loss_arguments()
+    hidden, weight, bias = arguments["hidden_states"], arguments["weight"], arguments["bias"]
+    scale, cap = arguments["logit_scale"], arguments["softcap"]
+    ids = index.to(hidden.device).reshape(-1, index.shape[-1])
 
     def product(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        return (F.embedding(ids, weight).to(wide) @ hidden.to(wide).unsqueeze(-1)).squeeze(-1)
+        return (_upcast(F.embedding(ids, weight)) @ _upcast(hidden).unsqueeze(-1)).squeeze(-1)
 
-    rows = max(1, _scratch(r) // (8 * max(1, ids.shape[-1]) * hidden.shape[-1]))
+    rows = max(1, _scratch_bytes(r) // (8 * max(1, ids.shape[-1]) * hidden.shape[-1]))
     blocks = zip(hidden.reshape(len(ids), -1).split(rows), ids.split(rows), strict=True)
     found = torch.cat([checkpoint(product, h, weight, part, use_reentrant=False) for h, part in blocks])
-    found = scale * (found if bias is None else found + bias.to(wide)[ids])
+    found = scale * (found if bias is None else found + _upcast(bias)[ids])
     return (found if cap is None else cap * (found / cap).tanh()).view(index.shape)
 
 
-def _scratch(r: Recipe) -> int:
+def _scratch_bytes(r: Recipe) -> int:
     return (r.call.config or CCEConfig()).scratch(math.prod(r.hidden_states.shape[:-1]))
 
 
-@answers("sum")
+@implements("sum")
 def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """Sum log-probabilities (label smoothing), p · log p or p · z (entropies) over the vocabulary, or over everything."""
-    found, over = _known(x, "log p", "p log p", "p z"), _over_vocabulary(x, dim)
+    found, over = _meaning_of(x, "log p", "p log p", "p z"), _over_vocabulary(x, dim)
     if found is None or not (over or (dim is None and not keepdim)):
         return NotImplemented
     smoothed = found.kind == "log p"
-    if smoothed and (x.recipe.forbidden() or is_dtensor(x.recipe.weight)):
+    if smoothed and (x.recipe.mask_ops() or is_dtensor(x.recipe.weight)):
         return NotImplemented
 
     def result(each: Any) -> tuple[Any]:
@@ -490,26 +499,28 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> A
         return (found.factor * (-each.entropy if found.kind == "p log p" else each.logsumexp - each.entropy),)
 
     wanted = {"mean_logit": smoothed, "logsumexp": found.kind != "p log p", "entropy": not smoothed}
-    (total,) = _statistics(x, None, result, lambda z: (z.sum(-1),), **wanted)
+    (total,) = _compute_statistics(x, None, result, lambda z: (z.sum(-1),), **wanted)
     total = total if dtype is None else total.to(dtype)
     return total.sum() if dim is None else total.unsqueeze(-1) if keepdim else total
 
 
-@answers("mean")
+@implements("mean")
 def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     """Average over the vocabulary, or over everything, in float32."""
     if x.recipe.meaning.kind != "z":
         total = _sum(x, dim, keepdim, **kwargs)
         return total if total is NotImplemented else total / (x.numel() if dim is None else x.shape[-1])
-    known = _known(x, "z") and (dim is None or dim in (-1, x.ndim - 1)) and x.numel() > 0 and not (keepdim or kwargs)
-    if not known or x.recipe.forbidden() or is_dtensor(x.recipe.weight):
+    known = (
+        _meaning_of(x, "z") and (dim is None or dim in (-1, x.ndim - 1)) and x.numel() > 0 and not (keepdim or kwargs)
+    )
+    if not known or x.recipe.mask_ops() or is_dtensor(x.recipe.weight):
         return NotImplemented
     native = lambda z: (z.mean(-1),)  # noqa: E731
-    (means,) = _statistics(x, None, lambda each: (each.mean_logit,), native, mean_logit=True)
+    (means,) = _compute_statistics(x, None, lambda each: (each.mean_logit,), native, mean_logit=True)
     return means.mean() if dim is None else means
 
 
-@answers("topk")
+@implements("topk")
 def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Return the k largest of each token, computed on blocks of full logits; their gradient is that of ``_gather``."""
     if (
@@ -519,13 +530,13 @@ def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = Tr
         or not _can_block(x)
     ):
         return NotImplemented
-    values, ids = _by_blocks(x, lambda z: tuple(z.topk(k, -1)), (k,))
+    values, ids = _apply_by_blocks(x, lambda z: tuple(z.topk(k, -1)), (k,))
     if x.requires_grad and torch.is_grad_enabled():
         values = _gather(x, -1, ids)
     return NotImplemented if values is NotImplemented else torch.return_types.topk((values, ids))
 
 
-@answers("max")
+@implements("max")
 def _max(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     found = _topk(x, 1, dim) if isinstance(dim, int) else NotImplemented
     if found is NotImplemented:
@@ -533,18 +544,18 @@ def _max(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     return torch.return_types.max(tuple(each if keepdim else each.squeeze(-1) for each in found))
 
 
-@answers("amax")
+@implements("amax")
 def _amax(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
     found = _max(x, dim, keepdim)
     return found if found is NotImplemented else found.values
 
 
-@answers("argmax")
+@implements("argmax")
 def _argmax(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the most probable token id of each token, from the full logits of one block of tokens at a time."""
     if dim not in (-1, x.ndim - 1) or not _can_block(x):
         return NotImplemented
-    (found,) = _by_blocks(x, lambda z: (z.argmax(-1, keepdim),), (1,) if keepdim else ())
+    (found,) = _apply_by_blocks(x, lambda z: (z.argmax(-1, keepdim),), (1,) if keepdim else ())
     return found
 
 
@@ -552,16 +563,16 @@ def _can_block(x: Any) -> bool:
     return not torch.compiler.is_compiling() and not is_dtensor(x.recipe.weight)
 
 
-def _by_blocks(x: Any, ask: Callable[[Tensor], tuple[Tensor, ...]], shape: tuple[int, ...]) -> list[Tensor]:
-    """Apply ``ask`` to the full logits of one block of tokens at a time, without a gradient; each result is [..., *shape]."""
-    x._check()
+def _apply_by_blocks(x: Any, function: Callable[[Tensor], tuple[Tensor, ...]], shape: tuple[int, ...]) -> list[Tensor]:
+    """Apply ``function`` to the full logits of a block of tokens at a time, without a gradient; each result is [..., *shape]."""
+    x._check_fresh()
     recipe = x.recipe
     flat = recipe.hidden_states.detach().reshape(-1, recipe.hidden_states.shape[-1])
-    rows = max(1, _scratch(recipe) // (8 * x.shape[-1]))  # the logits and a copy for casts
+    rows = max(1, _scratch_bytes(recipe) // (8 * x.shape[-1]))  # the logits and a copy for casts
     with torch.no_grad():
-        found = [ask(recipe._replace(hidden_states=part).build()) for part in flat.split(rows)]
+        found = [function(recipe._replace(hidden_states=part).build()) for part in flat.split(rows)]
     return [torch.cat(each).view(*x.shape[:-1], *shape) for each in zip(*found, strict=True)]
 
 
-def _wide(z: Tensor) -> Tensor:
-    return z.to(torch.promote_types(z.dtype, torch.float32))
+def _upcast(z: Tensor) -> Tensor:
+    return z.to(accumulation_dtype(z.dtype))
