@@ -118,7 +118,9 @@ def turn_rows(report: Report) -> list[str]:
 
     shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}, {LOOPS[loop]}"
     beside = f"difference from {called(settings['losses'][0])} in the same round"
-    lines = head(f"{shape}; {settings['rounds']} rounds", "time per step, median of rounds (least–most)", beside, "tokens/s")
+    lines = head(
+        f"{shape}; {settings['rounds']} rounds", "time per step, median of rounds (least–most)", beside, "tokens/s"
+    )
     for name in names.ordered(results):
         found = results[name]
         low, high = found["ms_spread"]
@@ -168,7 +170,9 @@ def never_slower_kinds(rows: list[dict[str, Any]]) -> list[str]:
     kinds: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for found in rows:
         kinds.setdefault((found["device"], found["dtype"], found["implementation"]), []).append(found)
-    lines = head("device", "dtype", "implementation", "cases", "time relative to full logits, median", "largest", "slower")
+    lines = head(
+        "device", "dtype", "implementation", "cases", "time relative to full logits, median", "largest", "slower"
+    )
     for kind, of_kind in kinds.items():
         ratios = [found["ours_ms"] / found["full_ms"] for found in of_kind if found["full_ms"]]
         slower = sum("time" in misses(found) for found in of_kind)

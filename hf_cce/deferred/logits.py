@@ -98,8 +98,8 @@ class LazyLogits(LazyTensor):
         """Refuse to answer from a recipe that is no longer true."""
         if any(each is not self.memory and each.written for each in self.recipe.family):
             raise RuntimeError(
-                "these deferred logits are a view of logits that were written to since, or have one; write before viewing, or "
-                "use the model without CCE (remove_cce)"
+                "these deferred logits or a view of them were modified in place; modify logits before you create views of them, "
+                "or use the model without hf_cce (remove_cce)"
             )
         self.recipe.check_fresh()
 

@@ -22,7 +22,7 @@ from hf_cce.diagnostics.gradcheck import LOSS_SCALE, PLAIN, Inputs, relative_err
 from hf_cce.dispatch import explain_dispatch
 
 MIB = 1 << 20
-COLUMNS = "forward + backward | memory | error of hidden states' gradient | of the weight's"
+COLUMNS = "forward + backward | memory | error of the hidden states' gradient | error of the weight's gradient"
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # N, D, V
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_states [N, D], weight [V, D], labels [N]) -> mean loss
@@ -188,7 +188,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         f"{report['device']}, {report['dtype']}; {versions}.",
         "",
-        f"Memory: peak above inputs and gradients. Errors: relative, against {report['reference']}.",
+        f"Memory is the peak without inputs and gradients. Errors are relative, compared with {report['reference']}.",
     ]
     for title, result in report["results"].items():
         lines += ["", f"### {title}", "", f"Strategy: {result['strategy']}, {result['implementation']}", ""]

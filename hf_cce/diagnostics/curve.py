@@ -68,7 +68,7 @@ def compare(device: torch.device, say: Say = lambda what: None) -> dict[str, Any
     curves["exact"] = train(torch.float64, cpu)
     say("full logits in float32")
     curves["full logits"] = train(torch.float32, device)
-    say("with CCE")
+    say("with hf_cce")
     curves["hf_cce"] = train(torch.float32, device, computes_no_logits(device))
 
     def apart(name: str, other: str) -> float:
@@ -78,9 +78,9 @@ def compare(device: torch.device, say: Say = lambda what: None) -> dict[str, Any
     bound = largest * allowed(apart("full logits", "exact") / largest, torch.float32)
     in_double = bound * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     rows = [
-        compared("full logits in float64 here, from the package's", apart("exact", "golden"), in_double),
+        compared("full logits in float64, from the losses stored in the package", apart("exact", "golden"), in_double),
         compared("hf_cce in float32, from full logits in float64", apart("hf_cce", "exact"), bound),
-        compared("hf_cce in float32, from the package's", apart("hf_cce", "golden"), bound),
+        compared("hf_cce in float32, from the losses stored in the package", apart("hf_cce", "golden"), bound),
     ]
     return {"device": str(device), "curves": curves, "rows": rows, "same": all(row["ok"] for row in rows)}
 
@@ -88,12 +88,10 @@ def compare(device: torch.device, say: Say = lambda what: None) -> dict[str, Any
 def verdict(report: dict[str, Any]) -> str:
     """Return the result in one sentence."""
     if report["same"]:
-        return f"{STEPS} steps with hf_cce give the losses of full logits and those of the package."
+        return f"{STEPS} steps with hf_cce give the same losses as full logits, here and as stored in the package."
     if report["rows"][0]["ok"]:
-        return f"{STEPS} steps with hf_cce give other losses than full logits. Please report it, with the output of --json."
-    return (
-        f"{STEPS} steps with full logits give other losses here than with the versions that the package was made with."
-    )
+        return f"{STEPS} steps with hf_cce give other losses than full logits. Please report this with the output of --json."
+    return f"{STEPS} steps with full logits give other losses here than with the versions used to build the package."
 
 
 if __name__ == "__main__":

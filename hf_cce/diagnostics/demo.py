@@ -128,7 +128,7 @@ def twin(settings: Settings, say: Say = lambda what: None) -> dict[str, Any]:
     """
     began, settings = time.perf_counter(), settings.resolved()
     assert settings.steps and settings.batch and settings.sequence
-    say("turning source code of Python into tokens")
+    say("tokenizing Python source code")
     tokens, entries = text_tokens(settings.vocabulary)
     if (room := len(tokens) - settings.sequence) <= 0:
         raise ValueError(f"the text has only {len(tokens)} tokens, too few for sequences of {settings.sequence}")
@@ -139,7 +139,7 @@ def twin(settings: Settings, say: Say = lambda what: None) -> dict[str, Any]:
         plain.step(rows)
         fused.step(rows)
         say(
-            f"step {step} of {settings.steps}: loss {plain.losses[-1]:.4f} without CCE, {fused.losses[-1]:.4f} with CCE"
+            f"step {step} of {settings.steps}: loss {plain.losses[-1]:.4f} without hf_cce, {fused.losses[-1]:.4f} with hf_cce"
         )
     report = machine.origin(plain.here.device, "transformers") | {"settings": asdict(settings)}
     report["data"] = {"tokens": len(tokens), "tokenizer_entries": entries}

@@ -102,12 +102,12 @@ def _answer(call: TrainingCall, asked: dict[str, Any]) -> Any:
     held, held_bias = _held(asked["weight"]), None if bias is None else _held(bias)
     if held.is_meta:  # TRL has moved the hidden states there: nothing can be computed of them any more
         raise RuntimeError(
-            "TRL cannot train with an LM head that is offloaded: it reads lm_head.weight, which is not on the device between "
-            "the head's own calls; keep lm_head there, and offload model.embed_tokens or nothing, by device_map"
+            "TRL cannot train with an offloaded LM head: it reads lm_head.weight, which is not on the device between calls of "
+            "the head; choose a device_map that keeps lm_head on the device (model.embed_tokens may be offloaded)"
         )
     reason = why_not_read(held, held_bias)
     if reason is None and any(hasattr(x, "ds_id") for x in (held, held_bias)):
-        reason = "DeepSpeed ZeRO-3 gathers the head for TRL's call alone, which makes its gradient at once"
+        reason = "DeepSpeed ZeRO-3 gathers the head only during TRL's call, which also computes its gradient"
     if reason is not None:
         call.note_refused(reason)
         return NotImplemented
