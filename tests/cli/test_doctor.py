@@ -71,8 +71,8 @@ def test_a_loss_that_is_wrong_fails_the_self_test(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gradcheck, "linear_cross_entropy", wrong)
     found = command()
     assert found.exit_code == 1
-    assert "self-test cpu" in found.stdout and "less exact than allowed" in found.stdout and "∂" in found.stdout
-    assert "hf-cce gradcheck --device cpu" in found.stdout and "1 thing wrong" in found.stdout
+    assert "self-test cpu" in found.stdout and "less accurate than allowed" in found.stdout and "∂" in found.stdout
+    assert "hf-cce gradcheck --device cpu" in found.stdout and "1 problem found" in found.stdout
     quiet = command("--quiet")
     assert quiet.exit_code == 1 and not quiet.stdout and "hf-cce gradcheck --device cpu" in quiet.stderr
 
@@ -100,7 +100,7 @@ def test_without_torch_and_transformers_it_says_how_to_get_them() -> None:
     done = process("sys.modules.update(torch=None, transformers=None)")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert 'pip install "torch>=2.8"' in done.stdout and 'pip install "transformers>=5.0"' in done.stdout
-    assert re.search(r"torch +wrong +not installed", done.stdout) and "2 things wrong" in done.stdout
+    assert re.search(r"torch +wrong +not installed", done.stdout) and "2 problems found" in done.stdout
     assert "\x1b" not in done.stdout  # no colour, as this is no terminal
 
 
