@@ -217,8 +217,8 @@ def hopper_kernels(device: torch.device) -> str:
     from hf_cce.kernels.launch_config import HOPPER_VERSIONS, hopper_is_proven
 
     if hopper_is_proven():
-        return "with the kernels for Hopper"
-    return f"with generic kernels; the faster kernels for Hopper need triton {' or '.join(HOPPER_VERSIONS)}"
+        return "specialized kernels for Hopper"
+    return f"generic kernels; the faster kernels for Hopper need triton {' or '.join(HOPPER_VERSIONS)}"
 
 
 def _model() -> Check:
