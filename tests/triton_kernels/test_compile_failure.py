@@ -53,7 +53,7 @@ def test_pytorch_takes_over_with_one_warning(where: str, options: Options, broke
     told = [str(warning.message) for warning in found if "fell back to PyTorch" in str(warning.message)]
     assert len(told) == 1 and "could not compile a kernel" in told[0]
     why = dispatch.why_no_triton(inputs[0].device, torch.float32)
-    assert why is not None and "does not compile" in why
+    assert why is not None and "could not compile" in why
 
 
 def test_statistics_and_operators_go_on_too(broken: Any) -> None:
