@@ -171,7 +171,7 @@ def summary(page: str) -> list[str]:
             title += f", at most {settings['memory_limit']:g} GiB of memory"
         title += f", {settings['batch']:,} × {settings['sequence']:,} tokens"
         lines.append(tables.row(title, *(tables.step_cell(found[name]) for name in ("eager", "hf_cce"))))
-    more = "trained weights measured with an earlier gradient filter, which skipped more and was less accurate"
+    more = "rows with trained weights were measured with an earlier gradient filter, which skipped more and was less accurate"
     return [*lines, *source(page, *cases.values(), more=more)]
 
 
