@@ -98,8 +98,8 @@ class LazyLogits(LazyTensor):
         """Refuse to answer from a recipe that is no longer true."""
         if any(each is not self.memory and each.written for each in self.recipe.family):
             raise RuntimeError(
-                "these deferred logits share memory with logits that were modified in place; modify logits before creating views, "
-                "or use the model without hf_cce (remove_cce)"
+                "these deferred logits share memory with logits that were modified in place; modify logits before creating "
+                "views, or use the model without hf_cce (remove_cce)"
             )
         self.recipe.check_fresh()
 

@@ -73,7 +73,10 @@ def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str,
     steps = 1 if tensor else 2
     if engine == "tensor_parallel_plan_compiled":
         assert set(counted.values()) == {0}  # in a graph nothing is counted; it is told while it is traced
-        assert len(told) == 1 and "torch.compile does not support deferred logits for a head under tensor parallelism" in told[0]
+        assert (
+            len(told) == 1
+            and "torch.compile does not support deferred logits for a head under tensor parallelism" in told[0]
+        )
     elif engine not in REASON:
         assert counted == {"calls": steps, "fused": steps, "missed": 0, "materialized": int(tensor)} and told == []
     else:

@@ -28,8 +28,8 @@ image or audio input. `hf-cce models` lists the model types of your installed ve
 `python -m tests.support.classes --write`, and a test fails if it is out of date. `test_all_classes.py` checks each row on a tiny
 model of the class:
 
-- **supported**: The loss and the gradient of every parameter are as accurate as without the patch, with padding, ignored labels and
-  `num_items_in_batch`. No tensor of size tokens × vocabulary is created. Evaluation and greedy generation are bitwise identical.
+- **supported**: The loss and the gradient of every parameter are as accurate as without the patch, with padding, ignored labels
+  and `num_items_in_batch`. No tensor of size tokens × vocabulary is created. Evaluation and greedy generation are bitwise identical.
   `remove_cce` undoes all changes.
 - **special**: The same, but a tensor of size tokens × vocabulary is created.
 - **refused**: `apply_cce` raises an error with the reason given in the table.

@@ -310,7 +310,8 @@ def test_micro_batches_that_miss_are_counted_at_the_end(
     assert len(lines) == (1 if expected is None else 2)
     assert lines[0] == LINE.strip() + (", in a compiled graph" if options else "")
     assert expected is None or (
-        lines[1].startswith(expected) and lines[1].endswith(f"full logits were materialized {0 if options else last - 2} times")
+        lines[1].startswith(expected)
+        and lines[1].endswith(f"full logits were materialized {0 if options else last - 2} times")
     )
 
 
