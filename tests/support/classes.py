@@ -29,8 +29,8 @@ image or audio input. `hf-cce models` lists the model types of your installed ve
 model of the class:
 
 - **supported**: The loss and the gradient of every parameter are as accurate as without the patch, with padding, ignored labels
-  and `num_items_in_batch`. No tensor of size tokens × vocabulary is created. Evaluation and greedy generation are bitwise identical.
-  `remove_cce` undoes all changes.
+  and `num_items_in_batch`. No tensor of size tokens × vocabulary is created. Evaluation and greedy generation are bitwise
+  identical. `remove_cce` undoes all changes.
 - **special**: The same, but a tensor of size tokens × vocabulary is created.
 - **refused**: `apply_cce` raises an error with the reason given in the table.
 - **not tested**: The class cannot be built in the test environment. No problem is known.
