@@ -93,7 +93,7 @@ def steps(*files: str) -> Table:
                 settings.get("loop", "plain"), f" in {tables.LOOPS[settings.get('loop', 'plain')]}"
             )
             weights += [f"{settings['model']}{loop} {how}"] if how else []
-        more = f"bfloat16, weights trained before: {', '.join(weights)}" if weights else "bfloat16, random weights"
+        more = f"bfloat16, pretrained weights: {', '.join(weights)}" if weights else "bfloat16, random weights"
         return [*tables.step_rows(reports), *source(page, *files, more=more)]
 
     return lines
@@ -121,8 +121,8 @@ def policy(page: str) -> list[str]:
     report = read("log_probs")
     apart, gradients = report["largest_difference"], report["relative_difference_of_gradients"]
     sentence = (
-        f"Largest difference of the two: {apart['log_probs']:.1e} in a log-probability, {apart['entropy']:.1e} nats in an "
-        f"entropy; {gradients:.1e} of the norm of all gradients."
+        f"Largest differences between the two: {apart['log_probs']:.1e} in a log-probability and {apart['entropy']:.1e} nats in "
+        f"an entropy. Relative difference of all gradients: {gradients:.1e}."
     )
     return [*tables.policy_rows(report), "", sentence, *source(page, "log_probs")]
 
@@ -150,7 +150,7 @@ def not_compared(page: str) -> list[str]:
     report = read("heads")
     rows = {**read("heads_quack")["results"]["trained V49152 N=8192"]["rows"]}
     rows |= report["results"]["trained V49152 N=8192"]["rows"]
-    missing = {name: report["missing"].get(name, "not part of the run") for name in BUILDERS if name not in rows}
+    missing = {name: report["missing"].get(name, "not included in the run") for name in BUILDERS if name not in rows}
     missing |= {name: f"failed: {found['failed']}" for name, found in rows.items() if "failed" in found}
     return [f"- {names.title(name)}: {missing[name]}." for name in names.ordered(missing)]
 
@@ -171,7 +171,7 @@ def summary(page: str) -> list[str]:
             title += f", at most {settings['memory_limit']:g} GiB of memory"
         title += f", {settings['batch']:,} × {settings['sequence']:,} tokens"
         lines.append(tables.row(title, *(tables.step_cell(found[name]) for name in ("eager", "hf_cce"))))
-    more = "trained weights: with an earlier gradient filter, which skipped more and was less accurate"
+    more = "rows with trained weights were measured with an earlier gradient filter, which skipped more and was less accurate"
     return [*lines, *source(page, *cases.values(), more=more)]
 
 

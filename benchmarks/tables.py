@@ -69,7 +69,7 @@ def mode_rows(result: dict[str, Any]) -> list[str]:
 
 def step_rows(reports: Iterable[Report]) -> list[str]:
     """Return whole training steps: each model and loop with each loss."""
-    lines = head("model, tokens a step", "loop", "loss", "time (least–most)", "tokens/s", "peak memory")
+    lines = head("model, tokens per step", "loop", "loss", "time (least–most)", "tokens/s", "peak memory")
     for report in reports:
         settings, results = report["settings"], report["results"]
         loop = settings.get("loop", "plain")
@@ -117,8 +117,10 @@ def turn_rows(report: Report) -> list[str]:
         return names.title(name) if names.is_ours(name) else IN_LOOP.get((loop, name), names.title(name))
 
     shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}, {LOOPS[loop]}"
-    beside = f"more than {called(settings['losses'][0])} in the same round"
-    lines = head(f"{shape}; {settings['rounds']} rounds", "a step, median of rounds (least–most)", beside, "tokens/s")
+    beside = f"difference from {called(settings['losses'][0])} in the same round"
+    lines = head(
+        f"{shape}; {settings['rounds']} rounds", "time per step, median of rounds (least–most)", beside, "tokens/s"
+    )
     for name in names.ordered(results):
         found = results[name]
         low, high = found["ms_spread"]
@@ -168,7 +170,9 @@ def never_slower_kinds(rows: list[dict[str, Any]]) -> list[str]:
     kinds: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for found in rows:
         kinds.setdefault((found["device"], found["dtype"], found["implementation"]), []).append(found)
-    lines = head("device", "dtype", "implementation", "cases", "time by full logits', median", "largest", "slower")
+    lines = head(
+        "device", "dtype", "implementation", "cases", "time relative to full logits, median", "largest", "slower"
+    )
     for kind, of_kind in kinds.items():
         ratios = [found["ours_ms"] / found["full_ms"] for found in of_kind if found["full_ms"]]
         slower = sum("time" in misses(found) for found in of_kind)
@@ -219,7 +223,7 @@ def curve_rows(report: Report) -> list[str]:
     """Return final losses, differences from full logits and memory of the same training with each loss."""
     seeds = "range of full logits over the seeds"
     lines = head(
-        "start", "loss", "on", "mean loss", "difference to full logits", "of each seed", seeds, "within that range"
+        "start", "loss", "on", "mean loss", "difference from full logits", "per seed", seeds, "within that range"
     )
     for start, losses in report["summary"].items():
         for quantity, title in QUANTITIES.items():
@@ -267,7 +271,7 @@ def filter_error_rows(report: Report) -> list[str]:
 
 def demo_rows(report: Report) -> list[str]:
     """Return the results of the demo on a CPU."""
-    lines = head("the demo on a CPU", "without CCE", "with CCE")
+    lines = head("the demo on a CPU", "without hf_cce", "with hf_cce")
     runs = report["plain"], report["cce"]
     lines.append(row("memory that a step adds", *(f"{run['step_bytes'] / 1e6:,.0f} MB" for run in runs)))
     last = len(report["plain"]["losses"])

@@ -91,7 +91,7 @@ def disabled() -> bool:
 
 @functools.cache
 def _log_disabled() -> None:
-    logger.warning("hf_cce is switched off by %s=%s: no model is patched", DISABLE, os.environ[DISABLE])
+    logger.warning("hf_cce is disabled by %s=%s, no model is patched", DISABLE, os.environ[DISABLE])
 
 
 def supported_models() -> list[str]:
@@ -103,7 +103,7 @@ def _check_version() -> None:
     installed = version("transformers")
     if int(installed.split(".")[0]) < 5:
         raise RuntimeError(
-            f"hf_cce needs transformers >= 5.0, and {installed} is installed: pip install -U transformers"
+            f"hf_cce requires transformers >= 5.0, but {installed} is installed. Run: pip install -U transformers"
         )
 
 
@@ -111,15 +111,17 @@ def _class_of(target: str | type) -> type:
     """Return the class itself, or the causal LM class of a model type."""
     if isinstance(target, type):
         if not issubclass(target, nn.Module):
-            raise ValueError(f"model must be a model, a model class or a model type, got the class {target.__name__}")
+            raise ValueError(
+                f"model must be a model instance, a model class or a model type, got the class {target.__name__}"
+            )
         return target
     import transformers
 
     names = class_names()
     if target not in names:
         raise ValueError(
-            f"model: {target!r} is no model type of a causal LM in transformers {transformers.__version__}. Pass the model "
-            f'instance, or its class, or a model type such as "llama"; {_hint(target, names)}'
+            f"model: {target!r} is not a causal LM model type of transformers {transformers.__version__}. Pass a model "
+            f'instance, a model class or a model type such as "llama"; {_hint(target, names)}'
         )
     return getattr(transformers, names[target])
 
@@ -131,17 +133,17 @@ def _hint(target: str, names: dict[str, str]) -> str:
     supported = supported_models()
     types = [name for name in supported if names[name] == target]
     if types:
-        return f"{target} is the class of {difflib.get_close_matches(target.lower(), types, 1, 0.0)[0]!r}"
+        return f"the model type of {target} is {difflib.get_close_matches(target.lower(), types, 1, 0.0)[0]!r}"
     if "/" in target:
-        return "nothing is loaded here, so a name on the hub or a folder does not help"
+        return "to use a folder or a name on the Hub, load it first: AutoModelForCausalLM.from_pretrained(...)"
     near = [] if target in CONFIG_MAPPING else difflib.get_close_matches(target.lower(), supported)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else "supported_models() lists them"
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else "supported_models() lists all model types"
 
 
 def causal_lm(model: Any) -> nn.Module:
     """Return the causal LM inside the wrappers of torch.compile, DDP, FSDP, DeepSpeed and PEFT."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a model, a model class or a model type, got {type(model).__name__}")
+        raise ValueError(f"model must be a model instance, a model class or a model type, got {type(model).__name__}")
     while True:
         if isinstance(inner := model._modules.get("_orig_mod"), nn.Module):  # torch.compile
             model = inner
@@ -167,7 +169,7 @@ def _wrapped(model: nn.Module) -> nn.Module | None:
 def _refuse(cls: type, reason: str | None) -> None:
     if reason is not None:
         raise ValueError(
-            f"model: {cls.__name__} cannot be patched: {reason}. Nothing was changed; train it without CCE."
+            f"model: {cls.__name__} cannot be patched: {reason}. It is unchanged; train it without hf_cce."
         )
 
 

@@ -170,13 +170,13 @@ class CCECallback(TrainerCallback):
             return
         if run.missed:
             made = run.stats.materialized - run.start.materialized
-            told = f"{run.missed} of the {run.batches} micro-batches of this training run had no loss of ours"
-            _say(args, state, f"hf_cce: {told}; times that full logits were made: {made}")
+            told = f"{run.missed} of the {run.batches} micro-batches of this training run did not use the fused loss"
+            _say(args, state, f"hf_cce: {told}; full logits were materialized {made} times")
 
     def _report(self, run: _Run, args: Any, state: Any, model: Any) -> None:
         """Warn or raise because the step that just ended had no fused loss."""
         why = _why(args, model, run)
-        message = f"hf_cce: training step {state.global_step} ended without our fused loss: {why}"
+        message = f"hf_cce: training step {state.global_step} did not use the fused loss: {why}"
         if self.on_unused == "raise":
             raise RuntimeError(message)
         if (run.stats.bypassed and not run.step.bypassed) or (run.stats.read and not run.step.read):
@@ -200,26 +200,26 @@ def _why(args: Any, model: Any, run: _Run) -> str:
         return "the patch was removed during training"
     if compiled and _is_trl(base.forward):
         return (
-            "under torch.compile TRL's fused LM head (trl.trainer.utils.add_fused_lm_head) computes the loss by itself; "
-            "train without torch_compile, and it computes by our kernels"
+            "under torch.compile, TRL's own fused LM head (trl.trainer.utils.add_fused_lm_head) computes the loss; "
+            "train without torch_compile to use hf_cce's kernels"
         )
     if run.stats.bypassed > run.step.bypassed:
         return (
-            "TRL replaces the model's forward with its own fused LM head (trl.trainer.utils.add_fused_lm_head), so "
-            "neither the model's forward nor its loss is called"
+            "TRL replaces the model's forward with its own fused LM head (trl.trainer.utils.add_fused_lm_head), "
+            "which bypasses the model's forward and loss"
         )
     if compiled:  # calls in compiled graphs are not counted
         return (
-            "no graph that torch.compile made, and that ran in this step, holds our loss. Either the trainer calls the model "
-            "without labels and computes the loss itself (label_smoothing_factor, compute_loss_func, a preference trainer): the "
-            "logits of calls without labels are deferred in eager mode alone, so train without torch_compile. Or the model "
-            "computes its loss another way; a step without torch_compile says which"
+            "no torch.compile graph that ran in this step contains the fused loss. Either the trainer calls the model "
+            "without labels and computes the loss itself (label_smoothing_factor, compute_loss_func, a preference trainer); "
+            "then train without torch_compile, because the logits of such calls are deferred in eager mode only. Or the model "
+            "computes its loss in another way; to see the reason, run a step without torch_compile"
         )
     if run.stats.calls == run.step.calls:
-        return "the model was never called in training mode with gradients (your own compute_loss?)"
+        return "the model was never called in training mode with gradients enabled (do you override compute_loss?)"
     if run.stats.materialized == run.step.materialized:
-        return "the model computed its loss another way; an earlier warning says why"
-    return "the model computed its loss from full logits; an earlier warning says why"
+        return "the model computed its loss in another way; an earlier warning gives the reason"
+    return "the model computed its loss from full logits; an earlier warning gives the reason"
 
 
 def _is_compiled(model: nn.Module, base: nn.Module) -> bool:

@@ -93,7 +93,7 @@ class CCEConfig:
         known = [f.name for f in fields(cls)]
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise TypeError(f"unknown option {', '.join(unknown)}; CCEConfig has: {', '.join(known)}")
+            raise TypeError(f"unknown option {', '.join(unknown)}; the options are: {', '.join(known)}")
         if config is None:
             return cls(**options)
         if not isinstance(config, cls):

@@ -91,12 +91,12 @@ class Explanation(NamedTuple):
 
 
 WHY = {
-    "full_logits": "few tokens: PyTorch's own loss on full logits is the fastest, and small",
-    "materialized": "few tokens: full logits fit the budget once, and kernels with the fewest launches win",
-    "filtered": "Triton kernels leave out what hardly matters of the gradient",
-    "exact": "Triton kernels compute every gradient in full",
-    "one_pass": "PyTorch forms the gradients in the forward pass, block after block of tokens",
-    "recompute": "PyTorch computes slabs of the logits twice",
+    "full_logits": "few tokens: PyTorch's own loss on full logits is fastest and needs little memory",
+    "materialized": "few tokens: full logits fit the memory budget, and the kernels with the fewest launches are fastest",
+    "filtered": "Triton kernels skip parts of the gradient that are close to zero",
+    "exact": "Triton kernels compute the full gradient",
+    "one_pass": "PyTorch computes the gradients in the forward pass, in blocks of tokens",
+    "recompute": "PyTorch computes the logits twice, in slabs of the vocabulary",
 }
 
 
@@ -119,17 +119,17 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, implementati
 def why_no_triton(device: torch.device, dtype: torch.dtype, least: tuple[int, int] = CAPABILITY) -> str | None:
     """Return why the kernels cannot run for ``dtype`` on ``device``, or None. ``least``: minimum compute capability."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"the kernels compute in float32 and the tensors are {dtype}"
+        return f"the kernels support float32, bfloat16 and float16, but the tensors are {dtype}"
     if device.type == "cpu":
         # Triton's interpreter is for tests only: it is thousands of times slower than PyTorch.
         if os.environ.get("TRITON_INTERPRET") != "1":
-            return "the kernels are for NVIDIA GPUs and the tensors are on the CPU (TRITON_INTERPRET=1 interprets, for tests)"
+            return "the kernels need an NVIDIA GPU, but the tensors are on the CPU (TRITON_INTERPRET=1 is for tests)"
     elif device.type != "cuda" or torch.version.cuda is None:
-        return f"the kernels are for NVIDIA GPUs and the tensors are on {device}"
+        return f"the kernels need an NVIDIA GPU, but the tensors are on {device}"
     else:
         capability = _capability(device)
         if capability < least:
-            return f"compute capability {capability[0]}.{capability[1]} is below {least[0]}.{least[1]}"
+            return f"the GPU has compute capability {capability[0]}.{capability[1]}, but the kernels need {least[0]}.{least[1]}"
     # Checked last: if the device is the problem, installing Triton does not help.
     if not _has_triton():
         return "the package triton is not installed (pip install triton)"

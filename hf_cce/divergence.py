@@ -118,7 +118,7 @@ def linear_divergence(
     _refuse_learnable(beta=beta, temperature=temperature)
     if kind == "jsd" and not 0.0 < beta < 1.0:
         raise ValueError(
-            f"beta must lie in (0, 1), got {beta}; its limits 0 and 1 are kind='forward_kl' and 'reverse_kl'"
+            f"beta must lie in (0, 1), got {beta}; for 0 and 1, use kind='forward_kl' and kind='reverse_kl'"
         )
     if not temperature > 0.0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -168,7 +168,7 @@ def _checked_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
     _check_tensor(names[1], "[V, D]", weight)
     if transformed(hidden, weight, bias):
         raise RuntimeError(
-            "linear_divergence has no rule for torch.func (grad, vmap, jvp) and forward-mode AD; take its gradients by "
+            "linear_divergence does not support torch.func (grad, vmap, jvp) and forward-mode AD; compute its gradients with "
             "torch.autograd.grad"
         )
     if not hidden.is_floating_point():
@@ -224,7 +224,7 @@ def _checked_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temp
         raise TypeError(f"teacher must be a TeacherHead, a TeacherTopK or a tensor of logits, got {_kind(teacher)}")
     if shape[:-1] != student_hidden.shape[:-1]:
         raise ValueError(
-            f"teacher {name} must have the shape of student_hidden but for its last dimension, "
+            f"teacher {name} must have the shape of student_hidden except for the last dimension, "
             f"{tuple(student_hidden.shape[:-1])}, got {tuple(shape)}"
         )
     if found.hidden.device != student_hidden.device:
@@ -274,13 +274,13 @@ def _check_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> None:
     for name, x in (("ids", ids), ("log_probs", log_probs)):
         if x.dim() < 1 or x.shape[:-1] != student_hidden.shape[:-1] or x.shape[-1] == 0:
             raise ValueError(
-                f"teacher {name} must be [..., k] with {tuple(student_hidden.shape[:-1])}, got {tuple(x.shape)}"
+                f"teacher {name} must have shape [..., k] with ... = {tuple(student_hidden.shape[:-1])}, got {tuple(x.shape)}"
             )
         if x.device != student_hidden.device:
             raise ValueError(f"teacher {name} must be on {student_hidden.device} like student_hidden, got {x.device}")
     if ids.shape != log_probs.shape:
         raise ValueError(
-            f"teacher ids and log_probs must have one shape, got {tuple(ids.shape)} and {tuple(log_probs.shape)}"
+            f"teacher ids and log_probs must have the same shape, got {tuple(ids.shape)} and {tuple(log_probs.shape)}"
         )
 
 
@@ -293,7 +293,7 @@ def _checked_mask(mask: Tensor, student_hidden: Tensor) -> Tensor:
             f"{tuple(mask.shape)}"
         )
     if mask.is_floating_point() or mask.is_complex():
-        raise ValueError(f"mask must be bool or integers, got {mask.dtype}; it selects tokens and does not weigh them")
+        raise ValueError(f"mask must be bool or integers, got {mask.dtype}; it selects tokens but does not weight them")
     if mask.device != student_hidden.device:
         raise ValueError(f"mask must be on {student_hidden.device} like student_hidden, got {mask.device}")
     return mask.reshape(-1) != 0

@@ -150,7 +150,7 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 def refuse_second_derivative() -> None:
     """Raise in a backward pass with ``create_graph=True``, where autograd would treat the result as a constant."""
     if torch.is_grad_enabled():
-        raise RuntimeError("linear_divergence has no second derivative; drop create_graph=True, or use full logits")
+        raise RuntimeError("linear_divergence has no second derivative; remove create_graph=True, or use full logits")
 
 
 def kernels() -> Any:

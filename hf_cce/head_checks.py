@@ -21,7 +21,7 @@ from hf_cce.quantized import FrozenWeight
 _TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear")
 # DeepSpeed ZeRO-3 replaces F.linear, permanently and in the whole process, by a function that only takes tensors.
 LINEAR = torch._C._nn.linear
-_HOOKED = "(register_full_backward_hook) asks for the gradient of the logits, which a compiled graph never makes"
+_HOOKED = "(register_full_backward_hook) needs the gradient of the logits, which a compiled graph does not compute"
 
 
 def output_embeddings(model: nn.Module) -> object:
@@ -49,11 +49,11 @@ def why_not_defer(head: nn.Module) -> str | None:
     """Return why the structure of ``head`` does not allow deferring its matmul, or None."""
     compiling = torch.compiler.is_compiling()
     if transformed():
-        return "torch.func (grad, vmap, jvp) or forward-mode AD is at work, for which the fused loss has no rule"
+        return "torch.func (grad, vmap, jvp) or forward-mode AD is active, which the fused loss does not support"
     if compiling and (_module._global_backward_hooks or _module._global_backward_pre_hooks):
         return f"a backward hook on all modules {_HOOKED}"
     if F.linear is not LINEAR and not is_plain(head):
-        return "torch.nn.functional.linear was replaced, as DeepSpeed ZeRO-3 does, and the head is no plain torch.nn.Linear"
+        return "torch.nn.functional.linear was replaced, as DeepSpeed ZeRO-3 does, and the head is not a plain torch.nn.Linear"
     for module in head.modules():
         sharded = hasattr(module, "set_reshard_after_forward")
         kind: Any = type(module).__bases__[-1] if sharded else type(module)  # FSDP2 creates a subclass
@@ -62,15 +62,17 @@ def why_not_defer(head: nn.Module) -> str | None:
         if compiling and sharded:
             return "FSDP2 may reshard the head's weight right after its forward, which a compiled graph cannot see"
         if kind.__name__ == "FullyShardedDataParallel":
-            return "the head is an FSDP1 unit of its own, which frees its weight after its forward; leave it to the root unit"
+            return (
+                "the head is a separate FSDP1 unit, which frees its weight after its forward; keep it in the root unit"
+            )
         if _is_4_bit(kind) and not compiling and not sharded:
             continue
         if kind.__name__ == "Linear8bitLt":
             return "the head holds a bitsandbytes Linear8bitLt, which quantises the hidden states as well as the weight"
         if kind.forward is not nn.Linear.forward and not kind.__module__.startswith(_TRANSPARENT):
-            return f"the head holds a {kind.__module__}.{kind.__qualname__}, which is no plain torch.nn.Linear"
+            return f"the head holds a {kind.__module__}.{kind.__qualname__}, which is not a plain torch.nn.Linear"
         if compiling and any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
-            return "DeepSpeed ZeRO-3 partitions the head's weight, and a compiled graph does not defer it"
+            return "DeepSpeed ZeRO-3 partitions the head's weight, which torch.compile does not support with deferred logits"
     return None
 
 

@@ -176,7 +176,7 @@ def linear_log_probs(
     x, form = _prepare(Inputs(hidden_states, weight, bias, labels), ignore_index, logit_scale, softcap, filter_state)
     shared = _shared(x)
     if shared and is_top1:
-        raise ValueError("is_top1 is not known where the vocabulary is spread over processes; leave it out")
+        raise ValueError("is_top1 is not available if the vocabulary is split over processes; leave it out")
     spec = _spec(x, config, form)
     stats = _statistics(shared, x, spec, Wanted(mean_logit, entropy, log_sum_sq_probs, is_top1), filter_state)
 
@@ -204,8 +204,8 @@ def _shared(x: Inputs) -> bool:
     reason = sharded.why_not_share(*x[:3])
     if reason is not None:
         raise ValueError(
-            f"weight: {reason}. Under tensor parallelism hidden_states must be a DTensor, replicated, and weight and bias "
-            "DTensors with [Shard(0)] over the same mesh; a weight that FSDP shards must be gathered first (unshard)"
+            f"weight: {reason}. Under tensor parallelism, hidden_states must be a replicated DTensor, and weight and bias must "
+            "be DTensors with [Shard(0)] on the same mesh. A weight that is sharded by FSDP must be gathered first (unshard)"
         )
     return True
 
@@ -280,7 +280,7 @@ def _refuse_learnable(**options: object) -> None:
         if isinstance(value, Tensor):
             if value.requires_grad:
                 raise ValueError(
-                    f"{name} must be a number, got a tensor that requires grad, and it would get no gradient; scale "
+                    f"{name} must be a number, got a tensor that requires grad, which would not receive a gradient; scale "
                     "hidden_states by it instead, detach it, or use full logits"
                 )
         elif not isinstance(value, _NUMBERS) or isinstance(value, bool):
@@ -298,7 +298,7 @@ def _check_tensor(name: str, shape: str, value: object) -> None:
     """Raise a TypeError if ``value`` is not a tensor; suggest the tensor that was probably meant."""
     if isinstance(value, Tensor):
         return
-    way = "" if value is None or isinstance(value, nn.Module) else f"; torch.as_tensor({name}) makes one"
+    way = "" if value is None or isinstance(value, nn.Module) else f"; convert it with torch.as_tensor({name})"
     if name in ("weight", "bias") and isinstance(getattr(value, name, None), Tensor):
         way = f"; pass its .{name}"
     raise TypeError(f"{name} must be a tensor {shape}, got {_kind(value)}{way}")
@@ -337,7 +337,7 @@ def _prepare(
     hidden_states, weight, bias, labels = x
     if not isinstance(ignore_index, _INTEGERS) or isinstance(ignore_index, bool):
         raise TypeError(
-            f"ignore_index must be an int, got {_kind(ignore_index)}; where no label is to be ignored, leave it at -100"
+            f"ignore_index must be an int, got {_kind(ignore_index)}; to ignore no labels, keep the default -100"
         )
     if not isinstance(filter_state, (FilterState, type(None))):
         raise TypeError(f"filter_state must be a FilterState or None, got {_kind(filter_state)}")
@@ -348,8 +348,8 @@ def _prepare(
         _check_tensor("bias", "[V]", bias)
     if transformed(hidden_states, weight, bias):
         raise RuntimeError(
-            "the fused loss has no rule for torch.func (grad, vmap, jvp) and forward-mode AD; compute it with full logits there, "
-            "or take its gradients by torch.autograd.grad"
+            "the fused loss does not support torch.func (grad, vmap, jvp) and forward-mode AD; compute its gradients with "
+            "torch.autograd.grad, or use full logits"
         )
     if not hidden_states.is_floating_point():
         raise ValueError(f"hidden_states must be floating point, got {hidden_states.dtype}")
@@ -361,7 +361,7 @@ def _prepare(
         if hidden_states.dim() > 0 and hidden_states.shape[-1] == weight.shape[0]:
             raise ValueError(
                 f"weight must be [V, D] with D = {hidden_states.shape[-1]} as in hidden_states, got shape "
-                f"{tuple(weight.shape)}, which looks transposed; pass weight.t(), contiguous if you can: else each call copies it"
+                f"{tuple(weight.shape)}, which looks transposed; pass weight.t(), contiguous to avoid a copy in every call"
             )
         raise ValueError(
             f"hidden_states must be [..., D] with D = {weight.shape[1]} as in weight, got shape {tuple(hidden_states.shape)}"
@@ -372,7 +372,7 @@ def _prepare(
             f"got {tuple(labels.shape)}"
         )
     if labels.dtype not in _LABEL_DTYPES:
-        way = "" if labels.is_floating_point() else "; labels.long() converts them"
+        way = "" if labels.is_floating_point() else "; convert them with labels.long()"
         raise ValueError(f"labels must be integers (torch.int64, int32, int16 or uint8), got {labels.dtype}{way}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [V] = [{weight.shape[0]}], got shape {tuple(bias.shape)}")

@@ -206,8 +206,8 @@ logit_stats.register_autograd(_stats_gradients, setup_context=_save_stats)
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> Any:
     raise RuntimeError(
-        "the fused loss has no second derivative; compute it with full logits (remove_cce(model), or torch's own "
-        "cross_entropy), or drop create_graph=True"
+        "the fused loss has no second derivative; remove create_graph=True, or compute the loss with full logits "
+        "(remove_cce(model), or torch's own cross_entropy)"
     )
 
 

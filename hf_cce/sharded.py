@@ -52,7 +52,7 @@ def why_not_share(hidden: Any, weight: Any, bias: Any = None) -> str | None:
         if not value.is_floating_point():
             return f"the head's {name} is quantised to {value.dtype}"
         if local(value).shape[0] != slice_of(value).rows:
-            return f"the head's {name} is not split as torch splits it"
+            return f"the head's {name} is not split as torch's DTensor splits it"
     return None
 
 

@@ -77,7 +77,7 @@ def with_fallback(compute: Callable[[bool], T], triton: bool, spec: LossSpec, de
             if spec.implementation == "triton" or not (isinstance(error, TritonError) or "PassManager" in str(error)):
                 raise
             why = next(iter(str(error).strip().splitlines()[-1:]), "")
-            _compile_failures[device] = f"Triton does not compile a kernel ({type(error).__name__}: {why})"
+            _compile_failures[device] = f"Triton could not compile a kernel ({type(error).__name__}: {why})"
         warnings.warn(
             f"hf_cce fell back to PyTorch on {device}: {_compile_failures[device]}. The loss is correct, but slower.",
             CCEWarning, stacklevel=2,

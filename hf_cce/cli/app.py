@@ -27,8 +27,10 @@ def parser() -> argparse.ArgumentParser:
         )
         if hasattr(module, "add_options"):
             module.add_options(subparser)
-        subparser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here; - is standard output")
-        subparser.add_argument("-q", "--quiet", action="store_true", help="print only the answer, or nothing")
+        subparser.add_argument(
+            "--json", type=Path, metavar="FILE", help="write all numbers as JSON (-: standard output)"
+        )
+        subparser.add_argument("-q", "--quiet", action="store_true", help="print only the verdict, if any")
         subparser.set_defaults(run=module.run)
     return root
 
@@ -48,6 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except FAILURES as error:
         out.progress("")
-        advice = "; hf-cce doctor says what is missing" if isinstance(error, ImportError) else ""
+        advice = "; run hf-cce doctor to see what is missing" if isinstance(error, ImportError) else ""
         print(f"Error: {str(error) or type(error).__name__}{advice}", file=sys.stderr)
         return 2

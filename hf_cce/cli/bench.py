@@ -11,20 +11,20 @@ from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, command, si
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, {"--tokens": "8,192", "--hidden-size": "1,024", "--vocab-size": "49,152"})
-    parser.add_argument("--dtype", choices=DTYPES, help="default: 16-bit on a GPU (float16 on a T4), float32 elsewhere")
-    parser.add_argument("--memory-budget", type=size, metavar="SIZE", help="such as 256MiB; as in CCEConfig")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU (float16 on a T4), else float32")
+    parser.add_argument("--memory-budget", type=size, metavar="SIZE", help="as in CCEConfig, such as 256MiB")
     add_device(parser)
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write Markdown to attach to an issue")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write a Markdown report to attach to an issue")
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Measure time, memory and gradient error of the loss on random data.
 
-    All losses are measured in turns in one process: hf_cce with and without gradient filter, full logits, and on a GPU
-    torch.compile of these. Random data are the worst case: the gradient filter drops nothing, as at the start of pretraining.
-    Without --tokens, --hidden-size and --vocab-size, shapes that suit the device.
+    All losses take turns in one process: hf_cce with and without the gradient filter, full logits and, on a GPU, torch.compile
+    of full logits. Random data are the worst case: the gradient filter drops nothing, as at the start of pretraining.
+    Without --tokens, --hidden-size and --vocab-size, shapes that suit the device are measured.
 
-    Exit code 0: measured. 1: one of the losses failed. 2: could not run.
+    Exit codes: 0 if everything was measured, 1 if one of the losses failed, 2 if the benchmark could not run.
     """
     import torch
 

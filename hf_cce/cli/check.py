@@ -12,30 +12,33 @@ SHOWN_ROWS = 5
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model_name_or_path", metavar="MODEL", nargs="?", help="a folder, a name on the hub, or a type such as llama"
+        "model_name_or_path",
+        metavar="MODEL",
+        nargs="?",
+        help="a folder, a name on the Hub, or a model type such as llama",
     )
-    parser.add_argument("--curve", action="store_true", help="train 64 steps of a small model instead")
-    parser.add_argument("--tiny", action="store_true", help="a small random model of its class; always so for a type")
+    parser.add_argument("--curve", action="store_true", help="train a small model for 64 steps instead")
+    parser.add_argument("--tiny", action="store_true", help="use a small random model (always done for a model type)")
     add_device(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
-    """Train one step of your model without and with CCE, and compare.
+    """Train one step of your model without and with hf_cce, and compare.
 
-    Loss, gradients and evaluation of random text are compared in float32, on the CPU unless --device names another one; memory
-    holds the weights and two sets of gradients. --tiny leaves the weights out.
+    The command compares loss, gradients and evaluation logits on random text in float32, on the CPU or on --device. It needs
+    memory for the weights and two sets of gradients. --tiny uses a small random model instead.
 
-    --curve needs no MODEL: it trains a small one for 64 steps on the best device, or --device, and compares the losses with full
-    logits in float64, here and as the package has them.
+    --curve needs no MODEL: it trains a small model for 64 steps on --device, by default the best one, and compares the losses
+    with full logits in float64, computed here and stored in the package.
 
-    Exit code 0: the same but for rounding, and no logits were made. 1: it differs, or logits were made. 2: it could not be
-    checked.
+    Exit codes: 0 if the results agree up to rounding and no full logits were materialized, 1 if they differ or full logits
+    were materialized, 2 if the model could not be checked.
     """
     from hf_cce.diagnostics import check
     from hf_cce.diagnostics.machine import checked_device
 
     if (options.model_name_or_path is None) != options.curve:
-        raise ValueError("give a MODEL or --curve, one of the two")
+        raise ValueError("pass either MODEL or --curve")
     if options.curve:
         return _curve(options, out)
     model, random = check.load(options.model_name_or_path, options.tiny, checked_device(options.device or "cpu"))
@@ -46,12 +49,12 @@ def run(options: argparse.Namespace, out: Output) -> int:
     weights = "a tiny model with random weights" if random else "its own weights"
     out.print(
         f"{report['model']}, {weights}, {report['parameters']:,} parameters, {report['device']}, float32",
-        f"Loss: {without:.7f} without CCE, {with_cce:.7f} with CCE",
+        f"Loss: {without:.7f} without hf_cce, {with_cce:.7f} with hf_cce",
         f"Logits in evaluation: {'identical' if report['evaluation_same'] else 'different'}\n",
     )
     rows = sorted(report["differences"], key=lambda row: -row["error"] / row["allowed"])[:SHOWN_ROWS]
     out.print(_table(rows, "loss, or gradient of"))
-    out.print(f"The {len(rows)} closest to the limit, of {len(report['differences'])}; --json has all.")
+    out.print(f"The {len(rows)} results closest to their limit, of {len(report['differences'])}; --json writes all.")
     out.save(report)
     return int(not (report["same"] and report["saves"]))
 

@@ -9,22 +9,22 @@ from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    memory = "by the size of the memory"
+    memory = "depends on the memory"
     sizes = {"--max-steps": "16 on a CPU, 100 on a GPU", "--batch-size": memory, "--seq-length": memory}
     add_sizes(parser, sizes | {"--vocab-size": "49,152", "--hidden-size": "576", "--layers": "2 on a CPU, 30 on a GPU"})
     parser.set_defaults(vocab_size=49_152, hidden_size=576)
-    text = "of autocast (default: bfloat16 on a GPU, float16 on one without it such as a T4, else float32)"
+    text = "dtype of autocast (default: bfloat16 on a GPU, float16 on one without it such as a T4, else float32)"
     parser.add_argument("--dtype", choices=DTYPES, help=text)
     add_device(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
-    """Train the same small model twice, without and with CCE, and compare.
+    """Train the same small model twice, without and with hf_cce, and compare.
 
-    Nothing is downloaded: a fresh model of SmolLM2's shape learns source code of Python's standard library, with a tokenizer
-    trained on the spot.
+    Nothing is downloaded: a new model of SmolLM2's shape is trained on the source code of Python's standard library, with a
+    tokenizer trained on the same text.
 
-    Exit code 0: both runs ended. 2: one could not run.
+    Exit codes: 0 if both runs finished, 2 if one could not run.
     """
     if options.hidden_size % 64:
         raise ValueError(f"--hidden-size must be a multiple of 64 (the width of a head), got {options.hidden_size}")
@@ -46,15 +46,15 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
 def _summary(report: dict[str, Any]) -> list[str]:
     settings, data, runs = report["settings"], report["data"], (report["plain"], report["cce"])
-    rows = [("", "without CCE", "with CCE", "difference")]
+    rows = [("", "without hf_cce", "with hf_cce", "difference")]
 
     def add(name: str, digits: int, a: float, b: float) -> None:
         rows.append((name, f"{a:,.{digits}f}", f"{b:,.{digits}f}", f"{b / a - 1:+.0%}" if a > 0 else ""))
 
     step_bytes = [run["step_bytes"] for run in runs]
     if None not in step_bytes:
-        add("memory that a step adds (MB)", 0, *(size / 1e6 for size in step_bytes))
-    add("median time of a step (s)", 3, *(run["median_seconds"] for run in runs))
+        add("memory added by a step (MB)", 0, *(size / 1e6 for size in step_bytes))
+    add("median time per step (s)", 3, *(run["median_seconds"] for run in runs))
     losses = list(zip(*(run["losses"] for run in runs), strict=True))
     every = -(-len(losses) // 16)
     for step, (a, b) in enumerate(losses, 1):
@@ -66,13 +66,13 @@ def _summary(report: dict[str, Any]) -> list[str]:
     return [
         f"Model: a Llama of SmolLM2's shape, {report['parameters'] / 1e6:,.1f} M parameters, {settings['layers']} layers, "
         f"vocabulary {settings['vocabulary']:,}",
-        f"Text: source code of Python, {data['tokens']:,} tokens of {data['tokenizer_entries']:,} kinds; "
+        f"Text: Python source code, {data['tokens']:,} tokens, {data['tokenizer_entries']:,} tokenizer entries; "
         f"{settings['batch']} × {settings['sequence']} tokens per step",
         f"Device: {report['device']}, {settings['dtype']}",
         "",
         table(rows),
         "",
         *unknown,
-        f"In evaluation mode the trained model gives {shape} logits, as before.",
+        f"In evaluation mode, the trained model returns {shape} logits, as before.",
         f"Both runs took {report['seconds']:.0f} s.",
     ]

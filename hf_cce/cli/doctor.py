@@ -10,9 +10,9 @@ from hf_cce.diagnostics.machine import TITLE
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
-    """Look at this machine: packages, GPUs, what runs on them, self-test.
+    """Check this machine: packages, GPUs, what runs on them, and a self-test.
 
-    Exit code 0: all is well. 1: something is wrong; the command that fixes it stands beside it. 2: could not run.
+    Exit codes: 0 if everything is fine, 1 if something is wrong (the output shows how to fix it), 2 if the check could not run.
     """
     from hf_cce.diagnostics.doctor import diagnose
 
@@ -21,12 +21,12 @@ def run(options: argparse.Namespace, out: Output) -> int:
     checks = found["checks"]
     wrong = [check for check in checks if check["status"] == "wrong"]
     if wrong:
-        out.print(f"{len(wrong)} thing{'s' * (len(wrong) > 1)} wrong; the commands that fix it are below.\n")
+        out.print(f"{len(wrong)} problem{'s' * (len(wrong) > 1)} found; see the commands below to fix them.\n")
     else:
-        out.print("All is well.\n")
+        out.print("No problems found.\n")
     out.print(table([(check["name"], check["status"], check["found"]) for check in checks], left=3))
     if found["implementations"]:
-        out.print("", "What training runs here, and what to expect compared with full logits:")
+        out.print("", "What training runs here, compared with full logits:")
     for choice in found["implementations"]:
         title = TITLE[choice["implementation"]]
         out.print(f"  {choice['device']}, {choice['dtype']}: {title}: {choice['expect']}", f"    {choice['why']}")

@@ -24,34 +24,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model_name_or_path",
         metavar="MODEL",
-        help="a folder or config.json, a name on the hub, qwen2.5-0.5b, smollm2-135m, llama-3.2-1b, or a type such as llama",
+        help="a folder or config.json, a name on the Hub, a type such as llama, or qwen2.5-0.5b, smollm2-135m, llama-3.2-1b",
     )
     add_sizes(parser, {"--batch-size": "1", "--seq-length": "2,048"})
     parser.set_defaults(batch_size=1, seq_length=2048)
     adapters = parser.add_mutually_exclusive_group()
     adapters.add_argument("--lora", action="store_true", help="train LoRA adapters instead of all weights")
-    adapters.add_argument("--qlora", action="store_true", help="the same over weights of 4 bits")
+    adapters.add_argument("--qlora", action="store_true", help="train LoRA adapters on weights quantised to 4 bits")
     text = "rank of the adapters (default: 16)"
     parser.add_argument("--lora-rank", type=positive, default=16, metavar="N", help=text)
-    text = "of everything; mixed is float32 weights under bfloat16 autocast, Trainer's bf16 (default: bfloat16)"
+    text = "dtype of training; mixed is float32 weights under bfloat16 autocast, as with Trainer's bf16=True (default: bfloat16)"
     parser.add_argument("--dtype", choices=(*DTYPES, "mixed"), default="bfloat16", help=text)
-    text = "such as 24GiB (default: this machine's GPU, or 24GiB)"
+    text = "memory of the GPU, such as 24GiB (default: of this machine's GPU, or 24GiB)"
     parser.add_argument("--gpu-memory", type=gpu_size, metavar="SIZE", help=text)
-    text = "such as 256MiB, as in CCEConfig (default: 256MiB for each 8,192 tokens)"
+    text = "memory_budget of CCEConfig, such as 256MiB (default: 256MiB for each 8,192 tokens)"
     parser.add_argument("--memory-budget", type=size, metavar="SIZE", help=text)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Estimate the memory of a training step, and whether it fits.
 
-    No weights are loaded, and no GPU is needed. Counted is one process with AdamW, without gradient accumulation. A step fits if
-    the GPU has room for what PyTorch's allocator takes beyond the peak, and for CUDA's own memory.
+    No weights are loaded, and no GPU is needed. The estimate is for one process with AdamW and without gradient accumulation. A
+    step fits if the GPU also has room for the overhead of PyTorch's allocator and of CUDA.
 
-    Exit code 0: estimated. 2: could not be estimated.
+    Exit codes: 0 if the memory was estimated, 2 if it could not be estimated.
     """
     from hf_cce.diagnostics import estimate
 
-    out.progress("running the model's code on tensors without data")
+    out.progress("running the model on tensors without data")
     found = estimate.estimate(
         options.model_name_or_path,
         options.batch_size,
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
 def _table(found: Estimate) -> str:
     steps = sorted(found.steps.items(), key=lambda item: item[0].endswith("checkpointing"))
-    rows = [("", *(way.replace("full", "full logits").replace("cce", "with CCE") for way, _ in steps))]
+    rows = [("", *(way.replace("full", "full logits").replace("cce", "with hf_cce") for way, _ in steps))]
 
     def add(title: str, sizes: list[int | None]) -> None:
         rows.append((title, *("unknown" if size is None else f"{size / GIB:,.2f}" for size in sizes)))

@@ -10,16 +10,18 @@ from hf_cce.cli.common import DTYPES, Output, add_device, table
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
-    parser.add_argument("--dtype", choices=DTYPES, action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, action="append", help="test only this dtype; may be repeated (default: all)"
+    )
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
-    """Compare loss and gradients with float64, beside full logits.
+    """Compare the errors of loss and gradients with those of full logits, against float64.
 
-    Shown is for each result the case closest to its limit; --json has all.
+    For each result, the case closest to its limit is shown; --json writes all.
 
-    Exit code 0: everything is as close as full logits are in the same dtype, plus rounding. 1: something is not. 2: the
-    comparison could not run.
+    Exit codes: 0 if all results are as close to float64 as full logits in the same dtype, plus rounding, 1 if one is not, 2 if
+    the comparison could not run.
     """
     from hf_cce.diagnostics import gradcheck
     from hf_cce.diagnostics.machine import checked_device

@@ -8,8 +8,8 @@ import textwrap
 from hf_cce.cli.common import Output
 
 MEANING = {
-    "supported": "apply_cce patches it, and training makes no logits",
-    "special": "the loss is right, but a tensor as large as the logits is held all the same",
+    "supported": "apply_cce patches it, and training materializes no full logits",
+    "special": "the loss is correct, but a tensor as large as the logits is still materialized",
     "refused": "apply_cce raises an error",
 }
 
@@ -17,8 +17,10 @@ MEANING = {
 def run(options: argparse.Namespace, out: Output) -> int:
     """List the model types of the installed Transformers.
 
-    Supported: training makes no logits. Special: the loss is right, but as much memory as for logits is held all the same.
-    Refused: apply_cce raises an error that says why. Exit code 0: listed. 2: Transformers cannot be loaded.
+    Supported: training materializes no full logits. Special: the loss is correct, but a tensor as large as the logits is still
+    materialized. Refused: apply_cce raises an error with the reason.
+
+    Exit codes: 0 if the types were listed, 2 if Transformers cannot be loaded.
     """
     import transformers
 
@@ -29,11 +31,11 @@ def run(options: argparse.Namespace, out: Output) -> int:
     supported = [family.model_type for family in by_status["supported"]]
     if out.quiet:
         out.verdict("\n".join(supported))
-    out.print(f"Supported of transformers {transformers.__version__}: {len(supported)} model types")
+    out.print(f"Supported by hf_cce, in transformers {transformers.__version__}: {len(supported)} model types")
     out.print(textwrap.fill(", ".join(supported), 118, initial_indent="  ", subsequent_indent="  "))
     for status in ("special", "refused"):
         out.print("", f"{status.capitalize()}: {MEANING[status]}")
         out.print(*(f"  {family.model_type}: {family.reason}" for family in by_status[status]))
-    out.print("", "Other classes with an LM head work too: apply_cce(model) looks at the model, not at this list.")
+    out.print("", "Other classes with an LM head work too: apply_cce(model) checks the model itself, not this list.")
     out.save([{"type": x.model_type, "class": x.cls, "status": x.status, "reason": x.reason} for x in known])
     return 0

@@ -35,7 +35,7 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
     if device == "meta":  # is_autocast_enabled does not accept it either
         reason = "the model is on the meta device, where tensors have no data"
     elif not torch.is_grad_enabled() and not call.evaluation:
-        reason = "the head's forward runs without gradients, as in a checkpoint with use_reentrant=True"
+        reason = "the head's forward runs without gradients, for example in a checkpoint with use_reentrant=True"
     else:
         if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:  # autocast leaves float64 alone
             cast = torch.get_autocast_dtype(device)
@@ -66,7 +66,7 @@ def _why_not(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: t
     shared = is_dtensor(hidden_states)
     reason = why_not_share(hidden_states, weight, bias) if shared else why_not_read(weight, bias)
     if shared and torch.compiler.is_compiling():
-        return "a compiled graph does not defer a head whose vocabulary is spread over processes"
+        return "torch.compile does not support deferred logits for a head whose vocabulary is split over processes"
     fits = cast is not None or hidden_states.dtype == weight.dtype
     if reason is None and (hidden_states.device != weight.device or not fits):
         return "hidden states and head differ in dtype or device"  # full logits let torch raise its own error

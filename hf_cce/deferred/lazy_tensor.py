@@ -415,7 +415,7 @@ class FusedResult(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the fused loss has no second derivative (create_graph=True); compute the loss from outputs.logits.materialize() "
-                "or use the model without CCE (remove_cce)"
+                "or use the model without hf_cce (remove_cce)"
             )
         if all(grad is None for grad in grads):
             return None, None, None

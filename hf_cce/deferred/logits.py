@@ -98,8 +98,8 @@ class LazyLogits(LazyTensor):
         """Raise a RuntimeError if the recipe is stale."""
         if any(each is not self.shared_storage and each.is_modified for each in self.recipe.aliases):
             raise RuntimeError(
-                "these deferred logits are a view of logits that were written to since, or have one; write before viewing, or "
-                "use the model without CCE (remove_cce)"
+                "these deferred logits share memory with logits that were modified in place; modify logits before creating "
+                "views, or use the model without hf_cce (remove_cce)"
             )
         self.recipe.check_fresh()
 

@@ -19,8 +19,8 @@ from hf_cce.loss import LogProbs
 from hf_cce.sharded import local
 
 CHANGED = (
-    "these logits were deferred, and hidden states or LM head have changed since (optimizer.step()?); read outputs.logits before "
-    "the step, or keep outputs.logits.materialize()"
+    "cannot compute these deferred logits: the hidden states or the LM head have changed since the forward pass "
+    "(optimizer.step()?); read outputs.logits before the step, or keep outputs.logits.materialize()"
 )
 _LIBRARIES = {"accelerate", "deepspeed", "hf_cce", "peft", "torch", "transformers", "trl"}
 
@@ -144,15 +144,15 @@ class TrainingCall:
         self.full_logits = True
         self.stats.materialized += not torch.compiler.is_compiling()
         if not self.closed:
-            self.reasons.append(f"{why} asked for the logits themselves")
+            self.reasons.append(f"{why} needs the full logits")
         elif why != "materialize":  # an explicit materialize() gets no warning
             self.stats.read += 1
             if self.stats.read == 1:
                 warn(
-                    f"hf_cce: outputs.logits of a training call was used ({why}), so full logits were made for it after "
-                    "all. They are right; made at every step they cost the memory that CCE saves. Use logits in evaluation "
-                    "mode, or outputs.logits.materialize() where you mean it; for per-token log-probabilities or entropy "
-                    "there is linear_log_probs."
+                    f"hf_cce: outputs.logits of a training call was used ({why}), so full logits were materialized. They are "
+                    "correct, but at every step they take the memory that hf_cce saves. Use logits in evaluation mode, or call "
+                    "outputs.logits.materialize() if you need them; for per-token log-probabilities or entropy, use "
+                    "linear_log_probs."
                 )
 
     def note_full_logits(self) -> None:

@@ -23,7 +23,7 @@ from hf_cce.diagnostics.machine import Progress, dtype_name
 from hf_cce.dispatch import explain_dispatch
 
 MIB = 1 << 20
-COLUMNS = "forward + backward | memory | error of hidden states' gradient | of the weight's"
+COLUMNS = "forward + backward | memory | error of the hidden states' gradient | error of the weight's gradient"
 Shape = tuple[int, int, int]  # N, D, V
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_states [N, D], weight [V, D], labels [N]) -> mean loss
 Key = TypeVar("Key", bound=Hashable)
@@ -186,7 +186,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         f"{report['device']}, {report['dtype']}; {versions}.",
         "",
-        f"Memory: peak above inputs and gradients. Errors: relative, against {report['reference']}.",
+        f"Memory is the peak without inputs and gradients. Errors are relative, compared with {report['reference']}.",
     ]
     for title, result in report["results"].items():
         lines += ["", f"### {title}", "", f"Strategy: {result['strategy']}, {result['implementation']}", ""]

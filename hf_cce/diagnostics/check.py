@@ -44,7 +44,7 @@ def load(target: str, tiny: bool, device: torch.device) -> tuple[Any, bool]:
     except OSError as error:
         if not Path(target).exists():
             raise
-        raise ValueError(f"{target}: no weights here; give a folder with weights, or add --tiny") from error
+        raise ValueError(f"{target}: no weights found; pass a folder with weights, or add --tiny") from error
 
 
 def _tiny(target: str, auto: Any, config: Any) -> Any:
@@ -73,7 +73,7 @@ def _tiny(target: str, auto: Any, config: Any) -> Any:
         model = auto.from_config(config, dtype=torch.float32)
     except Exception as error:
         raise ValueError(
-            f"{target}: no tiny model can be built of this configuration; give a folder with weights ({first_line(error)})"
+            f"{target}: cannot build a tiny model from this configuration; pass a folder with weights ({first_line(error)})"
         ) from error
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -95,11 +95,11 @@ def check(model: Any, progress: Progress = lambda what: None) -> dict[str, Any]:
     remove_cce(apply_cce(model))  # raises before anything runs if the model is not supported
     device = next(model.parameters()).device
     inputs = _inputs(model, device)
-    progress("without CCE")
+    progress("without hf_cce")
     plain = _train(model, inputs)
     noise = _rounding(model, inputs, plain, progress)
     evaluated = _evaluate(model, inputs)
-    progress("with CCE")
+    progress("with hf_cce")
     config = computes_no_logits(device)
     apply_cce(model, config)
     try:
@@ -112,7 +112,9 @@ def check(model: Any, progress: Progress = lambda what: None) -> dict[str, Any]:
         remove_cce(model)
     model.zero_grad(set_to_none=True)
     if patched.keys() != plain.keys():
-        raise ValueError(f"gradients of {sorted(patched.keys() ^ plain.keys())} are there with or without CCE only")
+        raise ValueError(
+            f"only one of the runs with and without hf_cce has gradients of {sorted(patched.keys() ^ plain.keys())}"
+        )
     rows = [
         result_row(name, error, allowed_error(noise[name], torch.float32))
         for name, error in _errors(patched, plain).items()
@@ -148,7 +150,7 @@ def _rounding(model: Any, inputs: dict[str, Any], plain: dict[str, Tensor], prog
     head: Any = model.get_output_embeddings()
     noise = dict.fromkeys(plain, 0.0)
     for seed in range(REORDERED_RUNS if type(head) is nn.Linear else 0):
-        progress(f"without CCE, rounded differently ({seed + 1} of {REORDERED_RUNS})")
+        progress(f"without hf_cce, rounded differently ({seed + 1} of {REORDERED_RUNS})")
         order = torch.randperm(head.in_features, generator=torch.Generator().manual_seed(seed)).to(head.weight.device)
 
         def reordered(head: Any, args: Any, output: Any, order: Tensor = order) -> Tensor:
@@ -186,7 +188,7 @@ def _train(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         raise ValueError(f"{type(model).__name__} does not run on text alone: {error}") from error
     if loss is None or not math.isfinite(float(loss.detach())):
-        raise ValueError(f"{type(model).__name__} gives the loss {loss} on random text")
+        raise ValueError(f"the loss of {type(model).__name__} on random text must be finite, got {loss}")
     loss.backward()
     groups: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -210,9 +212,9 @@ def verdict(report: dict[str, Any]) -> str:
     """Return the result in one sentence."""
     if not report["same"]:
         wrong, total = sum(not row["ok"] for row in report["differences"]), len(report["differences"])
-        what = f"{wrong} of {total} results differ by more than rounding" if wrong else "evaluation differs"
-        return f"Do not train this model with hf_cce: {what}. Please report it, with the output of --json."
+        what = f"{wrong} of {total} results differ by more than rounding" if wrong else "the evaluation logits differ"
+        return f"Do not train this model with hf_cce: {what}. Please report this with the output of --json."
     if not report["saves"]:
-        why = " ".join(report["warnings"]) or "Its loss was computed from logits."
+        why = " ".join(report["warnings"]) or "The loss was computed from full logits."
         return f"hf_cce trains this model correctly, but saves no memory. {why}"
-    return "Loss and gradients are the same with and without hf_cce, and no logits are made."
+    return "Loss and gradients are the same with and without hf_cce, and no full logits are materialized."

@@ -69,7 +69,7 @@ def compare(device: torch.device, progress: Progress = lambda what: None) -> dic
     curves["exact"] = train(torch.float64, cpu)
     progress("full logits in float32")
     curves["full logits"] = train(torch.float32, device)
-    progress("with CCE")
+    progress("with hf_cce")
     curves["hf_cce"] = train(torch.float32, device, computes_no_logits(device))
 
     def difference(name: str, other: str) -> float:
@@ -79,9 +79,13 @@ def compare(device: torch.device, progress: Progress = lambda what: None) -> dic
     bound = largest_loss * allowed_error(difference("full logits", "exact") / largest_loss, torch.float32)
     float64_bound = bound * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     rows = [
-        result_row("full logits in float64 here, from the package's", difference("exact", "golden"), float64_bound),
+        result_row(
+            "full logits in float64, from the losses stored in the package",
+            difference("exact", "golden"),
+            float64_bound,
+        ),
         result_row("hf_cce in float32, from full logits in float64", difference("hf_cce", "exact"), bound),
-        result_row("hf_cce in float32, from the package's", difference("hf_cce", "golden"), bound),
+        result_row("hf_cce in float32, from the losses stored in the package", difference("hf_cce", "golden"), bound),
     ]
     return {"device": str(device), "curves": curves, "rows": rows, "same": all(row["ok"] for row in rows)}
 
@@ -89,12 +93,10 @@ def compare(device: torch.device, progress: Progress = lambda what: None) -> dic
 def verdict(report: dict[str, Any]) -> str:
     """Return the result in one sentence."""
     if report["same"]:
-        return f"{STEPS} steps with hf_cce give the losses of full logits and those of the package."
+        return f"{STEPS} steps with hf_cce give the same losses as full logits, here and as stored in the package."
     if report["rows"][0]["ok"]:
-        return f"{STEPS} steps with hf_cce give other losses than full logits. Please report it, with the output of --json."
-    return (
-        f"{STEPS} steps with full logits give other losses here than with the versions that the package was made with."
-    )
+        return f"{STEPS} steps with hf_cce give other losses than full logits. Please report this with the output of --json."
+    return f"{STEPS} steps with full logits give other losses here than with the versions used to build the package."
 
 
 if __name__ == "__main__":

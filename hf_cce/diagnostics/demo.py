@@ -127,7 +127,7 @@ def train_both(settings: Settings, progress: Progress = lambda what: None) -> di
     """
     began, settings = time.perf_counter(), settings.resolved()
     assert settings.steps and settings.batch and settings.sequence
-    progress("turning source code of Python into tokens")
+    progress("tokenizing Python source code")
     tokens, entries = text_tokens(settings.vocabulary)
     if (room := len(tokens) - settings.sequence) <= 0:
         raise ValueError(f"the text has only {len(tokens)} tokens, too few for sequences of {settings.sequence}")
@@ -138,7 +138,7 @@ def train_both(settings: Settings, progress: Progress = lambda what: None) -> di
         plain.step(rows)
         fused.step(rows)
         progress(
-            f"step {step} of {settings.steps}: loss {plain.losses[-1]:.4f} without CCE, {fused.losses[-1]:.4f} with CCE"
+            f"step {step} of {settings.steps}: loss {plain.losses[-1]:.4f} without hf_cce, {fused.losses[-1]:.4f} with hf_cce"
         )
     report = machine.report_header(plain.setup.device, "transformers") | {"settings": asdict(settings)}
     report["data"] = {"tokens": len(tokens), "tokenizer_entries": entries}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OK, NOTE, WRONG = "ok", "note", "wrong"
 # Same as in pyproject.toml; a test compares them.
 REQUIRED = {"torch": "2.8", "transformers": "5.0", "accelerate": "1.1", "numpy": "1.24", "tokenizers": "0.21"}
-OPTIONAL = {"peft": ("0.18", "adapters"), "trl": ("1.10", "its trainers")}
+OPTIONAL = {"peft": ("0.18", "adapters"), "trl": ("1.10", "TRL's trainers")}
 TRITON = "3.4"
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu126"
 
@@ -57,14 +57,14 @@ def diagnose(progress: Progress = lambda what: None) -> dict[str, Any]:
             choices += here
             checks.append(check)
         if "transformers" in good:
-            progress("a small model of Transformers")
+            progress("a small Transformers model")
             checks.append(_model())
     elif gpus := machine.driver_gpus():
-        checks.append(Check("gpu", OK, f"{', '.join(gpus)}; not tested, as there is no torch"))
+        checks.append(Check("gpu", OK, f"{', '.join(gpus)}; not tested, because torch is missing"))
     for name, (least, purpose) in OPTIONAL.items():
         check = package(name, least)
         if check.status == WRONG:
-            check = check._replace(status=NOTE, found=f"{check.found} (needed for {purpose} only)")
+            check = check._replace(status=NOTE, found=f"{check.found} (only needed for {purpose})")
         checks.append(check)
     ok = all(check.status != WRONG for check in checks)
     return {"ok": ok, "checks": [check._asdict() for check in checks], "implementations": choices}
@@ -148,9 +148,9 @@ def _gpu(device: torch.device) -> Check:
 def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
     """Explain why torch sees no CUDA device, given the driver's ``gpus`` and the CUDA version of torch's ``build``."""
     if not gpus:
-        why = "no NVIDIA driver here" if gpus is None else "the NVIDIA driver names no GPU"
+        why = "no NVIDIA driver found" if gpus is None else "the NVIDIA driver lists no GPU"
         return Check("gpu", NOTE, f"none ({why}): the PyTorch fallback runs on the CPU")
-    there = f"the driver names {', '.join(gpus)}"
+    there = f"the driver lists {', '.join(gpus)}"
     command = f"pip install --force-reinstall torch --index-url {CUDA_WHEELS}"
     if build is None:
         return Check("gpu", WRONG, f"{there}, but this torch is built without CUDA", command)
@@ -163,7 +163,7 @@ def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
         why = "torch gives no reason"
     except Exception as error:
         why = first_line(error)
-    found = f"{there}, but torch, built for CUDA {build}, cannot use it ({why}): take a newer driver or an older CUDA"
+    found = f"{there}, but torch, built for CUDA {build}, cannot use it ({why}): update the driver or use an older CUDA"
     return Check("gpu", WRONG, found, command)
 
 
@@ -187,7 +187,7 @@ def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
     if not report["ok"]:
         return choices, Check(name, WRONG, gradcheck.verdict(report), again)
     count = len(report["rows"])
-    return choices, Check(name, OK, f"{count} results, loss and gradients, as close to float64 as full logits are")
+    return choices, Check(name, OK, f"{count} results (loss and gradients) are as close to float64 as with full logits")
 
 
 def _choice(device: torch.device, dtype: str) -> dict[str, str]:
@@ -213,8 +213,8 @@ def hopper_kernels(device: torch.device) -> str:
     from hf_cce.kernels.launch_config import HOPPER_VERSIONS, hopper_is_proven
 
     if hopper_is_proven():
-        return "Hopper's own kernels"
-    return f"general kernels; Hopper's own are faster and need triton {' or '.join(HOPPER_VERSIONS)}"
+        return "specialized kernels for Hopper"
+    return f"generic kernels; the faster kernels for Hopper need triton {' or '.join(HOPPER_VERSIONS)}"
 
 
 def _model() -> Check:

@@ -187,7 +187,7 @@ def _build_model(name: str, config: Any, dtype: torch.dtype) -> Any:
             return lm.train()
         except Exception as error:  # a configuration with inconsistent sizes may raise anything
             why = first_line(error)
-    raise ValueError(f"{name}: no causal LM can be made of this configuration: {why}")
+    raise ValueError(f"{name}: cannot build a causal LM from this configuration: {why}")
 
 
 class _LoRALinear(torch.nn.Module):
@@ -263,28 +263,30 @@ def estimate(
     """
     by_type = config is None and is_model_type(name)
     config = config_named(name) if config is None else config
-    notes = [f"{name} is a model type: the sizes are the defaults of {type(config).__name__}"] if by_type else []
+    notes = [f"{name} is a model type; the sizes are the defaults of {type(config).__name__}"] if by_type else []
     if lora is not None:
-        kind = "QLoRA: weights of linear layers in 4 bits (NF4)" if lora.four_bit else "LoRA"
-        notes.append(f"{kind}, float32 adapters of rank {lora.rank} on every linear layer but the head")
+        kind = "QLoRA, weights of linear layers in 4 bits (NF4)" if lora.four_bit else "LoRA"
+        notes.append(f"{kind}, float32 adapters of rank {lora.rank} on every linear layer except the head")
     if getattr(config.get_text_config(), "final_logit_softcapping", None):
-        notes.append("this model caps its logits: full logits take more than is counted here")
+        notes.append("this model applies a softcap to its logits, so full logits take more memory than estimated here")
     if getattr(config, "vision_config", None) is not None:
-        notes.append("only rows of text are counted; what the vision tower keeps comes on top")
+        notes.append("the estimate is for text only; the vision tower needs additional memory")
     saved: dict[str, tuple[int, int]] = {}
     with FakeTensorMode(), no_init_weights(), _silent():
         lm = _build_model(name, config, torch.float32 if dtype == "mixed" else getattr(torch, dtype))
         model = _describe_model(name, lm, lora)
         try:
             if not getattr(lm.config.get_text_config(), "num_attention_heads", None):
-                raise ValueError(f"{model.architecture} has no attention, and its own kernels are not counted")
+                raise ValueError(
+                    f"{model.architecture} has no attention, and the memory of its custom kernels is unknown"
+                )
             saved[""] = saved_for_backward(lm, batch, sequence, dtype == "mixed")
             if lm.supports_gradient_checkpointing:
                 lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
                 saved[", checkpointing"] = saved_for_backward(lm, batch, sequence, dtype == "mixed")
         except Exception as error:  # not all models run on fake tensors
             what = "with checkpointing " if saved else ""
-            notes.append(f"activations and peak {what}are not known: {first_line(error)}")
+            notes.append(f"activations and peak {what}are unknown: {first_line(error)}")
     tokens = batch * sequence
     steps: dict[str, Step] = {}
     for variant in ("full", "cce"):
@@ -314,12 +316,12 @@ def verdict(found: Estimate) -> str:
     """Return in one sentence what CCE saves."""
     if found.few_tokens:
         return (
-            f"CCE brings nothing here: {found.batch * found.sequence:,} tokens make {found.logits / 1e6:.0f} million logits. "
-            "Up to 42 million, if they fit memory_budget, a patched model keeps its own loss, which is then the faster one."
+            f"hf_cce saves nothing here: {found.batch * found.sequence:,} tokens make {found.logits / 1e6:.0f} million logits. "
+            "For up to 42 million logits that fit memory_budget, a patched model uses its own loss, which is faster."
         )
     if found.steps["full"].peak is None:
         saved = found.steps["full"].loss - found.steps["cce"].loss
-        return f"CCE saves {saved / GIB:.1f} GiB of what the loss takes; the rest of the step is not known."
+        return f"hf_cce saves {saved / GIB:.1f} GiB of the memory of the loss; the rest of the step is unknown."
     shares, texts = [], []
     for suffix, title in (("", ""), (", checkpointing", "with gradient checkpointing ")):
         if "full" + suffix in found.steps:
@@ -327,5 +329,5 @@ def verdict(found: Estimate) -> str:
             shares.append(1 - after / before)
             texts.append(f"{title}{shares[-1]:.0%} of the peak, {before / GIB:.1f} → {after / GIB:.1f} GiB")
     if max(shares) >= SMALL_SAVING:
-        return f"CCE saves {'; '.join(texts)}."
-    return f"CCE brings little here: {'; '.join(texts)}. The logits are small beside the rest of the step."
+        return f"hf_cce saves {'; '.join(texts)}."
+    return f"hf_cce saves little here: {'; '.join(texts)}. The logits are small compared to the rest of the step."

@@ -205,7 +205,7 @@ def runnable(device: torch.device, dtype_name: str) -> tuple[list[str], list[str
     for name, config in CONFIGS.items():
         interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
         if config.implementation == "triton" and interpreted and dtype == torch.bfloat16:
-            notes.append("triton in bfloat16: Triton's interpreter truncates where a GPU rounds")
+            notes.append("triton in bfloat16: Triton's interpreter truncates, but a GPU rounds")
             continue
         try:
             with_hf_cce(probe, PLAIN, config)
@@ -266,9 +266,9 @@ def verdict(report: dict[str, Any]) -> str:
     rows = report["rows"]
     failures = [row for row in rows if not row["ok"]]
     if not failures:
-        return f"All {len(rows)} results are as close to the exact ones as full logits are, plus rounding."
+        return f"All {len(rows)} results are as close to float64 as with full logits, plus rounding."
     worst = max(failures, key=error_ratio)
     return (
-        f"{len(failures)} of {len(rows)} results are less exact than allowed; the worst is {worst['quantity']} "
+        f"{len(failures)} of {len(rows)} results are less accurate than allowed; the worst is {worst['quantity']} "
         f"({worst['computed_by']}; {worst['case']}): relative error {worst['hf_cce']:.1e}, allowed {worst['allowed']:.1e}."
     )

@@ -14,7 +14,7 @@ from hf_cce.diagnostics import machine
 from hf_cce.dispatch import explain_dispatch
 
 LOSS = (8192, 1024, 49_152)  # tokens, hidden size and vocabulary of the loss that ``begin`` describes
-UNTRIED = "A T4 and other GPUs below compute capability 8.0 have not been tried; the table at the end is measured here."
+UNTRIED = "hf_cce has not been tested on GPUs below compute capability 8.0, such as a T4. The last table is measured on this GPU."
 
 
 @dataclass(frozen=True)

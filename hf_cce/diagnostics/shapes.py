@@ -86,17 +86,17 @@ def config_named(name: str) -> Any:
     if is_model_type(name):
         return CONFIG_MAPPING[name]()
     path, near = Path(name), difflib.get_close_matches(name.lower(), [*CONFIG_MAPPING, *SHAPES], cutoff=0.75)
-    ways = f"a folder with a config.json, a name on the hub, a model type such as llama, or one of {', '.join(SHAPES)}"
+    ways = f"a folder with a config.json, a name on the Hub, a model type such as llama, or one of {', '.join(SHAPES)}"
     if not path.exists():
         # The hub's client would send several requests for any name; names on the hub have at most one slash.
         if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".json":
             raise ValueError(f"{name}: no such file or folder")
         if "/" not in name and near:
-            raise ValueError(f"{name}: no configuration of this name; did you mean {' or '.join(near)}? Give {ways}")
+            raise ValueError(f"{name}: unknown model; did you mean {' or '.join(near)}? Pass {ways}")
     try:
         return AutoConfig.from_pretrained(name)
     except Exception as error:  # the hub's client raises many kinds of errors
-        raise ValueError(f"{name}: no configuration found ({first_line(error)}). Give {ways}") from None
+        raise ValueError(f"{name}: no configuration found ({first_line(error)}). Pass {ways}") from None
 
 
 def auto_class(name: str, config: Any) -> Any:
@@ -110,4 +110,4 @@ def auto_class(name: str, config: Any) -> Any:
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto
-    raise ValueError(f"{name}: {type(config).__name__} belongs to no causal LM and to no model for images and text")
+    raise ValueError(f"{name}: {type(config).__name__} is not the configuration of a causal LM or an image-text model")

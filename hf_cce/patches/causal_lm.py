@@ -119,7 +119,7 @@ def cce_stats(state: Patch) -> dict[str, float]:
         filter has run, also the ``FilterState.stats`` of its last step.
     """
     if not state.handles:
-        raise RuntimeError("the model is not patched any more")
+        raise RuntimeError("the model is no longer patched")
     counted = {key: int(value) for key, value in vars(state.stats).items()}
     return {**counted, **state.token_sums.means(), **state.filter_state.stats()}
 
@@ -373,8 +373,8 @@ def _note_bypass(state: Patch) -> None:
     if state.stats.bypassed == 1:
         warn(
             "hf_cce: apply_cce has no effect on this training: TRL replaces the model's forward with its own fused LM head "
-            "(trl.trainer.utils.add_fused_lm_head), so neither the model's forward nor its loss is called. The training is "
-            "right, and what it saves is TRL's doing."
+            "(trl.trainer.utils.add_fused_lm_head), which bypasses the model's forward and loss. Training is correct, and "
+            "TRL's head also avoids full logits."
         )
 
 
@@ -392,21 +392,21 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
         state.warned = True
         why = "; ".join(dict.fromkeys(call.reasons))
         if not why and call.full_logits:
-            why = "its LM head, or a function in the place of the head's forward, computes more than one linear product"
-        why = why or "its loss is no cross entropy of the output of its LM head"
-        known = bool(call.reasons) and not any("asked for the logits" in reason for reason in call.reasons)
+            why = "its LM head, or a function that replaces the head's forward, computes more than one linear layer"
+        why = why or "its loss is not a cross entropy of its LM head's output"
+        known = bool(call.reasons) and not any("needs the full logits" in reason for reason in call.reasons)
         adapter = None if known else adapter_in(head)
         if adapter is not None:
             why = (
-                f"PEFT trains an adapter ({adapter}) on its LM head, and the two are not known to be one linear head. To train "
-                "without logits, leave the LM head out of target_modules, or train it whole: "
+                f"PEFT trains an adapter ({adapter}) on its LM head, which the fused loss does not support. To train "
+                "without logits, leave the LM head out of target_modules, or train the whole head: "
                 'modules_to_save=["lm_head"]'
             )
         if call.full_logits:
             _warn_full_logits(why)
         else:  # TRL's own fused head, or a loss of the model that takes no logits
             warn(
-                f"hf_cce: a training call of this model ended without the fused loss: {why}. The loss is correct; no memory is "
+                f"hf_cce: a training call of this model did not use the fused loss: {why}. The loss is correct; no memory is "
                 "saved."
             )
 

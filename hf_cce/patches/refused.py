@@ -11,12 +11,12 @@ from hf_cce.head_checks import output_embeddings
 
 _SEVERAL_HEADS = "it has one LM head per codebook and adds up their losses"
 _NO_LOSS = "its forward takes no labels, so it computes no loss"
-_SEVERAL_MODELS = "it is several models without a forward of their own; pass the one that is trained, model.thinker"
+_SEVERAL_MODELS = "it combines several models and has no forward; pass the model that is trained, model.thinker"
 
 REFUSED: dict[str, str] = {
     "MusicgenForCausalLM": _SEVERAL_HEADS,
     "MusicgenMelodyForCausalLM": _SEVERAL_HEADS,
-    "ProphetNetForCausalLM": "its loss goes over several predicted n-gram streams of one head",
+    "ProphetNetForCausalLM": "its loss covers several predicted n-gram streams of one head",
     "Gemma4AssistantForCausalLM": _NO_LOSS,
     "Gemma4UnifiedAssistantForCausalLM": _NO_LOSS,
     "DiffusionGemmaForBlockDiffusion": _NO_LOSS,
@@ -27,9 +27,12 @@ REFUSED: dict[str, str] = {
 
 # The loss is correct, but a tensor of tokens x vocabulary is still allocated.
 SPECIAL: dict[str, str] = {
-    "BltForCausalLM": "its loss makes no logits, but its byte patcher, a small LM with a head of its own, makes those it cuts by",
-    "DoryForCausalLM": "its LM head scales each logit by a weight of its own, so it gets full logits",
-    "IdeficsForVisionText2Text": "its LM head is no plain linear layer (additional words beside it), so full logits are made",
+    "BltForCausalLM": "its loss materializes no logits, but its byte patcher, a small LM with its own head, materializes its own",
+    "DoryForCausalLM": "its LM head scales each logit by a separate weight, so full logits are materialized",
+    "IdeficsForVisionText2Text": (
+        "its LM head is not a plain linear layer (additional vocabulary entries are computed separately), so full logits are "
+        "materialized"
+    ),
 }
 
 
@@ -40,7 +43,7 @@ def why_refuse_class(cls: type) -> str | None:
             return REFUSED[base.__name__]
     forward: Any = getattr(cls, "forward", None)
     if forward is None or not hasattr(cls, "get_output_embeddings"):
-        return "it is no Transformers model"
+        return "it is not a Transformers model"
     return _NO_LOSS if _parameters_with_labels(cls) is None else None
 
 

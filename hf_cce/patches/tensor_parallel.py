@@ -30,7 +30,7 @@ def why_not(head: nn.Module, *, compiling: bool = False) -> str | None:
         if not planned and not replaced:
             continue
         if compiling:
-            return "a compiled graph does not defer a head under tensor parallelism"
+            return "torch.compile does not support deferred logits for a head under tensor parallelism"
         if module is not head:
             return "tensor parallelism is applied to a layer inside the head"
         if replaced:

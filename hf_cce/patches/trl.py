@@ -101,12 +101,12 @@ def _handle_call(call: TrainingCall, arguments: dict[str, Any]) -> Any:
     weight, bias = _detach_gathered(arguments["weight"]), None if bias is None else _detach_gathered(bias)
     if weight.is_meta:  # TRL has moved the hidden states to meta as well, so their values are lost
         raise RuntimeError(
-            "TRL cannot train with an LM head that is offloaded: it reads lm_head.weight, which is not on the device between "
-            "the head's own calls; keep lm_head there, and offload model.embed_tokens or nothing, by device_map"
+            "TRL cannot train with an offloaded LM head: it reads lm_head.weight, which is not on the device between calls of "
+            "the head; choose a device_map that keeps lm_head on the device (model.embed_tokens may be offloaded)"
         )
     reason = why_not_read(weight, bias)
     if reason is None and any(hasattr(x, "ds_id") for x in (weight, bias)):
-        reason = "DeepSpeed ZeRO-3 gathers the head for TRL's call alone, which makes its gradient at once"
+        reason = "DeepSpeed ZeRO-3 gathers the head only during TRL's call, which also computes its gradient"
     if reason is not None:
         call.note_refused(reason)
         return NotImplemented

@@ -71,7 +71,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
         (KeyboardInterrupt(), 130, "Interrupted.\n"),
         (ValueError("no such"), 2, "Error: no such\n"),
         (RuntimeError("no"), 2, "Error: no\n"),
-        (ImportError("x"), 2, "Error: x; hf-cce doctor says what is missing\n"),
+        (ImportError("x"), 2, "Error: x; run hf-cce doctor to see what is missing\n"),
     ],
     ids=repr,
 )

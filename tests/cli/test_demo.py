@@ -45,14 +45,14 @@ def test_whole_demo(tmp_path: Path) -> None:
     # Each step at most doubles the rounding error in the weights.
     for step, (plain, fused) in enumerate(zip(report["plain"]["losses"], report["cce"]["losses"], strict=True)):
         assert abs(plain - fused) <= plain * budget(0.0, torch.float32) * 2**step, step
-    for shown in ("loss, step 3", "memory that a step adds", "In evaluation mode the trained model gives"):
+    for shown in ("loss, step 3", "memory added by a step", "In evaluation mode, the trained model returns"):
         assert shown in done.stdout, shown
 
 
 def test_memory_that_cannot_be_measured_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "reset_peak_memory", lambda device: False)
     done = command()
-    assert done.exit_code == 0 and "cannot be measured" in done.stdout and "that a step adds" not in done.stdout
+    assert done.exit_code == 0 and "cannot be measured" in done.stdout and "added by a step" not in done.stdout
 
 
 def test_a_text_that_is_too_short_is_one_line() -> None:

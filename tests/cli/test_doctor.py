@@ -71,8 +71,8 @@ def test_a_loss_that_is_wrong_fails_the_self_test(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gradcheck, "linear_cross_entropy", wrong)
     found = command()
     assert found.exit_code == 1
-    assert "self-test cpu" in found.stdout and "less exact than allowed" in found.stdout and "∂" in found.stdout
-    assert "hf-cce gradcheck --device cpu" in found.stdout and "1 thing wrong" in found.stdout
+    assert "self-test cpu" in found.stdout and "less accurate than allowed" in found.stdout and "∂" in found.stdout
+    assert "hf-cce gradcheck --device cpu" in found.stdout and "1 problem found" in found.stdout
     quiet = command("--quiet")
     assert quiet.exit_code == 1 and not quiet.stdout and "hf-cce gradcheck --device cpu" in quiet.stderr
 
@@ -100,7 +100,7 @@ def test_without_torch_and_transformers_it_says_how_to_get_them() -> None:
     done = process("sys.modules.update(torch=None, transformers=None)")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert 'pip install "torch>=2.8"' in done.stdout and 'pip install "transformers>=5.0"' in done.stdout
-    assert re.search(r"torch +wrong +not installed", done.stdout) and "2 things wrong" in done.stdout
+    assert re.search(r"torch +wrong +not installed", done.stdout) and "2 problems found" in done.stdout
     assert "\x1b" not in done.stdout  # no color without a terminal
 
 
@@ -160,7 +160,9 @@ def test_which_kernels_a_hopper_gpu_gets(version: str, monkeypatch: pytest.Monke
     for capability in ((9, 0), (8, 9)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
         told = doctor.hopper_kernels(torch.device("cuda", 0))
-        assert told == "" if capability == (8, 9) else told.startswith("Hopper's") is launch_config.hopper_is_proven()
+        assert (
+            told == "" if capability == (8, 9) else told.startswith("specialized") is launch_config.hopper_is_proven()
+        )
 
 
 def test_an_older_gpu_is_told_of_and_tested_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:

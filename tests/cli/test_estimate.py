@@ -171,10 +171,10 @@ def test_mixed_precision_keeps_the_casts_of_the_weights_once() -> None:
 
 def test_it_says_where_cce_brings_much_little_and_nothing() -> None:
     much = diagnostics.estimate("qwen2.5-0.5b", 4, 8192)
-    assert diagnostics.verdict(much).startswith("CCE saves 54% of the peak, 100.7 → 46.4 GiB")
+    assert diagnostics.verdict(much).startswith("hf_cce saves 54% of the peak, 100.7 → 46.4 GiB")
     nothing = diagnostics.estimate("smollm2-135m", 1, 512)
     assert nothing.few_tokens and diagnostics.verdict(nothing).startswith(
-        "CCE brings nothing here: 512 tokens make 25 million"
+        "hf_cce saves nothing here: 512 tokens make 25 million"
     )
     assert nothing.steps["cce"].peak == nothing.steps["full"].peak
     assert diagnostics.estimate("smollm2-135m", 16, 512).few_tokens is False
@@ -182,7 +182,7 @@ def test_it_says_where_cce_brings_much_little_and_nothing() -> None:
     weights = diagnostics.estimate("llama-3.2-1b", 1, 400)  # 51 million logits against 10 GB of weights and optimizer
     for little in (diagnostics.estimate("narrow", 32, 4096, config=narrow), weights):
         words = diagnostics.verdict(little)
-        assert not little.few_tokens and words.startswith("CCE brings little here"), words
+        assert not little.few_tokens and words.startswith("hf_cce saves little here"), words
 
 
 def test_a_model_whose_activations_are_not_known_is_not_guessed() -> None:
@@ -190,7 +190,7 @@ def test_a_model_whose_activations_are_not_known_is_not_guessed() -> None:
     found = diagnostics.estimate("mamba", 8, 1024, config=config)
     (note,), step = found.notes, found.steps["full"]
     assert "no attention" in note and step.peak is step.fits is step.activations is None
-    assert step.loss == 12 * 8 * 1024 * 32_000 and "not known" in diagnostics.verdict(found)
+    assert step.loss == 12 * 8 * 1024 * 32_000 and "is unknown" in diagnostics.verdict(found)
 
 
 def test_the_command_reads_a_folder_and_a_file_and_writes_json(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_model_type_is_its_class_s_default_and_says_so() -> None:
     assert shown.exit_code == 0, shown
     assert "llama: LlamaForCausalLM, 6,738 million parameters, vocabulary 32,000" in shown.stdout
     (note,) = [line for line in shown.stdout.splitlines() if line.startswith("Note:")]
-    assert "llama is a model type: the sizes are the defaults of LlamaConfig" in note
+    assert "llama is a model type; the sizes are the defaults of LlamaConfig" in note
     assert not diagnostics.estimate("qwen2.5-0.5b", 1, 64).notes
 
 
@@ -259,4 +259,4 @@ def test_an_image_text_model_is_counted_as_its_text_model() -> None:
     assert whole.steps and whole.steps.keys() == alone.steps.keys()
     for way, step in whole.steps.items():
         assert step.loss == alone.steps[way].loss and step.activations == alone.steps[way].activations
-    assert any("rows of text" in note for note in whole.notes) and not alone.notes
+    assert any("text only" in note for note in whole.notes) and not alone.notes

@@ -59,7 +59,7 @@ def test_every_case_and_quantity_is_compared_and_good(tmp_path: Path) -> None:
     found = command("--json", str(tmp_path / "a.json"))
     assert found.exit_code == 0, found
     assert "128 tokens, hidden size 24, vocabulary 67" in found.stdout
-    assert "are as close to the exact ones as full logits are" in found.stdout
+    assert "are as close to float64 as with full logits" in found.stdout
     report = json.loads((tmp_path / "a.json").read_text("utf-8"))
     assert report["ok"] and all(0 < row["full_logits"] < 1 for row in report["rows"] if row["quantity"] != "loss")
     compared = {(row["computed_by"], row["case"], row["quantity"]) for row in report["rows"]}
@@ -81,7 +81,7 @@ def test_the_kernels_are_compared_too_where_they_run(monkeypatch: pytest.MonkeyP
     computed = list(dict.fromkeys(row["computed_by"] for row in report["rows"]))
     triton = ["float32, triton, filter auto", "float32, triton, no filter"]
     assert computed == ["float32, portable", *triton, "bfloat16, portable"] and report["ok"]
-    assert report["notes"] == ["triton in bfloat16: Triton's interpreter truncates where a GPU rounds"]
+    assert report["notes"] == ["triton in bfloat16: Triton's interpreter truncates, but a GPU rounds"]
 
 
 def test_chunks_change_nothing_but_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_an_error_is_seen_and_named(factor: float, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(diagnostics, "CASES", diagnostics.CASES[:1])
     found = command("--dtype", "float32", "--json", str(tmp_path / "found.json"))
     assert found.exit_code == 1
-    assert "results are less exact than allowed" in found.stdout and "worse" in found.stdout
+    assert "results are less accurate than allowed" in found.stdout and "worse" in found.stdout
     report = json.loads((tmp_path / "found.json").read_text("utf-8"))
     assert report["ok"] is False
     assert {row["quantity"] for row in report["rows"] if not row["ok"]} >= {"∂hidden", "∂weight"}

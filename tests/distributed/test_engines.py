@@ -309,6 +309,6 @@ def test_a_graph_that_makes_logits_says_so_once_when_it_is_traced() -> None:
         for _ in range(4):
             output = compiled(**inputs)
     (message,) = messages
-    assert "Mine, which is no plain torch.nn.Linear" in message and "fell back to full logits" in message
+    assert "Mine, which is not a plain torch.nn.Linear" in message and "fell back to full logits" in message
     assert counter.frame_count == 1 and isinstance(output.logits, torch.Tensor)
     assert not stats(patched).traced and stats(patched).calls == 0

@@ -26,8 +26,8 @@ MESSAGES = (ROOT / "docs/reference/messages.md").read_text("utf-8")
 INTERNAL = {
     "module … has no attribute …": "Python's own words for a misspelt name",
     "… has no attribute …": "likewise, of the object that stands in for logits",
-    "no NVIDIA driver here": "a note of doctor",
-    "the NVIDIA driver names no GPU": "likewise",
+    "no NVIDIA driver found": "a note of doctor",
+    "the NVIDIA driver lists no GPU": "likewise",
     "torch gives no reason": "likewise",
 }
 

@@ -192,7 +192,7 @@ def test_a_second_derivative_is_refused() -> None:
     for case in (Case(), Case(form="lump")):
         x = make_inputs(case, torch.float32)
         leaves = x.student(torch.float32)
-        with pytest.raises(RuntimeError, match="has no second derivative; drop create_graph=True"):
+        with pytest.raises(RuntimeError, match="has no second derivative; remove create_graph=True"):
             torch.autograd.grad(ours(x, leaves, case), leaves[:1], create_graph=True)
 
 

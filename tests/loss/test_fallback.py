@@ -174,5 +174,5 @@ def test_a_t4_has_the_fallback_and_may_try_the_kernels(monkeypatch: pytest.Monke
         assert dispatch.choose_implementation(device, torch.float16) == auto
         assert dispatch.choose_implementation(device, torch.float16, "triton") == asked
     monkeypatch.setattr(dispatch, "_capability", lambda _: (7, 0))
-    with pytest.raises(RuntimeError, match=r"compute capability 7.0 is below 7.5"):
+    with pytest.raises(RuntimeError, match=r"compute capability 7.0, but the kernels need 7.5"):
         dispatch.choose_implementation(device, torch.float16, "triton")

@@ -464,7 +464,7 @@ def test_explicit_kernels_never_fall_back(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_missing_triton_is_named_only_where_installing_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for device, why in (("cpu", "NVIDIA GPUs and the tensors are on the CPU"), ("meta", "NVIDIA GPUs and .* on meta")):
+    for device, why in (("cpu", "NVIDIA GPU, but the tensors are on the CPU"), ("meta", "NVIDIA GPU, but .* on meta")):
         with pytest.raises(RuntimeError, match=why) as raised:
             dispatch.choose_implementation(torch.device(device), torch.float32, "triton")
         assert "install" not in str(raised.value) and "use implementation='auto'" in str(raised.value)

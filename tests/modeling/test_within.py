@@ -214,7 +214,7 @@ PUT: dict[str, tuple[Callable[[Any], Any], str]] = {
     "forward": (in_place_of_forward(lambda forward: lambda x: clamped(forward(x))), "clamp"),
     "input": (
         in_place_of_forward(lambda forward: lambda x: forward(x / 2 if isinstance(x, torch.Tensor) else x)),
-        "a function in the place of the head's forward",
+        "a function that replaces the head's forward",
     ),
     "checkpoint": (
         in_place_of_forward(lambda forward: lambda x: checkpoint(forward, x, use_reentrant=True)),
@@ -245,7 +245,7 @@ def test_a_hook_on_all_modules() -> None:
 
     handle = register_module_forward_hook(clamps)
     try:
-        with pytest.warns(UserWarning, match="hf_cce fell back to full logits: clamp asked for the logits"):
+        with pytest.warns(UserWarning, match="hf_cce fell back to full logits: clamp needs the full logits"):
             assert_same_training(patched, plain, batch())
     finally:
         handle.remove()
@@ -301,7 +301,7 @@ def test_logits_that_a_graph_has_deferred_are_not_read_after_a_step(of: str) -> 
         before = output.logits.detach().sum()
         output = model(**batch())
         optimizer.step()
-        with pytest.raises(RuntimeError, match="hidden states or LM head have changed since"):
+        with pytest.raises(RuntimeError, match="the hidden states or the LM head have changed since"):
             output.logits.sum()
     assert torch.isfinite(before)
 

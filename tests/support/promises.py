@@ -29,9 +29,10 @@ def mutants() -> str:
     report = json.loads(MUTANTS.read_text("utf-8"))
     ran = len(report["mutants"])
     lines = [
-        "`make mutants` changes one place of a kernel or of a rule at a time: a mask, a sign, a threshold, a missing "
-        f"all-reduce. Of {report['listed']} mutants {ran} have run: the tests noticed {report['killed'] + report['timeout']}, "
-        f"survivors that are equivalent or harmless for a reason given: {report['argued']}; others: {report['survived']}."
+        "`make mutants` changes the code in one place at a time, such as a mask, a sign, a threshold or an all-reduce, and "
+        f"runs the tests. Of {report['listed']} mutants, {ran} were run. The tests detected "
+        f"{report['killed'] + report['timeout']}. {report['argued']} survived for an accepted reason, and "
+        f"{report['survived']} survived without one."
     ]
     for kind, title in (("survived", "Survivors, each a gap in the tests:"), ("argued", "Accepted:")):
         rows = [row for row in report["mutants"] if row["result"] == kind]
@@ -50,12 +51,12 @@ def random_cases() -> str:
     report = json.loads(RANDOM.read_text("utf-8"))
     failures = report["failures"]
     lines = [
-        "`python -m tests.support.property` draws shapes, strides, dtypes, options, labels and values, among them infinities, "
-        "logits beyond ±10⁴ and probabilities near 0 and 1. It compares the kernels with float64 by the rule of "
-        "[numerics.py](../../tests/support/numerics.py); a case that fails is drawn four times more, and the five are judged "
-        "together, with the rounding of probabilities that are recomputed allowed for. "
-        f"Of {report['cases']:,} cases on one {report['device']} ([property.json](../../benchmarks/results/property.json)) "
-        f"{report['cases'] - len(failures):,} kept it" + (". The others:" if failures else "."),
+        "`python -m tests.support.property` draws random shapes, strides, dtypes, options, labels and values, including "
+        "infinities, logits beyond ±10⁴ and probabilities near 0 and 1. It compares the kernels with float64 by the rule in "
+        "[numerics.py](../../tests/support/numerics.py). A case that fails is drawn four more times. The five draws are then "
+        "judged together, with an allowance for the rounding of recomputed probabilities. "
+        f"On one {report['device']}, {report['cases'] - len(failures):,} of {report['cases']:,} cases passed "
+        "([property.json](../../benchmarks/results/property.json))" + (". The others:" if failures else "."),
         "",
     ]
     lines += [f"- seed {failure['case']['seed']}: {failure['argued']}" for failure in failures]

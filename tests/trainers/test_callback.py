@@ -187,8 +187,8 @@ def from_weights(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "of_the_model", "of_the_run"),
     [
-        (from_logits, "square asked for the logits", "from full logits"),
-        (from_weights, "ended without the fused loss: its loss is no cross entropy", "another way"),
+        (from_logits, "square needs the full logits", "from full logits"),
+        (from_weights, "did not use the fused loss: its loss is not a cross entropy", "in another way"),
     ],
 )
 def test_a_loss_of_the_model_that_is_not_ours(loss: Any, of_the_model: str, of_the_run: str, tmp_path: Path) -> None:
@@ -262,14 +262,14 @@ def test_a_later_step_without_our_loss(change: Any, reason: str, options: dict[s
         return made
 
     if options and change is not remove_cce:
-        reason = "no graph that torch.compile made, and that ran in this step, holds our loss"
+        reason = "no torch.compile graph that ran in this step contains the fused loss"
     messages = [message for message in run(trainer("warn", "warn")) if "fell back to full logits" not in message]
     if change is None and not options:
         assert len(messages) == 1 and "outputs.logits of a training call was used (square)" in messages[0]
-        messages = [f"hf_cce: training step 2 ended without our fused loss: {reason}"]  # already reported
-    assert len(messages) == 1 and messages[0].startswith("hf_cce: training step 2 ended without our fused loss: ")
+        messages = [f"hf_cce: training step 2 did not use the fused loss: {reason}"]  # already reported
+    assert len(messages) == 1 and messages[0].startswith("hf_cce: training step 2 did not use the fused loss: ")
     assert reason in messages[0]
-    with pytest.raises(RuntimeError, match=f"training step 2 ended without our fused loss: .*{reason}"):
+    with pytest.raises(RuntimeError, match=f"training step 2 did not use the fused loss: .*{reason}"):
         run(trainer("raise", "raise"))
 
 
@@ -309,7 +309,8 @@ def test_micro_batches_that_miss_are_counted_at_the_end(
     assert len(lines) == (1 if expected is None else 2)
     assert lines[0] == LINE.strip() + (", in a compiled graph" if options else "")
     assert expected is None or (
-        lines[1].startswith(expected) and lines[1].endswith(f"full logits were made: {0 if options else last - 2}")
+        lines[1].startswith(expected)
+        and lines[1].endswith(f"full logits were materialized {0 if options else last - 2} times")
     )
 
 
@@ -322,13 +323,13 @@ def test_compilation_is_named_where_it_hides_the_cause(compiled: str, tmp_path: 
     if compiled == "layer":
         assert "torch.compile" not in message and "outputs.logits of a training call was used" in message
     else:
-        assert "no graph that torch.compile made" in message and "compute_loss_func" in message
+        assert "no torch.compile graph" in message and "compute_loss_func" in message
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='on_unused must be "warn" or "raise"'):
         CCECallback(on_unused="ignore")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="CCEConfig has"):
+    with pytest.raises(TypeError, match="the options are"):
         CCECallback(nonsense=1)
     with pytest.raises(ValueError, match="cannot be patched"):
         build(tmp_path, CCECallback(), model=transformers.LlamaForSequenceClassification(tiny_llama().config))

@@ -29,7 +29,7 @@ def test_apply_cce_does_nothing_and_says_so_once(disabled: pytest.LogCaptureFixt
     assert apply_cce(model) is model and apply_cce(model, gradient_filter=None) is model
     assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
     assert type(model(**batch()).logits) is torch.Tensor
-    (line,) = [record for record in disabled.records if "switched off" in record.message]
+    (line,) = [record for record in disabled.records if "is disabled by" in record.message]
     assert "HF_CCE_DISABLE=1" in line.message and line.levelno == logging.WARNING
     patched = FAMILIES["llama"].build()
     with pytest.MonkeyPatch.context() as context:

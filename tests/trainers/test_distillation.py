@@ -51,7 +51,7 @@ def test_other_trainers_and_other_trls_are_left_alone(tmp_path: Path, monkeypatc
     assert run(plain)[1] == [] and not seen and len(plain.state.log_history) >= STEPS
     other = of_another_trl(FUNCTION)
     monkeypatch.setattr(module, distillation.NAME, other)
-    with pytest.raises(RuntimeError, match="ended without our fused loss"):
+    with pytest.raises(RuntimeError, match="did not use the fused loss"):
         run(build(tmp_path / "c", tiny_llama(), [CCECallback(on_unused="raise")]))
     assert getattr(module, distillation.NAME) is other and not seen
 

@@ -51,9 +51,9 @@ def test_pytorch_takes_over_with_one_warning(where: str, options: Options, broke
         for what in (f"{where} fails", f"after {where} failed"):
             check_against_plain(fused_loss(AUTO), inputs, labels, options, torch.float32, what)
     told = [str(warning.message) for warning in found if "fell back to PyTorch" in str(warning.message)]
-    assert len(told) == 1 and "does not compile a kernel" in told[0]
+    assert len(told) == 1 and "could not compile a kernel" in told[0]
     why = dispatch.why_no_triton(inputs[0].device, torch.float32)
-    assert why is not None and "does not compile" in why
+    assert why is not None and "could not compile" in why
 
 
 def test_statistics_and_operators_go_on_too(broken: Any) -> None:
