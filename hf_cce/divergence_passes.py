@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_cce.ops import _computing
+from hf_cce.ops import compute_context
 from hf_cce.reference import add_product, has_wide_products, scratch_bytes
 from hf_cce.spec import accumulation_dtype
 
@@ -389,7 +389,7 @@ class Divergence(torch.autograd.Function):
         if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
             spec = replace(spec, triton=False)  # a kernel cannot be launched for zero tokens
         s, t = _prepared(student, teacher, v, tokens, spec)
-        with _computing(hidden):
+        with compute_context(hidden):
             stats = row_stats(s, t, tokens, spec)
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *tokens, stats.lse, stats.teacher_lse, stats.offset)
         ctx.rest = student[3:], teacher[3:], v, spec
@@ -409,7 +409,7 @@ class Divergence(torch.autograd.Function):
         s, t = _prepared(student, teacher, v, tokens, spec)
         grad = grad.to(accumulation_dtype(student.hidden.dtype))
         grad = tokens.pick(grad[:, None])[:, 0].contiguous()
-        with _computing(student.hidden):
+        with compute_context(student.hidden):
             wanted = Wanted(ctx.needs_input_grad[:3], saved[1].shape[0])
             of_hidden, of_weight, of_bias = gradients(s, t, tokens, saved[8:], grad, spec, wanted)
         if of_hidden is not None:

@@ -24,7 +24,7 @@ from hf_cce.divergence_passes import (
     slabs_of,
     unit_of,
 )
-from hf_cce.ops import _computing
+from hf_cce.ops import compute_context
 from hf_cce.spec import accumulation_dtype
 
 
@@ -58,7 +58,7 @@ class SupportLogits(torch.autograd.Function):
         spec: DivergenceSpec,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
-        with _computing(hidden):
+        with compute_context(hidden):
             z = _logits_of(ids, student, spec)
             lse = _logsumexp(student, spec) if normalize else z.new_empty(0)
         ctx.save_for_backward(hidden, weight, bias, ids, lse, student.slope(z) * torch.ones_like(z))
@@ -87,7 +87,7 @@ class SupportLogits(torch.autograd.Function):
             local = (ids - slab.start).clamp_(0, width - 1)
             return g.scatter_add_(1, local, torch.where(inside, of_ids, 0))
 
-        with _computing(hidden):
+        with compute_context(hidden):
             beside = 4 * hidden.numel() if hidden.dtype.itemsize < 4 else 0
             slabs = slabs_of(student, spec, portable_bytes(student), beside)
             wanted = Wanted(ctx.needs_input_grad[:3], weight.shape[0])

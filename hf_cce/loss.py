@@ -120,7 +120,7 @@ def linear_cross_entropy(
         labels = F.pad(labels.long(), (0, 1), value=form[0])[..., 1:]
         x = x._replace(labels=labels.reshape(-1))
     spec = _spec(x, config, form, label_smoothing, z_loss)
-    shared = _shared(x)
+    shared = _is_vocab_sharded(x)
     if reduction != "none" and not shared:
         return ops.cross_entropy(x, spec, _divisor(reduction, num_items_in_batch, x.hidden.device), filter_state)
     loss = token_losses(_statistics(shared, x, spec, Wanted(mean=label_smoothing > 0), None), spec)
@@ -174,7 +174,7 @@ def linear_log_probs(
     """
     config = _checked(config)
     x, form = _prepare(Inputs(hidden_states, weight, bias, labels), ignore_index, logit_scale, softcap, filter_state)
-    shared = _shared(x)
+    shared = _is_vocab_sharded(x)
     if shared and is_top1:
         raise ValueError("is_top1 is not known where the vocabulary is spread over processes; leave it out")
     spec = _spec(x, config, form)
@@ -193,7 +193,7 @@ def linear_log_probs(
     )
 
 
-def _shared(x: Inputs) -> bool:
+def _is_vocab_sharded(x: Inputs) -> bool:
     """Return True if the vocabulary is sharded over processes (tensor parallelism).
 
     Raises:
@@ -313,7 +313,7 @@ def _kind(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def few_tokens(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None = None) -> bool:
+def prefers_full_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None = None) -> bool:
     """Return True if hidden_states [..., D] has so few tokens that PyTorch's full logits are used; see ``CCEConfig``.
 
     Always False under torch.compile, where shapes may change.
@@ -327,7 +327,7 @@ def few_tokens(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None =
         -100, 1.0, 0.0, needs=needs, memory_budget=config.scratch(n), auto_budget=config.memory_budget == "auto",
         implementation=config.implementation,
     )  # fmt: skip
-    return dispatch.few_tokens(dispatch.Problem(n, d, v, hidden_states.dtype, hidden_states.device), spec)
+    return dispatch.prefers_full_logits(dispatch.Problem(n, d, v, hidden_states.dtype, hidden_states.device), spec)
 
 
 def _prepare(

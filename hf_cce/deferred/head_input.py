@@ -17,7 +17,7 @@ from hf_cce.deferred.lazy_tensor import LazyTensor, StandIn, plain
 from hf_cce.deferred.logits import lazy_logits
 from hf_cce.deferred.training_call import TrainingCall
 from hf_cce.head_checks import why_not_read
-from hf_cce.loss import few_tokens
+from hf_cce.loss import prefers_full_logits
 from hf_cce.quantized import FrozenWeight, torchao_weight
 from hf_cce.sharded import is_dtensor, why_not_share
 
@@ -48,7 +48,7 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
         call.note_full_logits()
         return F.linear(hidden_states, weight, bias)
     begun = call.adapted and call.vocab_size is not None  # all terms of one head are deferred, or none
-    if not begun and few_tokens(hidden_states, weight, call.config):
+    if not begun and prefers_full_logits(hidden_states, weight, call.config):
         call.note_few_tokens()
         return F.linear(hidden_states, weight, bias)
     call.vocab_size = weight.shape[0]

@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights  # some initializers rea
 from hf_cce import CCEConfig
 from hf_cce.diagnostics.machine import first_line
 from hf_cce.diagnostics.shapes import auto_class, config_named, is_model_type
-from hf_cce.dispatch import EAGER_BYTES, Problem, explain_dispatch, materialized_bytes
+from hf_cce.dispatch import BYTES_PER_LOGIT, Problem, explain_dispatch, materialized_bytes
 
 GIB = 1 << 30
 # Bytes per element of an activation, by training dtype; mixed is float32 weights under bfloat16 autocast, as Trainer's bf16=True.
@@ -104,7 +104,7 @@ def loss_bytes(way: str, tokens: int, model: Model, dtype: str, budget: int | No
     few = found.strategy == "full_logits"
     if way == "full" or few:
         # The gradients of hidden states and weight are allocated after two of the three copies of the logits were freed.
-        return max(EAGER_BYTES * logits, item * logits + left), left, few
+        return max(BYTES_PER_LOGIT * logits, item * logits + left), left, few
     if found.logits_dtype in (torch.bfloat16, torch.float16):
         return materialized_bytes(Problem(*sizes, kind, torch.device("cuda")), found.logits_dtype) + left, left, few
     return min(found.memory_budget, 4 * logits) + left, left, few  # float32 logits of all tokens need no more

@@ -102,7 +102,7 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
         "statistics": (Statistics(biased, every, True), with_bias),
         "filtered statistics": (FilteredStatistics(spec, SUM, FilterState(), tau, True, statistics), x),
     }
-    found = {name: partial(strategies.rehearse, *of) for name, of in taken.items()}
+    found = {name: partial(strategies.run_on_meta, *of) for name, of in taken.items()}
     student = passes.Head(hidden, weight, with_bias.bias, spec.logit_scale, spec.softcap)
     given = passes.Head(torch.empty(n, v, dtype=dtype, device="meta"), None, None, 1.0, 0.0)
     for name, beta in (("forward KL", 0.0), ("reverse KL", 1.0), ("JSD", 0.5)):
