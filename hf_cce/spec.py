@@ -49,7 +49,7 @@ class Divisor(NamedTuple):
     number: float = 0.0
 
 
-class Wanted(NamedTuple):
+class WantedStats(NamedTuple):
     """Statistics requested in addition to logsumexp and the label's logit."""
 
     mean: bool = False
@@ -58,7 +58,7 @@ class Wanted(NamedTuple):
     top1: bool = False
 
 
-class Stats(NamedTuple):
+class LogitStats(NamedTuple):
     """Per-token statistics [N] of the logits in the accumulation dtype; zero where ignored, empty if not requested."""
 
     lse: Tensor

@@ -471,7 +471,7 @@ def _selected(r: Recipe, index: Tensor) -> Tensor:
 
 
 def _scratch(r: Recipe) -> int:
-    return (r.call.config or CCEConfig()).scratch(math.prod(r.hidden_states.shape[:-1]))
+    return (r.call.config or CCEConfig()).workspace_bytes(math.prod(r.hidden_states.shape[:-1]))
 
 
 @answers("sum")

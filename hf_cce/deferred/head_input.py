@@ -19,7 +19,7 @@ from hf_cce.deferred.training_call import TrainingCall
 from hf_cce.head_checks import why_not_read
 from hf_cce.loss import prefers_full_logits
 from hf_cce.quantized import FrozenWeight, torchao_weight
-from hf_cce.sharded import is_dtensor, why_not_share
+from hf_cce.sharded import is_dtensor, why_not_sharded
 
 
 def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: TrainingCall) -> Any:
@@ -64,7 +64,7 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
 
 def _why_not(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: torch.dtype | None) -> str | None:
     shared = is_dtensor(hidden_states)
-    reason = why_not_share(hidden_states, weight, bias) if shared else why_not_read(weight, bias)
+    reason = why_not_sharded(hidden_states, weight, bias) if shared else why_not_read(weight, bias)
     if shared and torch.compiler.is_compiling():
         return "a compiled graph does not defer a head whose vocabulary is spread over processes"
     fits = cast is not None or hidden_states.dtype == weight.dtype
