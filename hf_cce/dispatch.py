@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hf_cce.config import CCEConfig
-from hf_cce.fallback import CHUNK, FULL_PRECISION, fits_one_block
+from hf_cce.fallback import CHUNK_BYTES, FULL_PRECISION, fits_one_block
 from hf_cce.filter_state import FilterState
 from hf_cce.quantized import FrozenWeight
-from hf_cce.spec import Divisor, Inputs, LossSpec, Wanted
+from hf_cce.spec import Divisor, Inputs, LossSpec, WantedStats
 from hf_cce.strategies import (
     SUM,
     Exact,
@@ -173,14 +173,14 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
         logits, head = p.tokens * p.vocab_size, _head_gradient_bytes(p, spec)
         wanted = max(spec.memory_budget * (p.dtype.itemsize // 2), BYTES_PER_LOGIT * logits // 10) + head
         # At most what full logits take, or fallback.one_block: all logits in the inputs' dtype, without the accumulator.
-        one_block = p.dtype.itemsize * logits + min(CHUNK, head)
+        one_block = p.dtype.itemsize * logits + min(CHUNK_BYTES, head)
         return max(spec.memory_budget, min(wanted, max(BYTES_PER_LOGIT * logits - head, one_block)))
     if strategy == "exact":
         return max(spec.memory_budget, _head_gradient_bytes(p, spec))
     return spec.memory_budget
 
 
-def may_filter(p: Problem, spec: LossSpec, wanted: Wanted | None = None) -> bool:
+def may_filter(p: Problem, spec: LossSpec, wanted: WantedStats | None = None) -> bool:
     """Return True if the filter supports this loss (or the ``wanted`` statistics) and pays off; assumes Triton kernels."""
     if spec.gradient_filter is None or (spec.gradient_filter == "auto" and p.dtype != torch.bfloat16):
         return False
@@ -279,7 +279,7 @@ def _spec_after_dequantization(x: Inputs, spec: LossSpec) -> LossSpec | None:
     return replace(spec, memory_budget=spec.memory_budget - whole) if 2 * whole <= spec.memory_budget else None
 
 
-def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: FilterState | None) -> Strategy:
+def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: FilterState | None) -> Strategy:
     """Return the strategy for per-token statistics; their gradients are filtered only with a ``state``."""
     p = Problem.of(x)
     triton = choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
@@ -336,7 +336,7 @@ def explain_dispatch(
     """
     config, device = config or CCEConfig(), torch.device(device)
     spec = LossSpec(
-        -100, 1.0, 0.0, needs=(True, not frozen, False), memory_budget=config.scratch(tokens),
+        -100, 1.0, 0.0, needs=(True, not frozen, False), memory_budget=config.workspace_bytes(tokens),
         auto_budget=config.memory_budget == "auto", implementation=config.implementation, gradient_filter=config.gradient_filter,
     )  # fmt: skip
     p = Problem(tokens, hidden_size, vocab_size, dtype, device)

@@ -148,7 +148,7 @@ def token_divergences(
     flat = None if mask is None else _checked_mask(mask, student.hidden_states)
     implementation = choose_implementation(head.hidden.device, head.hidden.dtype, config.implementation)
     n = head.hidden.shape[0]
-    spec = DivergenceSpec(beta, entropy, config.scratch(n), implementation == "triton")
+    spec = DivergenceSpec(beta, entropy, config.workspace_bytes(n), implementation == "triton")
     tokens = Tokens.of(flat, n, head.hidden.device)
     if isinstance(teacher, TeacherTopK):
         _check_top_k(teacher, student.hidden_states)

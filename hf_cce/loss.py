@@ -19,7 +19,7 @@ from hf_cce.config import CCEConfig
 from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import transformed
 from hf_cce.reference import token_losses
-from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, Wanted
+from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, WantedStats
 
 Reduction = Literal["mean", "sum", "none"]
 Form = tuple[int, float, float]  # ignore_index, logit_scale, softcap (0: no softcap)
@@ -123,7 +123,7 @@ def linear_cross_entropy(
     shared = _is_vocab_sharded(x)
     if reduction != "none" and not shared:
         return ops.cross_entropy(x, spec, _divisor(reduction, num_items_in_batch, x.hidden.device), filter_state)
-    loss = token_losses(_statistics(shared, x, spec, Wanted(mean=label_smoothing > 0), None), spec)
+    loss = token_losses(_statistics(shared, x, spec, WantedStats(mean=label_smoothing > 0), None), spec)
     if reduction == "none":
         return loss.view(labels.shape)
     divisor = _divisor(reduction, num_items_in_batch, x.hidden.device)
@@ -178,7 +178,7 @@ def linear_log_probs(
     if shared and is_top1:
         raise ValueError("is_top1 is not known where the vocabulary is spread over processes; leave it out")
     spec = _spec(x, config, form)
-    stats = _statistics(shared, x, spec, Wanted(mean_logit, entropy, log_sum_sq_probs, is_top1), filter_state)
+    stats = _statistics(shared, x, spec, WantedStats(mean_logit, entropy, log_sum_sq_probs, is_top1), filter_state)
 
     def shaped(values: Tensor, wanted: bool) -> Tensor | None:
         return values.view(labels.shape) if wanted else None
@@ -201,7 +201,7 @@ def _is_vocab_sharded(x: Inputs) -> bool:
     """
     if not any(map(sharded.is_dtensor, x[:3])):
         return False
-    reason = sharded.why_not_share(*x[:3])
+    reason = sharded.why_not_sharded(*x[:3])
     if reason is not None:
         raise ValueError(
             f"weight: {reason}. Under tensor parallelism hidden_states must be a DTensor, replicated, and weight and bias "
@@ -219,12 +219,14 @@ def _spec(
 ) -> LossSpec:
     needs = [value is not None and value.requires_grad and torch.is_grad_enabled() for value in x[:3]]
     return LossSpec(
-        *form, label_smoothing, z_loss, (needs[0], needs[1], needs[2]), config.scratch(x.hidden.shape[0]),
+        *form, label_smoothing, z_loss, (needs[0], needs[1], needs[2]), config.workspace_bytes(x.hidden.shape[0]),
         config.implementation, config.gradient_filter, config.memory_budget == "auto",
     )  # fmt: skip
 
 
-def _statistics(shared: bool, x: Inputs, spec: LossSpec, wanted: Wanted, filter_state: FilterState | None) -> Stats:
+def _statistics(
+    shared: bool, x: Inputs, spec: LossSpec, wanted: WantedStats, filter_state: FilterState | None
+) -> LogitStats:
     """Return per-token statistics; ``is_top1`` is empty if the vocabulary is sharded."""
     if not shared:
         return ops.statistics(x, spec, wanted, filter_state)
@@ -324,7 +326,7 @@ def prefers_full_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig
     (v, d), n = weight.shape, hidden_states.numel() // max(1, hidden_states.shape[-1])
     needs = (False, weight.requires_grad and torch.is_grad_enabled(), False)
     spec = LossSpec(
-        -100, 1.0, 0.0, needs=needs, memory_budget=config.scratch(n), auto_budget=config.memory_budget == "auto",
+        -100, 1.0, 0.0, needs=needs, memory_budget=config.workspace_bytes(n), auto_budget=config.memory_budget == "auto",
         implementation=config.implementation,
     )  # fmt: skip
     return dispatch.prefers_full_logits(dispatch.Problem(n, d, v, hidden_states.dtype, hidden_states.device), spec)

@@ -25,7 +25,7 @@ from hf_cce.dispatch import (
 )
 from hf_cce.filter_state import FilterState
 from hf_cce.quantized import dense
-from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
+from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 from hf_cce.strategies import (
     FullLogits,
     InputGrads,
@@ -107,16 +107,16 @@ def logit_stats(
     """Return (lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty if not requested."""
     x = Inputs(hidden, weight, bias, labels)
     spec = LossSpec(ignore_index, logit_scale, softcap, memory_budget=memory_budget, implementation=implementation)
-    strategy = dispatch_statistics(x, spec, Wanted(want_mean, want_entropy, want_log_sum_sq, want_top1), None)
+    strategy = dispatch_statistics(x, spec, WantedStats(want_mean, want_entropy, want_log_sum_sq, want_top1), None)
     return tuple(_forward(strategy, x)[1])  # type: ignore[return-value]
 
 
 @logit_stats.register_fake
 def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
     want_mean, want_entropy, want_log_sum_sq, want_top1 = others[6:10]
-    n, wide = hidden.shape[0], accumulation_dtype(hidden.dtype)
+    n, acc_dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
 
-    def vector(wanted: bool = True, dtype: torch.dtype = wide) -> Tensor:
+    def vector(wanted: bool = True, dtype: torch.dtype = acc_dtype) -> Tensor:
         return hidden.new_empty(n if wanted else 0, dtype=dtype)
 
     return (
@@ -125,7 +125,7 @@ def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
         vector(want_mean),
         vector(want_entropy),
         vector(want_log_sum_sq),
-        vector(want_top1, torch.bool if want_top1 else wide),
+        vector(want_top1, torch.bool if want_top1 else acc_dtype),
     )
 
 
@@ -191,7 +191,7 @@ def _only(needs: tuple[bool, ...], gradients: Any) -> tuple[Tensor | None, ...]:
 
 
 def _save_stats(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    wanted = Wanted(*inputs[7:11])
+    wanted = WantedStats(*inputs[7:11])
     index, scale, softcap, *_ = inputs[4:]
     ctx.spec = LossSpec(index, scale, softcap, memory_budget=inputs[11], implementation=inputs[12])
     ctx.set_materialize_grads(False)
@@ -280,10 +280,10 @@ def _spec_of(options: tuple[Any, ...]) -> LossSpec:
 
 @cross_entropy_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    wide = accumulation_dtype(hidden.dtype)
+    acc_dtype = accumulation_dtype(hidden.dtype)
     needs = others[11:14] if computes_grads_in_forward(hidden.dtype) else (False, False, False)
-    loss, factor = (hidden.new_empty((), dtype=wide) for _ in range(2))
-    return loss, hidden.new_empty(hidden.shape[0], dtype=wide), factor, *_fake_gradients(hidden, weight, needs)
+    loss, factor = (hidden.new_empty((), dtype=acc_dtype) for _ in range(2))
+    return loss, hidden.new_empty(hidden.shape[0], dtype=acc_dtype), factor, *_fake_gradients(hidden, weight, needs)
 
 
 def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -303,8 +303,7 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
     spec = replace(ctx.spec, needs=needs)
     gradients: Any
     if ctx.gradients is not None and (needs_custom_op(grad) or not torch.is_grad_enabled()):
-        # If all labels are ignored the gradient is zero, even if a division by their count makes the upstream gradient infinite.
-        grad = torch.where((x.labels == spec.ignore_index).all(), 0.0, grad)
+        grad = reference.zero_if_all_ignored(grad, x.labels, spec)
         gradients = [(g.to(grad.dtype) * grad).to(g.dtype) for g in ctx.gradients]
     else:
         # With create_graph=True, this operator's backward raises on a second derivative.
@@ -369,8 +368,10 @@ def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterStat
     return _Fused.apply(strategy, *x)[0]
 
 
-def statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: FilterState | None = None) -> Stats:
+def statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: FilterState | None = None) -> LogitStats:
     """Return per-token statistics, through the custom operator if traced. A ``state`` enables the gradient filter."""
     if needs_custom_op(x.hidden):
-        return Stats(*torch.ops.hf_cce.logit_stats(*x, *spec.form, *wanted, spec.memory_budget, spec.implementation))
-    return Stats(*_Fused.apply(dispatch_statistics(x, spec, wanted, state), *x))
+        return LogitStats(
+            *torch.ops.hf_cce.logit_stats(*x, *spec.form, *wanted, spec.memory_budget, spec.implementation)
+        )
+    return LogitStats(*_Fused.apply(dispatch_statistics(x, spec, wanted, state), *x))

@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_cce import fallback, reference
 from hf_cce.config import CCEWarning
 from hf_cce.filter_state import FilterState
-from hf_cce.spec import Divisor, Inputs, LossSpec, TokenGrads, Wanted, accumulation_dtype
+from hf_cce.spec import Divisor, Inputs, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
 InputGrads = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty where not needed
 Upstream = Sequence[Tensor | None]  # gradients of a strategy's outputs
@@ -239,9 +239,8 @@ class OnePass(Strategy):
         cache, self.cache = self.cache, None
         if cache is None or upstream[0] is None or saved.factor is None:
             return None
-        # If all labels are ignored the gradient is zero, even if a division by their count makes the upstream gradient infinite.
-        grad = torch.where((x.labels == self.spec.ignore_index).all(), 0.0, upstream[0])
-        return cache.scaled(x, replace(self.spec, needs=needs), saved.lse, saved.factor, grad)
+        grad = reference.zero_if_all_ignored(upstream[0], x.labels, self.spec)
+        return cache.finalize(x, replace(self.spec, needs=needs), saved.lse, saved.factor, grad)
 
 
 class Recompute(Strategy):
@@ -254,7 +253,7 @@ class Recompute(Strategy):
         if self.triton:
             loss, lse = kernels_module().cross_entropy(x, spec, factor)
         else:
-            stats = reference.logit_stats(x, spec, Wanted(mean=spec.label_smoothing > 0))
+            stats = reference.logit_stats(x, spec, WantedStats(mean=spec.label_smoothing > 0))
             factor = factor.to(stats.lse.dtype)
             loss, lse = reference.token_losses(stats, spec).sum() * factor, stats.lse
         return (loss,), Saved(lse, factor=factor)
@@ -377,11 +376,11 @@ class Filtered(Strategy):
 
 
 class Statistics(Strategy):
-    """Per-token statistics; the outputs are ``Stats``."""
+    """Per-token statistics; the outputs are ``LogitStats``."""
 
     reads_weight_in_slabs = True
 
-    def __init__(self, spec: LossSpec, wanted: Wanted, triton: bool) -> None:
+    def __init__(self, spec: LossSpec, wanted: WantedStats, triton: bool) -> None:
         super().__init__(spec, SUM, triton)
         self.wanted = wanted
 
@@ -404,7 +403,7 @@ class Statistics(Strategy):
 
 
 def stats_grads(lse: Tensor, upstream: Upstream) -> TokenGrads:
-    """Return contiguous upstream gradients of ``Stats``; missing ones of lse and label_logit become zeros."""
+    """Return contiguous upstream gradients of ``LogitStats``; missing ones of lse and label_logit become zeros."""
     grad_lse, grad_label, mean, entropy = (None if g is None else g.contiguous() for g in upstream[:4])
     zero = torch.zeros_like(lse) if grad_lse is None or grad_label is None else lse
     return TokenGrads(zero if grad_lse is None else grad_lse, zero if grad_label is None else grad_label, mean, entropy)
