@@ -335,10 +335,7 @@ def explain_dispatch(
         RuntimeError: ``config`` requires kernels that cannot run on ``device``.
     """
     config, device = config or CCEConfig(), torch.device(device)
-    spec = LossSpec(
-        -100, 1.0, 0.0, needs=(True, not frozen, False), memory_budget=config.workspace_bytes(tokens),
-        auto_budget=config.memory_budget == "auto", implementation=config.implementation, gradient_filter=config.gradient_filter,
-    )  # fmt: skip
+    spec = LossSpec.of(config, tokens, (True, not frozen, False))
     p = Problem(tokens, hidden_size, vocab_size, dtype, device)
     absent = device.type == "cuda" and not torch.cuda.is_available()
     implementation: str = config.implementation

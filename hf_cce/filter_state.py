@@ -140,18 +140,18 @@ class FilterState:
         """Return the cached order for a weight of this shape, device and dtype; None if there is none or it is stale."""
         if self._vocabulary is None or _capturing() or self._calls % SORT_EVERY == 0:
             return None
-        of, vocabulary = self._vocabulary
-        return vocabulary if of == (weight.shape, weight.device, weight.dtype) else None
+        key, vocabulary = self._vocabulary
+        return vocabulary if key == (weight.shape, weight.device, weight.dtype) else None
 
     def keep_vocabulary(self, weight: Tensor, vocabulary: Any) -> None:
         """Cache ``vocabulary`` (hf_cce.kernels.filter.order) for later steps; reuse the previous covariance while fresh."""
         if _capturing():
             return
-        of = weight.shape, weight.device, weight.dtype  # tile sizes and padding depend on the dtype
+        key = weight.shape, weight.device, weight.dtype  # tile sizes and padding depend on the dtype
         known = self._vocabulary
-        if known is not None and known[0] == of and self._calls % COVARIANCE_EVERY and vocabulary.covariance is None:
+        if known is not None and known[0] == key and self._calls % COVARIANCE_EVERY and vocabulary.covariance is None:
             vocabulary.covariance = known[1].covariance
-        self._vocabulary = of, vocabulary
+        self._vocabulary = key, vocabulary
 
     def measure(self) -> bool:
         """Return True if the error of this step should be estimated."""
