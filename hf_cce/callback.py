@@ -171,10 +171,8 @@ class CCECallback(TrainerCallback):
         if run is None:
             return
         if run.unfused_batches:
-            materialized = run.stats.materialized - run.start.materialized
-            message = (
-                f"{run.unfused_batches} of the {run.batches} micro-batches of this training run had no loss of ours"
-            )
+            unfused, materialized = run.unfused_batches, run.stats.materialized - run.start.materialized
+            summary = f"{unfused} of the {run.batches} micro-batches of this training run had no loss of ours"
             _say(args, state, f"hf_cce: {summary}; times that full logits were made: {materialized}")
 
     def _report(self, run: _Run, args: Any, state: Any, model: Any) -> None:

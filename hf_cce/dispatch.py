@@ -206,7 +206,7 @@ def materialized_bytes(p: Problem, dtype: torch.dtype) -> int:
     return p.tokens * (dtype.itemsize * (p.vocab_size + 15) + 4 * p.hidden_size * (p.vocab_size % 8 > 0))
 
 
-def computes_grads_in_forward(dtype: torch.dtype) -> bool:
+def grads_in_forward(dtype: torch.dtype) -> bool:
     """Return True if ``hf_cce::cross_entropy`` computes gradients in its forward pass, whatever the sizes: one graph serves all.
 
     False for float16, where gradients that a GradScaler has not scaled yet would underflow.
@@ -261,9 +261,8 @@ def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSta
     decision = decide(p, spec, implementation, tau is not None)
     if tau is None or state is None or decision.strategy != "filtered":
         return _build_strategy(decision, p, spec, divisor)
-    return Filtered(
-        spec, divisor, state, tau, keeps_state, _build_strategy(decide_unfiltered(p, spec, True), p, spec, divisor)
-    )
+    unfiltered = _build_strategy(decide_unfiltered(p, spec, True), p, spec, divisor)
+    return Filtered(spec, divisor, state, tau, keeps_state, unfiltered)
 
 
 def _spec_after_dequantization(x: Inputs, spec: LossSpec) -> LossSpec | None:
@@ -294,7 +293,7 @@ def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: F
 
 def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
     """Return the strategy for the operator ``hf_cce::cross_entropy``, whose graph serves any number of tokens."""
-    if computes_grads_in_forward(x.hidden.dtype):
+    if grads_in_forward(x.hidden.dtype):
         return dispatch_fused(x, spec, divisor, state)
     triton = choose_implementation(x.hidden.device, x.hidden.dtype, spec.implementation) == "triton"
     return Recompute(spec, divisor, triton)

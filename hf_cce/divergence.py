@@ -13,18 +13,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from hf_cce.checks import (
-    Reduction,
-    cast_head,
-    check_config,
-    check_device,
-    check_logit_options,
-    check_numbers,
-    check_reduction,
-    check_tensor,
-    make_divisor,
-    type_name,
-)
+from hf_cce import checks
+from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.dispatch import choose_implementation
 from hf_cce.divergence_passes import Divergence, DivergenceSpec, Head, Tokens
@@ -122,8 +112,8 @@ def linear_divergence(
     """
     if kind not in get_args(Kind):
         raise ValueError(f"kind must be one of {get_args(Kind)}, got {kind!r}")
-    check_reduction(reduction, num_items_in_batch)
-    check_numbers(beta=beta, temperature=temperature)
+    checks.check_reduction(reduction, num_items_in_batch)
+    checks.check_numbers(beta=beta, temperature=temperature)
     if kind == "jsd" and not 0.0 < beta < 1.0:
         raise ValueError(
             f"beta must lie in (0, 1), got {beta}; its limits 0 and 1 are kind='forward_kl' and 'reverse_kl'"
@@ -136,7 +126,7 @@ def linear_divergence(
     if reduction == "none":
         return losses
     counts = losses.new_ones(losses.shape, dtype=torch.long) if mask is None else (mask != 0).long()
-    _, factor = validate_labels(counts, 0, 2, make_divisor(reduction, num_items_in_batch, losses.device))
+    _, factor = validate_labels(counts, 0, 2, checks.make_divisor(reduction, num_items_in_batch, losses.device))
     return losses.sum() * factor.to(losses.dtype)
 
 
@@ -150,7 +140,7 @@ def token_divergences(
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return (divergence, student entropy without gradient or None), [...] each; β is 0 for forward KL, 1 for reverse KL."""
-    config = check_config(config)
+    config = checks.check_config(config)
     head = _prepare_head(student, "student_", temperature)
     shape = student.hidden_states.shape[:-1]
     flat = None if mask is None else _prepare_mask(mask, student.hidden_states)
@@ -172,10 +162,10 @@ def _prepare_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
     """Check ``x``; return it flattened to [N, D], cast for autocast, with the temperature folded into scale and softcap."""
     hidden, weight, bias, logit_scale, softcap = x
     names = (f"{prefix}hidden", f"{prefix}weight", f"{prefix}bias")
-    check_tensor(names[0], "[..., D]", hidden)
-    check_tensor(names[1], "[V, D]", weight)
+    checks.check_tensor(names[0], "[..., D]", hidden)
+    checks.check_tensor(names[1], "[V, D]", weight)
     if bias is not None:
-        check_tensor(names[2], "[V]", bias)
+        checks.check_tensor(names[2], "[V]", bias)
     if transformed(hidden, weight, bias):
         raise RuntimeError(
             "linear_divergence has no rule for torch.func (grad, vmap, jvp) and forward-mode AD; take its gradients by "
@@ -189,8 +179,8 @@ def _prepare_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
         raise ValueError(
             f"{names[0]} must be [..., D] with D = {weight.shape[1]} as in {names[1]}, got shape {tuple(hidden.shape)}"
         )
-    hidden, weight, bias = cast_head(hidden, weight, bias, names)
-    check_logit_options(logit_scale, softcap, prefix)
+    hidden, weight, bias = checks.cast_head(hidden, weight, bias, names)
+    checks.check_logit_options(logit_scale, softcap, prefix)
     # Dividing the capped logits by T equals dividing both scale and softcap by T.
     hidden = hidden.reshape(-1, hidden.shape[-1])
     return Head(hidden, weight, bias, float(logit_scale) / temperature, float(softcap or 0.0) / temperature)
@@ -212,13 +202,15 @@ def _prepare_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temp
         shape, name = teacher.shape, "logits"
         found = Head(teacher.detach().reshape(-1, shape[-1]), None, None, 1.0 / temperature, 0.0)
     else:
-        raise TypeError(f"teacher must be a TeacherHead, a TeacherTopK or a tensor of logits, got {type_name(teacher)}")
+        raise TypeError(
+            f"teacher must be a TeacherHead, a TeacherTopK or a tensor of logits, got {checks.type_name(teacher)}"
+        )
     if shape[:-1] != student_hidden.shape[:-1]:
         raise ValueError(
             f"teacher {name} must have the shape of student_hidden but for its last dimension, "
             f"{tuple(student_hidden.shape[:-1])}, got {tuple(shape)}"
         )
-    check_device(f"teacher {name}", found.hidden, "student_hidden", student_hidden)
+    checks.check_device(f"teacher {name}", found.hidden, "student_hidden", student_hidden)
     return found
 
 
@@ -251,8 +243,8 @@ def _top_k_divergence(student: Head, teacher: TeacherTopK, mask: Tensor | None, 
 
 def _check_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> None:
     ids, log_probs, tail = teacher
-    check_tensor("teacher ids", "[..., k]", ids)
-    check_tensor("teacher log_probs", "[..., k]", log_probs)
+    checks.check_tensor("teacher ids", "[..., k]", ids)
+    checks.check_tensor("teacher log_probs", "[..., k]", log_probs)
     if tail not in get_args(Tail):
         raise ValueError(f"teacher tail must be one of {get_args(Tail)}, got {tail!r}")
     if ids.dtype not in (torch.int64, torch.int32, torch.int16):
@@ -264,7 +256,7 @@ def _check_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> None:
             raise ValueError(
                 f"teacher {name} must be [..., k] with {tuple(student_hidden.shape[:-1])}, got {tuple(x.shape)}"
             )
-        check_device(f"teacher {name}", x, "student_hidden", student_hidden)
+        checks.check_device(f"teacher {name}", x, "student_hidden", student_hidden)
     if ids.shape != log_probs.shape:
         raise ValueError(
             f"teacher ids and log_probs must have one shape, got {tuple(ids.shape)} and {tuple(log_probs.shape)}"
@@ -273,7 +265,7 @@ def _check_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> None:
 
 def _prepare_mask(mask: Tensor, student_hidden: Tensor) -> Tensor:
     """Check ``mask`` and return it as [N] bool."""
-    check_tensor("mask", "[...]", mask)
+    checks.check_tensor("mask", "[...]", mask)
     if mask.shape != student_hidden.shape[:-1]:
         raise ValueError(
             f"mask must have the shape of student_hidden without its last dimension, {tuple(student_hidden.shape[:-1])}, got "
@@ -281,5 +273,5 @@ def _prepare_mask(mask: Tensor, student_hidden: Tensor) -> Tensor:
         )
     if mask.is_floating_point() or mask.is_complex():
         raise ValueError(f"mask must be bool or integers, got {mask.dtype}; it selects tokens and does not weigh them")
-    check_device("mask", mask, "student_hidden", student_hidden)
+    checks.check_device("mask", mask, "student_hidden", student_hidden)
     return mask.reshape(-1) != 0

@@ -68,14 +68,12 @@ def _logits_to_gradients(
     """
     ignored = labels == spec.ignore_index
     y = labels.masked_fill(ignored, 0)[:, None]
-    chunk_bytes = CHUNK_BYTES_CPU
-    if z.is_cuda:
-        room = spec.memory_budget - z.element_size() * z.numel()
-        chunk_bytes = max(room, min(CHUNK_BYTES, spec.memory_budget // 2))
+    least, room = (CHUNK_BYTES if z.is_cuda else CHUNK_BYTES_CPU), spec.memory_budget - z.element_size() * z.numel()
+    spec = replace(spec, memory_budget=max(room, min(least, spec.memory_budget // 2)) if z.is_cuda else least)
     if bias is None and _is_plain(spec):
-        loss, lse = _plain_chunks(z, y, any(spec.needs), scale, chunk_bytes)
+        loss, lse = _plain_chunks(z, y, spec, scale)
     else:
-        loss, lse = _general_chunks(z, bias, y, ignored, spec, scale, chunk_bytes)
+        loss, lse = _general_chunks(z, bias, y, ignored, spec, scale)
     return loss[:, 0].masked_fill_(ignored, 0.0), lse[:, 0].masked_fill_(ignored, 0.0)
 
 
@@ -83,19 +81,17 @@ def _is_plain(spec: LossSpec) -> bool:
     return spec.logit_scale == 1.0 and not (spec.softcap or spec.label_smoothing or spec.z_loss)
 
 
-def _plain_chunks(
-    z: Tensor, y: Tensor, need_any: bool, scale: Tensor | float, chunk_bytes: int
-) -> tuple[Tensor, Tensor]:
+def _plain_chunks(z: Tensor, y: Tensor, spec: LossSpec, scale: Tensor | float) -> tuple[Tensor, Tensor]:
     """Handle the loss without options, with few kernels per chunk, because launches may take longer than the kernels."""
     (n, v), acc_dtype, unscaled = z.shape, accumulation_dtype(z.dtype), not isinstance(scale, Tensor) and scale == 1.0
     label_logit, at_label = z.gather(1, y).to(acc_dtype), torch.empty((n, 1), dtype=acc_dtype, device=z.device)
-    for rows in _chunks(n, acc_dtype.itemsize * v, chunk_bytes):
+    for rows in _chunks(n, acc_dtype.itemsize * v, spec.memory_budget):
         part = z[rows]
         log_p = F.log_softmax(part, 1, dtype=acc_dtype)
         torch.gather(log_p, 1, y[rows], out=at_label[rows])
         if not unscaled:
             torch.mul(log_p.exp_(), scale, out=part)
-        elif need_any:
+        elif any(spec.needs):
             torch.exp(log_p, out=part)
         del log_p  # free it before the next one is allocated
     gradient = at_label.expm1()
@@ -104,20 +100,14 @@ def _plain_chunks(
 
 
 def _general_chunks(
-    z: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    ignored: Tensor,
-    spec: LossSpec,
-    scale: Tensor | float,
-    chunk_bytes: int,
+    z: Tensor, bias: Tensor | None, y: Tensor, ignored: Tensor, spec: LossSpec, scale: Tensor | float
 ) -> tuple[Tensor, Tensor]:
     """Handle the loss with any option; ignored rows become zero."""
     (n, v), acc_dtype, smoothing = z.shape, accumulation_dtype(z.dtype), spec.label_smoothing
     zero = torch.zeros((), dtype=acc_dtype, device=z.device)
     row_scale = torch.where(ignored, zero, scale).to(acc_dtype)[:, None] * spec.logit_scale
     losses, lses = (torch.empty((n, 1), dtype=acc_dtype, device=z.device) for _ in range(2))
-    for rows in _chunks(n, 5 * acc_dtype.itemsize * v, chunk_bytes):
+    for rows in _chunks(n, 5 * acc_dtype.itemsize * v, spec.memory_budget):
         f = z[rows].to(acc_dtype, copy=True)
         if bias is not None:
             f.add_(bias)
@@ -307,11 +297,8 @@ def token_blocks(
         fit = v if dtype == acc_dtype else v * dtype.itemsize // acc_dtype.itemsize // ALIGNMENT * ALIGNMENT
         sums.weight = sums.grad_weight.view(-1).view(acc_dtype)[: fit * d].view(fit, d).zero_()
         rest = (v - fit) * d * acc_dtype.itemsize
-        if (
-            rest
-            and matmul_supports_fp32_out(hidden)
-            and room - rest >= min(room // 2, MIN_BLOCK_TOKENS * v * acc_dtype.itemsize)
-        ):
+        least = min(room // 2, MIN_BLOCK_TOKENS * v * acc_dtype.itemsize)
+        if rest and matmul_supports_fp32_out(hidden) and room - rest >= least:
             sums.rest, room = torch.zeros((v - fit, d), dtype=acc_dtype, device=device), room - rest
     spec = replace(spec, memory_budget=room)
     block = _token_block(n, v, dtype, on_cpu, room)

@@ -76,8 +76,8 @@ def why_not_defer(head: nn.Module) -> str | None:
 
 def _is_4_bit(kind: Any) -> bool:
     """Return True if ``kind`` is bitsandbytes' Linear4bit, whose matmul ``hf_cce.patches.bnb`` defers."""
-    name, module_name = (getattr(kind.forward, each, "") for each in ("__qualname__", "__module__"))
-    return name == "Linear4bit.forward" and module_name.startswith("bitsandbytes.")
+    name, package = (getattr(kind.forward, each, "") for each in ("__qualname__", "__module__"))
+    return name == "Linear4bit.forward" and package.startswith("bitsandbytes.")
 
 
 def transformed(*tensors: Tensor | None) -> bool:
@@ -119,11 +119,9 @@ def why_not_read(weight: Any, bias: Any = None) -> str | None:
 def adapter_in(head: nn.Module) -> str | None:
     """Return the PEFT method that currently changes the output of ``head`` ("lora", "ia3", …), or None."""
     for module in head.modules():
-        module_name, _, name = type(module).__module__.partition(".tuners.")
-        if (
-            module_name == "peft"
-            and not getattr(module, "merged", False)
-            and not getattr(module, "disable_adapters", False)
-        ):
+        library, _, name = type(module).__module__.partition(".tuners.")
+        if library != "peft":
+            continue
+        if not getattr(module, "merged", False) and not getattr(module, "disable_adapters", False):
             return name.split(".")[0]
     return None

@@ -12,21 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce import dispatch, ops, sharded
-from hf_cce.checks import (
-    INTEGERS,
-    Reduction,
-    cast_head,
-    check_config,
-    check_device,
-    check_logit_options,
-    check_numbers,
-    check_reduction,
-    check_tensor,
-    make_divisor,
-    to_number,
-    type_name,
-)
+from hf_cce import checks, dispatch, ops, sharded
+from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import transformed
@@ -111,12 +98,12 @@ def linear_cross_entropy(
         RuntimeError: in a double backward, under ``torch.func`` transforms or forward-mode AD, or if ``config`` requires
             kernels that cannot run here.
     """
-    config = check_config(config)
+    config = checks.check_config(config)
     if not isinstance(shift, bool):
-        raise TypeError(f"shift must be True or False, got {type_name(shift)}")
-    check_reduction(reduction, num_items_in_batch)
-    check_numbers(label_smoothing=label_smoothing, z_loss=z_loss)
-    label_smoothing, z_loss = to_number(label_smoothing), to_number(z_loss)
+        raise TypeError(f"shift must be True or False, got {checks.type_name(shift)}")
+    checks.check_reduction(reduction, num_items_in_batch)
+    checks.check_numbers(label_smoothing=label_smoothing, z_loss=z_loss)
+    label_smoothing, z_loss = checks.to_number(label_smoothing), checks.to_number(z_loss)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
     if z_loss < 0.0:
@@ -132,11 +119,13 @@ def linear_cross_entropy(
     spec = _make_spec(x, config, form, label_smoothing, z_loss)
     is_sharded = _is_vocab_sharded(x)
     if reduction != "none" and not is_sharded:
-        return ops.cross_entropy(x, spec, make_divisor(reduction, num_items_in_batch, x.hidden.device), filter_state)
+        return ops.cross_entropy(
+            x, spec, checks.make_divisor(reduction, num_items_in_batch, x.hidden.device), filter_state
+        )
     loss = token_losses(_statistics(is_sharded, x, spec, WantedStats(mean=label_smoothing > 0), None), spec)
     if reduction == "none":
         return loss.view(labels.shape)
-    divisor = make_divisor(reduction, num_items_in_batch, x.hidden.device)
+    divisor = checks.make_divisor(reduction, num_items_in_batch, x.hidden.device)
     return loss.sum() * dispatch.loss_factor(x, spec, divisor).to(loss.dtype)
 
 
@@ -182,7 +171,7 @@ def linear_log_probs(
     Raises:
         TypeError, ValueError, RuntimeError: as in ``linear_cross_entropy``.
     """
-    config = check_config(config)
+    config = checks.check_config(config)
     x, form = _prepare_inputs(
         Inputs(hidden_states, weight, bias, labels), ignore_index, logit_scale, softcap, filter_state
     )
@@ -244,7 +233,7 @@ def prefers_full_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig
     """
     if torch.compiler.is_compiling():
         return False
-    config = check_config(config)
+    config = checks.check_config(config)
     (v, d), n = weight.shape, hidden_states.numel() // max(1, hidden_states.shape[-1])
     spec = LossSpec.of(config, n, (False, weight.requires_grad and torch.is_grad_enabled(), False))
     return dispatch.prefers_full_logits(dispatch.Problem(n, d, v, hidden_states.dtype, hidden_states.device), spec)
@@ -255,17 +244,18 @@ def _prepare_inputs(
 ) -> tuple[Inputs, Form]:
     """Check everything that can be checked without reading data; cast for autocast; flatten to [N, D] and [N]."""
     hidden_states, weight, bias, labels = x
-    if not isinstance(ignore_index, INTEGERS) or isinstance(ignore_index, bool):
+    if not isinstance(ignore_index, checks.INTEGERS) or isinstance(ignore_index, bool):
         raise TypeError(
-            f"ignore_index must be an int, got {type_name(ignore_index)}; where no label is to be ignored, leave it at -100"
+            f"ignore_index must be an int, got {checks.type_name(ignore_index)}; where no label is to be ignored, "
+            "leave it at -100"
         )
     if not isinstance(filter_state, (FilterState, type(None))):
-        raise TypeError(f"filter_state must be a FilterState or None, got {type_name(filter_state)}")
-    check_tensor("hidden_states", "[..., D]", hidden_states)
-    check_tensor("weight", "[V, D]", weight)
-    check_tensor("labels", "[...]", labels)
+        raise TypeError(f"filter_state must be a FilterState or None, got {checks.type_name(filter_state)}")
+    checks.check_tensor("hidden_states", "[..., D]", hidden_states)
+    checks.check_tensor("weight", "[V, D]", weight)
+    checks.check_tensor("labels", "[...]", labels)
     if bias is not None:
-        check_tensor("bias", "[V]", bias)
+        checks.check_tensor("bias", "[V]", bias)
     if transformed(hidden_states, weight, bias):
         raise RuntimeError(
             "the fused loss has no rule for torch.func (grad, vmap, jvp) and forward-mode AD; compute it with full logits there, "
@@ -294,8 +284,8 @@ def _prepare_inputs(
     if labels.dtype not in _LABEL_DTYPES:
         way = "" if labels.is_floating_point() else "; labels.long() converts them"
         raise ValueError(f"labels must be integers (torch.int64, int32, int16 or uint8), got {labels.dtype}{way}")
-    hidden_states, weight, bias = cast_head(hidden_states, weight, bias, ("hidden_states", "weight", "bias"))
-    check_device("labels", labels, "hidden_states", hidden_states)
-    check_logit_options(logit_scale, softcap)
+    hidden_states, weight, bias = checks.cast_head(hidden_states, weight, bias, ("hidden_states", "weight", "bias"))
+    checks.check_device("labels", labels, "hidden_states", hidden_states)
+    checks.check_logit_options(logit_scale, softcap)
     x = Inputs(hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias, labels.reshape(-1).long().contiguous())
-    return x, (to_number(ignore_index, int), to_number(logit_scale), float(softcap or 0.0))
+    return x, (checks.to_number(ignore_index, int), checks.to_number(logit_scale), float(softcap or 0.0))

@@ -16,13 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import flops, reference
-from hf_cce.dispatch import (
-    choose_implementation,
-    computes_grads_in_forward,
-    dispatch,
-    dispatch_statistics,
-    dispatch_traced,
-)
+from hf_cce.dispatch import choose_implementation, dispatch, dispatch_statistics, dispatch_traced, grads_in_forward
 from hf_cce.filter_state import FilterState
 from hf_cce.quantized import dense
 from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
@@ -255,7 +249,7 @@ def cross_entropy_op(
         state.counters.fused += 1
     strategy, (loss,), saved = _forward(dispatch_traced(x, spec, Divisor(num_items, divisor), state), x)
     gradients: InputGrads = (None, None, None)
-    if computes_grads_in_forward(hidden.dtype) and any(spec.needs):
+    if grads_in_forward(hidden.dtype) and any(spec.needs):
         gradients = _backward(strategy, x, saved, (torch.ones_like(loss),), spec, True)
     assert saved.factor is not None
     precomputed = [hidden.new_empty(0) if g is None else g.contiguous() for g in _only(spec.needs, gradients)]
@@ -281,7 +275,7 @@ def _spec_of(options: tuple[Any, ...]) -> LossSpec:
 @cross_entropy_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     acc_dtype = accumulation_dtype(hidden.dtype)
-    needs = others[11:14] if computes_grads_in_forward(hidden.dtype) else (False, False, False)
+    needs = others[11:14] if grads_in_forward(hidden.dtype) else (False, False, False)
     loss, factor = (hidden.new_empty((), dtype=acc_dtype) for _ in range(2))
     return loss, hidden.new_empty(hidden.shape[0], dtype=acc_dtype), factor, *_fake_gradients(hidden, weight, needs)
 
@@ -292,7 +286,7 @@ def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.save_for_backward(*inputs[:4], lse, factor)
     ctx.spec = _spec_of(inputs[8:])
     # Detached: an output refers to its grad_fn, so a grad_fn that holds the output would be a reference cycle.
-    ctx.gradients = [g.detach() for g in gradients] if computes_grads_in_forward(inputs[0].dtype) else None
+    ctx.gradients = [g.detach() for g in gradients] if grads_in_forward(inputs[0].dtype) else None
 
 
 def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
@@ -371,7 +365,7 @@ def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterStat
 def statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: FilterState | None = None) -> LogitStats:
     """Return per-token statistics, through the custom operator if traced. A ``state`` enables the gradient filter."""
     if needs_custom_op(x.hidden):
-        return LogitStats(
-            *torch.ops.hf_cce.logit_stats(*x, *spec.form, *wanted, spec.memory_budget, spec.implementation)
-        )
-    return LogitStats(*_Fused.apply(dispatch_statistics(x, spec, wanted, state), *x))
+        outputs = torch.ops.hf_cce.logit_stats(*x, *spec.form, *wanted, spec.memory_budget, spec.implementation)
+    else:
+        outputs = _Fused.apply(dispatch_statistics(x, spec, wanted, state), *x)
+    return LogitStats(*outputs)

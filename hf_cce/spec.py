@@ -31,14 +31,9 @@ class LossSpec:
 
     @classmethod
     def of(
-        cls,
-        config: CCEConfig,
-        tokens: int,
-        needs: tuple[bool, bool, bool],
-        form: tuple[int, float, float] = (-100, 1.0, 0.0),
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-    ) -> LossSpec:
+        cls, config: CCEConfig, tokens: int, needs: tuple[bool, bool, bool], form: tuple[int, float, float] = (-100, 1.0, 0.0),
+        label_smoothing: float = 0.0, z_loss: float = 0.0,
+    ) -> LossSpec:  # fmt: skip
         """Return the spec of a loss of ``tokens`` tokens with the options of ``config``."""
         return cls(
             *form, label_smoothing, z_loss, needs, config.workspace_bytes(tokens), config.implementation,
