@@ -41,7 +41,7 @@ def matmul_supports_fp32_out(x: Tensor) -> bool:
 
 
 def matmul_acc(a: Tensor, b: Tensor, rounded: bool = False) -> Tensor:
-    """Return a @ b in the accumulation dtype. A CPU converts 16-bit operands; if ``rounded``, their product, which is faster."""
+    """Return a @ b in the accumulation dtype. Without float32 output, operands are converted; if ``rounded``, the product is."""
     if a.dtype == accumulation_dtype(a.dtype):
         return a @ b
     if matmul_supports_fp32_out(a):
