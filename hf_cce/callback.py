@@ -33,20 +33,22 @@ class _Run:
     step: Stats
     losses: int = 0  # stats.without_fallback after the last micro-batch
     batches: int = 0
-    missed: int = 0  # micro-batches that did not increase stats.without_fallback
-    hit: bool = False  # a micro-batch of the current step increased it
-    told: bool = False  # the line on how losses are computed was shown
-    reported: bool = False  # a step without fused loss was reported
+    unfused_batches: int = 0  # micro-batches that did not increase stats.without_fallback
+    step_fused: bool = False  # a micro-batch of the current step increased it
+    announced: bool = False  # the line on how losses are computed was shown
+    warned: bool = False  # a step without fused loss was reported
 
     def begin_step(self, patch: Patch | None) -> None:
         self._follow(patch)
-        self.step, self.losses, self.hit = replace(self.stats), self.stats.without_fallback, False
+        self.step, self.losses, self.step_fused = replace(self.stats), self.stats.without_fallback, False
 
     def end_batch(self, patch: Patch | None) -> None:
         self._follow(patch)
-        hit = self.stats.without_fallback > self.losses
+        fused = self.stats.without_fallback > self.losses
         self.losses = self.stats.without_fallback
-        self.batches, self.missed, self.hit = self.batches + 1, self.missed + (not hit), self.hit or hit
+        self.batches += 1
+        self.unfused_batches += not fused
+        self.step_fused |= fused
 
     def _follow(self, patch: Patch | None) -> None:
         if patch is not None and patch.stats is not self.stats:  # patched again: the new counters start at zero
@@ -134,11 +136,11 @@ class CCECallback(TrainerCallback):
         if (run := self._run) is None:
             return
         run.end_batch(patch_of(causal_lm(kwargs["model"])))
-        if not run.hit and not run.reported:
-            run.reported = True
+        if not run.step_fused and not run.warned:
+            run.warned = True
             self._report(run, args, state, kwargs["model"])
-        elif run.hit and not run.told and not run.reported:
-            run.told = True
+        elif run.step_fused and not run.announced and not run.warned:
+            run.announced = True
             if run.stats.traced:
                 way = "without logits, in a compiled graph"
             elif run.stats.few_tokens > run.step.few_tokens:
@@ -159,19 +161,19 @@ class CCECallback(TrainerCallback):
                 if device.type == "cuda":
                     found["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
             # Finite values only: JSON has no NaN.
-            told = {f"cce/{key}": round(value, 6) for key, value in found.items() if math.isfinite(value)}
-            logs.update(told)  # for the callbacks that come after this one
+            entry = {f"cce/{key}": round(value, 6) for key, value in found.items() if math.isfinite(value)}
+            logs.update(entry)  # for the callbacks that come after this one
             if state.log_history:
-                state.log_history[-1].update(told)
+                state.log_history[-1].update(entry)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run, self._run = self._run, None
         if run is None:
             return
-        if run.missed:
-            made = run.stats.materialized - run.start.materialized
-            told = f"{run.missed} of the {run.batches} micro-batches of this training run did not use the fused loss"
-            _say(args, state, f"hf_cce: {told}; full logits were materialized {made} times")
+        if run.unfused_batches:
+            unfused, materialized = run.unfused_batches, run.stats.materialized - run.start.materialized
+            summary = f"{unfused} of the {run.batches} micro-batches of this training run did not use the fused loss"
+            _say(args, state, f"hf_cce: {summary}; full logits were materialized {materialized} times")
 
     def _report(self, run: _Run, args: Any, state: Any, model: Any) -> None:
         """Warn or raise because the step that just ended had no fused loss."""

@@ -76,7 +76,7 @@ class CCEConfig:
         if wanted is not None and wanted != "auto" and not (number and 0.0 < wanted <= 0.1):
             raise ValueError(f"gradient_filter must be 'auto', None or a number in (0, 0.1], got {wanted!r}")
 
-    def scratch(self, n: int) -> int:
+    def workspace_bytes(self, n: int) -> int:
         """Return the workspace in bytes for ``n`` tokens; for "auto" a default that ``hf_cce.dispatch`` may raise."""
         given = self.memory_budget
         return 256 * MIB * (1 + (max(n, 1) - 1) // 8192) if isinstance(given, str) else given

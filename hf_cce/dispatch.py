@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hf_cce.config import CCEConfig
-from hf_cce.fallback import CHUNK, FULL_PRECISION, fits_one_block
+from hf_cce.fallback import CHUNK_BYTES, FULL_PRECISION, fits_one_block
 from hf_cce.filter_state import FilterState
 from hf_cce.quantized import FrozenWeight
-from hf_cce.spec import Divisor, Inputs, LossSpec, Wanted
+from hf_cce.spec import Divisor, Inputs, LossSpec, WantedStats
 from hf_cce.strategies import (
     SUM,
     Exact,
@@ -42,15 +42,14 @@ CAPABILITY, EXPERIMENTAL = (8, 0), (7, 5)
 # The filter pays off from this much work (tokens · hidden size · vocabulary) and from as many tokens as fill a GPU with blocks.
 FILTER_FROM = 1.5e11
 FILTER_TOKENS = 2048
-# Full float32 logits of up to DENSE_BYTES are materialized, because few kernel launches win there. Larger ones are stored in the
-# 16-bit dtype of the inputs, rounded as in PyTorch's own loss, if that takes up to NARROW_BYTES and the filter is not used.
-DENSE_BYTES = 256 << 20
-NARROW_BYTES = 256 << 20
-# PyTorch's own operators are fastest up to this many logits, where the time is spent on the host.
-EAGER_LOGITS = 42_000_000
-EAGER_BYTES = 12  # per logit: log-probabilities and the gradients of log-probabilities and logits, in float32
+# The kernels materialize full float32 logits of up to this size, because few kernel launches win there. If the filter is not
+# used, also logits of up to this size in the 16-bit dtype of the inputs, rounded as in PyTorch's own loss.
+MATERIALIZED_BYTES = 256 << 20
+# PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host.
+FULL_LOGITS_MAX = 42_000_000
+BYTES_PER_LOGIT = 12  # per logit: log-probabilities and the gradients of log-probabilities and logits, in float32
 # For an odd vocabulary size, the maximum of tokens · hidden size · vocabulary: GEMMs on unaligned rows are slow.
-EAGER_WORK_ODD = 1.6e10
+FULL_LOGITS_MAX_WORK_ODD = 1.6e10
 
 
 class Problem(NamedTuple):
@@ -146,15 +145,15 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def few_tokens(p: Problem, spec: LossSpec) -> bool:
+def prefers_full_logits(p: Problem, spec: LossSpec) -> bool:
     """Return True if host time dominates and full logits fit the budget: PyTorch's own operators are then the fastest."""
     logits = p.tokens * p.vocab_size
-    odd = p.vocab_size % 2 and p.work > EAGER_WORK_ODD
-    if odd or not (0 < logits <= EAGER_LOGITS and p.device.type == "cuda" and spec.implementation != "triton"):
+    odd = p.vocab_size % 2 and p.work > FULL_LOGITS_MAX_WORK_ODD
+    if odd or not (0 < logits <= FULL_LOGITS_MAX and p.device.type == "cuda" and spec.implementation != "triton"):
         return False
     # The weight's gradient is computed last and reuses memory of the logits.
     taken_over = _head_gradient_bytes(p, spec)
-    return EAGER_BYTES * logits - taken_over <= _budget(p, spec, "full_logits") and p.dtype != torch.float64
+    return BYTES_PER_LOGIT * logits - taken_over <= _budget(p, spec, "full_logits") and p.dtype != torch.float64
 
 
 def _head_gradient_bytes(p: Problem, spec: LossSpec) -> int:
@@ -168,20 +167,20 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
     if strategy == "full_logits":
         # A larger budget only if the alternative is the PyTorch fallback: the kernels need less device time than full logits.
         portable = p.dtype in FULL_PRECISION or spec.implementation == "portable"
-        return EAGER_BYTES * EAGER_LOGITS if portable else spec.memory_budget
+        return BYTES_PER_LOGIT * FULL_LOGITS_MAX if portable else spec.memory_budget
     if strategy == "one_pass" and p.device.type != "cpu":
         # Room for blocks of logits and for the float32 accumulator of the weight's gradient.
         logits, head = p.tokens * p.vocab_size, _head_gradient_bytes(p, spec)
-        wanted = max(spec.memory_budget * (p.dtype.itemsize // 2), EAGER_BYTES * logits // 10) + head
+        wanted = max(spec.memory_budget * (p.dtype.itemsize // 2), BYTES_PER_LOGIT * logits // 10) + head
         # At most what full logits take, or fallback.one_block: all logits in the inputs' dtype, without the accumulator.
-        one_block = p.dtype.itemsize * logits + min(CHUNK, head)
-        return max(spec.memory_budget, min(wanted, max(EAGER_BYTES * logits - head, one_block)))
+        one_block = p.dtype.itemsize * logits + min(CHUNK_BYTES, head)
+        return max(spec.memory_budget, min(wanted, max(BYTES_PER_LOGIT * logits - head, one_block)))
     if strategy == "exact":
         return max(spec.memory_budget, _head_gradient_bytes(p, spec))
     return spec.memory_budget
 
 
-def may_filter(p: Problem, spec: LossSpec, wanted: Wanted | None = None) -> bool:
+def may_filter(p: Problem, spec: LossSpec, wanted: WantedStats | None = None) -> bool:
     """Return True if the filter supports this loss (or the ``wanted`` statistics) and pays off; assumes Triton kernels."""
     if spec.gradient_filter is None or (spec.gradient_filter == "auto" and p.dtype != torch.bfloat16):
         return False
@@ -195,11 +194,8 @@ def may_filter(p: Problem, spec: LossSpec, wanted: Wanted | None = None) -> bool
 
 def materialized_dtype(p: Problem, memory_budget: int, filtered: bool) -> torch.dtype | None:
     """Return float32 or, for unfiltered 16-bit inputs, their dtype, if full logits of that dtype fit; else None."""
-    candidates = [(torch.float32, DENSE_BYTES)]
-    if p.dtype.itemsize < 4 and not filtered:
-        candidates.append((p.dtype, NARROW_BYTES))
-    for dtype, most in candidates:
-        if 0 < materialized_bytes(p, dtype) <= min(memory_budget, most):
+    for dtype in (torch.float32,) if filtered else (torch.float32, p.dtype):
+        if 0 < materialized_bytes(p, dtype) <= min(memory_budget, MATERIALIZED_BYTES):
             return dtype
     return None
 
@@ -210,7 +206,7 @@ def materialized_bytes(p: Problem, dtype: torch.dtype) -> int:
     return p.tokens * (dtype.itemsize * (p.vocab_size + 15) + 4 * p.hidden_size * (p.vocab_size % 8 > 0))
 
 
-def forms_gradients(dtype: torch.dtype) -> bool:
+def grads_in_forward(dtype: torch.dtype) -> bool:
     """Return True if ``hf_cce::cross_entropy`` computes gradients in its forward pass, whatever the sizes: one graph serves all.
 
     False for float16, where gradients that a GradScaler has not scaled yet would underflow.
@@ -229,13 +225,13 @@ def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
 
 
 def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> Decision:
-    """Return the strategy if ``few_tokens`` is False. ``filtered``: the gradient filter applies and is not paused."""
+    """Return the strategy if ``prefers_full_logits`` is False. ``filtered``: the gradient filter applies and is not paused."""
     if implementation == "portable":
         return Decision("one_pass" if one_pass_pays(p, spec) else "recompute", implementation)
-    return Decision("filtered", implementation) if filtered else unfiltered(p, spec, False)
+    return Decision("filtered", implementation) if filtered else decide_unfiltered(p, spec, False)
 
 
-def unfiltered(p: Problem, spec: LossSpec, filtered: bool) -> Decision:
+def decide_unfiltered(p: Problem, spec: LossSpec, filtered: bool) -> Decision:
     """Return the kernels' strategy without the filter. ``filtered``: as the fallback if the filter exceeds the budget."""
     trains = spec.needs[0] or spec.needs[1]
     dtype = None if spec.label_smoothing or not trains else materialized_dtype(p, spec.memory_budget, filtered)
@@ -244,7 +240,7 @@ def unfiltered(p: Problem, spec: LossSpec, filtered: bool) -> Decision:
 
 def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
     """Return the strategy for a scalar loss."""
-    if few_tokens(Problem.of(x), spec):  # checked first, because host time dominates here
+    if prefers_full_logits(Problem.of(x), spec):  # checked first, because host time dominates here
         return FullLogits(spec, divisor)
     return dispatch_fused(x, spec, divisor, state)
 
@@ -252,23 +248,24 @@ def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | N
 def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
     """Return the strategy for a scalar loss, full logits excluded (autograd records those)."""
     p = Problem.of(x)
-    beside = _beside_dequantized(x, spec)
-    if beside is None:
+    remaining = _spec_after_dequantization(x, spec)
+    if remaining is None:
         return Recompute(spec, divisor, False)
-    spec = beside
+    spec = remaining
     implementation = choose_implementation(p.device, p.dtype, spec.implementation)
     # "auto" bounds the error by measuring it across steps, which needs a FilterState.
-    tau, steered = None, state is not None
-    if implementation == "triton" and (steered or spec.gradient_filter != "auto") and may_filter(p, spec):
+    tau, keeps_state = None, state is not None
+    if implementation == "triton" and (keeps_state or spec.gradient_filter != "auto") and may_filter(p, spec):
         state = FilterState() if state is None else state.on(p.device)
         tau = state.threshold(spec.gradient_filter, x.hidden)  # type: ignore[arg-type]
     decision = decide(p, spec, implementation, tau is not None)
     if tau is None or state is None or decision.strategy != "filtered":
-        return _made(decision, p, spec, divisor)
-    return Filtered(spec, divisor, state, tau, steered, _made(unfiltered(p, spec, True), p, spec, divisor))
+        return _build_strategy(decision, p, spec, divisor)
+    unfiltered = _build_strategy(decide_unfiltered(p, spec, True), p, spec, divisor)
+    return Filtered(spec, divisor, state, tau, keeps_state, unfiltered)
 
 
-def _beside_dequantized(x: Inputs, spec: LossSpec) -> LossSpec | None:
+def _spec_after_dequantization(x: Inputs, spec: LossSpec) -> LossSpec | None:
     """Return ``spec`` if a quantized weight can be dequantized whole, else None: dequantize it in slabs.
 
     The dequantized weight may take half the budget, and is deducted from it; for "auto", as much memory as full logits.
@@ -277,16 +274,16 @@ def _beside_dequantized(x: Inputs, spec: LossSpec) -> LossSpec | None:
         return spec
     whole = x.hidden.element_size() * x.weight.numel()
     if spec.auto_budget:
-        return spec if whole <= EAGER_BYTES * x.hidden.shape[0] * x.weight.shape[0] else None
+        return spec if whole <= BYTES_PER_LOGIT * x.hidden.shape[0] * x.weight.shape[0] else None
     return replace(spec, memory_budget=spec.memory_budget - whole) if 2 * whole <= spec.memory_budget else None
 
 
-def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: FilterState | None) -> Strategy:
+def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: FilterState | None) -> Strategy:
     """Return the strategy for per-token statistics; their gradients are filtered only with a ``state``."""
     p = Problem.of(x)
     triton = choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
-    beside = _beside_dequantized(x, spec)
-    statistics = Statistics(beside or spec, wanted, triton and beside is not None)
+    remaining = _spec_after_dequantization(x, spec)
+    statistics = Statistics(remaining or spec, wanted, triton and remaining is not None)
     if state is None or not statistics.triton or not may_filter(p, spec, wanted):
         return statistics
     state = state.on(p.device)
@@ -296,7 +293,7 @@ def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: Filter
 
 def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
     """Return the strategy for the operator ``hf_cce::cross_entropy``, whose graph serves any number of tokens."""
-    if forms_gradients(x.hidden.dtype):
+    if grads_in_forward(x.hidden.dtype):
         return dispatch_fused(x, spec, divisor, state)
     triton = choose_implementation(x.hidden.device, x.hidden.dtype, spec.implementation) == "triton"
     return Recompute(spec, divisor, triton)
@@ -308,7 +305,7 @@ def loss_factor(x: Inputs, spec: LossSpec, divisor: Divisor) -> Tensor:
     return validate_labels(x.labels, spec, x.weight.shape[0], divisor, triton)
 
 
-def _made(decision: Decision, p: Problem, spec: LossSpec, divisor: Divisor) -> Strategy:
+def _build_strategy(decision: Decision, p: Problem, spec: LossSpec, divisor: Divisor) -> Strategy:
     budget = _budget(p, spec, decision.strategy)
     if budget != spec.memory_budget:
         spec = replace(spec, memory_budget=budget)
@@ -337,10 +334,7 @@ def explain_dispatch(
         RuntimeError: ``config`` requires kernels that cannot run on ``device``.
     """
     config, device = config or CCEConfig(), torch.device(device)
-    spec = LossSpec(
-        -100, 1.0, 0.0, needs=(True, not frozen, False), memory_budget=config.scratch(tokens),
-        auto_budget=config.memory_budget == "auto", implementation=config.implementation, gradient_filter=config.gradient_filter,
-    )  # fmt: skip
+    spec = LossSpec.of(config, tokens, (True, not frozen, False))
     p = Problem(tokens, hidden_size, vocab_size, dtype, device)
     absent = device.type == "cuda" and not torch.cuda.is_available()
     implementation: str = config.implementation
@@ -351,7 +345,7 @@ def explain_dispatch(
         implementation = choose_implementation(device, dtype, implementation)
         why_not = why_no_triton(device, dtype) if config.implementation == "auto" else None
     found = Decision("full_logits", implementation)
-    if not few_tokens(p, spec):
+    if not prefers_full_logits(p, spec):
         found = decide(p, spec, implementation, implementation == "triton" and may_filter(p, spec))
     why = "; ".join(filter(None, (WHY[found.strategy], why_not)))
     return Explanation(*found, why, _budget(p, spec, found.strategy))

@@ -13,12 +13,13 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from hf_cce import checks
+from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.dispatch import choose_implementation
 from hf_cce.divergence_passes import Divergence, DivergenceSpec, Head, Tokens
 from hf_cce.divergence_topk import SupportLogits, divergence_on_support, with_tail
 from hf_cce.head_checks import transformed
-from hf_cce.loss import Reduction, _check_tensor, _checked, _divisor, _kind, _refuse_learnable
 from hf_cce.reference import validate_labels
 from hf_cce.spec import accumulation_dtype
 
@@ -111,11 +112,8 @@ def linear_divergence(
     """
     if kind not in get_args(Kind):
         raise ValueError(f"kind must be one of {get_args(Kind)}, got {kind!r}")
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
-    if num_items_in_batch is not None and reduction != "mean":
-        raise ValueError(f"num_items_in_batch needs reduction='mean', got reduction={reduction!r}")
-    _refuse_learnable(beta=beta, temperature=temperature)
+    checks.check_reduction(reduction, num_items_in_batch)
+    checks.check_numbers(beta=beta, temperature=temperature)
     if kind == "jsd" and not 0.0 < beta < 1.0:
         raise ValueError(
             f"beta must lie in (0, 1), got {beta}; for 0 and 1, use kind='forward_kl' and kind='reverse_kl'"
@@ -128,7 +126,7 @@ def linear_divergence(
     if reduction == "none":
         return losses
     counts = losses.new_ones(losses.shape, dtype=torch.long) if mask is None else (mask != 0).long()
-    _, factor = validate_labels(counts, 0, 2, _divisor(reduction, num_items_in_batch, losses.device))
+    _, factor = validate_labels(counts, 0, 2, checks.make_divisor(reduction, num_items_in_batch, losses.device))
     return losses.sum() * factor.to(losses.dtype)
 
 
@@ -142,30 +140,32 @@ def token_divergences(
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return (divergence, student entropy without gradient or None), [...] each; β is 0 for forward KL, 1 for reverse KL."""
-    config = _checked(config)
-    head = _checked_head(student, "student_", temperature)
+    config = checks.check_config(config)
+    head = _prepare_head(student, "student_", temperature)
     shape = student.hidden_states.shape[:-1]
-    flat = None if mask is None else _checked_mask(mask, student.hidden_states)
+    flat = None if mask is None else _prepare_mask(mask, student.hidden_states)
     implementation = choose_implementation(head.hidden.device, head.hidden.dtype, config.implementation)
     n = head.hidden.shape[0]
-    spec = DivergenceSpec(beta, entropy, config.scratch(n), implementation == "triton")
+    spec = DivergenceSpec(beta, entropy, config.workspace_bytes(n), implementation == "triton")
     tokens = Tokens.of(flat, n, head.hidden.device)
     if isinstance(teacher, TeacherTopK):
         _check_top_k(teacher, student.hidden_states)
-        return _of_top_k(head, teacher, flat, spec).view(shape), None
-    given = _checked_teacher(teacher, student.hidden_states, temperature)
+        return _top_k_divergence(head, teacher, flat, spec).view(shape), None
+    given = _prepare_teacher(teacher, student.hidden_states, temperature)
     if spec.triton and given.hidden.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         spec = replace(spec, triton=False)
     found, entropies = Divergence.apply(*head[:3], head, given, tokens, spec)
     return found.view(shape), entropies.view(shape) if entropy else None
 
 
-def _checked_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
+def _prepare_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
     """Check ``x``; return it flattened to [N, D], cast for autocast, with the temperature folded into scale and softcap."""
     hidden, weight, bias, logit_scale, softcap = x
-    names = [f"{prefix}hidden", f"{prefix}weight", f"{prefix}bias"]
-    _check_tensor(names[0], "[..., D]", hidden)
-    _check_tensor(names[1], "[V, D]", weight)
+    names = (f"{prefix}hidden", f"{prefix}weight", f"{prefix}bias")
+    checks.check_tensor(names[0], "[..., D]", hidden)
+    checks.check_tensor(names[1], "[V, D]", weight)
+    if bias is not None:
+        checks.check_tensor(names[2], "[V]", bias)
     if transformed(hidden, weight, bias):
         raise RuntimeError(
             "linear_divergence does not support torch.func (grad, vmap, jvp) and forward-mode AD; compute its gradients with "
@@ -179,36 +179,17 @@ def _checked_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
         raise ValueError(
             f"{names[0]} must be [..., D] with D = {weight.shape[1]} as in {names[1]}, got shape {tuple(hidden.shape)}"
         )
-    if bias is not None:
-        _check_tensor(names[2], "[V]", bias)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"{names[2]} must be [V] = [{weight.shape[0]}], got shape {tuple(bias.shape)}")
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    for name, value in zip(names[1:], (weight, bias), strict=True):
-        if value is not None and value.device != hidden.device:
-            raise ValueError(f"{name} must be on {hidden.device} like {names[0]}, got {value.device}")
-        if value is not None and value.dtype != hidden.dtype:
-            raise ValueError(
-                f"{name} must have the dtype of {names[0]}, {hidden.dtype}, got {value.dtype}; cast one of them, or run under "
-                "torch.autocast"
-            )
-    _refuse_learnable(**{f"{prefix}logit_scale": logit_scale})
-    if softcap is not None:
-        _refuse_learnable(**{f"{prefix}softcap": softcap})
-        if not softcap > 0:
-            raise ValueError(f"{prefix}softcap must be positive or None, got {softcap}")
+    hidden, weight, bias = checks.cast_head(hidden, weight, bias, names)
+    checks.check_logit_options(logit_scale, softcap, prefix)
     # Dividing the capped logits by T equals dividing both scale and softcap by T.
     hidden = hidden.reshape(-1, hidden.shape[-1])
     return Head(hidden, weight, bias, float(logit_scale) / temperature, float(softcap or 0.0) / temperature)
 
 
-def _checked_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temperature: float) -> Head:
+def _prepare_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temperature: float) -> Head:
     """Check a teacher given by a head or by logits; return it detached and flattened."""
     if isinstance(teacher, TeacherHead):
-        found = _checked_head(teacher, "teacher ", temperature)
+        found = _prepare_head(teacher, "teacher ", temperature)
         hidden, weight, bias = (None if x is None else x.detach() for x in found[:3])
         assert hidden is not None
         found = found._replace(hidden=hidden, weight=weight, bias=bias)
@@ -221,20 +202,19 @@ def _checked_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temp
         shape, name = teacher.shape, "logits"
         found = Head(teacher.detach().reshape(-1, shape[-1]), None, None, 1.0 / temperature, 0.0)
     else:
-        raise TypeError(f"teacher must be a TeacherHead, a TeacherTopK or a tensor of logits, got {_kind(teacher)}")
+        raise TypeError(
+            f"teacher must be a TeacherHead, a TeacherTopK or a tensor of logits, got {checks.type_name(teacher)}"
+        )
     if shape[:-1] != student_hidden.shape[:-1]:
         raise ValueError(
             f"teacher {name} must have the shape of student_hidden except for the last dimension, "
             f"{tuple(student_hidden.shape[:-1])}, got {tuple(shape)}"
         )
-    if found.hidden.device != student_hidden.device:
-        raise ValueError(
-            f"teacher {name} must be on {student_hidden.device} like student_hidden, got {found.hidden.device}"
-        )
+    checks.check_device(f"teacher {name}", found.hidden, "student_hidden", student_hidden)
     return found
 
 
-def _of_top_k(student: Head, teacher: TeacherTopK, mask: Tensor | None, spec: DivergenceSpec) -> Tensor:
+def _top_k_divergence(student: Head, teacher: TeacherTopK, mask: Tensor | None, spec: DivergenceSpec) -> Tensor:
     """Return the divergence of each token [N] from a top-k teacher."""
     assert student.weight is not None
     v = student.weight.shape[0]
@@ -263,8 +243,8 @@ def _of_top_k(student: Head, teacher: TeacherTopK, mask: Tensor | None, spec: Di
 
 def _check_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> None:
     ids, log_probs, tail = teacher
-    _check_tensor("teacher ids", "[..., k]", ids)
-    _check_tensor("teacher log_probs", "[..., k]", log_probs)
+    checks.check_tensor("teacher ids", "[..., k]", ids)
+    checks.check_tensor("teacher log_probs", "[..., k]", log_probs)
     if tail not in get_args(Tail):
         raise ValueError(f"teacher tail must be one of {get_args(Tail)}, got {tail!r}")
     if ids.dtype not in (torch.int64, torch.int32, torch.int16):
@@ -276,17 +256,16 @@ def _check_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> None:
             raise ValueError(
                 f"teacher {name} must have shape [..., k] with ... = {tuple(student_hidden.shape[:-1])}, got {tuple(x.shape)}"
             )
-        if x.device != student_hidden.device:
-            raise ValueError(f"teacher {name} must be on {student_hidden.device} like student_hidden, got {x.device}")
+        checks.check_device(f"teacher {name}", x, "student_hidden", student_hidden)
     if ids.shape != log_probs.shape:
         raise ValueError(
             f"teacher ids and log_probs must have the same shape, got {tuple(ids.shape)} and {tuple(log_probs.shape)}"
         )
 
 
-def _checked_mask(mask: Tensor, student_hidden: Tensor) -> Tensor:
+def _prepare_mask(mask: Tensor, student_hidden: Tensor) -> Tensor:
     """Check ``mask`` and return it as [N] bool."""
-    _check_tensor("mask", "[...]", mask)
+    checks.check_tensor("mask", "[...]", mask)
     if mask.shape != student_hidden.shape[:-1]:
         raise ValueError(
             f"mask must have the shape of student_hidden without its last dimension, {tuple(student_hidden.shape[:-1])}, got "
@@ -294,6 +273,5 @@ def _checked_mask(mask: Tensor, student_hidden: Tensor) -> Tensor:
         )
     if mask.is_floating_point() or mask.is_complex():
         raise ValueError(f"mask must be bool or integers, got {mask.dtype}; it selects tokens but does not weight them")
-    if mask.device != student_hidden.device:
-        raise ValueError(f"mask must be on {student_hidden.device} like student_hidden, got {mask.device}")
+    checks.check_device("mask", mask, "student_hidden", student_hidden)
     return mask.reshape(-1) != 0

@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_cce.ops import _computing
-from hf_cce.reference import add_product, has_wide_products, scratch_bytes
+from hf_cce.ops import compute_context
+from hf_cce.reference import FP16_SCALE, add_product, matmul_acc, matmul_supports_fp32_out, scratch_bytes
 from hf_cce.spec import accumulation_dtype
-
-HALF_SCALE = 1024.0  # in float16 the largest upstream gradient is scaled to this, against underflow
 
 
 class Head(NamedTuple):
@@ -43,20 +41,20 @@ class Head(NamedTuple):
 
     def logits(self) -> Tensor:
         """Return the logits [N, V] in the accumulation dtype."""
-        wide = accumulation_dtype(self.hidden.dtype)
+        acc_dtype = accumulation_dtype(self.hidden.dtype)
         if self.weight is None:
-            z = self.hidden.to(wide, copy=True)
+            z = self.hidden.to(acc_dtype, copy=True)
         else:
-            z = _wide_product(self.hidden, self.weight.t())
-        return self.finished(z if self.bias is None else z.add_(self.bias))
+            z = matmul_acc(self.hidden, self.weight.t())
+        return self.apply_scale_and_softcap_(z if self.bias is None else z.add_(self.bias))
 
-    def finished(self, x: Tensor) -> Tensor:
+    def apply_scale_and_softcap_(self, x: Tensor) -> Tensor:
         """Apply scale and softcap in place."""
         if self.logit_scale != 1.0:
             x.mul_(self.logit_scale)
         return x.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else x
 
-    def slope(self, z: Tensor) -> Tensor | float:
+    def logit_derivative(self, z: Tensor) -> Tensor | float:
         """Return ∂z/∂x at ``z``, where x is the logit before scale and softcap."""
         if not self.softcap:
             return self.logit_scale
@@ -79,7 +77,7 @@ class Tokens(NamedTuple):
             return cls(order, torch.tensor(order.numel()))
         return cls(torch.argsort(~mask, stable=True), mask.sum())
 
-    def pick(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Return the rows of ``x`` [N, ·] in this order, zeroed where not selected so that NaN there cannot propagate."""
         if self.order is None:
             return x
@@ -89,7 +87,7 @@ class Tokens(NamedTuple):
         assert self.order is not None
         return torch.arange(self.order.numel(), device=x.device) < self.num_valid
 
-    def put_back(self, values: Tensor, n: int) -> Tensor:
+    def scatter(self, values: Tensor, n: int) -> Tensor:
         """Return ``values`` in the original order [N, ·]; zero for tokens that are not selected."""
         if self.order is None:
             return values
@@ -111,14 +109,14 @@ class DivergenceSpec:
         return self.beta in (0.0, 1.0)
 
 
-class Wanted(NamedTuple):
+class WantedGrads(NamedTuple):
     """Which gradients are needed, and the rows of the weight's gradient, including truncated vocabulary entries."""
 
     needs: tuple[bool, bool, bool]  # of hidden states, weight and bias
     rows: int
 
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden states, weight and bias
+HeadGrads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden states, weight and bias
 
 
 class RowStats(NamedTuple):
@@ -131,7 +129,7 @@ class RowStats(NamedTuple):
     entropy: Tensor  # empty if not requested
 
 
-class Parts(NamedTuple):
+class PartialStats(NamedTuple):
     """Statistics of rows, or of the parts of rows in slabs and tiles, [..., N]; empty if not needed."""
 
     lse: Tensor
@@ -140,50 +138,43 @@ class Parts(NamedTuple):
     expectation: Tensor  # mean of z_s under p_s, for the entropy
 
 
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in the accumulation dtype, without rounding to the inputs' dtype first."""
-    if a.dtype == accumulation_dtype(a.dtype):
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if has_wide_products(a) else a.float() @ b.float()
-
-
 def refuse_second_derivative() -> None:
     """Raise in a backward pass with ``create_graph=True``, where autograd would treat the result as a constant."""
     if torch.is_grad_enabled():
         raise RuntimeError("linear_divergence has no second derivative; remove create_graph=True, or use full logits")
 
 
-def kernels() -> Any:
+def divergence_kernels() -> Any:
     from hf_cce.kernels import divergence  # imported lazily: importing hf_cce must not import Triton
 
     return divergence
 
 
-def slabs_of(student: Head, spec: DivergenceSpec, per_column: int, beside: int = 0) -> list[slice]:
-    """Return slabs that take ``per_column`` bytes per column, next to ``beside`` bytes allocated for the whole loop."""
+def make_slabs(student: Head, spec: DivergenceSpec, column_bytes: int, reserved_bytes: int = 0) -> list[slice]:
+    """Return slabs that take ``column_bytes`` bytes per column, next to ``reserved_bytes`` bytes allocated for the whole loop."""
     assert student.weight is not None
     n, v, room = student.hidden.shape[0], student.weight.shape[0], spec.memory_budget
     if not spec.triton:
         room = scratch_bytes(n, v, accumulation_dtype(student.hidden.dtype).itemsize, spec.memory_budget)
     align = 128 if spec.triton else 16  # whole tiles
-    width = max(align, max(room - beside, room // 4) // max(per_column, 1) // align * align)
+    width = max(align, max(room - reserved_bytes, room // 4) // max(column_bytes, 1) // align * align)
     count = max(1, -(-v // width))
     even = -(-v // count)
     width = -(-even // align) * align  # slabs of equal width
     return [slice(start, min(v, start + width)) for start in range(0, v, width)]
 
 
-def portable_bytes(*heads: Head) -> int:
+def portable_column_bytes(*heads: Head) -> int:
     """Return the bytes per slab column in PyTorch: seven float arrays [N, width]; on a CPU also 16-bit weights in float32."""
-    wide = accumulation_dtype(heads[0].hidden.dtype)
-    copied = [x for x in heads if x.weight is not None and x.hidden.dtype != wide and not x.hidden.is_cuda]
-    return wide.itemsize * (7 * heads[0].hidden.shape[0] + sum(x.hidden.shape[1] for x in copied))
+    acc_dtype = accumulation_dtype(heads[0].hidden.dtype)
+    copied = [x for x in heads if x.weight is not None and x.hidden.dtype != acc_dtype and not x.hidden.is_cuda]
+    return acc_dtype.itemsize * (7 * heads[0].hidden.shape[0] + sum(x.hidden.shape[1] for x in copied))
 
 
-def _of_slab(student: Head, teacher: Head, tokens: Tokens, slab: slice) -> tuple[Head, Head]:
+def _slab_heads(student: Head, teacher: Head, tokens: Tokens, slab: slice) -> tuple[Head, Head]:
     student, teacher = student.columns(slab.start, slab.stop), teacher.columns(slab.start, slab.stop)
     if teacher.weight is None:  # per slab: a copy of all logits would be N × V
-        teacher = teacher._replace(hidden=tokens.pick(teacher.hidden))
+        teacher = teacher._replace(hidden=tokens.gather(teacher.hidden))
     return student, teacher
 
 
@@ -195,17 +186,17 @@ def _copied_bytes(teacher: Head, tokens: Tokens) -> int:
 
 def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> RowStats:
     """Return the divergence of each row, and the statistics that its gradient needs."""
-    n, per_column = student.hidden.shape[0], portable_bytes(student, teacher)
+    n, column_bytes = student.hidden.shape[0], portable_column_bytes(student, teacher)
     if spec.triton:  # the statistics of a tile and two copies, which folding makes
-        per_column = -(-12 * (2 + spec.kl + spec.entropy) * n // kernels().tile_width(student, teacher))
-    per_column += _copied_bytes(teacher, tokens)
-    slabs = slabs_of(student, spec, per_column)
+        column_bytes = -(-12 * (2 + spec.kl + spec.entropy) * n // divergence_kernels().tile_width(student, teacher))
+    column_bytes += _copied_bytes(teacher, tokens)
+    slabs = make_slabs(student, spec, column_bytes)
     if spec.triton and not spec.kl:
-        lse, entropy = kernels().row_lse(student, tokens.num_valid, spec.entropy, spec.memory_budget)
+        lse, entropy = divergence_kernels().row_lse(student, tokens.num_valid, spec.entropy, spec.memory_budget)
         teacher_lse = _teacher_lse(teacher, tokens, spec, slabs)
     else:
         found = _fold(
-            _stack([_slab_parts(*_of_slab(student, teacher, tokens, slab), tokens, spec) for slab in slabs]), spec
+            _stack([_slab_parts(*_slab_heads(student, teacher, tokens, slab), tokens, spec) for slab in slabs]), spec
         )
         lse, teacher_lse, gap, expectation = found
         entropy = lse - expectation if spec.entropy else expectation
@@ -214,37 +205,39 @@ def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec
         return RowStats(lse, teacher_lse, divergence, divergence, entropy)
     divergence, offset = torch.zeros_like(lse), torch.zeros_like(lse)
     for slab in slabs:
-        s, t = _of_slab(student, teacher, tokens, slab)
+        s, t = _slab_heads(student, teacher, tokens, slab)
         if spec.triton:
-            tiles = kernels().pair_stats(s, t, tokens.num_valid, spec.beta, False, (lse, teacher_lse))
-            of_student, both = (x.sum(0) for x in tiles)
+            tiles = divergence_kernels().pair_stats(s, t, tokens.num_valid, spec.beta, False, (lse, teacher_lse))
+            student_kl, jsd = (x.sum(0) for x in tiles)
         else:
-            of_student, both = _mixture_sums(s.logits(), t.logits(), lse, teacher_lse, spec.beta)
-        divergence += both
-        offset += of_student
+            student_kl, jsd = _mixture_sums(s.logits(), t.logits(), lse, teacher_lse, spec.beta)
+        divergence += jsd
+        offset += student_kl
     return RowStats(lse, teacher_lse, divergence, offset, entropy)
 
 
 def _teacher_lse(teacher: Head, tokens: Tokens, spec: DivergenceSpec, slabs: list[slice]) -> Tensor:
     if teacher.weight is not None:
-        return kernels().row_lse(teacher, tokens.num_valid, False, spec.memory_budget)[0]
-    given = (tokens.pick(teacher.columns(slab.start, slab.stop).hidden) for slab in slabs)
+        return divergence_kernels().row_lse(teacher, tokens.num_valid, False, spec.memory_budget)[0]
+    given = (tokens.gather(teacher.columns(slab.start, slab.stop).hidden) for slab in slabs)
     return torch.stack([teacher._replace(hidden=z).logits().logsumexp(1) for z in given]).logsumexp(0)
 
 
-def _slab_parts(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> Parts:
+def _slab_parts(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> PartialStats:
     """Return the statistics of one slab's part of each row."""
     if not spec.triton:
         return _logits_parts(student.logits(), teacher.logits(), spec)
-    lse, teacher_lse, gap, *more = kernels().pair_stats(student, teacher, tokens.num_valid, spec.beta, spec.entropy)
-    return _fold(Parts(lse, teacher_lse, gap, more[0] if more else lse.new_empty(0)), spec)
+    lse, teacher_lse, gap, *more = divergence_kernels().pair_stats(
+        student, teacher, tokens.num_valid, spec.beta, spec.entropy
+    )
+    return _fold(PartialStats(lse, teacher_lse, gap, more[0] if more else lse.new_empty(0)), spec)
 
 
-def _stack(parts: list[Parts]) -> Parts:
-    return Parts(*map(torch.stack, zip(*parts, strict=True)))
+def _stack(parts: list[PartialStats]) -> PartialStats:
+    return PartialStats(*map(torch.stack, zip(*parts, strict=True)))
 
 
-def _fold(parts: Parts, spec: DivergenceSpec) -> Parts:
+def _fold(parts: PartialStats, spec: DivergenceSpec) -> PartialStats:
     """Combine the statistics of parts [T, N] into those of rows [N]."""
     lse, teacher_lse = parts.lse.logsumexp(0), parts.teacher_lse.logsumexp(0)
     gap, expectation = parts.gap, parts.expectation
@@ -253,25 +246,25 @@ def _fold(parts: Parts, spec: DivergenceSpec) -> Parts:
         gap = (gap * (tiles - rows).exp_()).sum(0)
     if spec.entropy:
         expectation = (expectation * (parts.lse - lse).exp_()).sum(0)
-    return Parts(lse, teacher_lse, gap, expectation)
+    return PartialStats(lse, teacher_lse, gap, expectation)
 
 
-def _expected(p: Tensor, x: Tensor) -> Tensor:
+def _expectation(p: Tensor, x: Tensor) -> Tensor:
     """Return Σ p · x over the columns, without the terms with p = 0, where 0 · ∞ would be NaN. Overwrites ``x``."""
     return torch.where(p > 0, x.mul_(p), 0).sum(1)
 
 
-def _logits_parts(zs: Tensor, zt: Tensor, spec: DivergenceSpec) -> Parts:
+def _logits_parts(zs: Tensor, zt: Tensor, spec: DivergenceSpec) -> PartialStats:
     """Return the statistics of a slab of both models' logits [N, width]."""
     lse, teacher_lse = zs.logsumexp(1), zt.logsumexp(1)
     gap = expectation = lse.new_empty(0)
     if spec.beta == 0.0:
-        gap = _expected((zt - teacher_lse[:, None]).exp_(), zt - zs)
+        gap = _expectation((zt - teacher_lse[:, None]).exp_(), zt - zs)
     elif spec.beta == 1.0:
-        gap = _expected((zs - lse[:, None]).exp_(), zs - zt)
+        gap = _expectation((zs - lse[:, None]).exp_(), zs - zt)
     if spec.entropy:
-        expectation = _expected((zs - lse[:, None]).exp_(), zs)
-    return Parts(lse, teacher_lse, gap, expectation)
+        expectation = _expectation((zs - lse[:, None]).exp_(), zs)
+    return PartialStats(lse, teacher_lse, gap, expectation)
 
 
 def _log_mixture(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
@@ -282,8 +275,8 @@ def _mixture_sums(zs: Tensor, zt: Tensor, lse: Tensor, teacher_lse: Tensor, beta
     """Return a slab's part of (KL(p_s ‖ m), JSD), [N] each. Overwrites the logits."""
     log_ps, log_pt = zs.sub_(lse[:, None]), zt.sub_(teacher_lse[:, None])
     log_m = _log_mixture(log_ps, log_pt, beta)
-    teacher = _expected(log_pt.exp(), log_pt - log_m)
-    student = _expected(log_ps.exp(), log_ps.sub_(log_m))
+    teacher = _expectation(log_pt.exp(), log_pt - log_m)
+    student = _expectation(log_ps.exp(), log_ps.sub_(log_m))
     return student, (1 - beta) * student + beta * teacher
 
 
@@ -293,7 +286,7 @@ def _slab_gradient(
     """Return the gradient of a slab [N, width] of the student's logits before scale and softcap."""
     lse, teacher_lse, offset = (x[:, None] for x in rows)
     zs = student.logits()
-    slope = student.slope(zs)
+    derivative = student.logit_derivative(zs)
     log_ps, log_pt = zs.sub_(lse), teacher.logits().sub_(teacher_lse)
     p = log_ps.exp()
     if beta == 0.0:
@@ -303,7 +296,7 @@ def _slab_gradient(
     else:
         log_m = _log_mixture(log_ps, log_pt, beta)
         g = torch.where(p > 0, p * log_ps.sub_(log_m).sub_(offset), 0).mul_(1 - beta)
-    return g.mul_(grad[:, None]).mul_(slope)
+    return g.mul_(grad[:, None]).mul_(derivative)
 
 
 def gradients(
@@ -313,66 +306,70 @@ def gradients(
     rows: tuple[Tensor, Tensor, Tensor],  # the student's lse, the teacher's, the offset: [N] each
     grad: Tensor,  # [N], zero for tokens that are not selected
     spec: DivergenceSpec,
-    wanted: Wanted,
-) -> Gradients:
+    wanted: WantedGrads,
+) -> HeadGrads:
     """Return the gradients of the student's hidden states, weight and bias; None where not needed."""
-    unit = unit_of(student.hidden.dtype, grad)
+    unit = fp16_unit(student.hidden.dtype, grad)
     grad = grad if unit is None else grad / unit
 
-    def of_logits(slab: slice) -> Tensor:
-        s, t = _of_slab(student, teacher, tokens, slab)
+    def slab_grad(slab: slice) -> Tensor:
+        s, t = _slab_heads(student, teacher, tokens, slab)
         if spec.triton:
-            return kernels().pair_gradient(s, t, tokens.num_valid, rows, grad, spec.beta)
+            return divergence_kernels().pair_gradient(s, t, tokens.num_valid, rows, grad, spec.beta)
         return _slab_gradient(s, t, rows, grad, spec.beta)
 
     n, itemsize = student.hidden.shape[0], student.hidden.dtype.itemsize
-    per_column = n * itemsize if spec.triton else portable_bytes(student, teacher)
-    beside = 4 * student.hidden.numel() if itemsize < 4 and wanted.needs[0] else 0
-    slabs = slabs_of(student, spec, per_column + _copied_bytes(teacher, tokens), beside)
-    return head_gradients(student, slabs, of_logits, unit, wanted)
+    column_bytes = n * itemsize if spec.triton else portable_column_bytes(student, teacher)
+    reserved_bytes = 4 * student.hidden.numel() if itemsize < 4 and wanted.needs[0] else 0
+    slabs = make_slabs(student, spec, column_bytes + _copied_bytes(teacher, tokens), reserved_bytes)
+    return head_gradients(student, slabs, slab_grad, unit, wanted)
 
 
-def unit_of(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
+def fp16_unit(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
     """Return what float16 upstream gradients are divided by, and results multiplied by, against underflow; else None."""
     if dtype != torch.float16 or not grads[0].numel():
         return None
     largest = torch.stack([grad.abs().amax() for grad in grads]).amax()
-    return torch.where(largest > 0, largest / HALF_SCALE, 1.0)
+    return torch.where(largest > 0, largest / FP16_SCALE, 1.0)
 
 
 def head_gradients(
-    student: Head, slabs: Iterable[slice], of_logits: Callable[[slice], Tensor], unit: Tensor | None, wanted: Wanted
-) -> Gradients:
+    student: Head,
+    slabs: Iterable[slice],
+    slab_grad: Callable[[slice], Tensor],
+    unit: Tensor | None,
+    wanted: WantedGrads,
+) -> HeadGrads:
     """Return the gradients of the hidden states, weight and bias; None where not needed.
 
-    ``of_logits`` returns the gradient of a slab of logits before scale and softcap [N, width], divided by ``unit``.
+    ``slab_grad`` returns the gradient of a slab of logits before scale and softcap [N, width], divided by ``unit``.
     """
     hidden, weight = student.hidden, student.weight
     assert weight is not None
     (n, d), dtype, v = hidden.shape, hidden.dtype, weight.shape[0]
-    wide = accumulation_dtype(dtype)
-    of_hidden = hidden.new_zeros((n, d), dtype=wide) if wanted.needs[0] else None
-    of_weight = weight.new_empty((wanted.rows, d)) if wanted.needs[1] else None
-    of_bias = weight.new_empty(wanted.rows) if wanted.needs[2] else None
-    for of_vocabulary in (of_weight, of_bias):
-        if of_vocabulary is not None:
-            of_vocabulary[v:] = 0
+    acc_dtype = accumulation_dtype(dtype)
+    grad_hidden = hidden.new_zeros((n, d), dtype=acc_dtype) if wanted.needs[0] else None
+    grad_weight = weight.new_empty((wanted.rows, d)) if wanted.needs[1] else None
+    grad_bias = weight.new_empty(wanted.rows) if wanted.needs[2] else None
+    for grad in (grad_weight, grad_bias):
+        if grad is not None:
+            grad[v:] = 0
     for slab in slabs:
-        g = of_logits(slab)
-        if of_bias is not None:
-            of_bias[slab] = g.sum(0, dtype=wide) if unit is None else g.sum(0, dtype=wide) * unit
-        g = g.to(dtype) if has_wide_products(g) else g
-        if of_hidden is not None:
-            add_product(of_hidden, g, weight[slab])
-        if of_weight is not None and g.dtype == dtype and unit is None:
-            torch.mm(g.t(), hidden, out=of_weight[slab])
-        elif of_weight is not None:
-            product = _wide_product(g.t(), hidden.to(g.dtype))
-            of_weight[slab] = product if unit is None else product.mul_(unit)
+        g = slab_grad(slab)
+        if grad_bias is not None:
+            grad_bias[slab] = g.sum(0, dtype=acc_dtype) if unit is None else g.sum(0, dtype=acc_dtype) * unit
+        g = g.to(dtype) if matmul_supports_fp32_out(g) else g
+        if grad_hidden is not None:
+            add_product(grad_hidden, g, weight[slab])
+        if grad_weight is not None and g.dtype == dtype and unit is None:
+            torch.mm(g.t(), hidden, out=grad_weight[slab])
+        elif grad_weight is not None:
+            product = matmul_acc(g.t(), hidden.to(g.dtype))
+            grad_weight[slab] = product if unit is None else product.mul_(unit)
         del g  # free it before the next one is allocated
-    if of_hidden is not None and unit is not None:
-        of_hidden.mul_(unit)
-    return None if of_hidden is None else of_hidden.to(dtype), of_weight, of_bias
+    if grad_hidden is not None and unit is not None:
+        grad_hidden.mul_(unit)
+    return None if grad_hidden is None else grad_hidden.to(dtype), grad_weight, grad_bias
 
 
 class Divergence(torch.autograd.Function):
@@ -388,15 +385,15 @@ class Divergence(torch.autograd.Function):
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
         if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
             spec = replace(spec, triton=False)  # a kernel cannot be launched for zero tokens
-        s, t = _prepared(student, teacher, v, tokens, spec)
-        with _computing(hidden):
+        s, t = _prepare_heads(student, teacher, v, tokens, spec)
+        with compute_context(hidden):
             stats = row_stats(s, t, tokens, spec)
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *tokens, stats.lse, stats.teacher_lse, stats.offset)
         ctx.rest = student[3:], teacher[3:], v, spec
         ctx.set_materialize_grads(False)
-        entropy = tokens.put_back(stats.entropy, n) if spec.entropy else stats.entropy
+        entropy = tokens.scatter(stats.entropy, n) if spec.entropy else stats.entropy
         ctx.mark_non_differentiable(entropy)
-        return tokens.put_back(stats.divergence, n), entropy
+        return tokens.scatter(stats.divergence, n), entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -404,23 +401,27 @@ class Divergence(torch.autograd.Function):
             return (None,) * 7
         refuse_second_derivative()
         saved = ctx.saved_tensors
-        of_student, of_teacher, v, spec = ctx.rest
-        student, teacher, tokens = Head(*saved[:3], *of_student), Head(*saved[3:6], *of_teacher), Tokens(*saved[6:8])
-        s, t = _prepared(student, teacher, v, tokens, spec)
+        student_form, teacher_form, v, spec = ctx.rest
+        student, teacher, tokens = (
+            Head(*saved[:3], *student_form),
+            Head(*saved[3:6], *teacher_form),
+            Tokens(*saved[6:8]),
+        )
+        s, t = _prepare_heads(student, teacher, v, tokens, spec)
         grad = grad.to(accumulation_dtype(student.hidden.dtype))
-        grad = tokens.pick(grad[:, None])[:, 0].contiguous()
-        with _computing(student.hidden):
-            wanted = Wanted(ctx.needs_input_grad[:3], saved[1].shape[0])
-            of_hidden, of_weight, of_bias = gradients(s, t, tokens, saved[8:], grad, spec, wanted)
-        if of_hidden is not None:
-            of_hidden = tokens.put_back(of_hidden, student.hidden.shape[0])
-        return of_hidden, of_weight, of_bias, None, None, None, None
+        grad = tokens.gather(grad[:, None])[:, 0].contiguous()
+        with compute_context(student.hidden):
+            wanted = WantedGrads(ctx.needs_input_grad[:3], saved[1].shape[0])
+            grad_hidden, grad_weight, grad_bias = gradients(s, t, tokens, saved[8:], grad, spec, wanted)
+        if grad_hidden is not None:
+            grad_hidden = tokens.scatter(grad_hidden, student.hidden.shape[0])
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _prepared(student: Head, teacher: Head, v: int, tokens: Tokens, spec: DivergenceSpec) -> tuple[Head, Head]:
+def _prepare_heads(student: Head, teacher: Head, v: int, tokens: Tokens, spec: DivergenceSpec) -> tuple[Head, Head]:
     """Return both heads truncated to ``v`` vocabulary entries, with the rows in the order of ``tokens``."""
     heads = [x.columns(0, v) for x in (student, teacher)]
-    heads = [x if x.weight is None else x._replace(hidden=tokens.pick(x.hidden)) for x in heads]
+    heads = [x if x.weight is None else x._replace(hidden=tokens.gather(x.hidden)) for x in heads]
     if spec.triton:
-        heads = [kernels().readable(x) for x in heads]
+        heads = [divergence_kernels().readable(x) for x in heads]
     return heads[0], heads[1]

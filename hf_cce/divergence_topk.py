@@ -16,15 +16,15 @@ from torch import Tensor
 from hf_cce.divergence_passes import (
     DivergenceSpec,
     Head,
-    Wanted,
+    WantedGrads,
+    divergence_kernels,
+    fp16_unit,
     head_gradients,
-    kernels,
-    portable_bytes,
+    make_slabs,
+    portable_column_bytes,
     refuse_second_derivative,
-    slabs_of,
-    unit_of,
 )
-from hf_cce.ops import _computing
+from hf_cce.ops import compute_context
 from hf_cce.spec import accumulation_dtype
 
 
@@ -58,62 +58,62 @@ class SupportLogits(torch.autograd.Function):
         spec: DivergenceSpec,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
-        with _computing(hidden):
+        with compute_context(hidden):
             z = _logits_of(ids, student, spec)
             lse = _logsumexp(student, spec) if normalize else z.new_empty(0)
-        ctx.save_for_backward(hidden, weight, bias, ids, lse, student.slope(z) * torch.ones_like(z))
+        ctx.save_for_backward(hidden, weight, bias, ids, lse, student.logit_derivative(z) * torch.ones_like(z))
         ctx.form, ctx.normalize, ctx.spec = student[3:], normalize, spec
         return z, lse
 
     @staticmethod
-    def backward(ctx: Any, of_ids: Tensor, of_lse: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_z: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        hidden, weight, bias, ids, lse, slope = ctx.saved_tensors
+        hidden, weight, bias, ids, lse, derivative = ctx.saved_tensors
         student, spec, normalize = Head(hidden, weight, bias, *ctx.form), ctx.spec, ctx.normalize
-        of_ids = of_ids * slope
-        unit = unit_of(hidden.dtype, of_ids, *([of_lse] if normalize else []))
+        grad_z = grad_z * derivative
+        unit = fp16_unit(hidden.dtype, grad_z, *([grad_lse] if normalize else []))
         if unit is not None:
-            of_ids, of_lse = of_ids / unit, of_lse / unit
+            grad_z, grad_lse = grad_z / unit, grad_lse / unit
 
-        def of_logits(slab: slice) -> Tensor:
+        def slab_grad(slab: slice) -> Tensor:
             width = slab.stop - slab.start
             if normalize:
                 z = student.columns(slab.start, slab.stop).logits()
-                by = student.slope(z)
-                g = z.sub_(lse[:, None]).exp_().mul_(of_lse[:, None]).mul_(by)
+                derivative = student.logit_derivative(z)
+                g = z.sub_(lse[:, None]).exp_().mul_(grad_lse[:, None]).mul_(derivative)
             else:
-                g = of_ids.new_zeros(ids.shape[0], width)
+                g = grad_z.new_zeros(ids.shape[0], width)
             inside = (ids >= slab.start) & (ids < slab.stop)
-            local = (ids - slab.start).clamp_(0, width - 1)
-            return g.scatter_add_(1, local, torch.where(inside, of_ids, 0))
+            columns = (ids - slab.start).clamp_(0, width - 1)
+            return g.scatter_add_(1, columns, torch.where(inside, grad_z, 0))
 
-        with _computing(hidden):
-            beside = 4 * hidden.numel() if hidden.dtype.itemsize < 4 else 0
-            slabs = slabs_of(student, spec, portable_bytes(student), beside)
-            wanted = Wanted(ctx.needs_input_grad[:3], weight.shape[0])
-            return *head_gradients(student, slabs, of_logits, unit, wanted), None, None, None, None
+        with compute_context(hidden):
+            reserved_bytes = 4 * hidden.numel() if hidden.dtype.itemsize < 4 else 0
+            slabs = make_slabs(student, spec, portable_column_bytes(student), reserved_bytes)
+            wanted = WantedGrads(ctx.needs_input_grad[:3], weight.shape[0])
+            return *head_gradients(student, slabs, slab_grad, unit, wanted), None, None, None, None
 
 
 def _logsumexp(student: Head, spec: DivergenceSpec) -> Tensor:
     n, device = student.hidden.shape[0], student.hidden.device
     if spec.triton and n:
-        return kernels().row_lse(
-            kernels().readable(student), torch.full((), n, device=device), False, spec.memory_budget
+        return divergence_kernels().row_lse(
+            divergence_kernels().readable(student), torch.full((), n, device=device), False, spec.memory_budget
         )[0]
-    slabs = slabs_of(student, spec, portable_bytes(student))
+    slabs = make_slabs(student, spec, portable_column_bytes(student))
     return torch.stack([student.columns(x.start, x.stop).logits().logsumexp(1) for x in slabs]).logsumexp(0)
 
 
 def _logits_of(ids: Tensor, student: Head, spec: DivergenceSpec) -> Tensor:
     """Return z of ``ids`` [N, k], gathering weight rows for a block of tokens at a time."""
-    weight, bias, wide = student.weight, student.bias, accumulation_dtype(student.hidden.dtype)
+    weight, bias, acc_dtype = student.weight, student.bias, accumulation_dtype(student.hidden.dtype)
     assert weight is not None
-    found = torch.empty(ids.shape, dtype=wide, device=ids.device)
-    of_token = ids.shape[1] * weight.shape[1] * (weight.dtype.itemsize + wide.itemsize)
-    block = max(1, spec.memory_budget // 2 // max(of_token, 1))
+    found = torch.empty(ids.shape, dtype=acc_dtype, device=ids.device)
+    bytes_per_token = ids.shape[1] * weight.shape[1] * (weight.dtype.itemsize + acc_dtype.itemsize)
+    block = max(1, spec.memory_budget // 2 // max(bytes_per_token, 1))
     for start in range(0, ids.shape[0], block):
         rows = slice(start, start + block)
-        hidden = student.hidden[rows].to(wide)
-        x = torch.bmm(weight[ids[rows]].to(wide), hidden[:, :, None])[:, :, 0]
+        hidden = student.hidden[rows].to(acc_dtype)
+        x = torch.bmm(weight[ids[rows]].to(acc_dtype), hidden[:, :, None])[:, :, 0]
         found[rows] = x if bias is None else x.add_(bias[ids[rows]])
-    return student.finished(found)
+    return student.apply_scale_and_softcap_(found)

@@ -22,49 +22,40 @@ from torch import Tensor
 
 from hf_cce import reference
 from hf_cce.config import MIB
-from hf_cce.reference import add_product, has_wide_products, scratch_bytes
+from hf_cce.reference import FP16_SCALE, add_product, matmul_acc, matmul_supports_fp32_out, scratch_bytes
 from hf_cce.spec import Inputs, LossSpec, TokenGrads, accumulation_dtype
 
 # Minimum tokens per block: with fewer, adding a block's product to the weight's gradient costs more than the product.
-LEAST_TOKENS = 128
+MIN_BLOCK_TOKENS = 128
 # Up to this size a CPU stores all 16-bit logits at once: blocks would save little memory and cost a fourth GEMM.
-ONE_BLOCK_CPU = 64 * MIB
+ONE_BLOCK_BYTES_CPU = 64 * MIB
 # Bytes of logits converted to float32 at a time: enough rows to keep a GPU busy, few enough for a CPU's cache.
-CHUNK, CHUNK_CPU = 64 * MIB, 4 * MIB
-PRODUCT = 32 * MIB  # bytes of a float32 product that is rounded at a time; fits a GPU's cache
-# Factor on float16 probabilities against underflow. Their products accumulate in float32, or the factor is removed before.
-HALF_SCALE = 1024.0
-SLAB = 128 * MIB  # bytes of a recomputed slab of logits
-ALIGNED = 8  # entries: the row alignment that cuBLAS needs to be fast on 16-bit matrices
+CHUNK_BYTES, CHUNK_BYTES_CPU = 64 * MIB, 4 * MIB
+PRODUCT_BYTES = 32 * MIB  # bytes of a float32 product that is rounded at a time; fits a GPU's cache
+SLAB_BYTES = 128 * MIB  # bytes of a recomputed slab of logits
+ALIGNMENT = 8  # entries: the row alignment that cuBLAS needs to be fast on 16-bit matrices
 FULL_PRECISION = (torch.float32, torch.float64)
 
 
 def fits_one_block(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> bool:
     """Return True if ``one_block`` fits the budget: logits in the inputs' dtype, and float32 chunks of them."""
-    room = memory_budget - min(CHUNK, memory_budget // 2)
+    room = memory_budget - min(CHUNK_BYTES, memory_budget // 2)
     if on_cpu:
-        room = min(memory_budget // 2, max(ONE_BLOCK_CPU, scratch_bytes(tokens, vocab_size, 4, memory_budget)))
+        room = min(memory_budget // 2, max(ONE_BLOCK_BYTES_CPU, scratch_bytes(tokens, vocab_size, 4, memory_budget)))
     return tokens * vocab_size * dtype.itemsize <= room
 
 
-def _chunks(n: int, row_bytes: int, most: int) -> Iterator[slice]:
-    """Split ``n`` rows of ``row_bytes`` into slices of at most ``most`` bytes, of 128 · k rows where more than 128 fit."""
-    size = max(1, most // row_bytes)
+def _chunks(n: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice]:
+    """Split ``n`` rows of ``row_bytes`` into slices of at most ``chunk_bytes`` bytes, of 128 · k rows where more than 128 fit."""
+    size = max(1, chunk_bytes // row_bytes)
     size -= size % 128 if size > 128 else 0
     return (slice(start, min(n, start + size)) for start in range(0, n, size))
 
 
 def _logits(hidden: Tensor, v: int, rows: int) -> Tensor:
     """Allocate logits [rows, V]. 16-bit rows on a GPU are padded, because GEMMs are slow on unaligned rows."""
-    stride = -(-v // ALIGNED) * ALIGNED if hidden.is_cuda and hidden.dtype not in FULL_PRECISION else v
+    stride = -(-v // ALIGNMENT) * ALIGNMENT if hidden.is_cuda and hidden.dtype not in FULL_PRECISION else v
     return hidden.new_empty((rows, stride))[:, :v]
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in the accumulation dtype, rounded to the inputs' dtype first if PyTorch lacks a float32 output."""
-    if a.dtype in FULL_PRECISION:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if has_wide_products(a) else (a @ b).float()
 
 
 def _logits_to_gradients(
@@ -77,34 +68,34 @@ def _logits_to_gradients(
     """
     ignored = labels == spec.ignore_index
     y = labels.masked_fill(ignored, 0)[:, None]
-    least, room = (CHUNK if z.is_cuda else CHUNK_CPU), spec.memory_budget - z.element_size() * z.numel()
+    least, room = (CHUNK_BYTES if z.is_cuda else CHUNK_BYTES_CPU), spec.memory_budget - z.element_size() * z.numel()
     spec = replace(spec, memory_budget=max(room, min(least, spec.memory_budget // 2)) if z.is_cuda else least)
-    convert = _plain_chunks if bias is None and _is_plain(spec) else _general_chunks
-    loss, lse = (per_token[:, 0].masked_fill_(ignored, 0.0) for per_token in convert(z, bias, y, ignored, spec, scale))
-    return loss, lse
+    if bias is None and _is_plain(spec):
+        loss, lse = _plain_chunks(z, y, spec, scale)
+    else:
+        loss, lse = _general_chunks(z, bias, y, ignored, spec, scale)
+    return loss[:, 0].masked_fill_(ignored, 0.0), lse[:, 0].masked_fill_(ignored, 0.0)
 
 
 def _is_plain(spec: LossSpec) -> bool:
     return spec.logit_scale == 1.0 and not (spec.softcap or spec.label_smoothing or spec.z_loss)
 
 
-def _plain_chunks(
-    z: Tensor, bias: Tensor | None, y: Tensor, ignored: Tensor, spec: LossSpec, scale: Tensor | float
-) -> tuple[Tensor, Tensor]:
+def _plain_chunks(z: Tensor, y: Tensor, spec: LossSpec, scale: Tensor | float) -> tuple[Tensor, Tensor]:
     """Handle the loss without options, with few kernels per chunk, because launches may take longer than the kernels."""
-    (n, v), wide, plain = z.shape, accumulation_dtype(z.dtype), not isinstance(scale, Tensor) and scale == 1.0
-    label_logit, at_label = z.gather(1, y).to(wide), torch.empty((n, 1), dtype=wide, device=z.device)
-    for rows in _chunks(n, wide.itemsize * v, spec.memory_budget):
+    (n, v), acc_dtype, unscaled = z.shape, accumulation_dtype(z.dtype), not isinstance(scale, Tensor) and scale == 1.0
+    label_logit, at_label = z.gather(1, y).to(acc_dtype), torch.empty((n, 1), dtype=acc_dtype, device=z.device)
+    for rows in _chunks(n, acc_dtype.itemsize * v, spec.memory_budget):
         part = z[rows]
-        log_p = F.log_softmax(part, 1, dtype=wide)
+        log_p = F.log_softmax(part, 1, dtype=acc_dtype)
         torch.gather(log_p, 1, y[rows], out=at_label[rows])
-        if not plain:
+        if not unscaled:
             torch.mul(log_p.exp_(), scale, out=part)
         elif any(spec.needs):
             torch.exp(log_p, out=part)
         del log_p  # free it before the next one is allocated
     gradient = at_label.expm1()
-    z.scatter_(1, y, (gradient if plain else gradient * scale).to(z.dtype))
+    z.scatter_(1, y, (gradient if unscaled else gradient * scale).to(z.dtype))
     return -at_label, label_logit - at_label
 
 
@@ -112,11 +103,12 @@ def _general_chunks(
     z: Tensor, bias: Tensor | None, y: Tensor, ignored: Tensor, spec: LossSpec, scale: Tensor | float
 ) -> tuple[Tensor, Tensor]:
     """Handle the loss with any option; ignored rows become zero."""
-    (n, v), wide, smoothing = z.shape, accumulation_dtype(z.dtype), spec.label_smoothing
-    by = torch.where(ignored, torch.zeros((), dtype=wide, device=z.device), scale).to(wide)[:, None] * spec.logit_scale
-    losses, lses = (torch.empty((n, 1), dtype=wide, device=z.device) for _ in range(2))
-    for rows in _chunks(n, 5 * wide.itemsize * v, spec.memory_budget):
-        f = z[rows].to(wide, copy=True)
+    (n, v), acc_dtype, smoothing = z.shape, accumulation_dtype(z.dtype), spec.label_smoothing
+    zero = torch.zeros((), dtype=acc_dtype, device=z.device)
+    row_scale = torch.where(ignored, zero, scale).to(acc_dtype)[:, None] * spec.logit_scale
+    losses, lses = (torch.empty((n, 1), dtype=acc_dtype, device=z.device) for _ in range(2))
+    for rows in _chunks(n, 5 * acc_dtype.itemsize * v, spec.memory_budget):
+        f = z[rows].to(acc_dtype, copy=True)
         if bias is not None:
             f.add_(bias)
         if spec.logit_scale != 1.0:
@@ -124,20 +116,20 @@ def _general_chunks(
         if spec.softcap:
             f.div_(spec.softcap).tanh_().mul_(spec.softcap)
         log_p, label_logit = f.log_softmax(1), f.gather(1, y[rows])
-        of_label = log_p.gather(1, y[rows])
+        label_log_p = log_p.gather(1, y[rows])
         # If a bias of −inf masks the label, the difference is NaN.
-        lse = label_logit - of_label if bias is None else f.logsumexp(1, keepdim=True)
-        loss = -of_label
+        lse = label_logit - label_log_p if bias is None else f.logsumexp(1, keepdim=True)
+        loss = -label_log_p
         if smoothing:
             loss += smoothing * (label_logit - f.mean(1, keepdim=True))
         if spec.z_loss:
             loss += spec.z_loss * lse.square()
         losses[rows], lses[rows] = loss, lse
         if any(spec.needs):
-            of_lse = 1 + 2 * spec.z_loss * lse
-            at_label = of_label.expm1() + (of_lse - 1) * of_label.exp() + smoothing - smoothing / v
-            g = log_p.exp_().mul_(by[rows] * of_lse).sub_(by[rows] * (smoothing / v))
-            g.scatter_(1, y[rows], by[rows] * at_label)
+            grad_lse = 1 + 2 * spec.z_loss * lse
+            at_label = label_log_p.expm1() + (grad_lse - 1) * label_log_p.exp() + smoothing - smoothing / v
+            g = log_p.exp_().mul_(row_scale[rows] * grad_lse).sub_(row_scale[rows] * (smoothing / v))
+            g.scatter_(1, y[rows], row_scale[rows] * at_label)
             z[rows] = g.mul_(f.div_(spec.softcap).square_().neg_().add_(1)) if spec.softcap else g
         del f, log_p
     return losses, lses
@@ -149,14 +141,14 @@ def _without_ignored(x: Inputs, spec: LossSpec) -> Tensor:
 
 
 @dataclass
-class PrecomputedGrads:
+class UnitGrads:
     """Gradients of hidden, weight and bias for an upstream gradient of one; None where not needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
 
-    def scaled(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
+    def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
         """Multiply by ``grad`` in place: a copy would hold the weight's gradient twice."""
         found = [self.hidden, self.weight, self.bias]
         if x.hidden.device.type == "cpu" and float(grad) == 1.0:
@@ -165,61 +157,61 @@ class PrecomputedGrads:
 
 
 @dataclass
-class LogitGradients:
+class LogitGrads:
     """Result of ``one_block``: ``scale`` times the logits' gradient [N, V], and the hidden states with ignored rows zeroed."""
 
     logits: Tensor
     hidden: Tensor
     scale: Tensor | float
 
-    def scaled(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
+    def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of hidden, weight and bias, times ``factor`` · ``grad``."""
         g, h, (need_hidden, need_weight, need_bias) = self.logits, self.hidden, spec.needs
         (n, v), d = g.shape, h.shape[1]
-        by = (factor * grad).to(accumulation_dtype(g.dtype)) / self.scale
-        if g.dtype == torch.float16 and not has_wide_products(g):  # the products would overflow float16
-            for rows in _chunks(n, 4 * v, CHUNK_CPU):
-                torch.mul(g[rows].float(), by, out=g[rows])
-            by = torch.ones_like(by)
-        of_hidden = of_weight = of_bias = None
+        multiplier = (factor * grad).to(accumulation_dtype(g.dtype)) / self.scale
+        if g.dtype == torch.float16 and not matmul_supports_fp32_out(g):  # the products would overflow float16
+            for rows in _chunks(n, 4 * v, CHUNK_BYTES_CPU):
+                torch.mul(g[rows].float(), multiplier, out=g[rows])
+            multiplier = torch.ones_like(multiplier)
+        grad_hidden = grad_weight = grad_bias = None
         if need_hidden:
-            valid = torch.where(x.labels != spec.ignore_index, by, 0)[:, None]
-            of_hidden = torch.mul(_wide_product(g, x.weight), valid, out=torch.empty_like(h))
+            valid = torch.where(x.labels != spec.ignore_index, multiplier, 0)[:, None]
+            grad_hidden = torch.mul(matmul_acc(g, x.weight, rounded=True), valid, out=torch.empty_like(h))
         if need_weight and g.dtype in FULL_PRECISION:
-            of_weight = torch.mm(g.t(), h * by)
-        elif need_weight and g.device.type == "cpu" and not has_wide_products(g):
-            number = float(by)
+            grad_weight = torch.mm(g.t(), h * multiplier)
+        elif need_weight and g.device.type == "cpu" and not matmul_supports_fp32_out(g):
+            number = float(multiplier)
             exact = abs(math.frexp(number)[0]) == 0.5  # a power of two, exact to multiply by: see one_block
-            of_weight = torch.mm(g.t(), h * number if exact else h)
-            of_weight = of_weight if exact else of_weight.mul_(number)
+            grad_weight = torch.mm(g.t(), h * number if exact else h)
+            grad_weight = grad_weight if exact else grad_weight.mul_(number)
         elif need_weight:
-            of_weight = x.weight.new_empty((v, d))
-            for rows in _chunks(v, 4 * d, PRODUCT):
-                torch.mul(_wide_product(g[:, rows].t(), h), by, out=of_weight[rows])
+            grad_weight = x.weight.new_empty((v, d))
+            for rows in _chunks(v, 4 * d, PRODUCT_BYTES):
+                torch.mul(matmul_acc(g[:, rows].t(), h, rounded=True), multiplier, out=grad_weight[rows])
         if need_bias:
-            of_bias = torch.mul(g.sum(0, dtype=by.dtype), by).to(g.dtype)
-        return [of_hidden, of_weight, of_bias]
+            grad_bias = torch.mul(g.sum(0, dtype=multiplier.dtype), multiplier).to(g.dtype)
+        return [grad_hidden, grad_weight, grad_bias]
 
 
 def one_block(
     x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
-) -> tuple[Tensor, Tensor, Tensor, LogitGradients]:
+) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
     """Return (factor · Σ loss, lse [N], factor, logits' gradient), with the logits of all tokens at once."""
     hidden = _without_ignored(x, spec)
     z = torch.mm(hidden, x.weight.t(), out=_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
-    scale: Tensor | float = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
+    scale: Tensor | float = FP16_SCALE if hidden.dtype == torch.float16 else 1.0
     if hidden.device.type == "cpu" and hidden.dtype not in FULL_PRECISION:
         # 16-bit products are rounded. With the factor's mantissa in ``scale``, the remaining multiplier is usually a power of
         # two, which adds no rounding.
         mantissa = torch.frexp(factor).mantissa
         scale = torch.where(mantissa == 0, 1.0, mantissa) * scale
     loss, lse = _logits_to_gradients(z, x.bias, x.labels, spec, scale)
-    return loss.sum() * factor, lse, factor, LogitGradients(z, hidden, scale)
+    return loss.sum() * factor, lse, factor, LogitGrads(z, hidden, scale)
 
 
 @dataclass
-class Sums:
+class GradSums:
     """Result of ``token_blocks``: ``scale`` times the gradients of Σ loss, accumulated in float32 (float64).
 
     For a 16-bit weight, the buffer of its gradient holds the float32 sums of as many rows as fit. ``rest`` holds those of the
@@ -233,28 +225,28 @@ class Sums:
     grad_weight: Tensor | None  # [V, D] in the weight's dtype
     scale: float
 
-    def scaled(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
-        by = (factor * grad).to(lse.dtype) / self.scale
+    def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
+        multiplier = (factor * grad).to(lse.dtype) / self.scale
 
         def rounded(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
             if sums is None or like is None or sums.dtype == like.dtype:
-                return None if sums is None else sums.mul_(by)
-            return torch.mul(sums, by, out=torch.empty_like(sums, dtype=like.dtype))
+                return None if sums is None else sums.mul_(multiplier)
+            return torch.mul(sums, multiplier, out=torch.empty_like(sums, dtype=like.dtype))
 
-        of_hidden, self.hidden = rounded(self.hidden, x.hidden), None
-        of_bias = rounded(self.bias, x.bias)
+        grad_hidden, self.hidden = rounded(self.hidden, x.hidden), None
+        grad_bias = rounded(self.bias, x.bias)
         if self.weight is None or self.grad_weight is None or self.weight.dtype == x.weight.dtype:
-            return [of_hidden, rounded(self.weight, x.weight), of_bias]
+            return [grad_hidden, rounded(self.weight, x.weight), grad_bias]
         rows = self.weight.shape[0]
         # In ascending order, a row is read before its memory is overwritten.
-        for part in _chunks(rows, 4 * x.weight.shape[1], PRODUCT):
-            self.grad_weight[part] = self.weight[part] * by
+        for part in _chunks(rows, 4 * x.weight.shape[1], PRODUCT_BYTES):
+            self.grad_weight[part] = self.weight[part] * multiplier
         if self.rest is not None:
-            torch.mul(self.rest, by, out=self.grad_weight[rows:])
-            return [of_hidden, self.grad_weight, of_bias]
+            torch.mul(self.rest, multiplier, out=self.grad_weight[rows:])
+            return [grad_hidden, self.grad_weight, grad_bias]
         grads = reference.token_gradients(grad, factor, lse, spec)
         _later_rows(x, spec, lse, grads, self.grad_weight, rows)
-        return [of_hidden, self.grad_weight, of_bias]
+        return [grad_hidden, self.grad_weight, grad_bias]
 
 
 def _later_rows(x: Inputs, spec: LossSpec, lse: Tensor, grads: TokenGrads, grad_weight: Tensor, first: int) -> None:
@@ -270,46 +262,48 @@ def _later_rows(x: Inputs, spec: LossSpec, lse: Tensor, grads: TokenGrads, grad_
         spec = replace(spec, ignore_index=never, needs=(False, True, False))
         reference.logit_stats_backward(rest, spec, lse, None, grads, grad_weight[first:])
         return
-    hidden, of_all = _without_ignored(x, spec), torch.where(valid, grads.lse, 0)[:, None]
-    width = max(16, min(SLAB, spec.memory_budget // 2) // (6 * max(n, 1)) // ALIGNED * ALIGNED)
+    hidden, grad_lse = _without_ignored(x, spec), torch.where(valid, grads.lse, 0)[:, None]
+    width = max(16, min(SLAB_BYTES, spec.memory_budget // 2) // (6 * max(n, 1)) // ALIGNMENT * ALIGNMENT)
     for start in range(first, v, width):
         stop = min(v, start + width)
         z = torch.mm(hidden, x.weight[start:stop].t())
         p = torch.sub(z, lse[:, None]).exp_()  # in float32
         inside = valid & (x.labels >= start) & (x.labels < stop)
-        local = (x.labels - start).clamp_(0, stop - start - 1)[:, None]
-        at_label = p.gather(1, local) * of_all + torch.where(inside, grads.label, 0)[:, None]
-        torch.mul(p, of_all, out=z).scatter_(1, local, at_label.to(z.dtype))
+        columns = (x.labels - start).clamp_(0, stop - start - 1)[:, None]
+        at_label = p.gather(1, columns) * grad_lse + torch.where(inside, grads.label, 0)[:, None]
+        torch.mul(p, grad_lse, out=z).scatter_(1, columns, at_label.to(z.dtype))
         torch.mm(z.t(), hidden, out=grad_weight[start:stop])
         del z, p
 
 
-def token_blocks(x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor, Sums]:
+def token_blocks(
+    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor, Tensor, GradSums]:
     """Return (factor · Σ loss, lse [N], factor, sums), from blocks of tokens with the whole vocabulary."""
     hidden, (n, d), v = _without_ignored(x, spec), x.hidden.shape, x.weight.shape[0]
     need_hidden, need_weight, need_bias = spec.needs
     dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
-    wide = accumulation_dtype(dtype)
-    half = dtype == torch.float16 and has_wide_products(hidden)
-    sums = Sums(
-        torch.zeros((n, d), dtype=wide, device=device) if need_hidden else None,
+    acc_dtype = accumulation_dtype(dtype)
+    sums = GradSums(
+        torch.zeros((n, d), dtype=acc_dtype, device=device) if need_hidden else None,
         None,
         None,
-        torch.zeros(v, dtype=wide, device=device) if need_bias else None,
+        torch.zeros(v, dtype=acc_dtype, device=device) if need_bias else None,
         torch.empty_like(x.weight, memory_format=torch.contiguous_format) if need_weight else None,
-        HALF_SCALE if half else 1.0,
+        FP16_SCALE if dtype == torch.float16 and matmul_supports_fp32_out(hidden) else 1.0,
     )
     room = spec.memory_budget
     if sums.grad_weight is not None:
-        fit = v if dtype == wide else v * dtype.itemsize // wide.itemsize // ALIGNED * ALIGNED
-        sums.weight = sums.grad_weight.view(-1).view(wide)[: fit * d].view(fit, d).zero_()
-        rest = (v - fit) * d * wide.itemsize
-        if rest and has_wide_products(hidden) and room - rest >= min(room // 2, LEAST_TOKENS * v * wide.itemsize):
-            sums.rest, room = torch.zeros((v - fit, d), dtype=wide, device=device), room - rest
+        fit = v if dtype == acc_dtype else v * dtype.itemsize // acc_dtype.itemsize // ALIGNMENT * ALIGNMENT
+        sums.weight = sums.grad_weight.view(-1).view(acc_dtype)[: fit * d].view(fit, d).zero_()
+        rest = (v - fit) * d * acc_dtype.itemsize
+        least = min(room // 2, MIN_BLOCK_TOKENS * v * acc_dtype.itemsize)
+        if rest and matmul_supports_fp32_out(hidden) and room - rest >= least:
+            sums.rest, room = torch.zeros((v - fit, d), dtype=acc_dtype, device=device), room - rest
     spec = replace(spec, memory_budget=room)
     block = _token_block(n, v, dtype, on_cpu, room)
     slab = _logits(hidden, v, min(block, n))
-    losses, lse = (torch.empty(n, dtype=wide, device=device) for _ in range(2))
+    losses, lse = (torch.empty(n, dtype=acc_dtype, device=device) for _ in range(2))
     valid, factor = (x.labels != spec.ignore_index)[:, None], make_factor()
     for start in range(0, n, block):
         rows = slice(start, min(n, start + block))
@@ -317,22 +311,22 @@ def token_blocks(x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]) -
         z = torch.mm(h, x.weight.t(), out=slab[: h.shape[0]])
         losses[rows], lse[rows] = _logits_to_gradients(z, x.bias, x.labels[rows], spec, sums.scale)
         if sums.hidden is not None:
-            torch.mul(_wide_product(z, x.weight), valid[rows], out=sums.hidden[rows])
+            torch.mul(matmul_acc(z, x.weight, rounded=True), valid[rows], out=sums.hidden[rows])
         if sums.weight is not None:
             fit = sums.weight.shape[0]
             add_product(sums.weight, z[:, :fit].t(), h)
             if sums.rest is not None:
                 add_product(sums.rest, z[:, fit:].t(), h)
         if sums.bias is not None:
-            sums.bias.add_(z.sum(0, dtype=wide))
+            sums.bias.add_(z.sum(0, dtype=acc_dtype))
     return losses.sum() * factor, lse, factor, sums
 
 
 def _token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:
     """Return the tokens per block of ``token_blocks``: if possible a multiple of 128, with blocks of about equal size."""
     room = scratch_bytes(n, v, dtype.itemsize, memory_budget) if on_cpu else memory_budget
-    room -= min(CHUNK_CPU if on_cpu else CHUNK, room // 2)
-    least = min(memory_budget // 2, LEAST_TOKENS * v * dtype.itemsize)
+    room -= min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room // 2)
+    least = min(memory_budget // 2, MIN_BLOCK_TOKENS * v * dtype.itemsize)
     most = max(16, max(room, least) // (v * dtype.itemsize))
     if most < 128:
         return most
@@ -342,16 +336,16 @@ def _token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget
 
 def column_blocks(
     x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
-) -> tuple[Tensor, Tensor, Tensor, PrecomputedGrads]:
+) -> tuple[Tensor, Tensor, Tensor, UnitGrads]:
     """Return (factor · Σ loss, lse [N], factor, gradients of factor · Σ loss), for float32 and float64 on a CPU."""
     factor = make_factor()
     (hidden, weight, _, labels), (need_hidden, need_weight, need_bias) = x, spec.needs
-    n_all, v, wide = labels.numel(), weight.shape[0], accumulation_dtype(hidden.dtype)
-    picked = (labels != spec.ignore_index).nonzero().squeeze(1)
-    n = picked.numel()
-    lse_all = torch.zeros(n_all, dtype=wide, device=hidden.device)
-    total = torch.zeros((), dtype=wide, device=hidden.device)
-    grads = PrecomputedGrads(
+    n_all, v, acc_dtype = labels.numel(), weight.shape[0], accumulation_dtype(hidden.dtype)
+    labeled = (labels != spec.ignore_index).nonzero().squeeze(1)
+    n = labeled.numel()
+    lse_all = torch.zeros(n_all, dtype=acc_dtype, device=hidden.device)
+    total = torch.zeros((), dtype=acc_dtype, device=hidden.device)
+    grads = UnitGrads(
         hidden.new_zeros(hidden.shape) if need_hidden else None,
         (weight.new_empty if n else weight.new_zeros)(weight.shape) if need_weight else None,
         weight.new_zeros(v) if need_bias else None,
@@ -364,7 +358,7 @@ def column_blocks(
     scale = float(factor) * spec.logit_scale
     for start in range(0, n, block):
         stop = min(n, start + block)
-        rows = slice(start, stop) if n == n_all else picked[start:stop]
+        rows = slice(start, stop) if n == n_all else labeled[start:stop]
         h, y, size = hidden[rows], labels[rows], stop - start
         if size < 16:  # with fewer columns MKL sums over V naively: ten times the rounding error, measured
             h, y, size = F.pad(h, (0, 0, 0, 16 - size)), F.pad(y, (0, 16 - size)), 16
@@ -387,7 +381,7 @@ def column_blocks(
 
 def _column_block(n: int, v: int, bytes_per_logit: int, memory_budget: int) -> int:
     """Return the tokens per block: a multiple of 32 if possible, for fast GEMMs and a fast softmax over dim 0."""
-    wanted = max(scratch_bytes(n, v, bytes_per_logit, memory_budget), LEAST_TOKENS * v * bytes_per_logit)
+    wanted = max(scratch_bytes(n, v, bytes_per_logit, memory_budget), MIN_BLOCK_TOKENS * v * bytes_per_logit)
     block = min(wanted, memory_budget) // (v * bytes_per_logit)
     return max(16, block if block < 32 else block - block % 32)  # below 16 the rounding error grows
 

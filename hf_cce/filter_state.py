@@ -65,9 +65,9 @@ class FilterState:
 
     def __init__(self) -> None:
         self._tau: Tensor | None = None
-        self._wanted: str | float | None = None  # the gradient_filter that the threshold is for
+        self._gradient_filter: str | float | None = None  # the gradient_filter that the threshold is for
         self._calls = 0
-        self._began = 0  # number of the first call, or of the first after the last pause
+        self._first_call = 0  # number of the first call, or of the first after the last pause
         self._last: Any = None  # report of the last step
         self._error: Tensor | None = None
         self._weight_error: Tensor | None = None
@@ -77,8 +77,8 @@ class FilterState:
         self._pinned: list[Tensor] = []  # tensors that replays of captured graphs read at their old address
         self._vocabulary: tuple[Any, Any] | None = None  # ((shape, device, dtype) of the weight, order)
         self._device: torch.device | None = None
-        self._others: dict[torch.device, FilterState] = {}
-        self._newest: FilterState | None = None  # the entry of _others requested last; None if it was self
+        self._per_device: dict[torch.device, FilterState] = {}
+        self._last_used: FilterState | None = None  # the entry of _per_device requested last; None if it was self
         self.counters: Any = None  # counters of the patched model, incremented by compiled calls
         self.handle = next(_handles)
         _states[self.handle] = self
@@ -99,13 +99,13 @@ class FilterState:
         with _lock:
             if self._device is None:
                 self._device = device
-            self._newest = None if device == self._device else self._others.setdefault(device, FilterState())
-            return self._newest or self
+            self._last_used = None if device == self._device else self._per_device.setdefault(device, FilterState())
+            return self._last_used or self
 
-    def rehearsal(self, probing: bool) -> FilterState:
+    def for_warm_up(self, probing: bool) -> FilterState:
         """Return a state for ``warm_up``: one that only probes the filter if ``probing``, else one that drops tiles."""
         state = FilterState()
-        state._wanted, state._probing = self._wanted, probing
+        state._gradient_filter, state._probing = self._gradient_filter, probing
         return state
 
     def threshold(self, gradient_filter: str | float, hidden: Tensor) -> Tensor | None:
@@ -116,12 +116,12 @@ class FilterState:
         if self._paused > 0:
             self._paused -= 1
             return None
-        if self._tau is None or self._wanted != gradient_filter or self._tau.device != hidden.device:
+        if self._tau is None or self._gradient_filter != gradient_filter or self._tau.device != hidden.device:
             tau = AUTO_TAU if gradient_filter == "auto" else float(gradient_filter) / ERROR_PER_TAU
             first = torch.full((), tau, dtype=torch.float32, device=hidden.device)
             if _capturing():
                 return first  # in the graph's memory, which replays overwrite
-            self._tau, self._wanted = first, gradient_filter
+            self._tau, self._gradient_filter = first, gradient_filter
         if _capturing():
             self._pinned.append(self._tau)
             if gradient_filter == "auto":  # replays never estimate the error, so τ must suit any data
@@ -134,28 +134,28 @@ class FilterState:
         While most tiles matter, as at the start of pretraining, the filter does not pay off. It would mostly drop gradients of
         vocabulary entries that are absent from the batch: small in norm, but Adam scales them up.
         """
-        return self._probing and self._wanted == "auto"
+        return self._probing and self._gradient_filter == "auto"
 
     def vocabulary(self, weight: Tensor) -> Any | None:
         """Return the cached order for a weight of this shape, device and dtype; None if there is none or it is stale."""
         if self._vocabulary is None or _capturing() or self._calls % SORT_EVERY == 0:
             return None
-        of, vocabulary = self._vocabulary
-        return vocabulary if of == (weight.shape, weight.device, weight.dtype) else None
+        key, vocabulary = self._vocabulary
+        return vocabulary if key == (weight.shape, weight.device, weight.dtype) else None
 
     def keep_vocabulary(self, weight: Tensor, vocabulary: Any) -> None:
         """Cache ``vocabulary`` (hf_cce.kernels.filter.order) for later steps; reuse the previous covariance while fresh."""
         if _capturing():
             return
-        of = weight.shape, weight.device, weight.dtype  # tile sizes and padding depend on the dtype
+        key = weight.shape, weight.device, weight.dtype  # tile sizes and padding depend on the dtype
         known = self._vocabulary
-        if known is not None and known[0] == of and self._calls % COVARIANCE_EVERY and vocabulary.covariance is None:
+        if known is not None and known[0] == key and self._calls % COVARIANCE_EVERY and vocabulary.covariance is None:
             vocabulary.covariance = known[1].covariance
-        self._vocabulary = of, vocabulary
+        self._vocabulary = key, vocabulary
 
     def measure(self) -> bool:
         """Return True if the error of this step should be estimated."""
-        fresh = self._calls - self._began < MEASURE_FIRST
+        fresh = self._calls - self._first_call < MEASURE_FIRST
         return (fresh or self._calls % MEASURE_EVERY == 0) and not _capturing()
 
     def report(self, report: Any) -> None:
@@ -182,8 +182,8 @@ class FilterState:
         """
         if self._tau is None or self._tau.device != report.tau.device:
             return None
-        targets: tuple[Any, ...] = (self._wanted, self._wanted)
-        if self._wanted == "auto":
+        targets: tuple[Any, ...] = (self._gradient_filter, self._gradient_filter)
+        if self._gradient_filter == "auto":
             rounded = (report.rounding_error, report.rounding_weight_error)
             share = AUTO_SHARE_FROZEN if report.weight_error is None else AUTO_SHARE
             targets = tuple(None if x is None else share * x for x in rounded)
@@ -194,7 +194,7 @@ class FilterState:
         ratios = [target / x.clamp_min(1e-12) for x, target in measured]
         step = (ratios[0] if len(ratios) == 1 else torch.minimum(*ratios)).clamp(0.25, 4.0)
         # Estimates are noisy: after the first one, take half the step on a log scale.
-        if self._calls != self._began:
+        if self._calls != self._first_call:
             step = step.sqrt()
         step = step.nan_to_num(1.0)
         return (self._tau * step).clamp(SMALLEST_TAU, LARGEST_TAU)
@@ -209,7 +209,7 @@ class FilterState:
         self._pending = None
         self._probing = int(pending.kept) / pending.tiles > PAUSE_SHARE
         if self._probing:
-            self._paused, self._began = PAUSE_STEPS, self._calls
+            self._paused, self._first_call = PAUSE_STEPS, self._calls
 
     def stats(self) -> dict[str, float]:
         """Return the measurements of the last filtered step; empty before the first. Synchronizes.
@@ -220,8 +220,8 @@ class FilterState:
             the hidden states' gradient. ``weight_error``: that of the weight's gradient, NaN if it is frozen. ``dense``: 1
             while the filter is paused. Under DataParallel the values are those of one device.
         """
-        if self._newest is not None:
-            return self._newest.stats()
+        if self._last_used is not None:
+            return self._last_used.stats()
         if self._last is None:
             return {}
         return {

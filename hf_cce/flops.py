@@ -25,8 +25,8 @@ def _forward(hidden: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any
 
 def _cross_entropy(hidden: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
     """Count gradients that the forward pass computes here: no operator runs in the backward pass."""
-    formed = sum(len(shape) == 2 for shape in out_shape[3:5])
-    return (1 + formed) * _product(hidden, weight)
+    precomputed = sum(len(shape) == 2 for shape in out_shape[3:5])
+    return (1 + precomputed) * _product(hidden, weight)
 
 
 def _backward(

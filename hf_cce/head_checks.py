@@ -78,8 +78,8 @@ def why_not_defer(head: nn.Module) -> str | None:
 
 def _is_4_bit(kind: Any) -> bool:
     """Return True if ``kind`` is bitsandbytes' Linear4bit, whose matmul ``hf_cce.patches.bnb`` defers."""
-    name, room = (getattr(kind.forward, each, "") for each in ("__qualname__", "__module__"))
-    return name == "Linear4bit.forward" and room.startswith("bitsandbytes.")
+    name, package = (getattr(kind.forward, each, "") for each in ("__qualname__", "__module__"))
+    return name == "Linear4bit.forward" and package.startswith("bitsandbytes.")
 
 
 def transformed(*tensors: Tensor | None) -> bool:
@@ -96,7 +96,7 @@ def transformed(*tensors: Tensor | None) -> bool:
     return not tensors or any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def gathered(parameter: Any) -> bool:
+def is_gathered(parameter: Any) -> bool:
     """Return True if ``parameter`` has all its values; DeepSpeed ZeRO-3 gathers them only for a module's own forward."""
     return not hasattr(parameter, "ds_id") or bool(parameter.shape == getattr(parameter, "ds_shape", None))
 
@@ -110,7 +110,7 @@ def why_not_read(weight: Any, bias: Any = None) -> str | None:
             return f"the head's {name} is a {type(value).__name__} (tensor parallel, sharded or quantised)"
         if not value.is_floating_point():
             return f"the head's {name} is quantised to {value.dtype}"
-        if not gathered(value):
+        if not is_gathered(value):
             return f"DeepSpeed ZeRO-3 has not gathered the head's {name} for its forward"
     assert isinstance(weight, Tensor)
     if weight.dim() != 2 or weight.numel() == 0:
@@ -121,7 +121,9 @@ def why_not_read(weight: Any, bias: Any = None) -> str | None:
 def adapter_in(head: nn.Module) -> str | None:
     """Return the PEFT method that currently changes the output of ``head`` ("lora", "ia3", …), or None."""
     for module in head.modules():
-        room, _, name = type(module).__module__.partition(".tuners.")
-        if room == "peft" and not getattr(module, "merged", False) and not getattr(module, "disable_adapters", False):
+        library, _, name = type(module).__module__.partition(".tuners.")
+        if library != "peft":
+            continue
+        if not getattr(module, "merged", False) and not getattr(module, "disable_adapters", False):
             return name.split(".")[0]
     return None

@@ -6,22 +6,20 @@ x = logit_scale · (hidden_states · weightᵀ + bias), or x itself without a so
 
 from __future__ import annotations
 
-import math
-import numbers
-from typing import Any, Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_cce import dispatch, ops, sharded
+from hf_cce import checks, dispatch, ops, sharded
+from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import transformed
 from hf_cce.reference import token_losses
-from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, Wanted
+from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, WantedStats
 
-Reduction = Literal["mean", "sum", "none"]
 Form = tuple[int, float, float]  # ignore_index, logit_scale, softcap (0: no softcap)
 _LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -100,33 +98,34 @@ def linear_cross_entropy(
         RuntimeError: in a double backward, under ``torch.func`` transforms or forward-mode AD, or if ``config`` requires
             kernels that cannot run here.
     """
-    config = _checked(config)
+    config = checks.check_config(config)
     if not isinstance(shift, bool):
-        raise TypeError(f"shift must be True or False, got {_kind(shift)}")
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
-    if num_items_in_batch is not None and reduction != "mean":
-        raise ValueError(f"num_items_in_batch needs reduction='mean', got reduction={reduction!r}")
-    _refuse_learnable(label_smoothing=label_smoothing, z_loss=z_loss)
-    label_smoothing, z_loss = _on_host(label_smoothing), _on_host(z_loss)
+        raise TypeError(f"shift must be True or False, got {checks.type_name(shift)}")
+    checks.check_reduction(reduction, num_items_in_batch)
+    checks.check_numbers(label_smoothing=label_smoothing, z_loss=z_loss)
+    label_smoothing, z_loss = checks.to_number(label_smoothing), checks.to_number(z_loss)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
     if z_loss < 0.0:
         raise ValueError(f"z_loss must not be negative, got {z_loss}")
-    x, form = _prepare(Inputs(hidden_states, weight, bias, labels), ignore_index, logit_scale, softcap, filter_state)
+    x, form = _prepare_inputs(
+        Inputs(hidden_states, weight, bias, labels), ignore_index, logit_scale, softcap, filter_state
+    )
     if shift:
         if labels.dim() == 0:
             raise ValueError("labels must have a sequence dimension to be shifted, got a scalar")
         labels = F.pad(labels.long(), (0, 1), value=form[0])[..., 1:]
         x = x._replace(labels=labels.reshape(-1))
-    spec = _spec(x, config, form, label_smoothing, z_loss)
-    shared = _shared(x)
-    if reduction != "none" and not shared:
-        return ops.cross_entropy(x, spec, _divisor(reduction, num_items_in_batch, x.hidden.device), filter_state)
-    loss = token_losses(_statistics(shared, x, spec, Wanted(mean=label_smoothing > 0), None), spec)
+    spec = _make_spec(x, config, form, label_smoothing, z_loss)
+    is_sharded = _is_vocab_sharded(x)
+    if reduction != "none" and not is_sharded:
+        return ops.cross_entropy(
+            x, spec, checks.make_divisor(reduction, num_items_in_batch, x.hidden.device), filter_state
+        )
+    loss = token_losses(_statistics(is_sharded, x, spec, WantedStats(mean=label_smoothing > 0), None), spec)
     if reduction == "none":
         return loss.view(labels.shape)
-    divisor = _divisor(reduction, num_items_in_batch, x.hidden.device)
+    divisor = checks.make_divisor(reduction, num_items_in_batch, x.hidden.device)
     return loss.sum() * dispatch.loss_factor(x, spec, divisor).to(loss.dtype)
 
 
@@ -172,13 +171,15 @@ def linear_log_probs(
     Raises:
         TypeError, ValueError, RuntimeError: as in ``linear_cross_entropy``.
     """
-    config = _checked(config)
-    x, form = _prepare(Inputs(hidden_states, weight, bias, labels), ignore_index, logit_scale, softcap, filter_state)
-    shared = _shared(x)
-    if shared and is_top1:
+    config = checks.check_config(config)
+    x, form = _prepare_inputs(
+        Inputs(hidden_states, weight, bias, labels), ignore_index, logit_scale, softcap, filter_state
+    )
+    is_sharded = _is_vocab_sharded(x)
+    if is_sharded and is_top1:
         raise ValueError("is_top1 is not available if the vocabulary is split over processes; leave it out")
-    spec = _spec(x, config, form)
-    stats = _statistics(shared, x, spec, Wanted(mean_logit, entropy, log_sum_sq_probs, is_top1), filter_state)
+    spec = _make_spec(x, config, form)
+    stats = _statistics(is_sharded, x, spec, WantedStats(mean_logit, entropy, log_sum_sq_probs, is_top1), filter_state)
 
     def shaped(values: Tensor, wanted: bool) -> Tensor | None:
         return values.view(labels.shape) if wanted else None
@@ -193,7 +194,7 @@ def linear_log_probs(
     )
 
 
-def _shared(x: Inputs) -> bool:
+def _is_vocab_sharded(x: Inputs) -> bool:
     """Return True if the vocabulary is sharded over processes (tensor parallelism).
 
     Raises:
@@ -201,7 +202,7 @@ def _shared(x: Inputs) -> bool:
     """
     if not any(map(sharded.is_dtensor, x[:3])):
         return False
-    reason = sharded.why_not_share(*x[:3])
+    reason = sharded.why_not_sharded(*x[:3])
     if reason is not None:
         raise ValueError(
             f"weight: {reason}. Under tensor parallelism, hidden_states must be a replicated DTensor, and weight and bias must "
@@ -210,142 +211,50 @@ def _shared(x: Inputs) -> bool:
     return True
 
 
-def _spec(
-    x: Inputs,
-    config: CCEConfig,
-    form: Form,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> LossSpec:
+def _make_spec(x: Inputs, config: CCEConfig, form: Form, label_smoothing: float = 0.0, z_loss: float = 0.0) -> LossSpec:
     needs = [value is not None and value.requires_grad and torch.is_grad_enabled() for value in x[:3]]
-    return LossSpec(
-        *form, label_smoothing, z_loss, (needs[0], needs[1], needs[2]), config.scratch(x.hidden.shape[0]),
-        config.implementation, config.gradient_filter, config.memory_budget == "auto",
-    )  # fmt: skip
+    return LossSpec.of(config, x.hidden.shape[0], (needs[0], needs[1], needs[2]), form, label_smoothing, z_loss)
 
 
-def _statistics(shared: bool, x: Inputs, spec: LossSpec, wanted: Wanted, filter_state: FilterState | None) -> Stats:
+def _statistics(
+    is_sharded: bool, x: Inputs, spec: LossSpec, wanted: WantedStats, filter_state: FilterState | None
+) -> LogitStats:
     """Return per-token statistics; ``is_top1`` is empty if the vocabulary is sharded."""
-    if not shared:
+    if not is_sharded:
         return ops.statistics(x, spec, wanted, filter_state)
     dispatch.loss_factor(x, spec, Divisor(number=1.0))  # checks the labels
     return sharded.logit_stats(x, spec, wanted)
 
 
-_DEFAULT = CCEConfig()
-# Concrete types come first: the abstract classes, needed for NumPy scalars, make isinstance slow.
-_NUMBERS = (float, int, numbers.Real, torch.SymFloat, torch.SymInt)
-_INTEGERS = (int, numbers.Integral, torch.SymInt)
-
-
-def _checked(config: CCEConfig | None) -> CCEConfig:
-    if config is None:
-        return _DEFAULT
-    if not isinstance(config, CCEConfig):
-        raise TypeError(f"config must be a CCEConfig or None, got {type(config).__name__}")
-    return config
-
-
-def _divisor(reduction: str, num_items_in_batch: Tensor | int | float | None, device: torch.device) -> Divisor:
-    """Return the divisor of the summed loss. An item count on the device stays a tensor: reading it would synchronize."""
-    if reduction == "sum":
-        return Divisor(number=1.0)
-    if num_items_in_batch is None:
-        return Divisor()
-    if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.numel() == 1:
-        on_host = num_items_in_batch.device.type == "cpu" != device.type and not torch.compiler.is_compiling()
-        if on_host:  # reading a CPU tensor is free; copying it to the device would wait for queued work
-            num_items_in_batch = num_items_in_batch.item()
-    if not isinstance(num_items_in_batch, Tensor):
-        if not isinstance(num_items_in_batch, _NUMBERS) or isinstance(num_items_in_batch, bool):
-            raise TypeError(f"num_items_in_batch must be a number or a tensor, got {_kind(num_items_in_batch)}")
-        if not torch.compiler.is_compiling():
-            if not 0 <= num_items_in_batch < math.inf:
-                raise ValueError(f"num_items_in_batch must be a finite number, not negative, got {num_items_in_batch}")
-            if num_items_in_batch:
-                return Divisor(number=float(num_items_in_batch))
-        # Zero, or compiling: a Python number would be a constant of the graph, and each new value would recompile.
-        return Divisor(torch.full((), num_items_in_batch, dtype=torch.float32, device=device))
-    if num_items_in_batch.numel() != 1:
-        raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(num_items_in_batch.shape)}")
-    return Divisor(num_items_in_batch.detach().reshape(()).to(device))
-
-
-def _refuse_learnable(**options: object) -> None:
-    """Raise unless every option is a finite number. A tensor that requires grad is refused: it would get no gradient.
-
-    Other tensors are accepted without reading their value; ``_on_host`` converts them.
-    """
-    for name, value in options.items():
-        if isinstance(value, Tensor):
-            if value.requires_grad:
-                raise ValueError(
-                    f"{name} must be a number, got a tensor that requires grad, which would not receive a gradient; scale "
-                    "hidden_states by it instead, detach it, or use full logits"
-                )
-        elif not isinstance(value, _NUMBERS) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number{_or_none(name)}, got {_kind(value)}")
-        elif not -math.inf < value < math.inf:  # type: ignore[operator]
-            raise ValueError(f"{name} must be a finite number{_or_none(name)}, got {value}")
-
-
-def _on_host(value: Any, kind: type = float) -> Any:
-    """Convert NumPy scalars and tensors to a Python number, as kernels need; leave numbers and PyTorch symbols as they are."""
-    return value if type(value) in (float, int) or isinstance(value, (torch.SymFloat, torch.SymInt)) else kind(value)
-
-
-def _check_tensor(name: str, shape: str, value: object) -> None:
-    """Raise a TypeError if ``value`` is not a tensor; suggest the tensor that was probably meant."""
-    if isinstance(value, Tensor):
-        return
-    way = "" if value is None or isinstance(value, nn.Module) else f"; convert it with torch.as_tensor({name})"
-    if name in ("weight", "bias") and isinstance(getattr(value, name, None), Tensor):
-        way = f"; pass its .{name}"
-    raise TypeError(f"{name} must be a tensor {shape}, got {_kind(value)}{way}")
-
-
-def _or_none(name: str) -> str:
-    return " or None" if name == "softcap" else ""
-
-
-def _kind(value: object) -> str:
-    """Name the type, never the value: formatting a CUDA tensor would synchronize."""
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def few_tokens(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None = None) -> bool:
+def prefers_full_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None = None) -> bool:
     """Return True if hidden_states [..., D] has so few tokens that PyTorch's full logits are used; see ``CCEConfig``.
 
     Always False under torch.compile, where shapes may change.
     """
     if torch.compiler.is_compiling():
         return False
-    config = _checked(config)
+    config = checks.check_config(config)
     (v, d), n = weight.shape, hidden_states.numel() // max(1, hidden_states.shape[-1])
-    needs = (False, weight.requires_grad and torch.is_grad_enabled(), False)
-    spec = LossSpec(
-        -100, 1.0, 0.0, needs=needs, memory_budget=config.scratch(n), auto_budget=config.memory_budget == "auto",
-        implementation=config.implementation,
-    )  # fmt: skip
-    return dispatch.few_tokens(dispatch.Problem(n, d, v, hidden_states.dtype, hidden_states.device), spec)
+    spec = LossSpec.of(config, n, (False, weight.requires_grad and torch.is_grad_enabled(), False))
+    return dispatch.prefers_full_logits(dispatch.Problem(n, d, v, hidden_states.dtype, hidden_states.device), spec)
 
 
-def _prepare(
+def _prepare_inputs(
     x: Inputs, ignore_index: int, logit_scale: float, softcap: float | None, filter_state: FilterState | None
 ) -> tuple[Inputs, Form]:
     """Check everything that can be checked without reading data; cast for autocast; flatten to [N, D] and [N]."""
     hidden_states, weight, bias, labels = x
-    if not isinstance(ignore_index, _INTEGERS) or isinstance(ignore_index, bool):
+    if not isinstance(ignore_index, checks.INTEGERS) or isinstance(ignore_index, bool):
         raise TypeError(
-            f"ignore_index must be an int, got {_kind(ignore_index)}; to ignore no labels, keep the default -100"
+            f"ignore_index must be an int, got {checks.type_name(ignore_index)}; to ignore no labels, keep the default -100"
         )
     if not isinstance(filter_state, (FilterState, type(None))):
-        raise TypeError(f"filter_state must be a FilterState or None, got {_kind(filter_state)}")
-    _check_tensor("hidden_states", "[..., D]", hidden_states)
-    _check_tensor("weight", "[V, D]", weight)
-    _check_tensor("labels", "[...]", labels)
+        raise TypeError(f"filter_state must be a FilterState or None, got {checks.type_name(filter_state)}")
+    checks.check_tensor("hidden_states", "[..., D]", hidden_states)
+    checks.check_tensor("weight", "[V, D]", weight)
+    checks.check_tensor("labels", "[...]", labels)
     if bias is not None:
-        _check_tensor("bias", "[V]", bias)
+        checks.check_tensor("bias", "[V]", bias)
     if transformed(hidden_states, weight, bias):
         raise RuntimeError(
             "the fused loss does not support torch.func (grad, vmap, jvp) and forward-mode AD; compute its gradients with "
@@ -374,26 +283,8 @@ def _prepare(
     if labels.dtype not in _LABEL_DTYPES:
         way = "" if labels.is_floating_point() else "; convert them with labels.long()"
         raise ValueError(f"labels must be integers (torch.int64, int32, int16 or uint8), got {labels.dtype}{way}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [V] = [{weight.shape[0]}], got shape {tuple(bias.shape)}")
-    for name, tensor in (("weight", weight), ("bias", bias), ("labels", labels)):
-        if tensor is not None and tensor.device != hidden_states.device:
-            raise ValueError(f"{name} must be on {hidden_states.device} like hidden_states, got {tensor.device}")
-    kind = hidden_states.device.type
-    if torch.is_autocast_enabled(kind) and hidden_states.dtype != torch.float64:
-        target = torch.get_autocast_dtype(kind)
-        hidden_states, weight = hidden_states.to(target), weight.to(target)
-        bias = None if bias is None else bias.to(target)
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != hidden_states.dtype:
-            raise ValueError(
-                f"{name} must have the dtype of hidden_states, {hidden_states.dtype}, got {tensor.dtype}; "
-                "cast one of them, or run under torch.autocast"
-            )
-    _refuse_learnable(logit_scale=logit_scale)
-    if softcap is not None:
-        _refuse_learnable(softcap=softcap)
-        if not softcap > 0:
-            raise ValueError(f"softcap must be positive or None, got {softcap}")
+    hidden_states, weight, bias = checks.cast_head(hidden_states, weight, bias, ("hidden_states", "weight", "bias"))
+    checks.check_device("labels", labels, "hidden_states", hidden_states)
+    checks.check_logit_options(logit_scale, softcap)
     x = Inputs(hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias, labels.reshape(-1).long().contiguous())
-    return x, (_on_host(ignore_index, int), _on_host(logit_scale), float(softcap or 0.0))
+    return x, (checks.to_number(ignore_index, int), checks.to_number(logit_scale), float(softcap or 0.0))

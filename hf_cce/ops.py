@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import flops, reference
-from hf_cce.dispatch import choose_implementation, dispatch, dispatch_statistics, dispatch_traced, forms_gradients
+from hf_cce.dispatch import choose_implementation, dispatch, dispatch_statistics, dispatch_traced, grads_in_forward
 from hf_cce.filter_state import FilterState
 from hf_cce.quantized import dense
-from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
+from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 from hf_cce.strategies import (
     FullLogits,
-    Gradients,
+    InputGrads,
     Saved,
     Statistics,
     Strategy,
@@ -36,7 +36,7 @@ from hf_cce.strategies import (
 AUTO = -1.0  # stands for gradient_filter="auto" in a float argument
 
 
-def _computing(x: Tensor) -> AbstractContextManager[Any]:
+def compute_context(x: Tensor) -> AbstractContextManager[Any]:
     """Disable autocast, which would cast accumulators, and make the device of ``x`` current, which Triton launches on.
 
     Each is entered only if it changes something, because entering costs microseconds of host time.
@@ -54,19 +54,19 @@ def _forward(strategy: Strategy, x: Inputs) -> tuple[Strategy, tuple[Tensor, ...
 
     def compute(triton: bool) -> tuple[Strategy, tuple[Tensor, ...], Saved]:
         used = strategy if triton == strategy.triton else strategy.without_kernels()
-        slabs = used.by_slabs and not triton
+        slabs = used.reads_weight_in_slabs and not triton
         return used, *used.forward(x if slabs else x._replace(weight=dense(x.weight)))
 
-    with _computing(x.hidden), when_cold(strategy, x):
+    with compute_context(x.hidden), when_cold(strategy, x):
         return with_fallback(compute, strategy.triton, strategy.spec, x.hidden.device)
 
 
 def _backward(
     strategy: Strategy, inputs: Inputs, saved: Saved, upstream: Upstream, spec: LossSpec, direct: bool
-) -> Gradients:
+) -> InputGrads:
     """Return the gradients that ``spec`` needs. If not ``direct``, one custom operator computes them, for tracing."""
 
-    def compute(triton: bool) -> Gradients:
+    def compute(triton: bool) -> InputGrads:
         x = inputs._replace(weight=dense(inputs.weight)) if triton else inputs
         if direct and triton == strategy.triton:
             gradients = strategy.backward(x, saved, upstream, spec.needs)
@@ -78,7 +78,7 @@ def _backward(
             return recompute(x, spec, lse, saved.entropy, grads, triton)
         return recompute_by_operator(x, spec, lse, saved.entropy, grads)
 
-    with _computing(inputs.hidden):
+    with compute_context(inputs.hidden):
         return with_fallback(compute, strategy.triton, strategy.spec, inputs.hidden.device)
 
 
@@ -101,16 +101,16 @@ def logit_stats(
     """Return (lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty if not requested."""
     x = Inputs(hidden, weight, bias, labels)
     spec = LossSpec(ignore_index, logit_scale, softcap, memory_budget=memory_budget, implementation=implementation)
-    strategy = dispatch_statistics(x, spec, Wanted(want_mean, want_entropy, want_log_sum_sq, want_top1), None)
+    strategy = dispatch_statistics(x, spec, WantedStats(want_mean, want_entropy, want_log_sum_sq, want_top1), None)
     return tuple(_forward(strategy, x)[1])  # type: ignore[return-value]
 
 
 @logit_stats.register_fake
 def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
     want_mean, want_entropy, want_log_sum_sq, want_top1 = others[6:10]
-    n, wide = hidden.shape[0], accumulation_dtype(hidden.dtype)
+    n, acc_dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
 
-    def vector(wanted: bool = True, dtype: torch.dtype = wide) -> Tensor:
+    def vector(wanted: bool = True, dtype: torch.dtype = acc_dtype) -> Tensor:
         return hidden.new_empty(n if wanted else 0, dtype=dtype)
 
     return (
@@ -119,7 +119,7 @@ def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
         vector(want_mean),
         vector(want_entropy),
         vector(want_log_sum_sq),
-        vector(want_top1, torch.bool if want_top1 else wide),
+        vector(want_top1, torch.bool if want_top1 else acc_dtype),
     )
 
 
@@ -149,7 +149,7 @@ def logit_stats_backward(
     spec = LossSpec(ignore_index, logit_scale, softcap, 0.0, 0.0, needs, memory_budget, implementation)
     triton = choose_implementation(hidden.device, hidden.dtype, implementation) == "triton"
     x, grads = Inputs(hidden, weight, bias, labels), TokenGrads(grad_lse, grad_label, grad_mean, grad_entropy)
-    with _computing(hidden):
+    with compute_context(hidden):
         return with_fallback(
             lambda triton: recompute(x, spec, lse, entropy, grads, triton), triton, spec, hidden.device
         )
@@ -185,11 +185,11 @@ def _only(needs: tuple[bool, ...], gradients: Any) -> tuple[Tensor | None, ...]:
 
 
 def _save_stats(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    wanted = Wanted(*inputs[7:11])
+    wanted = WantedStats(*inputs[7:11])
     index, scale, softcap, *_ = inputs[4:]
     ctx.spec = LossSpec(index, scale, softcap, memory_budget=inputs[11], implementation=inputs[12])
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*Statistics(ctx.spec, wanted, False).undifferentiable(output))
+    ctx.mark_non_differentiable(*Statistics(ctx.spec, wanted, False).non_differentiable_outputs(output))
     ctx.save_for_backward(*inputs[:4], output[0], output[3] if wanted.entropy else None)
 
 
@@ -248,12 +248,12 @@ def cross_entropy_op(
         state.counters.calls += 1
         state.counters.fused += 1
     strategy, (loss,), saved = _forward(dispatch_traced(x, spec, Divisor(num_items, divisor), state), x)
-    gradients: Gradients = (None, None, None)
-    if forms_gradients(hidden.dtype) and any(spec.needs):
+    gradients: InputGrads = (None, None, None)
+    if grads_in_forward(hidden.dtype) and any(spec.needs):
         gradients = _backward(strategy, x, saved, (torch.ones_like(loss),), spec, True)
     assert saved.factor is not None
-    formed = [hidden.new_empty(0) if g is None else g.contiguous() for g in _only(spec.needs, gradients)]
-    return loss, saved.in_token_order(), saved.factor, *formed
+    precomputed = [hidden.new_empty(0) if g is None else g.contiguous() for g in _only(spec.needs, gradients)]
+    return loss, saved.in_token_order(), saved.factor, *precomputed
 
 
 def _options_of(spec: LossSpec) -> tuple[Any, ...]:
@@ -274,10 +274,10 @@ def _spec_of(options: tuple[Any, ...]) -> LossSpec:
 
 @cross_entropy_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    wide = accumulation_dtype(hidden.dtype)
-    needs = others[11:14] if forms_gradients(hidden.dtype) else (False, False, False)
-    loss, factor = (hidden.new_empty((), dtype=wide) for _ in range(2))
-    return loss, hidden.new_empty(hidden.shape[0], dtype=wide), factor, *_fake_gradients(hidden, weight, needs)
+    acc_dtype = accumulation_dtype(hidden.dtype)
+    needs = others[11:14] if grads_in_forward(hidden.dtype) else (False, False, False)
+    loss, factor = (hidden.new_empty((), dtype=acc_dtype) for _ in range(2))
+    return loss, hidden.new_empty(hidden.shape[0], dtype=acc_dtype), factor, *_fake_gradients(hidden, weight, needs)
 
 
 def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -286,7 +286,7 @@ def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.save_for_backward(*inputs[:4], lse, factor)
     ctx.spec = _spec_of(inputs[8:])
     # Detached: an output refers to its grad_fn, so a grad_fn that holds the output would be a reference cycle.
-    ctx.gradients = [g.detach() for g in gradients] if forms_gradients(inputs[0].dtype) else None
+    ctx.gradients = [g.detach() for g in gradients] if grads_in_forward(inputs[0].dtype) else None
 
 
 def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
@@ -296,9 +296,8 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
     x, needs = Inputs(*inputs), ctx.needs_input_grad[:3]
     spec = replace(ctx.spec, needs=needs)
     gradients: Any
-    if ctx.gradients is not None and (traced(grad) or not torch.is_grad_enabled()):
-        # If all labels are ignored the gradient is zero, even if a division by their count makes the upstream gradient infinite.
-        grad = torch.where((x.labels == spec.ignore_index).all(), 0.0, grad)
+    if ctx.gradients is not None and (needs_custom_op(grad) or not torch.is_grad_enabled()):
+        grad = reference.zero_if_all_ignored(grad, x.labels, spec)
         gradients = [(g.to(grad.dtype) * grad).to(g.dtype) for g in ctx.gradients]
     else:
         # With create_graph=True, this operator's backward raises on a second derivative.
@@ -314,8 +313,8 @@ flops.register()
 _is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
 
 
-def traced(x: Tensor) -> bool:
-    """Return True if a single custom op must be visible: to the compiler, a tensor subclass, a dispatch mode or vmap."""
+def needs_custom_op(x: Tensor) -> bool:
+    """Return True if a single custom op must be visible: to the compiler (traced), a tensor subclass, a dispatch mode or vmap."""
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode():
         return True
     return bool(_is_batched(x))  # is_grads_batched=True: neither value nor memory can be read
@@ -331,7 +330,7 @@ class _Fused(torch.autograd.Function):
         x = Inputs(hidden, weight, bias, labels)
         strategy, outputs, saved = _forward(strategy, x)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*strategy.undifferentiable(outputs))
+        ctx.mark_non_differentiable(*strategy.non_differentiable_outputs(outputs))
         ctx.save_for_backward(*x, *saved)
         ctx.strategy = strategy
         return tuple(outputs)
@@ -345,26 +344,28 @@ class _Fused(torch.autograd.Function):
         inputs, saved = Inputs(*tensors[:4]), Saved(*tensors[4:])
         strategy, needs = ctx.strategy, ctx.needs_input_grad[1:4]
         # With create_graph=True grad mode is enabled here, and the custom operator raises on a second derivative.
-        direct = not torch.is_grad_enabled() and not any(map(traced, given))
+        direct = not torch.is_grad_enabled() and not any(map(needs_custom_op, given))
         gradients = _backward(strategy, inputs, saved, upstream, replace(strategy.spec, needs=needs), direct)
         return (None, *_only(needs, gradients), None)
 
 
 def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Tensor:
     """Return the scalar loss, through the custom operator if traced, else directly."""
-    if traced(x.hidden):
+    if needs_custom_op(x.hidden):
         handle = 0 if state is None else state.handle
         counted = torch.compiler.is_compiling()
         return torch.ops.hf_cce.cross_entropy(*x, *divisor, handle, counted, *_options_of(spec))[0]
     strategy = dispatch(x, spec, divisor, state)
     if isinstance(strategy, FullLogits):
-        with _computing(x.hidden):
+        with compute_context(x.hidden):
             return strategy.loss(x)
     return _Fused.apply(strategy, *x)[0]
 
 
-def statistics(x: Inputs, spec: LossSpec, wanted: Wanted, state: FilterState | None = None) -> Stats:
+def statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: FilterState | None = None) -> LogitStats:
     """Return per-token statistics, through the custom operator if traced. A ``state`` enables the gradient filter."""
-    if traced(x.hidden):
-        return Stats(*torch.ops.hf_cce.logit_stats(*x, *spec.form, *wanted, spec.memory_budget, spec.implementation))
-    return Stats(*_Fused.apply(dispatch_statistics(x, spec, wanted, state), *x))
+    if needs_custom_op(x.hidden):
+        outputs = torch.ops.hf_cce.logit_stats(*x, *spec.form, *wanted, spec.memory_budget, spec.implementation)
+    else:
+        outputs = _Fused.apply(dispatch_statistics(x, spec, wanted, state), *x)
+    return LogitStats(*outputs)

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from hf_cce.config import MIB
 from hf_cce.quantized import dense, scratch_per_row
-from hf_cce.spec import Divisor, Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
+from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
 # Minimum workspace: less would save no memory that matters, and small slabs make the GEMMs slow.
-SCRATCH_FLOOR = 16 * MIB
+MIN_SCRATCH_BYTES = 16 * MIB
+# Against underflow in float16: a factor on probabilities, and what the largest upstream gradient of a divergence is scaled to.
+FP16_SCALE = 1024.0
 
 # MKL bug (PyTorch issue 188792, oneMKL 2024.2): if the first call in a process is multi-threaded, a part of the result may have
 # only about 12 correct bits, once in some hundred processes on a busy machine. A first call on one element is single-threaded.
@@ -29,20 +31,29 @@ for _dtype in (torch.float32, torch.float64):
 
 
 def scratch_bytes(n: int, v: int, itemsize: int, memory_budget: int) -> int:
-    """Return a tenth of the logits' size, but at least ``SCRATCH_FLOOR`` and at most the budget."""
-    return min(memory_budget, max(SCRATCH_FLOOR, n * v * itemsize // 10))
+    """Return a tenth of the logits' size, but at least ``MIN_SCRATCH_BYTES`` and at most the budget."""
+    return min(memory_budget, max(MIN_SCRATCH_BYTES, n * v * itemsize // 10))
 
 
-def has_wide_products(x: Tensor) -> bool:
+def matmul_supports_fp32_out(x: Tensor) -> bool:
     """Return True if matmul can write float32 results for 16-bit operands like ``x``."""
     return x.is_cuda and torch.version.cuda is not None
+
+
+def matmul_acc(a: Tensor, b: Tensor, rounded: bool = False) -> Tensor:
+    """Return a @ b in the accumulation dtype. Without float32 output, operands are converted; if ``rounded``, the product is."""
+    if a.dtype == accumulation_dtype(a.dtype):
+        return a @ b
+    if matmul_supports_fp32_out(a):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float() if rounded else a.float() @ b.float()
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute total += a @ b in the dtype of ``total``, without converting CUDA operands."""
     if a.dtype == total.dtype == b.dtype:
         total.addmm_(a, b)
-    elif has_wide_products(a):
+    elif matmul_supports_fp32_out(a):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
@@ -55,14 +66,14 @@ def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor)
     ok = (inside.clamp(0, v - 1) == inside).all()
     if divisor.number > 0:
         return ok, torch.full((), 1 / divisor.number, dtype=torch.float64, device=labels.device)
-    wide = torch.float32 if labels.device.type == "mps" else torch.float64
+    factor_dtype = torch.float32 if labels.device.type == "mps" else torch.float64
     if divisor.items is None:  # without labels the sum is zero, and any divisor will do
-        return ok, valid.sum().clamp_(min=1).to(wide).reciprocal_()
-    items = divisor.items.to(labels.device, wide)
+        return ok, valid.sum().clamp_(min=1).to(factor_dtype).reciprocal_()
+    items = divisor.items.to(labels.device, factor_dtype)
     return ok, torch.where(items == 0, 0.0, 1 / torch.where(items == 0, 1.0, items))
 
 
-def token_losses(stats: Stats, spec: LossSpec) -> Tensor:
+def token_losses(stats: LogitStats, spec: LossSpec) -> Tensor:
     """Return the loss of each token [N]: lse − (1 − ε) z_label − ε · mean(z) + z_loss · lse², with ε the label smoothing."""
     loss = stats.lse - stats.label_logit
     if spec.label_smoothing:
@@ -70,25 +81,30 @@ def token_losses(stats: Stats, spec: LossSpec) -> Tensor:
     return loss + spec.z_loss * stats.lse.square() if spec.z_loss else loss
 
 
+def zero_if_all_ignored(grad: Tensor, labels: Tensor, spec: LossSpec) -> Tensor:
+    """Return the loss's upstream gradient; zero without labels, where a division by their count may have made it infinite."""
+    return torch.where((labels == spec.ignore_index).all(), 0.0, grad)
+
+
 def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -> TokenGrads:
     """Return the gradients of ``grad`` · ``factor`` · Σ loss with respect to the statistics."""
     g = (grad * factor).to(lse.dtype).expand_as(lse)
-    of_lse = g * (1 + 2 * spec.z_loss * lse) if spec.z_loss else g.contiguous()
+    grad_lse = g * (1 + 2 * spec.z_loss * lse) if spec.z_loss else g.contiguous()
     smoothing = spec.label_smoothing
-    of_label = (g * (smoothing - 1)).contiguous()
-    return TokenGrads(of_lse, of_label, (g * -smoothing).contiguous() if smoothing else None)
+    grad_label = (g * (smoothing - 1)).contiguous()
+    return TokenGrads(grad_lse, grad_label, (g * -smoothing).contiguous() if smoothing else None)
 
 
-def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
+def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
     """Compute the statistics in one pass over slabs of logits, as in online softmax (Milakov & Gimelshein, 2018)."""
     n_all, v = x.labels.numel(), x.weight.shape[0]
     valid = x.labels != spec.ignore_index
-    rows = _rows(valid)
+    rows = _labeled_rows(valid)
     hidden, labels = (x.hidden, x.labels) if rows is None else (x.hidden[rows], x.labels[rows])
-    n, wide = labels.numel(), accumulation_dtype(hidden.dtype)
+    n, acc_dtype = labels.numel(), accumulation_dtype(hidden.dtype)
 
     def vector(value: float) -> Tensor:
-        return torch.full((n,), value, dtype=wide, device=hidden.device)
+        return torch.full((n,), value, dtype=acc_dtype, device=hidden.device)
 
     top, total, label_logit = vector(-math.inf), vector(0), vector(0)
     z_sum, weighted, squares = vector(0), vector(0), vector(0)
@@ -96,8 +112,8 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
     for start in range(0, v if n else 0, width):
         stop = min(v, start + width)
         z = _slab_logits(hidden, x, spec, start, stop)
-        inside, local = _labels_inside(labels, start, stop)
-        label_logit += torch.where(inside, z.gather(1, local).squeeze(1), 0)
+        inside, columns = _labels_inside(labels, start, stop)
+        label_logit += torch.where(inside, z.gather(1, columns).squeeze(1), 0)
         if wanted.mean:
             z_sum += z.sum(1)
         new_top = torch.maximum(top, z.amax(1))
@@ -121,7 +137,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
             return torch.where(valid, values, values.new_zeros(()))
         return values.new_zeros(n_all).index_copy_(0, rows, values)
 
-    return Stats(
+    return LogitStats(
         scatter(top + log_total),
         scatter(label_logit),
         scatter(z_sum / v, wanted.mean),
@@ -145,27 +161,27 @@ def logit_stats_backward(
     ∂lse/∂z = p, ∂z_label/∂z = one-hot, ∂(mean z)/∂z = 1/V, ∂H/∂z = −p · (z − (lse − H)).
     """
     (hidden, weight, _, labels), (need_hidden, need_weight, need_bias) = x, spec.needs
-    v, wide = weight.shape[0], accumulation_dtype(hidden.dtype)
+    v, acc_dtype = weight.shape[0], accumulation_dtype(hidden.dtype)
     valid = labels != spec.ignore_index
-    rows = _rows(valid)
+    rows = _labeled_rows(valid)
     if rows is not None:
         hidden, labels, lse = (tensor[rows] for tensor in (hidden, labels, lse))
         entropy = None if entropy is None else entropy[rows]
         grads = TokenGrads(*(None if g is None else g[rows] for g in grads))  # type: ignore[arg-type]
-    elif _would_wait(hidden):  # mask ignored rows instead of removing them: lse = inf makes p = 0
+    elif _would_sync(hidden):  # mask ignored rows instead of removing them: lse = inf makes p = 0
         hidden, lse = torch.where(valid[:, None], hidden, 0), torch.where(valid, lse, math.inf)
         grads = TokenGrads(*(None if g is None else torch.where(valid, g, 0) for g in grads))  # type: ignore[arg-type]
     n = labels.numel()
-    grad_hidden = torch.zeros(hidden.shape if need_hidden else 0, dtype=wide, device=hidden.device)
+    grad_hidden = torch.zeros(hidden.shape if need_hidden else 0, dtype=acc_dtype, device=hidden.device)
     if grad_weight is None:
         grad_weight = hidden.new_empty(weight.shape if need_weight else 0)
     if not n:
         grad_weight.zero_()
     grad_bias = hidden.new_zeros(v if need_bias else 0)
-    narrow = hidden.dtype != wide
+    is_16_bit = hidden.dtype != acc_dtype
     # Bytes per weight row: its float32 copy, and as much again that multi-threaded oneDNN takes for a 16-bit matmul.
-    weight_copy = (8 * weight.shape[1] if narrow else 0) + scratch_per_row(weight)
-    sums = 4 * hidden.numel() if narrow and need_hidden else 0  # bytes of the float32 accumulator of grad_hidden
+    weight_copy = (8 * weight.shape[1] if is_16_bit else 0) + scratch_per_row(weight)
+    sums = 4 * hidden.numel() if is_16_bit and need_hidden else 0  # bytes of the float32 accumulator of grad_hidden
     copies = 1 + _keeps_logits(spec, grads) + (grads.entropy is not None)
     width = _slab_width(n, v, hidden.dtype, copies, spec.memory_budget, weight_copy, sums)
     for start in range(0, v if n else 0, width):
@@ -187,31 +203,31 @@ def logit_stats_backward(
     return grad_hidden, grad_weight, grad_bias
 
 
-def _would_wait(x: Tensor) -> bool:
+def _would_sync(x: Tensor) -> bool:
     """Return True if finding the tokens with a label would synchronize with a device."""
     return x.device.type != "cpu"
 
 
-def _rows(valid: Tensor) -> Tensor | None:
+def _labeled_rows(valid: Tensor) -> Tensor | None:
     """Return the indices of tokens with a label; None if all have one, or if finding them would synchronize."""
-    if _would_wait(valid):
+    if _would_sync(valid):
         return None
     rows = valid.nonzero().squeeze(1)
     return None if rows.numel() == valid.numel() else rows
 
 
 def _slab_width(
-    n: int, v: int, dtype: torch.dtype, copies: int, memory_budget: int, per_column: int = 0, beside: int = 0
+    n: int, v: int, dtype: torch.dtype, copies: int, memory_budget: int, column_bytes: int = 0, reserved_bytes: int = 0
 ) -> int:
     """Return the columns of a slab that takes ``copies`` float arrays [N, width], plus one in a 16-bit ``dtype``.
 
-    ``per_column``: more bytes per column. ``beside``: bytes allocated during the whole loop. A slab gets the remaining
+    ``column_bytes``: more bytes per column. ``reserved_bytes``: bytes allocated during the whole loop. A slab gets the remaining
     workspace, but at least a quarter of the whole.
     """
-    wide = accumulation_dtype(dtype).itemsize
-    per_column += n * (wide * copies + (dtype.itemsize if dtype.itemsize < wide else 0))
-    scratch = scratch_bytes(n, v, wide, memory_budget)
-    width = max(scratch - beside, scratch // 4) // max(per_column, 1)
+    acc_itemsize = accumulation_dtype(dtype).itemsize
+    column_bytes += n * (acc_itemsize * copies + (dtype.itemsize if dtype.itemsize < acc_itemsize else 0))
+    scratch = scratch_bytes(n, v, acc_itemsize, memory_budget)
+    width = max(scratch - reserved_bytes, scratch // 4) // max(column_bytes, 1)
     return max(16, min(v, width))
 
 
@@ -255,8 +271,8 @@ def _logit_gradients(
         g.mul_(grads.lse[:, None])
     if grads.mean is not None:
         g.add_((grads.mean / v)[:, None])
-    inside, local = _labels_inside(labels, start, start + z.shape[1])
-    g.scatter_add_(1, local, torch.where(inside, grads.label, 0)[:, None])
+    inside, columns = _labels_inside(labels, start, start + z.shape[1])
+    g.scatter_add_(1, columns, torch.where(inside, grads.label, 0)[:, None])
     if spec.softcap:
         g.mul_(z.div_(spec.softcap).square_().neg_().add_(1))
     return g.mul_(spec.logit_scale) if spec.logit_scale != 1.0 else g

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_cce import ops
-from hf_cce.spec import Inputs, LossSpec, Stats, TokenGrads, Wanted, accumulation_dtype
+from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
 _IGNORED = -100  # never an index into a slice, as the user's ignore_index may be
 
@@ -36,7 +36,7 @@ def is_dtensor(value: object) -> bool:
     return type(value) is not Tensor and type(value) is not nn.Parameter and hasattr(value, "device_mesh")
 
 
-def why_not_share(hidden: Any, weight: Any, bias: Any = None) -> str | None:
+def why_not_sharded(hidden: Any, weight: Any, bias: Any = None) -> str | None:
     """Return why these hidden states, weight [V, D] and bias [V] or None are not a vocabulary-sharded head; None if they are.
 
     The hidden states must be a replicated DTensor: only that shows that all ranks have the same tokens. An FSDP2 weight looks
@@ -45,13 +45,13 @@ def why_not_share(hidden: Any, weight: Any, bias: Any = None) -> str | None:
     for name, value in (("weight", weight), ("bias", bias)):
         if value is None and name == "bias":
             continue
-        if not is_dtensor(value) or not _split_first(value):
+        if not is_dtensor(value) or not _is_sharded_on_dim0(value):
             return f"the head's {name} is not split over its first dimension ({_layout(value)})"
-        if not is_dtensor(hidden) or value.device_mesh != hidden.device_mesh or not _replicated(hidden):
+        if not is_dtensor(hidden) or value.device_mesh != hidden.device_mesh or not _is_replicated(hidden):
             return f"the hidden states are not replicated over the processes that share the head's {name} ({_layout(hidden)})"
         if not value.is_floating_point():
             return f"the head's {name} is quantised to {value.dtype}"
-        if local(value).shape[0] != slice_of(value).rows:
+        if to_local(value).shape[0] != slice_of(value).rows:
             return f"the head's {name} is not split as torch's DTensor splits it"
     return None
 
@@ -64,7 +64,7 @@ def slice_of(weight: Any) -> Slice:
     return Slice(mesh.get_group(), first, min(vocab_size, first + chunk) - first, vocab_size)
 
 
-def local(value: Any) -> Tensor:
+def to_local(value: Any) -> Tensor:
     """Return the local tensor of a DTensor, without a gradient; return a plain tensor unchanged."""
     if not is_dtensor(value):
         return value
@@ -72,7 +72,7 @@ def local(value: Any) -> Tensor:
         return value.to_local()
 
 
-def replicated(hidden: Tensor, weight: Any) -> Any:
+def as_replicated(hidden: Tensor, weight: Any) -> Any:
     """Wrap plain hidden states, equal on all ranks, in a replicated DTensor if ``weight`` is a DTensor."""
     if not is_dtensor(weight) or is_dtensor(hidden):
         return hidden
@@ -81,7 +81,7 @@ def replicated(hidden: Tensor, weight: Any) -> Any:
     return DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
 
 
-def gathered(logits: Any) -> Tensor:
+def full_logits(logits: Any) -> Tensor:
     """Return all logits [..., V] as a plain tensor on every rank."""
     if not is_dtensor(logits):
         return logits
@@ -90,7 +90,7 @@ def gathered(logits: Any) -> Tensor:
     return logits.redistribute(placements=[Replicate()]).to_local()
 
 
-def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
+def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
     """Compute the statistics over the whole vocabulary; ``is_top1`` is empty.
 
     In ``x``, hidden is a replicated DTensor, weight and bias are DTensors sharded over V, and labels are in [0, V) or
@@ -99,7 +99,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
     hidden, weight, bias, labels = x
     own = (hidden.to_local(), weight.to_local(), None if bias is None else bias.to_local(), labels)  # type: ignore[attr-defined]
     lse, at_label, mean, entropy, log_sum_sq = _Statistics.apply(spec, wanted, slice_of(weight), *own)
-    return Stats(lse, at_label, mean, entropy, log_sum_sq, labels.new_empty(0))
+    return LogitStats(lse, at_label, mean, entropy, log_sum_sq, labels.new_empty(0))
 
 
 class _Statistics(torch.autograd.Function):
@@ -107,7 +107,7 @@ class _Statistics(torch.autograd.Function):
     def forward(
         ctx: Any,
         spec: LossSpec,
-        wanted: Wanted,
+        wanted: WantedStats,
         part: Slice,
         hidden: Tensor,
         weight: Tensor,
@@ -120,11 +120,11 @@ class _Statistics(torch.autograd.Function):
         token_ids = torch.where(here, labels - part.first, 0).masked_fill_(~valid, _IGNORED)
         spec = replace(spec, ignore_index=_IGNORED)
         if part.rows:
-            of_slice = ops.statistics(Inputs(hidden, weight, bias, token_ids), spec, wanted)
-            lse, at_label, mean, entropy, log_sum_sq, _ = of_slice
+            slice_stats = ops.statistics(Inputs(hidden, weight, bias, token_ids), spec, wanted)
+            lse, at_label, mean, entropy, log_sum_sq, _ = slice_stats
         else:
-            wide = accumulation_dtype(hidden.dtype)
-            lse = torch.full(labels.shape, -math.inf, dtype=wide, device=labels.device)
+            acc_dtype = accumulation_dtype(hidden.dtype)
+            lse = torch.full(labels.shape, -math.inf, dtype=acc_dtype, device=labels.device)
             at_label = mean = entropy = log_sum_sq = torch.zeros_like(lse)
 
         top = lse.clone()
@@ -143,18 +143,18 @@ class _Statistics(torch.autograd.Function):
         mass, at_label, *rest = total.unbind()
         log_mass, nothing = mass.log(), lse.new_empty(0)
 
-        def of_valid(x: Tensor) -> Tensor:
+        def zero_ignored(x: Tensor) -> Tensor:
             return torch.where(valid, x, 0)
 
-        lse = of_valid(top + log_mass)
-        mean = of_valid(rest.pop(0)) if wanted.mean else nothing
-        entropy = of_valid(log_mass - rest.pop(0) / mass) if wanted.entropy else nothing
-        log_sum_sq = of_valid(rest.pop(0).log() - 2 * log_mass) if wanted.log_sum_sq else nothing
+        lse = zero_ignored(top + log_mass)
+        mean = zero_ignored(rest.pop(0)) if wanted.mean else nothing
+        entropy = zero_ignored(log_mass - rest.pop(0) / mass) if wanted.entropy else nothing
+        log_sum_sq = zero_ignored(rest.pop(0).log() - 2 * log_mass) if wanted.log_sum_sq else nothing
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(log_sum_sq)
         ctx.save_for_backward(hidden, weight, bias, token_ids, here, lse, entropy if wanted.entropy else None)
         ctx.spec, ctx.part = spec, part
-        return lse, of_valid(at_label), mean, entropy, log_sum_sq
+        return lse, zero_ignored(at_label), mean, entropy, log_sum_sq
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ class _Statistics(torch.autograd.Function):
         needs, part, spec = ctx.needs_input_grad[3:6], ctx.part, ctx.spec
         gradients: tuple[Any, ...]
         if part.rows:
-            of_stats = TokenGrads(
+            stat_grads = TokenGrads(
                 torch.zeros_like(lse) if grad_lse is None else grad_lse,
                 torch.zeros_like(lse) if grad_label is None else torch.where(here, grad_label, 0),
                 # The operator divides by V_r instead of V.
@@ -171,7 +171,7 @@ class _Statistics(torch.autograd.Function):
                 grad_entropy,
             )
             x = Inputs(hidden, weight, bias, token_ids)
-            gradients = ops.recompute_by_operator(x, replace(spec, needs=needs), lse, entropy, of_stats)
+            gradients = ops.recompute_by_operator(x, replace(spec, needs=needs), lse, entropy, stat_grads)
         else:
             gradients = (torch.zeros_like(hidden), torch.zeros_like(weight), None if bias is None else bias * 0)
         if needs[0]:
@@ -180,14 +180,14 @@ class _Statistics(torch.autograd.Function):
         return (None, None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True)), None)
 
 
-def _split_first(value: Any) -> bool:
+def _is_sharded_on_dim0(value: Any) -> bool:
     from torch.distributed.tensor import Shard
 
     (first, *more) = value.placements
     return not more and type(first) is Shard and first.dim == 0
 
 
-def _replicated(value: Any) -> bool:
+def _is_replicated(value: Any) -> bool:
     return all(placement.is_replicate() for placement in value.placements)
 
 

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_cce.config import CCEConfig
+
 
 @dataclass(frozen=True)
 class LossSpec:
@@ -26,6 +28,17 @@ class LossSpec:
     implementation: str = "auto"
     gradient_filter: Literal["auto"] | float | None = None
     auto_budget: bool = False  # memory_budget="auto": hf_cce.dispatch may use more
+
+    @classmethod
+    def of(
+        cls, config: CCEConfig, tokens: int, needs: tuple[bool, bool, bool], form: tuple[int, float, float] = (-100, 1.0, 0.0),
+        label_smoothing: float = 0.0, z_loss: float = 0.0,
+    ) -> LossSpec:  # fmt: skip
+        """Return the spec of a loss of ``tokens`` tokens with the options of ``config``."""
+        return cls(
+            *form, label_smoothing, z_loss, needs, config.workspace_bytes(tokens), config.implementation,
+            config.gradient_filter, config.memory_budget == "auto",
+        )  # fmt: skip
 
     @property
     def form(self) -> tuple[int, float, float]:
@@ -49,7 +62,7 @@ class Divisor(NamedTuple):
     number: float = 0.0
 
 
-class Wanted(NamedTuple):
+class WantedStats(NamedTuple):
     """Statistics requested in addition to logsumexp and the label's logit."""
 
     mean: bool = False
@@ -58,7 +71,7 @@ class Wanted(NamedTuple):
     top1: bool = False
 
 
-class Stats(NamedTuple):
+class LogitStats(NamedTuple):
     """Per-token statistics [N] of the logits in the accumulation dtype; zero where ignored, empty if not requested."""
 
     lse: Tensor

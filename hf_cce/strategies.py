@@ -1,7 +1,7 @@
 """The strategies to compute a loss, each with ``forward`` and ``backward``. ``hf_cce.dispatch`` picks one of them.
 
 A strategy lives for one call. ``forward`` returns the outputs and the tensors that ``hf_cce.ops`` saves for autograd, and may
-cache more in ``left``. ``backward`` consumes that cache; without one it returns None, and the caller recomputes the gradients.
+leave more in ``cache``. ``backward`` consumes the cache; without one it returns None, and the caller recomputes the gradients.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 from hf_cce import fallback, reference
 from hf_cce.config import CCEWarning
 from hf_cce.filter_state import FilterState
-from hf_cce.spec import Divisor, Inputs, LossSpec, TokenGrads, Wanted, accumulation_dtype
+from hf_cce.spec import Divisor, Inputs, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
-Gradients = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty where not needed
+InputGrads = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty where not needed
 Upstream = Sequence[Tensor | None]  # gradients of a strategy's outputs
 Needs = tuple[bool, bool, bool]  # which gradients this backward pass needs, possibly fewer than spec.needs
 SUM = Divisor(number=1.0)
@@ -130,18 +130,18 @@ def warm_up(strategy: Strategy, x: Inputs) -> None:
     on_meta = (None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in x)
     like = Inputs(*on_meta)  # type: ignore[arg-type]
     with kernels_module().compiling(x.hidden.device) as possible:
-        for each in strategy.rehearsals() if possible else ():
+        for each in strategy.warm_up_strategies() if possible else ():
             # Errors are ignored: the step itself raises them again, or compiles what is missing.
             with suppress(Exception):
-                rehearse(each, like)
+                run_on_meta(each, like)
 
 
-def rehearse(strategy: Strategy, x: Inputs) -> None:
+def run_on_meta(strategy: Strategy, x: Inputs) -> None:
     """Run a forward and a backward pass on meta tensors."""
     needs = strategy.spec.needs
     outputs, saved = strategy.forward(x)
-    fixed = strategy.undifferentiable(outputs)
-    upstream = [None if any(y is each for each in fixed) else torch.empty_like(y) for y in outputs]
+    non_differentiable = strategy.non_differentiable_outputs(outputs)
+    upstream = [None if any(y is each for each in non_differentiable) else torch.empty_like(y) for y in outputs]
     if isinstance(strategy, Filtered):
         upstream[2:] = [None] * len(upstream[2:])  # the gradient of an entropy is not filtered
     if any(needs) and strategy.backward(x, saved, upstream, needs) is None:
@@ -152,11 +152,11 @@ def rehearse(strategy: Strategy, x: Inputs) -> None:
 class Strategy:
     """Base class of all strategies, by default for a scalar loss with the outputs (loss,)."""
 
-    by_slabs = False  # without Triton it reads the weight in slabs, so a quantized one is not dequantized whole
+    reads_weight_in_slabs = False  # in PyTorch, so a quantized weight is not dequantized whole
 
     def __init__(self, spec: LossSpec, divisor: Divisor, triton: bool) -> None:
         self.spec, self.divisor, self.triton = spec, divisor, triton
-        self.left: Any = None  # cache of forward, for the first backward only
+        self.cache: Any = None  # what forward leaves for the first backward
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         """Return the outputs and the tensors to save. Runs without autograd and autocast, on the inputs' device."""
@@ -166,17 +166,17 @@ class Strategy:
         """Return a strategy that computes the same outputs in plain PyTorch."""
         return Recompute(self.spec, self.divisor, False)
 
-    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
+    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
         """Compute the gradients from the cache of ``forward``, which is consumed; return None if there is no cache."""
         return None
 
-    def rehearsals(self) -> list[Strategy]:
+    def warm_up_strategies(self) -> list[Strategy]:
         """Return the strategies that ``warm_up`` compiles: those that this call or later ones run."""
         return [copy.copy(self)]
 
     def release(self) -> None:
-        """Drop the cache of ``forward`` before the gradients are recomputed."""
-        self.left = None
+        """Drop the cache before the gradients are recomputed."""
+        self.cache = None
 
     def token_grads(self, saved: Saved, upstream: Upstream, triton: bool) -> TokenGrads:
         """Convert upstream gradients to gradients of the statistics, as ``recompute`` takes them."""
@@ -184,7 +184,7 @@ class Strategy:
         assert grad is not None and factor is not None
         return implementation(triton).token_gradients(grad, factor, saved.in_token_order(), self.spec)
 
-    def undifferentiable(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         return []
 
     def factor(self, x: Inputs) -> Tensor:
@@ -232,29 +232,28 @@ class OnePass(Strategy):
         else:
             loop = fallback.one_block if one else fallback.token_blocks
         # The factor is a callback, so that a GPU gets its first GEMM before the host checks the labels.
-        loss, lse, factor, self.left = loop(x, spec, lambda: self.factor(x).to(accumulation_dtype(dtype)))
+        loss, lse, factor, self.cache = loop(x, spec, lambda: self.factor(x).to(accumulation_dtype(dtype)))
         return (loss,), Saved(lse, factor=factor)
 
-    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
-        left, self.left = self.left, None
-        if left is None or upstream[0] is None or saved.factor is None:
+    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
+        cache, self.cache = self.cache, None
+        if cache is None or upstream[0] is None or saved.factor is None:
             return None
-        # If all labels are ignored the gradient is zero, even if a division by their count makes the upstream gradient infinite.
-        grad = torch.where((x.labels == self.spec.ignore_index).all(), 0.0, upstream[0])
-        return left.scaled(x, replace(self.spec, needs=needs), saved.lse, saved.factor, grad)
+        grad = reference.zero_if_all_ignored(upstream[0], x.labels, self.spec)
+        return cache.finalize(x, replace(self.spec, needs=needs), saved.lse, saved.factor, grad)
 
 
 class Recompute(Strategy):
     """Two passes over slabs of the vocabulary: statistics in ``forward``, gradients in ``recompute``."""
 
-    by_slabs = True
+    reads_weight_in_slabs = True
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         factor, spec = self.factor(x), self.spec
         if self.triton:
             loss, lse = kernels_module().cross_entropy(x, spec, factor)
         else:
-            stats = reference.logit_stats(x, spec, Wanted(mean=spec.label_smoothing > 0))
+            stats = reference.logit_stats(x, spec, WantedStats(mean=spec.label_smoothing > 0))
             factor = factor.to(stats.lse.dtype)
             loss, lse = reference.token_losses(stats, spec).sum() * factor, stats.lse
         return (loss,), Saved(lse, factor=factor)
@@ -269,23 +268,23 @@ class Exact(Recompute):
             return super().forward(x)
         factor = self.factor(x)
         result = kernels.grouped_cross_entropy(x, spec, factor)
-        self.formed = result is not None
+        self.has_grads = result is not None
         if result is None:
             result = kernels.cached_cross_entropy(x, spec, factor)
         if result is None:
             loss, lse = kernels.cross_entropy(x, spec, factor)
         else:
-            loss, lse, self.left = result
+            loss, lse, self.cache = result
         return (loss,), Saved(lse, factor=factor)
 
-    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
-        left, self.left = self.left, None
-        if left is None:
+    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
+        cache, self.cache = self.cache, None
+        if cache is None:
             return None
-        if self.formed:
-            return kernels_module().formed_gradients(left, upstream[0])
+        if self.has_grads:
+            return kernels_module().formed_gradients(cache, upstream[0])
         spec, grads = replace(self.spec, needs=needs), self.token_grads(saved, upstream, True)
-        return kernels_module().logit_stats_backward(x, spec, saved.lse, None, grads, left)
+        return kernels_module().logit_stats_backward(x, spec, saved.lse, None, grads, cache)
 
 
 class Materialized(Strategy):
@@ -300,70 +299,73 @@ class Materialized(Strategy):
         # Launched before the label check, so that the GPU has work meanwhile.
         logits = kernels.materialized_logits(x, self.logits_dtype)
         factor = self.factor(x)
-        loss, self.left = kernels.materialized_cross_entropy(logits, x, spec, factor)
-        return (loss,), Saved(self.left.lse, factor=factor)
+        loss, self.cache = kernels.materialized_cross_entropy(logits, x, spec, factor)
+        return (loss,), Saved(self.cache.lse, factor=factor)
 
-    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
-        left, self.left = self.left, None
-        if left is None:
+    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
+        cache, self.cache = self.cache, None
+        if cache is None:
             return None
         spec = replace(self.spec, needs=needs)
-        return kernels_module().materialized_gradients(left, x, spec, upstream[0], saved.factor)
+        return kernels_module().materialized_gradients(cache, x, spec, upstream[0], saved.factor)
 
 
 class Filtered(Strategy):
-    """Triton kernels that skip tiles of the logits' gradient. ``otherwise`` runs if the budget has no room for them."""
+    """Triton kernels that skip tiles of the logits' gradient. ``unfiltered`` runs if the budget has no room for them."""
 
     def __init__(
-        self, spec: LossSpec, divisor: Divisor, state: FilterState, tau: Tensor, steered: bool, otherwise: Strategy
+        self, spec: LossSpec, divisor: Divisor, state: FilterState, tau: Tensor, keeps_state: bool, unfiltered: Strategy
     ) -> None:
         super().__init__(spec, divisor, True)
-        self.state, self.tau, self.steered, self.otherwise = state, tau, steered, otherwise
+        self.state, self.tau, self.keeps_state, self.unfiltered = state, tau, keeps_state, unfiltered
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         factor = self.factor(x)
         result = kernels_module().filtered_cross_entropy(x, self.spec, factor, self.state.vocabulary(x.weight))
         if result is None:
-            return self.otherwise.forward(x)
-        loss, self.left = result
-        self.state.keep_vocabulary(x.weight, self.left.vocabulary)
-        return (loss,), Saved(self.left.lse, factor=factor, tokens=self.left.order.token_perm)
+            return self.unfiltered.forward(x)
+        loss, self.cache = result
+        self.state.keep_vocabulary(x.weight, self.cache.vocabulary)
+        return (loss,), Saved(self.cache.lse, factor=factor, tokens=self.cache.order.token_perm)
 
-    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
-        filtered, self.left = self.left, None
-        if filtered is None:
-            return self.otherwise.backward(x, saved, upstream, needs)
-        dh, dw, report = kernels_module().filtered_gradients(
-            filtered, x.weight, self.request(filtered, saved, upstream, needs), self.in_full(x, saved, upstream, needs),
-            self.state.next_tau,
-        )  # fmt: skip
+    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
+        cache, self.cache = self.cache, None
+        if cache is None:
+            return self.unfiltered.backward(x, saved, upstream, needs)
+        request = self.request(cache, saved, upstream, needs)
+        exact = self.exact_gradients_if_probing(x, saved, upstream, needs)
+        grad_hidden, grad_weight, report = kernels_module().filtered_gradients(
+            cache, x.weight, request, exact, self.state.next_tau
+        )
         self.state.report(report)
-        return dh, dw, None
+        return grad_hidden, grad_weight, None
 
-    def request(self, filtered: Any, saved: Saved, upstream: Upstream, needs: Needs) -> Any:
+    def request(self, cache: Any, saved: Saved, upstream: Upstream, needs: Needs) -> Any:
         """Return the arguments of the kernels' backward pass."""
-        measure = self.steered and self.state.measure()  # only a caller's FilterState uses the result
-        grads = self.sorted_grads(filtered, saved, upstream)
+        measure = self.keeps_state and self.state.measure()  # only a caller's FilterState uses the result
+        grads = self.sorted_grads(cache, saved, upstream)
         by_rounding = self.spec.gradient_filter == "auto"
         return kernels_module().BackwardRequest(grads.lse, grads.label, self.tau, *needs[:2], measure, by_rounding)
 
-    def sorted_grads(self, filtered: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
+    def sorted_grads(self, cache: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
         """Convert upstream gradients to gradients of the statistics, in the row order of the filter."""
-        return kernels_module().token_gradients(upstream[0], saved.factor, filtered.lse, self.spec)
+        return kernels_module().token_gradients(upstream[0], saved.factor, cache.lse, self.spec)
 
-    def rehearsals(self) -> list[Strategy]:
-        found = self.otherwise.rehearsals()
+    def warm_up_strategies(self) -> list[Strategy]:
+        found = self.unfiltered.warm_up_strategies()
         for probing in (True, False):
             each = copy.copy(self)
-            each.state, each.tau = self.state.rehearsal(probing), torch.empty((), device="meta")
+            each.state, each.tau = self.state.for_warm_up(probing), torch.empty((), device="meta")
             found.append(each)
         return found
 
     def release(self) -> None:
         super().release()
-        self.otherwise.release()
+        self.unfiltered.release()
 
-    def in_full(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Callable[[], Gradients] | None:
+    def exact_gradients_if_probing(
+        self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs
+    ) -> Callable[[], InputGrads] | None:
         """Return a function that computes exact gradients if this step only probes the filter, else None."""
         if not self.state.probe_only():
             return None
@@ -374,11 +376,11 @@ class Filtered(Strategy):
 
 
 class Statistics(Strategy):
-    """Per-token statistics; the outputs are ``Stats``."""
+    """Per-token statistics; the outputs are ``LogitStats``."""
 
-    by_slabs = True
+    reads_weight_in_slabs = True
 
-    def __init__(self, spec: LossSpec, wanted: Wanted, triton: bool) -> None:
+    def __init__(self, spec: LossSpec, wanted: WantedStats, triton: bool) -> None:
         super().__init__(spec, SUM, triton)
         self.wanted = wanted
 
@@ -393,7 +395,7 @@ class Statistics(Strategy):
     def token_grads(self, saved: Saved, upstream: Upstream, triton: bool) -> TokenGrads:
         return stats_grads(saved.lse, upstream)
 
-    def undifferentiable(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         # Includes outputs that were not requested: the gradient of an empty one would be read as a tensor of N elements.
         return [output for output, is_wanted in zip(outputs[2:4], self.wanted, strict=False) if not is_wanted] + [
             *outputs[4:]
@@ -401,10 +403,10 @@ class Statistics(Strategy):
 
 
 def stats_grads(lse: Tensor, upstream: Upstream) -> TokenGrads:
-    """Return contiguous upstream gradients of ``Stats``; missing ones of lse and label_logit become zeros."""
-    of_lse, of_label, mean, entropy = (None if g is None else g.contiguous() for g in upstream[:4])
-    zero = torch.zeros_like(lse) if of_lse is None or of_label is None else lse
-    return TokenGrads(zero if of_lse is None else of_lse, zero if of_label is None else of_label, mean, entropy)
+    """Return contiguous upstream gradients of ``LogitStats``; missing ones of lse and label_logit become zeros."""
+    grad_lse, grad_label, mean, entropy = (None if g is None else g.contiguous() for g in upstream[:4])
+    zero = torch.zeros_like(lse) if grad_lse is None or grad_label is None else lse
+    return TokenGrads(zero if grad_lse is None else grad_lse, zero if grad_label is None else grad_label, mean, entropy)
 
 
 class FilteredStatistics(Filtered):
@@ -413,32 +415,32 @@ class FilteredStatistics(Filtered):
     The error is measured with each token's actual upstream gradient. If the entropy has one, all gradients are exact.
     """
 
-    otherwise: Statistics
+    unfiltered: Statistics
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        wanted = self.otherwise.wanted
+        wanted = self.unfiltered.wanted
         self.factor(x)
         result = kernels_module().filtered_stats(x, self.spec, wanted, self.state.vocabulary(x.weight))
         if result is None:
-            return self.otherwise.forward(x)
-        stats, self.left = result
-        self.state.keep_vocabulary(x.weight, self.left.vocabulary)
+            return self.unfiltered.forward(x)
+        stats, self.cache = result
+        self.state.keep_vocabulary(x.weight, self.cache.vocabulary)
         return stats, Saved(stats.lse, stats.entropy if wanted.entropy else None)
 
     def without_kernels(self) -> Strategy:
-        return self.otherwise.without_kernels()
+        return self.unfiltered.without_kernels()
 
-    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> Gradients | None:
+    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
         if upstream[3] is not None:
-            self.left = None
+            self.cache = None
         return super().backward(x, saved, upstream, needs)
 
-    def sorted_grads(self, filtered: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
-        tokens, grads = filtered.order.token_perm, stats_grads(saved.lse, upstream)
+    def sorted_grads(self, cache: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
+        tokens, grads = cache.order.token_perm, stats_grads(saved.lse, upstream)
         return TokenGrads(grads.lse.index_select(0, tokens), grads.label.index_select(0, tokens))
 
     def token_grads(self, saved: Saved, upstream: Upstream, triton: bool) -> TokenGrads:
-        return self.otherwise.token_grads(saved, upstream, triton)
+        return self.unfiltered.token_grads(saved, upstream, triton)
 
-    def undifferentiable(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
-        return self.otherwise.undifferentiable(outputs)
+    def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        return self.unfiltered.non_differentiable_outputs(outputs)

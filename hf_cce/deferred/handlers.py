@@ -480,7 +480,7 @@ def _gather_logits(r: Recipe, index: Tensor) -> Tensor:
 
 
 def _scratch_bytes(r: Recipe) -> int:
-    return (r.call.config or CCEConfig()).scratch(math.prod(r.hidden_states.shape[:-1]))
+    return (r.call.config or CCEConfig()).workspace_bytes(math.prod(r.hidden_states.shape[:-1]))
 
 
 @implements("sum")

@@ -17,9 +17,9 @@ from hf_cce.deferred.lazy_tensor import LazyTensor, TensorProxy, materialize_all
 from hf_cce.deferred.logits import lazy_logits
 from hf_cce.deferred.training_call import TrainingCall
 from hf_cce.head_checks import why_not_read
-from hf_cce.loss import few_tokens
+from hf_cce.loss import prefers_full_logits
 from hf_cce.quantized import FrozenWeight, torchao_weight
-from hf_cce.sharded import is_dtensor, why_not_share
+from hf_cce.sharded import is_dtensor, why_not_sharded
 
 
 def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: TrainingCall) -> Any:
@@ -48,7 +48,7 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
         call.note_full_logits()
         return F.linear(hidden_states, weight, bias)
     begun = call.adapted and call.vocab_size is not None  # all terms of one head are deferred, or none
-    if not begun and few_tokens(hidden_states, weight, call.config):
+    if not begun and prefers_full_logits(hidden_states, weight, call.config):
         call.note_few_tokens()
         return F.linear(hidden_states, weight, bias)
     call.vocab_size = weight.shape[0]
@@ -64,7 +64,7 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
 
 def _why_not(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: torch.dtype | None) -> str | None:
     shared = is_dtensor(hidden_states)
-    reason = why_not_share(hidden_states, weight, bias) if shared else why_not_read(weight, bias)
+    reason = why_not_sharded(hidden_states, weight, bias) if shared else why_not_read(weight, bias)
     if shared and torch.compiler.is_compiling():
         return "torch.compile does not support deferred logits for a head whose vocabulary is split over processes"
     fits = cast is not None or hidden_states.dtype == weight.dtype

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
-from hf_cce.sharded import gathered, is_dtensor, replicated
+from hf_cce.sharded import as_replicated, full_logits, is_dtensor
 
 _COMMUTATIVE = {"add", "mul", "multiply"}
 # Properties that read the values of a tensor. All other properties, and the methods in _METADATA_METHODS, need only metadata.
@@ -212,7 +212,7 @@ def multiply(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: t
     """Compute the logits [..., V], in the autocast dtype ``cast`` if there is one; call with autocast disabled."""
     if cast is not None:
         hidden_states, weight, bias = hidden_states.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
-    return gathered(F.linear(replicated(hidden_states, weight), weight, bias))
+    return full_logits(F.linear(as_replicated(hidden_states, weight), weight, bias))
 
 
 class Losses:

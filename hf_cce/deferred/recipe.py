@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_cce.deferred.lazy_tensor import TensorMeta, multiply, version_of
 from hf_cce.deferred.operations import Meaning, Op, apply_ops, meaning
 from hf_cce.deferred.training_call import CHANGED, TrainingCall
-from hf_cce.sharded import replicated
+from hf_cce.sharded import as_replicated
 
 
 class SharedStorage:
@@ -91,7 +91,7 @@ class Recipe(NamedTuple):
             bias = (weight.new_zeros(len(weight)) if bias is None else bias).index_fill(0, ids, -6e4)
         form = self.meaning.form
         assert form is not None
-        inputs = {"hidden_states": replicated(hidden_states, weight), "weight": weight, "bias": bias}
+        inputs = {"hidden_states": as_replicated(hidden_states, weight), "weight": weight, "bias": bias}
         return {**inputs, "logit_scale": form[0], "softcap": form[1], "config": self.call.config}
 
     def without_autocast(self) -> Any:

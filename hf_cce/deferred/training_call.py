@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_cce.config import CCEConfig, CCEWarning
 from hf_cce.filter_state import FilterState
 from hf_cce.loss import LogProbs
-from hf_cce.sharded import local
+from hf_cce.sharded import to_local
 
 CHANGED = (
     "cannot compute these deferred logits: the hidden states or the LM head have changed since the forward pass "
@@ -104,7 +104,7 @@ class TrainingCall:
     @contextlib.contextmanager
     def unsharded_weight(self, weight: Any) -> Iterator[None]:
         """Within this block, have FSDP2 gather the head's ``weight`` if it was freed right after the head's forward."""
-        part = weight if torch.compiler.is_compiling() else local(weight)
+        part = weight if torch.compiler.is_compiling() else to_local(weight)
         if torch.compiler.is_compiling() or part.numel() == 0 or part.untyped_storage().nbytes() > 0:
             yield
             return

@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights  # some initializers rea
 from hf_cce import CCEConfig
 from hf_cce.diagnostics.machine import GIB, first_line
 from hf_cce.diagnostics.shapes import auto_class, config_named, is_model_type
-from hf_cce.dispatch import EAGER_BYTES, Problem, explain_dispatch, materialized_bytes
+from hf_cce.dispatch import BYTES_PER_LOGIT, Problem, explain_dispatch, materialized_bytes
 
 # Bytes per element of an activation, by training dtype; mixed is float32 weights under bfloat16 autocast, as Trainer's bf16=True.
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "mixed": 2}
@@ -104,7 +104,7 @@ def loss_bytes(variant: str, tokens: int, model: Model, dtype: str, budget: int 
     few_tokens = found.strategy == "full_logits"
     if variant == "full" or few_tokens:
         # The gradients of hidden states and weight are allocated after two of the three copies of the logits were freed.
-        peak = max(EAGER_BYTES * logits, item_bytes * logits + gradient_bytes)
+        peak = max(BYTES_PER_LOGIT * logits, item_bytes * logits + gradient_bytes)
     elif found.logits_dtype in (torch.bfloat16, torch.float16):
         problem = Problem(*sizes, torch_dtype, torch.device("cuda"))
         peak = materialized_bytes(problem, found.logits_dtype) + gradient_bytes

@@ -20,7 +20,7 @@ from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, padded, row_major
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import softcap_slope, tile_logits, tile_position
-from hf_cce.spec import Inputs, LossSpec, Wanted
+from hf_cce.spec import Inputs, LossSpec, WantedStats
 
 FORWARD_KL, REVERSE_KL, JSD = 0, 1, 2
 
@@ -324,7 +324,7 @@ def row_lse(head: Any, num_valid: Tensor, entropy: bool, memory_budget: int) -> 
     n = head.hidden.shape[0]
     labels = torch.where(torch.arange(n, device=head.hidden.device) < num_valid, 0, -100)
     spec = LossSpec(-100, head.logit_scale, head.softcap, memory_budget=memory_budget)
-    stats = logit_stats(Inputs(head.hidden, head.weight, head.bias, labels), spec, Wanted(entropy=entropy))
+    stats = logit_stats(Inputs(head.hidden, head.weight, head.bias, labels), spec, WantedStats(entropy=entropy))
     return stats.lse, stats.entropy
 
 

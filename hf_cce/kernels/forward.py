@@ -18,7 +18,7 @@ from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import softcap_slope, tile_logits, tile_position
-from hf_cce.spec import Inputs, LossSpec, Stats, Wanted
+from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats
 
 
 @triton.jit
@@ -289,7 +289,7 @@ def combine(
     )  # fmt: skip
 
 
-def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
+def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
     """Compute the same as ``hf_cce.reference.logit_stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
     inputs = LogitInputs.of(x, spec).readable()
     (n, _, v, _), device = inputs.shape, x.hidden.device
@@ -315,4 +315,4 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: Wanted) -> Stats:
         tile_stats(group_inputs, tiles, label.tokens(rows, plan.block_m), plan)
         outputs = [*(result[rows] if want else None for result, want in zip(results, wanted, strict=True)), None]
         combine(tiles, group_inputs, label.logit[rows], lse[rows], outputs)
-    return Stats(lse, label.logit, *results)
+    return LogitStats(lse, label.logit, *results)

@@ -20,7 +20,7 @@ from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.token_groups import PrecomputedGrads, group_gradient, group_size
-from hf_cce.spec import Inputs, LossSpec, TokenGrads, Wanted
+from hf_cce.spec import Inputs, LossSpec, TokenGrads, WantedStats
 
 
 @Kernel
@@ -108,7 +108,7 @@ def total_loss(
 
 def cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return (loss, lse [N]) for a scalar ``factor``; nothing else is saved, so the backward pass recomputes all logits."""
-    stats = logit_stats(x, spec, Wanted(mean=spec.label_smoothing > 0))
+    stats = logit_stats(x, spec, WantedStats(mean=spec.label_smoothing > 0))
     return total_loss(stats.lse, stats.label_logit, factor, spec, stats.mean_logit), stats.lse
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_cce.deferred.training_call import TrainingCall
-from hf_cce.head_checks import gathered, why_not_read
+from hf_cce.head_checks import is_gathered, why_not_read
 from hf_cce.loss import linear_log_probs
 
 NAME = "_ChunkedLogProbFunction"
@@ -91,7 +91,7 @@ def end_call() -> TrainingCall | None:
 
 def _detach_gathered(parameter: Tensor) -> Tensor:
     """Return a frozen parameter gathered by ZeRO-3 as a tensor that outlives its release; any other parameter unchanged."""
-    return parameter.detach() if gathered(parameter) and not parameter.requires_grad else parameter
+    return parameter.detach() if is_gathered(parameter) and not parameter.requires_grad else parameter
 
 
 def _handle_call(call: TrainingCall, arguments: dict[str, Any]) -> Any:

@@ -317,7 +317,7 @@ def test_where_full_logits_end(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = leaves_of(hidden, weight)
     gradients(leaves, labels, CCEConfig())
     assert not taken
-    monkeypatch.setattr(dispatch, "EAGER_LOGITS", n * v - 1)
+    monkeypatch.setattr(dispatch, "FULL_LOGITS_MAX", n * v - 1)
     gradients(leaves, labels, CCEConfig())
     gradients(leaves, labels, CCEConfig("triton"))
     assert taken["materialized"] == taken["materialized gradients"] == 2

@@ -83,12 +83,12 @@ def test_many_slabs(
 ) -> None:
     width, cut = 128 if implementation == "triton" else 32, []
 
-    def slabs_of(student: Any, spec: Any, per_column: int, beside: int = 0) -> list[slice]:
+    def make_slabs(student: Any, spec: Any, column_bytes: int, reserved_bytes: int = 0) -> list[slice]:
         cut.append(student.weight.shape[0])
         return [slice(start, min(cut[-1], start + width)) for start in range(0, cut[-1], width)]
 
-    monkeypatch.setattr(divergence_passes, "slabs_of", slabs_of)
-    monkeypatch.setattr("hf_cce.divergence_topk.slabs_of", slabs_of)
+    monkeypatch.setattr(divergence_passes, "make_slabs", make_slabs)
+    monkeypatch.setattr("hf_cce.divergence_topk.make_slabs", make_slabs)
     check(replace(case, form=form, **EVERYTHING), torch.float32, config, device)
     assert cut
 
@@ -99,7 +99,7 @@ def test_slabs_keep_to_the_budget() -> None:
     )
     for triton in (True, False):
         spec = divergence_passes.DivergenceSpec(0.0, False, 256 << 20, triton)
-        slabs = divergence_passes.slabs_of(head, spec, 2 * 8192, 4 * 8192 * 896)
+        slabs = divergence_passes.make_slabs(head, spec, 2 * 8192, 4 * 8192 * 896)
         assert slabs[0].start == 0 and slabs[-1].stop == 151936
         assert all(a.stop == b.start for a, b in pairwise(slabs))
         assert max(s.stop - s.start for s in slabs) * 2 * 8192 + 4 * 8192 * 896 <= 256 << 20

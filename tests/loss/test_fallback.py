@@ -25,7 +25,7 @@ NARROW = (torch.bfloat16, torch.float16)
 GENERAL = Options(0.7, 5.0, False, 0.1, 1e-2, "mean")
 
 
-def wide_product(a: Tensor, b: Tensor) -> Tensor:
+def matmul_acc(a: Tensor, b: Tensor, rounded: bool = False) -> Tensor:
     """Multiply 16-bit tensors into float32, as a GPU does."""
     kind = torch.promote_types(a.dtype, torch.float32)
     return a.to(kind) @ b.to(kind)
@@ -39,8 +39,8 @@ def force(monkeypatch: pytest.MonkeyPatch, loop: str, wide: bool) -> list[str]:
     for name in ("one_block", "token_blocks", "column_blocks"):
         monkeypatch.setattr(fallback, name, lambda *args: taken.append(loop) or real(*args))
     if wide:
-        monkeypatch.setattr(fallback, "_wide_product", wide_product)
-        monkeypatch.setattr(fallback, "has_wide_products", lambda x: True)
+        monkeypatch.setattr(fallback, "matmul_acc", matmul_acc)
+        monkeypatch.setattr(fallback, "matmul_supports_fp32_out", lambda x: True)
     return taken
 
 
@@ -151,7 +151,7 @@ def test_what_is_not_a_number_where_no_label_is_stays_there(loop: str, monkeypat
 def test_masks_give_what_leaving_out_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selecting the tokens that have a label would synchronize with a GPU."""
     inputs, labels = make_inputs(70, 40, 131, torch.float32, bias=True)
-    monkeypatch.setattr(reference, "_would_wait", lambda x: True)
+    monkeypatch.setattr(reference, "_would_sync", lambda x: True)
     options = Options(0.7, 5.0, True, 0.1, 1e-2, "none")
     check_against_plain(fused_loss(SMALL), inputs, labels, options, torch.float32, "masked")
 

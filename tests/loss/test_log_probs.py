@@ -16,7 +16,7 @@ from ways import DEVICE, KEEPS_ALL, force, peaked
 
 from hf_cce import CCEConfig, FilterState, dispatch, kernels, linear_log_probs
 from hf_cce.loss import LogProbs
-from hf_cce.spec import Inputs, LossSpec, TokenGrads, Wanted
+from hf_cce.spec import Inputs, LossSpec, TokenGrads, WantedStats
 
 WANTED = {"entropy": True, "is_top1": True}
 
@@ -123,7 +123,7 @@ def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypat
     monkeypatch.setattr("hf_cce.kernels.filter.error.MEASURED_TOKENS", 16)
     hidden, weight, labels = peaked(128, 48, 600, torch.float32, DEVICE, seed=2)
     x, spec = Inputs(hidden, weight, None, labels), LossSpec(-100, 1.0, 0.0, needs=(True, True, False))
-    found = kernels.filtered_stats(x, spec, Wanted(), None)
+    found = kernels.filtered_stats(x, spec, WantedStats(), None)
     assert found is not None
     (lse, *_), saved = found
     noise = torch.randn(128, generator=torch.Generator().manual_seed(11)).to(DEVICE)

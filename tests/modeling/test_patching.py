@@ -490,7 +490,7 @@ def test_supported_models_are_names_that_apply_cce_takes() -> None:
 
 # With few tokens, full logits are faster
 def test_a_call_of_few_tokens_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_input, "few_tokens", lambda *_: True)
+    monkeypatch.setattr(head_input, "prefers_full_logits", lambda *_: True)
     plain, patched = twins()
     with told() as messages:
         expected, found = (loss_and_grads(model, batch()) for model in (plain, patched))

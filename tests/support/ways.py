@@ -31,12 +31,6 @@ WAYS = (
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEEPS_ALL = 1e-9  # a gradient_filter that drops only zeros
-# FILTER_FROM, DENSE_BYTES, NARROW_BYTES
-_THRESHOLDS = {
-    "materialized": (math.inf, math.inf, 0.0),
-    "materialized16": (math.inf, 0.0, math.inf),
-    "filtered": (0.0, 0.0, 0.0),
-}
 _FUNCTIONS = {
     "materialized_cross_entropy": "materialized",
     "cached_cross_entropy": "exp_cache",
@@ -91,11 +85,15 @@ def backward_of(way: str) -> str:
 
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     """Route every scalar loss through ``way`` from now on, if it applies; return the count of each way."""
-    filter_from, dense_bytes, narrow_bytes = _THRESHOLDS.get(way, (math.inf, 0.0, 0.0))
-    monkeypatch.setattr(dispatch, "FILTER_FROM", filter_from)
+
+    def materialized_dtype(p: dispatch.Problem, memory_budget: int, filtered: bool) -> torch.dtype | None:
+        dtype = {"materialized": torch.float32, "materialized16": p.dtype}.get(way)
+        fits = dtype is not None and 0 < dispatch.materialized_bytes(p, dtype) <= memory_budget
+        return dtype if fits else None
+
+    monkeypatch.setattr(dispatch, "FILTER_FROM", 0.0 if way == "filtered" else math.inf)
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 0)
-    monkeypatch.setattr(dispatch, "DENSE_BYTES", dense_bytes)
-    monkeypatch.setattr(dispatch, "NARROW_BYTES", narrow_bytes)
+    monkeypatch.setattr(dispatch, "materialized_dtype", materialized_dtype)
     from hf_cce.kernels import exp_cache, loss, token_groups
 
     if way in ("token_groups", "one_token_group"):  # several slabs of the product

@@ -82,7 +82,7 @@ def test_a_vocabulary_of_several_blocks_of_columns(way: str, monkeypatch: pytest
 
 def test_full_logits_of_a_handful_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path a GPU takes if the budget holds all logits of a few tokens; tested here on any device."""
-    monkeypatch.setattr(dispatch, "few_tokens", lambda *_: True)
+    monkeypatch.setattr(dispatch, "prefers_full_logits", lambda *_: True)
     for options in (*OPTIONS, SCALAR):
         for ignored in ("some", "all") if options.reduction != "none" else ():
             inputs, labels = make_inputs(40, 72, 131, torch.float32, DEVICE, bias=options.bias, ignored=ignored)

@@ -35,7 +35,7 @@ def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec)
     x = Inputs(hidden, weight, None, labels)
     with Alive({t.untyped_storage()._cdata for t in (hidden, weight, labels, scalar)}) as alive:
         outputs, saved = strategy.forward(x)
-        if strategy.left is None:
+        if strategy.cache is None:
             return False
         gradients = strategy.backward(x, saved, [torch.empty_like(loss) for loss in outputs], spec.needs)
         assert gradients is not None

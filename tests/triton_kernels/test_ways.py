@@ -375,5 +375,5 @@ def test_memory_of_logits_of_16_bits_on_the_gpu(
     config = CCEConfig("triton", gradient_filter=None)
     ours = above_gradients(leaves, lambda: linear_cross_entropy(*leaves, labels, config=config))
     assert taken["materialized"] == taken["materialized gradients"] == 2
-    assert 2 * n * v < ours <= 2 * n * (v + 15) + 4 * n * d * (v % 8 > 0) + 64 * n <= config.scratch(n)
+    assert 2 * n * v < ours <= 2 * n * (v + 15) + 4 * n * d * (v % 8 > 0) + 64 * n <= config.workspace_bytes(n)
     assert ours <= above_gradients(leaves, lambda: plain_loss(*leaves, None, labels, PLAIN))

@@ -30,7 +30,7 @@ from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import ceil_div, filter_plan, padded, row_major, uses_hopper
 from hf_cce.kernels.loss import total_loss
 from hf_cce.kernels.matmul import multiply_add
-from hf_cce.spec import Inputs, LossSpec, Stats, Wanted
+from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats
 
 
 def filtered_cross_entropy(
@@ -42,8 +42,8 @@ def filtered_cross_entropy(
 
 
 def filtered_stats(
-    x: Inputs, spec: LossSpec, wanted: Wanted, vocabulary: Vocabulary | None
-) -> tuple[Stats, SavedForward] | None:
+    x: Inputs, spec: LossSpec, wanted: WantedStats, vocabulary: Vocabulary | None
+) -> tuple[LogitStats, SavedForward] | None:
     """Return (statistics, tensors saved for ``filtered_gradients``), or None if the budget is too small for the filter.
 
     The statistics are lse, label_logit, entropy (only without a softcap) and is_top1 of ``logit_stats``.
@@ -59,7 +59,7 @@ def filtered_stats(
         torch.empty_like(stat).index_copy_(0, token_perm, stat) if stat.numel() else stat for stat in by_row
     )
     empty = lse.new_empty(0)
-    return Stats(lse, label_logit, empty, entropy, empty, is_top1), saved
+    return LogitStats(lse, label_logit, empty, entropy, empty, is_top1), saved
 
 
 def filtered_gradients(

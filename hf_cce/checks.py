@@ -1,0 +1,136 @@
+"""Argument checks that ``linear_cross_entropy``, ``linear_log_probs`` and ``linear_divergence`` share."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from hf_cce.config import CCEConfig
+from hf_cce.spec import Divisor
+
+Reduction = Literal["mean", "sum", "none"]
+_DEFAULT = CCEConfig()
+# Concrete types come first: the abstract classes, needed for NumPy scalars, make isinstance slow.
+_NUMBERS = (float, int, numbers.Real, torch.SymFloat, torch.SymInt)
+INTEGERS = (int, numbers.Integral, torch.SymInt)
+
+
+def check_config(config: CCEConfig | None) -> CCEConfig:
+    if config is None:
+        return _DEFAULT
+    if not isinstance(config, CCEConfig):
+        raise TypeError(f"config must be a CCEConfig or None, got {type(config).__name__}")
+    return config
+
+
+def check_reduction(reduction: str, num_items_in_batch: object) -> None:
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
+    if num_items_in_batch is not None and reduction != "mean":
+        raise ValueError(f"num_items_in_batch needs reduction='mean', got reduction={reduction!r}")
+
+
+def make_divisor(reduction: str, num_items_in_batch: Tensor | int | float | None, device: torch.device) -> Divisor:
+    """Return the divisor of the summed loss. An item count on the device stays a tensor: reading it would synchronize."""
+    if reduction == "sum":
+        return Divisor(number=1.0)
+    if num_items_in_batch is None:
+        return Divisor()
+    if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.numel() == 1:
+        on_host = num_items_in_batch.device.type == "cpu" != device.type and not torch.compiler.is_compiling()
+        if on_host:  # reading a CPU tensor is free; copying it to the device would wait for queued work
+            num_items_in_batch = num_items_in_batch.item()
+    if not isinstance(num_items_in_batch, Tensor):
+        if not isinstance(num_items_in_batch, _NUMBERS) or isinstance(num_items_in_batch, bool):
+            raise TypeError(f"num_items_in_batch must be a number or a tensor, got {type_name(num_items_in_batch)}")
+        if not torch.compiler.is_compiling():
+            if not 0 <= num_items_in_batch < math.inf:
+                raise ValueError(f"num_items_in_batch must be a finite number, not negative, got {num_items_in_batch}")
+            if num_items_in_batch:
+                return Divisor(number=float(num_items_in_batch))
+        # Zero, or compiling: a Python number would be a constant of the graph, and each new value would recompile.
+        return Divisor(torch.full((), num_items_in_batch, dtype=torch.float32, device=device))
+    if num_items_in_batch.numel() != 1:
+        raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(num_items_in_batch.shape)}")
+    return Divisor(num_items_in_batch.detach().reshape(()).to(device))
+
+
+def check_numbers(**options: object) -> None:
+    """Raise unless every option is a finite number. A tensor that requires grad is refused: it would get no gradient.
+
+    Other tensors are accepted without reading their value; ``to_number`` converts them.
+    """
+    for name, value in options.items():
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                raise ValueError(
+                    f"{name} must be a number, got a tensor that requires grad, which would not receive a gradient; scale "
+                    "hidden_states by it instead, detach it, or use full logits"
+                )
+        elif not isinstance(value, _NUMBERS) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number{_or_none(name)}, got {type_name(value)}")
+        elif not -math.inf < value < math.inf:  # type: ignore[operator]
+            raise ValueError(f"{name} must be a finite number{_or_none(name)}, got {value}")
+
+
+def to_number(value: Any, kind: type = float) -> Any:
+    """Convert NumPy scalars and tensors to a Python number, as kernels need; leave numbers and PyTorch symbols as they are."""
+    return value if type(value) in (float, int) or isinstance(value, (torch.SymFloat, torch.SymInt)) else kind(value)
+
+
+def check_tensor(name: str, shape: str, value: object) -> None:
+    """Raise a TypeError if ``value`` is not a tensor; suggest the tensor that was probably meant."""
+    if isinstance(value, Tensor):
+        return
+    way = "" if value is None or isinstance(value, nn.Module) else f"; convert it with torch.as_tensor({name})"
+    if name in ("weight", "bias") and isinstance(getattr(value, name, None), Tensor):
+        way = f"; pass its .{name}"
+    raise TypeError(f"{name} must be a tensor {shape}, got {type_name(value)}{way}")
+
+
+def check_device(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
+    if value.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} like {like_name}, got {value.device}")
+
+
+def check_logit_options(logit_scale: float, softcap: float | None, prefix: str = "") -> None:
+    check_numbers(**{f"{prefix}logit_scale": logit_scale})
+    if softcap is not None:
+        check_numbers(**{f"{prefix}softcap": softcap})
+        if not softcap > 0:
+            raise ValueError(f"{prefix}softcap must be positive or None, got {softcap}")
+
+
+def cast_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, str, str]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the operands of a head's logits, cast for autocast, after checking devices, dtypes and the shape of the bias."""
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{names[2]} must be [V] = [{weight.shape[0]}], got shape {tuple(bias.shape)}")
+    for name, tensor in ((names[1], weight), (names[2], bias)):
+        if tensor is not None:
+            check_device(name, tensor, names[0], hidden)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    for name, tensor in ((names[1], weight), (names[2], bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            raise ValueError(
+                f"{name} must have the dtype of {names[0]}, {hidden.dtype}, got {tensor.dtype}; "
+                "cast one of them, or run under torch.autocast"
+            )
+    return hidden, weight, bias
+
+
+def _or_none(name: str) -> str:
+    return " or None" if name == "softcap" else ""
+
+
+def type_name(value: object) -> str:
+    """Name the type, never the value: formatting a CUDA tensor would synchronize."""
+    return "None" if value is None else f"a {type(value).__name__}"
