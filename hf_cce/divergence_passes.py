@@ -422,5 +422,5 @@ def _prepared(student: Head, teacher: Head, v: int, tokens: Tokens, spec: Diverg
     heads = [x.columns(0, v) for x in (student, teacher)]
     heads = [x if x.weight is None else x._replace(hidden=tokens.pick(x.hidden)) for x in heads]
     if spec.triton:
-        heads = [kernels().readable(x) for x in heads]
+        heads = [kernels().with_contiguous_rows(x) for x in heads]
     return heads[0], heads[1]

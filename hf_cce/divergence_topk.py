@@ -98,7 +98,7 @@ def _logsumexp(student: Head, spec: DivergenceSpec) -> Tensor:
     n, device = student.hidden.shape[0], student.hidden.device
     if spec.triton and n:
         return kernels().row_lse(
-            kernels().readable(student), torch.full((), n, device=device), False, spec.memory_budget
+            kernels().with_contiguous_rows(student), torch.full((), n, device=device), False, spec.memory_budget
         )[0]
     slabs = slabs_of(student, spec, portable_bytes(student))
     return torch.stack([student.columns(x.start, x.stop).logits().logsumexp(1) for x in slabs]).logsumexp(0)

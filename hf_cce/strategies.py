@@ -283,7 +283,7 @@ class Exact(Recompute):
         if left is None:
             return None
         if self.formed:
-            return kernels_module().formed_gradients(left, upstream[0])
+            return kernels_module().scale_precomputed_gradients(left, upstream[0])
         spec, grads = replace(self.spec, needs=needs), self.token_grads(saved, upstream, True)
         return kernels_module().logit_stats_backward(x, spec, saved.lse, None, grads, left)
 

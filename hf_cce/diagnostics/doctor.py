@@ -212,9 +212,9 @@ def hopper_kernels(device: torch.device) -> str:
 
     if torch.cuda.get_device_capability(device)[0] != 9:
         return ""
-    from hf_cce.kernels.launch_config import HOPPER_VERSIONS, hopper_is_proven
+    from hf_cce.kernels.launch_config import HOPPER_VERSIONS, is_hopper_validated
 
-    if hopper_is_proven():
+    if is_hopper_validated():
         return "Hopper's own kernels"
     return f"general kernels; Hopper's own are faster and need triton {' or '.join(HOPPER_VERSIONS)}"
 

@@ -160,7 +160,9 @@ def test_which_kernels_a_hopper_gpu_gets(version: str, monkeypatch: pytest.Monke
     for capability in ((9, 0), (8, 9)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
         told = doctor.hopper_kernels(torch.device("cuda", 0))
-        assert told == "" if capability == (8, 9) else told.startswith("Hopper's") is launch_config.hopper_is_proven()
+        assert (
+            told == "" if capability == (8, 9) else told.startswith("Hopper's") is launch_config.is_hopper_validated()
+        )
 
 
 def test_an_older_gpu_is_told_of_and_tested_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
