@@ -423,5 +423,5 @@ def _prepare_heads(student: Head, teacher: Head, v: int, tokens: Tokens, spec: D
     heads = [x.columns(0, v) for x in (student, teacher)]
     heads = [x if x.weight is None else x._replace(hidden=tokens.gather(x.hidden)) for x in heads]
     if spec.triton:
-        heads = [divergence_kernels().readable(x) for x in heads]
+        heads = [divergence_kernels().with_contiguous_rows(x) for x in heads]
     return heads[0], heads[1]

@@ -98,7 +98,10 @@ def _logsumexp(student: Head, spec: DivergenceSpec) -> Tensor:
     n, device = student.hidden.shape[0], student.hidden.device
     if spec.triton and n:
         return divergence_kernels().row_lse(
-            divergence_kernels().readable(student), torch.full((), n, device=device), False, spec.memory_budget
+            divergence_kernels().with_contiguous_rows(student),
+            torch.full((), n, device=device),
+            False,
+            spec.memory_budget,
         )[0]
     slabs = make_slabs(student, spec, portable_column_bytes(student))
     return torch.stack([student.columns(x.start, x.stop).logits().logsumexp(1) for x in slabs]).logsumexp(0)

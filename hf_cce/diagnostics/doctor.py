@@ -210,9 +210,9 @@ def hopper_kernels(device: torch.device) -> str:
 
     if torch.cuda.get_device_capability(device)[0] != 9:
         return ""
-    from hf_cce.kernels.launch_config import HOPPER_VERSIONS, hopper_is_proven
+    from hf_cce.kernels.launch_config import HOPPER_VERSIONS, is_hopper_validated
 
-    if hopper_is_proven():
+    if is_hopper_validated():
         return "specialized kernels for Hopper"
     return f"generic kernels; the faster kernels for Hopper need triton {' or '.join(HOPPER_VERSIONS)}"
 

@@ -22,10 +22,10 @@ from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.labels import validate_labels
 from hf_cce.kernels.launcher import compiling, when_cold
 from hf_cce.kernels.loss import cached_cross_entropy, cross_entropy, grouped_cross_entropy, token_gradients
+from hf_cce.kernels.materialized import compute_logits as materialized_logits
 from hf_cce.kernels.materialized import cross_entropy as materialized_cross_entropy
 from hf_cce.kernels.materialized import gradients as materialized_gradients
-from hf_cce.kernels.materialized import logits_of as materialized_logits
-from hf_cce.kernels.token_groups import formed_gradients
+from hf_cce.kernels.token_groups import scale_precomputed_gradients
 
 __all__ = [
     "BackwardRequest",
@@ -35,13 +35,13 @@ __all__ = [
     "filtered_cross_entropy",
     "filtered_gradients",
     "filtered_stats",
-    "formed_gradients",
     "grouped_cross_entropy",
     "logit_stats",
     "logit_stats_backward",
     "materialized_cross_entropy",
     "materialized_gradients",
     "materialized_logits",
+    "scale_precomputed_gradients",
     "token_gradients",
     "validate_labels",
     "when_cold",

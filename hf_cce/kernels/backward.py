@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.exp_cache import ExpCache, Slab, exp_to_dlogits_
-from hf_cce.kernels.inputs import GradInputs, LogitInputs
+from hf_cce.kernels.inputs import GradInputs, LogitInputs, logit_flags
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import (
     Plan,
@@ -75,7 +75,7 @@ def _gradient_tile(
     cols = col + tl.arange(0, BLOCK_N)
     in_rows = rows < num_tokens
     # Counted from the start of the slab, so that Triton can infer alignment and vectorize the stores.
-    place = col_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    slab_cols = col_block * BLOCK_N + tl.arange(0, BLOCK_N)
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     valid = label != ignore_index
     # Skip the product if all tokens of the tile are ignored.
@@ -92,8 +92,8 @@ def _gradient_tile(
         vocab_size, logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
     )  # fmt: skip
     at = out + row.to(tl.int64) * out_stride
-    here = tl.arange(0, BLOCK_M)[:, None] * out_stride + place[None, :]
-    tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (place < slab_width)[None, :])
+    here = tl.arange(0, BLOCK_M)[:, None] * out_stride + slab_cols[None, :]
+    tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (slab_cols < slab_width)[None, :])
 
 
 @Kernel
@@ -213,7 +213,7 @@ def write_logit_gradient(
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels, grads.lse, grads.entropy,
         grads.grad_lse, grads.grad_label, grads.grad_mean, grads.grad_entropy, flags, out, start, stop - start, out.stride(0),
         n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0, FLAGGED=flags is not None,
-        HAS_MEAN=grads.grad_mean is not None, HAS_ENTROPY=grads.grad_entropy is not None, **inputs.flags,
+        HAS_MEAN=grads.grad_mean is not None, HAS_ENTROPY=grads.grad_entropy is not None, **logit_flags(inputs),
         **plan.constants(),
     )  # fmt: skip
 
@@ -234,7 +234,7 @@ class _Backward:
 
     def run(self) -> None:
         (n, d, v, dtype), budget = self.inputs.shape, self.budget
-        of_vocabulary = bool(self.grad_weight.numel() or self.grad_bias.numel())
+        for_vocabulary = bool(self.grad_weight.numel() or self.grad_bias.numel())
         if (
             self.cache is not None
             or not self.grad_hidden.numel()
@@ -242,10 +242,10 @@ class _Backward:
             or slab_width(n, v, dtype.itemsize, self.plan.block_n, budget) == v
             or 4 * n * d <= budget // 2
         ):
-            self.one_pass(slice(0, n), self.grad_hidden.numel() > 0, of_vocabulary)
+            self.one_pass(slice(0, n), self.grad_hidden.numel() > 0, for_vocabulary)
             return
         # A float32 accumulator for all tokens would exceed half of the budget: recompute the logits for dh (a fifth GEMM).
-        if of_vocabulary:
+        if for_vocabulary:
             self.one_pass(slice(0, n), False, True)
         groups = ceil_div(4 * n * d, budget // 2)
         size = ceil_div(ceil_div(n, groups), self.plan.block_m) * self.plan.block_m
@@ -259,10 +259,10 @@ class _Backward:
         label = None if self.label is None else self.label.tokens(rows, self.plan.block_m)
         slabs = self.slabs(inputs, for_hidden)
         cached = 0 if self.cache is None else len(self.cache.slabs)
-        several = len(slabs) > 1 or weight.shape[0] % ALIGNED > 0  # products are summed
+        multiple_products = len(slabs) > 1 or weight.shape[0] % ALIGNED > 0  # products are summed
         # Accumulate directly in grad_hidden if it is float32 or there is only one product.
-        apart = for_hidden and several and hidden.element_size() < 4
-        total = torch.empty_like(hidden, dtype=torch.float32) if apart else self.grad_hidden[rows]
+        separate_accumulator = for_hidden and multiple_products and hidden.element_size() < 4
+        total = torch.empty_like(hidden, dtype=torch.float32) if separate_accumulator else self.grad_hidden[rows]
         for number, slab in enumerate(slabs):
             flags = None
             if self.cache is not None and number < cached:
@@ -277,7 +277,7 @@ class _Backward:
                     self.grad_bias[start:stop] = gradient.sum(0, dtype=torch.float32)
             if for_hidden:
                 multiply_add(total, gradient, weight[start:stop], first=start == 0)
-        if apart:
+        if separate_accumulator:
             self.grad_hidden[rows] = total
 
     def slabs(self, inputs: LogitInputs, for_hidden: bool) -> list[Slab]:
@@ -305,7 +305,7 @@ def logit_stats_backward(
     ``cache`` has the first columns, and its last buffer is reused for the others.
     """
     (hidden, weight, bias, _), (need_hidden, need_weight, need_bias) = x, spec.needs
-    inputs = LogitInputs.of(x, spec).readable()
+    inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
     n, d, v, _ = inputs.shape
     grad_hidden = hidden.new_empty((n, d) if need_hidden else 0)  # contiguous, even if rows of hidden overlap
     if cache is not None and cache.grad_weight is not None:
@@ -318,9 +318,10 @@ def logit_stats_backward(
     plan = make_plan(inputs.hidden, inputs.weight, backward=True)
     label = None
     if uses_hopper(plan, bias, spec.softcap, grads.mean, grads.entropy):
-        known = cache is not None and cache.label.active is not None
-        label = cache.label if cache is not None and known else label_logits(inputs, plan, plan.block_m)
+        has_active = cache is not None and cache.label.active is not None
+        label = cache.label if cache is not None and has_active else label_logits(inputs, plan, plan.block_m)
     _Backward(
-        inputs, GradInputs.of(lse, entropy, grads), plan, cache, label, grad_hidden, grad_weight, grad_bias, spec.memory_budget
+        inputs, GradInputs.from_grads(lse, entropy, grads), plan, cache, label, grad_hidden, grad_weight, grad_bias,
+        spec.memory_budget,
     ).run()  # fmt: skip
     return grad_hidden, grad_weight, grad_bias

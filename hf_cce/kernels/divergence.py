@@ -17,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.forward import logit_stats
-from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, padded, row_major
+from hf_cce.kernels.inputs import logit_flags
+from hf_cce.kernels.inputs import with_contiguous_rows as with_contiguous_rows  # for hf_cce.divergence_passes
+from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, padded
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import softcap_slope, tile_logits, tile_position
 from hf_cce.spec import Inputs, LossSpec, WantedStats
@@ -73,14 +75,14 @@ def _store_means(
     total, teacher_total = tl.sum(es, 1), tl.sum(et, 1)
     tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
     tl.store(tile_teacher_lse + out, teacher_top + tl.log(teacher_total), mask=in_rows)
-    some = tl.where(total > 0, total, 1.0)
+    safe_total = tl.where(total > 0, total, 1.0)
     if KIND == 0:
         gap = tl.sum(tl.where(et > 0, et * (zt - zs), 0.0), 1) / tl.where(teacher_total > 0, teacher_total, 1.0)
     else:
-        gap = tl.sum(tl.where(es > 0, es * (zs - zt), 0.0), 1) / some
+        gap = tl.sum(tl.where(es > 0, es * (zs - zt), 0.0), 1) / safe_total
     tl.store(tile_gap + out, gap, mask=in_rows)
     if WANT_ENTROPY:
-        expectation = tl.sum(tl.where(es > 0, es * zs, 0.0), 1) / some
+        expectation = tl.sum(tl.where(es > 0, es * zs, 0.0), 1) / safe_total
         tl.store(tile_expectation + out, expectation, mask=in_rows)
 
 
@@ -295,23 +297,10 @@ def _flags(student: Any, teacher: Any, beta: float, plan: Plan) -> dict[str, Any
     return {
         "KIND": FORWARD_KL if beta == 0.0 else REVERSE_KL if beta == 1.0 else JSD,
         "GIVEN": teacher.weight is None,
-        "HAS_BIAS": student.bias is not None,
-        "HAS_SCALE": student.logit_scale != 1.0,
-        "HAS_SOFTCAP": student.softcap > 0,
-        "TEACHER_HAS_BIAS": teacher.bias is not None,
-        "TEACHER_HAS_SCALE": teacher.logit_scale != 1.0,
-        "TEACHER_HAS_SOFTCAP": teacher.softcap > 0,
+        **logit_flags(student),
+        **{f"TEACHER_{name}": flag for name, flag in logit_flags(teacher).items()},
         **plan.constants(),
     }
-
-
-def readable(x: Any) -> Any:
-    """Return the head ``x`` of ``hf_cce.divergence_passes``; tensors whose last dimension is not contiguous are copied."""
-    return x._replace(
-        hidden=row_major(x.hidden),
-        weight=None if x.weight is None else row_major(x.weight),
-        bias=None if x.bias is None else x.bias.contiguous(),
-    )
 
 
 def tile_width(student: Any, teacher: Any) -> int:
@@ -329,7 +318,7 @@ def row_lse(head: Any, num_valid: Tensor, entropy: bool, memory_budget: int) -> 
 
 
 def pair_stats(
-    student: Any,  # both are the slab's part of a head of ``hf_cce.divergence_passes``, after ``readable``
+    student: Any,  # both are the slab's part of a head of ``hf_cce.divergence_passes``, after ``with_contiguous_rows``
     teacher: Any,
     num_valid: Tensor,
     beta: float,

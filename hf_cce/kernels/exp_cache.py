@@ -2,7 +2,7 @@
 
 For a logit z, the cache holds exp(z − z_label), times (1 − (z/softcap)²) with a softcap. Computing it needs no logsumexp. To get
 the gradient of the logit, multiply by one factor per token; only the label's entry is computed separately. The values fit
-bfloat16's range while the token's loss is below LIMIT. Row blocks with a token above it are recomputed in the backward pass.
+bfloat16's range while the token's loss is below LOSS_LIMIT. Row blocks with a token above it are recomputed in the backward pass.
 
 This module caches the first columns for all tokens. For a frozen head, hf_cce.kernels.token_groups instead stores all columns
 for one group of tokens at a time.
@@ -24,7 +24,7 @@ from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import ALIGNED
 from hf_cce.kernels.tiles import softcap_slope
 
-LIMIT = tl.constexpr(60.0)  # nats; exp(LIMIT) and exp(-LIMIT) are well within bfloat16's range
+LOSS_LIMIT = tl.constexpr(60.0)  # nats; exp(LOSS_LIMIT) and exp(-LOSS_LIMIT) are well within bfloat16's range
 
 
 class Slab(NamedTuple):
@@ -59,7 +59,7 @@ def _exp_to_dlogits_kernel(
     lse,  # [N]
     grad_lse,  # [N]
     grad_label,  # [N]
-    flags,  # [row blocks] int32, written: 1 if the loss of any token of the block is above LIMIT
+    flags,  # [row blocks] int32, written: 1 if the loss of any token of the block is above LOSS_LIMIT
     num_tokens,
     first_col,  # vocabulary entry of the first column of values
     width,  # row stride of values, which includes padding
@@ -79,20 +79,20 @@ def _exp_to_dlogits_kernel(
     p_label = tl.exp(at_label - tl.load(lse + rows, mask=in_rows, other=0.0))
     # Upstream gradients of ignored tokens may be infinite, so they are not loaded.
     g = tl.load(grad_lse + rows, mask=label != ignore_index, other=0.0)
-    of_label = g * p_label + tl.load(grad_label + rows, mask=label != ignore_index, other=0.0)
+    label_entry = g * p_label + tl.load(grad_label + rows, mask=label != ignore_index, other=0.0)
     if HAS_SOFTCAP:
-        of_label *= softcap_slope(at_label, softcap)
+        label_entry *= softcap_slope(at_label, softcap)
     at = rows.to(tl.int64)[:, None] * width + cols[None, :]
     mask = in_rows[:, None] & (cols < width)[None, :]
     x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32) * (g * p_label * logit_scale)[:, None]
-    x = tl.where(cols[None, :] == (label - first_col)[:, None], (of_label * logit_scale)[:, None], x)
+    x = tl.where(cols[None, :] == (label - first_col)[:, None], (label_entry * logit_scale)[:, None], x)
     tl.store(values + at, x.to(values.dtype.element_ty), mask=mask)
     if tl.program_id(1) == 0 and tl.program_id(0) * BLOCK_R % BLOCK_M == 0:
         block = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_M)
         inside = block < num_tokens
         loss = tl.load(lse + block, mask=inside, other=0.0) - tl.load(label_logit + block, mask=inside, other=0.0)
-        beyond = inside & ((loss <= LIMIT) == 0)  # true for NaN
-        tl.store(flags + tl.program_id(0) * BLOCK_R // BLOCK_M, tl.max(beyond.to(tl.int32), 0))
+        over_limit = inside & ((loss <= LOSS_LIMIT) == 0)  # true for NaN
+        tl.store(flags + tl.program_id(0) * BLOCK_R // BLOCK_M, tl.max(over_limit.to(tl.int32), 0))
 
 
 def plan_cache(
@@ -116,10 +116,10 @@ def plan_cache(
     return CachePlan(0, width)
 
 
-def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, several: bool = False) -> int:
+def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, has_earlier_slab: bool = False) -> int:
     """Return how many columns to cache in scratch memory; 0 for none.
 
-    ``several``: other columns are cached in the dW buffer, so dh is a sum of products even if all remaining columns fit.
+    ``has_earlier_slab``: other columns are cached in the dW buffer, so dh is a sum of products even if all remaining columns fit.
     """
     n, d, v, dtype = shape
     if dtype == torch.float16 or n == 0:  # the range of float16 is too small for the exponentials
@@ -127,15 +127,15 @@ def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, se
     element = dtype.itemsize
     left = budget - 4 * n * num_tiles - 8 * n
     accumulator = 4 * n * d if element < 4 else 0
-    if element * n * padded(v) + (accumulator if v % ALIGNED or several else 0) <= left:
+    if element * n * padded(v) + (accumulator if v % ALIGNED or has_earlier_slab else 0) <= left:
         return v
     if 2 * accumulator > budget:
         return 0
     # Later slabs have the width of the cached one. Do not cache if tile statistics leave so little room that all would be narrow.
-    width, later = (
+    width, later_width = (
         x // (element * n) // block_n * block_n for x in (min(left, budget - accumulator), budget - accumulator)
     )
-    return width if 4 * width >= 3 * later else 0
+    return width if 4 * width >= 3 * later_width else 0
 
 
 def _dw_buffer_columns(shape: Shape, block_n: int) -> int:

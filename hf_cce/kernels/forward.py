@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.inputs import LogitInputs, TileStats
+from hf_cce.kernels.inputs import LogitInputs, TileStats, logit_flags
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
@@ -46,16 +46,16 @@ def _store_ratio(
     HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the statistics for hf_cce.kernels.filter.select, computed from a tile's exponentials ``e`` [BLOCK_M, BLOCK_N]."""
-    some = tl.where(total > 0, total, 1.0)
+    safe_total = tl.where(total > 0, total, 1.0)
     if HAS_SOFTCAP:
         e = tl.where(e > 0, e * slope, 0.0)  # outside V the slope is NaN
         damped = tl.sum(e, 1)
-        tl.store(tile_damping + out, (damped / some).to(tl.bfloat16), mask=in_rows)
+        tl.store(tile_damping + out, (damped / safe_total).to(tl.bfloat16), mask=in_rows)
     else:
         damped = total
     width = tl.minimum(vocab_size - col, BLOCK_N).to(tl.float32)
     energy = tl.sum(e * e, 1) - damped * damped / width
-    tl.store(tile_ratio + out, (tl.maximum(energy, 0.0) / (some * some)).to(tl.bfloat16), mask=in_rows)
+    tl.store(tile_ratio + out, (tl.maximum(energy, 0.0) / (safe_total * safe_total)).to(tl.bfloat16), mask=in_rows)
 
 
 @triton.jit
@@ -238,9 +238,9 @@ def _combine_kernel(
     if WANT_SQ:
         tl.store(log_sum_sq + rows, tl.where(valid, top2 + tl.log(total2) - 2.0 * row_lse, 0.0), mask=in_rows)
     if WANT_ROUNDING:
-        of_all = tl.minimum(energy / (total * total), 1.0)
-        likely = of_all * (1.0 - tl.sqrt(of_all)) * tl.sqrt(1.0 - of_all)
-        tl.store(rounding + rows, tl.where(valid, likely, 0.0), mask=in_rows)
+        row_energy = tl.minimum(energy / (total * total), 1.0)
+        row_rounding = row_energy * (1.0 - tl.sqrt(row_energy)) * tl.sqrt(1.0 - row_energy)
+        tl.store(rounding + rows, tl.where(valid, row_rounding, 0.0), mask=in_rows)
     if WANT_TOP1:
         target = tl.load(label_logit + rows, mask=in_rows, other=0.0)
         tl.store(is_top1 + rows, valid & (target >= z_max), mask=in_rows)
@@ -270,7 +270,7 @@ def tile_stats(
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
         *tiles, label.logit, exp_cache, 0 if exp_cache is None else exp_cache.stride(0),
         padded(n), n, v, first_col, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
-        WANT_RATIO=tiles.ratio is not None, STORE=exp_cache is not None, **tiles.flags, **inputs.flags, **plan.constants(),
+        WANT_RATIO=tiles.ratio is not None, STORE=exp_cache is not None, **tiles.flags, **logit_flags(inputs), **plan.constants(),
     )  # fmt: skip
 
 
@@ -291,7 +291,7 @@ def combine(
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
     """Compute the same as ``hf_cce.reference.logit_stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
-    inputs = LogitInputs.of(x, spec).readable()
+    inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
     (n, _, v, _), device = inputs.shape, x.hidden.device
     lse = torch.empty(n, dtype=torch.float32, device=device)
     label = LabelLogits(torch.empty_like(lse))

@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from hf_cce.kernels.exp_cache import Slab
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits
-from hf_cce.kernels.launch_config import ceil_div, num_processors, padded
+from hf_cce.kernels.launch_config import ceil_div, num_sms, padded
 from hf_cce.kernels.launcher import Kernel
 
 BLOCK_M = 128  # tokens of a tile, which share one flag in ``active``
@@ -79,16 +79,16 @@ def _load_tile(
 
 
 @gluon.jit
-def _load(
+def _producer(
     hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     stage, phase = 0, 1  # with phase 1, the first wait for each stage returns at once
-    ahead = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+    next_depth = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
     for tile in range(gl.program_id(0), num_row_blocks * num_col_blocks, gl.num_programs(0)):
         row_block, col_block = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
-        depth = ahead
-        ahead = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+        depth = next_depth
+        next_depth = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
         stage, phase = _load_tile(
             hidden, weight, h_ring, w_ring, ready, free, row_block * BLOCK_M, first_col + col_block * BLOCK_N, depth,
             stage, phase, BLOCK_K, STAGES,
@@ -98,23 +98,23 @@ def _load(
 @gluon.jit
 def _multiply(
     acc, h_ring, w_ring, ready, free, stage, phase, depth,
-    HALF: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    WARP_GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    before = 0
+    previous_stage = 0
     for k in range(0, depth, BLOCK_K):
         mbarrier.wait(ready.index(stage), phase)
-        h = h_ring.index(stage).slice(HALF * ROWS, ROWS, 0)
+        h = h_ring.index(stage).slice(WARP_GROUP * ROWS, ROWS, 0)
         acc = warpgroup_mma(h, w_ring.index(stage).permute((1, 0)), acc, is_async=True)
         # One product may still be in flight; the operands of the previous one can be overwritten.
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(free.index(before), count=1, pred=k > 0)
-        before = stage
+        mbarrier.arrive(free.index(previous_stage), count=1, pred=k > 0)
+        previous_stage = stage
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(free.index(before), count=1, pred=depth > 0)
+    mbarrier.arrive(free.index(previous_stage), count=1, pred=depth > 0)
     return acc, stage, phase
 
 
@@ -124,65 +124,65 @@ def _tile_statistics(
     WANT_RATIO: gl.constexpr, STAT_N: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Write the statistics of _tile_stats_kernel for tiles of STAT_N columns; return exp(z − maximum) and the maxima."""
-    PARTS: gl.constexpr = BLOCK_N // STAT_N
-    z = z.reshape([ROWS, PARTS, STAT_N])
+    STAT_TILES: gl.constexpr = BLOCK_N // STAT_N
+    z = z.reshape([ROWS, STAT_TILES, STAT_N])
     BY_TILE: gl.constexpr = gl.SliceLayout(2, z.type.layout)
     top = gl.max(z, 2)
     top = gl.where(top == float("-inf"), 0.0, top)
     e = gl.exp(z - top.expand_dims(2))
     total = gl.sum(e, 2)
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, BY_TILE))
-    tiles = col_block * PARTS + gl.arange(0, PARTS, gl.SliceLayout(0, BY_TILE))
+    tiles = col_block * STAT_TILES + gl.arange(0, STAT_TILES, gl.SliceLayout(0, BY_TILE))
     out = tiles.to(gl.int64)[None, :] * tile_stride + rows[:, None]
     inside = (rows < num_tokens)[:, None] & (tiles * STAT_N < vocab_size)[None, :]
     if WANT_RATIO:
-        some = gl.where(total > 0, total, 1.0)
+        safe_total = gl.where(total > 0, total, 1.0)
         width = gl.minimum(vocab_size - tiles * STAT_N, STAT_N).to(gl.float32)
         energy = gl.sum(e * e, 2) - total * total / width[None, :]
-        gl.store(tile_ratio + out, (gl.maximum(energy, 0.0) / (some * some)).to(gl.bfloat16), mask=inside)
+        gl.store(tile_ratio + out, (gl.maximum(energy, 0.0) / (safe_total * safe_total)).to(gl.bfloat16), mask=inside)
     gl.store(tile_lse + out, top + gl.log(total), mask=inside)
     return e, top
 
 
 @gluon.jit
-def _store(value, out, row, col, finished, HALF: gl.constexpr, STORE_N: gl.constexpr):
-    """Store ``value`` [ROWS, BLOCK_N] to ``out``, STORE_N columns at a time, through the group's buffers in ``finished``."""
+def _store(value, out, row, col, staging, WARP_GROUP: gl.constexpr, STORE_N: gl.constexpr):
+    """Store ``value`` [ROWS, BLOCK_N] to ``out``, STORE_N columns at a time, through the group's buffers in ``staging``."""
     ROWS: gl.constexpr = value.shape[0]
     BLOCK_N: gl.constexpr = value.shape[1]
     if BLOCK_N > STORE_N:
         left, right = value.reshape([ROWS, 2, BLOCK_N // 2]).permute((0, 2, 1)).split()
-        _store(left, out, row, col, finished, HALF, STORE_N)
-        _store(right, out, row, col + BLOCK_N // 2, finished, HALF, STORE_N)
+        _store(left, out, row, col, staging, WARP_GROUP, STORE_N)
+        _store(right, out, row, col + BLOCK_N // 2, staging, WARP_GROUP, STORE_N)
     else:
         # Before the buffer is overwritten, its previous store must have read it, and all warps of the group must know that.
-        PARTS: gl.constexpr = finished.shape[0] // 2
-        here = HALF * PARTS + col // STORE_N % PARTS
-        tma.store_wait(PARTS - 1)
+        STORE_BUFFERS: gl.constexpr = staging.shape[0] // 2
+        here = WARP_GROUP * STORE_BUFFERS + col // STORE_N % STORE_BUFFERS
+        tma.store_wait(STORE_BUFFERS - 1)
         _barrier()
-        finished.index(here).store(value)
+        staging.index(here).store(value)
         fence_async_shared()
         _barrier()
-        _store_block(out, [row, col], finished.index(here))
+        _store_block(out, [row, col], staging.index(here))
 
 
 @gluon.jit
-def _work(
-    h_ring, w_ring, ready, free, finished, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
+def _consumer(
+    h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
     tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size, ignore_index, logit_scale,
     WANT_RATIO: gl.constexpr, STORE: gl.constexpr, GRADIENT: gl.constexpr, HAS_SCALE: gl.constexpr, STAT_N: gl.constexpr,
-    HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    WARP_GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, STORE_N: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = BLOCK_M // 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     stage, phase = 0, 0
-    ahead = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+    next_depth = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
     for tile in range(gl.program_id(0), num_row_blocks * num_col_blocks, gl.num_programs(0)):
         row_block, col_block = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
-        depth = ahead
-        ahead = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
-        row, col = row_block * BLOCK_M + HALF * ROWS, first_col + col_block * BLOCK_N
+        depth = next_depth
+        next_depth = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+        row, col = row_block * BLOCK_M + WARP_GROUP * ROWS, first_col + col_block * BLOCK_N
         rows = row + gl.arange(0, ROWS, ROW)
         in_rows = rows < num_tokens
         # Loaded before the products, which hide the latency.
@@ -194,7 +194,9 @@ def _work(
         if STORE:
             at_label = gl.load(label_logit + rows, mask=in_rows, other=0.0)
         acc = gl.zeros((ROWS, BLOCK_N), gl.float32, ACC)
-        z, stage, phase = _multiply(acc, h_ring, w_ring, ready, free, stage, phase, depth, HALF, ROWS, BLOCK_K, STAGES)
+        z, stage, phase = _multiply(
+            acc, h_ring, w_ring, ready, free, stage, phase, depth, WARP_GROUP, ROWS, BLOCK_K, STAGES
+        )
         if HAS_SCALE:
             z *= logit_scale
         if GRADIENT:
@@ -218,7 +220,7 @@ def _work(
                 value = (e * gl.exp(gl.minimum(height, 60.0)).expand_dims(2)).reshape([ROWS, BLOCK_N])
         if STORE or GRADIENT:  # noqa: SIM102 (the second is no constant)
             if col_block * BLOCK_N < out_width:
-                _store(value.to(out.dtype), out, row, col_block * BLOCK_N, finished, HALF, STORE_N)
+                _store(value.to(out.dtype), out, row, col_block * BLOCK_N, staging, WARP_GROUP, STORE_N)
     if STORE or GRADIENT:
         tma.store_wait(0)
 
@@ -259,7 +261,7 @@ def _hopper_tiles_kernel(
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     STORE_N: gl.constexpr,  # columns of one TMA store
-    PARTS: gl.constexpr,  # staging buffers of each group
+    STORE_BUFFERS: gl.constexpr,  # staging buffers of each group
 ):
     h_ring = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_M, BLOCK_K], hidden.layout)
     w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
@@ -269,25 +271,25 @@ def _hopper_tiles_kernel(
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
     if STORE or GRADIENT:
-        finished = gl.allocate_shared_memory(out.dtype, [2 * PARTS, BLOCK_M // 2, STORE_N], out.layout)
+        staging = gl.allocate_shared_memory(out.dtype, [2 * STORE_BUFFERS, BLOCK_M // 2, STORE_N], out.layout)
     else:
-        finished = h_ring  # not used
+        staging = h_ring  # not used
     num_row_blocks, num_col_blocks = gl.cdiv(num_tokens, BLOCK_M), gl.cdiv(width, BLOCK_N)
     gl.warp_specialize(
         [
-            (_work, (
-                h_ring, w_ring, ready, free, finished, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
+            (_consumer, (
+                h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
                 ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 0, BLOCK_M, BLOCK_N, BLOCK_K,
                 STAGES, GROUP_M, STORE_N,
             )),
-            (_work, (
-                h_ring, w_ring, ready, free, finished, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
+            (_consumer, (
+                h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
                 ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 1, BLOCK_M, BLOCK_N, BLOCK_K,
                 STAGES, GROUP_M, STORE_N,
             )),
-            (_load, (
+            (_producer, (
                 hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size,
                 BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
@@ -305,18 +307,18 @@ def constants() -> dict[str, Any]:
         "STAGES": 8,
         "GROUP_M": 64,
         "STORE_N": 64,
-        "PARTS": 2,
+        "STORE_BUFFERS": 2,
     }
 
 
 @lru_cache(maxsize=8)
-def _layout(bytes_per_row: int, bits: int) -> gl.NVMMASharedLayout:
+def _shared_layout(bytes_per_row: int, bits: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(bytes_per_row, bits, rank=2)
 
 
-def blocks(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
+def tma_descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """Return a TMA descriptor of ``x`` with blocks [rows, cols], whose rows are swizzled in shared memory."""
-    return TensorDescriptor.from_tensor(x, [rows, cols], _layout(min(128, cols * x.itemsize), 8 * x.itemsize))
+    return TensorDescriptor.from_tensor(x, [rows, cols], _shared_layout(min(128, cols * x.itemsize), 8 * x.itemsize))
 
 
 def _launch(
@@ -334,14 +336,14 @@ def _launch(
     label_logit = None if out is None or grads is not None else label.logit
     lse, grad_lse = (None, None) if grads is None else (grads.lse, grads.grad_lse)
     tile_lse, ratio = (None, None) if tiles is None else (tiles.lse, tiles.ratio)
-    processors = num_processors(inputs.hidden)
-    _hopper_tiles_kernel[(min(processors, ceil_div(n, BLOCK_M) * ceil_div(stop - start, BLOCK_N)),)](
-        blocks(inputs.hidden, BLOCK_M, shapes["BLOCK_K"]), blocks(inputs.weight, BLOCK_N, shapes["BLOCK_K"]), label.active,
-        None if out is None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,
-        None if out is None else blocks(out, BLOCK_M // 2, shapes["STORE_N"]), 16 if out is None else padded(out.shape[1]),
-        16 if tiles is None else padded(n), n, v, start, stop - start, d, inputs.ignore_index, inputs.logit_scale,
-        WANT_RATIO=ratio is not None, STORE=label_logit is not None, GRADIENT=grads is not None,
-        HAS_SCALE=inputs.logit_scale != 1.0, STAT_N=stat_n, **shapes, num_warps=4,
+    sms = num_sms(inputs.hidden)
+    _hopper_tiles_kernel[(min(sms, ceil_div(n, BLOCK_M) * ceil_div(stop - start, BLOCK_N)),)](
+        tma_descriptor(inputs.hidden, BLOCK_M, shapes["BLOCK_K"]), tma_descriptor(inputs.weight, BLOCK_N, shapes["BLOCK_K"]),
+        label.active, None if out is None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,
+        None if out is None else tma_descriptor(out, BLOCK_M // 2, shapes["STORE_N"]),
+        16 if out is None else padded(out.shape[1]), 16 if tiles is None else padded(n), n, v, start, stop - start, d,
+        inputs.ignore_index, inputs.logit_scale, WANT_RATIO=ratio is not None, STORE=label_logit is not None,
+        GRADIENT=grads is not None, HAS_SCALE=inputs.logit_scale != 1.0, STAT_N=stat_n, **shapes, num_warps=4,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,17 @@ class Shape(NamedTuple):
     dtype: torch.dtype
 
 
+def with_contiguous_rows(x: Any) -> Any:
+    """Copy ``x.hidden``, ``x.weight`` and ``x.bias`` if their last dimension is not contiguous; kernels need unit stride."""
+    weight = None if x.weight is None else row_major(x.weight)
+    return x._replace(hidden=row_major(x.hidden), weight=weight, bias=None if x.bias is None else x.bias.contiguous())
+
+
+def logit_flags(x: Any) -> dict[str, bool]:
+    """Return the constexpr flags with which kernels compile out an unused bias, scale or softcap of ``x``."""
+    return {"HAS_BIAS": x.bias is not None, "HAS_SCALE": x.logit_scale != 1.0, "HAS_SOFTCAP": x.softcap > 0}
+
+
 class LogitInputs(NamedTuple):
     """Inputs of the logits softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap)."""
 
@@ -32,7 +43,7 @@ class LogitInputs(NamedTuple):
     softcap: float  # 0: no softcap
 
     @classmethod
-    def of(cls, x: Inputs, spec: LossSpec) -> LogitInputs:
+    def from_spec(cls, x: Inputs, spec: LossSpec) -> LogitInputs:
         return cls(*x, *spec.form)
 
     @property
@@ -40,21 +51,8 @@ class LogitInputs(NamedTuple):
         (n, d), v = self.hidden.shape, self.weight.shape[0]
         return Shape(n, d, v, self.hidden.dtype)
 
-    @property
-    def flags(self) -> dict[str, bool]:
-        """Constexpr flags with which kernels compile out an unused bias, scale or softcap."""
-        return {
-            "HAS_BIAS": self.bias is not None,
-            "HAS_SCALE": self.logit_scale != 1.0,
-            "HAS_SOFTCAP": self.softcap > 0,
-        }
-
-    def readable(self) -> LogitInputs:
-        """Copy tensors whose last dimension is not contiguous: the kernels require unit stride there."""
-        bias = None if self.bias is None else self.bias.contiguous()
-        return self._replace(
-            hidden=row_major(self.hidden), weight=row_major(self.weight), bias=bias, labels=self.labels.contiguous()
-        )
+    def with_contiguous_rows(self) -> LogitInputs:
+        return with_contiguous_rows(self._replace(labels=self.labels.contiguous()))
 
     def tokens(self, rows: slice) -> LogitInputs:
         return self._replace(hidden=self.hidden[rows], labels=self.labels[rows])
@@ -98,7 +96,7 @@ class GradInputs(NamedTuple):
     grad_entropy: Tensor | None = None
 
     @classmethod
-    def of(cls, lse: Tensor, entropy: Tensor | None, grads: TokenGrads) -> GradInputs:
+    def from_grads(cls, lse: Tensor, entropy: Tensor | None, grads: TokenGrads) -> GradInputs:
         vectors = (lse, grads.lse, grads.label, entropy, grads.mean, grads.entropy)
         return cls(*(None if x is None else x.contiguous() for x in vectors))  # type: ignore[arg-type]
 

@@ -96,20 +96,20 @@ def _label_logit_kernel(
     """
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     label = tl.load(labels + rows, mask=rows < num_tokens, other=ignore_index)
-    good = (label != ignore_index) & (label >= 0) & (label < vocab_size)
+    in_vocab = (label != ignore_index) & (label >= 0) & (label < vocab_size)
     if GATHER:
-        label = tl.load(vocab_perm + label, mask=good, other=0).to(tl.int64)
+        label = tl.load(vocab_perm + label, mask=in_vocab, other=0).to(tl.int64)
     inside = rows < num_tokens
     at = tl.load(token_perm + rows, mask=inside, other=0) if SORT else rows.to(tl.int64)
     ks = tl.arange(0, BLOCK_K)
     products = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
     for k in range(0, hidden_size, BLOCK_K):
         in_d = (k + ks < hidden_size)[None, :]
-        mask = good[:, None] & in_d
-        here = inside[:, None] & in_d if SORT else mask
-        h = tl.load(hidden + at[:, None] * hidden_stride + (k + ks)[None, :], mask=here, other=0.0)
+        mask = in_vocab[:, None] & in_d
+        load_mask = inside[:, None] & in_d if SORT else mask
+        h = tl.load(hidden + at[:, None] * hidden_stride + (k + ks)[None, :], mask=load_mask, other=0.0)
         if SORT:
-            tl.store(sorted_hidden + rows.to(tl.int64)[:, None] * hidden_size + (k + ks)[None, :], h, mask=here)
+            tl.store(sorted_hidden + rows.to(tl.int64)[:, None] * hidden_size + (k + ks)[None, :], h, mask=load_mask)
         w = tl.load(weight + label.to(tl.int64)[:, None] * weight_stride + (k + ks)[None, :], mask=mask, other=0.0)
         if UPCAST:
             h, w = h.to(tl.float32), w.to(tl.float32)
@@ -117,18 +117,20 @@ def _label_logit_kernel(
     each = tl.arange(0, BLOCK_R)
     acc = tl.sum(tl.where(each[:, None] == each[None, :], products, 0.0), 1)
     if HAS_BIAS:
-        acc += tl.load(bias + label, mask=good, other=0.0).to(tl.float32)
+        acc += tl.load(bias + label, mask=in_vocab, other=0.0).to(tl.float32)
     acc *= logit_scale
     if HAS_SOFTCAP:
         acc = softcapped(acc, softcap)
     if SORT:  # hidden states of ignored tokens were multiplied too, and may hold NaN
-        acc = tl.where(good, acc, 0.0)
+        acc = tl.where(in_vocab, acc, 0.0)
     tl.store(out + rows, acc, mask=inside)
     if BLOCK_M > 0:  # noqa: SIM102 (the second is no constant)
         if tl.program_id(0) * BLOCK_R % BLOCK_M == 0:
             block = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_M)
-            of_block = tl.load(labels + block, mask=block < num_tokens, other=ignore_index)
-            tl.store(active + tl.program_id(0) * BLOCK_R // BLOCK_M, tl.max((of_block != ignore_index).to(tl.int32), 0))
+            block_labels = tl.load(labels + block, mask=block < num_tokens, other=ignore_index)
+            tl.store(
+                active + tl.program_id(0) * BLOCK_R // BLOCK_M, tl.max((block_labels != ignore_index).to(tl.int32), 0)
+            )
 
 
 class LabelLogits(NamedTuple):

@@ -24,20 +24,15 @@ HOPPER_VERSIONS = ("3.6", "3.9")
 FLATTEN_VERSIONS = ("3.6",)
 
 
-def runs_on(versions: tuple[str, ...]) -> bool:
+def is_triton_release(versions: tuple[str, ...]) -> bool:
     """Return True if the installed Triton is a release of one of these minor versions."""
-    return _is_release_of(triton.__version__, versions)
-
-
-@cache
-def _is_release_of(version: str, versions: tuple[str, ...]) -> bool:
-    release = re.fullmatch(r"(\d+\.\d+)\.\d+", version)
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+", triton.__version__)
     return release is not None and release[1] in versions
 
 
-def hopper_is_proven() -> bool:
+def is_hopper_validated() -> bool:
     """Return True if hf_cce.kernels.hopper was validated with the installed version of Triton."""
-    return runs_on(HOPPER_VERSIONS)
+    return is_triton_release(HOPPER_VERSIONS)
 
 
 @dataclass(frozen=True)
@@ -63,14 +58,14 @@ class Plan:
     weight_warps: int = 4
     tile_warps: int = 4
     programs: int = 264  # programs that share the kept tiles
-    # Sum each tile separately: in float32 and float16, the rounding error of one long sum is visible (sparse._add_in_parts).
-    in_parts: bool = False
+    # Sum each tile separately (sparse._accumulate_per_tile): in float32 and float16, one long sum has visible rounding errors.
+    two_level_accumulation: bool = False
     hopper: bool = False  # hf_cce.kernels.hopper can be used
 
     @property
     def flatten(self) -> bool:
         """True if ``sparse._kept_tiles_kernel`` flattens its loops into one."""
-        return self.hopper and runs_on(FLATTEN_VERSIONS)
+        return self.hopper and is_triton_release(FLATTEN_VERSIONS)
 
     def label_constants(self) -> dict[str, Any]:
         """Return the constants of ``labels._label_logit_kernel``. Hopper's tensor cores multiply at least 64 rows."""
@@ -116,12 +111,12 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
         # Fits the shared memory of every GPU with compute capability 8.0 or higher.
         return Plan(128, 128, 32, 8, 3, False, precision)
     tma = _tma_ready(hidden) and _tma_ready(weight)
-    special = tma and hopper_is_proven()
+    hopper = tma and is_hopper_validated()
     if backward:
-        return Plan(128, 128, 64, 8, 3, tma, precision, hopper=special)
+        return Plan(128, 128, 64, 8, 3, tma, precision, hopper=hopper)
     if hidden.shape[1] >= 3072:
-        return Plan(128, 256, 64, 8, 3, tma, precision, hopper=special)
-    return Plan(128, 128, 64, 4, 3, tma, precision, hopper=special)
+        return Plan(128, 256, 64, 8, 3, tma, precision, hopper=hopper)
+    return Plan(128, 128, 64, 4, 3, tma, precision, hopper=hopper)
 
 
 def uses_hopper(plan: Plan, bias: Tensor | None, softcap: float, *wanted: Any) -> bool:
@@ -131,7 +126,7 @@ def uses_hopper(plan: Plan, bias: Tensor | None, softcap: float, *wanted: Any) -
 
 def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
     """Choose the tiles of the filtered loss: the filter keeps or drops whole tiles of BLOCK_M by BLOCK_N."""
-    plan = replace(make_plan(hidden, weight), in_parts=hidden.dtype == torch.float32)
+    plan = replace(make_plan(hidden, weight), two_level_accumulation=hidden.dtype == torch.float32)
     if hidden.shape[1] * hidden.element_size() % 16:  # rows of the sorted, contiguous copies are not aligned
         plan = replace(plan, use_tma=False, hopper=False)
     if hidden.device.type == "cpu":
@@ -145,20 +140,20 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
             tile_warps=1,
             programs=3,
         )
-    processors = num_processors(hidden)
-    # Not on compute capability 10, where accumulators are in tensor memory: Triton 3.9 fails to compile in_parts there.
+    sms = num_sms(hidden)
+    # Not on compute capability 10, where accumulators are in tensor memory: Triton 3.9 fails to compile this there.
     if hidden.dtype == torch.float16 and capability(hidden)[0] != 10:
-        plan = replace(plan, in_parts=True)
+        plan = replace(plan, two_level_accumulation=True)
     if plan.block_m != 128:  # float32, and GPUs before Ampere
         # With four warps, the product with gathered weight rows spills registers.
         plan = replace(plan, sparse_warps=8, weight_warps=plan.num_warps, tile_warps=plan.num_warps)
-        return replace(plan, sparse_block_k=32, block_d=64, weight_block_d=64, programs=2 * processors)
+        return replace(plan, sparse_block_k=32, block_d=64, weight_block_d=64, programs=2 * sms)
     if not plan.use_tma:
         return replace(
-            plan, block_n=128, sparse_block_k=32, sparse_warps=8, weight_warps=8, tile_warps=8, programs=2 * processors
+            plan, block_n=128, sparse_block_k=32, sparse_warps=8, weight_warps=8, tile_warps=8, programs=2 * sms
         )
-    plan = replace(plan, block_n=128, num_warps=4, num_stages=3, hidden_stages=5, programs=2 * processors)
-    if plan.in_parts:  # twice the accumulators
+    plan = replace(plan, block_n=128, num_warps=4, num_stages=3, hidden_stages=5, programs=2 * sms)
+    if plan.two_level_accumulation:  # twice the accumulators
         return replace(plan, block_d=64, weight_block_d=64)
     return replace(plan, weight_block_d=256, weight_warps=8) if hidden.shape[1] % 256 == 0 else plan
 
@@ -180,7 +175,7 @@ def _capability(device: torch.device | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def num_processors(x: Tensor) -> int:
+def num_sms(x: Tensor) -> int:
     """Return the number of streaming multiprocessors of the GPU of ``x``, or of the current GPU for meta tensors."""
     return torch.cuda.get_device_properties(None if x.is_meta else x.device).multi_processor_count
 
@@ -195,14 +190,9 @@ def _tma_ready(x: Tensor) -> bool:
     )
 
 
-def operand(x: Tensor, rows: int, plan: Plan) -> Any:
-    """Return the kernel argument for ``x``: a TMA descriptor of blocks [rows, BLOCK_K] if the plan uses TMA, else the tensor."""
-    return TensorDescriptor.from_tensor(x, [rows, plan.block_k]) if plan.use_tma else x
-
-
-def descriptor(x: Tensor, rows: int, cols: int, plan: Plan) -> Any:
-    """Return the kernel argument for ``x`` like ``operand``, with blocks [rows, cols]."""
-    return TensorDescriptor.from_tensor(x, [rows, cols]) if plan.use_tma else x
+def operand(x: Tensor, rows: int, plan: Plan, cols: int = 0) -> Any:
+    """Return the kernel argument for ``x``: ``x``, or a TMA descriptor of blocks [rows, cols or BLOCK_K] if the plan uses TMA."""
+    return TensorDescriptor.from_tensor(x, [rows, cols or plan.block_k]) if plan.use_tma else x
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -18,11 +18,11 @@ from triton.runtime import JITFunction
 
 # Passed at every launch: Triton 3.9 warns if the option is missing, and its default changes in 3.10.
 OPTIONS = {"enable_fp_fusion": True}
-THREADS = 16  # most threads that compile in parallel
+MAX_COMPILE_THREADS = 16
 
-COLD = 0.1  # seconds: a kernel that takes longer to get was not in Triton's cache
+COLD_SECONDS = 0.1  # a kernel that takes longer to get was not in Triton's cache
 
-_compiling: ContextVar[list[Any] | None] = ContextVar("hf_cce_compiling", default=None)
+_collected_kernels: ContextVar[list[Any] | None] = ContextVar("hf_cce_collected_kernels", default=None)
 _when_cold: ContextVar[Callable[[], None] | None] = ContextVar("hf_cce_when_cold", default=None)
 
 
@@ -47,9 +47,9 @@ class Kernel:
         if not isinstance(function, JITFunction):  # Triton's interpreter
             function[grid](*args, **constants)
             return
-        waiting = _compiling.get()
-        if waiting is not None:
-            waiting.append(function.warmup(*args, grid=grid, **constants, **OPTIONS))
+        pending = _collected_kernels.get()
+        if pending is not None:
+            pending.append(function.warmup(*args, grid=grid, **constants, **OPTIONS))
             return
         key = (*constants.items(), *map(_specialization, args))
         compiled = self._compiled.get(key)
@@ -57,7 +57,7 @@ class Kernel:
             began = time.perf_counter()
             compiled = self._compiled[key] = function.warmup(*args, grid=grid, **constants, **OPTIONS)
             took, warm_up = time.perf_counter() - began, _when_cold.get()
-            if warm_up is not None and Kernel._triton_is_loaded and took > COLD:
+            if warm_up is not None and Kernel._triton_is_loaded and took > COLD_SECONDS:
                 warm_up()
             Kernel._triton_is_loaded = True
         x, y, z = (*grid, 1, 1)[:3]
@@ -100,25 +100,25 @@ def compiling(device: torch.device) -> Iterator[bool]:
     if mode is None:
         yield False
         return
-    waiting: list[Any] = []
+    pending: list[Any] = []
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Kernels are loaded onto the current device, which is set per thread.
-    with ThreadPoolExecutor(min(THREADS, processors), initializer=partial(_use, device)) as threads:
-        token = _compiling.set(waiting)
+    with ThreadPoolExecutor(min(MAX_COMPILE_THREADS, processors), initializer=partial(_set_device, device)) as threads:
+        token = _collected_kernels.set(pending)
         try:
             with mode(threads, ignore_errors=True):
                 yield True
         finally:
-            _compiling.reset(token)
-        _load(waiting, threads)
+            _collected_kernels.reset(token)
+        _build_launchers(pending, threads)
 
 
-def _use(device: torch.device) -> None:
+def _set_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
-def _load(kernels: list[Any], threads: Executor) -> None:
+def _build_launchers(kernels: list[Any], threads: Executor) -> None:
     """Build the launchers of compiled kernels: up to Triton 3.8, a C compiler takes as long for that as Triton for the kernel."""
 
     def load(kernel: Any) -> None:

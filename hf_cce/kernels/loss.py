@@ -19,7 +19,7 @@ from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.token_groups import PrecomputedGrads, group_gradient, group_size
+from hf_cce.kernels.token_groups import group_gradient, group_size
 from hf_cce.spec import Inputs, LossSpec, TokenGrads, WantedStats
 
 
@@ -72,10 +72,10 @@ def _token_gradients_kernel(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < num_tokens
     g = tl.load(grad).to(tl.float32) * tl.load(factor) + tl.zeros((BLOCK,), tl.float32)
-    of_lse = g
+    row_grad_lse = g
     if Z_LOSS:
-        of_lse = g * (1.0 + 2.0 * z_loss * tl.load(lse + at, mask=mask, other=0.0))
-    tl.store(grad_lse + at, of_lse, mask=mask)
+        row_grad_lse = g * (1.0 + 2.0 * z_loss * tl.load(lse + at, mask=mask, other=0.0))
+    tl.store(grad_lse + at, row_grad_lse, mask=mask)
     tl.store(grad_label + at, g * (label_smoothing - 1.0), mask=mask)
     if SMOOTH:
         tl.store(grad_mean + at, -g * label_smoothing, mask=mask)
@@ -112,7 +112,7 @@ def cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Te
     return total_loss(stats.lse, stats.label_logit, factor, spec, stats.mean_logit), stats.lse
 
 
-def _stats_and_cache(
+def _compute_lse_and_cache(
     inputs: LogitInputs,
     slabs: Sequence[Slab],  # their values are written
     label: LabelLogits,
@@ -130,13 +130,8 @@ def _stats_and_cache(
     combine(TileStats(tile_lse), inputs, label.logit, lse)
 
 
-def _labels(inputs: LogitInputs, plan: Plan) -> LabelLogits:
+def _label_logits(inputs: LogitInputs, plan: Plan) -> LabelLogits:
     return label_logits(inputs, plan, plan.block_m if uses_hopper(plan, inputs.bias, inputs.softcap) else 0)
-
-
-def _plans(inputs: LogitInputs) -> tuple[Plan, Plan]:
-    """Return the plans of the forward and the backward pass."""
-    return make_plan(inputs.hidden, inputs.weight), make_plan(inputs.hidden, inputs.weight, backward=True)
 
 
 def cached_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, ExpCache] | None:
@@ -144,34 +139,37 @@ def cached_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Ten
 
     If the weight needs a gradient and the bias does not, dW may be allocated here, to hold exponentials until it is written.
     """
-    inputs = LogitInputs.of(x, spec).readable()
-    plan, later = _plans(inputs)
-    block_n = max(plan.block_n, later.block_n)
+    inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
+    plan = make_plan(inputs.hidden, inputs.weight)
+    block_n = max(plan.block_n, make_plan(inputs.hidden, inputs.weight, backward=True).block_n)
     dw_block_n = block_n * (2 if uses_hopper(plan, x.bias, spec.softcap) else 1)  # a multiple of every kernel's BLOCK_N
     in_dw_buffer, num_tiles = spec.needs[1] and not spec.needs[2], ceil_div(inputs.shape.v, plan.block_n)
     columns = plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, in_dw_buffer, spec.memory_budget)
     if columns is None:
         return None
-    cache = allocate_cache(inputs, columns, _labels(inputs, plan))
+    cache = allocate_cache(inputs, columns, _label_logits(inputs, plan))
     lse = torch.empty_like(cache.label.logit)
-    _stats_and_cache(inputs, cache.slabs, cache.label, lse, plan)
+    _compute_lse_and_cache(inputs, cache.slabs, cache.label, lse, plan)
     return total_loss(lse, cache.label.logit, factor, spec), lse, cache
 
 
-def grouped_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, PrecomputedGrads] | None:
-    """Return (loss, lse [N], dh for an upstream gradient of one).
+def grouped_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return (loss, lse [N], dh [N, D] for an upstream gradient of one).
 
     Return None if the weight or the bias needs a gradient, or if the budget is too small for worthwhile groups of tokens.
     """
     if spec.needs != (True, False, False):
         return None
-    inputs = LogitInputs.of(x, spec).readable()
+    inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
     n, _, v, _ = inputs.shape
-    plan, later = _plans(inputs)
-    size = group_size(inputs.shape, ceil_div(v, plan.block_n), max(plan.block_m, later.block_m), spec.memory_budget)
+    plan = make_plan(inputs.hidden, inputs.weight)
+    backward_plan = make_plan(inputs.hidden, inputs.weight, backward=True)
+    size = group_size(
+        inputs.shape, ceil_div(v, plan.block_n), max(plan.block_m, backward_plan.block_m), spec.memory_budget
+    )
     if size == 0:
         return None
-    label = _labels(inputs, plan)
+    label = _label_logits(inputs, plan)
     lse, one = torch.empty_like(label.logit), torch.ones((), device=x.hidden.device, dtype=torch.float32)
     grad_hidden = torch.empty_like(inputs.hidden, memory_format=torch.contiguous_format)
     values = empty_slab(inputs.hidden, min(n, size), v)  # reused by all groups
@@ -179,7 +177,7 @@ def grouped_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Te
         rows = slice(start, min(n, start + size))
         group, group_label = inputs.tokens(rows), label.tokens(rows, plan.block_m)
         slab = Slab(0, v, values[: group.shape.n])
-        _stats_and_cache(group, [slab], group_label, lse[rows], plan)
-        grads = GradInputs.of(lse[rows], None, token_gradients(one, factor, lse[rows], spec))
-        group_gradient(group, slab, group_label.logit, grads, later, grad_hidden[rows])
-    return total_loss(lse, label.logit, factor, spec), lse, PrecomputedGrads(grad_hidden)
+        _compute_lse_and_cache(group, [slab], group_label, lse[rows], plan)
+        grads = GradInputs.from_grads(lse[rows], None, token_gradients(one, factor, lse[rows], spec))
+        group_gradient(group, slab, group_label.logit, grads, backward_plan, grad_hidden[rows])
+    return total_loss(lse, label.logit, factor, spec), lse, grad_hidden

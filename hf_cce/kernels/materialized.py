@@ -22,10 +22,10 @@ from hf_cce.spec import Inputs, LossSpec
 
 
 @dataclass
-class Materialized:
+class SavedLogits:
     """Tensors saved for the backward pass."""
 
-    logits: Tensor | None  # [N, V], from ``logits_of``; None after the backward pass has consumed them
+    logits: Tensor | None  # [N, V], from ``compute_logits``; None after the backward pass has consumed them
     lse: Tensor  # [N]
 
 
@@ -108,14 +108,14 @@ def _row_gradient_kernel(
     valid = label != ignore_index
     row_lse = tl.load(lse + row)
     g = tl.where(valid, tl.load(grad).to(tl.float32) * tl.load(factor), 0.0)
-    of_lse = g * (1.0 + 2.0 * z_loss * row_lse)
+    grad_lse = g * (1.0 + 2.0 * z_loss * row_lse)
     start = logits + row.to(tl.int64) * stride
     to = out + row.to(tl.int64) * out_stride
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         x = tl.load(start + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
         x = _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        gradient = tl.where(valid, tl.exp(x - row_lse), 0.0) * of_lse - tl.where(cols == label, g, 0.0)
+        gradient = tl.where(valid, tl.exp(x - row_lse), 0.0) * grad_lse - tl.where(cols == label, g, 0.0)
         if HAS_SOFTCAP:
             gradient *= softcap_slope(x, softcap)
         # If `out` aliases the logits, all threads must have read this block before any thread writes.
@@ -123,35 +123,35 @@ def _row_gradient_kernel(
         tl.store(to + cols, (gradient * logit_scale).to(out.dtype.element_ty), mask=cols < vocab_size)
 
 
-def logits_of(x: Inputs, dtype: torch.dtype) -> Tensor:
+def compute_logits(x: Inputs, dtype: torch.dtype) -> Tensor:
     """Return h Wᵀ [N, V] in ``dtype``, with aligned rows; for 16-bit dtypes, the bias is already added.
 
     No labels are needed, so the GPU computes this while the host checks the labels.
     """
     logits = empty_slab(torch.empty(0, dtype=dtype, device=x.hidden.device), x.hidden.shape[0], x.weight.shape[0])
-    bias = x.bias if _rounded(logits) else None
+    bias = x.bias if _is_low_precision(logits) else None
     if bias is not None:
         logits.copy_(bias)
     multiply_add(logits, x.hidden, x.weight.t(), first=bias is None)
     return logits
 
 
-def _rounded(logits: Tensor) -> bool:
+def _is_low_precision(logits: Tensor) -> bool:
     """Return True for 16-bit logits: they include the bias, as in PyTorch. To float32 logits, the kernels add the bias."""
     return logits.element_size() < 4
 
 
 def _bias_and_labels(x: Inputs, logits: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return contiguous bias and labels for the kernels; the bias is None if the logits already include it."""
-    return None if x.bias is None or _rounded(logits) else x.bias.contiguous(), x.labels.contiguous()
+    return None if x.bias is None or _is_low_precision(logits) else x.bias.contiguous(), x.labels.contiguous()
 
 
 def cross_entropy(
-    logits: Tensor,  # [N, V], from ``logits_of``; overwritten by ``gradients``
+    logits: Tensor,  # [N, V], from ``compute_logits``; overwritten by ``gradients``
     x: Inputs,
     spec: LossSpec,
     factor: Tensor,  # scalar
-) -> tuple[Tensor, Materialized]:
+) -> tuple[Tensor, SavedLogits]:
     """Return (loss, tensors saved for ``gradients``)."""
     (n, v), (bias, labels) = logits.shape, _bias_and_labels(x, logits)
     lse, label_logit = torch.empty((2, padded(n)), device=logits.device, dtype=torch.float32)[:, :n].unbind()
@@ -159,11 +159,11 @@ def cross_entropy(
         logits, bias, labels, lse, label_logit, v, logits.stride(0), *spec.form[:2], spec.softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0, BLOCK=2048, num_warps=8,
     )  # fmt: skip
-    return total_loss(lse, label_logit, factor, spec), Materialized(logits, lse)
+    return total_loss(lse, label_logit, factor, spec), SavedLogits(logits, lse)
 
 
 def gradients(
-    saved: Materialized,
+    saved: SavedLogits,
     x: Inputs,
     spec: LossSpec,
     grad: Tensor,  # scalar
@@ -178,15 +178,15 @@ def gradients(
     # If dW needs at least as much memory as float32 logits, write their gradient to a separate 16-bit buffer: the logits are then
     # freed before dW is allocated.
     if element < logits.element_size() and need_weight and element * x.weight.numel() >= 4 * logits.numel():
-        narrow = empty_slab(x.hidden, n, v)
+        dlogits = empty_slab(x.hidden, n, v)
     else:
-        narrow = logits.view(x.hidden.dtype)  # in place
+        dlogits = logits.view(x.hidden.dtype)  # in place
     _row_gradient_kernel[(n,)](
-        logits, narrow, bias, labels, saved.lse, grad, factor, v, logits.stride(0), narrow.stride(0), *spec.form[:2],
+        logits, dlogits, bias, labels, saved.lse, grad, factor, v, logits.stride(0), dlogits.stride(0), *spec.form[:2],
         spec.softcap or 1.0, spec.z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     del logits
-    gradient = narrow[:, :v]
+    gradient = dlogits[:, :v]
     return (
         multiply(gradient, x.weight) if need_hidden else None,
         gradient.t() @ x.hidden if need_weight else None,

@@ -9,18 +9,18 @@ from torch import Tensor
 ALIGNED = 8
 
 
-def _beyond(length: int, stride: int, x: Tensor) -> int:
+def _unaligned_tail(length: int, stride: int, x: Tensor) -> int:
     """Return how many entries at the end of each row of ``x`` to multiply separately, so that the others are aligned."""
     return length % ALIGNED if stride == 1 and length > ALIGNED and x.is_cuda and x.element_size() == 2 else 0
 
 
 def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """Add a · b to ``total``, or overwrite ``total`` if ``first``; accumulate in float32 if ``total`` is float32."""
-    if columns := _beyond(b.shape[1], b.stride(0), b):
+    if columns := _unaligned_tail(b.shape[1], b.stride(0), b):
         multiply_add(total[:, :-columns], a, b[:, :-columns], first)
         multiply_add(total[:, -columns:], a, b[:, -columns:], first)
         return
-    inner = _beyond(a.shape[1], a.stride(1), a)
+    inner = _unaligned_tail(a.shape[1], a.stride(1), a)
     if inner and total.dtype == torch.float32:
         multiply_add(total, a[:, :-inner], b[:-inner], first)
         a, b, first = a[:, -inner:], b[-inner:], False
@@ -40,7 +40,7 @@ def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """Return a · b in the dtype of ``a``, rounded once."""
-    if not _beyond(a.shape[1], a.stride(1), a):
+    if not _unaligned_tail(a.shape[1], a.stride(1), a):
         return a @ b
     total = torch.empty((a.shape[0], b.shape[1]), device=a.device, dtype=torch.float32)
     multiply_add(total, a, b, first=True)

@@ -12,31 +12,23 @@ upstream gradient of one; the backward pass multiplies it by the actual one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
-from hf_cce.kernels.exp_cache import LIMIT, Slab
+from hf_cce.kernels.exp_cache import LOSS_LIMIT, Slab
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, padded
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import multiply_add
 from hf_cce.kernels.tiles import softcap_slope
 
-FEWEST_TOKENS = 512  # smaller groups leave the GPU idle
+MIN_GROUP_TOKENS = 512  # smaller groups leave the GPU idle
 # Bytes of the float32 product S W: enough tiles to keep cuBLAS busy, small enough to stay in an H200's L2 cache until rounded.
-BUFFER = 32 << 20
+PRODUCT_BYTES = 32 << 20
 BLOCK_R = 16  # rows of the product that one program rounds
-
-
-class PrecomputedGrads(NamedTuple):
-    """Gradient for an upstream gradient of one."""
-
-    grad_hidden: Tensor  # [N, D]
 
 
 @Kernel
@@ -48,9 +40,9 @@ def _factors_kernel(
     lse,  # [N]
     grad_lse,  # [N]
     grad_label,  # [N]
-    flags,  # [row blocks] int32, written: 1 if the loss of any token of the block is above LIMIT
+    flags,  # [row blocks] int32, written: 1 if the loss of any token of the block is above LOSS_LIMIT
     scale,  # [N], written: f
-    of_label,  # [N], written: c
+    label_entry,  # [N], written: c
     num_tokens,
     vocab_size,
     stride,
@@ -66,20 +58,20 @@ def _factors_kernel(
     z = tl.load(label_logit + rows, mask=in_rows, other=0.0)
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     valid = (label != ignore_index) & (label >= 0) & (label < vocab_size)
-    beyond = tl.max((in_rows & ((row_lse - z <= LIMIT) == 0)).to(tl.int32), 0)  # true for NaN
+    over_limit = tl.max((in_rows & ((row_lse - z <= LOSS_LIMIT) == 0)).to(tl.int32), 0)  # true for NaN
     p = tl.exp(z - row_lse)
     g = tl.load(grad_lse + rows, mask=in_rows, other=0.0)
     c = g * p + tl.load(grad_label + rows, mask=in_rows, other=0.0)
     if HAS_SOFTCAP:
         c *= softcap_slope(z, softcap)
     # A flagged row block is recomputed: its values become the gradient itself, including the labels' entries.
-    f = tl.where(beyond != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
-    c = tl.where((beyond == 0) & valid, c * logit_scale, 0.0)
+    f = tl.where(over_limit != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
+    c = tl.where((over_limit == 0) & valid, c * logit_scale, 0.0)
     zero = tl.zeros((BLOCK_M,), values.dtype.element_ty)
     tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=in_rows & valid)
-    tl.store(flags + tl.program_id(0), beyond)
+    tl.store(flags + tl.program_id(0), over_limit)
     tl.store(scale + rows, f, mask=in_rows)
-    tl.store(of_label + rows, c, mask=in_rows)
+    tl.store(label_entry + rows, c, mask=in_rows)
 
 
 @Kernel
@@ -89,7 +81,7 @@ def _finish_hidden_kernel(
     weight,  # [V, D]
     labels,  # [N]
     scale,  # [N]
-    of_label,  # [N], zero where the label is ignored
+    label_entry,  # [N], zero where the label is ignored
     out,  # [N, D], written
     first_row,
     num_rows,
@@ -99,12 +91,12 @@ def _finish_hidden_kernel(
     BLOCK_D: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    rows, here = first_row + at, at < num_rows
+    rows, in_rows = first_row + at, at < num_rows
     ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = here[:, None] & (ds < d)[None, :]
-    c = tl.load(of_label + rows, mask=here, other=0.0)
-    f = tl.load(scale + rows, mask=here, other=0.0)
-    label = tl.load(labels + rows, mask=here & (c != 0.0), other=0)
+    mask = in_rows[:, None] & (ds < d)[None, :]
+    c = tl.load(label_entry + rows, mask=in_rows, other=0.0)
+    f = tl.load(scale + rows, mask=in_rows, other=0.0)
+    label = tl.load(labels + rows, mask=in_rows & (c != 0.0), other=0)
     w = tl.load(
         weight + label.to(tl.int64)[:, None] * weight_stride + ds[None, :], mask=mask & (c != 0.0)[:, None], other=0.0
     )
@@ -126,9 +118,9 @@ def _multiply_kernel(x, by, size, BLOCK: tl.constexpr):
             tl.store(x + at, tl.where(value == 0, 0.0, value * factor).to(x.dtype.element_ty), mask=at < size)
 
 
-def rows_at_a_time(d: int, most: int) -> int:
-    """Return how many of ``most`` rows of the float32 product [rows, D] to compute at a time."""
-    return ceil_div(min(BUFFER // (4 * d), most), BLOCK_R) * BLOCK_R
+def rows_at_a_time(d: int, max_rows: int) -> int:
+    """Return how many of ``max_rows`` rows of the float32 product [rows, D] to compute at a time."""
+    return ceil_div(min(PRODUCT_BYTES // (4 * d), max_rows), BLOCK_R) * BLOCK_R
 
 
 def group_size(shape: Shape, num_tiles: int, block_m: int, budget: int) -> int:
@@ -137,10 +129,10 @@ def group_size(shape: Shape, num_tiles: int, block_m: int, budget: int) -> int:
     if dtype == torch.float16 or n == 0:  # the range of float16 is too small for the exponentials
         return 0
     per_token = dtype.itemsize * padded(v) + 4 * num_tiles + 32
-    most = (budget - 4 * d * rows_at_a_time(d, n)) // per_token // block_m * block_m
-    if most < min(n, FEWEST_TOKENS):
+    max_tokens = (budget - 4 * d * rows_at_a_time(d, n)) // per_token // block_m * block_m
+    if max_tokens < min(n, MIN_GROUP_TOKENS):
         return 0
-    return ceil_div(ceil_div(n, ceil_div(n, most)), block_m) * block_m
+    return ceil_div(ceil_div(n, ceil_div(n, max_tokens)), block_m) * block_m
 
 
 def group_gradient(
@@ -153,11 +145,11 @@ def group_gradient(
 ) -> None:
     """Compute the gradient of the hidden states for one group of tokens."""
     (n, d, v, _), values, labels, weight = inputs.shape, slab.values, inputs.labels, inputs.weight
-    scale, of_label = empty_slab(label_logit, 2, n).unbind()
+    scale, label_entry = empty_slab(label_logit, 2, n).unbind()
     blocks = ceil_div(n, plan.block_m)
     flags = torch.empty(blocks, dtype=torch.int32, device=values.device)
     _factors_kernel[(blocks,)](
-        values, label_logit, labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, of_label, n, v,
+        values, label_logit, labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, label_entry, n, v,
         values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
         HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=plan.block_m,
     )  # fmt: skip
@@ -167,13 +159,13 @@ def group_gradient(
         stop = min(n, start + len(product))
         multiply_add(product[: stop - start], values[start:stop], weight, first=True)
         _finish_hidden_kernel[(ceil_div(stop - start, BLOCK_R), ceil_div(d, 256))](
-            product, weight, labels, scale, of_label, out, start, stop - start, d, weight.stride(0), BLOCK_R=BLOCK_R,
+            product, weight, labels, scale, label_entry, out, start, stop - start, d, weight.stride(0), BLOCK_R=BLOCK_R,
             BLOCK_D=256,
         )  # fmt: skip
 
 
-def formed_gradients(formed: PrecomputedGrads, grad: Tensor) -> list[Tensor | None]:
-    """Multiply ``formed`` in place by the scalar upstream gradient; return the gradients of hidden, weight and bias."""
-    x = formed.grad_hidden
-    _multiply_kernel[(min(1024, ceil_div(x.numel(), 4096)),)](x, grad, x.numel(), BLOCK=4096, num_warps=8)
-    return [x, None, None]
+def scale_precomputed_gradients(grad_hidden: Tensor, grad: Tensor) -> list[Tensor | None]:
+    """Multiply dh in place by the scalar upstream gradient ``grad``; return the gradients of hidden, weight and bias."""
+    size = grad_hidden.numel()
+    _multiply_kernel[(min(1024, ceil_div(size, 4096)),)](grad_hidden, grad, size, BLOCK=4096, num_warps=8)
+    return [grad_hidden, None, None]

@@ -161,7 +161,9 @@ def test_which_kernels_a_hopper_gpu_gets(version: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
         told = doctor.hopper_kernels(torch.device("cuda", 0))
         assert (
-            told == "" if capability == (8, 9) else told.startswith("specialized") is launch_config.hopper_is_proven()
+            told == ""
+            if capability == (8, 9)
+            else told.startswith("specialized") is launch_config.is_hopper_validated()
         )
 
 

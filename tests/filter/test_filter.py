@@ -344,8 +344,8 @@ def test_tokens_in_the_order_of_their_labels(
     from hf_cce.kernels.filter import order
 
     if largest is not None:
-        monkeypatch.setattr(order, "LARGEST", largest)
-    monkeypatch.setattr(order, "COUNTED", 2500 if counted else 2499)
+        monkeypatch.setattr(order, "MAX_VOCAB_16BIT_KEYS", largest)
+    monkeypatch.setattr(order, "MAX_COUNTING_SORT_TOKENS", 2500 if counted else 2499)
     g = torch.Generator().manual_seed(0)
     rank = torch.randperm(v, generator=g).int().to(DEVICE)
     labels = torch.randint(v, (2500,), generator=g).to(DEVICE)
@@ -385,9 +385,9 @@ def test_hidden_states_are_moved_where_their_labels_logits_are_made(n: int, d: i
 
 
 def force_workspace(
-    monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_weight: bool, room: int | None
+    monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_weight: bool, tiles_per_pass: int | None
 ) -> list[Any]:
-    """Force slabs of ``blocks`` column blocks and ``room`` tiles per pass (None: one slab, one pass); return the workspaces."""
+    """Force slabs of ``blocks`` column blocks and that many tiles per pass (None: one slab, one pass)."""
     from hf_cce.kernels.filter import run as filter_run
     from hf_cce.kernels.filter.workspace import Workspace
 
@@ -397,8 +397,10 @@ def force_workspace(
         n, _, v, _ = shape
         rows, cols = -(-n // plan.block_m), -(-v // plan.block_n)
         slab = v if blocks is None else blocks * plan.block_n
-        slots, passes = (rows * cols, 1) if room is None else (room + rows, -(-rows * cols // room))
-        used.append(Workspace(slab, keep_weight, slots, room or slots, passes, n, True))
+        tiles = rows * cols
+        num_slots = tiles if tiles_per_pass is None else tiles_per_pass + rows
+        passes = 1 if tiles_per_pass is None else -(-tiles // tiles_per_pass)
+        used.append(Workspace(slab, keep_weight, num_slots, tiles_per_pass or num_slots, passes, n, True))
         return used[-1]
 
     monkeypatch.setattr(filter_run, "plan_workspace", plan_workspace)

@@ -52,7 +52,7 @@ def pretend(arch: int, launch: Launch) -> None:
     driver.set_active(Driver(arch))
     torch.cuda.get_device_capability = lambda *_: divmod(arch, 10)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, total_memory=140 << 30)
-    launch_config.hopper_is_proven = lambda: True
+    launch_config.is_hopper_validated = lambda: True
 
     def run(self: Kernel, grid: Any, *args: Any, **constants: Any) -> None:
         function = self.function

@@ -35,7 +35,7 @@ _FUNCTIONS = {
     "materialized_cross_entropy": "materialized",
     "cached_cross_entropy": "exp_cache",
     "grouped_cross_entropy": "token_groups",
-    "formed_gradients": "precomputed gradients",
+    "scale_precomputed_gradients": "precomputed gradients",
     "filtered_cross_entropy": "filtered",
     "cross_entropy": "exact",
     "materialized_gradients": "materialized gradients",
@@ -97,7 +97,7 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
     from hf_cce.kernels import exp_cache, loss, token_groups
 
     if way in ("token_groups", "one_token_group"):  # several slabs of the product
-        monkeypatch.setattr(token_groups, "BUFFER", 4 << 20 if torch.cuda.is_available() else 1 << 12)
+        monkeypatch.setattr(token_groups, "PRODUCT_BYTES", 4 << 20 if torch.cuda.is_available() else 1 << 12)
     if way in ("partial_exp_cache", "exact", "token_groups", "one_token_group"):
         # a whole tile of every plan, on a GPU and in the interpreter
         width = (256 if torch.cuda.is_available() else 32) if way == "partial_exp_cache" else 0
@@ -143,7 +143,7 @@ def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launch_config, "_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(launch_config, "hopper_is_proven", lambda: True)
+    monkeypatch.setattr(launch_config, "is_hopper_validated", lambda: True)
     monkeypatch.setattr(launcher.Kernel, "_launch", lambda *args, **constants: None)
     for name, module in list(sys.modules.items()):
         if name.startswith("hf_cce.kernels") and hasattr(module, "multiply_add"):

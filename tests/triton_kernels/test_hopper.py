@@ -41,7 +41,7 @@ def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[LogitInputs, plan
 
 
 def hopper_runs() -> bool:
-    return torch.cuda.get_device_capability()[0] == 9 and plan.hopper_is_proven()
+    return torch.cuda.get_device_capability()[0] == 9 and plan.is_hopper_validated()
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_losses_are_right_with_and_without(
     """The Hopper kernels are disabled for Triton versions they have not been tested with."""
     launched: list[int] = []
     if not special:
-        monkeypatch.setattr(plan, "hopper_is_proven", lambda: False)
+        monkeypatch.setattr(plan, "is_hopper_validated", lambda: False)
     elif hopper_runs():
         from hf_cce.kernels import hopper
 

@@ -276,7 +276,7 @@ def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -
     labels[::5] = -100
     factor, x = torch.tensor(1.0 / n, device=DEVICE), Inputs(hidden, weight, None, labels)
     spec = LossSpec(-100, 1.0, 0.0, needs=(True, True, False))
-    _, saved = materialized.cross_entropy(materialized.logits_of(x, torch.float32), x, spec, factor)
+    _, saved = materialized.cross_entropy(materialized.compute_logits(x, torch.float32), x, spec, factor)
     found = materialized.gradients(saved, x, spec, factor, factor * n * 64)
     assert saved.logits is None
 
@@ -320,14 +320,14 @@ def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
     from hf_cce.kernels import materialized
 
     taken, made = force(monkeypatch, "materialized16"), []
-    real = materialized.logits_of
+    real = materialized.compute_logits
 
-    def logits_of(*given: Any) -> Tensor:
+    def compute_logits(*given: Any) -> Tensor:
         logits = real(*given)
         made.append((logits.dtype, logits.data_ptr() % 16, logits.stride(0) % 16))
         return logits
 
-    monkeypatch.setattr(kernels, "materialized_logits", logits_of)
+    monkeypatch.setattr(kernels, "materialized_logits", compute_logits)
     (hidden, weight, _), labels = make_inputs(70, 600, v, torch.float16, DEVICE, ignored=ignored)
     for options in (PLAIN, Options(0.7, 5.0, z_loss=1e-2), Options(reduction="sum")):
         inputs = (hidden, weight, None)
@@ -352,7 +352,9 @@ def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
     vectors = 2 * 4 * n + 4 * v  # per-token statistics, and the bias's gradient before rounding
     given = {x.untyped_storage()._cdata for x in (hidden, weight, bias, labels, factor) if x is not None}
     with Alive(given) as alive:
-        _, saved = materialized.cross_entropy(materialized.logits_of(given_inputs, dtype), given_inputs, spec, factor)
+        _, saved = materialized.cross_entropy(
+            materialized.compute_logits(given_inputs, dtype), given_inputs, spec, factor
+        )
         found = materialized.gradients(saved, given_inputs, spec, factor, factor)
     assert all(x is not None and x.dtype == dtype for x in found)
     assert alive.peak - left <= 2 * n * (v + 15) + vectors

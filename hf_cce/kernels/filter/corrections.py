@@ -116,7 +116,7 @@ def _row_coeffs_kernel(
 ):
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, SIZE)
-    mask = (cols < v)[:, None] & (ks < SIZE)[None, :]
+    mask = (cols < v)[:, None]
     x = tl.load(product + tl.load(vocab_perm + cols).to(tl.int64)[:, None] * SIZE + ks[None, :], mask=mask, other=0.0)
     mean = tl.sum(x, 0) / tl.minimum(v - tl.program_id(0) * BLOCK_N, BLOCK_N).to(tl.float32)
     tl.store(
@@ -133,8 +133,8 @@ def correction_bytes(shape: Shape, need_weight: bool) -> int:
 def correction_scratch_bytes(shape: Shape, block_n: int, need_weight: bool) -> int:
     """Return an upper bound on the scratch bytes of ``dropped_covariance`` and ``make_weight_correction``, without results."""
     (n, d, v, _), element = shape, shape.dtype.itemsize
-    of_weight = 4 * d * d + element * n * d + 4 * RANK.value * (v + 8 * d)
-    return max(4 * d * d + max(CENTERED_BYTES, element * block_n * d), of_weight * need_weight)
+    weight_correction_bytes = 4 * d * d + element * n * d + 4 * RANK.value * (v + 8 * d)
+    return max(4 * d * d + max(CENTERED_BYTES, element * block_n * d), weight_correction_bytes * need_weight)
 
 
 def dropped_covariance(
@@ -145,13 +145,13 @@ def dropped_covariance(
 ) -> Tensor:
     """Return the covariance [D, D] of weight rows within column blocks, weighted by ``mass``, in the weight's dtype."""
     (v, d), tiles = weight.shape, mass.numel()
-    whole = mass.sum()
+    total_mass = mass.sum()
     # The mean of scale² is one. If nothing is dropped, all blocks count equally, because later steps reuse the covariance.
-    scale = torch.where(whole > 0, mass * tiles / whole, 1.0).sqrt()
+    scale = torch.where(total_mass > 0, mass * tiles / total_mass, 1.0).sqrt()
     total = torch.empty((d, d), device=weight.device, dtype=torch.float32)
-    at_a_time = max(1, CENTERED_BYTES // (weight.element_size() * block_n * d))
-    for first in range(0, tiles, at_a_time):
-        count = min(at_a_time, tiles - first)
+    blocks_at_a_time = max(1, CENTERED_BYTES // (weight.element_size() * block_n * d))
+    for first in range(0, tiles, blocks_at_a_time):
+        count = min(blocks_at_a_time, tiles - first)
         rows = weight.new_empty((count * block_n, d))
         _centered_rows_kernel[(count, ceil_div(d, 128))](
             weight, vocab_perm, scale, rows, first, v, d, weight.stride(0), BLOCK_N=block_n, BLOCK_D=128
@@ -198,8 +198,8 @@ def make_weight_correction(
     total = torch.linalg.vector_norm(mass, 1, dtype=torch.float32)
     # Later steps reuse the correction. Replace the NaN of a zero total here, and those from a non-finite weight at the end.
     moment.div_(total).nan_to_num_(0.0, 0.0, 0.0)
-    some = torch.arange(size, device=weight.device) * d // size
-    directions = _orthonormal(moment.index_select(1, some))
+    sampled_columns = torch.arange(size, device=weight.device) * d // size
+    directions = _orthonormal(moment.index_select(1, sampled_columns))
     for _ in range(SUBSPACE_ROUNDS - 1):
         product = torch.empty_like(directions)
         multiply_add(product, moment, directions, first=True)

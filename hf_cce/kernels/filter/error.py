@@ -41,8 +41,8 @@ def estimate_errors(
     step = _Step(saved, weight, request, kept, mass)
     # Upstream gradients of ignored tokens may be infinite.
     valid = step.valid(torch.arange(len(saved.hidden), device=weight.device))
-    likely_rounded = torch.where(valid, saved.rounding * request.grad_lse.square(), 0.0)
-    rounding_hidden, rounding_weight = _rounding_errors(step, likely_rounded)
+    sampling_weights = torch.where(valid, saved.rounding * request.grad_lse.square(), 0.0)
+    rounding_hidden, rounding_weight = _rounding_errors(step, sampling_weights)
     errors: dict[str, Any] = {}
     if request.need_hidden:
         errors |= {"error": _hidden_error(step, _dropped_energy(step), covariance), "rounding_error": rounding_hidden}
@@ -138,7 +138,7 @@ class _Step:
         """Return a mask [R] of the tokens whose label is not ignored."""
         return self.saved.order.labels[tokens] < len(self.weight)
 
-    def left_out(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
+    def filter_residual(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
         """Return the exact minus the filtered gradient of the logits, [R, C] in the dtype of the inputs, without corrections."""
         plan, v = self.saved.plan, len(self.weight)
         z, tiles = self.logits(tokens, entries), self.columns(entries) // plan.block_n
@@ -168,15 +168,15 @@ def _hidden_error(step: _Step, energy: Tensor, covariance: Tensor | None) -> Ten
     """Estimate the norm of the error of dh from tokens sampled by the ``energy`` [N] of their dropped tiles."""
     tokens, factors = sample(energy, min(len(energy), MEASURED_TOKENS))
     total = torch.zeros((), device=tokens.device)
-    for some, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
-        wrong = torch.empty((len(some), step.weight.shape[1]), device=tokens.device)
-        multiply_add(wrong, step.left_out(some, None), step.weight, first=True)
+    for batch, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
+        error = torch.empty((len(batch), step.weight.shape[1]), device=tokens.device)
+        multiply_add(error, step.filter_residual(batch, None), step.weight, first=True)
         if covariance is not None:
-            dropped = step.mass.per_token[:, some].sum(0)[:, None] * -step.saved.logit_scale
+            dropped = step.mass.per_token[:, batch].sum(0)[:, None] * -step.saved.logit_scale
             # Hidden states of ignored tokens may be infinite or NaN.
-            weighted = torch.where(dropped == 0.0, 0.0, step.saved.hidden[some] * dropped)
-            multiply_add(wrong, weighted.to(covariance.dtype), covariance, first=False)
-        total = total + (wrong.square().sum(1) * factor).sum()
+            weighted = torch.where(dropped == 0.0, 0.0, step.saved.hidden[batch] * dropped)
+            multiply_add(error, weighted.to(covariance.dtype), covariance, first=False)
+        total = total + (error.square().sum(1) * factor).sum()
     return total.sqrt()
 
 
@@ -186,44 +186,46 @@ def _weight_error(step: _Step, correction: WeightCorrection | None) -> Tensor:
     energy = torch.where(kept.kept_slot < 0, kept.energy, 0.0).sum(1).repeat_interleave(saved.plan.block_n)[:v]
     columns, factors = sample(energy, min(v, MEASURED_ROWS))
     total = torch.zeros((), device=columns.device)
-    for some, factor in zip(columns.split(step.rows_at_once), factors.split(step.rows_at_once), strict=True):
-        wrong = torch.empty((len(some), d), device=columns.device)
-        entries = saved.vocabulary.vocab_perm[some].long()
-        multiply_add(wrong, step.left_out(None, entries).t(), saved.hidden, first=True)
+    for batch, factor in zip(columns.split(step.rows_at_once), factors.split(step.rows_at_once), strict=True):
+        error = torch.empty((len(batch), d), device=columns.device)
+        entries = saved.vocabulary.vocab_perm[batch].long()
+        multiply_add(error, step.filter_residual(None, entries).t(), saved.hidden, first=True)
         if correction is not None:
-            tiles = some // saved.plan.block_n
+            tiles = batch // saved.plan.block_n
             width = (v - tiles * saved.plan.block_n).clamp_max(saved.plan.block_n)
             dropped = step.mass.per_tile.sum(1)[tiles] * -saved.logit_scale / width
-            coeffs = (correction.row_coeffs[some] * dropped[:, None]).to(correction.basis.dtype)
-            multiply_add(wrong, coeffs, correction.basis, first=False)
-        total = total + (wrong.square().sum(1) * factor).sum()
+            coeffs = (correction.row_coeffs[batch] * dropped[:, None]).to(correction.basis.dtype)
+            multiply_add(error, coeffs, correction.basis, first=False)
+        total = total + (error.square().sum(1) * factor).sum()
     return total.sqrt()
 
 
-def _rounding_errors(step: _Step, likely: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimate the norms of the errors of dh and dW if logits were rounded, from tokens sampled by ``likely`` [N].
+def _rounding_errors(step: _Step, sampling_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Estimate the norms of the errors of dh and dW if logits were rounded, from tokens sampled by ``sampling_weights`` [N].
 
     Part of the sample is uniform. Rounding errors of different tokens are assumed to be independent, so the squares of their
     contributions to dW are summed.
     """
     saved, request = step.saved, step.request
-    tokens, factors = sample(likely + 0.1 * likely.mean(), min(len(likely), ROUNDED_TOKENS))
-    of_hidden, of_weight = torch.zeros((2,), device=tokens.device).unbind()
-    for some, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
-        z = step.logits(some, None)
-        changed, rounded_slope = step.softmax_gradient(z.to(step.weight.dtype).float(), some, None)
-        exact, slope = step.softmax_gradient(z, some, saved.lse[some])
+    tokens, factors = sample(
+        sampling_weights + 0.1 * sampling_weights.mean(), min(len(sampling_weights), ROUNDED_TOKENS)
+    )
+    hidden_error_sq, weight_error_sq = torch.zeros((2,), device=tokens.device).unbind()
+    for batch, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
+        z = step.logits(batch, None)
+        changed, rounded_slope = step.softmax_gradient(z.to(step.weight.dtype).float(), batch, None)
+        exact, slope = step.softmax_gradient(z, batch, saved.lse[batch])
         changed -= exact
         del z, exact
         if saved.softcap:
-            labels = saved.order.labels[some]
-            at_label = (rounded_slope - slope) * (request.grad_label[some] * saved.logit_scale)[:, None]
-            changed += torch.where(saved.vocabulary.inv_vocab_perm == labels[:, None], at_label, 0.0)
-            del at_label
+            labels = saved.order.labels[batch]
+            label_change = (rounded_slope - slope) * (request.grad_label[batch] * saved.logit_scale)[:, None]
+            changed += torch.where(saved.vocabulary.inv_vocab_perm == labels[:, None], label_change, 0.0)
+            del label_change
         changed = changed.to(step.weight.dtype)
-        product = torch.empty((len(some), step.weight.shape[1]), device=tokens.device)
+        product = torch.empty((len(batch), step.weight.shape[1]), device=tokens.device)
         multiply_add(product, changed, step.weight, first=True)
-        of_hidden = of_hidden + (product.square().sum(1) * factor).sum()
-        lengths = saved.hidden[some].float().square().sum(1)
-        of_weight = of_weight + (changed.float().square().sum(1) * lengths * factor).sum()
-    return of_hidden.sqrt(), of_weight.sqrt()
+        hidden_error_sq = hidden_error_sq + (product.square().sum(1) * factor).sum()
+        hidden_norm_sq = saved.hidden[batch].float().square().sum(1)
+        weight_error_sq = weight_error_sq + (changed.float().square().sum(1) * hidden_norm_sq * factor).sum()
+    return hidden_error_sq.sqrt(), weight_error_sq.sqrt()

@@ -17,10 +17,12 @@ from hf_cce.kernels.filter.corrections import WeightCorrection
 from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.launcher import Kernel
 
-SAMPLE = 1024  # tokens sampled for the average logits
-FINE = 1 << 14  # number of first columns by which tokens are sorted exactly; later ones count as blocks of 128 columns
-LARGEST = 128 * (1 << 14)  # largest vocabulary for 16-bit sort keys
-COUNTED = 1 << 13  # up to this many tokens, counting smaller keys is faster than sorting
+SAMPLE_TOKENS = 1024  # tokens sampled for the average logits
+EXACT_COLUMNS = (
+    1 << 14
+)  # number of first columns by which tokens are sorted exactly; later ones count as blocks of 128 columns
+MAX_VOCAB_16BIT_KEYS = 128 * (1 << 14)  # largest vocabulary for 16-bit sort keys
+MAX_COUNTING_SORT_TOKENS = 1 << 13  # up to this many tokens, counting smaller keys is faster than sorting
 
 
 @Kernel
@@ -35,16 +37,16 @@ def _invert_order_kernel(by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK:
 @Kernel
 @triton.jit(do_not_specialize=["ignore_index", "num_tokens"])
 def _sort_keys_kernel(
-    labels, inv_vocab_perm, columns, keys, num_tokens, v, ignore_index, FINE: tl.constexpr, BLOCK: tl.constexpr
+    labels, inv_vocab_perm, columns, keys, num_tokens, v, ignore_index, EXACT_COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write the column of each label (V if ignored), and the sort keys of ``sort_tokens``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(labels + at, mask=at < num_tokens, other=ignore_index)
-    good = (label != ignore_index) & (label >= 0) & (label < v)
-    column = tl.load(inv_vocab_perm + label, mask=good, other=v)
-    key = tl.minimum(column, FINE) + tl.maximum(column - FINE, 0) // 128
+    in_vocab = (label != ignore_index) & (label >= 0) & (label < v)
+    column = tl.load(inv_vocab_perm + label, mask=in_vocab, other=v)
+    key = tl.minimum(column, EXACT_COLUMNS) + tl.maximum(column - EXACT_COLUMNS, 0) // 128
     tl.store(columns + at, column, mask=at < num_tokens)
-    tl.store(keys + at, tl.where(good, key, key + 1), mask=at < num_tokens)
+    tl.store(keys + at, tl.where(in_vocab, key, key + 1), mask=at < num_tokens)
 
 
 @Kernel
@@ -120,8 +122,8 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
     Gradients are correct with any order, but with this one most tiles can be dropped.
     """
     v = weight.shape[0]
-    some = hidden[:: max(1, hidden.shape[0] // SAMPLE)]
-    average = torch.mv(weight, some.mean(0))
+    sampled = hidden[:: max(1, hidden.shape[0] // SAMPLE_TOKENS)]
+    average = torch.mv(weight, sampled.mean(0))
     if bias is not None:
         average = average + bias
     by_logit = torch.sort(average, descending=True).indices
@@ -135,16 +137,19 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
 def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> TokenOrder:
     """Sort tokens by the column of their label; ignored tokens come last.
 
-    Keys have 16 bits because a radix sort takes one pass per byte. They distinguish each of the first FINE columns, which have
-    most labels, and blocks of 128 columns after these. Few tokens are sorted by counting, in one launch instead of eight.
+    Keys have 16 bits because a radix sort takes one pass per byte. They distinguish each of the first EXACT_COLUMNS columns,
+    which have most labels, and blocks of 128 columns after these. Few tokens are sorted by counting, in one launch instead of
+    eight.
     """
     n, v = labels.numel(), vocabulary.inv_vocab_perm.numel()
     columns = torch.empty(n, dtype=torch.int32, device=labels.device)
-    keys = torch.empty(n, dtype=torch.int16 if v < LARGEST else torch.int32, device=labels.device)
+    has_16bit_keys = v < MAX_VOCAB_16BIT_KEYS
+    keys = torch.empty(n, dtype=torch.int16 if has_16bit_keys else torch.int32, device=labels.device)
     _sort_keys_kernel[(ceil_div(n, 1024),)](
-        labels, vocabulary.inv_vocab_perm, columns, keys, n, v, ignore_index, FINE=FINE if v < LARGEST else v, BLOCK=1024,
+        labels, vocabulary.inv_vocab_perm, columns, keys, n, v, ignore_index,
+        EXACT_COLUMNS=EXACT_COLUMNS if has_16bit_keys else v, BLOCK=1024,
     )  # fmt: skip
-    if n <= COUNTED and v < LARGEST:
+    if n <= MAX_COUNTING_SORT_TOKENS and has_16bit_keys:
         token_perm = torch.empty(n, dtype=torch.int64, device=labels.device)
         ordered = torch.empty_like(columns)
         _sort_by_counting_kernel[(ceil_div(n, 16),)](

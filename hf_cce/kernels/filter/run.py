@@ -93,7 +93,7 @@ def _forward(
 
     Return None if the budget is too small for the filter.
     """
-    inputs = LogitInputs.of(x, spec)
+    inputs = LogitInputs.from_spec(x, spec)
     if not inputs.shape.n:
         return None
     plan = filter_plan(x.hidden, x.weight)
@@ -103,7 +103,7 @@ def _forward(
     workspace = plan_workspace(inputs.shape, plan, spec.softcap > 0, spec.needs[1], budget)
     if workspace is None:
         return None
-    inputs = inputs.readable()
+    inputs = inputs.with_contiguous_rows()
     weight, device = inputs.weight, x.hidden.device
     if vocabulary is None:
         vocabulary = sort_vocabulary(inputs.hidden, weight, inputs.bias, plan.block_n)
@@ -115,32 +115,32 @@ def _forward(
     tile_lse = torch.empty((cols, padded(n)), device=device, dtype=torch.float32)
     tile_ratio = torch.empty((cols, padded(n)), dtype=torch.bfloat16, device=device)
     tile_damping = torch.empty_like(tile_ratio) if spec.softcap > 0 else None
-    expectation, largest = (None if wanted is None else torch.empty_like(tile_lse) for wanted in (entropy, is_top1))
-    tiles = TileStats(tile_lse, None, expectation, None, largest, tile_ratio, tile_damping)
-    by_column = inputs._replace(labels=order.labels, ignore_index=v)
+    expectation, z_max = (None if wanted is None else torch.empty_like(tile_lse) for wanted in (entropy, is_top1))
+    tiles = TileStats(tile_lse, None, expectation, None, z_max, tile_ratio, tile_damping)
+    column_inputs = inputs._replace(labels=order.labels, ignore_index=v)
     if uses_hopper(plan, bias, spec.softcap, entropy, is_top1):
         # The Hopper kernel needs sorted hidden states and label logits. One kernel computes both.
         hidden = inputs.hidden.new_empty(inputs.hidden.shape)
-        label = label_logits(by_column, plan, plan.block_m, vocab_perm, order.token_perm, hidden)
+        label = label_logits(column_inputs, plan, plan.block_m, vocab_perm, order.token_perm, hidden)
     else:
         hidden, label = inputs.hidden.index_select(0, order.token_perm), LabelLogits(label_logit)
-    in_order = by_column._replace(hidden=hidden, bias=bias)
+    sorted_inputs = column_inputs._replace(hidden=hidden, bias=bias)
     permuted = slab = None
     for first in range(0, v, workspace.slab):
         permuted = slab = None  # free the previous slab
         stop, block = min(v, first + workspace.slab), first // plan.block_n
         permuted = permute_rows(weight, vocab_perm, first, stop, means, plan.block_n)
-        slab = in_order._replace(weight=permuted, bias=None if bias is None else bias[first:stop])
+        slab = sorted_inputs._replace(weight=permuted, bias=None if bias is None else bias[first:stop])
         slab_tiles = TileStats(*(None if stat is None else stat[block:] for stat in tiles))  # type: ignore[arg-type]
         tile_stats(slab, slab_tiles, label, plan, first)
-    combine(tiles, in_order, label.logit, lse, [None, entropy, None, is_top1, rounding])
+    combine(tiles, sorted_inputs, label.logit, lse, [None, entropy, None, is_top1, rounding])
     return SavedForward(
         order, hidden, permuted if workspace.keep_weight else None, bias, means, lse, label.logit, rounding, tile_lse,
         tile_ratio, tile_damping, workspace, plan, vocabulary, spec.logit_scale, spec.softcap,
     )  # fmt: skip
 
 
-class _Choice(NamedTuple):
+class _Selection(NamedTuple):
     """Kept tiles, the approximation of the dropped tiles, and its estimated error."""
 
     kept: Kept
@@ -150,7 +150,7 @@ class _Choice(NamedTuple):
     report: FilterReport  # its errors are absolute until ``relative_errors`` divides them
 
 
-def _choose(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> _Choice:
+def _select_tiles(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> _Selection:
     plan, vocabulary, vocab_perm = saved.plan, saved.vocabulary, saved.vocabulary.vocab_perm
     kept = select(saved, request.tau, request.by_rounding)
     # The range of float16 is too small for the corrections.
@@ -171,7 +171,7 @@ def _choose(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> _C
     report = FilterReport(kept.first_kept[-1], rows * cols, mass.probability, saved.hidden.shape[0], request.tau)
     if request.measure:
         report = report._replace(**estimate_errors(saved, weight, request, kept, mass, covariance, correction))
-    return _Choice(kept, mass, covariance, correction, report)
+    return _Selection(kept, mass, covariance, correction, report)
 
 
 def _probe(
@@ -184,18 +184,18 @@ def _probe(
 
     The first threshold is a guess. If ``next_tau`` derives another one from the estimated errors, report what that would keep.
     """
-    report = _choose(saved, weight, request).report
-    better = next_tau(report)
-    if better is not None:
-        there = _choose(saved, weight, replace(request, tau=better, measure=False)).report
-        report = report._replace(kept=there.kept, dropped=there.dropped, tau=better)
+    report = _select_tiles(saved, weight, request).report
+    tau = next_tau(report)
+    if tau is not None:
+        report_at_tau = _select_tiles(saved, weight, replace(request, tau=tau, measure=False)).report
+        report = report._replace(kept=report_at_tau.kept, dropped=report_at_tau.dropped, tau=tau)
     vars(saved).clear()
     return report._replace(dropped=report.dropped.sum())
 
 
 def _backward(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> tuple[Tensor, Tensor, FilterReport]:
     """Return (dh [N, D] in the original order of tokens, dW [V, D], report); empty if not needed. Consumes ``saved``."""
-    kept, mass, covariance, correction, report = _choose(saved, weight, request)
+    kept, mass, covariance, correction, report = _select_tiles(saved, weight, request)
     # Free memory for the kept tiles.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     (n, d), (_, cols) = saved.hidden.shape, saved.tile_grid
@@ -215,7 +215,7 @@ def _backward(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> 
 def _add_dropped_to_hidden(
     total: Tensor,  # [N, D] float32, written
     saved: SavedForward,
-    mass: DroppedMass,  # has D spare rows if covariance is not None
+    mass: DroppedMass,  # has D extra rows if covariance is not None
     covariance: Tensor | None,  # [D, D]
 ) -> None:
     """Write the contribution of dropped tiles to dh: mass times mean rows, plus mass times hidden states times the covariance.
@@ -224,6 +224,6 @@ def _add_dropped_to_hidden(
     """
     means = saved.means
     if covariance is not None:
-        mass_weighted_hidden(saved.hidden, mass.per_token, saved.logit_scale, mass.stacked[means.shape[0] :])
+        mass_weighted_hidden(saved.hidden, mass.per_token, saved.logit_scale, mass.per_row_extended[means.shape[0] :])
         means = torch.cat((means, covariance))
-    multiply_add(total, mass.stacked.t(), means, first=True)
+    multiply_add(total, mass.per_row_extended.t(), means, first=True)

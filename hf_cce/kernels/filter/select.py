@@ -54,7 +54,7 @@ def _tile_energy_kernel(
     labels,  # [N], V if ignored
     rounding,  # [N], if BY_ROUNDING
     energy,  # [T, row blocks], written; infinite for a tile with a label
-    part,  # [programs], written: partial sums of the reference
+    reference_sums,  # [programs], written: partial sums of the reference
     tile_stride,
     num_tokens,
     num_row_blocks,
@@ -77,14 +77,14 @@ def _tile_energy_kernel(
     valid = label < v
     row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
     if BY_ROUNDING:
-        of_rows = tl.load(rounding + rows, mask=in_rows, other=0.0)
+        row_reference = tl.load(rounding + rows, mask=in_rows, other=0.0)
     else:
         at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
         wrong = tl.where(valid, 1.0 - tl.exp(at_label - row_lse), 0.0)
         if HAS_SOFTCAP:
             wrong *= softcap_slope(at_label, softcap)
-        of_rows = wrong * wrong
-    total = tl.where(begin == 0, tl.sum(of_rows), 0.0)
+        row_reference = wrong * wrong
+    total = tl.where(begin == 0, tl.sum(row_reference), 0.0)
     label_block = label // BLOCK_N
     for first in range(begin, end, BLOCK_T):
         blocks = first + tl.arange(0, BLOCK_T)
@@ -93,11 +93,11 @@ def _tile_energy_kernel(
         mask = inside[:, None] & valid[None, :]
         mass = tl.exp(tl.load(tile_lse + at, mask=mask, other=float("-inf")) - row_lse[None, :])
         e = tl.sum(mass * mass * tl.load(tile_ratio + at, mask=mask, other=0.0).to(tl.float32), 1)
-        held = tl.max(((label_block[None, :] == blocks[:, None]) & valid[None, :]).to(tl.int32), 1) > 0
+        has_label = tl.max(((label_block[None, :] == blocks[:, None]) & valid[None, :]).to(tl.int32), 1) > 0
         if not BY_ROUNDING:
-            total += tl.sum(tl.where(held, 0.0, e))
-        tl.store(energy + blocks * num_row_blocks + row_block, tl.where(held, float("inf"), e), mask=inside)
-    tl.store(part + program, total)
+            total += tl.sum(tl.where(has_label, 0.0, e))
+        tl.store(energy + blocks * num_row_blocks + row_block, tl.where(has_label, float("inf"), e), mask=inside)
+    tl.store(reference_sums + program, total)
 
 
 @Kernel
@@ -111,7 +111,7 @@ def _count_kernel(energy, counts, num_tiles, BLOCK: tl.constexpr):
 
 @Kernel
 @triton.jit(do_not_specialize=["num_programs"])
-def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def _sum_counts_kernel(counts, histogram, num_programs, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     bins = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.int32)
     for first in range(0, num_programs, BLOCK):
@@ -119,15 +119,15 @@ def _sum_counts_kernel(counts, sums, num_programs, BLOCK: tl.constexpr, WIDTH: t
         total += tl.sum(
             tl.load(counts + at[:, None] * BINS + bins[None, :], mask=(at < num_programs)[:, None], other=0), 0
         )
-    tl.store(sums + bins, total)
+    tl.store(histogram + bins, total)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
 def _choose_tiles_kernel(
     energy,  # [T, row blocks]
-    part,  # [programs of _tile_energy_kernel]
-    sums,  # [BINS]: number of tiles by energy
+    reference_sums,  # [programs of _tile_energy_kernel]
+    histogram,  # [BINS]: number of tiles by energy
     tau,  # scalar
     kept_slot,  # [T, row blocks] int32, written: see Kept
     kept_counts,  # [T] int32, written: see Kept
@@ -139,14 +139,14 @@ def _choose_tiles_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, num_programs, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        total += tl.load(part + at, mask=at < num_programs, other=0.0)
+        total += tl.load(reference_sums + at, mask=at < num_programs, other=0.0)
     bins = tl.arange(0, BINS)
     # The upper edge of a bin is used for all of its energies, so that the sum is never too small.
-    below = tl.cumsum(tl.load(sums + bins).to(tl.float32) * tl.exp2((bins - 399).to(tl.float32) / 4.0), 0)
-    limit, whole = tl.load(tau), tl.sum(total)
+    below = tl.cumsum(tl.load(histogram + bins).to(tl.float32) * tl.exp2((bins - 399).to(tl.float32) / 4.0), 0)
+    threshold, reference = tl.load(tau), tl.sum(total)
     # If the reference is zero, for example without any label, the tiles with zero energy (the first bin) are still dropped.
-    empty = tl.where(whole == 0.0, 1, 0)
-    fits = ((below <= limit * limit * whole) | (bins < empty)) & (bins < 511)
+    empty = tl.where(reference == 0.0, 1, 0)
+    fits = ((below <= threshold * threshold * reference) | (bins < empty)) & (bins < 511)
     cutoff = tl.sum(fits.to(tl.int32))
     block = tl.program_id(0)
     rows = tl.arange(0, ROWS)
@@ -159,7 +159,7 @@ def _choose_tiles_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["room", "PASSES"])
+@triton.jit(do_not_specialize=["tiles_per_pass", "PASSES"])
 def _divide_passes_kernel(
     kept_counts,  # [T]
     first_kept,  # [T + 1], written: see Kept
@@ -167,7 +167,7 @@ def _divide_passes_kernel(
     pass_block,  # [P + 1], written: see Kept
     pass_start,  # [P + 1], written: see Kept
     num_col_blocks,
-    room,
+    tiles_per_pass,
     PASSES,
     COLS: tl.constexpr,  # at least the number of column blocks
 ):
@@ -175,12 +175,12 @@ def _divide_passes_kernel(
     inside = cols < num_col_blocks
     counts = tl.load(kept_counts + cols, mask=inside, other=0)
     upto = tl.cumsum(counts, 0)
-    number = (upto - counts) // room
+    pass_number = (upto - counts) // tiles_per_pass
     tl.store(first_kept + cols, upto - counts, mask=inside)
     tl.store(first_kept + num_col_blocks, tl.sum(counts))
-    tl.store(pass_of + cols, number, mask=inside)
+    tl.store(pass_of + cols, pass_number, mask=inside)
     for p in range(PASSES + 1):
-        earlier = inside & (number < p)
+        earlier = inside & (pass_number < p)
         tl.store(pass_block + p, tl.sum(earlier.to(tl.int32)))
         tl.store(pass_start + p, tl.sum(tl.where(earlier, counts, 0)))
 
@@ -211,14 +211,14 @@ def _list_tiles_kernel(
         inside = cols < num_col_blocks
         index = tl.load(kept_slot + cols * num_row_blocks + row_block, mask=inside, other=-1)
         kept = index >= 0
-        number = tl.load(pass_of + cols, mask=inside, other=0)
+        pass_number = tl.load(pass_of + cols, mask=inside, other=0)
         slot = tl.load(first_kept + cols, mask=inside, other=0) + index
         at = row_block * num_col_blocks + done + tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(tiles + slot, cols * num_row_blocks + row_block, mask=kept)
         tl.store(tile_rows + slot, row_block + tl.zeros((BLOCK,), tl.int32), mask=kept)
-        in_pass = slot - tl.load(pass_start + number, mask=inside, other=0)
+        in_pass = slot - tl.load(pass_start + pass_number, mask=inside, other=0)
         tl.store(row_tiles + at, in_pass.to(tl.int64) * 4294967296 + cols, mask=kept)
-        before += tl.sum((kept[:, None] & (number[:, None] < passes[None, :])).to(tl.int32), 0)
+        before += tl.sum((kept[:, None] & (pass_number[:, None] < passes[None, :])).to(tl.int32), 0)
         done += tl.sum(kept.to(tl.int32))
     tl.store(row_pass + row_block * (PASSES + 1) + passes, before, mask=passes <= PASSES)
 
@@ -232,14 +232,14 @@ def _longest_first_kernel(
     PASSES,
     ROWS: tl.constexpr,  # at least the number of row blocks
 ):
-    row, number = tl.program_id(0), tl.program_id(1)
+    row, pass_number = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, ROWS)
     inside = rows < num_row_blocks
-    at = row_pass + rows * (PASSES + 1) + number
+    at = row_pass + rows * (PASSES + 1) + pass_number
     lengths = tl.load(at + 1, mask=inside, other=0) - tl.load(at, mask=inside, other=0)
     own = tl.sum(tl.where(rows == row, lengths, 0))
-    ahead = inside & ((lengths > own) | ((lengths == own) & (rows < row)))
-    tl.store(row_order + number * num_row_blocks + tl.sum(ahead.to(tl.int32)), row)
+    precedes = inside & ((lengths > own) | ((lengths == own) & (rows < row)))
+    tl.store(row_order + pass_number * num_row_blocks + tl.sum(precedes.to(tl.int32)), row)
 
 
 @Kernel
@@ -268,11 +268,11 @@ def _mass_kernel(
     row_block = tl.program_id(0)
     blocks = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_rows, known = rows < num_tokens, blocks < num_col_blocks
+    in_rows, in_blocks = rows < num_tokens, blocks < num_col_blocks
     # Ignored tokens are set to zero rather than masked, so that loads are vectorized.
-    gone = known & (tl.load(kept_slot + blocks * num_row_blocks + row_block, mask=known, other=0) < 0)
+    dropped = in_blocks & (tl.load(kept_slot + blocks * num_row_blocks + row_block, mask=in_blocks, other=0) < 0)
     at = blocks.to(tl.int64)[:, None] * tile_stride + rows[None, :]
-    inside = gone[:, None] & in_rows[None, :]
+    inside = dropped[:, None] & in_rows[None, :]
     part = tl.load(tile_lse + at, mask=inside, other=float("-inf"))
     valid = tl.load(labels + rows, mask=in_rows, other=v) < v
     row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
@@ -280,13 +280,13 @@ def _mass_kernel(
     p = tl.exp(part - row_lse[None, :])
     p = tl.where(valid[None, :], p, 0.0)  # logits of ignored tokens may be NaN
     sums = blocks * num_row_blocks + row_block
-    tl.store(probability + sums, tl.sum(p, 1), mask=known)
+    tl.store(probability + sums, tl.sum(p, 1), mask=in_blocks)
     if HAS_DAMPING:
         p *= tl.where(valid[None, :], tl.load(tile_damping + at, mask=inside, other=0.0).to(tl.float32), 0.0)
     p *= g[None, :]
-    tl.store(tile_mass + sums, tl.sum(p, 1), mask=known)
+    tl.store(tile_mass + sums, tl.sum(p, 1), mask=in_blocks)
     tl.store(token_mass + tl.program_id(1) * tile_stride + rows, tl.sum(p, 0), mask=in_rows)
-    tl.store(mass + at, p, mask=known[:, None] & in_rows[None, :])
+    tl.store(mass + at, p, mask=in_blocks[:, None] & in_rows[None, :])
 
 
 class Kept(NamedTuple):
@@ -306,9 +306,12 @@ class Kept(NamedTuple):
 
 
 def select(saved: SavedForward, tau: Tensor, by_rounding: bool) -> Kept:
-    """Choose the tiles to keep for the threshold ``tau``. In a pass, at most ``room`` tiles precede its last column block."""
+    """Choose the tiles to keep for the threshold ``tau``.
+
+    In a pass, at most ``tiles_per_pass`` tiles precede its last column block.
+    """
     (rows, cols), passes = saved.tile_grid, saved.workspace.passes
-    energy, part, sums = _tile_energies(saved, by_rounding)
+    energy, reference_sums, histogram = _tile_energies(saved, by_rounding)
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=tau.device)
@@ -322,10 +325,11 @@ def select(saved: SavedForward, tau: Tensor, by_rounding: bool) -> Kept:
     pass_of = ints(cols)
     rows_2 = max(16, power_of_2(rows))
     _choose_tiles_kernel[(cols,)](
-        energy, part, sums, tau, kept.kept_slot, kept.kept_counts, rows, len(part), ROWS=rows_2, BLOCK=1024
-    )
+        energy, reference_sums, histogram, tau, kept.kept_slot, kept.kept_counts, rows, len(reference_sums),
+        ROWS=rows_2, BLOCK=1024,
+    )  # fmt: skip
     _divide_passes_kernel[(1,)](
-        kept.kept_counts, kept.first_kept, pass_of, kept.pass_block, kept.pass_start, cols, saved.workspace.room,
+        kept.kept_counts, kept.first_kept, pass_of, kept.pass_block, kept.pass_start, cols, saved.workspace.tiles_per_pass,
         PASSES=passes, COLS=max(16, power_of_2(cols)),
     )  # fmt: skip
     _list_tiles_kernel[(rows,)](
@@ -343,35 +347,35 @@ def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tens
     span = ceil_div(max(32, ceil_div(rows * cols, 2048)), 16) * 16  # gives a few hundred programs
     grid = (rows, ceil_div(cols, span))
     energy = torch.empty((cols, rows), device=device, dtype=torch.float32)
-    part = torch.empty(grid[0] * grid[1], device=device, dtype=torch.float32)
+    reference_sums = torch.empty(grid[0] * grid[1], device=device, dtype=torch.float32)
     _tile_energy_kernel[grid](
-        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.order.labels, saved.rounding, energy, part,
-        padded(n), n, rows, cols, span, v, saved.softcap or 1.0, BY_ROUNDING=by_rounding, HAS_SOFTCAP=saved.softcap > 0,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
+        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.order.labels, saved.rounding, energy,
+        reference_sums, padded(n), n, rows, cols, span, v, saved.softcap or 1.0, BY_ROUNDING=by_rounding,
+        HAS_SOFTCAP=saved.softcap > 0, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
     counting = ceil_div(rows * cols, 2048)
     counts = torch.empty((counting, BINS.value), dtype=torch.int32, device=device)
-    sums = torch.empty(BINS.value, dtype=torch.int32, device=device)
+    histogram = torch.empty(BINS.value, dtype=torch.int32, device=device)
     _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
-    _sum_counts_kernel[(BINS.value // 16,)](counts, sums, counting, BLOCK=32, WIDTH=16, num_warps=1)
-    return energy, part, sums
+    _sum_counts_kernel[(BINS.value // 16,)](counts, histogram, counting, BLOCK=32, WIDTH=16, num_warps=1)
+    return energy, reference_sums, histogram
 
 
 class DroppedMass(NamedTuple):
     """Gradient mass of the dropped tiles, and sums of it."""
 
     per_row: Tensor  # [T, N]: sum of the gradient over the columns of each tile, zero for kept tiles
-    stacked: Tensor  # [T + spare, N]: ``per_row`` followed by uninitialized rows in the same memory
+    per_row_extended: Tensor  # [T + extra_rows, N]: ``per_row`` followed by uninitialized rows in the same memory
     probability: Tensor  # [T, row blocks] float32: sums of p over dropped tiles
     per_tile: Tensor  # [T, row blocks] float32: sums of ``per_row`` over the tile's rows
     per_token: Tensor  # [T / MASS_GROUP, N] float32: sums of ``per_row`` over groups of column blocks
 
 
-def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, spare: int) -> DroppedMass:
-    """Compute the mass of dropped tiles; allocate ``spare`` more rows after ``per_row``."""
+def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, extra_rows: int) -> DroppedMass:
+    """Compute the mass of dropped tiles; allocate ``extra_rows`` more rows after ``per_row``."""
     plan, (rows, cols), n, v = saved.plan, saved.tile_grid, saved.lse.numel(), saved.vocabulary.inv_vocab_perm.numel()
     device = saved.lse.device
-    mass = torch.empty((cols + spare, padded(n)), dtype=saved.hidden.dtype, device=device)
+    mass = torch.empty((cols + extra_rows, padded(n)), dtype=saved.hidden.dtype, device=device)
     probability, per_tile = torch.empty((2, cols, rows), device=device, dtype=torch.float32).unbind()
     per_token = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=device, dtype=torch.float32)
     _mass_kernel[(rows, len(per_token))](

@@ -21,7 +21,8 @@ from torch import Tensor
 from hf_cce.kernels.filter.corrections import RANK, WeightCorrection
 from hf_cce.kernels.filter.select import Kept
 from hf_cce.kernels.filter.workspace import BackwardRequest, SavedForward
-from hf_cce.kernels.launch_config import Plan, ceil_div, descriptor, operand
+from hf_cce.kernels.inputs import logit_flags
+from hf_cce.kernels.launch_config import Plan, ceil_div, operand
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import tile_gradient, tile_logits
 
@@ -113,7 +114,7 @@ def _kept_tiles_kernel(
 
 
 @triton.jit
-def _add_in_parts(acc, part, a, b, last, PRECISION: tl.constexpr):
+def _accumulate_per_tile(acc, part, a, b, last, PRECISION: tl.constexpr):
     """Add a · b to ``part``, and ``part`` to ``acc`` after the last step of a tile: in one long sum, truncation would add up."""
     part = tl.dot(a, b, part, input_precision=PRECISION)
     return tl.where(last, acc + part, acc), tl.where(last, 0.0, part)
@@ -141,7 +142,7 @@ def _hidden_gradient_kernel(
     PASSES,
     TMA: tl.constexpr,
     GATHER: tl.constexpr,
-    IN_PARTS: tl.constexpr,
+    TWO_LEVEL_ACCUMULATION: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -159,19 +160,19 @@ def _hidden_gradient_kernel(
     ds = d + tl.arange(0, BLOCK_D)
     ks = tl.arange(0, BLOCK_K)
     if pass_number == 0 or end > begin:
-        mine = total + (row_block * BLOCK_M).to(tl.int64) * hidden_size + d
+        total_tile = total + (row_block * BLOCK_M).to(tl.int64) * hidden_size + d
         here = tl.arange(0, BLOCK_M)[:, None] * hidden_size + tl.arange(0, BLOCK_D)[None, :]
         rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < num_tokens)[:, None] & (ds < hidden_size)[None, :]
-        acc = tl.load(mine + here, mask=mask, other=0.0)
+        acc = tl.load(total_tile + here, mask=mask, other=0.0)
         part = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        listed = row_tiles + row_block * num_col_blocks
+        tile_list = row_tiles + row_block * num_col_blocks
         # Read one step ahead, so that the product does not wait for it.
-        now = tl.load(listed + first // steps, mask=first < stop, other=0)
+        entry = tl.load(tile_list + first // steps, mask=first < stop, other=0)
         for step in range(first, stop):
             k = step % steps * BLOCK_K
-            col, slot = (now & 0xFFFFFFFF).to(tl.int32) * BLOCK_N + k, (now >> 32).to(tl.int32) * BLOCK_M
-            now = tl.load(listed + (step + 1) // steps, mask=step + 1 < stop, other=0)
+            col, slot = (entry & 0xFFFFFFFF).to(tl.int32) * BLOCK_N + k, (entry >> 32).to(tl.int32) * BLOCK_M
+            entry = tl.load(tile_list + (step + 1) // steps, mask=step + 1 < stop, other=0)
             if TMA:
                 g = scratch.load([slot, k])
             else:
@@ -185,19 +186,19 @@ def _hidden_gradient_kernel(
                 w = tl.load(weight + w_rows.to(tl.int64)[:, None] * weight_stride + ds[None, :], mask=w_in, other=0.0)
             if UPCAST:
                 g, w = g.to(tl.float32), w.to(tl.float32)
-            if IN_PARTS:
-                acc, part = _add_in_parts(acc, part, g, w, k == BLOCK_N - BLOCK_K, PRECISION)
+            if TWO_LEVEL_ACCUMULATION:
+                acc, part = _accumulate_per_tile(acc, part, g, w, k == BLOCK_N - BLOCK_K, PRECISION)
             else:
                 acc = tl.dot(g, w, acc, input_precision=PRECISION)
         if end == tl.load(row_pass + row_block * (PASSES + 1) + PASSES):
             to = tl.load(token_perm + rows, mask=rows < num_tokens, other=0)
             tl.store(out + to[:, None] * hidden_size + ds[None, :], acc.to(out.dtype.element_ty), mask=mask)
         else:
-            tl.store(mine + here, acc, mask=mask)
+            tl.store(total_tile + here, acc, mask=mask)
 
 
 @triton.jit
-def _rows_stay(pass_block, vocab_size, BLOCK_N: tl.constexpr):
+def _stays_in_column_order(pass_block, vocab_size, BLOCK_N: tl.constexpr):
     """Return True if dW stays in the order of columns for now, because later passes read the sorted weight from its memory."""
     return tl.load(pass_block + 1) < tl.cdiv(vocab_size, BLOCK_N)
 
@@ -216,7 +217,7 @@ def _weight_gradient_kernel(
     block_mass,  # [T] float32, if CORRECTED: mass of dropped tiles
     row_coeffs,  # [V, 16], if CORRECTED: see hf_cce.kernels.filter.corrections.WeightCorrection
     basis,  # [16, D], likewise
-    out,  # [V, D], written in the order of the vocabulary; in the order of columns if IN_PLACE and ``_rows_stay``
+    out,  # [V, D], written in the order of the vocabulary; in the order of columns if IN_PLACE and ``_stays_in_column_order``
     pass_number,
     num_tokens,
     vocab_size,
@@ -226,7 +227,7 @@ def _weight_gradient_kernel(
     CORRECTED: tl.constexpr,
     RANK: tl.constexpr,
     TMA: tl.constexpr,
-    IN_PARTS: tl.constexpr,
+    TWO_LEVEL_ACCUMULATION: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -238,7 +239,7 @@ def _weight_gradient_kernel(
     steps: tl.constexpr = BLOCK_M // BLOCK_K
     base = tl.load(pass_start + pass_number)
     first_block, stop_block = tl.load(pass_block + pass_number), tl.load(pass_block + pass_number + 1)
-    stay = IN_PLACE and _rows_stay(pass_block, vocab_size, BLOCK_N)
+    in_column_order = IN_PLACE and _stays_in_column_order(pass_block, vocab_size, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
     for job in range(first_block * chunks + tl.program_id(0), stop_block * chunks, tl.num_programs(0)):
         block, d = job // chunks, job % chunks * BLOCK_D
@@ -247,11 +248,11 @@ def _weight_gradient_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         part = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         stop = tl.load(first_kept + block + 1)
-        now = tl.load(tile_rows + first, mask=first < stop, other=0)
+        row_block = tl.load(tile_rows + first, mask=first < stop, other=0)
         for step in range(first * steps, stop * steps):
             k = step % steps * BLOCK_K
-            row, slot = now * BLOCK_M + k, (step // steps - base) * BLOCK_M + k
-            now = tl.load(tile_rows + (step + 1) // steps, mask=step + 1 < stop * steps, other=0)
+            row, slot = row_block * BLOCK_M + k, (step // steps - base) * BLOCK_M + k
+            row_block = tl.load(tile_rows + (step + 1) // steps, mask=step + 1 < stop * steps, other=0)
             if TMA:
                 g, h = scratch.load([slot, 0]), hidden.load([row, d])
             else:
@@ -263,8 +264,8 @@ def _weight_gradient_kernel(
                 )
             if UPCAST:
                 g, h = g.to(tl.float32), h.to(tl.float32)
-            if IN_PARTS:
-                acc, part = _add_in_parts(acc, part, tl.trans(g), h, k == BLOCK_M - BLOCK_K, PRECISION)
+            if TWO_LEVEL_ACCUMULATION:
+                acc, part = _accumulate_per_tile(acc, part, tl.trans(g), h, k == BLOCK_M - BLOCK_K, PRECISION)
             else:
                 acc = tl.dot(tl.trans(g), h, acc, input_precision=PRECISION)
         acc = _add_dropped(
@@ -272,7 +273,7 @@ def _weight_gradient_kernel(
             UPCAST, BLOCK_N,
         )  # fmt: skip
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        entries = tl.where(stay, cols, tl.load(vocab_perm + cols))
+        entries = tl.where(in_column_order, cols, tl.load(vocab_perm + cols))
         mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
         at = entries.to(tl.int64)[:, None] * hidden_size + ds[None, :]
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
@@ -294,7 +295,7 @@ def _reorder_rows_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Copy a slice of dW in the order of columns to the buffer, or from the buffer to the order of the vocabulary if BACK."""
-    if _rows_stay(pass_block, vocab_size, BLOCK_N):
+    if _stays_in_column_order(pass_block, vocab_size, BLOCK_N):
         cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         mask = (cols < vocab_size)[:, None] & (ds < width)[None, :]
@@ -311,8 +312,8 @@ def _reorder_rows_kernel(
 class DroppedParts:
     """Contributions of dropped tiles to the gradients."""
 
-    hidden: Tensor  # [N, D] float32: contribution to dh
-    blocks: Tensor  # [T, D] float32: contribution to dW, summed over the rows of each column block
+    dh: Tensor  # [N, D] float32: contribution to dh
+    dw_block_sums: Tensor  # [T, D] float32: contribution to dW, summed over the rows of each column block
     block_mass: Tensor | None  # [T] float32: factor of ``correction`` for each column block
     correction: WeightCorrection | None
 
@@ -320,11 +321,11 @@ class DroppedParts:
 def multiply_kept(
     saved: SavedForward, weight: Tensor, request: BackwardRequest, kept: Kept, parts: DroppedParts
 ) -> tuple[Tensor, Tensor]:
-    """Return dh [N, D] and dW [V, D] from kept tiles and ``parts``; empty if not needed. Overwrites ``parts.hidden``."""
+    """Return dh [N, D] and dW [V, D] from kept tiles and ``parts``; empty if not needed. Overwrites ``parts.dh``."""
     plan, workspace = saved.plan, saved.workspace
     gather = saved.weight is None
     source = weight if saved.weight is None else saved.weight
-    scratch = saved.hidden.new_empty((workspace.slots * plan.block_m, plan.block_n))
+    scratch = saved.hidden.new_empty((workspace.num_slots * plan.block_m, plan.block_n))
     grad_hidden = torch.empty_like(saved.hidden) if request.need_hidden else saved.hidden.new_empty(0)
     in_place = request.need_weight and not gather
     if in_place:
@@ -362,37 +363,16 @@ class _Launches:
         """(N, V, D)."""
         return self.saved.hidden.shape[0], *self.source.shape
 
-    @cached_property
-    def tile_operands(self) -> tuple[Any, Any]:
-        """(hidden states, weight) as arguments of ``_kept_tiles_kernel``."""
-        plan = self.saved.plan
-        source = self.source if self.gather else operand(self.source, plan.block_n, plan)
-        return operand(self.saved.hidden, plan.block_m, plan), source
-
-    @cached_property
-    def hidden_operands(self) -> tuple[Any, Any]:
-        """(tiles, weight) as arguments of ``_hidden_gradient_kernel``."""
-        plan, scratch = self.saved.plan, self.scratch
-        source = self.source if self.gather else descriptor(self.source, plan.sparse_block_k, plan.block_d, plan)
-        return descriptor(scratch, plan.block_m, plan.sparse_block_k, plan), source
-
-    @cached_property
-    def weight_operands(self) -> tuple[Any, Any]:
-        """(tiles, hidden states) as arguments of ``_weight_gradient_kernel``."""
-        plan, scratch, hidden = self.saved.plan, self.scratch, self.saved.hidden
-        tiles = descriptor(scratch, plan.sparse_block_k, plan.block_n, plan)
-        return tiles, descriptor(hidden, plan.sparse_block_k, plan.weight_block_d, plan)
-
     def compute_tiles(self, number: int) -> None:
         """Write the kept tiles of a pass to the scratch buffer."""
         saved, plan, (n, v, d), (rows, cols) = self.saved, self.saved.plan, self.sizes, self.saved.tile_grid
+        source = self.source if self.gather else operand(self.source, plan.block_n, plan)
         _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
-            *self.tile_operands, saved.bias, saved.vocabulary.vocab_perm, saved.order.labels, saved.lse, self.request.grad_lse,
-            self.request.grad_label, self.kept.tiles, self.kept.pass_start, self.scratch, number, n, rows, v, d,
-            saved.hidden.stride(0), self.source.stride(0), saved.logit_scale, saved.softcap or 1.0,
-            HAS_BIAS=saved.bias is not None, HAS_SCALE=saved.logit_scale != 1.0, HAS_SOFTCAP=saved.softcap > 0,
-            FLATTEN=plan.flatten, TMA=plan.use_tma, GATHER=self.gather, PRECISION=plan.precision, UPCAST=plan.upcast,
-            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps,
+            operand(saved.hidden, plan.block_m, plan), source, saved.bias, saved.vocabulary.vocab_perm, saved.order.labels,
+            saved.lse, self.request.grad_lse, self.request.grad_label, self.kept.tiles, self.kept.pass_start, self.scratch,
+            number, n, rows, v, d, saved.hidden.stride(0), self.source.stride(0), saved.logit_scale, saved.softcap or 1.0,
+            **logit_flags(saved), FLATTEN=plan.flatten, TMA=plan.use_tma, GATHER=self.gather, PRECISION=plan.precision,
+            UPCAST=plan.upcast, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps,
             num_stages=plan.num_stages,
         )  # fmt: skip
 
@@ -400,10 +380,11 @@ class _Launches:
         """Add tiles · weight to dh."""
         saved, kept, plan, (n, v, d) = self.saved, self.kept, self.saved.plan, self.sizes
         rows, cols = saved.tile_grid
+        source = self.source if self.gather else operand(self.source, plan.sparse_block_k, plan, plan.block_d)
         _hidden_gradient_kernel[(rows * ceil_div(d, plan.block_d),)](
-            *self.hidden_operands, saved.vocabulary.vocab_perm, kept.row_tiles, kept.row_pass, kept.row_order, self.parts.hidden,
-            saved.order.token_perm, grad_hidden, number, n, rows, cols, v, d, self.source.stride(0),
-            PASSES=saved.workspace.passes, GATHER=self.gather,
+            operand(self.scratch, plan.block_m, plan, plan.sparse_block_k), source, saved.vocabulary.vocab_perm, kept.row_tiles,
+            kept.row_pass, kept.row_order, self.parts.dh, saved.order.token_perm, grad_hidden, number, n, rows, cols, v, d,
+            self.source.stride(0), PASSES=saved.workspace.passes, GATHER=self.gather,
             BLOCK_D=plan.block_d, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages, **_product_constants(plan),
         )  # fmt: skip
 
@@ -411,8 +392,9 @@ class _Launches:
         """Write tilesᵀ · hidden plus the contribution of dropped tiles to the rows of dW in the pass's column blocks."""
         saved, kept, parts, plan, (n, v, d) = self.saved, self.kept, self.parts, self.saved.plan, self.sizes
         _weight_gradient_kernel[(min(plan.programs, saved.tile_grid[1] * ceil_div(d, plan.weight_block_d)),)](
-            *self.weight_operands, saved.vocabulary.vocab_perm, kept.tile_rows,
-            kept.first_kept, kept.pass_block, kept.pass_start, parts.blocks, parts.block_mass,
+            operand(self.scratch, plan.sparse_block_k, plan, plan.block_n),
+            operand(saved.hidden, plan.sparse_block_k, plan, plan.weight_block_d), saved.vocabulary.vocab_perm, kept.tile_rows,
+            kept.first_kept, kept.pass_block, kept.pass_start, parts.dw_block_sums, parts.block_mass,
             *(parts.correction or (None, None)), grad_weight, number, n, v, d, saved.hidden.stride(0), IN_PLACE=in_place,
             CORRECTED=parts.correction is not None, RANK=RANK.value, BLOCK_D=plan.weight_block_d,
             num_warps=plan.weight_warps, num_stages=plan.weight_stages, **_product_constants(plan),
@@ -427,7 +409,7 @@ def _product_constants(plan: Plan) -> dict[str, Any]:
         "TMA": plan.use_tma,
         "PRECISION": plan.precision,
         "UPCAST": plan.upcast,
-        "IN_PARTS": plan.in_parts,
+        "TWO_LEVEL_ACCUMULATION": plan.two_level_accumulation,
     }
 
 

@@ -15,7 +15,7 @@ from hf_cce.kernels.inputs import Shape
 from hf_cce.kernels.launch_config import Plan, ceil_div, padded
 
 MEASURED_TOKENS = 64  # tokens whose error is estimated
-FEWEST_AT_ONCE = 4  # fewest of these tokens that must fit in memory at a time
+MIN_MEASURED_AT_ONCE = 4  # fewest of these tokens that must fit in memory at a time
 MASS_GROUP = 16  # column blocks whose mass one program sums for each token
 MAX_PASSES = 96
 MAX_PASSES_IN_ORDER = 12  # with more passes, gathering rows of the weight costs less than saving a sorted copy
@@ -27,8 +27,8 @@ class Workspace:
 
     slab: int  # columns whose weight rows are sorted at a time
     keep_weight: bool  # the sorted weight is saved for the backward pass
-    slots: int  # tiles of the logits' gradient that the buffer of a pass holds
-    room: int  # kept tiles after which a new pass begins
+    num_slots: int  # tiles of the logits' gradient that the buffer of a pass holds
+    tiles_per_pass: int  # kept tiles after which a new pass begins
     passes: int  # largest number of passes that can be needed
     measured_at_once: int  # tokens whose error is estimated at a time: see hf_cce.kernels.filter.error
     corrected: bool  # hf_cce.kernels.filter.corrections are used
@@ -59,7 +59,7 @@ class _Needs:
     corrected: bool
 
     @property
-    def element(self) -> int:
+    def element_bytes(self) -> int:
         """Bytes per element of the inputs."""
         return self.shape.dtype.itemsize
 
@@ -74,84 +74,86 @@ class _Needs:
         return ceil_div(self.shape.v, self.plan.block_n)
 
     @property
-    def tile(self) -> int:
-        return self.element * self.plan.block_m * self.plan.block_n
+    def tile_bytes(self) -> int:
+        return self.element_bytes * self.plan.block_m * self.plan.block_n
 
     @property
-    def corrections(self) -> int:
+    def correction_bytes(self) -> int:
         return correction_bytes(self.shape, self.need_weight) * self.corrected
 
     @property
-    def making_corrections(self) -> int:
+    def correction_scratch_bytes(self) -> int:
         return correction_scratch_bytes(self.shape, self.plan.block_n, self.need_weight) * self.corrected
 
     @property
-    def standing(self) -> int:
+    def persistent_bytes(self) -> int:
         """From the forward pass to the end: permutations, means of column blocks, sorted hidden states and weight."""
         n, d, v, _ = self.shape
         permutations = 4 * (3 * v + 5 * n)
-        means = (self.element + 4) * self.cols * d
+        means = (self.element_bytes + 4) * self.cols * d
         # If dW is needed, its buffer holds the sorted weight until dW is written.
-        weight = self.element * v * d if self.keep_weight and not self.need_weight else 0
-        return permutations + means + self.element * n * d + weight + self.corrections
+        weight = self.element_bytes * v * d if self.keep_weight and not self.need_weight else 0
+        return permutations + means + self.element_bytes * n * d + weight + self.correction_bytes
 
     @property
-    def statistics(self) -> int:
+    def tile_stats_bytes(self) -> int:
         """Statistics of tiles, until kept tiles are chosen."""
         return (4 + 2 + 2 * self.softcap) * self.cols * self.shape.n
 
     @property
-    def lists(self) -> int:
+    def tile_list_bytes(self) -> int:
         """Lists of kept tiles."""
         return 4 * (7 * self.rows * self.cols + 8 * self.cols)
 
     @property
-    def mass(self) -> int:
+    def mass_bytes(self) -> int:
         """Mass of dropped tiles, see ``DroppedMass``."""
-        per_token = self.element * (self.cols + self.shape.d * self.corrected) + 4 * ceil_div(self.cols, MASS_GROUP)
+        per_token = self.element_bytes * (self.cols + self.shape.d * self.corrected) + 4 * ceil_div(
+            self.cols, MASS_GROUP
+        )
         return per_token * padded(self.shape.n) + 8 * self.cols * self.rows
 
     @property
-    def choice(self) -> int:
+    def selection_peak_bytes(self) -> int:
         """Total while kept tiles are chosen and errors are estimated."""
-        return self.standing + self.statistics + self.mass + self.lists
+        return self.persistent_bytes + self.tile_stats_bytes + self.mass_bytes + self.tile_list_bytes
 
     @property
-    def products(self) -> int:
+    def multiply_bytes(self) -> int:
         """Total while kept tiles are multiplied, without the tiles themselves."""
-        return self.standing + self.lists + 4 * self.shape.n * self.shape.d
+        return self.persistent_bytes + self.tile_list_bytes + 4 * self.shape.n * self.shape.d
 
 
 def _divide(needs: _Needs, budget: int) -> Workspace | None:
     (n, d, v, _), plan, rows, tiles = needs.shape, needs.plan, needs.rows, needs.rows * needs.cols
-    left = budget - needs.standing - needs.statistics
+    left = budget - needs.persistent_bytes - needs.tile_stats_bytes
     slab = v
     if not needs.keep_weight:
-        slab = min(v, left // (needs.element * d) // plan.block_n * plan.block_n)
+        slab = min(v, left // (needs.element_bytes * d) // plan.block_n * plan.block_n)
     # The product with the mass of dropped tiles has a second copy of the covariance.
-    dropped_product = needs.products + needs.mass + needs.element * d**2 * needs.corrected
-    slots = (budget - needs.products) // needs.tile
+    dropped_product = needs.multiply_bytes + needs.mass_bytes + needs.element_bytes * d**2 * needs.corrected
+    num_slots = (budget - needs.multiply_bytes) // needs.tile_bytes
     if (
         left < 0
         or slab < min(v, 32 * plan.block_n)
-        or slots < max(2 * rows, 4 * plan.programs)
+        or num_slots < max(2 * rows, 4 * plan.programs)
         or dropped_product > budget
-        or 8 * needs.corrections > budget
-        or needs.choice + needs.making_corrections > budget
+        or 8 * needs.correction_bytes > budget
+        or needs.selection_peak_bytes + needs.correction_scratch_bytes > budget
     ):
         return None
     per_token = (24 if needs.softcap else 16) * v  # float32 logits and temporaries of the error estimate
-    at_once = min(n, MEASURED_TOKENS, (budget - needs.choice) // per_token)
-    if at_once < min(n, FEWEST_AT_ONCE):
+    measured_at_once = min(n, MEASURED_TOKENS, (budget - needs.selection_peak_bytes) // per_token)
+    if measured_at_once < min(n, MIN_MEASURED_AT_ONCE):
         return None
-    slots = min(slots, tiles)
-    room = slots if slots == tiles else slots - rows
-    passes = ceil_div(tiles, room)
+    num_slots = min(num_slots, tiles)
+    tiles_per_pass = num_slots if num_slots == tiles else num_slots - rows
+    passes = ceil_div(tiles, tiles_per_pass)
     if passes > (MAX_PASSES_IN_ORDER if needs.keep_weight else MAX_PASSES):
         return None
-    if passes > 1 and slots * plan.block_m * plan.block_n < v:  # too small to reorder the rows of dW
+    if passes > 1 and num_slots * plan.block_m * plan.block_n < v:  # too small to reorder the rows of dW
         return None
-    return Workspace(slab, needs.keep_weight, slots, room, passes, at_once, needs.corrected)
+    return Workspace(slab, needs.keep_weight, num_slots, tiles_per_pass, passes, measured_at_once, needs.corrected)
 
 
 class FilterReport(NamedTuple):
