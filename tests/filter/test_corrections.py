@@ -61,9 +61,7 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize(("n", "v", "d", "rank"), [(70, 500, 40, 16), (130, 517, 600, 9), (50, 100, 3, 3)])
-def test_weight_correction_where_few_directions_are_all_there_are(
-    n: int, v: int, d: int, rank: int, sign: float
-) -> None:
+def test_weight_correction_is_exact_for_low_rank_hidden_states(n: int, v: int, d: int, rank: int, sign: float) -> None:
     """With few directions in the hidden states, the correction is their whole second moment times the centered weight rows."""
     from hf_cce.kernels.filter import corrections
 
@@ -90,7 +88,7 @@ def test_weight_correction_where_few_directions_are_all_there_are(
     assert not (nothing.row_coeffs @ nothing.basis).any()
 
 
-def test_directions_are_those_that_hold_most() -> None:
+def test_weight_correction_is_close_to_the_best_of_its_rank() -> None:
     from hf_cce.kernels.filter import corrections
 
     g = torch.Generator().manual_seed(1)
@@ -109,7 +107,7 @@ def test_directions_are_those_that_hold_most() -> None:
 
 
 @pytest.mark.parametrize("where", ["hidden", "weight"])
-def test_what_is_not_finite_in_one_step_stays_there(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_values_do_not_affect_the_next_step(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """State learned in one step is reused in later steps and must not carry over infinities."""
     force(monkeypatch, "filtered")
     hidden, weight, labels = peaked(64, 32, 500, torch.float32, DEVICE)
@@ -151,7 +149,7 @@ def gradients(
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tiles of a GPU are larger than these inputs")
 @pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 0.25])
-def test_it_brings_back_most_of_what_uniform_mass_leaves_out(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrections_reduce_the_error(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     (uniform, of_weight), told = gradients(0.01, False, scale, monkeypatch)
     (found, better), stats = gradients(0.01, True, scale, monkeypatch)
     assert stats["kept"] == told["kept"] < 0.5
@@ -161,7 +159,7 @@ def test_it_brings_back_most_of_what_uniform_mass_leaves_out(scale: float, monke
     assert better / 1.5 < stats["weight_error"] < 1.5 * better and stats["weight_error"] < told["weight_error"]
 
 
-def test_what_is_not_finite_in_an_ignored_token_stays_there() -> None:
+def test_non_finite_ignored_tokens_do_not_affect_other_gradients() -> None:
     """As in plain PyTorch: the gradient of an ignored token's hidden state is zero, whatever its value."""
     from hf_cce.kernels.filter.corrections import mass_weighted_hidden
 

@@ -101,7 +101,7 @@ def test_a_bias_without_gradient_and_frozen_inputs(
 @pytest.mark.parametrize(
     "options", [Options(label_smoothing=0.1), Options(0.7, 5.0, bias=True, z_loss=1e-2)], ids=["smoothing", "bias"]
 )
-def test_what_the_filter_does_not_know_goes_another_way(options: Options, taken: Counter[str]) -> None:
+def test_unsupported_options_bypass_the_filter(options: Options, taken: Counter[str]) -> None:
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=options.bias)
     check_against_plain(fused_loss(config_of("filtered")), inputs, labels, options, torch.float32, str(options))
     assert taken["filtered"] == taken["filtered gradients"] == 0
@@ -147,7 +147,7 @@ def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options) ->
         (600, 25, 0.1, PLAIN, (1.05, 2)),
     ],
 )
-def test_the_error_of_some_tokens_stands_for_all(
+def test_error_estimate_from_a_sample_of_tokens(
     n: int, unsure: int, wanted: float, options: Options, factors: tuple[float, float]
 ) -> None:
     """The estimate holds for more tokens than it samples, also with an upstream gradient other than one."""
@@ -170,7 +170,7 @@ def test_the_error_of_some_tokens_stands_for_all(
     ],
     ids=str,
 )
-def test_what_rounded_logits_would_make_of_the_gradients(
+def test_estimate_of_the_rounding_error(
     n: int, measured: int | None, options: Options, factors: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Estimate the effect of rounding logits, in float16: there the interpreter rounds like a GPU."""
@@ -267,7 +267,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @tiles_of_the_interpreter
-def test_auto_refers_to_what_rounding_is_likely_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_relative_to_the_rounding_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_cce.kernels.filter import select
 
     seen: list[tuple[Tensor, ...]] = []
@@ -300,7 +300,7 @@ def test_auto_refers_to_what_rounding_is_likely_to_change(monkeypatch: pytest.Mo
 
 @tiles_of_the_interpreter
 @pytest.mark.parametrize("softcap", [None, 6.0])
-def test_an_ignored_token_that_is_nan_leaves_the_others_alone(softcap: float | None) -> None:
+def test_a_nan_ignored_token_does_not_affect_the_others(softcap: float | None) -> None:
     """As in plain PyTorch: only the weight's gradient, which sums over all tokens, becomes NaN."""
     (hidden, weight, _), labels = filter_data()
     options, state = Options(softcap=softcap), FilterState()
@@ -314,7 +314,7 @@ def test_an_ignored_token_that_is_nan_leaves_the_others_alone(softcap: float | N
 
 
 @tiles_of_the_interpreter
-def test_two_heads_that_take_turns_get_what_each_gets_alone() -> None:
+def test_alternating_heads_match_separate_runs() -> None:
     """Bit for bit, including the state that the filter learns from step to step."""
     data = filter_data(seed=0), filter_data(seed=1)
 
@@ -328,7 +328,7 @@ def test_two_heads_that_take_turns_get_what_each_gets_alone() -> None:
         assert all(torch.equal(a, b) for a, b in zip(both[6 * step : 6 * step + 6], alone, strict=True))
 
 
-def test_nothing_is_kept_of_ignored_tokens_alone() -> None:
+def test_no_tile_is_kept_if_all_tokens_are_ignored() -> None:
     inputs, labels = filter_data()
     state = FilterState()
     loss, *gradients = run(inputs, torch.full_like(labels, -100), 0.1, PLAIN, state)
@@ -337,7 +337,7 @@ def test_nothing_is_kept_of_ignored_tokens_alone() -> None:
 
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize(("v", "largest"), [(300, None), (40_001, None), (40_001, 40_000)])
-def test_tokens_in_the_order_of_their_labels(
+def test_tokens_are_sorted_by_label_column(
     v: int, largest: int | None, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are sorted by column (by column block beyond the most frequent), ignored ones last; ties keep their order."""
@@ -362,7 +362,7 @@ def test_tokens_in_the_order_of_their_labels(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "d", "v"), [(1, 8, 40), (70, 72, 131), (200, 600, 300)])
-def test_hidden_states_are_moved_where_their_labels_logits_are_made(n: int, d: int, v: int, dtype: torch.dtype) -> None:
+def test_label_logits_kernel_also_reorders_hidden_states(n: int, d: int, v: int, dtype: torch.dtype) -> None:
     from hf_cce.kernels.inputs import LogitInputs
     from hf_cce.kernels.labels import label_logits
     from hf_cce.kernels.launch_config import filter_plan
@@ -450,7 +450,7 @@ def test_indices_are_drawn_by_their_weights(size: int, count: int) -> None:
     assert_as_good(factors, weights.sum() / (count * weights[indices]), exact, "factors", torch.float32)
 
 
-def test_where_nothing_is_dropped_samples_stand_for_nothing() -> None:
+def test_sampling_with_zero_nan_or_few_weights() -> None:
     from hf_cce.kernels.filter.error import sample
 
     indices, factors = sample(torch.zeros(50, device=DEVICE), 8)
@@ -462,7 +462,7 @@ def test_where_nothing_is_dropped_samples_stand_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 6.0])
-def test_a_few_at_a_time_give_the_same_estimates(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_in_chunks_are_the_same(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small budget only means more iterations."""
     from hf_cce.kernels.filter import run as filter_run
 

@@ -57,7 +57,7 @@ def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, state: FilterState |
     [(torch.float32, 0.05), pytest.param(torch.bfloat16, 0.05, marks=pytest.mark.slow), (torch.bfloat16, "auto")],
     ids=["float32", "bfloat16", "auto"],
 )
-def test_every_step_is_that_of_eager_code(dtype: torch.dtype, gradient_filter: Any, filtered: Any) -> None:
+def test_every_step_equals_eager_code(dtype: torch.dtype, gradient_filter: Any, filtered: Any) -> None:
     """Gradients, dropped tiles, measured errors and the resulting threshold are equal."""
     compiled, counter = compile(loss_of)
     config = CCEConfig("triton", gradient_filter=gradient_filter)
@@ -77,7 +77,7 @@ def test_every_step_is_that_of_eager_code(dtype: torch.dtype, gradient_filter: A
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_takes_every_way_of_eager_code(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_strategy_equals_eager_code(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, upstream = force(monkeypatch, way), 1 / 3
     dtype, options = torch.bfloat16, plain_options(way)
     assert applies(way, options, dtype)
@@ -98,7 +98,7 @@ def test_it_takes_every_way_of_eager_code(way: str, monkeypatch: pytest.MonkeyPa
         assert torch.equal(mine, (eager.float() * upstream).to(dtype))
 
 
-def test_the_budget_grows_as_in_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_equals_that_of_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, "exact")
     budgets, real = [], dispatch._budget
     monkeypatch.setattr(dispatch, "_budget", lambda *args: budgets.append(real(*args)) or budgets[-1])
@@ -109,7 +109,7 @@ def test_the_budget_grows_as_in_eager_code(monkeypatch: pytest.MonkeyPatch) -> N
     assert budgets == [1 << 30] * 2
 
 
-def test_float16_gradients_keep_what_a_scaler_saves() -> None:
+def test_float16_gradients_are_scaled_before_they_underflow() -> None:
     """Gradients computed before scaling would underflow in float16."""
     hidden, weight, labels = problem(torch.float16)
     found = {}
@@ -123,7 +123,7 @@ def test_float16_gradients_keep_what_a_scaler_saves() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_losses_that_are_added_up_and_a_graph_that_is_kept(dtype: torch.dtype, filtered: Any) -> None:
+def test_summed_losses_and_a_retained_graph(dtype: torch.dtype, filtered: Any) -> None:
     compiled, _ = compile(loss_of)
     state = FilterState()
     hidden, weight, labels = problem(dtype)
@@ -153,7 +153,7 @@ def test_a_checkpoint_in_the_graph(filtered: Any) -> None:
     assert state.stats()["kept"] < 1
 
 
-def test_a_state_is_found_by_its_handle_as_long_as_it_lives() -> None:
+def test_a_state_is_found_by_its_handle_until_it_is_deleted() -> None:
     state = FilterState()
     handle = state.handle
     assert FilterState.of(handle) is state and FilterState.of(0) is None
@@ -168,7 +168,7 @@ def test_a_state_is_found_by_its_handle_as_long_as_it_lives() -> None:
     assert torch.equal(gradients[0], hidden.grad) and torch.equal(gradients[1], weight.grad)
 
 
-def test_no_gradients_are_formed_that_nobody_wants(filtered: Any) -> None:
+def test_unneeded_gradients_are_not_computed(filtered: Any) -> None:
     hidden, weight, labels = problem()
     compiled, _ = compile(loss_of)
     with torch.no_grad():
@@ -180,7 +180,7 @@ def test_no_gradients_are_formed_that_nobody_wants(filtered: Any) -> None:
     assert filtered["filtered gradients"] == 1 and hidden.grad is not None and weight.grad is None
 
 
-def test_cuda_graphs_leave_the_operator_out() -> None:
+def test_the_operator_is_excluded_from_cuda_graphs() -> None:
     """A replay would repeat the decisions of one step."""
     assert torch.Tag.cudagraph_unsafe in torch.ops.hf_cce.cross_entropy.default.tags
 
@@ -219,7 +219,7 @@ def test_a_patched_model_trains_and_counts_as_in_eager_code(filtered: Any) -> No
 
 
 @pytest.mark.slow
-def test_each_model_has_the_state_of_its_own() -> None:
+def test_each_model_has_its_own_state() -> None:
     """One code object means one chain of graphs. A copy continues its model's counts but has its own filter state."""
     model = apply_cce(tiny_llama(), implementation="triton", gradient_filter=KEEPS_ALL)
     inputs = {**batch(), "use_cache": False}
@@ -233,7 +233,7 @@ def test_each_model_has_the_state_of_its_own() -> None:
     assert counter.frame_count <= 4
 
 
-def test_a_call_whose_hooks_stay_outside_the_graph_is_counted_once() -> None:
+def test_a_call_with_hooks_outside_the_graph_is_counted_once() -> None:
     model = apply_cce(tiny_llama())
     model.forward = torch.compile(model.forward, backend="aot_eager")
     for _ in range(3):

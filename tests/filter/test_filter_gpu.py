@@ -100,7 +100,7 @@ def test_results_repeat_bit_for_bit(way: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
-def test_two_streams_give_the_bits_of_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_streams_match_one_stream_bit_for_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two heads run concurrently, each on its own stream. Then both switch streams at every step, with waits."""
     taken, here = force(monkeypatch, way), torch.cuda.current_stream()
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
@@ -133,7 +133,7 @@ def test_two_streams_give_the_bits_of_one(way: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_a_compiled_step_is_that_of_eager_code(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_equal_eager_code(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No synchronization under compile either. The operator stays out of CUDA graphs, so its state is updated at every step."""
     taken = force(monkeypatch, "filtered")
     for name, value in (("MEASURE_EVERY", 3), ("READ_EVERY", 2), ("SORT_EVERY", 2)):
@@ -164,7 +164,7 @@ def test_a_compiled_step_is_that_of_eager_code(mode: str | None, monkeypatch: py
 
 
 @pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
-def test_a_cuda_graph_of_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_graph_replays_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture and replay a whole step: gradients equal an eager call's, also after the inputs change."""
     taken = force(monkeypatch, way)
     hidden, weight, labels = peaked(2048, 512, 16384, torch.bfloat16, "cuda")
@@ -264,7 +264,7 @@ def test_bfloat16_gradients_are_no_worse_than_eager(
 
 
 @pytest.mark.parametrize("wanted", [0.005, 0.03])
-def test_the_error_asked_for(wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requested_error_is_met(wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error measured on a sample is close to the true and to the requested error; in float32, where rounding is small."""
     force(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "MEASURE_EVERY", 1)
@@ -279,7 +279,7 @@ def test_the_error_asked_for(wanted: float, monkeypatch: pytest.MonkeyPatch) -> 
     assert wanted / 2 <= max(errors) <= 2 * wanted
 
 
-def test_dense_products_where_the_filter_keeps_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_filter_pauses_while_it_keeps_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real asynchronous copy to the host: an untrained head keeps nearly everything; the filter pauses and resumes."""
     taken = force(monkeypatch, "filtered")
     g = torch.Generator().manual_seed(0)
@@ -311,7 +311,7 @@ def test_few_tokens_with_the_default_config(n: int, dtype: torch.dtype, monkeypa
             check_against_plain(fused_loss(), inputs, labels, options, dtype, f"{n}×{v} {options}")
 
 
-def test_where_full_logits_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_limit_of_full_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, (n, v) = watch(monkeypatch), (100, 997)
     hidden, weight, labels = peaked(n, 64, v, torch.bfloat16, "cuda")
     leaves = leaves_of(hidden, weight)

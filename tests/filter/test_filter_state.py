@@ -84,7 +84,7 @@ def targets_of(wanted: Any, frozen: bool = False) -> tuple[float, float]:
     return share * ROUNDING[0], share * ROUNDING[1]
 
 
-def test_each_device_of_data_parallel_has_a_threshold_of_its_own() -> None:
+def test_each_device_has_its_own_threshold() -> None:
     """DataParallel threads share the model's state: a device's measurement survives a step of another device."""
     state, places = FilterState(), [torch.device("cpu"), torch.device("meta")]
     hidden = [torch.zeros(1, dtype=torch.bfloat16, device=place) for place in places]
@@ -100,7 +100,7 @@ def test_each_device_of_data_parallel_has_a_threshold_of_its_own() -> None:
     assert state.on(places[0]) is state and state.stats()["tau"] > 0
 
 
-def test_a_loss_asks_the_state_of_its_device(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_uses_the_state_of_its_device(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     state, asked = FilterState(), []
     of = FilterState.on
     monkeypatch.setattr(FilterState, "on", lambda self, device: asked.append(device) or of(self, device))
@@ -111,7 +111,7 @@ def test_a_loss_asks_the_state_of_its_device(taken: Counter[str], monkeypatch: p
 @pytest.mark.parametrize(
     ("wanted", "dtype"), [("auto", torch.float32), ("auto", torch.float16), (None, torch.float32)], ids=str
 )
-def test_auto_is_exact_but_in_bfloat16(wanted: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_filters_only_bfloat16(wanted: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     state = FilterState()
     assert state.threshold("auto", torch.zeros(1, dtype=dtype)) is None
     tau = state.threshold("auto", torch.zeros(1, dtype=torch.bfloat16))
@@ -122,7 +122,7 @@ def test_auto_is_exact_but_in_bfloat16(wanted: Any, dtype: torch.dtype, monkeypa
         assert "filtered" not in taken and state.stats() == {}
 
 
-def test_another_wish_begins_with_another_threshold() -> None:
+def test_another_requested_error_resets_the_threshold() -> None:
     state, hidden = FilterState(), torch.zeros(1)
     first = state.threshold(0.06, hidden)
     assert first is state.threshold(0.06, hidden)
@@ -141,7 +141,7 @@ def assert_near(x: float, expected: float, what: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["auto", 0.02])
-def test_the_threshold_goes_where_the_error_points(wanted: Any) -> None:
+def test_the_threshold_follows_the_measured_error(wanted: Any) -> None:
     """The first correction is full, later ones half (in octaves), within limits; without a finite error there is none."""
     target, _ = targets_of(wanted, frozen=True)
     state = FilterState()
@@ -182,7 +182,7 @@ def test_the_worse_of_both_errors_counts(worse: str, wanted: Any) -> None:
     assert state.stats()["weight_error"] == 1.0
 
 
-def test_a_captured_graph_gets_no_bolder_threshold_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_threshold_of_a_captured_graph_is_at_most_the_initial_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graph replays measure nothing for new data. A threshold requested as a number is unaffected."""
     for wanted, bold in (("auto", False), (0.02, True)):
         state = FilterState()
@@ -198,7 +198,7 @@ def test_a_captured_graph_gets_no_bolder_threshold_than_the_first(monkeypatch: p
         assert tau_of(state, wanted) == found
 
 
-def test_when_it_measures() -> None:
+def test_measurement_schedule() -> None:
     state, measured = FilterState(), []
     for number in range(70):
         if state.measure():
@@ -208,7 +208,7 @@ def test_when_it_measures() -> None:
 
 
 @pytest.mark.slow
-def test_the_error_asked_for_is_reached(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requested_error_is_reached(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On repeated inputs, the measured error gets closer to the requested one than with the initial guess."""
     monkeypatch.setattr(state_module, "MEASURE_EVERY", 1)
     hidden, weight, labels = peaked(120, 32, 460)
@@ -232,7 +232,7 @@ class Event:
         self.waits += 1
 
 
-def test_it_pauses_where_it_keeps_too_much_and_comes_back() -> None:
+def test_pauses_while_too_much_is_kept_and_resumes() -> None:
     state, hidden, event = FilterState(), torch.zeros(1), Event()
     state._pending = state_module._PendingCount(torch.tensor(90), event, 100, state_module.READ_AFTER)
     for state._calls in range(state_module.READ_AFTER):  # read at a fixed step, however early it arrives
@@ -247,7 +247,7 @@ def test_it_pauses_where_it_keeps_too_much_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["auto", 0.02])
-def test_after_a_pause_it_is_measured_as_at_first(wanted: Any) -> None:
+def test_after_a_pause_it_measures_as_at_the_start(wanted: Any) -> None:
     """The head keeps training while the filter pauses, so the earlier threshold says little about it."""
     target, _ = targets_of(wanted, frozen=True)
     state = FilterState()
@@ -270,7 +270,7 @@ def test_after_a_pause_it_is_measured_as_at_first(wanted: Any) -> None:
     assert_near(tau_of(state, wanted) / before, 2.0, "half the way")
 
 
-def test_a_step_while_it_pauses(taken: Counter[str]) -> None:
+def test_a_step_during_a_pause(taken: Counter[str]) -> None:
     state = FilterState()
     filtered = step(state)
     state._pending = state_module._PendingCount(torch.tensor(99), Event(), 100, 0)
@@ -283,7 +283,7 @@ def test_a_step_while_it_pauses(taken: Counter[str]) -> None:
     assert taken["filtered"] == 2 and state.stats()["dense"] == 0.0
 
 
-def test_an_order_of_the_vocabulary_serves_several_steps(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_order_is_reused(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "SORT_EVERY", 3)
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)  # always filter, whatever share is kept
     state, orders = FilterState(), []
@@ -302,7 +302,7 @@ def test_an_order_of_the_vocabulary_serves_several_steps(taken: Counter[str], mo
         assert torch.equal(state._vocabulary[1].vocab_perm.sort().values[-70:], torch.arange(70, dtype=torch.int32))
 
 
-def test_a_covariance_serves_several_orders(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_covariance_is_reused(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SORT_EVERY", 2), ("COVARIANCE_EVERY", 4), ("PAUSE_SHARE", 1.0)):
         monkeypatch.setattr(state_module, name, value)
     state, found = FilterState(), []
@@ -316,7 +316,7 @@ def test_a_covariance_serves_several_orders(taken: Counter[str], monkeypatch: py
 
 
 @pytest.mark.slow
-def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(
+def test_auto_drops_nothing_until_it_has_measured_a_benefit(
     taken: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With "auto", nothing is dropped until a measured threshold gives the share it would keep; likewise after each pause."""
@@ -348,7 +348,7 @@ def test_auto_leaves_out_nothing_before_it_knows_that_it_pays(
     assert "filtered" not in taken
 
 
-def test_the_first_probe_looks_where_its_estimates_point(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_probe_uses_the_estimated_threshold(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The kept share that decides whether filtering pays is that of the estimated threshold, not that of the initial guess."""
     hidden, weight, labels = peaked(60, 32, 230, torch.bfloat16)
     weight.requires_grad_()
@@ -373,7 +373,7 @@ def test_the_first_probe_looks_where_its_estimates_point(taken: Counter[str], mo
     assert kept[0] > kept[-1]
 
 
-def test_a_stale_order_gives_right_gradients(taken: Counter[str]) -> None:
+def test_a_stale_order_gives_correct_gradients(taken: Counter[str]) -> None:
     state = FilterState()
     step(state)
     (hidden, weight, _), labels = make_inputs(37, 16, 40, torch.float32)
@@ -382,7 +382,7 @@ def test_a_stale_order_gives_right_gradients(taken: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_begin_anew(how: Any, taken: Counter[str]) -> None:
+def test_copies_start_without_history(how: Any, taken: Counter[str]) -> None:
     state = FilterState()
     step(state)
     other = how(state)
@@ -391,7 +391,7 @@ def test_copies_begin_anew(how: Any, taken: Counter[str]) -> None:
     assert set(state.stats()) == KEYS and all(type(value) is float for value in state.stats().values())
 
 
-def test_nothing_is_measured_where_nobody_keeps_a_state(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_without_a_state(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_cce.kernels.filter import run as filter_run
 
     measured = []
@@ -497,7 +497,9 @@ def test_the_state_lives_on_the_model(taken: Counter[str]) -> None:
     assert not hasattr(plain, "cce_stats") and not hasattr(remove_cce(other), "cce_stats")
 
 
-def test_the_callback_logs_it(tmp_path: Path, taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callback_logs_filter_statistics(
+    tmp_path: Path, taken: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
     seen: list[dict[str, Any]] = []
 

@@ -20,7 +20,7 @@ H, W, Y = torch.randn(4, 8), torch.randn(11, 8), torch.arange(4)
 
 
 @pytest.mark.parametrize("implementation", ["portable", "triton"])
-def test_numbers_of_numpy_and_tensors_without_gradient_are_numbers(implementation: str, device: str) -> None:
+def test_options_may_be_numpy_numbers_or_tensors(implementation: str, device: str) -> None:
     config = CCEConfig(implementation)
     leaves, labels = [x.to(device, copy=True).requires_grad_() for x in (H, W)], Y.to(device)
     given = dict(logit_scale=0.5, softcap=3.0, z_loss=0.25, label_smoothing=0.125)
@@ -36,7 +36,7 @@ def test_numbers_of_numpy_and_tensors_without_gradient_are_numbers(implementatio
                 assert_as_good(each, value, value, str(number))
 
 
-def test_options_as_numbers_of_numpy() -> None:
+def test_config_accepts_numpy_numbers() -> None:
     config = CCEConfig(memory_budget=np.int64(1 << 28), gradient_filter=np.float32(2**-10))
     assert config == CCEConfig(memory_budget=1 << 28, gradient_filter=2**-10) and hash(config)
     assert type(config.memory_budget) is int and type(config.gradient_filter) is float
@@ -57,7 +57,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_there_are_no_transforms_and_one_is_told_so(transform: str) -> None:
+def test_torch_func_transforms_raise_a_clear_error(transform: str) -> None:
     """PyTorch's own error tells the operator's author, not the user, what to do."""
     for loss in (lambda h: linear_cross_entropy(h, W, Y), lambda h: linear_log_probs(h, W, Y).log_probs.sum()):
         with pytest.raises(RuntimeError, match=r"does not support torch\.func .* full logits"):
@@ -66,7 +66,7 @@ def test_there_are_no_transforms_and_one_is_told_so(transform: str) -> None:
             assert loss(H).isfinite()
 
 
-def test_the_checks_read_no_tensor() -> None:
+def test_argument_checks_read_no_tensor() -> None:
     """Reading a tensor would synchronize with a GPU; a FakeTensor raises if it is read."""
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in (H, W, Y)]
@@ -75,7 +75,7 @@ def test_the_checks_read_no_tensor() -> None:
             linear_cross_entropy(*fakes, ignore_index=fakes[2][0])
 
 
-def test_a_changing_option_is_traced_without_a_break() -> None:
+def test_changing_options_compile_without_a_graph_break() -> None:
     """Dynamo turns a changing number into a symbol; the checks must compare it without a graph break."""
     torch.compiler.reset()
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")

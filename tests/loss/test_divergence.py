@@ -117,7 +117,7 @@ def test_masked_tokens_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_tokens(form: str) -> None:
+def test_all_tokens_masked(form: str) -> None:
     for case in (Case(form=form, masked=True), Case("jsd", form=form, masked=True)):
         x = make_inputs(case, torch.float32)
         assert x.mask is not None
@@ -125,7 +125,7 @@ def test_no_tokens(form: str) -> None:
         assert not any(each.any() for each in outcome(x, case))
 
 
-def test_a_teacher_that_excludes_tokens() -> None:
+def test_teacher_logits_of_minus_infinity() -> None:
     """Logits of minus infinity have no probability and do not contribute."""
     for kind in ("forward_kl", "jsd"):
         case = Case(kind, form="logits")
@@ -147,7 +147,7 @@ def test_a_teacher_that_excludes_tokens() -> None:
             assert_as_good(actual, twin, exact, kind)
 
 
-def test_gradients_of_what_is_asked_for() -> None:
+def test_gradient_of_one_input_alone() -> None:
     case = Case(bias=True)
     x = make_inputs(case, torch.float32)
     whole = x.student(torch.float32)
@@ -168,7 +168,7 @@ def test_num_items_in_batch() -> None:
         assert_as_good(found, total / 7, total.double() / 7, f"{items!r}")
 
 
-def test_autocast_casts_as_a_product_would() -> None:
+def test_autocast_casts_like_a_matmul() -> None:
     case = Case("reverse_kl")
     x = make_inputs(case, torch.float32)
     leaves = x.student(torch.float32)
@@ -198,7 +198,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("form", ["head", "lump"])
 @pytest.mark.parametrize("case", [KINDS[0], KINDS[2]], ids=str)
-def test_memory_beside_inputs_and_gradients(case: Case, form: str) -> None:
+def test_memory_stays_within_the_budget(case: Case, form: str) -> None:
     """Peak memory stays within the budget and never holds the logits."""
     x = make_inputs(replace(case, form=form, vocab_sizes=(20_000, 20_000)), torch.float32, n=256, d=16, dt=16)
     config = CCEConfig(memory_budget=4 * MIB)

@@ -59,7 +59,7 @@ def test_loss_and_gradients(
     assert taken == [loop] * 9
 
 
-def test_no_label_of_recomputed_rows_is_taken_for_an_ignored_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offset_labels_of_recomputed_rows_are_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels of recomputed rows are offset by their first row, so that -100 becomes an ordinary label."""
     force(monkeypatch, "token_blocks", True)
     firsts, real = [], fallback._later_rows
@@ -83,9 +83,7 @@ def test_gradients_of_several_blocks_are_summed(
 
 
 @pytest.mark.parametrize("options", [PLAIN, GENERAL], ids=str)
-def test_with_room_no_row_of_the_weight_gradient_is_recomputed(
-    options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_enough_budget_recomputes_no_rows(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, "token_blocks", True)
     monkeypatch.setattr(fallback, "_later_rows", lambda *_: pytest.fail("recomputed"))
     inputs, labels = make_inputs(300, 96, 3001, torch.bfloat16)
@@ -140,7 +138,7 @@ def test_a_grad_scaler_skips_the_step_that_overflows() -> None:
 
 
 @pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
-def test_what_is_not_a_number_where_no_label_is_stays_there(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_in_ignored_tokens_affects_no_gradient(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, loop, True)
     (hidden, weight, _), labels = make_inputs(300, 16, 99, torch.bfloat16)
     hidden[labels == -100] = float("nan")
@@ -148,7 +146,7 @@ def test_what_is_not_a_number_where_no_label_is_stays_there(loop: str, monkeypat
     assert all(value.isfinite().all() for value in found.values()) and not found["hidden"][labels == -100].any()
 
 
-def test_masks_give_what_leaving_out_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_tokens_match_selected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selecting the tokens that have a label would synchronize with a GPU."""
     inputs, labels = make_inputs(70, 40, 131, torch.float32, bias=True)
     monkeypatch.setattr(reference, "_would_sync", lambda x: True)
@@ -156,7 +154,7 @@ def test_masks_give_what_leaving_out_gives(monkeypatch: pytest.MonkeyPatch) -> N
     check_against_plain(fused_loss(SMALL), inputs, labels, options, torch.float32, "masked")
 
 
-def test_float32_goes_to_the_library_that_multiplies_it_fastest() -> None:
+def test_dispatch_by_dtype_and_size() -> None:
     found = explain_dispatch(8192, 896, 151_936, torch.float32)
     assert (found.strategy, found.implementation) == ("one_pass", "portable")
     assert explain_dispatch(8192, 896, 151_936, torch.float32, config=CCEConfig("triton")).strategy == "exact"
@@ -166,7 +164,7 @@ def test_float32_goes_to_the_library_that_multiplies_it_fastest() -> None:
     assert explain_dispatch(128, 576, 49_152, torch.bfloat16, "cpu").strategy == "one_pass"
 
 
-def test_a_t4_has_the_fallback_and_may_try_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t4_uses_the_fallback_unless_triton_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     for capability, auto, asked in (((7, 5), "portable", "triton"), ((8, 0), "triton", "triton")):

@@ -63,7 +63,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_go_one_way(path: Path) -> None:
+def test_imports_follow_the_layers(path: Path) -> None:
     layer = layer_of(name_of(path))
     assert layer in MAY_IMPORT, f"{name_of(path)} is in no room: name it in the table of CONTRIBUTING.md"
     for module in imports_of(path):
@@ -74,7 +74,7 @@ def test_imports_go_one_way(path: Path) -> None:
         )
 
 
-def test_there_are_no_cycles() -> None:
+def test_no_import_cycles() -> None:
     """There are no import cycles between modules or between rooms."""
     names = {name_of(path).removesuffix(".__init__"): path for path in MODULES}
     modules = {name: imports_of(path) & set(names) - {name} for name, path in names.items()}
@@ -94,7 +94,7 @@ def test_commands_integrations_and_recipes_use_public_names_only() -> None:
             assert path not in recipes or not module.startswith("hf_cce."), path
 
 
-def test_modules_say_what_they_are_for() -> None:
+def test_modules_have_docstrings() -> None:
     assert [path for path in MODULES if not ast.get_docstring(ast.parse(path.read_text("utf-8")))] == []
 
 
@@ -103,7 +103,7 @@ def test_patches_copy_no_forward() -> None:
         assert not re.search(r"def forward\(\s*self,\s*input_ids", path.read_text("utf-8")), path
 
 
-def test_tolerances_live_in_numerics_only() -> None:
+def test_tolerances_are_only_in_numerics() -> None:
     for path in (ROOT / "tests").rglob("*.py"):
         if path.name == "numerics.py":
             continue
@@ -112,7 +112,7 @@ def test_tolerances_live_in_numerics_only() -> None:
                 raise AssertionError(f"{path.name}:{node.value.lineno}: {node.arg}=…; use tests/support/numerics.py")
 
 
-def test_what_is_public_is_written_down() -> None:
+def test_public_api_matches_the_stored_one() -> None:
     """Names, parameters, defaults, result fields and command options: no change to them goes unnoticed."""
     assert stored() == current(), "python -m tests.support.public_api --write, with a line in CHANGELOG.md"
 
@@ -131,12 +131,12 @@ def test_public_names() -> None:
         ("hf_cce.cli.app", "torch transformers matplotlib tokenizers"),  # so that --help starts quickly
     ],
 )
-def test_what_an_import_does_not_load(module: str, absent: str) -> None:
+def test_imports_load_no_optional_packages(module: str, absent: str) -> None:
     loaded = python(f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})").split()
     assert not set(absent.split()) & set(loaded)
 
 
-def test_the_loss_runs_on_a_cpu_where_triton_cannot_be_imported() -> None:
+def test_the_loss_runs_on_a_cpu_without_triton() -> None:
     code = """
 import sys
 for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
@@ -152,7 +152,7 @@ print(float(loss))
     assert float(python(code)) > 0
 
 
-def test_what_is_made_has_a_dtype() -> None:
+def test_kernels_allocate_with_an_explicit_dtype() -> None:
     """torch.set_default_dtype belongs to the user: a buffer without an explicit dtype could mismatch the kernels."""
     makers = {f"torch.{name}" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "linspace", "eye")}
     found, seen = [], 0

@@ -57,7 +57,7 @@ SIZES += [
 
 
 @pytest.mark.parametrize(("name", "n", "d", "v", "needs"), SIZES)
-def test_with_all_tiles_kept_it_is_the_same(
+def test_matches_unfiltered_if_all_tiles_are_kept(
     name: str, n: int, d: int, v: int, needs: tuple[bool, bool], filtered: list[int]
 ) -> None:
     """Two steps with one state, each computing its gradients twice; the inputs are column-major."""
@@ -88,7 +88,7 @@ def test_with_all_tiles_kept_it_is_the_same(
 
 
 @pytest.mark.slow
-def test_what_is_dropped_is_held_to_the_error_of_full_logits() -> None:
+def test_error_of_dropped_tiles_is_bounded() -> None:
     n, v = (2048, 20_000) if DEVICE == "cuda" else (128, 600)  # tiles are 128 by 128, or 16 by 16
     hidden, weight, labels = peaked(n, 48, v, torch.bfloat16, DEVICE)
     config, state = CCEConfig("triton", gradient_filter=0.05), FilterState()
@@ -105,7 +105,7 @@ def test_what_is_dropped_is_held_to_the_error_of_full_logits() -> None:
 
 
 @pytest.mark.parametrize("why", ["no state", "no gradient", "no filter", "mean logit", "softcap", "few tokens"])
-def test_where_it_is_not_for(why: str, filtered: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_bypass_the_filter(why: str, filtered: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 71 if why == "few tokens" else 0)
     (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
     linear_log_probs(
@@ -118,7 +118,7 @@ def test_where_it_is_not_for(why: str, filtered: list[int], monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kind", ["heavy", "both signs"])
-def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_estimate_with_uneven_upstream_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token weights that differ by orders of magnitude, and gradients that nearly cancel."""
     monkeypatch.setattr("hf_cce.kernels.filter.error.MEASURED_TOKENS", 16)
     hidden, weight, labels = peaked(128, 48, 600, torch.float32, DEVICE, seed=2)
@@ -142,7 +142,7 @@ def test_the_error_is_measured_with_the_gradients_there_are(kind: str, monkeypat
     assert wrong[1] < 2 * wrong[0], "the weight's gradient"
 
 
-def test_what_comes_back_for_ignored_labels_is_nothing() -> None:
+def test_ignored_labels_get_no_gradient() -> None:
     hidden, weight, labels = peaked(70, 40, 131, torch.float32, DEVICE)
     config, state = CCEConfig("triton", gradient_filter=0.05), FilterState()
     ignored = torch.where(labels == -100, 1e6, 1.0)
@@ -177,7 +177,7 @@ def test_forwards_and_backwards_in_any_order() -> None:
         assert_as_good(ours, exact, true, f"step {step}")
 
 
-def test_in_a_graph_it_is_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_compiled_graph_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for any number of tokens, although the filter's decision depends on that number."""
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 40)
     counter, state, config = CompileCounter(), FilterState(), CCEConfig(gradient_filter=0.1)

@@ -105,7 +105,7 @@ def test_leading_dimensions_and_non_contiguous_inputs() -> None:
     assert_as_good(linear_cross_entropy(hidden, weight, labels, reduction="none"), twin, exact, "loss")
 
 
-def test_shift_is_the_shift_of_transformers() -> None:
+def test_shift_matches_transformers() -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     (hidden, weight, _), labels = make_inputs(48, 32, 99, torch.float64)
@@ -119,7 +119,7 @@ def test_shift_is_the_shift_of_transformers() -> None:
         assert_as_good(expected, expected, actual, f"num_items_in_batch={items}", torch.float32)
 
 
-def test_no_grad_takes_the_memory_of_tensors_that_need_no_gradient() -> None:
+def test_no_grad_allocates_no_gradients() -> None:
     (hidden, weight, _), labels = make_inputs(200, 64, 3001, torch.float32)
     peaks = []
     for needed in (False, True):
@@ -182,7 +182,7 @@ def test_all_ignored_and_empty_give_zero(reduction: str, implementation: str, de
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_second_backward_gives_the_same_again(reduction: str, scale: float) -> None:
+def test_second_backward_gives_the_same_gradients(reduction: str, scale: float) -> None:
     inputs, labels = make_inputs(50, 16, 99, torch.float64)
     hidden, weight = (x.requires_grad_() for x in inputs[:2])
     options = {"reduction": reduction, "z_loss": 0.1, "label_smoothing": 0.1}
@@ -207,7 +207,7 @@ def test_double_backward_is_refused(reduction: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_several_upstream_gradients_at_once(reduction: str) -> None:
+def test_batched_upstream_gradients(reduction: str) -> None:
     """``is_grads_batched=True``, which ``torch.autograd.functional.jacobian(vectorize=True)`` uses, equals one call each."""
     inputs, labels = make_inputs(9, 8, 11, torch.float64)
     leaves = [x.requires_grad_() for x in inputs[:2]]
@@ -234,7 +234,7 @@ def test_frozen_inputs_get_no_gradient_work(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [weight.shape]
 
 
-def test_autocast_casts_as_the_matmul_would() -> None:
+def test_autocast_casts_like_a_matmul() -> None:
     inputs, labels = make_inputs(100, 64, 999, torch.float32, bias=True)
 
     def run(loss: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -321,7 +321,7 @@ def _on(device: str, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("implementation", ["portable", "triton"])
 @pytest.mark.parametrize("ignored", ["some", "all"])
-def test_gradients_lie_as_those_without_data_say(ignored: str, implementation: str, device: str) -> None:
+def test_gradient_strides_match_the_fake_implementation(ignored: str, implementation: str, device: str) -> None:
     """Inductor relies on the strides of the fake implementation: contiguous rows, whatever the inputs' strides."""
     (hidden, weight, _), labels = make_inputs(20, 24, 50, torch.float32, ignored=ignored)
     turned = [x.t().contiguous().t() for x in (hidden, weight)]
@@ -387,7 +387,7 @@ def test_log_probs_and_statistics(options: Options, implementation: str, dtype: 
     assert (fused_top1 != top1).sum() <= (0 if dtype != torch.bfloat16 else 2)
 
 
-def test_the_first_call_of_a_process_is_one_of_one_number() -> None:
+def test_import_calls_mkl_with_one_element_first() -> None:
     """Otherwise MKL may compute the process's first multi-threaded exponential with few correct bits."""
     program = """
 import torch
@@ -405,7 +405,7 @@ with Spy():
     assert python(program).splitlines() == kinds
 
 
-def test_what_was_not_asked_for_is_none() -> None:
+def test_unrequested_statistics_are_none() -> None:
     (hidden, weight, _), labels = make_inputs(5, 8, 11, torch.float32)
     out = linear_log_probs(hidden, weight, labels)
     assert out.log_probs.shape == labels.shape
@@ -418,7 +418,7 @@ def test_what_was_not_asked_for_is_none() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("kept", [slice(0, 20), slice(50, None)], ids=["the first", "the last"])
-def test_row_of_minus_infinity_in_the_bias_masks_entries_of_loss_and_entropy(
+def test_bias_of_minus_infinity_masks_entries_of_loss_and_entropy(
     kept: slice, implementation: str, dtype: torch.dtype, n: int, v: int, device: str
 ) -> None:
     (hidden, weight, _), labels = make_inputs(n, 16, v, dtype, device, ignored="none")
@@ -446,7 +446,7 @@ def test_row_of_minus_infinity_in_the_bias_masks_entries_of_loss_and_entropy(
         assert_as_good(a, t, e, name)
 
 
-def test_a_nan_in_the_hidden_states_is_not_hidden() -> None:
+def test_nan_in_the_hidden_states_gives_a_nan_loss() -> None:
     (hidden, weight, _), labels = make_inputs(9, 8, 11, torch.float32, ignored="none")
     hidden[4, 2] = float("nan")
     assert linear_cross_entropy(hidden, weight, labels).isnan()
@@ -461,7 +461,7 @@ def test_explicit_kernels_never_fall_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert dispatch.choose_implementation(torch.device("cpu"), torch.float32) == "portable"
 
 
-def test_a_missing_triton_is_named_only_where_installing_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_suggests_installing_triton_only_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for device, why in (("cpu", "NVIDIA GPU, but the tensors are on the CPU"), ("meta", "NVIDIA GPU, but .* on meta")):
@@ -488,7 +488,7 @@ def test_memory_stays_below_a_tenth_of_the_logits(dtype: torch.dtype, reduction:
 
 
 @pytest.mark.parametrize("first", ["import hf_cce.ops", "import torch.utils.flop_counter"])
-def test_the_flop_counter_counts_what_full_logits_cost(first: str) -> None:
+def test_the_flop_counter_counts_as_for_full_logits(first: str) -> None:
     """The counts do not depend on the import order."""
     code = f"""
 import torch

@@ -67,7 +67,7 @@ def tracked() -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_sdist_holds_all_that_git_does(sdist: Path) -> None:
+def test_sdist_contains_all_tracked_files(sdist: Path) -> None:
     """The sdist has documentation, notebooks, recipes and tests, the patches folder once, and no untracked files."""
     with tarfile.open(sdist) as archive:
         members = archive.getmembers()
@@ -80,7 +80,7 @@ def test_sdist_holds_all_that_git_does(sdist: Path) -> None:
     assert sdist.stat().st_size < 3 << 20
 
 
-def test_both_wheels_hold_the_patches_once_and_nothing_beside_hf_cce(wheels: dict[str, Path]) -> None:
+def test_both_wheels_contain_only_hf_cce(wheels: dict[str, Path]) -> None:
     names, others = (zipfile.ZipFile(wheels[origin]).namelist() for origin in ("tree", "sdist"))
     assert sorted(names) == sorted(others) and len(names) == len(set(names))
     top = {name.split("/")[0] for name in names}
@@ -169,12 +169,12 @@ def in_environment(scripts: Path, command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_the_installed_loss_is_that_of_full_logits(environment: Path, tmp_path: Path) -> None:
+def test_the_installed_loss_matches_full_logits(environment: Path, tmp_path: Path) -> None:
     ours, theirs = in_environment(environment, [str(environment / "python"), "-c", SMOKE], tmp_path).splitlines()
     assert ours == theirs and float(ours.split()[2]) > 0
 
 
-def test_the_installed_command_says_its_version_and_finds_all_well(environment: Path, tmp_path: Path) -> None:
+def test_installed_command_prints_its_version_and_passes_doctor(environment: Path, tmp_path: Path) -> None:
     command = str(environment / "hf-cce")
     assert in_environment(environment, [command, "--version"], tmp_path).split() == ["hf-cce", hf_cce.__version__]
     found = json.loads(in_environment(environment, [command, "doctor", "--json", "-"], tmp_path))
@@ -184,7 +184,7 @@ def test_the_installed_command_says_its_version_and_finds_all_well(environment: 
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_the_demo_is_installed_without_the_warning_of_editable_installs(tmp_path: Path) -> None:
+def test_make_demo_installs_a_copy(tmp_path: Path) -> None:
     """`make demo` installs a copy, except into a development install, which it does not change."""
 
     def commands() -> list[str]:
@@ -200,7 +200,7 @@ def test_the_demo_is_installed_without_the_warning_of_editable_installs(tmp_path
     assert not [line for line in commands() if "pip install" in line]
 
 
-def test_the_version_stands_in_one_place_and_in_the_changelog() -> None:
+def test_the_version_is_in_one_place_and_in_the_changelog() -> None:
     files = [*(ROOT / "hf_cce").rglob("*.py"), ROOT / "pyproject.toml"]
     holders = [str(path.relative_to(ROOT)) for path in files if f'"{hf_cce.__version__}"' in path.read_text("utf-8")]
     assert holders == ["hf_cce/__init__.py"]
@@ -208,7 +208,7 @@ def test_the_version_stands_in_one_place_and_in_the_changelog() -> None:
     assert f"## {hf_cce.__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
-def test_the_top_level_is_tidy() -> None:
+def test_the_top_level_has_no_other_files() -> None:
     top = {name.split("/")[0] for name in tracked()}
     allowed = {
         "pyproject.toml", "hf_cce", "patches", "recipes", "tests", "notebooks", "README.md", "LICENSE", "CHANGELOG.md",

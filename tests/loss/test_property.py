@@ -8,13 +8,13 @@ from property import VARIANTS, check, make_case, variants
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_random_case_is_as_good_as_full_logits(seed: int) -> None:
+def test_random_case_on_the_fallback(seed: int) -> None:
     check(make_case(seed, large=False), "cpu", "portable")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the script runs them on the GPU")
 @pytest.mark.parametrize("seed", range(60, 80))
-def test_a_random_case_on_the_kernels(seed: int) -> None:
+def test_random_case_on_the_kernels(seed: int) -> None:
     pytest.importorskip("triton")
     check(make_case(seed, large=False), "cpu", "triton")
 

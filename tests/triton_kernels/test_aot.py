@@ -46,7 +46,7 @@ aot.compile_all(90, done)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
-def test_loops_carry_what_is_loaded_ahead() -> None:
+def test_tile_loops_carry_stage_phase_and_depth() -> None:
     """Triton 3.6 treated a tile's depth as dead, so all tiles got the first tile's and programs waited forever; see hopper.py.
 
     In each of the three roles, the loop over tiles carries stage, phase and depth. Inner loops carry stage and phase, and loops
@@ -80,7 +80,7 @@ for v in (49_152, 50_257):
 """
 
 
-def test_every_kernel_is_launched_and_another_number_of_tokens_needs_no_other() -> None:
+def test_every_kernel_is_launched_and_serves_any_number_of_tokens() -> None:
     """Other batch lengths reuse compiled kernels: Triton specializes numbers by their alignment."""
     assert aot.jitted_kernels() == set(python(LAUNCHES, interpreted=False).split())
 
@@ -103,13 +103,13 @@ FITS = {"registers": 100, "stack": 0, "shared": 1024}
         ({"a": {"failed": "ValueError: no"}}, {"a": FITS}, "sm_86 a: does not compile: ValueError: no"),
     ],
 )
-def test_what_is_complained_about(found: dict[str, Any], budget: dict[str, Any], expected: str | None) -> None:
+def test_violations(found: dict[str, Any], budget: dict[str, Any], expected: str | None) -> None:
     wrong = aot.complaints(86, found, budget)
     assert len(wrong) == (expected is not None)
     assert expected is None or expected in wrong[0]
 
 
-def test_another_compiler_is_held_to_the_limits_of_the_hardware_alone() -> None:
+def test_other_compilers_are_checked_against_hardware_limits_only() -> None:
     more = {**FITS, "registers": 255, "stack": 64}
     assert not aot.complaints(86, {"a": more}, {"b": FITS}, same_compiler=False)
     assert aot.complaints(86, {"a": {**more, "shared": 1 << 20}}, {"a": FITS}, same_compiler=False)

@@ -56,7 +56,7 @@ def test_pytorch_takes_over_with_one_warning(where: str, options: Options, broke
     assert why is not None and "could not compile" in why
 
 
-def test_statistics_and_operators_go_on_too(broken: Any) -> None:
+def test_statistics_and_operators_fall_back_too(broken: Any) -> None:
     broken("forward")
     (hidden, weight, _), labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
 
@@ -75,7 +75,7 @@ def test_statistics_and_operators_go_on_too(broken: Any) -> None:
     assert_as_good(traced[1] - traced[0], twin, exact, "by the operator")
 
 
-def test_who_asks_for_the_kernels_gets_the_error(broken: Any) -> None:
+def test_explicit_triton_raises_the_compile_error(broken: Any) -> None:
     from triton.errors import TritonError
 
     broken("forward", "loss")
@@ -97,7 +97,7 @@ def test_who_asks_for_the_kernels_gets_the_error(broken: Any) -> None:
         ("filtered", "filter.run", "select"),
     ],
 )
-def test_the_step_after_any_other_failure_is_right(
+def test_the_step_after_any_other_failure_is_correct(
     way: str, where: str, function: str, error: type[BaseException], broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of memory, Ctrl-C, or a full disk for Triton's cache: the error is raised, and the kernels stay in use."""

@@ -54,7 +54,7 @@ def hopper() -> None:
 @pytest.mark.parametrize(("n", "d", "v"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["stats", "ratio", "stored"])
-def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtype: torch.dtype, kind: str) -> None:
+def test_statistics_equal_those_of_the_general_kernel(n: int, d: int, v: int, dtype: torch.dtype, kind: str) -> None:
     inputs, shapes, label = _case(n, d, v, dtype)
     hidden, labels = inputs.hidden, inputs.labels
     assert shapes.hopper
@@ -79,7 +79,7 @@ def test_statistics_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dty
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("n", "d", "v"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_repeat_those_of_the_other_kernel(n: int, d: int, v: int, dtype: torch.dtype) -> None:
+def test_gradients_equal_those_of_the_general_kernel(n: int, d: int, v: int, dtype: torch.dtype) -> None:
     inputs, _, label = _case(n, d, v, dtype)
     hidden, weight, labels = inputs.hidden, inputs.weight, inputs.labels
     shapes = plan.make_plan(hidden, weight, backward=True)
@@ -120,7 +120,7 @@ def test_no_log_probability_exceeds_zero(d: int) -> None:
 @pytest.mark.parametrize("special", [True, False], ids=["hopper", "plain"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_losses_are_right_with_and_without(
+def test_losses_with_and_without_the_hopper_kernels(
     way: str, dtype: torch.dtype, special: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Hopper kernels are disabled for Triton versions they have not been tested with."""

@@ -80,7 +80,7 @@ def test_a_vocabulary_of_several_blocks_of_columns(way: str, monkeypatch: pytest
     check_against_plain(fused_loss(config_of(way)), inputs, labels, PLAIN, torch.float32, way)
 
 
-def test_full_logits_of_a_handful_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_logits_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path a GPU takes if the budget holds all logits of a few tokens; tested here on any device."""
     monkeypatch.setattr(dispatch, "prefers_full_logits", lambda *_: True)
     for options in (*OPTIONS, SCALAR):
@@ -103,7 +103,7 @@ def test_full_logits_of_a_handful_of_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     [(PLAIN, "exact"), (PLAIN, "filtered"), (EVERYTHING, "any"), (SCALAR, "any")],
     ids=str,
 )
-def test_narrow_budgets_change_nothing_but_the_order(
+def test_small_budgets_change_only_the_order_of_summation(
     options: Options, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small budget leads to slabs of the vocabulary, groups of tokens, or two passes."""
@@ -122,7 +122,7 @@ def test_narrow_budgets_change_nothing_but_the_order(
     assert forward.make_plan is backward.make_plan  # both directions use the same tiles
 
 
-def test_statistics_of_ignored_tokens_are_zero_whatever_memory_held() -> None:
+def test_statistics_of_ignored_tokens_are_zero_in_uninitialized_memory() -> None:
     (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float32, DEVICE, ignored="none")
     labels[::3] = 5  # a vocabulary entry that no tile writes where it is ignored
     wants = dict(entropy=True, log_sum_sq_probs=True, mean_logit=True, logsumexp=True)
@@ -171,7 +171,7 @@ def test_results_repeat_bit_for_bit() -> None:
 @pytest.mark.skipif(CUDA, reason="on a GPU it is a device-side assertion, tested below")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bad", [99, -1])
-def test_out_of_range_labels_are_seen(bad: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_range_labels_raise(bad: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, way)
     (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float16 if way == "materialized16" else torch.float32)
     labels[17] = bad
@@ -205,7 +205,7 @@ def test_real_sizes_on_the_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["exp_cache", "exact", "filtered"])
-def test_more_logits_than_32_bits_count(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_4_billion_logits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few tokens repeated many times: loss and weight gradient equal those of full logits of these tokens."""
     inputs, labels = make_inputs(64, 64, 131_104, torch.bfloat16, "cuda")
     copies = 513

@@ -92,7 +92,7 @@ def do_nothing(x):
     pass
 
 
-def test_arguments_of_two_compiled_kernels_have_two_keys(tmp_path: Path) -> None:
+def test_launch_keys_differ_where_triton_compiles_two_kernels(tmp_path: Path) -> None:
     print(python(SAME_AS_TRITON, interpreted=False, TRITON_CACHE_DIR=str(tmp_path)))
 
 
@@ -115,7 +115,7 @@ def test_eight_processes_fill_one_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error"), [("ro", "Read-only file system"), ("size=16k", "No space left on device")], ids=["ro", "full"]
 )
-def test_a_cache_on_a_disk_that_cannot_be_written(options: str, error: str, tmp_path: Path) -> None:
+def test_a_cache_on_a_read_only_or_full_disk(options: str, error: str, tmp_path: Path) -> None:
     """The error names the cause. The same process then continues, and the next one reads the cache it left."""
     disk = tmp_path / "disk"
     disk.mkdir()

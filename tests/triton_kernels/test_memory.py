@@ -63,7 +63,7 @@ def spec_of(budget: int, frozen: bool, softcap: float = 0.0) -> LossSpec:
         ),
     ],
 )
-def test_what_is_kept_without_a_filter(
+def test_saved_tensors_without_a_filter_fit_the_budget(
     kind: str, n: int, d: int, v: int, budgets: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     found = [check(kind, n, d, v, dtype, spec_of(mib * MIB, kind == "grouped")) for mib in budgets]
@@ -72,7 +72,7 @@ def test_what_is_kept_without_a_filter(
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("mib", [32, 64, 96, 128, 256, 1024])
-def test_what_the_filter_keeps(mib: int, frozen: bool) -> None:
+def test_the_filter_fits_the_budget_at_real_sizes(mib: int, frozen: bool) -> None:
     found = [
         check("filtered", n, d, v, torch.bfloat16, spec_of(mib * MIB, frozen))
         for n, d, v in (

@@ -48,9 +48,7 @@ def test_strided_labels_and_inputs(way: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", [*WAYS, "portable"])
-def test_a_word_of_the_vocabulary_as_ignore_index(
-    way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ignore_index_may_be_a_vocabulary_entry(way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels padded with the tokenizer's pad token give bit for bit the result of -100."""
     options = plain_options(way)
     if not applies(way, options, dtype):
@@ -96,7 +94,7 @@ def scaled_gradients(way: str, inputs: tuple[Tensor, ...], labels: Tensor, facto
 
 
 @pytest.mark.parametrize("way", [*WAYS, "portable"])
-def test_half_of_a_loss_has_half_of_its_gradients(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_the_loss_has_half_the_gradients(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, way)
     (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
     for whole, half in zip(*(scaled_gradients(way, (hidden, weight), labels, by) for by in (1.0, 0.5)), strict=True):
@@ -116,7 +114,9 @@ def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(way: str, monkey
 
 @pytest.mark.parametrize("far", [slice(20, 21), slice(None)], ids=["one", "all"])
 @pytest.mark.parametrize("way", ["exp_cache", "partial_exp_cache", "token_groups", "one_token_group"])
-def test_what_has_no_range_to_be_stored_is_computed_anew(way: str, far: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_beyond_the_range_of_the_cache_are_recomputed(
+    way: str, far: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """exp(z − z_label) overflows for tokens whose label is 100 nats away; the blocks of their neighbors stay cached."""
     taken = force(monkeypatch, way)
     (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
@@ -172,7 +172,7 @@ def test_the_default_dtype_changes_nothing(way: str, default: torch.dtype, monke
 # On a CPU, bfloat16 matmuls on padded rows read the padding.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"), ids=str)
 @pytest.mark.parametrize("way", [*WAYS, "portable"])
-def test_no_tokens_have_no_gradient_whatever_they_are_divided_by(
+def test_no_labels_give_zero_gradients_even_divided_by_zero(
     way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainer divides by a step's number of labels, even if it is zero: 0 · inf must not become NaN."""
@@ -190,7 +190,7 @@ def test_no_tokens_have_no_gradient_whatever_they_are_divided_by(
 
 @pytest.mark.parametrize("upstream", [float("nan"), float("inf")])
 @pytest.mark.parametrize("way", ["filtered", "exact", "portable"])
-def test_what_comes_from_upstream_for_ignored_tokens_is_ignored(
+def test_upstream_gradients_of_ignored_tokens_are_ignored(
     way: str, upstream: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CCEConfig("portable" if way == "portable" else "triton", gradient_filter=0.03)
@@ -212,7 +212,7 @@ def test_what_comes_from_upstream_for_ignored_tokens_is_ignored(
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="pretends to capture")
-def test_what_a_captured_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_read_by_a_cuda_graph_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, "filtered")
     (hidden, weight, _), labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
     leaves, state = [x.requires_grad_() for x in (hidden, weight)], FilterState()
@@ -231,7 +231,7 @@ def test_what_a_captured_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "d", "v"), [(70, 41, 133), (40, 150, 131), (33, 600, 70)])
-def test_columns_before_the_slab_lie_where_the_gradient_will(
+def test_cached_columns_share_the_weight_gradient_buffer(
     n: int, d: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some labels are in the columns cached in the dW buffer. One token's loss exceeds the limit; its values are recomputed."""
@@ -265,7 +265,7 @@ def test_columns_before_the_slab_lie_where_the_gradient_will(
 
 
 @pytest.mark.parametrize("n", [24, 40])
-def test_the_logits_of_few_tokens_do_not_stay_beside_a_larger_gradient(n: int) -> None:
+def test_logits_of_few_tokens_are_freed_before_the_weight_gradient(n: int) -> None:
     """With 24 tokens, logits are smaller than the weight's gradient; with 40 larger, and the gradient reuses their memory."""
     from hf_cce.kernels import materialized
 
@@ -302,7 +302,7 @@ def above_gradients(leaves: list[Tensor], loss: Callable[[], Tensor]) -> int:
 
 
 @pytest.mark.gpu
-def test_memory_of_few_tokens_is_that_of_full_logits() -> None:
+def test_memory_of_few_tokens_is_within_ten_percent_of_the_logits() -> None:
     n, d, v = 256, 4096, 32_001
     (hidden, weight, _), labels = make_inputs(n, d, v, torch.bfloat16, DEVICE)
     leaves = [x.requires_grad_() for x in (hidden, weight)]
@@ -312,7 +312,7 @@ def test_memory_of_few_tokens_is_that_of_full_logits() -> None:
 
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
 @pytest.mark.parametrize("v", [131, 136])
-def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
+def test_16_bit_logits_are_as_accurate_as_those_of_pytorch(
     v: int, ignored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hidden size above 512 and an odd vocabulary; gradients of ignored tokens are zero."""
@@ -340,7 +340,7 @@ def test_logits_of_16_bits_are_as_good_as_those_of_pytorch(
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts tensors in the interpreter; a GPU's allocator counts below")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
+def test_memory_of_16_bit_logits(dtype: torch.dtype) -> None:
     """Peak above the gradients: only the logits, as requested from the budget, and no more than PyTorch's full logits."""
     from hf_cce.kernels import materialized
 
@@ -367,7 +367,7 @@ def test_memory_of_logits_of_16_bits(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "d", "v"), [(2048, 576, 49_152), (600, 896, 151_937)])
-def test_memory_of_logits_of_16_bits_on_the_gpu(
+def test_memory_of_16_bit_logits_on_the_gpu(
     n: int, d: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the default thresholds, memory stays within the budget and below that of PyTorch's full logits."""
