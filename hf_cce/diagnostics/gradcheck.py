@@ -70,10 +70,10 @@ CASES = (
 )
 
 
-def allowed_error(twin_error: float, dtype: torch.dtype) -> float:
-    """Return the relative error allowed for a result of ``dtype`` if full logits have the error ``twin_error``."""
+def allowed_error(baseline_error: float, dtype: torch.dtype) -> float:
+    """Return the relative error allowed for a result of ``dtype`` if full logits have the error ``baseline_error``."""
     unit = torch.finfo(dtype).eps
-    return twin_error + unit / 16 if dtype in (torch.float16, torch.bfloat16) else 2 * twin_error + 16 * unit
+    return baseline_error + unit / 16 if dtype in (torch.float16, torch.bfloat16) else 2 * baseline_error + 16 * unit
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:

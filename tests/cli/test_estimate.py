@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from alive import Alive
 from command import Result, hf_cce
+from peak_memory import PeakTensorMemory
 from tiny_config import tiny_config
 from transformers import LlamaForCausalLM, MambaConfig
 
@@ -113,14 +113,14 @@ def test_a_real_step_holds_what_was_estimated(vocabulary: int, checkpointing: bo
             warnings.simplefilter("ignore")  # Transformers renames the argument
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ids = torch.randint(vocabulary, (4, 256))
-    with Alive({p.untyped_storage()._cdata for p in model.parameters()}) as alive:
+    with PeakTensorMemory({p.untyped_storage()._cdata for p in model.parameters()}) as memory:
         model(input_ids=ids, labels=ids).loss.backward()
     found = diagnostics.estimate("small", 4, 256, "float32", config=config)
     assert found.model.weights == sum(p.numel() * 4 for p in model.parameters())
     step = found.steps["full, checkpointing" if checkpointing else "full"]
     assert step.peak is not None
     there = step.peak - found.model.weights - found.optimizer - diagnostics.WORKSPACES  # a CPU has no workspaces
-    assert -0.02 < off(there, alive.peak) < 0.04
+    assert -0.02 < off(there, memory.peak) < 0.04
 
 
 def test_adapters_hold_what_peft_holds() -> None:
@@ -129,7 +129,7 @@ def test_adapters_hold_what_peft_holds() -> None:
     config = config_of(SIX_LAYERS)
     model = peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(r=8, target_modules="all-linear")).train()
     ids = torch.randint(4096, (4, 256))
-    with Alive({p.untyped_storage()._cdata for p in model.parameters()}) as alive:
+    with PeakTensorMemory({p.untyped_storage()._cdata for p in model.parameters()}) as memory:
         model(input_ids=ids, labels=ids).loss.backward()
     found = diagnostics.estimate("small", 4, 256, "float32", config=config, lora=LoRA(8))
     trained = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
@@ -137,7 +137,7 @@ def test_adapters_hold_what_peft_holds() -> None:
     assert found.model.gradients == trained == found.optimizer // 2 and not found.model.trains_head
     assert found.steps["full"].peak is not None
     there = found.steps["full"].peak - found.model.weights - found.optimizer - diagnostics.WORKSPACES
-    assert -0.02 < off(there, alive.peak) < 0.04
+    assert -0.02 < off(there, memory.peak) < 0.04
 
 
 @pytest.mark.slow

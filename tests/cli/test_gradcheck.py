@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from command import Result, hf_cce
-from numerics import assert_as_good, budget
+from numerics import assert_accurate, budget
 
 from hf_cce.diagnostics import gradcheck as diagnostics
 
@@ -89,7 +89,7 @@ def test_chunks_change_nothing_but_the_order(monkeypatch: pytest.MonkeyPatch) ->
     whole = diagnostics.with_full_logits(inputs, EVERYTHING, torch.float64)
     monkeypatch.setattr(diagnostics, "CHUNK_BYTES", 8 * 67 * 3)
     for name, x in diagnostics.with_full_logits(inputs, EVERYTHING, torch.float64).items():
-        assert_as_good(x, whole[name], whole[name], name, torch.float64)
+        assert_accurate(x, whole[name], whole[name], name, torch.float64)
 
 
 @pytest.mark.parametrize("factor", [1.001, math.nan])

@@ -23,7 +23,7 @@ from models import (
     told,
     twins,
 )
-from numerics import assert_as_good
+from numerics import assert_accurate
 from tiny_config import WORDS, tiny_config
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -51,7 +51,7 @@ def assert_no_further_than_unpatched(patched: Any, plain: Any, inputs: Any, loss
         each["gradient"] = torch.cat([value.double().flatten() for name, value in each.items() if name != "loss"])
     twin, actual, reference = results
     for name in ("loss", "gradient", *head):
-        assert_as_good(actual[name], twin[name], reference[name], name, torch.bfloat16)
+        assert_accurate(actual[name], twin[name], reference[name], name, torch.bfloat16)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bart", "phi"])
@@ -161,7 +161,7 @@ def test_torch_compile_of_a_step_around_the_model(family: str) -> None:
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     losses = [compiled(patched, **inputs) for _ in range(4)]
     assert counter.frame_count <= 2 and stats(patched).traced
-    assert_as_good(losses[-1], step(plain, **inputs), step(exact(plain), **inputs), "loss")
+    assert_accurate(losses[-1], step(plain, **inputs), step(exact(plain), **inputs), "loss")
     assert_same_training(patched, plain, batch())
     compiled(patched, **inputs)
     remove_cce(patched)
@@ -225,7 +225,7 @@ def test_accelerate_wraps_and_unwraps() -> None:
     reference = loss_and_grads(exact(tiny_llama()), batch(), double=True)
     for model in prepared:
         actual = loss_and_grads(model, batch())
-        assert_as_good(actual["loss"], expected["loss"], reference["loss"], "loss", torch.bfloat16)
+        assert_accurate(actual["loss"], expected["loss"], reference["loss"], "loss", torch.bfloat16)
         logits = model(**batch()).logits
         assert logits.dtype is torch.float32 and torch.equal(logits.materialize(), plain(**batch()).logits)
     for model in (first, later):
@@ -289,7 +289,7 @@ def test_the_head_on_another_device(head_on: str) -> None:
         assert_fused(patched, calls=1)
         for name, value in actual.items():
             assert value.device == twin[name].device
-            assert_as_good(value, twin[name], reference[name], name)
+            assert_accurate(value, twin[name], reference[name], name)
 
 
 def test_a_graph_that_makes_logits_says_so_once_when_it_is_traced() -> None:

@@ -13,9 +13,9 @@ import torch
 from numerics import budget
 from processes import started
 from ranks import ENGINES
-from spread import CASES, IGNORED_WORDS
+from vocab_parallel import CASES, IGNORED_ENTRIES
 
-COMPARED = [*CASES, *(f"ignore_index {index}" for index in IGNORED_WORDS), "log_probs"]
+COMPARED = [*CASES, *(f"ignore_index {index}" for index in IGNORED_ENTRIES), "log_probs"]
 MISTAKES = {
     "plain hidden states": "ValueError: weight: the hidden states are not replicated",
     "split hidden states": "ValueError: weight: the hidden states are not replicated",
@@ -95,24 +95,24 @@ def test_evaluations_and_a_loss_of_ones_own(engine: str, results: dict[str, Any]
         assert result["without labels"] <= budget(torch.finfo(half).eps, half)
 
 
-# Vocabulary-parallel tests: a vocabulary sharded over the two ranks; see tests/support/spread.py
+# Vocabulary-parallel tests: a vocabulary sharded over the two ranks; see tests/support/vocab_parallel.py
 @pytest.mark.parametrize("case", COMPARED)
 def test_a_spread_vocabulary_gives_what_a_whole_one_gives(case: str, results: dict[str, Any]) -> None:
     if case == "kernels" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
-    found = results["spread"]["compared"][case]
+    found = results["vocab_parallel"]["compared"][case]
     assert len(found["errors"]) >= 3
     for name, error in found["errors"].items():
-        assert error <= budget(found["twin"][name], getattr(torch, found["dtype"])), name
+        assert error <= budget(found["baseline"][name], getattr(torch, found["dtype"])), name
 
 
 def test_nothing_of_a_spread_vocabulary_is_gathered(results: dict[str, Any]) -> None:
     """Three all-reduces: the maximum of lse and the sums in the forward, the hidden states' gradient in the backward."""
-    assert results["spread"]["traffic"] == {"allreduce_": 3}
+    assert results["vocab_parallel"]["traffic"] == {"allreduce_": 3}
 
 
 def test_a_spread_vocabulary_names_mistakes(results: dict[str, Any]) -> None:
-    told = dict(results["spread"]["told"])
+    told = dict(results["vocab_parallel"]["errors"])
     assert told["label beyond"] == told["label beyond, whole"] and "[0, 99)" in told["label beyond"]
     assert "but 20 do not" in told["label below"] and told["label below"] == told["label below, log_probs"]
     for case, words in MISTAKES.items():
@@ -125,7 +125,7 @@ import datetime, os, sys
 import torch
 import torch.distributed as dist
 from losses import make_inputs
-from spread import spread
+from vocab_parallel import shard_head
 from torch.distributed.device_mesh import init_device_mesh
 from hf_cce import linear_cross_entropy
 
@@ -137,7 +137,7 @@ mesh = init_device_mesh("cpu", (2,))
 for step in range(2):
     if step and rank:
         os._exit(3)
-    x = spread(mesh, hidden.clone().requires_grad_(), weight.clone().requires_grad_())
+    x = shard_head(mesh, hidden.clone().requires_grad_(), weight.clone().requires_grad_())
     linear_cross_entropy(*x, labels).backward()
     print("step", step, flush=True)
 """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from losses import OPTIONS, PLAIN, Options, full_logits, fused_loss, loss_and_gradients, make_inputs, plain_loss
-from numerics import assert_as_good, budget
+from numerics import assert_accurate, budget
 from processes import started
 from ranks import ENGINES
 
@@ -98,7 +98,7 @@ def test_kernels_run_where_the_tensors_are(device: str, dtype: str, options: Opt
     actual = loss_and_gradients(fused_loss(config), inputs, labels, options, kind)
     for name, value in actual.items():
         assert value.device == torch.device(place)
-        assert_as_good(value, twin[name], exact[name], name, kind)
+        assert_accurate(value, twin[name], exact[name], name, kind)
     found = linear_log_probs(*inputs[:2], labels, bias=inputs[2], entropy=True, is_top1=True, config=config)
     statistics = []
     for t in (kind, torch.float64):
@@ -108,7 +108,7 @@ def test_kernels_run_where_the_tensors_are(device: str, dtype: str, options: Opt
         statistics.append((at_label * valid, -(log_p.exp() * log_p).sum(-1) * valid))
     for a, twin_of, best in zip((found.log_probs, found.entropy), *statistics, strict=True):
         assert a is not None and a.device == torch.device(place)
-        assert_as_good(a, twin_of, best, "log_probs", kind)
+        assert_accurate(a, twin_of, best, "log_probs", kind)
     if device == "cuda":
         assert torch.cuda.current_device() == 0
 

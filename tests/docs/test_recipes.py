@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from numerics import assert_as_good, relative_error
+from numerics import assert_accurate, relative_error
 
 accelerate, trl = pytest.importorskip("accelerate"), pytest.importorskip("trl")
 pytest.importorskip("datasets"), pytest.importorskip("peft")
@@ -170,7 +170,7 @@ def test_the_same_losses_with_and_without(run: str, here: Path, monkeypatch: pyt
     theirs = logged(plain, "loss")
     assert len(ours) == len(theirs) == 3 and not logged(plain, "cce/fused")
     a, b = torch.tensor(ours), torch.tensor(theirs)
-    assert_as_good(a[:1], b[:1], b[:1], "first loss")
+    assert_accurate(a[:1], b[:1], b[:1], "first loss")
     assert relative_error(a[-1:], b[-1:]) < 1e-4  # Adam amplifies rounding differences
 
 
@@ -309,7 +309,7 @@ def test_slurm_starts_several_machines(here: Path) -> None:
     state = json.loads((here / "two/checkpoint-3/trainer_state.json").read_text("utf-8"))
     losses = torch.tensor([row["loss"] for row in state["log_history"] if "loss" in row])
     single = torch.tensor(logged(train("pretrain", *one, "2"), "loss"))
-    assert_as_good(losses[:1], single[:1], single[:1], "first loss")
+    assert_accurate(losses[:1], single[:1], single[:1], "first loss")
     assert relative_error(losses[-1:], single[-1:]) < 1e-4
 
 
@@ -338,7 +338,7 @@ def test_a_step_by_log_probs_is_exact() -> None:
         found[way] = torch.cat([loss[None], log_probs.flatten(), entropy.flatten(), step.gradients()])
         assert log_probs.shape == entropy.shape == (8, 12) and step.gradients().abs().sum() > 0
     ours, theirs = found.values()
-    assert_as_good(ours, theirs, theirs, "a step")
+    assert_accurate(ours, theirs, theirs, "a step")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from forced_strategies import DEVICE, force_strategy, trained_like_inputs
 from losses import PLAIN, plain_loss
-from numerics import assert_as_good, relative_error
-from ways import DEVICE, force, peaked
+from numerics import assert_accurate, relative_error
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy
 
@@ -45,13 +45,13 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
             total += x.t() @ x
         return total / (tiles * BLOCK)
 
-    twin = plain(torch.float32).to(dtype)
+    baseline = plain(torch.float32).to(dtype)
     if dtype == torch.bfloat16:  # centered rows are rounded too
         scales = (mass.double() * tiles / mass.double().sum()).sqrt()
         blocks = weight[places].double().split(BLOCK)
         x = torch.cat([((r - r.mean(0)) * s).to(dtype).double() for r, s in zip(blocks, scales, strict=True)])
-        twin = (x.t() @ x / (tiles * BLOCK)).to(dtype)
-    assert_as_good(actual, twin, plain(torch.float64), "covariance", dtype)
+        baseline = (x.t() @ x / (tiles * BLOCK)).to(dtype)
+    assert_accurate(actual, baseline, plain(torch.float64), "covariance", dtype)
     # If nothing is dropped (all labels ignored), all tiles count equally, because later steps reuse the result.
     nothing, evenly = (
         corrections.dropped_covariance(weight, padded, torch.full_like(mass, x), BLOCK) for x in (0.0, 1.0)
@@ -83,7 +83,7 @@ def test_weight_correction_is_exact_for_low_rank_hidden_states(n: int, v: int, d
     found = corrections.make_weight_correction(hidden, weight, padded, mass, BLOCK)
     assert found.row_coeffs.shape == (v, 16) and found.basis.shape == (16, d)
     # Two chained products through 16 directions: one more rounding than the reference.
-    assert_as_good(found.row_coeffs @ found.basis, plain(torch.float32), plain(torch.float64), "weight correction")
+    assert_accurate(found.row_coeffs @ found.basis, plain(torch.float32), plain(torch.float64), "weight correction")
     nothing = corrections.make_weight_correction(hidden, weight, padded, torch.zeros_like(mass), BLOCK)
     assert not (nothing.row_coeffs @ nothing.basis).any()
 
@@ -109,8 +109,8 @@ def test_weight_correction_is_close_to_the_best_of_its_rank() -> None:
 @pytest.mark.parametrize("where", ["hidden", "weight"])
 def test_non_finite_values_do_not_affect_the_next_step(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """State learned in one step is reused in later steps and must not carry over infinities."""
-    force(monkeypatch, "filtered")
-    hidden, weight, labels = peaked(64, 32, 500, torch.float32, DEVICE)
+    force_strategy(monkeypatch, "filtered")
+    hidden, weight, labels = trained_like_inputs(64, 32, 500, torch.float32, DEVICE)
     state = FilterState()
     config = CCEConfig("triton", gradient_filter=0.06)
     for step in range(3):
@@ -133,8 +133,8 @@ def gradients(
     real = filter_run.plan_workspace
     with monkeypatch.context() as patch:
         patch.setattr(filter_run, "plan_workspace", lambda *a: dataclasses.replace(real(*a), corrected=corrected))
-        force(patch, "filtered")
-        hidden, weight, labels = peaked(128, 32, 1500, torch.float32, DEVICE)
+        force_strategy(patch, "filtered")
+        hidden, weight, labels = trained_like_inputs(128, 32, 1500, torch.float32, DEVICE)
         hidden = hidden / scale
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         state = FilterState()
@@ -142,21 +142,26 @@ def gradients(
         state._tau = torch.tensor(tau, device=DEVICE)
         config = CCEConfig("triton", gradient_filter=0.06)
         linear_cross_entropy(*leaves, labels, logit_scale=scale, config=config, filter_state=state).backward()
-    wide: list[Any] = [x.double().requires_grad_() for x in (hidden, weight)]
-    exact = torch.autograd.grad(plain_loss(*wide, None, labels, dataclasses.replace(PLAIN, logit_scale=scale)), wide)
+    exact_leaves: list[Any] = [x.double().requires_grad_() for x in (hidden, weight)]
+    exact = torch.autograd.grad(
+        plain_loss(*exact_leaves, None, labels, dataclasses.replace(PLAIN, logit_scale=scale)), exact_leaves
+    )
     return [relative_error(x.grad, y) for x, y in zip(leaves, exact, strict=True)], state.stats()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tiles of a GPU are larger than these inputs")
 @pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 0.25])
 def test_corrections_reduce_the_error(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    (uniform, of_weight), told = gradients(0.01, False, scale, monkeypatch)
-    (found, better), stats = gradients(0.01, True, scale, monkeypatch)
-    assert stats["kept"] == told["kept"] < 0.5
-    assert found < uniform / 2 and better < 0.95 * of_weight
+    (uniform, uniform_weight), uniform_stats = gradients(0.01, False, scale, monkeypatch)
+    (corrected, corrected_weight), stats = gradients(0.01, True, scale, monkeypatch)
+    assert stats["kept"] == uniform_stats["kept"] < 0.5
+    assert corrected < uniform / 2 and corrected_weight < 0.95 * uniform_weight
     # the measured error must account for the correction
-    assert found / 2 < stats["error"] < 2 * found and stats["error"] < told["error"] / 1.5
-    assert better / 1.5 < stats["weight_error"] < 1.5 * better and stats["weight_error"] < told["weight_error"]
+    assert corrected / 2 < stats["error"] < 2 * corrected and stats["error"] < uniform_stats["error"] / 1.5
+    assert (
+        corrected_weight / 1.5 < stats["weight_error"] < 1.5 * corrected_weight
+        and stats["weight_error"] < uniform_stats["weight_error"]
+    )
 
 
 def test_non_finite_ignored_tokens_do_not_affect_other_gradients() -> None:
@@ -168,9 +173,9 @@ def test_non_finite_ignored_tokens_do_not_affect_other_gradients() -> None:
     hidden[7], hidden[8], mass[:, 7:9] = float("nan"), float("inf"), 0.0
     expected = hidden.double() * (mass.double().sum(0) * 0.5)[:, None]
     expected[7:9] = 0.0
-    twin = (hidden * (mass.sum(0) * 0.5)[:, None]).nan_to_num(0.0)
+    baseline = (hidden * (mass.sum(0) * 0.5)[:, None]).nan_to_num(0.0)
     found = mass_weighted_hidden(hidden, mass, 0.5)
-    assert_as_good(found, twin, expected, "rows")
+    assert_accurate(found, baseline, expected, "rows")
     columns = torch.full((24, 48), float("nan"), device=DEVICE)
     mass_weighted_hidden(hidden, mass, 0.5, columns[:, :40])
     assert torch.equal(columns[:, :40], found.t()) and not columns[:, 40:].any()
@@ -204,7 +209,7 @@ def test_means_and_covariance_in_one_product(n: int, d: int, tiles: int, dtype: 
     from hf_cce.kernels.matmul import multiply_add
 
     hidden, means, covariance = (torch.randn(count, d, device=DEVICE).to(dtype) for count in (n, tiles, d))
-    of_token = torch.randint(-9, 10, (3, n), device=DEVICE).float()
+    token_mass = torch.randint(-9, 10, (3, n), device=DEVICE).float()
     total = torch.full((n, d), float("nan"), device=DEVICE)
     every = torch.full((tiles + d, padded(n)), float("nan"), dtype=dtype, device=DEVICE)
     every[:tiles] = torch.randn(tiles, padded(n), device=DEVICE)
@@ -213,13 +218,13 @@ def test_means_and_covariance_in_one_product(n: int, d: int, tiles: int, dtype: 
     saved: Any = SimpleNamespace(hidden=hidden, means=means, logit_scale=0.5)
 
     for corrected in (True, False):
-        mass = DroppedMass(every[:tiles, :n], every[: tiles + d * corrected, :n], unused, unused, of_token)
-        actual, twin = total.clone(), total.clone()
+        mass = DroppedMass(every[:tiles, :n], every[: tiles + d * corrected, :n], unused, unused, token_mass)
+        actual, baseline = total.clone(), total.clone()
         _add_dropped_to_hidden(actual, saved, mass, covariance if corrected else None)
-        multiply_add(twin, mass.per_row.t(), means, first=True)
+        multiply_add(baseline, mass.per_row.t(), means, first=True)
         exact = mass.per_row.double().t() @ means.double()
         if corrected:
-            rows = mass_weighted_hidden(hidden, of_token, 0.5)
-            multiply_add(twin, rows, covariance, first=False)
+            rows = mass_weighted_hidden(hidden, token_mass, 0.5)
+            multiply_add(baseline, rows, covariance, first=False)
             exact += rows.double() @ covariance.double()
-        assert_as_good(actual, twin, exact, f"corrected: {corrected}")
+        assert_accurate(actual, baseline, exact, f"corrected: {corrected}")

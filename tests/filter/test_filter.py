@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from forced_strategies import DEVICE, KEEPS_ALL, config_for, force_strategy, trained_like_inputs
 from losses import (
     PLAIN,
     Inputs,
@@ -19,9 +20,8 @@ from losses import (
     plain_loss,
     scaled_and_capped,
 )
-from numerics import assert_as_good, relative_error
+from numerics import assert_accurate, relative_error
 from torch import Tensor
-from ways import DEVICE, KEEPS_ALL, config_of, force, peaked
 
 from hf_cce import CCEConfig, FilterState
 
@@ -31,22 +31,24 @@ tiles_of_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="tiles of
 
 
 @pytest.fixture(autouse=True)
-def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Filter losses of any size; return the count of each strategy."""
-    return force(monkeypatch, "filtered")
+    return force_strategy(monkeypatch, "filtered")
 
 
 def run(
     inputs: Inputs,
     labels: Tensor,
-    wanted: Any,
+    gradient_filter: Any,
     options: Options = PLAIN,
     state: FilterState | None = None,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (loss, hidden gradient, weight gradient) with ``gradient_filter=wanted``; the bias is frozen."""
+    """Return (loss, hidden gradient, weight gradient) with that ``gradient_filter``; the bias is frozen."""
     hidden, weight = (x.detach().clone().requires_grad_(need) for x, need in zip(inputs, needs, strict=False))
-    loss = fused_loss(CCEConfig("triton", gradient_filter=wanted), state)(hidden, weight, inputs[2], labels, options)
+    loss = fused_loss(CCEConfig("triton", gradient_filter=gradient_filter), state)(
+        hidden, weight, inputs[2], labels, options
+    )
     loss.backward()
     return loss.detach(), hidden.grad, weight.grad
 
@@ -75,40 +77,40 @@ def run_plain(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
 def test_exact_if_all_is_kept_with_softcap_scale_and_z_loss(
-    ignored: str, dtype: torch.dtype, n: int, d: int, v: int, options: Options, taken: Counter[str]
+    ignored: str, dtype: torch.dtype, n: int, d: int, v: int, options: Options, counts: Counter[str]
 ) -> None:
     """No size is a multiple of a tile size."""
     inputs, labels = make_inputs(n, d, v, dtype, DEVICE, ignored=ignored)
-    check_against_plain(fused_loss(config_of("filtered")), inputs, labels, options, dtype, f"{options}, {ignored}")
-    assert taken == {"filtered": 1, "filtered gradients": 1}
+    check_against_plain(fused_loss(config_for("filtered")), inputs, labels, options, dtype, f"{options}, {ignored}")
+    assert counts == {"filtered": 1, "filtered gradients": 1}
 
 
 @pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "weight"])
 def test_a_bias_without_gradient_and_frozen_inputs(
-    needs: tuple[bool, bool], options: Options, taken: Counter[str]
+    needs: tuple[bool, bool], options: Options, counts: Counter[str]
 ) -> None:
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=True)
-    exact, twin = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
+    exact, baseline = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
     actual = run(inputs, labels, KEEPS_ALL, options, needs=needs)
-    for name, a, t, e, need in zip(("loss", "hidden", "weight"), actual, twin, exact, (True, *needs), strict=True):
+    for name, a, t, e, need in zip(("loss", "hidden", "weight"), actual, baseline, exact, (True, *needs), strict=True):
         assert (a is not None) == need
         if a is not None:
-            assert_as_good(a, t, e, name)
-    assert taken == {"filtered": 1, "filtered gradients": 1}
+            assert_accurate(a, t, e, name)
+    assert counts == {"filtered": 1, "filtered gradients": 1}
 
 
 @pytest.mark.parametrize(
     "options", [Options(label_smoothing=0.1), Options(0.7, 5.0, bias=True, z_loss=1e-2)], ids=["smoothing", "bias"]
 )
-def test_unsupported_options_bypass_the_filter(options: Options, taken: Counter[str]) -> None:
+def test_unsupported_options_bypass_the_filter(options: Options, counts: Counter[str]) -> None:
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=options.bias)
-    check_against_plain(fused_loss(config_of("filtered")), inputs, labels, options, torch.float32, str(options))
-    assert taken["filtered"] == taken["filtered gradients"] == 0
+    check_against_plain(fused_loss(config_for("filtered")), inputs, labels, options, torch.float32, str(options))
+    assert counts["filtered"] == counts["filtered gradients"] == 0
 
 
 def filter_data(n: int = 60, d: int = 32, v: int = 230, seed: int = 0) -> tuple[Inputs, Tensor]:
-    hidden, weight, labels = peaked(n, d, v, device=DEVICE, seed=seed)
+    hidden, weight, labels = trained_like_inputs(n, d, v, device=DEVICE, seed=seed)
     return (hidden, weight, None), labels
 
 
@@ -120,26 +122,26 @@ def assert_within(factor: float, estimate: float | Tensor | None, actual: float)
 @pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
 def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options) -> None:
     inputs, labels = filter_data()
-    exact, twin = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
+    exact, baseline = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
     errors = []
-    for wanted in (0.1, 0.06, 0.03) if options is SOFT else (0.1, 0.02, 0.004):
+    for gradient_filter in (0.1, 0.06, 0.03) if options is SOFT else (0.1, 0.02, 0.004):
         state = FilterState()
-        loss, *gradients = run(inputs, labels, wanted, options, state)
-        assert_as_good(loss, twin[0], exact[0], "loss")
+        loss, *gradients = run(inputs, labels, gradient_filter, options, state)
+        assert_accurate(loss, baseline[0], exact[0], "loss")
         stats = state.stats()
         assert 0 < stats["kept"] < 1 and 0 < stats["dropped_mass"] < 1
         errors.append([relative_error(a, e) for a, e in zip(gradients, exact[1:], strict=True)])
         assert_within(1.1, stats["error"], errors[-1][0])  # every token is measured
         assert_within(2, stats["weight_error"], errors[-1][1])  # measured on a sample of the vocabulary
         # the initial threshold is a guess for logits without a softcap
-        assert options is SOFT or errors[-1][0] <= wanted
+        assert options is SOFT or errors[-1][0] <= gradient_filter
     for lower, higher in zip(errors[1:], errors, strict=False):
         assert lower[0] < higher[0] and lower[1] < higher[1]
 
 
 @tiles_of_the_interpreter
 @pytest.mark.parametrize(
-    ("n", "unsure", "wanted", "options", "factors"),
+    ("n", "unsure", "gradient_filter", "options", "factors"),
     [
         # with few dropped tiles, one token may have most of the error
         (150, 0, 0.03, Options(reduction="sum"), (3, 2)),
@@ -148,13 +150,13 @@ def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options) ->
     ],
 )
 def test_error_estimate_from_a_sample_of_tokens(
-    n: int, unsure: int, wanted: float, options: Options, factors: tuple[float, float]
+    n: int, unsure: int, gradient_filter: float, options: Options, factors: tuple[float, float]
 ) -> None:
     """The estimate holds for more tokens than it samples, also with an upstream gradient other than one."""
     inputs, labels = filter_data(n, 32, 400, seed=2 if unsure else 0)
     inputs[0][torch.randperm(n, generator=torch.Generator().manual_seed(2))[:unsure]] *= 0.25
     state = FilterState()
-    _, *found = run(inputs, labels, wanted, options, state)
+    _, *found = run(inputs, labels, gradient_filter, options, state)
     errors = [relative_error(a, e) for a, e in zip(found, run_plain(inputs, labels, options)[1:], strict=True)]
     assert_within(factors[0], state.stats()["error"], errors[0])
     assert_within(factors[1], state.stats()["weight_error"], errors[1])
@@ -176,7 +178,7 @@ def test_estimate_of_the_rounding_error(
     """Estimate the effect of rounding logits, in float16: there the interpreter rounds like a GPU."""
     from hf_cce.kernels.filter import error
 
-    hidden, weight, labels = peaked(n, 32, 230, torch.float16, DEVICE, seed=5 if measured else 0)
+    hidden, weight, labels = trained_like_inputs(n, 32, 230, torch.float16, DEVICE, seed=5 if measured else 0)
     if measured:
         monkeypatch.setattr(error, "ROUNDED_TOKENS", measured)
         hidden[torch.randperm(n, generator=torch.Generator().manual_seed(5))[:25]] *= 0.25
@@ -201,12 +203,12 @@ def test_dropped_tiles_keep_their_mass() -> None:
     weight[:, 0] = hidden[:, 0] = 1.0
     options = Options(0.8, z_loss=0.3)  # without a z-loss the sums are zero
     inputs, state = (hidden, weight, None), FilterState()
-    exact, twin = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
-    _, of_hidden, of_weight = run(inputs, labels, 0.1, options, state)
+    exact, baseline = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
+    _, grad_hidden, grad_weight = run(inputs, labels, 0.1, options, state)
     assert state.stats()["kept"] < 0.9 and state.stats()["dropped_mass"] > 1e-3
-    assert relative_error(of_hidden, exact[1]) > 100 * relative_error(twin[1], exact[1])
-    assert_as_good(of_hidden[:, 0], twin[1][:, 0], exact[1][:, 0], "sums over the vocabulary")
-    assert_as_good(of_weight[:, 0].sum(), twin[2][:, 0].sum(), exact[2][:, 0].sum(), "sum over everything")
+    assert relative_error(grad_hidden, exact[1]) > 100 * relative_error(baseline[1], exact[1])
+    assert_accurate(grad_hidden[:, 0], baseline[1][:, 0], exact[1][:, 0], "sums over the vocabulary")
+    assert_accurate(grad_weight[:, 0].sum(), baseline[2][:, 0].sum(), exact[2][:, 0].sum(), "sum over everything")
 
 
 @tiles_of_the_interpreter
@@ -216,8 +218,8 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     from hf_cce.kernels.filter import run as filter_run
     from hf_cce.kernels.filter import select
 
-    energies, of_tiles = [], select._tile_energies
-    monkeypatch.setattr(select, "_tile_energies", lambda *a: energies.append(of_tiles(*a)) or energies[0])
+    energies, tile_energies = [], select._tile_energies
+    monkeypatch.setattr(select, "_tile_energies", lambda *a: energies.append(tile_energies(*a)) or energies[0])
     # Disable the correction of hf_cce.kernels.filter.corrections: it does not belong to a single tile.
     real = filter_run.plan_workspace
     monkeypatch.setattr(filter_run, "plan_workspace", lambda *a: dataclasses.replace(real(*a), corrected=False))
@@ -229,7 +231,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     labels[:3] = -100
     options, state = Options(softcap=softcap, reduction="sum"), FilterState()
     inputs = (torch.eye(n), weight, None)
-    exact, twin = (run_plain(inputs, labels, options, dtype)[2] for dtype in (torch.float64, torch.float32))
+    exact, baseline = (run_plain(inputs, labels, options, dtype)[2] for dtype in (torch.float64, torch.float32))
     actual = run(inputs, labels, 0.1, options, state)[2]
     assert actual is not None and state._vocabulary is not None
     order, rank = (x.long() for x in (state._vocabulary[1].vocab_perm, state._vocabulary[1].inv_vocab_perm))
@@ -239,31 +241,35 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     for first in range(0, v, 32):
         for row in range(0, n, 16):
             cols, tokens = order[first : min(v, first + 32)], rows[row : row + 16]
-            a, t, e = (x[cols][:, tokens] for x in (actual, twin, exact))
+            a, t, e = (x[cols][:, tokens] for x in (actual, baseline, exact))
             holds_a_label = bool((labels[tokens, None] == cols).any())
             if not holds_a_label:  # stored per token in bfloat16, which the interpreter truncates
-                spread = (e - e.mean(0)).square().sum()
-                assert 0.999 * (1 - 2**-7) * spread <= energy[first // 32, row // 16] <= 1.001 * spread
+                energy_above_mean = (e - e.mean(0)).square().sum()
+                assert (
+                    0.999 * (1 - 2**-7) * energy_above_mean
+                    <= energy[first // 32, row // 16]
+                    <= 1.001 * energy_above_mean
+                )
             if holds_a_label or torch.equal(a, a[:1].expand_as(a)) is False:
-                assert_as_good(a, t, e, f"kept tile at {row}, {first}")
+                assert_accurate(a, t, e, f"kept tile at {row}, {first}")
                 continue
             dropped += 1
             mass = p[cols][:, tokens].sum(0) * (labels[tokens] >= 0)
             if softcap is not None:  # the damping is stored in bfloat16, which the interpreter truncates
                 damping = (e.sum(0) / mass.where(mass > 0, 1.0)).float()
                 mass = mass * (damping.view(torch.int32) & -65536).view(torch.float32)
-            assert_as_good(a.sum(0), t.sum(0), mass, f"mass of the dropped tile at {row}, {first}", torch.float32)
+            assert_accurate(a.sum(0), t.sum(0), mass, f"mass of the dropped tile at {row}, {first}", torch.float32)
     tiles = 7 * 3
     assert 0 < dropped == round((1 - state.stats()["kept"]) * tiles)
     valid = labels >= 0
     at_label = (labels[valid], valid.nonzero()[:, 0])
-    assert_as_good(actual[at_label], twin[at_label], exact[at_label], "the target's term")
+    assert_accurate(actual[at_label], baseline[at_label], exact[at_label], "the target's term")
     size = exact.norm()
     assert (actual - exact).norm() <= 1.01 * state.stats()["tau"] * size  # energies are bfloat16
     # The threshold is relative to the whole gradient's energy: the target terms plus all tiles that may be dropped.
     tile_energy = energy[energy.isfinite()].double().sum()
-    whole = [(x[at_label].double() ** 2).sum() + tile_energy for x in (twin, exact)]
-    assert_as_good(part.sum(), *whole, "energy of the whole gradient", torch.float32)
+    total_energies = [(x[at_label].double() ** 2).sum() + tile_energy for x in (baseline, exact)]
+    assert_accurate(part.sum(), *total_energies, "energy of the whole gradient", torch.float32)
 
 
 @tiles_of_the_interpreter
@@ -271,16 +277,16 @@ def test_auto_is_relative_to_the_rounding_error(monkeypatch: pytest.MonkeyPatch)
     from hf_cce.kernels.filter import select
 
     seen: list[tuple[Tensor, ...]] = []
-    of_tiles = select._tile_energies
+    tile_energies = select._tile_energies
 
     def watched(saved: Any, by_rounding: bool) -> tuple[Tensor, Tensor, Tensor]:
         assert by_rounding
-        found = of_tiles(saved, by_rounding)
+        found = tile_energies(saved, by_rounding)
         seen.append((saved.rounding.clone(), saved.order.token_perm.clone(), found[1].clone()))
         return found
 
     monkeypatch.setattr(select, "_tile_energies", watched)
-    hidden, weight, labels = peaked(48, 40, 224, torch.bfloat16)
+    hidden, weight, labels = trained_like_inputs(48, 40, 224, torch.bfloat16)
     state = FilterState()
     run((hidden, weight, None), labels, "auto", state=state)
     rounding, rows, part = seen[0]
@@ -295,7 +301,7 @@ def test_auto_is_relative_to_the_rounding_error(monkeypatch: pytest.MonkeyPatch)
     low, high = (x * y for x, y in zip(likely.aminmax(dim=0), (0.999, 1.001), strict=True))
     assert (rounding[~valid] == 0).all() and (rounding[valid] > 0).all()
     assert ((low <= rounding) & (rounding <= high))[valid].all()
-    assert_as_good(part.sum(), rounding.sum(), rounding.double().sum(), "the reference", torch.float32)
+    assert_accurate(part.sum(), rounding.sum(), rounding.double().sum(), "the reference", torch.float32)
 
 
 @tiles_of_the_interpreter
@@ -306,11 +312,11 @@ def test_a_nan_ignored_token_does_not_affect_the_others(softcap: float | None) -
     options, state = Options(softcap=softcap), FilterState()
     labels[::7] = -100
     valid = labels >= 0
-    loss, of_hidden, _ = run_plain((hidden, weight, None), labels, options)
+    loss, grad_hidden, _ = run_plain((hidden, weight, None), labels, options)
     hidden[~valid] = float("nan")
     actual = run((hidden, weight, None), labels, 0.1, options, state)
     assert state.stats()["kept"] < 1 and 0 < state.stats()["dropped_mass"] < 1 and actual[1] is not None
-    assert relative_error(actual[0], loss) <= 1e-6 and relative_error(actual[1][valid], of_hidden[valid]) <= 0.1
+    assert relative_error(actual[0], loss) <= 1e-6 and relative_error(actual[1][valid], grad_hidden[valid]) <= 0.1
 
 
 @tiles_of_the_interpreter
@@ -367,8 +373,8 @@ def test_label_logits_kernel_also_reorders_hidden_states(n: int, d: int, v: int,
     from hf_cce.kernels.labels import label_logits
     from hf_cce.kernels.launch_config import filter_plan
 
-    (wide, weight, _), labels = make_inputs(n, 2 * d, v, dtype, DEVICE)
-    hidden, weight = wide[:, :d], weight[:, :d].contiguous()
+    (double_width, weight, _), labels = make_inputs(n, 2 * d, v, dtype, DEVICE)
+    hidden, weight = double_width[:, :d], weight[:, :d].contiguous()
     g = torch.Generator().manual_seed(0)
     tokens, order = torch.randperm(n, generator=g).to(DEVICE), torch.randperm(v, generator=g).int().to(DEVICE)
     columns = torch.where(labels < 0, v, labels).int()[tokens]
@@ -408,26 +414,28 @@ def force_workspace(
 
 
 @pytest.mark.parametrize(
-    "wanted", [pytest.param(KEEPS_ALL, marks=tiles_of_the_interpreter), 0.03], ids=["everything", "some"]
+    "gradient_filter", [pytest.param(KEEPS_ALL, marks=tiles_of_the_interpreter), 0.03], ids=["everything", "some"]
 )
 @pytest.mark.parametrize("need_weight", [True, False], ids=["trained", "frozen"])
-def test_passes_and_slabs_change_nothing(need_weight: bool, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_and_slabs_change_nothing(
+    need_weight: bool, gradient_filter: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs, labels = filter_data(40, 32, 200)
     results = []
     # In the last three, the weight rows are stored in sorted order where the gradient will be. With one pass per column block,
     # most gradients stay in sorted order until all passes are done, and the scratch holds some of their columns at a time.
-    whole, slabs = (None, True, None), ((2, False, None), (3, False, 4))
-    for workspace in (whole, *slabs, (None, True, 1), (None, True, 15), (None, True, 9)):
+    unsplit, slabs = (None, True, None), ((2, False, None), (3, False, 4))
+    for workspace in (unsplit, *slabs, (None, True, 1), (None, True, 15), (None, True, 9)):
         used, state = force_workspace(monkeypatch, *workspace), FilterState()
-        loss, hidden, weight = run(inputs, labels, wanted, SOFT, state, (True, need_weight))
+        loss, hidden, weight = run(inputs, labels, gradient_filter, SOFT, state, (True, need_weight))
         assert len(used) == 1
         results.append(([loss, hidden, *([weight] if need_weight else [])], state.stats()))
     first, stats = results[0]
     for other, other_stats in results[1:]:
         assert (other_stats["kept"], other_stats["tau"]) == (stats["kept"], stats["tau"])
-        assert_as_good(*(torch.tensor(s["error"]) for s in (other_stats, stats, stats)), "measured error")
+        assert_accurate(*(torch.tensor(s["error"]) for s in (other_stats, stats, stats)), "measured error")
         for a, e, name in zip(other, first, ("loss", "hidden", "weight"), strict=False):
-            assert_as_good(a, e, e, name)
+            assert_accurate(a, e, e, name)
 
 
 # Sampling of tokens and rows for the error estimates, and how many are processed at once
@@ -447,7 +455,7 @@ def test_indices_are_drawn_by_their_weights(size: int, count: int) -> None:
     assert ((drawn - due).abs() < 1.0 + torch.finfo(torch.float32).eps * size * count).all()
     assert not drawn[weights == 0].any()
     exact = weights.double().sum() / (count * weights[indices].double())
-    assert_as_good(factors, weights.sum() / (count * weights[indices]), exact, "factors", torch.float32)
+    assert_accurate(factors, weights.sum() / (count * weights[indices]), exact, "factors", torch.float32)
 
 
 def test_sampling_with_zero_nan_or_few_weights() -> None:
@@ -466,7 +474,7 @@ def test_estimates_in_chunks_are_the_same(softcap: float | None, monkeypatch: py
     """A small budget only means more iterations."""
     from hf_cce.kernels.filter import run as filter_run
 
-    hidden, weight, labels = peaked(60, 32, 230, torch.float16, DEVICE)
+    hidden, weight, labels = trained_like_inputs(60, 32, 230, torch.float16, DEVICE)
     real, found = filter_run.plan_workspace, []
     for at_once in (60, 7):
         monkeypatch.setattr(
@@ -478,4 +486,4 @@ def test_estimates_in_chunks_are_the_same(softcap: float | None, monkeypatch: py
         found.append([report.error, report.weight_error, report.rounding_error, report.rounding_weight_error])
     for ours, all_at_once in zip(found[1], found[0], strict=True):
         assert DEVICE == "cuda" or ours > 0
-        assert_as_good(ours, all_at_once, all_at_once, "estimate", torch.float32)
+        assert_accurate(ours, all_at_once, all_at_once, "estimate", torch.float32)

@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from forced_strategies import (
+    KEEPS_ALL,
+    STRATEGIES,
+    applies,
+    config_for,
+    default_options,
+    force_strategy,
+    forward_counter,
+    trained_like_inputs,
+)
 from losses import make_inputs
 from models import anatomy, batch, tiny_llama
-from numerics import assert_as_good, relative_error
+from numerics import assert_accurate, relative_error
 from test_filter_state import COUNTS, KEYS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
-from ways import KEEPS_ALL, WAYS, applies, config_of, force, peaked, plain_options, takes
 
 from hf_cce import CCEConfig, FilterState, apply_cce, dispatch, linear_cross_entropy, remove_cce
 from hf_cce import filter_state as state_module
@@ -33,7 +42,7 @@ def filtered(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Filter losses of any size without pausing; return the count of each strategy."""
     torch.compiler.reset()
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
-    return force(monkeypatch, "filtered")
+    return force_strategy(monkeypatch, "filtered")
 
 
 def compile(function: Any) -> tuple[Any, CompileCounterWithBackend]:
@@ -44,7 +53,7 @@ def compile(function: Any) -> tuple[Any, CompileCounterWithBackend]:
 
 def problem(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return (hidden, weight, labels) of which the filter drops some tiles; hidden and weight require gradients."""
-    hidden, weight, labels = peaked(40, 16, 130, dtype, seed=seed)
+    hidden, weight, labels = trained_like_inputs(40, 16, 130, dtype, seed=seed)
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
@@ -76,13 +85,13 @@ def test_every_step_equals_eager_code(dtype: torch.dtype, gradient_filter: Any, 
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_strategy_equals_eager_code(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, upstream = force(monkeypatch, way), 1 / 3
-    dtype, options = torch.bfloat16, plain_options(way)
-    assert applies(way, options, dtype)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_equals_eager_code(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, upstream = force_strategy(monkeypatch, strategy), 1 / 3
+    dtype, options = torch.bfloat16, default_options(strategy)
+    assert applies(strategy, options, dtype)
     inputs, labels = make_inputs(40, 16, 70, dtype)
-    config, state = config_of(way, memory_budget=1 << 20), FilterState()
+    config, state = config_for(strategy, memory_budget=1 << 20), FilterState()
     compiled, _ = compile(lambda h, w: upstream * loss_of(h, w, labels, state, config))
 
     def gradients(function: Any, dtype: torch.dtype) -> list[Tensor]:
@@ -92,14 +101,14 @@ def test_every_strategy_equals_eager_code(way: str, monkeypatch: pytest.MonkeyPa
         return [x.grad for x in (hidden, weight) if x.grad is not None]
 
     ours = gradients(compiled, dtype)
-    assert taken[takes(way)] == 1
+    assert counts[forward_counter(strategy)] == 1
     unscaled = gradients(lambda h, w: loss_of(h, w, labels, FilterState(), config), dtype)
     for mine, eager in zip(ours, unscaled, strict=True):
         assert torch.equal(mine, (eager.float() * upstream).to(dtype))
 
 
 def test_the_budget_equals_that_of_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, "exact")
+    force_strategy(monkeypatch, "exact")
     budgets, real = [], dispatch._budget
     monkeypatch.setattr(dispatch, "_budget", lambda *args: budgets.append(real(*args)) or budgets[-1])
     monkeypatch.setattr(dispatch, "_head_gradient_bytes", lambda p, spec: 1 << 30 if spec.needs[1] else 0)
@@ -119,7 +128,7 @@ def test_float16_gradients_are_scaled_before_they_underflow() -> None:
         config = CCEConfig("triton" if dtype == torch.float16 else "auto", gradient_filter=None)
         (function(h, w * 2e-4, labels, None, config) * 4096).backward()
         found[name] = h.grad
-    assert_as_good(found["compiled"], found["eager"], found["exact"], "hidden")
+    assert_accurate(found["compiled"], found["eager"], found["exact"], "hidden")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -137,7 +146,7 @@ def test_summed_losses_and_a_retained_graph(dtype: torch.dtype, filtered: Any) -
         parts.append(torch.autograd.grad(factor * loss_of(h, weight, y, state, FILTERED), (hidden, weight)))
     for name, a, b, x, y in zip(("hidden", "weight"), first, again, *parts, strict=True):
         assert torch.equal(a, b)
-        assert_as_good(a, x + y, x.double() + y.double(), name, dtype)
+        assert_accurate(a, x + y, x.double() + y.double(), name, dtype)
 
 
 def test_a_checkpoint_in_the_graph(filtered: Any) -> None:
@@ -149,7 +158,7 @@ def test_a_checkpoint_in_the_graph(filtered: Any) -> None:
     state = FilterState()
     actual = torch.autograd.grad(compile(checkpointed)[0](hidden, weight, labels, state), (hidden, weight))
     for name, a, b in zip(("hidden", "weight"), actual, expected, strict=True):
-        assert_as_good(a, b, b, name)
+        assert_accurate(a, b, b, name)
     assert state.stats()["kept"] < 1
 
 
@@ -204,9 +213,9 @@ def test_a_patched_model_trains_and_counts_as_in_eager_code(filtered: Any) -> No
     compiled, counter = compile(models[1])
     eager_losses, losses = train(models[0], models[0]), train(models[1], compiled)
     for ours, eager in zip(losses, eager_losses, strict=True):
-        assert_as_good(ours, eager, eager, "loss")
+        assert_accurate(ours, eager, eager, "loss")
     for (name, ours), eager in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
-        assert_as_good(ours, eager, eager, name)
+        assert_accurate(ours, eager, eager, name)
     expected, counted = models[0].cce_stats(), models[1].cce_stats()
     assert set(counted) == COUNTS | KEYS and counted["traced"] and 0 < counted["kept"] < 1
     assert {key: counted[key] for key in COUNTS - {"traced"}} == {key: expected[key] for key in COUNTS - {"traced"}}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from forced_strategies import count_strategies, default_options, force_strategy, trained_like_inputs
 from losses import PLAIN, Options, check_against_plain, fused_loss, plain_loss
-from numerics import assert_as_good, relative_error
+from numerics import assert_accurate, relative_error
 from torch import Tensor
-from ways import force, peaked, plain_options, watch
 
 from hf_cce import CCEConfig, FilterState, dispatch, linear_cross_entropy
 from hf_cce import filter_state as state_module
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.gpu
 SHAPE = (4096, 512, 32000)
 
 
-def leaves_of(hidden: Tensor, weight: Tensor, way: str = "") -> list[Tensor]:
-    """Return copies as leaves; the weight is frozen if the strategy ``way`` is for frozen heads."""
+def leaves_of(hidden: Tensor, weight: Tensor, strategy: str = "") -> list[Tensor]:
+    """Return copies as leaves; the weight is frozen if ``strategy`` is for frozen heads."""
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
-    leaves[1].requires_grad_(not plain_options(way).frozen)
+    leaves[1].requires_grad_(not default_options(strategy).frozen)
     return leaves
 
 
@@ -46,22 +46,22 @@ def plain_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch
     return torch.autograd.grad(plain_loss(*leaves, None, labels, PLAIN), leaves)
 
 
-def config_for(way: str) -> CCEConfig:
+def make_config(strategy: str) -> CCEConfig:
     # full logits of SHAPE take 500 MiB
-    return CCEConfig("triton", memory_budget=1 << 30, gradient_filter="auto" if way == "filtered" else None)
+    return CCEConfig("triton", memory_budget=1 << 30, gradient_filter="auto" if strategy == "filtered" else None)
 
 
-@pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized", "full"])
-def test_no_step_waits_for_the_device(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, labels = peaked(*SHAPE, torch.bfloat16, "cuda")
-    if way == "full":  # a few tokens, computed by PyTorch
-        hidden, labels, config, taken = hidden[:100], labels[:100], CCEConfig(), watch(monkeypatch)
+@pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "materialized", "full"])
+def test_no_step_waits_for_the_device(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels = trained_like_inputs(*SHAPE, torch.bfloat16, "cuda")
+    if strategy == "full":  # a few tokens, computed by PyTorch
+        hidden, labels, config, counts = hidden[:100], labels[:100], CCEConfig(), count_strategies(monkeypatch)
     else:
-        config, taken = config_for(way), force(monkeypatch, way)
+        config, counts = make_config(strategy), force_strategy(monkeypatch, strategy)
     # Make five steps include two measurements, one check of the kept share, and making and using orders.
     for name, value in (("MEASURE_EVERY", 3), ("READ_EVERY", 2), ("SORT_EVERY", 2)):
         monkeypatch.setattr(state_module, name, value)
-    leaves, state, items = leaves_of(hidden, weight, way), FilterState(), torch.tensor(500.0, device="cuda")
+    leaves, state, items = leaves_of(hidden, weight, strategy), FilterState(), torch.tensor(500.0, device="cuda")
 
     def step() -> None:
         linear_cross_entropy(*leaves, labels, config=config, filter_state=state).backward()
@@ -76,39 +76,39 @@ def test_no_step_waits_for_the_device(way: str, monkeypatch: pytest.MonkeyPatch)
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    if way == "filtered":  # the first steps only probe
-        assert taken.pop("recomputed gradients") == 2
-    assert taken[way] == (18 if way != "full" else 0) and sum(taken.values()) == 2 * taken[way]
+    if strategy == "filtered":  # the first steps only probe
+        assert counts.pop("recomputed gradients") == 2
+    assert counts[strategy] == (18 if strategy != "full" else 0) and sum(counts.values()) == 2 * counts[strategy]
 
 
-@pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
-def test_results_repeat_bit_for_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = force(monkeypatch, way)
-    hidden, weight, labels = peaked(*SHAPE, torch.bfloat16, "cuda")
+@pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
+def test_results_repeat_bit_for_bit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = force_strategy(monkeypatch, strategy)
+    hidden, weight, labels = trained_like_inputs(*SHAPE, torch.bfloat16, "cuda")
     runs = []
     for _ in range(2):
-        leaves, state, found = leaves_of(hidden, weight, way), FilterState(), []
+        leaves, state, found = leaves_of(hidden, weight, strategy), FilterState(), []
         for _ in range(4):  # the threshold moves by the second step
-            loss = linear_cross_entropy(*leaves, labels, config=config_for(way), filter_state=state)
+            loss = linear_cross_entropy(*leaves, labels, config=make_config(strategy), filter_state=state)
             found += [loss.detach(), *torch.autograd.grad(loss, trained(leaves))]
         runs.append((found, state.stats()))
-    assert taken[way] == 8
+    assert counts[strategy] == 8
     assert all(torch.equal(a, b) for a, b in zip(*(found for found, _ in runs), strict=True))
     assert runs[0][1] == runs[1][1]
-    if way == "filtered":
+    if strategy == "filtered":
         assert 0 < runs[0][1]["kept"] < 1
 
 
-@pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
-def test_two_streams_match_one_stream_bit_for_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
+def test_two_streams_match_one_stream_bit_for_bit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two heads run concurrently, each on its own stream. Then both switch streams at every step, with waits."""
-    taken, here = force(monkeypatch, way), torch.cuda.current_stream()
+    counts, here = force_strategy(monkeypatch, strategy), torch.cuda.current_stream()
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
-    batches = [peaked(*SHAPE, torch.bfloat16, "cuda", seed=seed) for seed in (0, 1)]
+    batches = [trained_like_inputs(*SHAPE, torch.bfloat16, "cuda", seed=seed) for seed in (0, 1)]
     sides = torch.cuda.Stream(), torch.cuda.Stream()
 
     def run(choose: Callable[[int, int], torch.cuda.Stream]) -> tuple[list[Tensor], list[dict[str, float]]]:
-        heads = [(leaves_of(*batch[:2], way), batch[2], FilterState()) for batch in batches]
+        heads = [(leaves_of(*batch[:2], strategy), batch[2], FilterState()) for batch in batches]
         last, found = [here, here], []
         for step in range(4):
             for number, (leaves, labels, state) in enumerate(heads):
@@ -118,30 +118,30 @@ def test_two_streams_match_one_stream_bit_for_bit(way: str, monkeypatch: pytest.
                 with torch.cuda.stream(stream):
                     if step == 0:  # the device sleeps while the host enqueues, so that the streams overlap
                         torch.cuda._sleep(200_000_000)
-                    loss = linear_cross_entropy(*leaves, labels, config=config_for(way), filter_state=state)
+                    loss = linear_cross_entropy(*leaves, labels, config=make_config(strategy), filter_state=state)
                     found += [loss.detach(), *torch.autograd.grad(loss, trained(leaves))]
         torch.cuda.synchronize()
         return found, [state.stats() for *_, state in heads]
 
     alone, stats = run(lambda number, step: here)
     for choose in (lambda number, step: sides[number], lambda number, step: sides[(number + step) % 2]):
-        found, of_streams = run(choose)
-        assert of_streams == stats and all(map(torch.equal, found, alone))
-    assert taken[way] == 24
-    if way == "filtered":
+        found, stream_stats = run(choose)
+        assert stream_stats == stats and all(map(torch.equal, found, alone))
+    assert counts[strategy] == 24
+    if strategy == "filtered":
         assert all(0 < each["kept"] < 1 for each in stats)
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_compiled_steps_equal_eager_code(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No synchronization under compile either. The operator stays out of CUDA graphs, so its state is updated at every step."""
-    taken = force(monkeypatch, "filtered")
+    counts = force_strategy(monkeypatch, "filtered")
     for name, value in (("MEASURE_EVERY", 3), ("READ_EVERY", 2), ("SORT_EVERY", 2)):
         monkeypatch.setattr(state_module, name, value)
-    hidden, weight, labels = peaked(*SHAPE, torch.bfloat16, "cuda")
+    hidden, weight, labels = trained_like_inputs(*SHAPE, torch.bfloat16, "cuda")
 
     def loss_of(hidden: Tensor, weight: Tensor, state: FilterState) -> Tensor:
-        config = config_for("filtered")
+        config = make_config("filtered")
         return linear_cross_entropy(2 * hidden, weight, labels, config=config, filter_state=state)
 
     torch.compiler.reset()
@@ -160,15 +160,15 @@ def test_compiled_steps_equal_eager_code(mode: str | None, monkeypatch: pytest.M
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(loss, eager_loss) and all(map(torch.equal, ours, eager))
         assert states[0].stats() == states[1].stats()
-    assert 0 < states[1].stats()["kept"] < 1 and taken["filtered gradients"] == 18
+    assert 0 < states[1].stats()["kept"] < 1 and counts["filtered gradients"] == 18
 
 
-@pytest.mark.parametrize("way", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
-def test_a_cuda_graph_replays_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
+def test_a_cuda_graph_replays_a_step(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture and replay a whole step: gradients equal an eager call's, also after the inputs change."""
-    taken = force(monkeypatch, way)
-    hidden, weight, labels = peaked(2048, 512, 16384, torch.bfloat16, "cuda")
-    leaves, state, config = leaves_of(hidden, weight, way), FilterState(), config_for(way)
+    counts = force_strategy(monkeypatch, strategy)
+    hidden, weight, labels = trained_like_inputs(2048, 512, 16384, torch.bfloat16, "cuda")
+    leaves, state, config = leaves_of(hidden, weight, strategy), FilterState(), make_config(strategy)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -176,34 +176,34 @@ def test_a_cuda_graph_replays_a_step(way: str, monkeypatch: pytest.MonkeyPatch) 
             gradients(leaves, labels, config, state)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    before = taken[way]
+    before = counts[strategy]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=state)
         found = torch.autograd.grad(loss, trained(leaves))
-    assert taken[way] == before + 1
+    assert counts[strategy] == before + 1
     graph.replay()
     fresh = FilterState()
-    if way == "filtered":
+    if strategy == "filtered":
         fresh.threshold("auto", hidden)
         fresh._probing = False
         fresh._tau = torch.tensor(state.stats()["tau"], dtype=torch.float32, device="cuda")
     expected_loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=fresh)
     expected = torch.autograd.grad(expected_loss, trained(leaves))
-    assert_as_good(loss, expected_loss, expected_loss, "loss")
+    assert_accurate(loss, expected_loss, expected_loss, "loss")
     for a, e, name in zip(found, expected, ("hidden", "weight"), strict=False):
-        assert_as_good(a, e, e, name)
+        assert_accurate(a, e, e, name)
     with torch.no_grad():
-        new_hidden, _, new_labels = peaked(2048, 512, 16384, torch.bfloat16, "cuda", seed=1)
+        new_hidden, _, new_labels = trained_like_inputs(2048, 512, 16384, torch.bfloat16, "cuda", seed=1)
         # The weight rows stay the same. The other seed's tokens predict other rows, so shift half of our own tokens instead.
         even = torch.arange(2048, device="cuda") % 2 == 0
         leaves[0].copy_(torch.where(even[:, None], hidden.roll(64, 0), new_hidden))
         labels.copy_(torch.where(even, labels.roll(64, 0), new_labels))
     graph.replay()
     exact = plain_gradients(*leaves, labels, torch.float64)
-    twin = plain_gradients(*leaves, labels, torch.bfloat16)
-    for a, t, e, name in zip(found, twin, exact, ("hidden", "weight"), strict=False):
-        assert_as_good(a, t, e, f"{name} after new inputs")
+    baseline = plain_gradients(*leaves, labels, torch.bfloat16)
+    for a, t, e, name in zip(found, baseline, exact, ("hidden", "weight"), strict=False):
+        assert_accurate(a, t, e, f"{name} after new inputs")
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
@@ -214,13 +214,13 @@ def test_memory_budgets_hold(
     n: int, d: int, v: int, gradient_filter: Any, budget: int, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers steps with and without an error measurement, and with and without sorting the vocabulary."""
-    hidden, weight, labels = peaked(n, d, v, torch.bfloat16, "cuda")
+    hidden, weight, labels = trained_like_inputs(n, d, v, torch.bfloat16, "cuda")
     leaves = leaves_of(hidden, weight)
     del hidden, weight
     leaves[1].requires_grad_(not frozen)
     config, state = CCEConfig(memory_budget=budget << 20, gradient_filter=gradient_filter), FilterState()
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
-    taken = watch(monkeypatch)
+    counts = count_strategies(monkeypatch)
     gradient_bytes = sum(x.numel() * x.element_size() for x in leaves if x.requires_grad)
 
     def step() -> None:
@@ -237,11 +237,11 @@ def test_memory_budgets_hold(
         step()
         used = torch.cuda.max_memory_allocated() - before - gradient_bytes
         # Plus a few [N] vectors: losses, labels, upstream gradients.
-        assert used <= (budget << 20) + 64 * n, f"step {number}: {used / 2**20:.1f} of {budget} MiB, {dict(taken)}"
+        assert used <= (budget << 20) + 64 * n, f"step {number}: {used / 2**20:.1f} of {budget} MiB, {dict(counts)}"
     if gradient_filter is None:
-        assert "filtered" not in taken
+        assert "filtered" not in counts
     elif budget == 256 and not frozen:
-        assert taken["filtered"] == 7 and state.stats()["kept"] < 1
+        assert counts["filtered"] == 7 and state.stats()["kept"] < 1
 
 
 @pytest.mark.parametrize("options", [PLAIN, Options(0.7, 30.0)], ids=["plain", "softcap"])
@@ -251,37 +251,41 @@ def test_memory_budgets_hold(
 def test_bfloat16_gradients_are_no_worse_than_eager(
     n: int, d: int, v: int, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = force(monkeypatch, "filtered")
+    counts = force_strategy(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
-    hidden, weight, labels = peaked(n, d, v, torch.bfloat16, "cuda")
+    hidden, weight, labels = trained_like_inputs(n, d, v, torch.bfloat16, "cuda")
     inputs, state = (hidden, weight, None), FilterState()
     loss = fused_loss(CCEConfig("triton"), state)
     for number in range(5):  # all tiles, then the first threshold, then thresholds moved by measurements
         check_against_plain(loss, inputs, labels, options, torch.bfloat16, f"{n}×{d}×{v}, step {number}")
         torch.cuda.synchronize()
-    assert taken["filtered"] == taken["filtered gradients"] == 5
+    assert counts["filtered"] == counts["filtered gradients"] == 5
     assert 0 < state.stats()["kept"] < 1 and not state.probe_only()
 
 
-@pytest.mark.parametrize("wanted", [0.005, 0.03])
-def test_the_requested_error_is_met(wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gradient_filter", [0.005, 0.03])
+def test_the_requested_error_is_met(gradient_filter: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error measured on a sample is close to the true and to the requested error; in float32, where rounding is small."""
-    force(monkeypatch, "filtered")
+    force_strategy(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "MEASURE_EVERY", 1)
-    hidden, weight, labels = peaked(*SHAPE, torch.float32, "cuda")
-    config, state, leaves = CCEConfig("triton", gradient_filter=wanted), FilterState(), leaves_of(hidden, weight)
+    hidden, weight, labels = trained_like_inputs(*SHAPE, torch.float32, "cuda")
+    config, state, leaves = (
+        CCEConfig("triton", gradient_filter=gradient_filter),
+        FilterState(),
+        leaves_of(hidden, weight),
+    )
     for _ in range(8):
         found = gradients(leaves, labels, config, state)
     exact, stats = plain_gradients(hidden, weight, labels, torch.float64), state.stats()
     errors = [relative_error(x, y) for x, y in zip(found, exact, strict=True)]
     assert errors[0] / 2 <= stats["error"] <= 2 * errors[0]
     assert errors[1] / 2 <= stats["weight_error"] <= 2 * errors[1]
-    assert wanted / 2 <= max(errors) <= 2 * wanted
+    assert gradient_filter / 2 <= max(errors) <= 2 * gradient_filter
 
 
 def test_the_filter_pauses_while_it_keeps_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real asynchronous copy to the host: an untrained head keeps nearly everything; the filter pauses and resumes."""
-    taken = force(monkeypatch, "filtered")
+    counts = force_strategy(monkeypatch, "filtered")
     g = torch.Generator().manual_seed(0)
     n, d, v = 1024, 256, 8192
     hidden, weight = torch.randn(n, d, generator=g), torch.randn(v, d, generator=g) * (3 / d**0.5)
@@ -290,10 +294,10 @@ def test_the_filter_pauses_while_it_keeps_too_much(monkeypatch: pytest.MonkeyPat
     config = CCEConfig("triton", gradient_filter=1e-6)
     seen: Counter[float] = Counter()
     for _ in range(state_module.PAUSE_STEPS + 3 * state_module.READ_EVERY):
-        before = taken["filtered"]
+        before = counts["filtered"]
         gradients(leaves, labels, config, state)
         torch.cuda.synchronize()  # the kept share arrives by the next step
-        seen["filtered" if taken["filtered"] > before else "paused"] += 1  # type: ignore[index]
+        seen["filtered" if counts["filtered"] > before else "paused"] += 1  # type: ignore[index]
     assert state.stats()["kept"] > state_module.PAUSE_SHARE
     assert seen["paused"] >= state_module.PAUSE_STEPS and seen["filtered"] >= 2  # type: ignore[index]
 
@@ -304,7 +308,7 @@ def test_few_tokens_with_the_default_config(n: int, dtype: torch.dtype, monkeypa
     """Token counts on both sides of the limit for full logits."""
     torch.manual_seed(0)
     for v in (997, 128256):
-        hidden, weight, labels = peaked(n, 192, v, dtype, "cuda")
+        hidden, weight, labels = trained_like_inputs(n, 192, v, dtype, "cuda")
         labels[-1] = v - 1
         for options in (PLAIN, Options(0.7, 5.0, z_loss=1e-2, reduction="sum"), Options(label_smoothing=0.1)):
             inputs = (hidden, weight, torch.randn(v, device="cuda").to(dtype) if options.z_loss else None)
@@ -312,12 +316,12 @@ def test_few_tokens_with_the_default_config(n: int, dtype: torch.dtype, monkeypa
 
 
 def test_the_size_limit_of_full_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, (n, v) = watch(monkeypatch), (100, 997)
-    hidden, weight, labels = peaked(n, 64, v, torch.bfloat16, "cuda")
+    counts, (n, v) = count_strategies(monkeypatch), (100, 997)
+    hidden, weight, labels = trained_like_inputs(n, 64, v, torch.bfloat16, "cuda")
     leaves = leaves_of(hidden, weight)
     gradients(leaves, labels, CCEConfig())
-    assert not taken
+    assert not counts
     monkeypatch.setattr(dispatch, "FULL_LOGITS_MAX", n * v - 1)
     gradients(leaves, labels, CCEConfig())
     gradients(leaves, labels, CCEConfig("triton"))
-    assert taken["materialized"] == taken["materialized gradients"] == 2
+    assert counts["materialized"] == counts["materialized gradients"] == 2

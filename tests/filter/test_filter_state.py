@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from forced_strategies import KEEPS_ALL, backward_counter, default_options, force_strategy, trained_like_inputs
 from losses import PLAIN, check_against_plain, fused_loss, make_inputs
 from models import batch, tiny_llama
-from numerics import assert_as_good
+from numerics import assert_accurate
 from test_callback import build
 from torch import Tensor
 from transformers import TrainerCallback
-from ways import KEEPS_ALL, backward_of, force, peaked, plain_options
 
 from hf_cce import CCECallback, CCEConfig, FilterState, apply_cce, linear_cross_entropy, remove_cce
 from hf_cce import filter_state as state_module
@@ -41,16 +41,16 @@ def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Filter losses of any size in the interpreter; return the count of each strategy."""
     if CUDA:
         pytest.skip(cpu_only.kwargs["reason"])
-    return force(monkeypatch, "filtered")
+    return force_strategy(monkeypatch, "filtered")
 
 
 def step(
     state: FilterState | None,
-    wanted: Any = KEEPS_ALL,
+    gradient_filter: Any = KEEPS_ALL,
     n: int = 16,
     d: int = 16,
     v: int = 40,
@@ -59,7 +59,7 @@ def step(
     """Run one small training step with that state; return the weight's gradient."""
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype)
     weight.requires_grad_()
-    config = CCEConfig("triton", gradient_filter=wanted)
+    config = CCEConfig("triton", gradient_filter=gradient_filter)
     linear_cross_entropy(hidden.requires_grad_(), weight, labels, config=config, filter_state=state).backward()
     assert weight.grad is not None
     return weight.grad
@@ -69,17 +69,17 @@ def step(
 ROUNDING = (5e-3, 2e-3)
 
 
-def told(error: float, kept: int = 10, weight_error: float | None = None) -> FilterReport:
+def make_report(error: float, kept: int = 10, weight_error: float | None = None) -> FilterReport:
     """Return a backward pass's report; without ``weight_error``, that of a frozen weight."""
-    of_weight = (None, None) if weight_error is None else (torch.tensor(weight_error), torch.tensor(ROUNDING[1]))
-    errors = (torch.tensor(error), of_weight[0], torch.tensor(ROUNDING[0]), of_weight[1])
+    weight_errors = (None, None) if weight_error is None else (torch.tensor(weight_error), torch.tensor(ROUNDING[1]))
+    errors = (torch.tensor(error), weight_errors[0], torch.tensor(ROUNDING[0]), weight_errors[1])
     counts = (torch.tensor(kept, dtype=torch.int32), 100, torch.tensor([1.0]), 50)
     return FilterReport(*counts, torch.tensor(1e-3), *errors)
 
 
-def targets_of(wanted: Any, frozen: bool = False) -> tuple[float, float]:
-    if wanted != "auto":
-        return wanted, wanted
+def target_errors(gradient_filter: Any, frozen: bool = False) -> tuple[float, float]:
+    if gradient_filter != "auto":
+        return gradient_filter, gradient_filter
     share = state_module.AUTO_SHARE_FROZEN if frozen else state_module.AUTO_SHARE
     return share * ROUNDING[0], share * ROUNDING[1]
 
@@ -91,7 +91,7 @@ def test_each_device_has_its_own_threshold() -> None:
     for error in (2 * ROUNDING[0], 4 * ROUNDING[0]):
         for x in hidden:
             assert state.on(x.device).threshold("auto", x) is not None
-        state.on(places[0]).report(told(error))
+        state.on(places[0]).report(make_report(error))
     first, second = (state.on(x.device).threshold("auto", x) for x in hidden)
     assert first is not None and float(first) < state_module.AUTO_TAU and first.device == places[0]
     assert second is not None and second.device == places[1]
@@ -100,7 +100,7 @@ def test_each_device_has_its_own_threshold() -> None:
     assert state.on(places[0]) is state and state.stats()["tau"] > 0
 
 
-def test_a_loss_uses_the_state_of_its_device(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_uses_the_state_of_its_device(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     state, asked = FilterState(), []
     of = FilterState.on
     monkeypatch.setattr(FilterState, "on", lambda self, device: asked.append(device) or of(self, device))
@@ -109,17 +109,17 @@ def test_a_loss_uses_the_state_of_its_device(taken: Counter[str], monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("wanted", "dtype"), [("auto", torch.float32), ("auto", torch.float16), (None, torch.float32)], ids=str
+    ("gradient_filter", "dtype"), [("auto", torch.float32), ("auto", torch.float16), (None, torch.float32)], ids=str
 )
-def test_auto_filters_only_bfloat16(wanted: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_filters_only_bfloat16(gradient_filter: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     state = FilterState()
     assert state.threshold("auto", torch.zeros(1, dtype=dtype)) is None
     tau = state.threshold("auto", torch.zeros(1, dtype=torch.bfloat16))
     assert tau is not None and tau.dtype == torch.float32 and 0 < tau < 1e-2
     if not CUDA:
-        taken = force(monkeypatch, "filtered")
-        step(state, wanted, dtype=dtype)
-        assert "filtered" not in taken and state.stats() == {}
+        counts = force_strategy(monkeypatch, "filtered")
+        step(state, gradient_filter, dtype=dtype)
+        assert "filtered" not in counts and state.stats() == {}
 
 
 def test_another_requested_error_resets_the_threshold() -> None:
@@ -130,72 +130,72 @@ def test_another_requested_error_resets_the_threshold() -> None:
     assert first is not None and second is not None and second < first
 
 
-def tau_of(state: FilterState, wanted: Any) -> float:
-    tau = state.threshold(wanted, torch.zeros(1, dtype=torch.bfloat16))
+def next_tau(state: FilterState, gradient_filter: Any) -> float:
+    tau = state.threshold(gradient_filter, torch.zeros(1, dtype=torch.bfloat16))
     assert tau is not None
     return float(tau)
 
 
 def assert_near(x: float, expected: float, what: str) -> None:
-    assert_as_good(*(torch.tensor(y) for y in (x, expected, expected)), what)
+    assert_accurate(*(torch.tensor(y) for y in (x, expected, expected)), what)
 
 
-@pytest.mark.parametrize("wanted", ["auto", 0.02])
-def test_the_threshold_follows_the_measured_error(wanted: Any) -> None:
+@pytest.mark.parametrize("gradient_filter", ["auto", 0.02])
+def test_the_threshold_follows_the_measured_error(gradient_filter: Any) -> None:
     """The first correction is full, later ones half (in octaves), within limits; without a finite error there is none."""
-    target, _ = targets_of(wanted, frozen=True)
+    target, _ = target_errors(gradient_filter, frozen=True)
     state = FilterState()
-    before = tau_of(state, wanted)
-    state.report(told(2 * target))
-    assert_near(tau_of(state, wanted) / before, 0.5, "an octave down")
-    before = tau_of(state, wanted)
-    state.report(told(2 * target))
-    assert_near(tau_of(state, wanted) / before, 0.5**0.5, "half an octave down")
-    state.report(told(target / 2))
-    back = tau_of(state, wanted)
+    before = next_tau(state, gradient_filter)
+    state.report(make_report(2 * target))
+    assert_near(next_tau(state, gradient_filter) / before, 0.5, "an octave down")
+    before = next_tau(state, gradient_filter)
+    state.report(make_report(2 * target))
+    assert_near(next_tau(state, gradient_filter) / before, 0.5**0.5, "half an octave down")
+    state.report(make_report(target / 2))
+    back = next_tau(state, gradient_filter)
     assert_near(back, before, "and up again")
-    state.report(told(float("nan")))
-    state.report(told(target)._replace(error=None))
-    assert tau_of(state, wanted) == back
+    state.report(make_report(float("nan")))
+    state.report(make_report(target)._replace(error=None))
+    assert next_tau(state, gradient_filter) == back
     for _ in range(40):
-        state.report(told(0.0))
-    assert_near(tau_of(state, wanted), state_module.LARGEST_TAU, "the largest")
+        state.report(make_report(0.0))
+    assert_near(next_tau(state, gradient_filter), state_module.LARGEST_TAU, "the largest")
     for _ in range(40):
-        state.report(told(1e9))
-    assert_near(tau_of(state, wanted), state_module.SMALLEST_TAU, "the smallest")
+        state.report(make_report(1e9))
+    assert_near(next_tau(state, gradient_filter), state_module.SMALLEST_TAU, "the smallest")
 
 
-@pytest.mark.parametrize("wanted", ["auto", 0.02])
+@pytest.mark.parametrize("gradient_filter", ["auto", 0.02])
 @pytest.mark.parametrize("worse", ["hidden", "weight"])
-def test_the_worse_of_both_errors_counts(worse: str, wanted: Any) -> None:
-    targets = targets_of(wanted)
+def test_the_worse_of_both_errors_counts(worse: str, gradient_filter: Any) -> None:
+    targets = target_errors(gradient_filter)
     factors = (3, 1.5) if worse == "hidden" else (0.1, 3)
     state = FilterState()
-    before = tau_of(state, wanted)
+    before = next_tau(state, gradient_filter)
     errors = [factor * target for factor, target in zip(factors, targets, strict=True)]
-    state.report(told(errors[0], weight_error=errors[1]))
-    assert_near(tau_of(state, wanted) / before, 1 / 3, "a third")
+    state.report(make_report(errors[0], weight_error=errors[1]))
+    assert_near(next_tau(state, gradient_filter) / before, 1 / 3, "a third")
     found = state.stats()
     assert_near(found["error"], errors[0], "error")
     assert_near(found["weight_error"], errors[1], "weight_error")
-    state.report(told(1.0, weight_error=1.0)._replace(error=None))  # everything below the head is frozen
+    state.report(make_report(1.0, weight_error=1.0)._replace(error=None))  # everything below the head is frozen
     assert state.stats()["weight_error"] == 1.0
 
 
 def test_the_threshold_of_a_captured_graph_is_at_most_the_initial_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graph replays measure nothing for new data. A threshold requested as a number is unaffected."""
-    for wanted, bold in (("auto", False), (0.02, True)):
+    for gradient_filter, bold in (("auto", False), (0.02, True)):
         state = FilterState()
         for _ in range(5):
-            tau_of(state, wanted)
-            state.report(told(1e-6))
-        found = tau_of(state, wanted)
+            next_tau(state, gradient_filter)
+            state.report(make_report(1e-6))
+        found = next_tau(state, gradient_filter)
         assert found > 2 * state_module.AUTO_TAU
         with monkeypatch.context() as patch:
             patch.setattr(state_module, "_capturing", lambda: True)
-            captured = tau_of(state, wanted)
+            captured = next_tau(state, gradient_filter)
         assert_near(captured, found if bold else state_module.AUTO_TAU, "captured")
-        assert tau_of(state, wanted) == found
+        assert next_tau(state, gradient_filter) == found
 
 
 def test_measurement_schedule() -> None:
@@ -203,22 +203,22 @@ def test_measurement_schedule() -> None:
     for number in range(70):
         if state.measure():
             measured.append(number)
-        state.report(told(0.01))
+        state.report(make_report(0.01))
     assert measured == [0, 1, 2, 3, 32, 64]
 
 
 @pytest.mark.slow
-def test_the_requested_error_is_reached(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requested_error_is_reached(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On repeated inputs, the measured error gets closer to the requested one than with the initial guess."""
     monkeypatch.setattr(state_module, "MEASURE_EVERY", 1)
-    hidden, weight, labels = peaked(120, 32, 460)
-    wanted, state, errors = 0.06, FilterState(), []
+    hidden, weight, labels = trained_like_inputs(120, 32, 460)
+    gradient_filter, state, errors = 0.06, FilterState(), []
     for _ in range(5):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        config = CCEConfig("triton", gradient_filter=wanted)
+        config = CCEConfig("triton", gradient_filter=gradient_filter)
         linear_cross_entropy(*leaves, labels, config=config, filter_state=state).backward()
         errors.append(state.stats()["error"])
-    away = [abs(math.log(error / wanted)) for error in errors]
+    away = [abs(math.log(error / gradient_filter)) for error in errors]
     assert away[-1] < away[0] / 2 and min(away) == min(away[-2:])
 
 
@@ -246,44 +246,44 @@ def test_pauses_while_too_much_is_kept_and_resumes() -> None:
     assert state.threshold(0.01, hidden) is not None and state._pending is None
 
 
-@pytest.mark.parametrize("wanted", ["auto", 0.02])
-def test_after_a_pause_it_measures_as_at_the_start(wanted: Any) -> None:
+@pytest.mark.parametrize("gradient_filter", ["auto", 0.02])
+def test_after_a_pause_it_measures_as_at_the_start(gradient_filter: Any) -> None:
     """The head keeps training while the filter pauses, so the earlier threshold says little about it."""
-    target, _ = targets_of(wanted, frozen=True)
+    target, _ = target_errors(gradient_filter, frozen=True)
     state = FilterState()
     for _ in range(10):
-        tau_of(state, wanted)
-        state.report(told(target))
+        next_tau(state, gradient_filter)
+        state.report(make_report(target))
     assert not state.measure()
     state._pending = state_module._PendingCount(torch.tensor(90), Event(), 100, 0)
     for _ in range(state_module.PAUSE_STEPS):
-        assert state.threshold(wanted, torch.zeros(1, dtype=torch.bfloat16)) is None
-    before, measured = tau_of(state, wanted), 0
-    state.report(told(target / 3))
-    assert_near(tau_of(state, wanted) / before, 3.0, "all the way")
-    before = tau_of(state, wanted)
+        assert state.threshold(gradient_filter, torch.zeros(1, dtype=torch.bfloat16)) is None
+    before, measured = next_tau(state, gradient_filter), 0
+    state.report(make_report(target / 3))
+    assert_near(next_tau(state, gradient_filter) / before, 3.0, "all the way")
+    before = next_tau(state, gradient_filter)
     for _ in range(9):
         measured += state.measure()
-        state.report(told(target))
+        state.report(make_report(target))
     assert measured == state_module.MEASURE_FIRST - 1
-    state.report(told(target / 4))
-    assert_near(tau_of(state, wanted) / before, 2.0, "half the way")
+    state.report(make_report(target / 4))
+    assert_near(next_tau(state, gradient_filter) / before, 2.0, "half the way")
 
 
-def test_a_step_during_a_pause(taken: Counter[str]) -> None:
+def test_a_step_during_a_pause(counts: Counter[str]) -> None:
     state = FilterState()
     filtered = step(state)
     state._pending = state_module._PendingCount(torch.tensor(99), Event(), 100, 0)
     exact = step(state)
-    assert taken["filtered"] == taken["filtered gradients"] == 1 and sum(taken.values()) == 4
+    assert counts["filtered"] == counts["filtered gradients"] == 1 and sum(counts.values()) == 4
     assert state.stats()["dense"] == 1.0
-    assert_as_good(exact, filtered, filtered, "weight")
+    assert_accurate(exact, filtered, filtered, "weight")
     state._paused = 0
     step(state)
-    assert taken["filtered"] == 2 and state.stats()["dense"] == 0.0
+    assert counts["filtered"] == 2 and state.stats()["dense"] == 0.0
 
 
-def test_the_vocabulary_order_is_reused(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_order_is_reused(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "SORT_EVERY", 3)
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)  # always filter, whatever share is kept
     state, orders = FilterState(), []
@@ -302,7 +302,7 @@ def test_the_vocabulary_order_is_reused(taken: Counter[str], monkeypatch: pytest
         assert torch.equal(state._vocabulary[1].vocab_perm.sort().values[-70:], torch.arange(70, dtype=torch.int32))
 
 
-def test_the_covariance_is_reused(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_covariance_is_reused(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SORT_EVERY", 2), ("COVARIANCE_EVERY", 4), ("PAUSE_SHARE", 1.0)):
         monkeypatch.setattr(state_module, name, value)
     state, found = FilterState(), []
@@ -317,40 +317,40 @@ def test_the_covariance_is_reused(taken: Counter[str], monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_auto_drops_nothing_until_it_has_measured_a_benefit(
-    taken: Counter[str], monkeypatch: pytest.MonkeyPatch
+    counts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With "auto", nothing is dropped until a measured threshold gives the share it would keep; likewise after each pause."""
     monkeypatch.setattr(state_module, "AUTO_TAU", 0.05)
     monkeypatch.setattr(state_module, "PAUSE_STEPS", 2)
-    hidden, weight, labels = peaked(60, 32, 230, torch.bfloat16)
+    hidden, weight, labels = trained_like_inputs(60, 32, 230, torch.bfloat16)
 
-    def gradients(wanted: Any, state: FilterState, again: bool = False) -> list[Tensor]:
+    def gradients(gradient_filter: Any, state: FilterState, again: bool = False) -> list[Tensor]:
         leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
-        config = CCEConfig("triton", gradient_filter=wanted)
+        config = CCEConfig("triton", gradient_filter=gradient_filter)
         loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=state)
         if again:  # runs without the filter: the first backward consumed what the forward stored
             torch.autograd.grad(loss, leaves, retain_graph=True)
         return list(torch.autograd.grad(loss, leaves))
 
-    whole = gradients("auto", FilterState(), again=True)
-    for pointless, expected in ((0.99, "wwffff"), (0.0, "wwddwwddwwd")):
+    unfiltered = gradients("auto", FilterState(), again=True)
+    for pointless, expected in ((0.99, "uuffff"), (0.0, "uudduudduud")):
         monkeypatch.setattr(state_module, "PAUSE_SHARE", pointless)
         state, found = FilterState(), ""
         for _ in expected:
-            before = taken["filtered gradients"]
-            same = all(torch.equal(a, b) for a, b in zip(gradients("auto", state), whole, strict=True))
-            found += ("w" if same else "f") if taken["filtered gradients"] > before else "d"
+            before = counts["filtered gradients"]
+            same = all(torch.equal(a, b) for a, b in zip(gradients("auto", state), unfiltered, strict=True))
+            found += ("u" if same else "f") if counts["filtered gradients"] > before else "d"
             assert 0 < state.stats()["kept"] < 0.99
         assert found == expected
-    taken.clear()  # without a state nothing would bound the error
+    counts.clear()  # without a state nothing would bound the error
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
     linear_cross_entropy(*leaves, labels, config=CCEConfig("triton")).backward()
-    assert "filtered" not in taken
+    assert "filtered" not in counts
 
 
-def test_the_first_probe_uses_the_estimated_threshold(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_probe_uses_the_estimated_threshold(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The kept share that decides whether filtering pays is that of the estimated threshold, not that of the initial guess."""
-    hidden, weight, labels = peaked(60, 32, 230, torch.bfloat16)
+    hidden, weight, labels = trained_like_inputs(60, 32, 230, torch.bfloat16)
     weight.requires_grad_()
 
     def probe(state: FilterState) -> None:
@@ -362,7 +362,7 @@ def test_the_first_probe_uses_the_estimated_threshold(taken: Counter[str], monke
         state = FilterState()
         probe(state)
         moved = state.stats()["tau"]
-        assert_near(moved, tau_of(state, "auto"), "where the threshold goes")
+        assert_near(moved, next_tau(state, "auto"), "where the threshold goes")
         assert abs(moved / first - 1) > 0.1
         kept.append(state.stats()["kept"])
         again = FilterState()
@@ -373,7 +373,7 @@ def test_the_first_probe_uses_the_estimated_threshold(taken: Counter[str], monke
     assert kept[0] > kept[-1]
 
 
-def test_a_stale_order_gives_correct_gradients(taken: Counter[str]) -> None:
+def test_a_stale_order_gives_correct_gradients(counts: Counter[str]) -> None:
     state = FilterState()
     step(state)
     (hidden, weight, _), labels = make_inputs(37, 16, 40, torch.float32)
@@ -382,7 +382,7 @@ def test_a_stale_order_gives_correct_gradients(taken: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_start_without_history(how: Any, taken: Counter[str]) -> None:
+def test_copies_start_without_history(how: Any, counts: Counter[str]) -> None:
     state = FilterState()
     step(state)
     other = how(state)
@@ -391,7 +391,7 @@ def test_copies_start_without_history(how: Any, taken: Counter[str]) -> None:
     assert set(state.stats()) == KEYS and all(type(value) is float for value in state.stats().values())
 
 
-def test_nothing_is_measured_without_a_state(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_without_a_state(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_cce.kernels.filter import run as filter_run
 
     measured = []
@@ -404,12 +404,12 @@ def test_nothing_is_measured_without_a_state(taken: Counter[str], monkeypatch: p
 
 
 @cpu_only
-@pytest.mark.parametrize("way", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
-def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
+def test_a_second_backward_recomputes(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first backward consumes the forward's results, except with is_grads_batched; no second derivative."""
-    taken = force(monkeypatch, way)
+    counts = force_strategy(monkeypatch, strategy)
     (hidden, weight, _), labels = make_inputs(37, 16, 70, torch.float32)
-    weight.requires_grad_(not plain_options(way).frozen)
+    weight.requires_grad_(not default_options(strategy).frozen)
     leaves = [x for x in (hidden.requires_grad_(), weight) if x.requires_grad]
 
     def loss() -> Tensor:
@@ -421,27 +421,27 @@ def test_a_second_backward_recomputes(way: str, monkeypatch: pytest.MonkeyPatch)
     second = torch.autograd.grad(once, leaves, retain_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(torch.autograd.grad(once, leaves, create_graph=True)[0].sum(), leaves)
-    assert taken[way] == 1
-    if way in ("filtered", "materialized", "token_groups"):
-        assert taken[backward_of(way)] == 1
+    assert counts[strategy] == 1
+    if strategy in ("filtered", "materialized", "token_groups"):
+        assert counts[backward_counter(strategy)] == 1
     batched = torch.autograd.grad(loss(), leaves, torch.tensor([1.0, -2.0]), is_grads_batched=True)
     for a, b, several, name in zip(first, second, batched, ("hidden", "weight"), strict=False):
-        assert_as_good(b, a, a, name)
-        assert_as_good(several, torch.stack([a, -2 * a]), torch.stack([a, -2 * a]), f"{name}, two at once")
+        assert_accurate(b, a, a, name)
+        assert_accurate(several, torch.stack([a, -2 * a]), torch.stack([a, -2 * a]), f"{name}, two at once")
 
 
 @cpu_only
-@pytest.mark.parametrize("way", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
-def test_micro_batches_add_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
+def test_micro_batches_add_up(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches run one after the other, or both losses before any gradient; they share one state."""
-    taken = force(monkeypatch, way)
+    counts = force_strategy(monkeypatch, strategy)
     (hidden, weight, _), labels = make_inputs(40, 16, 70, torch.float32)
     items = int((labels != -100).sum())
     config, state = CCEConfig("triton", gradient_filter=KEEPS_ALL), FilterState()
 
     def gradients(dtype: torch.dtype, ours: bool, at_once: bool) -> list[Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
-        leaves[1].requires_grad_(not plain_options(way).frozen)
+        leaves[1].requires_grad_(not default_options(strategy).frozen)
         losses = []
         for rows in (slice(0, 17), slice(17, 40)):
             h, y = leaves[0][rows], labels[rows]
@@ -458,11 +458,11 @@ def test_micro_batches_add_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None
             torch.stack(losses).sum().backward()
         return [x.grad for x in leaves if x.grad is not None]
 
-    exact, twin = gradients(torch.float64, False, False), gradients(torch.float32, False, False)
+    exact, baseline = gradients(torch.float64, False, False), gradients(torch.float32, False, False)
     for at_once in (False, True):
-        for a, t, e in zip(gradients(torch.float32, True, at_once), twin, exact, strict=True):
-            assert_as_good(a, t, e, f"at once: {at_once}")
-    assert taken[way] == 4
+        for a, t, e in zip(gradients(torch.float32, True, at_once), baseline, exact, strict=True):
+            assert_accurate(a, t, e, f"at once: {at_once}")
+    assert counts[strategy] == 4
 
 
 def llama_step(model: Any) -> Any:
@@ -471,19 +471,19 @@ def llama_step(model: Any) -> Any:
     return loss.detach()
 
 
-def test_the_state_lives_on_the_model(taken: Counter[str]) -> None:
+def test_the_state_lives_on_the_model(counts: Counter[str]) -> None:
     plain, model, other = (tiny_llama() for _ in range(3))
     for patched in (model, other):
         apply_cce(patched, implementation="triton", gradient_filter=KEEPS_ALL)
     assert set(model.cce_stats()) == COUNTS
     expected = llama_step(plain)
-    assert_as_good(llama_step(model), expected, expected, "loss")
+    assert_accurate(llama_step(model), expected, expected, "loss")
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert_as_good(a.grad, b.grad, b.grad, name)
+        assert_accurate(a.grad, b.grad, b.grad, name)
     stats = model.cce_stats()
     assert set(stats) == COUNTS | KEYS
     assert (stats["calls"], stats["fused"], stats["materialized"]) == (1, 1, 0) and stats["kept"] > 0
-    assert taken["filtered"] == taken["filtered gradients"] == 1
+    assert counts["filtered"] == counts["filtered gradients"] == 1
     # each model has its own, kept when options change and fresh in a copy
     assert not KEYS & set(other.cce_stats())
     state = patch_of(model).filter_state
@@ -498,7 +498,7 @@ def test_the_state_lives_on_the_model(taken: Counter[str]) -> None:
 
 
 def test_the_callback_logs_filter_statistics(
-    tmp_path: Path, taken: Counter[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
     seen: list[dict[str, Any]] = []
@@ -511,7 +511,7 @@ def test_the_callback_logs_filter_statistics(
     trainer = build(tmp_path, callback, Later(), max_steps=2)
     trainer.train()
     names = {f"cce/{key}" for key in KEYS}
-    assert taken["filtered gradients"] == 4  # two micro-batches per step
+    assert counts["filtered gradients"] == 4  # two micro-batches per step
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(steps) == 2 and all(names <= set(entry) for entry in steps)
     assert [entry for entry in seen if names <= set(entry)] and all((names <= set(e)) == ("loss" in e) for e in seen)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numerics import assert_as_good
+from numerics import assert_accurate
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -27,13 +27,13 @@ def test_options_may_be_numpy_numbers_or_tensors(implementation: str, device: st
     for smoothing in (True, False):
         given = given if smoothing else {name: given[name] for name in ("logit_scale", "softcap", "z_loss")}
         expected = linear_cross_entropy(*leaves, labels, ignore_index=2, config=config, **given)
-        wanted = torch.autograd.grad(expected, leaves)
+        expected_grads = torch.autograd.grad(expected, leaves)
         for number in (np.float32, np.float64, torch.tensor):
             options = {name: number(value) for name, value in given.items()}
             found = linear_cross_entropy(*leaves, labels, ignore_index=np.int64(2), config=config, **options)
-            assert_as_good(found, expected, expected, str(number))
-            for each, value in zip(torch.autograd.grad(found, leaves), wanted, strict=True):
-                assert_as_good(each, value, value, str(number))
+            assert_accurate(found, expected, expected, str(number))
+            for each, value in zip(torch.autograd.grad(found, leaves), expected_grads, strict=True):
+                assert_accurate(each, value, value, str(number))
 
 
 def test_config_accepts_numpy_numbers() -> None:
@@ -82,4 +82,4 @@ def test_changing_options_compile_without_a_graph_break() -> None:
     for scale in (0.5, 0.75, 1.25, 1.5):
         options = dict(logit_scale=scale, softcap=10 * scale, z_loss=scale / 10, label_smoothing=scale / 5)
         expected = linear_cross_entropy(H, W, Y, **options)
-        assert_as_good(compiled(H, W, Y, **options), expected, expected, str(scale))
+        assert_accurate(compiled(H, W, Y, **options), expected, expected, str(scale))

@@ -11,9 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from alive import Alive
-from divergences import EVERYTHING, KINDS, Case, Inputs, check, gradients, make_inputs, ours, plain
-from numerics import assert_as_good
+from divergences import (
+    EVERYTHING,
+    KINDS,
+    Case,
+    Inputs,
+    check,
+    fused_divergence,
+    gradients,
+    make_inputs,
+    plain_divergence,
+)
+from numerics import assert_accurate
+from peak_memory import PeakTensorMemory
 
 from hf_cce import CCEConfig, TeacherHead, TeacherTopK, divergence_passes, linear_divergence
 from hf_cce.config import MIB
@@ -22,7 +32,7 @@ from hf_cce.config import MIB
 def outcome(x: Inputs, case: Case) -> list[torch.Tensor]:
     """Return loss and gradients in float32."""
     leaves = x.student(torch.float32)
-    loss = ours(x, leaves, case)
+    loss = fused_divergence(x, leaves, case)
     return [loss, *gradients(loss, leaves, x)]
 
 
@@ -143,29 +153,29 @@ def test_teacher_logits_of_minus_infinity() -> None:
             found.append([loss.mean(), *gradients(loss.mean(), leaves, x)])
         leaves = x.student(torch.float32)
         loss = linear_divergence(*leaves, logits, kind=kind)  # type: ignore[arg-type]
-        for exact, twin, actual in zip(*found, [loss, *gradients(loss, leaves, x)], strict=True):
-            assert_as_good(actual, twin, exact, kind)
+        for exact, baseline, actual in zip(*found, [loss, *gradients(loss, leaves, x)], strict=True):
+            assert_accurate(actual, baseline, exact, kind)
 
 
 def test_gradient_of_one_input_alone() -> None:
     case = Case(bias=True)
     x = make_inputs(case, torch.float32)
-    whole = x.student(torch.float32)
-    expected = gradients(ours(x, whole, case), whole, x)
-    for wanted in range(3):
-        leaves = [leaf.detach().requires_grad_(i == wanted) for i, leaf in enumerate(whole)]
-        (found,) = torch.autograd.grad(ours(x, leaves, case), [leaves[wanted]])
-        assert torch.equal(found, expected[wanted])
+    all_leaves = x.student(torch.float32)
+    expected = gradients(fused_divergence(x, all_leaves, case), all_leaves, x)
+    for index in range(3):
+        leaves = [leaf.detach().requires_grad_(i == index) for i, leaf in enumerate(all_leaves)]
+        (found,) = torch.autograd.grad(fused_divergence(x, leaves, case), [leaves[index]])
+        assert torch.equal(found, expected[index])
 
 
 def test_num_items_in_batch() -> None:
     case = Case(masked=True, reduction="sum")
     x = make_inputs(case, torch.float32)
     leaves = x.student(torch.float32)
-    total, teacher = ours(x, leaves, case), TeacherHead(x.teacher_hidden, x.teacher_weight)
+    total, teacher = fused_divergence(x, leaves, case), TeacherHead(x.teacher_hidden, x.teacher_weight)
     for items in (7, torch.tensor(7), 7.0):
         found = linear_divergence(*leaves, teacher, mask=x.mask, num_items_in_batch=items)
-        assert_as_good(found, total / 7, total.double() / 7, f"{items!r}")
+        assert_accurate(found, total / 7, total.double() / 7, f"{items!r}")
 
 
 def test_autocast_casts_like_a_matmul() -> None:
@@ -173,10 +183,10 @@ def test_autocast_casts_like_a_matmul() -> None:
     x = make_inputs(case, torch.float32)
     leaves = x.student(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = ours(x, leaves, case)
-        twin = plain(x, leaves, case)
-    exact = plain(x, x.student(torch.float64), case)
-    assert_as_good(loss, twin, exact, "loss", torch.bfloat16)
+        loss = fused_divergence(x, leaves, case)
+        baseline = plain_divergence(x, leaves, case)
+    exact = plain_divergence(x, x.student(torch.float64), case)
+    assert_accurate(loss, baseline, exact, "loss", torch.bfloat16)
     assert all(g.dtype == torch.float32 for g in gradients(loss, leaves, x))
 
 
@@ -193,7 +203,7 @@ def test_a_second_derivative_is_refused() -> None:
         x = make_inputs(case, torch.float32)
         leaves = x.student(torch.float32)
         with pytest.raises(RuntimeError, match="has no second derivative; remove create_graph=True"):
-            torch.autograd.grad(ours(x, leaves, case), leaves[:1], create_graph=True)
+            torch.autograd.grad(fused_divergence(x, leaves, case), leaves[:1], create_graph=True)
 
 
 @pytest.mark.parametrize("form", ["head", "lump"])
@@ -207,9 +217,9 @@ def test_memory_stays_within_the_budget(case: Case, form: str) -> None:
     teacher: Any = TeacherHead(x.teacher_hidden, x.teacher_weight)
     if form == "lump":
         teacher = TeacherTopK(torch.arange(8).expand(2, 128, 8), torch.full((2, 128, 8), -3.0))
-    with Alive(known) as alive:
+    with PeakTensorMemory(known) as memory:
         loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta, config=config)  # type: ignore[arg-type]
         torch.autograd.grad(loss, leaves)
     gradients_bytes = sum(4 * leaf.numel() for leaf in leaves)
     logits = 4 * 256 * 20_000
-    assert alive.peak - gradients_bytes <= 5 * MIB < logits / 3
+    assert memory.peak - gradients_bytes <= 5 * MIB < logits / 3

@@ -7,6 +7,7 @@ import torch
 from losses import (
     EVERYTHING,
     PLAIN,
+    SMALL_BUDGET,
     Options,
     check_against_plain,
     fused_loss,
@@ -14,14 +15,12 @@ from losses import (
     make_inputs,
     plain_loss,
 )
-from numerics import assert_as_good
+from numerics import assert_accurate
 from torch import Tensor
 
 from hf_cce import CCEConfig, dispatch, fallback, linear_cross_entropy, reference
 from hf_cce.dispatch import explain_dispatch
 
-SMALL = CCEConfig(memory_budget=1 << 20)  # small enough that every loop takes several iterations
-NARROW = (torch.bfloat16, torch.float16)
 GENERAL = Options(0.7, 5.0, False, 0.1, 1e-2, "mean")
 
 
@@ -31,42 +30,44 @@ def matmul_acc(a: Tensor, b: Tensor, rounded: bool = False) -> Tensor:
     return a.to(kind) @ b.to(kind)
 
 
-def force(monkeypatch: pytest.MonkeyPatch, loop: str, wide: bool) -> list[str]:
+def force_loop(monkeypatch: pytest.MonkeyPatch, loop: str, fp32_out: bool) -> list[str]:
     """Send every scalar loss through ``loop``; return a list of the calls."""
-    taken: list[str] = []
+    calls: list[str] = []
     real = getattr(fallback, loop)
     monkeypatch.setattr(dispatch, "one_pass_pays", lambda *_: True)
     for name in ("one_block", "token_blocks", "column_blocks"):
-        monkeypatch.setattr(fallback, name, lambda *args: taken.append(loop) or real(*args))
-    if wide:
+        monkeypatch.setattr(fallback, name, lambda *args: calls.append(loop) or real(*args))
+    if fp32_out:
         monkeypatch.setattr(fallback, "matmul_acc", matmul_acc)
         monkeypatch.setattr(fallback, "matmul_supports_fp32_out", lambda x: True)
-    return taken
+    return calls
 
 
-@pytest.mark.parametrize("wide", [True, False], ids=["float32 products", "rounded products"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *NARROW], ids=str)
+@pytest.mark.parametrize("fp32_out", [True, False], ids=["float32 products", "rounded products"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", [PLAIN, Options(reduction="sum"), GENERAL, EVERYTHING], ids=str)
 @pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
 def test_loss_and_gradients(
-    loop: str, options: Options, dtype: torch.dtype, wide: bool, monkeypatch: pytest.MonkeyPatch
+    loop: str, options: Options, dtype: torch.dtype, fp32_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = force(monkeypatch, loop, wide)
+    calls = force_loop(monkeypatch, loop, fp32_out)
     for ignored in ("none", "some", "all"):
         for n, d, v in ((300, 96, 3001), (70, 600, 34), (1, 64, 99)):
             inputs, labels = make_inputs(n, d, v, dtype, bias=options.bias, ignored=ignored)
-            check_against_plain(fused_loss(SMALL), inputs, labels, options, dtype, f"{loop} {ignored} {n}×{d}×{v}")
-    assert taken == [loop] * 9
+            check_against_plain(
+                fused_loss(SMALL_BUDGET), inputs, labels, options, dtype, f"{loop} {ignored} {n}×{d}×{v}"
+            )
+    assert calls == [loop] * 9
 
 
 def test_offset_labels_of_recomputed_rows_are_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels of recomputed rows are offset by their first row, so that -100 becomes an ordinary label."""
-    force(monkeypatch, "token_blocks", True)
+    force_loop(monkeypatch, "token_blocks", True)
     firsts, real = [], fallback._later_rows
     monkeypatch.setattr(fallback, "_later_rows", lambda *args: firsts.append(args[-1]) or real(*args))
     inputs, labels = make_inputs(300, 96, 3001, torch.bfloat16)
     for _ in range(2):
-        check_against_plain(fused_loss(SMALL), inputs, labels, GENERAL, torch.bfloat16, str(firsts))
+        check_against_plain(fused_loss(SMALL_BUDGET), inputs, labels, GENERAL, torch.bfloat16, str(firsts))
         labels[:150] = firsts[0] - 100
     assert len(firsts) == 2 and firsts[0] == firsts[1] > 100
 
@@ -76,27 +77,27 @@ def test_offset_labels_of_recomputed_rows_are_not_ignored(monkeypatch: pytest.Mo
 def test_gradients_of_several_blocks_are_summed(
     options: Options, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = force(monkeypatch, "column_blocks", False)
+    calls = force_loop(monkeypatch, "column_blocks", False)
     inputs, labels = make_inputs(300, 96, 3001, dtype, bias=options.bias, ignored="some")
-    check_against_plain(fused_loss(SMALL), inputs, labels, options, dtype, str(options))
-    assert taken == ["column_blocks"]
+    check_against_plain(fused_loss(SMALL_BUDGET), inputs, labels, options, dtype, str(options))
+    assert calls == ["column_blocks"]
 
 
 @pytest.mark.parametrize("options", [PLAIN, GENERAL], ids=str)
 def test_a_large_enough_budget_recomputes_no_rows(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, "token_blocks", True)
+    force_loop(monkeypatch, "token_blocks", True)
     monkeypatch.setattr(fallback, "_later_rows", lambda *_: pytest.fail("recomputed"))
     inputs, labels = make_inputs(300, 96, 3001, torch.bfloat16)
-    roomy = fused_loss(CCEConfig(memory_budget="3MiB"))
-    check_against_plain(roomy, inputs, labels, options, torch.bfloat16, "with room")
+    ample_budget = fused_loss(CCEConfig(memory_budget="3MiB"))
+    check_against_plain(ample_budget, inputs, labels, options, torch.bfloat16, "with room")
 
 
-@pytest.mark.parametrize("wide", [True, False], ids=["float32 products", "rounded products"])
+@pytest.mark.parametrize("fp32_out", [True, False], ids=["float32 products", "rounded products"])
 @pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_float16_with_a_grad_scaler(frozen: bool, loop: str, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_with_a_grad_scaler(frozen: bool, loop: str, fp32_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """GradScaler's initial scale of 65,536 only scales the gradients; a scale that is too large overflows as usual."""
-    taken = force(monkeypatch, loop, wide)
+    calls = force_loop(monkeypatch, loop, fp32_out)
     (hidden, weight, _), labels = make_inputs(300, 96, 3001, torch.float16)
 
     def gradients(loss, dtype: torch.dtype, scale: float) -> list[Tensor]:  # type: ignore[no-untyped-def]
@@ -106,16 +107,16 @@ def test_float16_with_a_grad_scaler(frozen: bool, loop: str, wide: bool, monkeyp
         (loss(leaves[0], leaves[1], None, labels, PLAIN) * scale).backward()
         return [x.grad for x in leaves if x.grad is not None]
 
-    ours = fused_loss(SMALL)
+    ours = fused_loss(SMALL_BUDGET)
     for scale in (1.0, 65536.0):
-        found, twins = (gradients(loss, torch.float16, scale) for loss in (ours, plain_loss))
-        for a, twin, exact in zip(found, twins, gradients(plain_loss, torch.float64, scale), strict=True):
-            assert_as_good(a, twin, exact, f"scale {scale}")
-    for a, twin in zip(
+        found, baselines = (gradients(loss, torch.float16, scale) for loss in (ours, plain_loss))
+        for a, baseline, exact in zip(found, baselines, gradients(plain_loss, torch.float64, scale), strict=True):
+            assert_accurate(a, baseline, exact, f"scale {scale}")
+    for a, baseline in zip(
         gradients(ours, torch.float16, 2.0**30), gradients(plain_loss, torch.float16, 2.0**30), strict=True
     ):
-        assert not a.isfinite().all() and not twin.isfinite().all()
-    assert taken == [loop] * 3
+        assert not a.isfinite().all() and not baseline.isfinite().all()
+    assert calls == [loop] * 3
 
 
 def test_a_grad_scaler_skips_the_step_that_overflows() -> None:
@@ -139,10 +140,10 @@ def test_a_grad_scaler_skips_the_step_that_overflows() -> None:
 
 @pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
 def test_nan_in_ignored_tokens_affects_no_gradient(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, loop, True)
+    force_loop(monkeypatch, loop, True)
     (hidden, weight, _), labels = make_inputs(300, 16, 99, torch.bfloat16)
     hidden[labels == -100] = float("nan")
-    found = loss_and_gradients(fused_loss(SMALL), (hidden, weight, None), labels, PLAIN, torch.bfloat16)
+    found = loss_and_gradients(fused_loss(SMALL_BUDGET), (hidden, weight, None), labels, PLAIN, torch.bfloat16)
     assert all(value.isfinite().all() for value in found.values()) and not found["hidden"][labels == -100].any()
 
 
@@ -151,7 +152,7 @@ def test_masked_tokens_match_selected_tokens(monkeypatch: pytest.MonkeyPatch) ->
     inputs, labels = make_inputs(70, 40, 131, torch.float32, bias=True)
     monkeypatch.setattr(reference, "_would_sync", lambda x: True)
     options = Options(0.7, 5.0, True, 0.1, 1e-2, "none")
-    check_against_plain(fused_loss(SMALL), inputs, labels, options, torch.float32, "masked")
+    check_against_plain(fused_loss(SMALL_BUDGET), inputs, labels, options, torch.float32, "masked")
 
 
 def test_dispatch_by_dtype_and_size() -> None:

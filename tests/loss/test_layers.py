@@ -16,10 +16,10 @@ import hf_cce
 ROOT = Path(__file__).parents[2]
 
 
-def rooms() -> dict[str, set[str]]:
-    """Return what each room may import, from the table in CONTRIBUTING.md; rooms in one row may import each other."""
+def layers() -> dict[str, set[str]]:
+    """Return what each layer may import, from the table in CONTRIBUTING.md; layers in one row may import each other."""
     found = {}
-    table = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("| room | holds | may import |")[2]
+    table = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("| layer | holds | may import |")[2]
     for names, allowed in re.findall(r"^\| (`.+?) \| .+ \| (.+?) \|$", table, re.MULTILINE):
         row = re.findall(r"`(\w+)/?`", names)
         others = {"__init__" if name == "public names" else name for name in allowed.split(", ") if name != "nothing"}
@@ -27,7 +27,7 @@ def rooms() -> dict[str, set[str]]:
     return found
 
 
-MAY_IMPORT = rooms()
+MAY_IMPORT = layers()
 MODULES = sorted((ROOT / "hf_cce").rglob("*.py"))
 
 
@@ -65,7 +65,7 @@ def imports_of(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_follow_the_layers(path: Path) -> None:
     layer = layer_of(name_of(path))
-    assert layer in MAY_IMPORT, f"{name_of(path)} is in no room: name it in the table of CONTRIBUTING.md"
+    assert layer in MAY_IMPORT, f"{name_of(path)} is in no layer: name it in the table of CONTRIBUTING.md"
     for module in imports_of(path):
         assert module.split(".")[0] == "hf_cce", f"{name_of(path)} imports {module}: write hf_cce.patches"
         target = layer_of(module)
@@ -75,18 +75,18 @@ def test_imports_follow_the_layers(path: Path) -> None:
 
 
 def test_no_import_cycles() -> None:
-    """There are no import cycles between modules or between rooms."""
+    """There are no import cycles between modules or between layers."""
     names = {name_of(path).removesuffix(".__init__"): path for path in MODULES}
     modules = {name: imports_of(path) & set(names) - {name} for name, path in names.items()}
-    of_command = {name: allowed - {"__main__"} for name, allowed in MAY_IMPORT.items()}  # in one row with cli
-    for graph in (modules, of_command):
+    layer_graph = {name: allowed - {"__main__"} for name, allowed in MAY_IMPORT.items()}  # in one row with cli
+    for graph in (modules, layer_graph):
         assert graph and list(TopologicalSorter(graph).static_order())  # or CycleError
 
 
 def test_commands_integrations_and_recipes_use_public_names_only() -> None:
     recipes = sorted((ROOT / "recipes").glob("*.py"))
-    rooms = [path for path in MODULES if layer_of(name_of(path)) in ("diagnostics", "cli", "integrations")]
-    for path in [*rooms, *recipes]:
+    outer_layers = [path for path in MODULES if layer_of(name_of(path)) in ("diagnostics", "cli", "integrations")]
+    for path in [*outer_layers, *recipes]:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             if module == "hf_cce":

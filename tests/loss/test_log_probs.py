@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from forced_strategies import DEVICE, KEEPS_ALL, force_strategy, trained_like_inputs
 from losses import make_inputs
-from numerics import assert_as_good, relative_error
+from numerics import assert_accurate, relative_error
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
-from ways import DEVICE, KEEPS_ALL, force, peaked
 
 from hf_cce import CCEConfig, FilterState, dispatch, kernels, linear_log_probs
 from hf_cce.loss import LogProbs
 from hf_cce.spec import Inputs, LossSpec, TokenGrads, WantedStats
 
-WANTED = {"entropy": True, "is_top1": True}
+STATISTICS = {"entropy": True, "is_top1": True}
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +26,17 @@ def filtered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Filter inputs of any size; return a list with one entry per filtered forward pass."""
     calls: list[int] = []
     real = kernels.filtered_stats
-    force(monkeypatch, "filtered")
+    force_strategy(monkeypatch, "filtered")
     monkeypatch.setattr(kernels, "filtered_stats", lambda *args: calls.append(1) or real(*args))
     return calls
 
 
-def fine_tuned(
+def fine_tuning_step(
     inputs: tuple[Tensor, ...], labels: Tensor, weights: Tensor | float = 1.0, **options: Any
 ) -> tuple[Tensor, ...]:
     """Return (log_probs, entropy, is_top1, gradients of hidden and weight) for a sum of token losses, as in SFT."""
     hidden, weight = (x.detach().clone().requires_grad_() for x in inputs)
-    found = linear_log_probs(hidden, weight, labels, **WANTED, **options)
+    found = linear_log_probs(hidden, weight, labels, **STATISTICS, **options)
     ((-found.log_probs) * weights).sum().backward()
     return found.log_probs.detach(), found.entropy.detach(), found.is_top1, hidden.grad, weight.grad
 
@@ -71,36 +71,38 @@ def test_matches_unfiltered_if_all_tiles_are_kept(
         )
         leaves = [x for x in (hidden, weight) if x.requires_grad]
         config = CCEConfig("triton" if dtype == torch.float32 else "auto", gradient_filter=KEEPS_ALL)
-        found = linear_log_probs(hidden, weight, labels, **WANTED, logsumexp=True, config=config, filter_state=state)
+        found = linear_log_probs(
+            hidden, weight, labels, **STATISTICS, logsumexp=True, config=config, filter_state=state
+        )
         loss = LOSSES[name](found)
         first = torch.autograd.grad(loss, leaves, retain_graph=True)
         values = [found.log_probs.detach(), found.entropy.detach(), found.is_top1.to(dtype)]
         return [[*values, *first], [*values, *torch.autograd.grad(loss, leaves)]]
 
-    exact, twin, state = run(torch.float64, None), run(torch.float32, None), FilterState()
+    exact, baseline, state = run(torch.float64, None), run(torch.float32, None), FilterState()
     for step in range(2):
         ours = run(torch.float32, state)
         assert len(filtered) == step + 1
         for backward in range(2):
-            for i, (a, t, e) in enumerate(zip(ours[backward], twin[backward], exact[backward], strict=True)):
-                assert_as_good(a, t, e, f"{name}: {i} of step {step}, backward {backward}")
+            for i, (a, t, e) in enumerate(zip(ours[backward], baseline[backward], exact[backward], strict=True)):
+                assert_accurate(a, t, e, f"{name}: {i} of step {step}, backward {backward}")
     assert name == "entropy" or state.stats()["kept"] > 0
 
 
 @pytest.mark.slow
 def test_error_of_dropped_tiles_is_bounded() -> None:
     n, v = (2048, 20_000) if DEVICE == "cuda" else (128, 600)  # tiles are 128 by 128, or 16 by 16
-    hidden, weight, labels = peaked(n, 48, v, torch.bfloat16, DEVICE)
+    hidden, weight, labels = trained_like_inputs(n, 48, v, torch.bfloat16, DEVICE)
     config, state = CCEConfig("triton", gradient_filter=0.05), FilterState()
     for _ in range(3):
-        ours = fine_tuned((hidden, weight), labels, config=config, filter_state=state)
-    true = fine_tuned((hidden.double(), weight.double()), labels)
-    exact = fine_tuned((hidden, weight), labels, config=config)
+        ours = fine_tuning_step((hidden, weight), labels, config=config, filter_state=state)
+    true = fine_tuning_step((hidden.double(), weight.double()), labels)
+    exact = fine_tuning_step((hidden, weight), labels, config=config)
     stats = state.stats()
     assert 0 < stats["kept"] < 1, stats
     assert torch.equal(ours[2], exact[2])
-    for a, b, wide in zip(ours[:2], exact[:2], true[:2], strict=True):
-        assert_as_good(a, b, wide, "statistics", torch.bfloat16)
+    for a, b, e in zip(ours[:2], exact[:2], true[:2], strict=True):
+        assert_accurate(a, b, e, "statistics", torch.bfloat16)
     assert relative_error(ours[3], true[3]) <= 0.05 + relative_error(exact[3], true[3])
 
 
@@ -109,7 +111,7 @@ def test_cases_that_bypass_the_filter(why: str, filtered: list[int], monkeypatch
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 71 if why == "few tokens" else 0)
     (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
     linear_log_probs(
-        hidden.requires_grad_(why != "no gradient"), weight, labels, **WANTED,
+        hidden.requires_grad_(why != "no gradient"), weight, labels, **STATISTICS,
         mean_logit=why == "mean logit", softcap=20.0 if why == "softcap" else None,
         config=CCEConfig("triton", gradient_filter=None if why == "no filter" else 0.1),
         filter_state=None if why == "no state" else FilterState(),
@@ -121,7 +123,7 @@ def test_cases_that_bypass_the_filter(why: str, filtered: list[int], monkeypatch
 def test_error_estimate_with_uneven_upstream_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token weights that differ by orders of magnitude, and gradients that nearly cancel."""
     monkeypatch.setattr("hf_cce.kernels.filter.error.MEASURED_TOKENS", 16)
-    hidden, weight, labels = peaked(128, 48, 600, torch.float32, DEVICE, seed=2)
+    hidden, weight, labels = trained_like_inputs(128, 48, 600, torch.float32, DEVICE, seed=2)
     x, spec = Inputs(hidden, weight, None, labels), LossSpec(-100, 1.0, 0.0, needs=(True, True, False))
     found = kernels.filtered_stats(x, spec, WantedStats(), None)
     assert found is not None
@@ -143,21 +145,23 @@ def test_error_estimate_with_uneven_upstream_gradients(kind: str, monkeypatch: p
 
 
 def test_ignored_labels_get_no_gradient() -> None:
-    hidden, weight, labels = peaked(70, 40, 131, torch.float32, DEVICE)
+    hidden, weight, labels = trained_like_inputs(70, 40, 131, torch.float32, DEVICE)
     config, state = CCEConfig("triton", gradient_filter=0.05), FilterState()
     ignored = torch.where(labels == -100, 1e6, 1.0)
     for _ in range(2):
-        *_, of_hidden, of_weight = fine_tuned((hidden, weight), labels, ignored, config=config, filter_state=state)
-        assert of_hidden.isfinite().all() and of_weight.isfinite().all() and not of_hidden[labels == -100].any()
+        *_, grad_hidden, grad_weight = fine_tuning_step(
+            (hidden, weight), labels, ignored, config=config, filter_state=state
+        )
+        assert grad_hidden.isfinite().all() and grad_weight.isfinite().all() and not grad_hidden[labels == -100].any()
     assert math.isfinite(state.stats()["error"])
-    *_, of_hidden, of_weight = fine_tuned(
+    *_, grad_hidden, grad_weight = fine_tuning_step(
         (hidden, weight), torch.full_like(labels, -100), config=config, filter_state=state
     )
-    assert not of_hidden.any() and not of_weight.any()
+    assert not grad_hidden.any() and not grad_weight.any()
     # and the next step is not affected
-    *_, of_hidden, of_weight = fine_tuned((hidden, weight), labels, config=config, filter_state=state)
-    true = fine_tuned((hidden.double(), weight.double()), labels)
-    assert relative_error(of_hidden, true[3]) < 2 * 0.05 and relative_error(of_weight, true[4]) < 2 * 0.05
+    *_, grad_hidden, grad_weight = fine_tuning_step((hidden, weight), labels, config=config, filter_state=state)
+    true = fine_tuning_step((hidden.double(), weight.double()), labels)
+    assert relative_error(grad_hidden, true[3]) < 2 * 0.05 and relative_error(grad_weight, true[4]) < 2 * 0.05
 
 
 def test_forwards_and_backwards_in_any_order() -> None:
@@ -166,15 +170,15 @@ def test_forwards_and_backwards_in_any_order() -> None:
     batches = [make_inputs(n, 40, 131, torch.float32, DEVICE) for n in (70, 33, 50)]
     weight = batches[0][0][1].detach().requires_grad_()
     losses = [
-        -linear_log_probs(x[0].detach(), weight, y, **WANTED, config=config, filter_state=state).log_probs.sum()
+        -linear_log_probs(x[0].detach(), weight, y, **STATISTICS, config=config, filter_state=state).log_probs.sum()
         for x, y in batches
     ]
     for step in (2, 0):
         ours = torch.autograd.grad(losses[step], weight)[0]
         (hidden, *_), labels = batches[step]
-        exact = fine_tuned((hidden, weight), labels, config=config)[4]
-        true = fine_tuned((hidden.double(), weight.double()), labels)[4]
-        assert_as_good(ours, exact, true, f"step {step}")
+        exact = fine_tuning_step((hidden, weight), labels, config=config)[4]
+        true = fine_tuning_step((hidden.double(), weight.double()), labels)[4]
+        assert_accurate(ours, exact, true, f"step {step}")
 
 
 def test_one_compiled_graph_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from alive import Alive
 from command import python
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from losses import (
     EVERYTHING,
     OPTIONS,
     PLAIN,
+    SMALL_BUDGET,
     Inputs,
     Options,
     check_against_plain,
@@ -25,7 +25,8 @@ from losses import (
     make_inputs,
     plain_loss,
 )
-from numerics import assert_as_good
+from numerics import assert_accurate
+from peak_memory import PeakTensorMemory
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 
@@ -33,7 +34,6 @@ from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs
 
 # Real N, D and V, but not every product of them.
 SHAPES = [(1, 64, 151936), (7, 64, 128256), (128, 64, 50257), (1000, 64, 49152), (1, 2304, 32000), (1000, 1000, 99)]
-SMALL = CCEConfig(memory_budget=1 << 20)  # small enough that every loop takes several iterations
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -43,7 +43,7 @@ def test_real_sizes(n: int, d: int, v: int, dtype: torch.dtype) -> None:
     check_against_plain(fused_loss(), inputs, labels, PLAIN, dtype, f"{n}×{d}×{v}")
 
 
-@pytest.mark.parametrize("config", [None, SMALL], ids=["default", "1 MiB"])
+@pytest.mark.parametrize("config", [None, SMALL_BUDGET], ids=["default", "1 MiB"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
@@ -84,9 +84,9 @@ def cancellation(inputs: Inputs, labels: torch.Tensor, options: Options) -> floa
 )
 def test_any_shape(n: int, d: int, v: int, options: Options, ignored: str) -> None:
     # Flat logits: if all p are near 1, p − 1 is mostly rounding error in any implementation.
-    inputs, labels = make_inputs(n, d, v, torch.float64, bias=options.bias, ignored=ignored, spread=0.3)
+    inputs, labels = make_inputs(n, d, v, torch.float64, bias=options.bias, ignored=ignored, logit_std=0.3)
     # With so few terms a gradient may be the difference of nearly equal numbers, and p may nearly equal the smoothed target.
-    # float64 is both twin and reference here, so there is nothing more accurate to compare with.
+    # float64 is both baseline and reference here, so there is nothing more accurate to compare with.
     few = d == 1 or v == 2
     assume(not few or (not options.label_smoothing and cancellation(inputs, labels, options) <= 8))
     check_against_plain(fused_loss(), inputs, labels, options, torch.float64, str((n, d, v, options)))
@@ -98,11 +98,11 @@ def test_leading_dimensions_and_non_contiguous_inputs() -> None:
     weight = weight.t().contiguous().t()
     labels = labels.view(5, 12).t()
     assert not hidden.is_contiguous() and not weight.is_contiguous() and not labels.is_contiguous()
-    exact, twin = (
+    exact, baseline = (
         F.cross_entropy((hidden.to(dtype) @ weight.to(dtype).t()).transpose(1, 2), labels, reduction="none")
         for dtype in (torch.float64, torch.float32)
     )
-    assert_as_good(linear_cross_entropy(hidden, weight, labels, reduction="none"), twin, exact, "loss")
+    assert_accurate(linear_cross_entropy(hidden, weight, labels, reduction="none"), baseline, exact, "loss")
 
 
 def test_shift_matches_transformers() -> None:
@@ -114,9 +114,9 @@ def test_shift_matches_transformers() -> None:
     for items in (None, 17, torch.tensor(17.0)):
         expected = ForCausalLMLoss(logits, labels, 99, num_items_in_batch=items)
         actual = linear_cross_entropy(hidden, weight, labels, shift=True, num_items_in_batch=items)
-        twin = expected.double()  # Transformers computes the loss in float32
-        assert_as_good(actual.float(), twin.float(), actual, f"num_items_in_batch={items}", torch.float32)
-        assert_as_good(expected, expected, actual, f"num_items_in_batch={items}", torch.float32)
+        baseline = expected.double()  # Transformers computes the loss in float32
+        assert_accurate(actual.float(), baseline.float(), actual, f"num_items_in_batch={items}", torch.float32)
+        assert_accurate(expected, expected, actual, f"num_items_in_batch={items}", torch.float32)
 
 
 def test_no_grad_allocates_no_gradients() -> None:
@@ -124,9 +124,12 @@ def test_no_grad_allocates_no_gradients() -> None:
     peaks = []
     for needed in (False, True):
         leaves = [x.detach().requires_grad_(needed) for x in (hidden, weight)]
-        with torch.no_grad(), Alive({x.untyped_storage()._cdata for x in (hidden, weight, labels)}) as alive:
+        with (
+            torch.no_grad(),
+            PeakTensorMemory({x.untyped_storage()._cdata for x in (hidden, weight, labels)}) as memory,
+        ):
             linear_cross_entropy(*leaves, labels)
-        peaks.append(alive.peak)
+        peaks.append(memory.peak)
     assert peaks[0] == peaks[1] > 0
 
 
@@ -139,7 +142,7 @@ def test_shift_with_other_label_types_and_ignore_index(dtype: torch.dtype) -> No
         expected = F.cross_entropy(
             (hidden[:, :-1] @ weight.t()).flatten(0, 1), labels[:, 1:].long().flatten(), ignore_index=ignore_index
         )
-        assert_as_good(loss, expected, expected, str(ignore_index))
+        assert_accurate(loss, expected, expected, str(ignore_index))
 
 
 @pytest.mark.parametrize("implementation", ["portable", "triton"])
@@ -150,7 +153,7 @@ def test_divisors(implementation: str, device: str) -> None:
         expected, given = total / float(items), items.to(device) if isinstance(items, torch.Tensor) else items
         loss = linear_cross_entropy(hidden, weight, labels, num_items_in_batch=given, config=config)
         assert loss.shape == ()
-        assert_as_good(loss, expected, expected, f"num_items_in_batch={items}")
+        assert_accurate(loss, expected, expected, f"num_items_in_batch={items}")
     none_counts = torch.zeros((), device=device)
     assert linear_cross_entropy(hidden, weight, labels, num_items_in_batch=none_counts, config=config) == 0
 
@@ -158,13 +161,13 @@ def test_divisors(implementation: str, device: str) -> None:
 def test_micro_batches_equal_the_full_batch() -> None:
     (hidden, weight, _), labels = make_inputs(90, 32, 99, torch.float64)
     items = int((labels != -100).sum())
-    whole = [x.clone().requires_grad_() for x in (hidden, weight)]
-    linear_cross_entropy(*whole, labels).backward()
+    full = [x.clone().requires_grad_() for x in (hidden, weight)]
+    linear_cross_entropy(*full, labels).backward()
     parts = [x.clone().requires_grad_() for x in (hidden, weight)]
     for rows in (slice(0, 7), slice(7, 50), slice(50, 90)):  # unequal lengths and label counts
         linear_cross_entropy(parts[0][rows], parts[1], labels[rows], num_items_in_batch=items).backward()
-    for one, other in zip(whole, parts, strict=True):
-        assert_as_good(other.grad, one.grad, one.grad, "gradient")
+    for one, other in zip(full, parts, strict=True):
+        assert_accurate(other.grad, one.grad, one.grad, "gradient")
 
 
 @pytest.mark.parametrize("implementation", ["portable", "triton"])
@@ -193,7 +196,7 @@ def test_second_backward_gives_the_same_gradients(reduction: str, scale: float) 
     hidden.grad = weight.grad = None
     loss.backward()
     for name, one, other in zip(("hidden", "weight"), first, (hidden.grad, weight.grad), strict=True):
-        assert_as_good(other, one, one, name)
+        assert_accurate(other, one, one, name)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -216,7 +219,7 @@ def test_batched_upstream_gradients(reduction: str) -> None:
     batched = torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True, retain_graph=True)
     single = [torch.autograd.grad(loss, leaves, each, retain_graph=True) for each in upstream]
     for a, b, name in zip(batched, zip(*single, strict=True), ("hidden", "weight"), strict=True):
-        assert_as_good(a, torch.stack(b), torch.stack(b), name)
+        assert_accurate(a, torch.stack(b), torch.stack(b), name)
 
 
 def test_frozen_inputs_get_no_gradient_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,10 +248,10 @@ def test_autocast_casts_like_a_matmul() -> None:
         return loss_and_gradients(under_autocast, inputs, labels, PLAIN, torch.float32)
 
     exact = loss_and_gradients(plain_loss, inputs, labels, PLAIN, torch.float64)
-    actual, twin = run(fused_loss()), run(plain_loss)
+    actual, baseline = run(fused_loss()), run(plain_loss)
     for name, value in actual.items():
         assert value.dtype == torch.float32
-        assert_as_good(value, twin[name], exact[name], name, torch.bfloat16)
+        assert_accurate(value, baseline[name], exact[name], name, torch.bfloat16)
 
 
 def test_autocast_leaves_float64_alone() -> None:
@@ -269,7 +272,7 @@ def test_a_changing_number_of_items_does_not_recompile() -> None:
     compiled = torch.compile(loss, fullgraph=True, backend=counter)
     for items in range(11, 20):
         expected = loss(items)
-        assert_as_good(compiled(items), expected, expected, "loss")
+        assert_accurate(compiled(items), expected, expected, "loss")
     assert counter.frame_count <= 2  # one for the first value, one for all others
 
 
@@ -280,11 +283,11 @@ def test_compiled_gradients_of_column_major_hidden_states() -> None:
         turned = inputs[0].t().contiguous().t().requires_grad_()
         torch.compiler.reset()
         torch.compile(linear_cross_entropy, fullgraph=True)(turned, inputs[1], labels).backward()
-        exact, twin = (
+        exact, baseline = (
             torch.autograd.grad(plain_loss(hidden, inputs[1].to(hidden.dtype), None, labels, PLAIN), hidden)[0]
             for hidden in (inputs[0].double().requires_grad_(), inputs[0].clone().requires_grad_())
         )
-        assert_as_good(turned.grad, twin, exact, "hidden", dtype)
+        assert_accurate(turned.grad, baseline, exact, "hidden", dtype)
 
 
 @pytest.mark.parametrize("options", [PLAIN, EVERYTHING, Options(reduction="none")], ids=str)
@@ -298,7 +301,7 @@ def test_compiles_without_a_graph_break(options: Options, backend: str) -> None:
     actual = loss_and_gradients(compiled, inputs, labels, options, torch.float32)
     exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
     for name in expected:
-        assert_as_good(actual[name], expected[name], exact[name], name)
+        assert_accurate(actual[name], expected[name], exact[name], name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -309,8 +312,8 @@ def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
     options = (-100, 0.5, 3.0, 0.1, 0.1, True, True, True, 1 << 20, "auto", 0.0, True)
     for divisor in ((None, 0.0), (torch.tensor(7), 0.0), (None, 7.0)):
         torch.library.opcheck(loss, (*given, *divisor, 0, False, *options))
-    for wanted in ((True,) * 4, (False,) * 4, (True, False, False, False), (False, True, False, False)):
-        torch.library.opcheck(stats, (*given, -100, 0.5, 3.0, *wanted, 1 << 20, "auto"))
+    for requested in ((True,) * 4, (False,) * 4, (True, False, False, False), (False, True, False, False)):
+        torch.library.opcheck(stats, (*given, -100, 0.5, 3.0, *requested, 1 << 20, "auto"))
 
 
 def _on(device: str, x: torch.Tensor) -> torch.Tensor:
@@ -377,11 +380,11 @@ def test_log_probs_and_statistics(options: Options, implementation: str, dtype: 
         return [*(x.detach() for x in fields), *(x.grad for x in leaves if x is not None)], top1
 
     exact, top1 = run(plain, torch.float64)
-    twin, _ = run(plain, dtype)
+    baseline, _ = run(plain, dtype)
     actual, fused_top1 = run(fused, dtype)
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logit", "logsumexp", "hidden", "weight", "bias")
-    for name, a, t, e in zip(names, actual, twin, exact, strict=False):
-        assert_as_good(a, t, e, name, dtype)
+    for name, a, t, e in zip(names, actual, baseline, exact, strict=False):
+        assert_accurate(a, t, e, name, dtype)
     assert fused_top1.dtype == torch.bool and top1.any()
     # bfloat16 rounding creates ties, and either winner is correct
     assert (fused_top1 != top1).sum() <= (0 if dtype != torch.bfloat16 else 2)
@@ -441,9 +444,9 @@ def test_bias_of_minus_infinity_masks_entries_of_loss_and_entropy(
         loss, entropy = function(h)
         return [loss, entropy, *torch.autograd.grad(entropy.sum(), h)]
 
-    exact, twin, actual = outcome(plain, torch.float64), outcome(plain, dtype), outcome(ours, dtype)
-    for name, a, t, e in zip(("loss", "entropy", "hidden"), actual, twin, exact, strict=True):
-        assert_as_good(a, t, e, name)
+    exact, baseline, actual = outcome(plain, torch.float64), outcome(plain, dtype), outcome(ours, dtype)
+    for name, a, t, e in zip(("loss", "entropy", "hidden"), actual, baseline, exact, strict=True):
+        assert_accurate(a, t, e, name)
 
 
 def test_nan_in_the_hidden_states_gives_a_nan_loss() -> None:
@@ -480,11 +483,11 @@ def test_memory_stays_below_a_tenth_of_the_logits(dtype: torch.dtype, reduction:
     n, d, v = 2048, 64, 50257
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, ignored="none")
     leaves = [x.requires_grad_() for x in (hidden, weight)]
-    with Alive({x.untyped_storage()._cdata for x in (*leaves, labels)}) as alive:
+    with PeakTensorMemory({x.untyped_storage()._cdata for x in (*leaves, labels)}) as memory:
         linear_cross_entropy(*leaves, labels, reduction=reduction).sum().backward()
     gradients = sum(x.grad.numel() * x.grad.element_size() for x in leaves)
     vectors = 16 * 8 * n  # losses, labels and similar [N] vectors
-    assert gradients < alive.peak < gradients + vectors + n * v * 4 / 10
+    assert gradients < memory.peak < gradients + vectors + n * v * 4 / 10
 
 
 @pytest.mark.parametrize("first", ["import hf_cce.ops", "import torch.utils.flop_counter"])

@@ -74,9 +74,9 @@ def test_sdist_contains_all_tracked_files(sdist: Path) -> None:
     assert all(member.isfile() or member.isdir() for member in members)
     found = {member.name.partition("/")[2] for member in members if member.isfile()}
     made = {name for name in found if name in ("PKG-INFO", "setup.cfg") or name.startswith("hf_cce.egg-info/")}
-    wanted = {name for name in tracked() if not name.startswith(".") and name != "patches"}  # the symlink
-    assert wanted - found == set()
-    assert found - wanted - made == set()
+    expected = {name for name in tracked() if not name.startswith(".") and name != "patches"}  # the symlink
+    assert expected - found == set()
+    assert found - expected - made == set()
     assert sdist.stat().st_size < 3 << 20
 
 

@@ -17,7 +17,7 @@ import tiny
 import torch
 import transformers
 from models import BATCH, anatomy, assert_same_training, exact, head_of, logits_made, loss_and_grads, stats
-from numerics import assert_as_good
+from numerics import assert_accurate
 from tiny_config import KNOBS
 from tiny_options import OPTIONS
 from transformers import PreTrainedConfig
@@ -111,7 +111,7 @@ def test_is_the_unpatched_model_elsewhere_and_afterwards(name: str) -> None:
         model.train()
     (logits, loss, tokens), (our_logits, our_loss, our_tokens) = results
     assert torch.equal(our_logits, logits) and torch.equal(our_tokens, tokens)
-    assert_as_good(our_loss, loss, loss.double(), "loss of an evaluation")
+    assert_accurate(our_loss, loss, loss.double(), "loss of an evaluation")
     assert anatomy(patched) != anatomy(plain)
     remove_cce(patched)
     assert anatomy(patched) == anatomy(plain)

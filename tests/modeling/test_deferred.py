@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import VOCABULARY, StayDouble, logits_made
-from numerics import assert_as_good
+from numerics import assert_accurate
 from torch import Tensor, nn
 
 from hf_cce.config import CCEConfig
@@ -267,10 +267,10 @@ def test_answered_without_logits(name: str, ask: Callable[[Any], Any], with_labe
     if not exact[0].is_floating_point():
         assert torch.equal(actual[0], twin[0])
         return
-    assert_as_good(actual[0], twin[0], exact[0], name, torch.float32)
+    assert_accurate(actual[0], twin[0], exact[0], name, torch.float32)
     assert len(actual[1]) == len(exact[1])
     for position, (grad, other, best) in enumerate(zip(actual[1], twin[1], exact[1], strict=True)):
-        assert_as_good(grad, other, best, f"{name}: gradient {position}")
+        assert_accurate(grad, other, best, f"{name}: gradient {position}")
 
 
 def written(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -391,7 +391,7 @@ def test_everything_else_is_asked_of_real_logits(name: str, dtype: torch.dtype) 
     assert torch.equal(torch.as_tensor(actual), torch.as_tensor(expected))
     assert len(grads) == len(expected_grads)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert_as_good(grad, expected_grad, expected_grad, name)  # one-token products differ by rounding
+        assert_accurate(grad, expected_grad, expected_grad, name)  # one-token products differ by rounding
 
 
 RECORDED: dict[str, Callable[[Any], Any]] = {
@@ -416,9 +416,9 @@ def test_materializes_what_the_forward_would_have_made(name: str, dtype: torch.d
     assert (actual.shape, actual.dtype, actual.device) == (expected.shape, expected.dtype, expected.device)
     # Slices are multiplied as slices; another shape may sum in another order, which changes only the rounding.
     exact = outcome(ask, torch.float64, False)
-    assert_as_good(actual.materialize(), expected, exact[0], name, dtype)
+    assert_accurate(actual.materialize(), expected, exact[0], name, dtype)
     for grad, twin, reference in zip(grads, expected_grads, exact[1], strict=True):
-        assert_as_good(grad, twin, reference, name, dtype)
+        assert_accurate(grad, twin, reference, name, dtype)
 
 
 ATTRIBUTES = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "is_leaf", "layout")
@@ -492,7 +492,7 @@ def test_reading_without_grad_first_loses_neither_gradient_nor_loss(then: Callab
     expected, actual = outcome(ask, torch.float32, False), outcome(ask, torch.float32, True)
     assert len(actual[1]) == 3 and actual[2].fused == fused
     for grad, twin in zip(actual[1], expected[1], strict=True):
-        assert_as_good(grad, twin, twin, "gradient")
+        assert_accurate(grad, twin, twin, "gradient")
 
 
 @pytest.mark.parametrize("changed", [1, 2], ids=["weight", "bias"])
@@ -564,10 +564,12 @@ def test_autocast_is_that_of_the_head() -> None:
     outside, expected_outside = head(head_input(hidden_states, TrainingCall())), head(hidden_states)
     assert inside.dtype is torch.bfloat16 and torch.equal(inside.materialize(), expected)
     exact = flat_loss(F.linear(hidden_states.double(), head.weight.double(), head.bias.double()))
-    assert_as_good(flat_loss(inside), flat_loss(expected.float()), exact, "autocast head, loss outside", torch.bfloat16)
+    assert_accurate(
+        flat_loss(inside), flat_loss(expected.float()), exact, "autocast head, loss outside", torch.bfloat16
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(outside.materialize(), expected_outside)
-        assert_as_good(flat_loss(outside), flat_loss(expected_outside), exact, "loss in autocast, head outside")
+        assert_accurate(flat_loss(outside), flat_loss(expected_outside), exact, "loss in autocast, head outside")
 
 
 def test_head_input_gives_hidden_states_to_everything_but_the_head() -> None:

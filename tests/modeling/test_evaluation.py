@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import FAMILIES, batch, logits_made, stats, told, twins
-from numerics import assert_as_good
+from numerics import assert_accurate
 from test_callback import build
 from tiny import OLDER
 from transformers import Trainer
@@ -38,7 +38,7 @@ def test_the_loss_alone_needs_no_logits(tmp_path: Path, family: str) -> None:
     assert made
     found, made, trainer = evaluated(tmp_path, CCECallback(), model=FAMILIES[family].build())
     assert not made
-    assert_as_good(found, expected, expected, "loss", torch.float32)
+    assert_accurate(found, expected, expected, "loss", torch.float32)
     assert stats(trainer.model).calls == 0  # counts training calls only
     assert "forward" not in vars(trainer.model.get_output_embeddings())
 
@@ -81,7 +81,7 @@ def test_logits_that_a_loss_of_ones_own_uses_are_there(tmp_path: Path) -> None:
     with told() as messages:
         found, made, _ = evaluated(tmp_path, CCECallback(), trainer=Own)
     assert made and messages == []
-    assert_as_good(found, expected, expected, "loss", torch.float32)
+    assert_accurate(found, expected, expected, "loss", torch.float32)
 
 
 def test_a_batch_without_labels_counts_as_without_us(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_batch_without_labels_counts_as_without_us(tmp_path: Path) -> None:
         assert losses[1].isnan()
         return
     assert losses[0] > 0
-    assert_as_good(losses[1], losses[0], losses[0], "loss", torch.float32)
+    assert_accurate(losses[1], losses[0], losses[0], "loss", torch.float32)
 
 
 def test_after_an_interrupted_evaluation_the_head_is_right(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_call_with_labels_makes_no_logits_until_somebody_reads_them(family: st
         with logits_made() as made:
             found = patched(**batch())
         assert made == []
-        assert_as_good(found.loss, expected.loss, expected.loss.double(), "loss")
+        assert_accurate(found.loss, expected.loss, expected.loss.double(), "loss")
         assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1))
         assert torch.equal(found.logits * 1.0, expected.logits)
     assert found.logits.requires_grad == expected.logits.requires_grad

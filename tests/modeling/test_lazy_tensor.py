@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import batch, logits_made, loss_and_grads, stats, tiny_llama, told, twins
-from numerics import assert_as_good
+from numerics import assert_accurate
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +34,7 @@ def check_equal(prepare: Prepared, loss_of: Loss) -> None:
     expected, found = (step(model, prepare, loss_of) for model in twins())
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert_as_good(found[name], value, value, name)
+        assert_accurate(found[name], value, value, name)
 
 
 def own_loss(outputs: Any) -> Tensor:
@@ -273,7 +273,7 @@ def test_the_lazy_gradient_adds_up_and_can_be_read() -> None:
     assert all(isinstance(x, LazyGrad) for x in grads[1][:4])
     for position, (expected, found) in enumerate(zip(*grads, strict=True)):
         assert found.shape == expected.shape and found.dtype is expected.dtype
-        assert_as_good(found * 1.0, expected, expected, f"gradient {position}")
+        assert_accurate(found * 1.0, expected, expected, f"gradient {position}")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -294,7 +294,7 @@ def test_a_second_derivative_is_refused_or_right(prepare: Prepared) -> None:
         loss = penalty(model(**batch()), model)
         found.append([loss.detach(), *torch.autograd.grad(loss, [model.lm_head.weight, model.model.norm.weight])])
     for expected, value in zip(*found, strict=True):
-        assert_as_good(value, expected, expected, "second derivative")
+        assert_accurate(value, expected, expected, "second derivative")
 
 
 def test_weights_that_were_changed_before_the_backward_pass_are_an_error() -> None:
@@ -387,7 +387,7 @@ def test_a_hook_on_the_head_sees_the_gradient_of_the_logits(register: Callable[.
     assert messages == [] and stats(ours).fused == 2 and stats(ours).materialized == 0
     for number, gradient in enumerate(seen[ours]):
         with told() as messages:
-            assert_as_good(gradient, seen[plain][0], seen[plain][0], "gradient of the logits")
+            assert_accurate(gradient, seen[plain][0], seen[plain][0], "gradient of the logits")
         assert number or "of their gradient)" in messages[0]
 
 
@@ -404,7 +404,7 @@ def test_retain_grad_keeps_the_gradient(after: bool) -> None:
         outputs.loss.backward()
     expected, found = (logits.grad for logits in kept)
     assert found.shape == expected.shape and expected.any()
-    assert_as_good(found * 1.0, expected, expected, "kept")
+    assert_accurate(found * 1.0, expected, expected, "kept")
 
 
 # Reading the logits of a training call gives a warning about the cost

@@ -32,7 +32,7 @@ from models import (
     told,
     twins,
 )
-from numerics import assert_as_good
+from numerics import assert_accurate
 from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
@@ -206,7 +206,7 @@ def test_transforms_of_torch_func_get_full_logits() -> None:
     with told() as messages:
         expected, found = gradients(plain), gradients(patched)
     for name, value in expected.items():
-        assert_as_good(found[name], value, value, name)
+        assert_accurate(found[name], value, value, name)
     assert stats(patched).missed == 1 and "torch.func" in messages[0]
     assert_same_training(patched, plain, batch())  # and without a transform the loss is fused
     assert stats(patched).fused
@@ -314,7 +314,7 @@ def test_a_weight_that_an_engine_partitions_is_left_to_it(monkeypatch: pytest.Mo
         loss = model(**batch()).loss
     monkeypatch.undo()
     del model.lm_head.weight.ds_id
-    assert_as_good(loss, model(**batch()).loss, exact(remove_cce(model))(**batch()).loss, "loss")
+    assert_accurate(loss, model(**batch()).loss, exact(remove_cce(model))(**batch()).loss, "loss")
 
 
 def test_a_linear_that_somebody_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from models import (
     told,
     with_open_gates,
 )
-from numerics import assert_as_good
+from numerics import assert_accurate
 from torch._dynamo.testing import CompileCounter
 
 from hf_cce import apply_cce, remove_cce
@@ -268,7 +268,7 @@ def test_lora_on_the_head(how: str, kind: str) -> None:
     assert sum("lora" in name for name in actual) == per_adapter * (2 if how == "two adapters" else 1)
     rounding = torch.float32 if how == "two adapters" else torch.bfloat16
     for name, value in actual.items():
-        assert_as_good(value, twin[name], reference[name], name, rounding)
+        assert_accurate(value, twin[name], reference[name], name, rounding)
 
 
 @pytest.mark.parametrize("name", ["lora", pytest.param("dora", marks=pytest.mark.slow), "ia3", "miss"])
@@ -282,7 +282,7 @@ def test_adapters_on_the_head_compile(name: str) -> None:
     reference.load_state_dict(plain.state_dict())
     inputs = {**batch(), "use_cache": False}
     made = patched(**inputs).logits.materialize()
-    assert_as_good(made, plain(**inputs).logits, reference(**inputs).logits, "logits")
+    assert_accurate(made, plain(**inputs).logits, reference(**inputs).logits, "logits")
     assert stats(patched).fused == stats(patched).calls == 1
     torch._dynamo.reset()
     counters = [CompileCounter(), CompileCounter()]
@@ -385,7 +385,7 @@ def test_evaluation_and_generation_stay_what_they_were(tuner: str) -> None:
     with torch.no_grad():
         expected, actual = plain(**inputs), patched(**inputs)
     assert torch.equal(actual.logits, expected.logits)
-    assert_as_good(actual.loss, expected.loss, expected.loss.double(), "loss")
+    assert_accurate(actual.loss, expected.loss, expected.loss.double(), "loss")
     for use_cache in (True, False):
         options = {"max_new_tokens": 5, "do_sample": False, "use_cache": use_cache}
         tokens = [model.generate(input_ids=inputs["input_ids"], **options) for model in (plain, patched)]

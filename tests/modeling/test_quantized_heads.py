@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import FAMILIES, assert_fused, assert_same_training, batch, exact, head_of, logits_made, stats, told
-from numerics import assert_as_good
+from numerics import assert_accurate
 from torch import Tensor, nn
 
 from hf_cce import CCEConfig, apply_cce, linear_cross_entropy, linear_log_probs
@@ -103,7 +103,7 @@ def test_autocast(name: str) -> None:
     assert ours.logits.dtype == theirs.logits.dtype and ours.loss.dtype == theirs.loss.dtype
     with torch.no_grad():
         exact_loss = reference(**batch(rows=4)).loss
-    assert_as_good(ours.loss, theirs.loss, exact_loss, "loss", torch.bfloat16)
+    assert_accurate(ours.loss, theirs.loss, exact_loss, "loss", torch.bfloat16)
     assert torch.equal(ours.logits.materialize(), theirs.logits)
     ours.loss.backward()
     assert stats(patched).fused == 1
@@ -119,7 +119,7 @@ def test_evaluation_reads_the_logits_of_the_library(name: str) -> None:
     with torch.no_grad():
         ours, theirs = patched(**batch(rows=4)), plain(**batch(rows=4))
     assert torch.equal(ours.logits + 0, theirs.logits)
-    assert_as_good(ours.loss, theirs.loss, theirs.loss.double(), "loss")
+    assert_accurate(ours.loss, theirs.loss, theirs.loss.double(), "loss")
 
 
 def test_hooks_of_accelerate_around_the_head() -> None:
@@ -230,7 +230,7 @@ def test_a_budget_without_room_for_the_weight_takes_slabs(budget: str) -> None:
         results.append((loss.detach(), found.log_probs.detach(), h.grad))
     for twin, actual, expected in zip(*results, strict=True):
         assert twin is not None and actual is not None and expected is not None
-        assert_as_good(actual, twin, expected, budget)
+        assert_accurate(actual, twin, expected, budget)
     assert rows and (max(rows) < V) == (budget == "1MiB")
 
 

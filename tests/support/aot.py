@@ -52,7 +52,7 @@ def jitted_kernels() -> set[str]:
     return found
 
 
-def label_of(function: Any, arguments: dict[str, Any], dtype: Any) -> str:
+def budget_label(function: Any, arguments: dict[str, Any], dtype: Any) -> str:
     """Return a compilation's name in the budget: what differs between launches of a kernel, except number alignment."""
     constants = {p.name: arguments.get(p.name, p.default) for p in function.params if p.is_constexpr}
     blocks = [str(value) for name, value in constants.items() if name.startswith("BLOCK_")]
@@ -65,16 +65,16 @@ def label_of(function: Any, arguments: dict[str, Any], dtype: Any) -> str:
         for name, value in others.items()
         if value is not None and value is not False and not name.startswith("BLOCK_")
     ]
-    of_dtype = [str(dtype).removeprefix("torch.")] if multiplies(function) else []
-    return " ".join(filter(None, [name_of(function), *of_dtype, "x".join(blocks), *launch, *flags]))
+    dtype_part = [str(dtype).removeprefix("torch.")] if has_matmul(function) else []
+    return " ".join(filter(None, [kernel_name(function), *dtype_part, "x".join(blocks), *launch, *flags]))
 
 
-def name_of(function: Any) -> str:
+def kernel_name(function: Any) -> str:
     """Return ``module.function``, as in ``jitted_kernels``."""
     return f"{function.fn.__module__.removeprefix('hf_cce.kernels.')}.{function.fn.__name__}"
 
 
-def multiplies(function: Any) -> bool:
+def has_matmul(function: Any) -> bool:
     """Return True if a kernel has a matrix product, so that its tiles and resource usage depend on the dtype."""
     return any(p.name in ("PRECISION", "STAGES") for p in function.params)
 
@@ -91,8 +91,8 @@ def compile_all(arch: int, done: Callable[[str, Callable[[], Any]], None]) -> No
     dtype = dtypes[0]
 
     def launch(function: Any, arguments: dict[str, Any], compile: Callable[[], Any]) -> None:
-        label = label_of(function, arguments, dtype)
-        if label not in seen and (multiplies(function) or first.setdefault(function.fn, dtype) == dtype):
+        label = budget_label(function, arguments, dtype)
+        if label not in seen and (has_matmul(function) or first.setdefault(function.fn, dtype) == dtype):
             seen.add(label)
             done(label, compile)
 
@@ -120,7 +120,7 @@ def cuobjdump() -> str | None:
     return str(bundled) if bundled.exists() else shutil.which("cuobjdump")
 
 
-def needs_of(built: Any) -> dict[str, int]:
+def resource_usage(built: Any) -> dict[str, int]:
     """Return a kernel's registers and stack bytes per thread, and shared memory bytes and tensor memory columns per block."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -139,7 +139,7 @@ def measure(arch: int) -> dict[str, dict[str, Any]]:
 
     def done(label: str, compile: Callable[[], Any]) -> None:
         try:
-            found[label] = needs_of(compile())
+            found[label] = resource_usage(compile())
         except Exception as error:  # Triton raises many types; go on with the other kernels
             found[label] = {"failed": f"{type(error).__name__}: {str(error)[-2000:]}"}
 
@@ -147,13 +147,13 @@ def measure(arch: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def measure_elsewhere(arch: int) -> dict[str, dict[str, Any]]:
+def measure_in_subprocess(arch: int) -> dict[str, dict[str, Any]]:
     """Run ``measure`` in a new process, where kernels are compiled instead of interpreted."""
     code = f"import json; from tests.support import aot; print(json.dumps(aot.measure({arch})))"
     return json.loads(python(code, interpreted=False).splitlines()[-1])
 
 
-def complaints(
+def violations(
     arch: int, found: dict[str, dict[str, Any]], budget: dict[str, dict[str, int]], same_compiler: bool = True
 ) -> list[str]:
     """Return one sentence for each problem in ``found``.
@@ -207,7 +207,7 @@ def main() -> int:
     budget, wrong = read_budget(), []
     same = budget.get("triton") == version("triton")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for arch, found in zip(args.arch, pool.map(measure_elsewhere, args.arch), strict=True):
+        for arch, found in zip(args.arch, pool.map(measure_in_subprocess, args.arch), strict=True):
             for label, needs in found.items():
                 print(
                     f"sm_{arch} {label}: " + ", ".join(f"{what} {count}" for what, count in needs.items()), flush=True
@@ -215,7 +215,7 @@ def main() -> int:
             if args.write:
                 budget[f"sm_{arch}"] = {label: needs for label, needs in found.items() if "failed" not in needs}
                 same = True
-            wrong += complaints(arch, found, budget.get(f"sm_{arch}", {}), same)
+            wrong += violations(arch, found, budget.get(f"sm_{arch}", {}), same)
     if args.write:
         write_budget({**budget, "triton": version("triton")})
     print(*wrong, sep="\n", file=sys.stderr)

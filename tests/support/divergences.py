@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from numerics import assert_as_good
+from numerics import assert_accurate
 from torch import Tensor
 
 from hf_cce import CCEConfig, TeacherHead, TeacherTopK, linear_divergence
@@ -75,7 +75,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", n: int = 40
     )  # fmt: skip
 
 
-def of_logits(log_ps: Tensor, log_pt: Tensor, case: Case) -> Tensor:
+def token_divergences(log_ps: Tensor, log_pt: Tensor, case: Case) -> Tensor:
     """Return the divergence of each token from log-probabilities."""
     if case.kind == "forward_kl":
         return F.kl_div(log_ps, log_pt, reduction="none", log_target=True).sum(-1)
@@ -83,8 +83,8 @@ def of_logits(log_ps: Tensor, log_pt: Tensor, case: Case) -> Tensor:
         return F.kl_div(log_pt, log_ps, reduction="none", log_target=True).sum(-1)
     b = case.beta
     log_m = torch.logaddexp(log_ps + math.log(1 - b), log_pt + math.log(b))
-    of_student, of_teacher = (F.kl_div(log_m, x, reduction="none", log_target=True).sum(-1) for x in (log_ps, log_pt))
-    return (1 - b) * of_student + b * of_teacher
+    student_kl, teacher_kl = (F.kl_div(log_m, x, reduction="none", log_target=True).sum(-1) for x in (log_ps, log_pt))
+    return (1 - b) * student_kl + b * teacher_kl
 
 
 def top_k(x: Inputs, case: Case) -> TeacherTopK:
@@ -93,26 +93,29 @@ def top_k(x: Inputs, case: Case) -> TeacherTopK:
     return TeacherTopK(ids, log_probs, case.form)  # type: ignore[arg-type]
 
 
-def plain(x: Inputs, leaves: list[Tensor], case: Case) -> Tensor:
+def plain_divergence(x: Inputs, leaves: list[Tensor], case: Case) -> Tensor:
     """Compute full logits in the dtype of ``leaves``, as a model would, and the rest in float32 (float64 for float64)."""
     hidden, weight = leaves[:2]
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    z = (F.linear(hidden, weight, *leaves[2:]).to(wide)) * case.logit_scale
+    acc_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    z = (F.linear(hidden, weight, *leaves[2:]).to(acc_dtype)) * case.logit_scale
     if case.softcap:
         z = case.softcap * torch.tanh(z / case.softcap)
     z = z / case.temperature
     if case.form in ("head", "logits"):
-        zt = F.linear(x.teacher_hidden.to(hidden.dtype), x.teacher_weight.to(hidden.dtype)).to(wide) / case.temperature
+        zt = (
+            F.linear(x.teacher_hidden.to(hidden.dtype), x.teacher_weight.to(hidden.dtype)).to(acc_dtype)
+            / case.temperature
+        )
         if case.form == "logits":
-            zt = given_logits(x).to(wide) / case.temperature
+            zt = teacher_logits(x).to(acc_dtype) / case.temperature
         v = min(case.vocab_sizes)
-        losses = of_logits(z[..., :v].log_softmax(-1), zt[..., :v].log_softmax(-1), case)
+        losses = token_divergences(z[..., :v].log_softmax(-1), zt[..., :v].log_softmax(-1), case)
     else:
         teacher = top_k(x, case)
-        log_ps, log_pt = z.log_softmax(-1).gather(-1, teacher.ids), teacher.log_probs.to(wide)
+        log_ps, log_pt = z.log_softmax(-1).gather(-1, teacher.ids), teacher.log_probs.to(acc_dtype)
         if case.form == "lump":
             log_ps, log_pt = (torch.cat((y, torch.log1p(-y.exp().sum(-1, keepdim=True))), -1) for y in (log_ps, log_pt))
-        losses = of_logits(log_ps.log_softmax(-1), log_pt.log_softmax(-1), case)
+        losses = token_divergences(log_ps.log_softmax(-1), log_pt.log_softmax(-1), case)
     mask = torch.ones_like(losses) if x.mask is None else x.mask.to(losses)
     losses = losses * mask
     if case.reduction == "none":
@@ -120,16 +123,16 @@ def plain(x: Inputs, leaves: list[Tensor], case: Case) -> Tensor:
     return losses.sum() / (mask.sum() if case.reduction == "mean" else 1)
 
 
-def given_logits(x: Inputs) -> Tensor:
+def teacher_logits(x: Inputs) -> Tensor:
     return F.linear(x.teacher_hidden, x.teacher_weight)
 
 
-def ours(x: Inputs, leaves: list[Tensor], case: Case, config: CCEConfig | None = None) -> Tensor:
+def fused_divergence(x: Inputs, leaves: list[Tensor], case: Case, config: CCEConfig | None = None) -> Tensor:
     teacher: Any
     if case.form == "head":
         teacher = TeacherHead(x.teacher_hidden, x.teacher_weight)
     else:
-        teacher = given_logits(x) if case.form == "logits" else top_k(x, case)
+        teacher = teacher_logits(x) if case.form == "logits" else top_k(x, case)
     bias = leaves[2] if len(leaves) > 2 else None
     return linear_divergence(
         leaves[0], leaves[1], teacher, student_bias=bias, mask=x.mask, config=config, **case.options
@@ -144,9 +147,9 @@ def check(case: Case, dtype: torch.dtype, config: CCEConfig | None = None, devic
     """Check that loss and gradients are as close to float64 as full logits in ``dtype``."""
     x = make_inputs(case, dtype, device)
     found = []
-    for function, kind in ((plain, torch.float64), (plain, dtype), (ours, dtype)):
+    for function, kind in ((plain_divergence, torch.float64), (plain_divergence, dtype), (fused_divergence, dtype)):
         leaves = x.student(kind)
-        loss = function(x, leaves, case, config) if function is ours else function(x, leaves, case)  # type: ignore
+        loss = function(x, leaves, case, config) if function is fused_divergence else function(x, leaves, case)  # type: ignore
         found.append([loss, *gradients(loss, leaves, x)])
-    for name, exact, twin, actual in zip(("loss", "hidden", "weight", "bias"), *found, strict=False):
-        assert_as_good(actual, twin, exact, f"{case} {name}", dtype)
+    for name, exact, baseline, actual in zip(("loss", "hidden", "weight", "bias"), *found, strict=False):
+        assert_accurate(actual, baseline, exact, f"{case} {name}", dtype)

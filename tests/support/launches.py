@@ -90,7 +90,7 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
 
     every = WantedStats(True, True, True, True)
     statistics = Statistics(spec, WantedStats(entropy=True, top1=True), True)
-    taken: dict[str, tuple[Strategy, Inputs]] = {
+    cases: dict[str, tuple[Strategy, Inputs]] = {
         "cached": (exact(biased), with_bias),
         "grouped": (exact(frozen, 640), x),
         "whole": (exact(frozen, 1280), x),
@@ -102,7 +102,7 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
         "statistics": (Statistics(biased, every, True), with_bias),
         "filtered statistics": (FilteredStatistics(spec, SUM, FilterState(), tau, True, statistics), x),
     }
-    found = {name: partial(strategies.run_on_meta, *of) for name, of in taken.items()}
+    found = {name: partial(strategies.run_on_meta, *of) for name, of in cases.items()}
     student = passes.Head(hidden, weight, with_bias.bias, spec.logit_scale, spec.softcap)
     given = passes.Head(torch.empty(n, v, dtype=dtype, device="meta"), None, None, 1.0, 0.0)
     for name, beta in (("forward KL", 0.0), ("reverse KL", 1.0), ("JSD", 0.5)):
@@ -115,6 +115,6 @@ def divergence_step(student: passes.Head, teacher: passes.Head, beta: float) -> 
     tokens = passes.Tokens(None, torch.empty((), dtype=torch.int64, device="meta"))
     spec = passes.DivergenceSpec(beta, beta == 1.0, 256 * MIB, True)
     stats = passes.row_stats(student, teacher, tokens, spec)
-    wanted = passes.WantedGrads((True, True, student.bias is not None), student.weight.shape[0])
+    grads = passes.WantedGrads((True, True, student.bias is not None), student.weight.shape[0])
     rows = (stats.lse, stats.teacher_lse, stats.offset)
-    passes.gradients(student, teacher, tokens, rows, torch.empty(n, device="meta"), spec, wanted)
+    passes.gradients(student, teacher, tokens, rows, torch.empty(n, device="meta"), spec, grads)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from numerics import assert_as_good
+from numerics import assert_accurate
 from torch import Tensor
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy
 
+SMALL_BUDGET = CCEConfig(memory_budget=1 << 20)  # small enough that every loop takes several iterations
 Inputs = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -39,12 +40,12 @@ def make_inputs(
     device: str = "cpu",
     bias: bool = False,
     ignored: str = "some",
-    spread: float = 2.0,
+    logit_std: float = 2.0,
 ) -> tuple[Inputs, Tensor]:
-    """Return ((hidden_states [N, D], weight [V, D], bias [V] or None), labels [N]); logits have standard deviation ``spread``."""
+    """Return ((hidden_states [N, D], weight [V, D], bias [V] or None), labels [N])."""
     g = torch.Generator().manual_seed(n * 7919 + d * 31 + v)
     hidden = torch.randn(n, d, generator=g)
-    weight = torch.randn(v, d, generator=g) * (spread / d**0.5)
+    weight = torch.randn(v, d, generator=g) * (logit_std / d**0.5)
     labels = torch.randint(v, (n,), generator=g)
     if ignored == "some":
         labels[::3] = -100
@@ -116,9 +117,9 @@ def check_against_plain(
 ) -> None:
     """Check that loss and gradients in ``dtype`` are as accurate as those of full logits in ``dtype``, relative to float64."""
     exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
-    twin = loss_and_gradients(plain_loss, inputs, labels, options, dtype)
+    baseline = loss_and_gradients(plain_loss, inputs, labels, options, dtype)
     actual = loss_and_gradients(loss, inputs, labels, options, dtype)
     assert actual.keys() == exact.keys()
     for name, value in actual.items():
-        assert value.dtype == twin[name].dtype
-        assert_as_good(value, twin[name], exact[name], f"{what}: {name}", dtype)
+        assert value.dtype == baseline[name].dtype
+        assert_accurate(value, baseline[name], exact[name], f"{what}: {name}", dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from numerics import as_good, assert_as_good
+from numerics import assert_accurate, is_accurate
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -245,10 +245,10 @@ def assert_results_as_good(
     """
     twins = [twin]
     for name, value in actual.items():
-        told = as_good(value, [each[name] for each in twins], reference[name], dtype)
+        told = is_accurate(value, [each[name] for each in twins], reference[name], dtype)
         if not told and plain is not None and draw is not None and len(twins) == 1:
             twins += [draw(_reordered(plain, seed)) for seed in range(7)]
-        assert_as_good(value, [each[name] for each in twins], reference[name], name, dtype)
+        assert_accurate(value, [each[name] for each in twins], reference[name], name, dtype)
 
 
 def _reordered(model: Any, seed: int) -> Any:

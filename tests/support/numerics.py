@@ -1,7 +1,7 @@
 """The accuracy rule of all tests.
 
-A result is compared with the exact one (computed in float64) and with its *twin*: the result of plain PyTorch, or of the
-unpatched model, in the same dtype. The budget follows from the twin's error, not from a literal tolerance; only a few
+A result is compared with the exact one (computed in float64) and with its *baseline*: the result of plain PyTorch, or of the
+unpatched model, in the same dtype. The budget follows from the baseline's error, not from a literal tolerance; only a few
 tests, such as those that compare whole training runs, set their own tolerance.
 """
 
@@ -23,15 +23,15 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def budget(twin_error: float, dtype: torch.dtype) -> float:
-    """Return the error allowed for a result of ``dtype`` if plain PyTorch in that dtype has ``twin_error``.
+def budget(baseline_error: float, dtype: torch.dtype) -> float:
+    """Return the error allowed for a result of ``dtype`` if plain PyTorch in that dtype has ``baseline_error``.
 
-    float32 and float64: the two results differ only in the order of summation. Allow twice the twin's error plus sixteen units
-    of rounding, because a sum of a few numbers may happen to have no error at all.
-    float16 and bfloat16: the twin's error plus a sixteenth of a unit of rounding, for the same reason.
+    float32 and float64: the two results differ only in the order of summation. Allow twice the baseline's error plus sixteen
+    units of rounding, because a sum of a few numbers may happen to have no error at all.
+    float16 and bfloat16: the baseline's error plus a sixteenth of a unit of rounding, for the same reason.
     """
     unit = torch.finfo(dtype).eps
-    return twin_error + unit / 16 if dtype in (torch.float16, torch.bfloat16) else 2 * twin_error + 16 * unit
+    return baseline_error + unit / 16 if dtype in (torch.float16, torch.bfloat16) else 2 * baseline_error + 16 * unit
 
 
 def exponent_rounding(largest_logit: float) -> float:
@@ -42,18 +42,23 @@ def exponent_rounding(largest_logit: float) -> float:
     return 2 * torch.finfo(torch.float32).eps * largest_logit
 
 
-def as_good(actual: Tensor, twins: list[Tensor], exact: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if ``actual`` is as close to ``exact`` as ``budget`` allows for the worst of ``twins``."""
-    return relative_error(actual, exact) <= budget(max(relative_error(twin, exact) for twin in twins), dtype)
+def is_accurate(actual: Tensor, baselines: list[Tensor], exact: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if ``actual`` is as close to ``exact`` as ``budget`` allows for the worst of ``baselines``."""
+    return relative_error(actual, exact) <= budget(
+        max(relative_error(baseline, exact) for baseline in baselines), dtype
+    )
 
 
-def assert_as_good(
-    actual: Tensor, twin: Tensor | list[Tensor], exact: Tensor, what: str, dtype: torch.dtype | None = None
+def assert_accurate(
+    actual: Tensor, baseline: Tensor | list[Tensor], exact: Tensor, what: str, dtype: torch.dtype | None = None
 ) -> None:
     """Fail unless ``actual`` is as close to ``exact`` as ``budget`` allows; ``dtype`` is that of the computation.
 
-    If ``twin`` is a list of results that round differently, the worst one counts.
+    If ``baseline`` is a list of results that round differently, the worst one counts.
     """
-    twins, dtype = twin if isinstance(twin, list) else [twin], dtype or actual.dtype
-    error, allowed = relative_error(actual, exact), budget(max(relative_error(each, exact) for each in twins), dtype)
+    baselines, dtype = baseline if isinstance(baseline, list) else [baseline], dtype or actual.dtype
+    error, allowed = (
+        relative_error(actual, exact),
+        budget(max(relative_error(each, exact) for each in baselines), dtype),
+    )
     assert error <= allowed, f"{what}: relative error {error:.2e} exceeds {allowed:.2e}"

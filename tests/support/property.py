@@ -134,13 +134,15 @@ def tensors(case: Case, device: str) -> tuple[Inputs, Tensor]:
     return (hidden, weight.to(dtype), bias), labels
 
 
-def widened_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
+def plain_loss_rounded_once(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options
+) -> Tensor:
     """Compute ``plain_loss`` with logits widened to float32 right after the product, so that they are rounded only once."""
     z = (hidden @ weight.t()).float()
     return loss_of_logits(scaled_and_capped(z if bias is None else z + bias.float(), options), labels, options)
 
 
-def label_alone(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
+def label_logit_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
     """Return the label's logit term of the loss. Its gradient is that of the loss with all probabilities set to zero."""
     valid = labels != -100
     z = full_logits(hidden, weight, bias, options).gather(1, labels.where(valid, 0)[:, None])[:, 0] * valid
@@ -149,7 +151,7 @@ def label_alone(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Ten
     return z.sum() / (valid.sum() if options.reduction == "mean" else 1)
 
 
-class Found(NamedTuple):
+class ErrorAndLimit(NamedTuple):
     """The relative error of a loss or gradient, and its limit."""
 
     error: float
@@ -157,7 +159,7 @@ class Found(NamedTuple):
     rounding: float  # additional error from recomputing the probabilities
 
 
-def errors(case: Case, device: str, implementation: str) -> dict[str, Found]:
+def errors(case: Case, device: str, implementation: str) -> dict[str, ErrorAndLimit]:
     """Return the errors of the loss and each gradient, or {} for inputs with NaN or infinity.
 
     The worst of three full-logits runs counts: unmodified, with the hidden dimension reversed, and with logits rounded once.
@@ -174,20 +176,22 @@ def errors(case: Case, device: str, implementation: str) -> dict[str, Found]:
         return {}
     actual = loss_and_gradients(loss, inputs, labels, options, dtype)
     exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
-    twin = loss_and_gradients(plain_loss, inputs, labels, options, dtype)
+    baseline = loss_and_gradients(plain_loss, inputs, labels, options, dtype)
     hidden, weight, bias = inputs
-    other = loss_and_gradients(plain_loss, (hidden.flip(-1), weight.flip(-1), bias), labels, options, dtype)
-    once = loss_and_gradients(widened_loss, inputs, labels, options, dtype)
-    of_label = loss_and_gradients(label_alone, inputs, labels, options, torch.float64)
+    reversed_sum = loss_and_gradients(plain_loss, (hidden.flip(-1), weight.flip(-1), bias), labels, options, dtype)
+    rounded_once = loss_and_gradients(plain_loss_rounded_once, inputs, labels, options, dtype)
+    label_grads = loss_and_gradients(label_logit_loss, inputs, labels, options, torch.float64)
     rounding = exponent_rounding(float(full_logits(*inputs, options).abs().max()))
     result = {}
     for name, value in actual.items():
-        opposite = other[name].flip(-1) if name in ("hidden", "weight") else other[name]
-        twins = [relative_error(x, exact[name]) for x in (twin[name], opposite, once[name])]
+        opposite = reversed_sum[name].flip(-1) if name in ("hidden", "weight") else reversed_sum[name]
+        baselines = [relative_error(x, exact[name]) for x in (baseline[name], opposite, rounded_once[name])]
         # Size of the probabilities' part of the gradient; the label's part cancels it if p is near one
-        size = float(of_label[name].norm()) / (float(exact[name].norm()) or 1.0)
-        allowed = budget(max(twins), dtype)
-        result[name] = Found(relative_error(value, exact[name]), allowed, 0.0 if name == "loss" else rounding * size)
+        size = float(label_grads[name].norm()) / (float(exact[name].norm()) or 1.0)
+        allowed = budget(max(baselines), dtype)
+        result[name] = ErrorAndLimit(
+            relative_error(value, exact[name]), allowed, 0.0 if name == "loss" else rounding * size
+        )
     return result
 
 

@@ -21,7 +21,6 @@ import transformers
 from models import FAMILIES, batch, exact, loss_and_grads, stats, tiny_llama, told
 from numerics import relative_error
 from peft import LoraConfig, get_peft_model
-from spread import everything
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -34,6 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from vocab_parallel import everything
 
 from hf_cce import apply_cce
 from hf_cce.deferred.logits import LazyLogits
@@ -376,7 +376,7 @@ def main(path: Path, device: str = "", dtype: str = "", *engines: str) -> None:
     whole = {key: value.to(DEVICE) for key, value in batch(rows=ROWS, words=words).items()}
     results = all_of(list(engines or ENGINES), whole)
     if not engines:
-        results["spread"] = everything()
+        results["vocab_parallel"] = everything()
     if dist.get_rank() == 0:
         path.write_text(json.dumps(results), "utf-8")
     dist.destroy_process_group()

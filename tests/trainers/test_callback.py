@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from models import assert_fused, batch, logits_made, stats, tiny_llama, told
-from numerics import assert_as_good
+from numerics import assert_accurate
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cce import CCECallback, CCEConfig, apply_cce, remove_cce
@@ -74,10 +74,10 @@ def test_a_run_is_the_run_without(tmp_path: Path, options: dict[str, Any]) -> No
     start = tiny_llama().state_dict()
     for (name, actual), twin in zip(patched.model.named_parameters(), plain.model.parameters(), strict=True):
         assert not torch.equal(twin, start[name])
-        assert_as_good(actual, twin, twin, name)
+        assert_accurate(actual, twin, twin, name)
     losses, expected = torch.tensor(history(patched)), torch.tensor(history(plain))
     assert len(losses) == 3
-    assert_as_good(losses, expected, expected, "logged losses")
+    assert_accurate(losses, expected, expected, "logged losses")
     assert_fused(patched.model, calls=6)
     assert stats(patched.model).fused == 6
 
@@ -95,7 +95,7 @@ def test_a_step_without_labels_changes_nothing(tmp_path: Path) -> None:
     start = tiny_llama().state_dict()
     for name, actual in found[1].items():
         assert not torch.equal(actual, start[name])
-        assert_as_good(actual, found[0][name], found[0][name], name)  # NaN fails
+        assert_accurate(actual, found[0][name], found[0][name], name)  # NaN fails
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

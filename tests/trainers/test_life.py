@@ -11,7 +11,7 @@ import pytest
 import torch
 from command import python
 from models import batch, tiny_llama
-from numerics import assert_as_good
+from numerics import assert_accurate
 from torch import Tensor, nn
 
 from hf_cce import CCECallback, apply_cce
@@ -80,7 +80,7 @@ def test_a_life(tmp_path: Path) -> None:
     told = {name: json.loads((tmp_path / f"{name}.json").read_text("utf-8")) for name in ("ours", "plain")}
     ours, plain = (torch.tensor([*told[name]["losses"], told[name]["eval"]]) for name in ("ours", "plain"))
     assert len(ours) == STEPS + 1
-    assert_as_good(ours, plain, plain, "losses of all steps, and of the evaluation")
+    assert_accurate(ours, plain, plain, "losses of all steps, and of the evaluation")
 
     # Checkpoints and the merged model have the same files, keys, shapes, dtypes and configuration.
     for where in ("{}/checkpoint-6", "{}-merged"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import logits_made, tiny_llama
-from numerics import assert_as_good
+from numerics import assert_accurate
 from test_trl import WORDS, text, tokenizer
 
 from hf_cce.deferred import handlers
@@ -63,7 +63,7 @@ def test_answers_are_those_of_hf(kind: str, models: dict[str, Any], monkeypatch:
         assert any(greedy for _, greedy in found["hf"])
         found = {name: [value for value, _ in each] for name, each in found.items()}
     ours, theirs = (torch.tensor(found[name]) for name in ("hf_cce", "hf"))
-    assert_as_good(ours, theirs, theirs, kind, torch.float32)
+    assert_accurate(ours, theirs, theirs, kind, torch.float32)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import assert_same_training, batch, logits_made, loss_and_grads, stats, tiny_llama, told, twins
-from numerics import assert_as_good
+from numerics import assert_accurate
 from test_callback import build, run
 from test_trainer_features import assert_same_run
 from torch import Tensor
@@ -189,7 +189,7 @@ def test_token_statistics_of_a_loss(items: dict[str, int]) -> None:
         "perplexity": F.nll_loss(log_p, target).exp(),
     }
     for name, value in expected.items():
-        assert_as_good(torch.tensor(found[name]), value, value, name, torch.float32)
+        assert_accurate(torch.tensor(found[name]), value, value, name, torch.float32)
 
 
 def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
     assert min(e["cce/entropy"] for e in entries) < total["entropy"] < max(e["cce/entropy"] for e in entries)
     for entry in entries:  # a mean over labels, like Trainer's
         loss = torch.tensor(entry["loss"])
-        assert_as_good(torch.tensor(entry["cce/perplexity"]).log(), loss, loss.double(), "perplexity")
+        assert_accurate(torch.tensor(entry["cce/perplexity"]).log(), loss, loss.double(), "perplexity")
 
 
 def test_heads_for_tokens_further_ahead() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from models import assert_fused, batch, logits_made, stats, tiny_llama
-from numerics import assert_as_good
+from numerics import assert_accurate
 from safetensors.torch import load_file
 from test_callback import build, history, own_loss, rows, run
 from torch import Tensor
@@ -67,7 +67,7 @@ def assert_same(found: Any, expected: Any, what: str) -> None:
         return
     found, expected = torch.as_tensor(found), torch.as_tensor(expected)
     assert found.dtype == expected.dtype
-    assert_as_good(found, expected, expected, what, torch.float32)
+    assert_accurate(found, expected, expected, what, torch.float32)
 
 
 def assert_same_run(patched: Any, plain: Any, steps: int) -> None:
@@ -195,10 +195,10 @@ def test_weights_after_steps_in_bfloat16(seed: int, tmp_path: Path) -> None:
     assert_fused(ours.model, calls=8)
     start = torch.cat([value.flatten() for value in tiny_llama().parameters()])
     steps = [torch.cat([x.detach().flatten() for x in t.model.parameters()]) - start for t in (ours, twin, exact)]
-    assert_as_good(*steps, "weights", torch.bfloat16)
+    assert_accurate(*steps, "weights", torch.bfloat16)
     losses = [torch.tensor(history(trainer)) for trainer in (ours, twin, exact)]
     assert not torch.equal(losses[1], losses[2])
-    assert_as_good(*losses, "losses", torch.bfloat16)
+    assert_accurate(*losses, "losses", torch.bfloat16)
 
 
 def from_logits(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:

@@ -13,9 +13,9 @@ import pytest
 import torch
 import transformers
 from accelerate import hooks
+from forced_strategies import KEEPS_ALL, force_strategy
 from models import logits_made, stats, tiny_llama, told
-from numerics import assert_as_good, budget, relative_error
-from ways import KEEPS_ALL, force
+from numerics import assert_accurate, budget, relative_error
 
 from hf_cce import CCECallback, CCEConfig, apply_cce
 from hf_cce.deferred.logits import lazy_logits
@@ -190,7 +190,7 @@ def test_every_step_is_that_of_the_unpatched_trainer(name: str, tmp_path: Path) 
 def test_fine_tuning_and_nothing_else_goes_through_the_filter(
     name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    force(monkeypatch, "filtered")
+    force_strategy(monkeypatch, "filtered")
     config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
     if name == "sft":
         assert assert_same_steps(tmp_path, sft, config=config, **options).model.cce_stats().get("kept")
@@ -266,8 +266,8 @@ def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: boo
         parameter.data = torch.empty(0)
     (gradient,) = torch.autograd.grad(found[0].square().sum(), hidden)
     assert call.fused == 1 and not asked
-    assert_as_good(found[0], expected, expected.double(), "log-probabilities")
-    assert_as_good(gradient, exact, exact.double(), "gradient")
+    assert_accurate(found[0], expected, expected.double(), "log-probabilities")
+    assert_accurate(gradient, exact, exact.double(), "gradient")
 
 
 def test_other_models_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ def test_the_functions_of_trl_on_deferred_logits(how: str) -> None:
     call = trl_patch.TrainingCall(labels=False)
     exact, twin, ours = outcome(torch.float64, False), outcome(torch.float32, False), outcome(torch.float32, True)
     for number, (a, t, e) in enumerate(zip(ours, twin, exact, strict=True)):
-        assert_as_good(a, t, e, str(number))
+        assert_accurate(a, t, e, str(number))
     assert bool(call.stats.materialized) == (how == "negative")
 
 
@@ -411,4 +411,4 @@ def test_preference_trainers_in_bfloat16(name: str, tmp_path: Path) -> None:
         found[how] = torch.tensor([first[key] for key in kept if "accuracies" not in key])
         assert messages == []
     assert len(found["ours"]) > 5
-    assert_as_good(found["ours"], found["twin"], found["exact"], name, torch.bfloat16)
+    assert_accurate(found["ours"], found["twin"], found["exact"], name, torch.bfloat16)

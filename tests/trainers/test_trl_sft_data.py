@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import stats, tiny_llama
-from numerics import assert_as_good
+from numerics import assert_accurate
 from test_callback import own_loss
 from test_trl import STEPS, common, datasets, run, text, tokenizer, trl
 
@@ -123,12 +123,12 @@ def assert_as_trl(folder: Path, mode: Mode, **options: Any) -> tuple[Any, list[s
         mine, other = (torch.tensor([entry[key] for entry in log]) for log in (ours, theirs))
         assert other.any(), key
         assert key not in ("num_tokens", "mean_token_accuracy") or torch.equal(mine, other), key
-        assert_as_good(mine, other, other, key, torch.float32)
+        assert_accurate(mine, other, other, key, torch.float32)
     for key in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
         mine, other = (torch.tensor(evaluation[key]) for evaluation in (our_evaluation, their_evaluation))
-        assert_as_good(mine, other, other, key, torch.float32)
+        assert_accurate(mine, other, other, key, torch.float32)
     for key, value in their_weights.items():
-        assert_as_good(our_weights[key], value, value, key)
+        assert_accurate(our_weights[key], value, value, key)
     return trainer, messages
 
 

@@ -24,8 +24,8 @@ def test_the_budget_names_every_architecture() -> None:
 def test_kernels_compile_within_the_budget(arch: int) -> None:
     """One process per architecture, so that pytest-xdist can run them in parallel; later runs use Triton's cache."""
     budget = aot.read_budget()
-    wrong = aot.complaints(
-        arch, aot.measure_elsewhere(arch), budget[f"sm_{arch}"], budget["triton"] == version("triton")
+    wrong = aot.violations(
+        arch, aot.measure_in_subprocess(arch), budget[f"sm_{arch}"], budget["triton"] == version("triton")
     )
     assert not wrong, "\n".join(wrong)
 
@@ -66,7 +66,7 @@ knobs.runtime.jit_cache_hook = lambda **of: found.add((of["fn"].name, of["compil
 def launch(function, arguments, compile):
     # the default is another in Triton 3.10
     assert arguments["enable_fp_fusion"] is True, function.fn.__name__
-    print(aot.name_of(function))
+    print(aot.kernel_name(function))
     compile()
 
 launches.pretend(90, launch)
@@ -104,12 +104,12 @@ FITS = {"registers": 100, "stack": 0, "shared": 1024}
     ],
 )
 def test_violations(found: dict[str, Any], budget: dict[str, Any], expected: str | None) -> None:
-    wrong = aot.complaints(86, found, budget)
+    wrong = aot.violations(86, found, budget)
     assert len(wrong) == (expected is not None)
     assert expected is None or expected in wrong[0]
 
 
 def test_other_compilers_are_checked_against_hardware_limits_only() -> None:
     more = {**FITS, "registers": 255, "stack": 64}
-    assert not aot.complaints(86, {"a": more}, {"b": FITS}, same_compiler=False)
-    assert aot.complaints(86, {"a": {**more, "shared": 1 << 20}}, {"a": FITS}, same_compiler=False)
+    assert not aot.violations(86, {"a": more}, {"b": FITS}, same_compiler=False)
+    assert aot.violations(86, {"a": {**more, "shared": 1 << 20}}, {"a": FITS}, same_compiler=False)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from forced_strategies import DEVICE, KEEPS_ALL, force_strategy
 from losses import EVERYTHING, PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs
-from numerics import assert_as_good
-from ways import DEVICE, KEEPS_ALL, force
+from numerics import assert_accurate
 
 from hf_cce import CCEConfig, CCEWarning, FilterState, dispatch, linear_log_probs, ops, strategies
 
@@ -29,7 +29,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
         return "portable" if strategies.compile_failure(device) else "triton"
 
     def breaks(*names: str) -> None:
-        force(monkeypatch, "exact")
+        force_strategy(monkeypatch, "exact")
         monkeypatch.setattr(strategies, "_compile_failures", {})
         for module in (dispatch, ops):
             monkeypatch.setattr(module, "choose_implementation", choose)
@@ -50,8 +50,8 @@ def test_pytorch_takes_over_with_one_warning(where: str, options: Options, broke
         warnings.simplefilter("always")
         for what in (f"{where} fails", f"after {where} failed"):
             check_against_plain(fused_loss(AUTO), inputs, labels, options, torch.float32, what)
-    told = [str(warning.message) for warning in found if "fell back to PyTorch" in str(warning.message)]
-    assert len(told) == 1 and "could not compile a kernel" in told[0]
+    messages = [str(warning.message) for warning in found if "fell back to PyTorch" in str(warning.message)]
+    assert len(messages) == 1 and "could not compile a kernel" in messages[0]
     why = dispatch.why_no_triton(inputs[0].device, torch.float32)
     assert why is not None and "could not compile" in why
 
@@ -70,9 +70,9 @@ def test_statistics_and_operators_fall_back_too(broken: Any) -> None:
         traced = torch.ops.hf_cce.logit_stats(
             hidden, weight, None, labels, -100, 1.0, 0.0, False, False, False, False, 1 << 24, "auto"
         )
-    twin, exact = compute(CCEConfig("portable")), compute(CCEConfig("portable"), torch.float64)
-    assert_as_good(found, twin, exact, "log probabilities")
-    assert_as_good(traced[1] - traced[0], twin, exact, "by the operator")
+    baseline, exact = compute(CCEConfig("portable")), compute(CCEConfig("portable"), torch.float64)
+    assert_accurate(found, baseline, exact, "log probabilities")
+    assert_accurate(traced[1] - traced[0], baseline, exact, "by the operator")
 
 
 def test_explicit_triton_raises_the_compile_error(broken: Any) -> None:
@@ -89,7 +89,7 @@ def test_explicit_triton_raises_the_compile_error(broken: Any) -> None:
     "error", [torch.OutOfMemoryError, KeyboardInterrupt, OSError], ids=lambda error: error.__name__
 )
 @pytest.mark.parametrize(
-    ("way", "where", "function"),
+    ("strategy", "where", "function"),
     [
         ("exact", "loss", "make_plan"),
         ("exact", "backward", "make_plan"),
@@ -98,14 +98,14 @@ def test_explicit_triton_raises_the_compile_error(broken: Any) -> None:
     ],
 )
 def test_the_step_after_any_other_failure_is_correct(
-    way: str, where: str, function: str, error: type[BaseException], broken: Any, monkeypatch: pytest.MonkeyPatch
+    strategy: str, where: str, function: str, error: type[BaseException], broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of memory, Ctrl-C, or a full disk for Triton's cache: the error is raised, and the kernels stay in use."""
     module = importlib.import_module(f"hf_cce.kernels.{where}")
     broken()  # "auto" uses the kernels
-    real, taken = getattr(module, function), force(monkeypatch, way)
+    real, counts = getattr(module, function), force_strategy(monkeypatch, strategy)
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
-    config = CCEConfig("auto", gradient_filter=KEEPS_ALL if way == "filtered" else None)
+    config = CCEConfig("auto", gradient_filter=KEEPS_ALL if strategy == "filtered" else None)
     loss = fused_loss(config, FilterState())
 
     def failing(*args: Any, **options: Any) -> Any:
@@ -116,6 +116,6 @@ def test_the_step_after_any_other_failure_is_correct(
         loss_and_gradients(loss, inputs, labels, PLAIN, torch.float32)
     monkeypatch.setattr(module, function, real)
     assert strategies.compile_failure(inputs[0].device) is None
-    taken.clear()
+    counts.clear()
     check_against_plain(loss, inputs, labels, PLAIN, torch.float32, f"after {error.__name__}")
-    assert taken[way] == 1
+    assert counts[strategy] == 1

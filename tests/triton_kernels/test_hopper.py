@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from forced_strategies import STRATEGIES, applies, config_for, default_options, force_strategy, forward_counter
 from losses import PLAIN, Options, check_against_plain, fused_loss, make_inputs
-from numerics import assert_as_good
+from numerics import assert_accurate
 from torch import Tensor
-from ways import WAYS, applies, config_of, force, plain_options, takes
 
 pytest.importorskip("triton")
 
@@ -30,7 +30,7 @@ SIZES += [(8192, 64, 600), (8400, 64, 1003)]  # 64 row blocks, which share weigh
 
 
 def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[LogitInputs, plan.Plan, LabelLogits]:
-    (hidden, weight, _), labels = make_inputs(n, d, v, dtype, "cuda", spread=4.0)
+    (hidden, weight, _), labels = make_inputs(n, d, v, dtype, "cuda", logit_std=4.0)
     labels = torch.where(labels < 0, IGNORE, labels)
     labels[128:384] = IGNORE  # whole blocks
     shapes = plan.make_plan(hidden, weight)
@@ -99,7 +99,7 @@ def test_gradients_equal_those_of_the_general_kernel(n: int, d: int, v: int, dty
         # The label's own entry uses a logit that was computed separately.
         p = (0.5 * (hidden[rows].double() * weight[labels[rows]].double()).sum(1) - lse[rows]).exp()
         exact = (p - 1.0) * grad_lse[rows] * 0.5
-        assert_as_good(found[1][rows, columns], found[0][rows, columns], exact, "the labels' entries")
+        assert_accurate(found[1][rows, columns], found[0][rows, columns], exact, "the labels' entries")
         for out in found:
             out[rows, columns] = 0
         assert torch.equal(*found)
@@ -119,9 +119,9 @@ def test_no_log_probability_exceeds_zero(d: int) -> None:
 
 @pytest.mark.parametrize("special", [True, False], ids=["hopper", "plain"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_losses_with_and_without_the_hopper_kernels(
-    way: str, dtype: torch.dtype, special: bool, monkeypatch: pytest.MonkeyPatch
+    strategy: str, dtype: torch.dtype, special: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Hopper kernels are disabled for Triton versions they have not been tested with."""
     launched: list[int] = []
@@ -132,14 +132,16 @@ def test_losses_with_and_without_the_hopper_kernels(
 
         launch = hopper._launch
         monkeypatch.setattr(hopper, "_launch", lambda *args, **of: launched.append(1) or launch(*args, **of))
-    force(monkeypatch, way)
+    force_strategy(monkeypatch, strategy)
     for n, d, v in ((1000, 576, 32001), (128, 1000, 50257), (2304, 3072, 4099)):
         inputs, labels = make_inputs(n, d, v, dtype, "cuda")
         labels[128:384] = IGNORE  # whole blocks
         labels[-1] = 7
         for options in (PLAIN, Options(frozen=True), replace(SCALED, frozen=True), SCALED):
-            if applies(way, options, dtype):
-                name = f"{n}×{d}×{v} {options}, {way}, {'' if special else 'not '}hopper"
-                check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, name)
-    expected = takes(way) != "materialized" and (way == "exact" or applies(way, plain_options(way), dtype))
+            if applies(strategy, options, dtype):
+                name = f"{n}×{d}×{v} {options}, {strategy}, {'' if special else 'not '}hopper"
+                check_against_plain(fused_loss(config_for(strategy)), inputs, labels, options, dtype, name)
+    expected = forward_counter(strategy) != "materialized" and (
+        strategy == "exact" or applies(strategy, default_options(strategy), dtype)
+    )
     assert bool(launched) == (special and hopper_runs() and expected)

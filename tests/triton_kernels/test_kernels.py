@@ -8,6 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from forced_strategies import (
+    DEVICE,
+    STRATEGIES,
+    applies,
+    backward_counter,
+    config_for,
+    count_strategies,
+    default_options,
+    force_strategy,
+    forward_counter,
+)
 from losses import (
     EVERYTHING,
     OPTIONS,
@@ -19,8 +30,7 @@ from losses import (
     make_inputs,
     plain_loss,
 )
-from numerics import assert_as_good
-from ways import DEVICE, WAYS, applies, backward_of, config_of, force, plain_options, takes, watch
+from numerics import assert_accurate
 
 from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs
 
@@ -31,7 +41,7 @@ TRITON = CCEConfig(implementation="triton")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 
 
-# All options of the scalar loss at once, for every way except the filter's, which has no bias gradient; see test_filter.py.
+# All options of the scalar loss at once, for every strategy except the filter's, which has no bias gradient; see test_filter.py.
 SCALAR = Options(0.7, 5.0, True, 0.0, 1e-2, "mean")
 NO_BIAS = replace(SCALAR, bias=False)
 FROZEN = (Options(frozen=True), replace(NO_BIAS, frozen=True))
@@ -39,45 +49,49 @@ FROZEN = (Options(frozen=True), replace(NO_BIAS, frozen=True))
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("options", "way"),
+    ("options", "strategy"),
     [
-        (o, w)
-        for o in (*OPTIONS, SCALAR, NO_BIAS, *FROZEN)
-        for w in WAYS
-        if any(applies(w, o, dtype) for dtype in DTYPES)
+        (options, strategy)
+        for options in (*OPTIONS, SCALAR, NO_BIAS, *FROZEN)
+        for strategy in STRATEGIES
+        if any(applies(strategy, options, dtype) for dtype in DTYPES)
     ],
     ids=str,
 )
 @pytest.mark.parametrize(("n", "d", "v"), [(1, 64, 99), (40, 72, 131), (70, 600, 34)])
 def test_loss_and_gradients(
-    n: int, d: int, v: int, options: Options, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    n: int, d: int, v: int, options: Options, strategy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not applies(way, options, dtype):
+    if not applies(strategy, options, dtype):
         return
-    taken = force(monkeypatch, way)
+    counts = force_strategy(monkeypatch, strategy)
     inputs, labels = make_inputs(n, d, v, dtype, DEVICE, bias=options.bias)
-    check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}, {way}")
+    check_against_plain(
+        fused_loss(config_for(strategy)), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}, {strategy}"
+    )
     if options.reduction != "none":
-        assert taken == {takes(way): 1, backward_of(way): 1}
+        assert counts == {forward_counter(strategy): 1, backward_counter(strategy): 1}
 
 
-@pytest.mark.parametrize("way", ["materialized", "exp_cache", "filtered", "exact"])
+@pytest.mark.parametrize("strategy", ["materialized", "exp_cache", "filtered", "exact"])
 @pytest.mark.parametrize("softcap", [30.0, 1e4])
-def test_a_softcap_far_above_the_logits(softcap: float, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_softcap_far_above_the_logits(softcap: float, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The softcap has almost no effect: tanh of small numbers must not suffer from cancellation."""
-    force(monkeypatch, way)
+    force_strategy(monkeypatch, strategy)
     options = Options(softcap=softcap)
     inputs, labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
-    check_against_plain(fused_loss(config_of(way)), inputs, labels, options, torch.float32, f"softcap {softcap}, {way}")
+    check_against_plain(
+        fused_loss(config_for(strategy)), inputs, labels, options, torch.float32, f"softcap {softcap}, {strategy}"
+    )
 
 
-@pytest.mark.parametrize("way", ["materialized", "exact"])
-def test_a_vocabulary_of_several_blocks_of_columns(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["materialized", "exact"])
+def test_a_vocabulary_of_several_blocks_of_columns(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block may contain a larger logit than the blocks before it, so running sums must be rescaled."""
-    force(monkeypatch, way)
+    force_strategy(monkeypatch, strategy)
     inputs, labels = make_inputs(3, 16, 9000, torch.float32, DEVICE)
     inputs[1][-1] = 4.0 * inputs[0][0]  # by far the largest of the first token
-    check_against_plain(fused_loss(config_of(way)), inputs, labels, PLAIN, torch.float32, way)
+    check_against_plain(fused_loss(config_for(strategy)), inputs, labels, PLAIN, torch.float32, strategy)
 
 
 def test_full_logits_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +105,7 @@ def test_full_logits_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     total = linear_cross_entropy(hidden, weight, labels, reduction="sum")
     for items, by in ((torch.tensor(7), 7), (torch.tensor(0.5), 0.5), (3, 3)):
         found = linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items)
-        assert_as_good(found, total / by, total / by, f"items {items}")
+        assert_accurate(found, total / by, total / by, f"items {items}")
     labels[3] = 131
     with pytest.raises(IndexError, match="out of bounds"):  # PyTorch's own check; on a GPU a device assertion
         linear_cross_entropy(hidden, weight, labels)
@@ -99,26 +113,26 @@ def test_full_logits_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("options", "way"),
+    ("options", "strategy"),
     [(PLAIN, "exact"), (PLAIN, "filtered"), (EVERYTHING, "any"), (SCALAR, "any")],
     ids=str,
 )
 def test_small_budgets_change_only_the_order_of_summation(
-    options: Options, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    options: Options, strategy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small budget leads to slabs of the vocabulary, groups of tokens, or two passes."""
     from hf_cce.kernels import backward, forward
 
     monkeypatch.setattr(CCEConfig, "__post_init__", lambda self: None)
     # "any": chosen by thresholds and budget
-    taken = watch(monkeypatch) if way == "any" else force(monkeypatch, way)
-    budgets = {"filtered": (80_000, 160_000), "exact": (64, 4096, 40_000)}.get(way, (64, 30_000, 80_000))
+    counts = count_strategies(monkeypatch) if strategy == "any" else force_strategy(monkeypatch, strategy)
+    budgets = {"filtered": (80_000, 160_000), "exact": (64, 4096, 40_000)}.get(strategy, (64, 30_000, 80_000))
     inputs, labels = make_inputs(70, 72, 300, dtype, DEVICE, bias=options.bias)
     for budget in budgets:
-        config = config_of(way, memory_budget=budget)
-        check_against_plain(fused_loss(config), inputs, labels, options, dtype, f"budget {budget}, {way}")
-    if way == "filtered" and not CUDA:  # a GPU's tiles are too large for these budgets
-        assert taken == {"filtered": len(budgets), "filtered gradients": len(budgets)}
+        config = config_for(strategy, memory_budget=budget)
+        check_against_plain(fused_loss(config), inputs, labels, options, dtype, f"budget {budget}, {strategy}")
+    if strategy == "filtered" and not CUDA:  # a GPU's tiles are too large for these budgets
+        assert counts == {"filtered": len(budgets), "filtered gradients": len(budgets)}
     assert forward.make_plan is backward.make_plan  # both directions use the same tiles
 
 
@@ -169,17 +183,19 @@ def test_results_repeat_bit_for_bit() -> None:
 
 
 @pytest.mark.skipif(CUDA, reason="on a GPU it is a device-side assertion, tested below")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("bad", [99, -1])
-def test_out_of_range_labels_raise(bad: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, way)
-    (hidden, weight, _), labels = make_inputs(40, 64, 99, torch.float16 if way == "materialized16" else torch.float32)
+def test_out_of_range_labels_raise(bad: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_strategy(monkeypatch, strategy)
+    (hidden, weight, _), labels = make_inputs(
+        40, 64, 99, torch.float16 if strategy == "materialized16" else torch.float32
+    )
     labels[17] = bad
     hidden.requires_grad_()
-    weight.requires_grad_(not plain_options(way).frozen)
+    weight.requires_grad_(not default_options(strategy).frozen)
     for reduction in ("mean", "none"):
         with pytest.raises(ValueError, match=f"the first is {bad}"):
-            linear_cross_entropy(hidden, weight, labels, reduction=reduction, config=config_of(way))
+            linear_cross_entropy(hidden, weight, labels, reduction=reduction, config=config_for(strategy))
 
 
 @pytest.mark.gpu
@@ -188,37 +204,37 @@ def test_out_of_range_labels_raise(bad: int, way: str, monkeypatch: pytest.Monke
     ("n", "d", "v"),
     [(1, 64, 99), (7, 576, 49152), (128, 1000, 50257), (1000, 2304, 32000), (1000, 576, 151936), (128, 64, 128256)],
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_real_sizes_on_the_gpu(
-    n: int, d: int, v: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+    n: int, d: int, v: int, dtype: torch.dtype, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for options in (*OPTIONS, SCALAR, *FROZEN):
-        if not applies(way, options, dtype):
+        if not applies(strategy, options, dtype):
             continue
         inputs, labels = make_inputs(n, d, v, dtype, "cuda", bias=options.bias)
         with monkeypatch.context() as patch:
-            force(patch, way)
+            force_strategy(patch, strategy)
             check_against_plain(
-                fused_loss(config_of(way)), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}, {way}"
+                fused_loss(config_for(strategy)), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}, {strategy}"
             )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", ["exp_cache", "exact", "filtered"])
-def test_more_than_4_billion_logits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["exp_cache", "exact", "filtered"])
+def test_more_than_4_billion_logits(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few tokens repeated many times: loss and weight gradient equal those of full logits of these tokens."""
     inputs, labels = make_inputs(64, 64, 131_104, torch.bfloat16, "cuda")
     copies = 513
     many = (inputs[0].repeat(copies, 1), inputs[1], None)
     assert len(many[0]) * len(inputs[1]) > 1 << 32
-    force(monkeypatch, way)
-    actual = loss_and_gradients(fused_loss(config_of(way)), many, labels.repeat(copies), PLAIN, torch.bfloat16)
+    force_strategy(monkeypatch, strategy)
+    actual = loss_and_gradients(fused_loss(config_for(strategy)), many, labels.repeat(copies), PLAIN, torch.bfloat16)
     actual["hidden"] = copies * actual["hidden"][-64:].float()
-    exact, twin = (
+    exact, baseline = (
         loss_and_gradients(plain_loss, inputs, labels, PLAIN, dtype) for dtype in (torch.float64, torch.bfloat16)
     )
     for name, value in actual.items():
-        assert_as_good(value, twin[name], exact[name], f"{way}: {name}", torch.bfloat16)
+        assert_accurate(value, baseline[name], exact[name], f"{strategy}: {name}", torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -238,7 +254,7 @@ def test_the_training_path_does_not_synchronise_the_host() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("budget", "v", "way"),
+    ("budget", "v", "strategy"),
     [
         (64 << 20, 128256, "auto"),
         (256 << 20, 128256, "auto"),
@@ -248,20 +264,20 @@ def test_the_training_path_does_not_synchronise_the_host() -> None:
         (1280 << 20, 110001, "token_groups"),
     ],
 )
-def test_memory_budget_holds(budget: int, v: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_budget_holds(budget: int, v: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (hidden, weight, _), labels = make_inputs(8192, 1024, v, torch.bfloat16, "cuda")
     hidden.requires_grad_()
-    weight.requires_grad_(not plain_options(way).frozen)
-    config = CCEConfig(memory_budget=budget, gradient_filter="auto" if way == "auto" else None)
-    taken = watch(monkeypatch)
+    weight.requires_grad_(not default_options(strategy).frozen)
+    config = CCEConfig(memory_budget=budget, gradient_filter="auto" if strategy == "auto" else None)
+    counts = count_strategies(monkeypatch)
     linear_cross_entropy(hidden, weight, labels, config=config).backward()
     hidden.grad = weight.grad = None
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     linear_cross_entropy(hidden, weight, labels, config=config).backward()
     gradients = 2 * (hidden.numel() + weight.numel() * weight.requires_grad)
-    if way != "auto":
-        assert taken[takes(way)] == 2
+    if strategy != "auto":
+        assert counts[forward_counter(strategy)] == 2
     # Plus a few [N] vectors: losses, labels, upstream gradients.
     assert torch.cuda.max_memory_allocated() - before - gradients <= budget + 64 * hidden.shape[0]
 

@@ -23,10 +23,10 @@ from tests.triton_kernels.test_launcher import do_nothing
 
 driver.set_active(Driver(90))
 numbers = (1, 0, 3, 16, 2**31, 2**31 + 16, 1.0, None)
-whole, half = torch.empty(64, device="meta"), torch.empty(64, dtype=torch.float16, device="meta")
+single, half = torch.empty(64, device="meta"), torch.empty(64, dtype=torch.float16, device="meta")
 matrix = torch.empty(64, 64, device="meta")
 blocks = [TensorDescriptor.from_tensor(matrix, [rows, 32]) for rows in (16, 32)]
-args = (*numbers, whole, half, *blocks, TensorDescriptor.from_tensor(matrix.half(), [16, 32]))
+args = (*numbers, single, half, *blocks, TensorDescriptor.from_tensor(matrix.half(), [16, 32]))
 kernel_of, key_of = {}, {}
 for i, arg in enumerate(args):
     kernel_of[i] = id(do_nothing.warmup(arg, grid=(1,)))
@@ -122,8 +122,8 @@ def test_a_cache_on_a_read_only_or_full_disk(options: str, error: str, tmp_path:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", disk], check=False).returncode:
         pytest.skip("mount is not allowed")
     try:
-        told, compiled = compile_in_a_process(disk, FAULTS).splitlines(keepends=True)
-        assert told.strip() == error
+        message, compiled = compile_in_a_process(disk, FAULTS).splitlines(keepends=True)
+        assert message.strip() == error
         assert compile_in_a_process(disk) == compiled == compile_in_a_process(tmp_path / "other")
     finally:
         subprocess.run(["umount", disk], check=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from alive import Alive
+from forced_strategies import use_hopper_plans
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ways import like_hopper
+from peak_memory import PeakTensorMemory
 
 from hf_cce import FilterState
 from hf_cce.spec import Divisor, Inputs, LossSpec
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    like_hopper(monkeypatch)
+    use_hopper_plans(monkeypatch)
 
 
 def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec) -> bool:
@@ -33,7 +33,7 @@ def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec)
     if kind == "filtered":
         strategy = Filtered(spec, Divisor(), FilterState(), scalar, True, strategy)
     x = Inputs(hidden, weight, None, labels)
-    with Alive({t.untyped_storage()._cdata for t in (hidden, weight, labels, scalar)}) as alive:
+    with PeakTensorMemory({t.untyped_storage()._cdata for t in (hidden, weight, labels, scalar)}) as memory:
         outputs, saved = strategy.forward(x)
         if strategy.cache is None:
             return False
@@ -41,7 +41,7 @@ def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec)
         assert gradients is not None
         own = sum(grad.numel() * grad.itemsize for grad in gradients if grad is not None)
         assert own == dtype.itemsize * d * (n + v * spec.needs[1])
-    assert alive.peak - own <= spec.memory_budget + 64 * n, f"{alive.peak - own:,} of {spec.memory_budget:,}"
+    assert memory.peak - own <= spec.memory_budget + 64 * n, f"{memory.peak - own:,} of {spec.memory_budget:,}"
     return True
 
 

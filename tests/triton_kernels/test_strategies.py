@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from alive import Alive
 from command import python
+from forced_strategies import (
+    DEVICE,
+    STRATEGIES,
+    applies,
+    config_for,
+    count_strategies,
+    default_options,
+    force_strategy,
+    forward_counter,
+)
 from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
-from numerics import assert_as_good, relative_error
+from numerics import assert_accurate, relative_error
+from peak_memory import PeakTensorMemory
 from torch import Tensor
-from ways import DEVICE, WAYS, applies, config_of, force, plain_options, takes, watch
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs
 from hf_cce import filter_state as state_module
@@ -22,14 +31,14 @@ from hf_cce.spec import Inputs, LossSpec
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_strided_labels_and_inputs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = replace(plain_options(way), bias=way not in ("filtered", "token_groups", "one_token_group"))
-    dtype = torch.float16 if way == "materialized16" else torch.float32
-    assert applies(way, options, dtype)
-    taken = force(monkeypatch, way)
-    # cuBLAS rounds partial sums of small 16-bit products differently for our row layout. (In practice this way gets large ones.)
-    shape = (600, 640, 4001) if way == "materialized16" and DEVICE == "cuda" else (37, 40, 131)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strided_labels_and_inputs(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = replace(default_options(strategy), bias=strategy not in ("filtered", "token_groups", "one_token_group"))
+    dtype = torch.float16 if strategy == "materialized16" else torch.float32
+    assert applies(strategy, options, dtype)
+    counts = force_strategy(monkeypatch, strategy)
+    # cuBLAS rounds partial sums of small 16-bit products differently for our row layout. (Real products are large.)
+    shape = (600, 640, 4001) if strategy == "materialized16" and DEVICE == "cuda" else (37, 40, 131)
     inputs, labels = make_inputs(*shape, dtype, DEVICE, bias=options.bias)
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
@@ -40,20 +49,22 @@ def test_strided_labels_and_inputs(way: str, monkeypatch: pytest.MonkeyPatch) ->
         assert not labels.is_contiguous()
         hidden, weight = (x.t().contiguous().t() for x in (hidden, weight))
         assert not hidden.is_contiguous() and not weight.is_contiguous()
-        return fused_loss(config_of(way))(hidden, weight, bias, labels, options)
+        return fused_loss(config_for(strategy))(hidden, weight, bias, labels, options)
 
-    check_against_plain(loss, inputs, labels, options, dtype, f"strided, {way}")
-    assert taken[takes(way)] == 1
+    check_against_plain(loss, inputs, labels, options, dtype, f"strided, {strategy}")
+    assert counts[forward_counter(strategy)] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", [*WAYS, "portable"])
-def test_ignore_index_may_be_a_vocabulary_entry(way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
+def test_ignore_index_may_be_a_vocabulary_entry(
+    strategy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Labels padded with the tokenizer's pad token give bit for bit the result of -100."""
-    options = plain_options(way)
-    if not applies(way, options, dtype):
-        pytest.skip("the way does not apply")
-    taken = force(monkeypatch, way)
+    options = default_options(strategy)
+    if not applies(strategy, options, dtype):
+        pytest.skip("the strategy does not apply")
+    counts = force_strategy(monkeypatch, strategy)
     n, d, v = 60, 40, 304
     if DEVICE == "cuda":
         n, d, v = 16 * n, 4 * d, 16 * v
@@ -62,71 +73,73 @@ def test_ignore_index_may_be_a_vocabulary_entry(way: str, dtype: torch.dtype, mo
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
         ignored = -100 if (labels == -100).any() else 3
-        return linear_cross_entropy(hidden, weight, labels, ignore_index=ignored, config=config_of(way))
+        return linear_cross_entropy(hidden, weight, labels, ignore_index=ignored, config=config_for(strategy))
 
-    usual, word = (
+    usual, padded = (
         loss_and_gradients(loss, (hidden, weight, None), given, options, dtype)
         for given in (labels, labels.where(labels >= 0, 3))
     )
     for name, value in usual.items():
-        assert torch.equal(value, word[name]), name
-    assert way == "portable" or taken[takes(way)] == 2
+        assert torch.equal(value, padded[name]), name
+    assert strategy == "portable" or counts[forward_counter(strategy)] == 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_entry_of_the_vocabulary_as_a_label(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_entry_of_the_vocabulary_as_a_label(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every entry is a label once, including those at tile borders."""
-    taken, options = force(monkeypatch, way), plain_options(way)
-    dtype = torch.float16 if way == "materialized16" else torch.float32
+    counts, options = force_strategy(monkeypatch, strategy), default_options(strategy)
+    dtype = torch.float16 if strategy == "materialized16" else torch.float32
     inputs, _ = make_inputs(131, 40, 131, dtype, DEVICE)
     labels = torch.randperm(131, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    check_against_plain(fused_loss(config_of(way)), inputs, labels, options, dtype, way)
-    assert taken[takes(way)] == 1
+    check_against_plain(fused_loss(config_for(strategy)), inputs, labels, options, dtype, strategy)
+    assert counts[forward_counter(strategy)] == 1
 
 
-def scaled_gradients(way: str, inputs: tuple[Tensor, ...], labels: Tensor, factor: float = 1.0) -> list[Tensor]:
+def scaled_gradients(strategy: str, inputs: tuple[Tensor, ...], labels: Tensor, factor: float = 1.0) -> list[Tensor]:
     """Return the gradients of hidden states and (unless frozen) weight for ``factor`` times the loss."""
     hidden, weight = (x.detach().clone() for x in inputs)
-    leaves = [hidden.requires_grad_(), weight.requires_grad_(not plain_options(way).frozen)]
-    loss = linear_cross_entropy(*leaves, labels, config=config_of(way), filter_state=FilterState())
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(not default_options(strategy).frozen)]
+    loss = linear_cross_entropy(*leaves, labels, config=config_for(strategy), filter_state=FilterState())
     (factor * loss).backward()
     return [x.grad for x in leaves if x.grad is not None]
 
 
-@pytest.mark.parametrize("way", [*WAYS, "portable"])
-def test_half_the_loss_has_half_the_gradients(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, way)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
+def test_half_the_loss_has_half_the_gradients(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_strategy(monkeypatch, strategy)
     (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
-    for whole, half in zip(*(scaled_gradients(way, (hidden, weight), labels, by) for by in (1.0, 0.5)), strict=True):
+    for whole, half in zip(
+        *(scaled_gradients(strategy, (hidden, weight), labels, by) for by in (1.0, 0.5)), strict=True
+    ):
         assert whole.any() and torch.equal(0.5 * whole, half)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "portable"])
-def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, way)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
+def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_strategy(monkeypatch, strategy)
     (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
     ignored = (labels < 0)[:, None]
-    found = [scaled_gradients(way, (hidden.where(~ignored, by * hidden), weight), labels) for by in (0.0, 1e4)]
+    found = [scaled_gradients(strategy, (hidden.where(~ignored, by * hidden), weight), labels) for by in (0.0, 1e4)]
     for quiet, loud in zip(*found, strict=True):  # the filter may process tokens in another order
         assert quiet.any()
-        assert_as_good(loud, quiet, quiet, way)
+        assert_accurate(loud, quiet, quiet, strategy)
 
 
 @pytest.mark.parametrize("far", [slice(20, 21), slice(None)], ids=["one", "all"])
-@pytest.mark.parametrize("way", ["exp_cache", "partial_exp_cache", "token_groups", "one_token_group"])
+@pytest.mark.parametrize("strategy", ["exp_cache", "partial_exp_cache", "token_groups", "one_token_group"])
 def test_values_beyond_the_range_of_the_cache_are_recomputed(
-    way: str, far: slice, monkeypatch: pytest.MonkeyPatch
+    strategy: str, far: slice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """exp(z − z_label) overflows for tokens whose label is 100 nats away; the blocks of their neighbors stay cached."""
-    taken = force(monkeypatch, way)
+    counts = force_strategy(monkeypatch, strategy)
     (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
     weight[7] = weight[8] = 0.0
     weight[7, 0] = 10.0
     hidden[far, 0], labels[far] = 10.0, 8
     assert torch.nn.functional.cross_entropy(hidden[20] @ weight.t(), labels[20]) > 80
-    inputs, options = (hidden, weight, None), plain_options(way)
-    check_against_plain(fused_loss(config_of(way)), inputs, labels, options, torch.float32, f"far, {way}")
-    assert taken[takes(way)] == 1
+    inputs, options = (hidden, weight, None), default_options(strategy)
+    check_against_plain(fused_loss(config_for(strategy)), inputs, labels, options, torch.float32, f"far, {strategy}")
+    assert counts[forward_counter(strategy)] == 1
 
 
 @pytest.mark.parametrize("switch", ["torch.backends", "torch.backends.cuda.matmul"])
@@ -147,65 +160,70 @@ def test_the_newer_switch_for_tf32(switch: str) -> None:
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("way", [*WAYS, "portable"])
-def test_the_default_dtype_changes_nothing(way: str, default: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
+def test_the_default_dtype_changes_nothing(
+    strategy: str, default: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Users may set it while building a model and forget to reset it; the kernels' buffers must be float32 anyway."""
-    force(monkeypatch, way)
-    config, found = config_of(way), []
+    force_strategy(monkeypatch, strategy)
+    config, found = config_for(strategy), []
     for dtype in (torch.float32, default):
         (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
-        leaves, state = [hidden.requires_grad_(), weight.requires_grad_(not plain_options(way).frozen)], FilterState()
+        leaves, state = (
+            [hidden.requires_grad_(), weight.requires_grad_(not default_options(strategy).frozen)],
+            FilterState(),
+        )
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=state)
             loss.backward()
-            told = linear_log_probs(hidden.detach(), weight.detach(), labels, entropy=True, config=config)
+            stats = linear_log_probs(hidden.detach(), weight.detach(), labels, entropy=True, config=config)
         finally:
             torch.set_default_dtype(before)
         grads = [x.grad for x in leaves if x.requires_grad]
-        found.append([loss.detach(), *grads, told.log_probs, told.entropy])
+        found.append([loss.detach(), *grads, stats.log_probs, stats.entropy])
     for ours, usual in zip(*reversed(found), strict=True):
         assert ours.dtype == usual.dtype and torch.equal(ours, usual)
 
 
 # On a CPU, bfloat16 matmuls on padded rows read the padding.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"), ids=str)
-@pytest.mark.parametrize("way", [*WAYS, "portable"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
 def test_no_labels_give_zero_gradients_even_divided_by_zero(
-    way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    strategy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainer divides by a step's number of labels, even if it is zero: 0 · inf must not become NaN."""
-    options = plain_options(way)
-    if not applies(way, options, dtype):
-        pytest.skip(f"{way} is not for {dtype}")
-    taken, config = force(monkeypatch, way), config_of(way)
+    options = default_options(strategy)
+    if not applies(strategy, options, dtype):
+        pytest.skip(f"{strategy} is not for {dtype}")
+    counts, config = force_strategy(monkeypatch, strategy), config_for(strategy)
     (hidden, weight, _), labels = make_inputs(70, 40, 131, dtype, DEVICE, ignored="all")
     leaves, state = [hidden.requires_grad_(), weight.requires_grad_(not options.frozen)], FilterState()
     total = linear_cross_entropy(*leaves, labels, reduction="sum", config=config, filter_state=state)
     (total / torch.zeros((), device=DEVICE)).backward()
-    assert way == "portable" or taken[takes(way)] == 1
+    assert strategy == "portable" or counts[forward_counter(strategy)] == 1
     assert all(x.grad.count_nonzero() == 0 for x in leaves if x.requires_grad)  # NaN counts as nonzero
 
 
 @pytest.mark.parametrize("upstream", [float("nan"), float("inf")])
-@pytest.mark.parametrize("way", ["filtered", "exact", "portable"])
+@pytest.mark.parametrize("strategy", ["filtered", "exact", "portable"])
 def test_upstream_gradients_of_ignored_tokens_are_ignored(
-    way: str, upstream: float, monkeypatch: pytest.MonkeyPatch
+    strategy: str, upstream: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = CCEConfig("portable" if way == "portable" else "triton", gradient_filter=0.03)
-    if way == "filtered":
-        force(monkeypatch, way)
+    config = CCEConfig("portable" if strategy == "portable" else "triton", gradient_filter=0.03)
+    if strategy == "filtered":
+        force_strategy(monkeypatch, strategy)
     (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
     found = []
     for value in (0.0, upstream):
         leaves, state = [x.detach().clone().requires_grad_() for x in (hidden, weight)], FilterState()
-        of_tokens = torch.where(labels < 0, value, torch.linspace(0.5, 1.5, 70, device=DEVICE))
+        upstream_grads = torch.where(labels < 0, value, torch.linspace(0.5, 1.5, 70, device=DEVICE))
         result = linear_log_probs(
-            *leaves, labels, entropy=True, config=config, filter_state=state if way == "filtered" else None
+            *leaves, labels, entropy=True, config=config, filter_state=state if strategy == "filtered" else None
         )
-        torch.autograd.backward([result.log_probs], [of_tokens])
-        assert (way == "filtered") == bool(state.stats())
+        torch.autograd.backward([result.log_probs], [upstream_grads])
+        assert (strategy == "filtered") == bool(state.stats())
         found.append([x.grad for x in leaves])
     for quiet, loud in zip(*found, strict=True):
         assert quiet.any() and torch.equal(quiet, loud)
@@ -213,12 +231,12 @@ def test_upstream_gradients_of_ignored_tokens_are_ignored(
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="pretends to capture")
 def test_tensors_read_by_a_cuda_graph_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, "filtered")
+    force_strategy(monkeypatch, "filtered")
     (hidden, weight, _), labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
     leaves, state = [x.requires_grad_() for x in (hidden, weight)], FilterState()
 
     def step() -> None:
-        linear_cross_entropy(*leaves, labels, config=config_of("filtered"), filter_state=state).backward()
+        linear_cross_entropy(*leaves, labels, config=config_for("filtered"), filter_state=state).backward()
 
     for _ in range(3):
         step()
@@ -235,7 +253,7 @@ def test_cached_columns_share_the_weight_gradient_buffer(
     n: int, d: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some labels are in the columns cached in the dW buffer. One token's loss exceeds the limit; its values are recomputed."""
-    force(monkeypatch, "partial_exp_cache")
+    force_strategy(monkeypatch, "partial_exp_cache")
     if DEVICE == "cuda":  # larger tiles need a larger dW buffer
         n, d, v = 16 * n, max(d, 320), 16 * v
     from hf_cce.kernels import loss as module
@@ -248,11 +266,11 @@ def test_cached_columns_share_the_weight_gradient_buffer(
     weight[7, 0] = hidden[20, 0] = 10.0
     labels[20] = 8
     options, inputs = Options(z_loss=1e-2), (hidden, weight, None)
-    ours = fused_loss(config_of("partial_exp_cache"))
+    ours = fused_loss(config_for("partial_exp_cache"))
     found = [loss_and_gradients(ours, inputs, labels, options, dtype)]
-    assert all(lent >= 32 and width > 0 and lent * (n + d) < d * v for lent, width in filter(None, seen))
+    assert all(columns >= 32 and width > 0 and columns * (n + d) < d * v for columns, width in filter(None, seen))
     if dtype == torch.float32:
-        check_against_plain(ours, inputs, labels, options, dtype, f"lent, {n}, {d}")
+        check_against_plain(ours, inputs, labels, options, dtype, f"shared buffer, {n}, {d}")
         return
     # With so few values, cached bfloat16 is less accurate than full logits, but not less than without sharing the buffer.
     exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
@@ -260,8 +278,8 @@ def test_cached_columns_share_the_weight_gradient_buffer(
     found.append(loss_and_gradients(ours, inputs, labels, options, dtype))
     assert seen[-1][0] == 0
     for name in ("hidden", "weight"):
-        lent, alone = (relative_error(each[name], exact[name]) for each in found)
-        assert lent < 1.1 * alone, name
+        shared, separate = (relative_error(each[name], exact[name]) for each in found)
+        assert shared < 1.1 * separate, name
 
 
 @pytest.mark.parametrize("n", [24, 40])
@@ -286,8 +304,10 @@ def test_logits_of_few_tokens_are_freed_before_the_weight_gradient(n: int) -> No
         loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") * (64.0 / n)
         return torch.autograd.grad(loss, leaves)
 
-    for name, actual, twin, exact in zip(("hidden", "weight"), found, plain(dtype), plain(torch.float64), strict=False):
-        assert_as_good(actual, twin, exact, name, dtype)
+    for name, actual, baseline, exact in zip(
+        ("hidden", "weight"), found, plain(dtype), plain(torch.float64), strict=False
+    ):
+        assert_accurate(actual, baseline, exact, name, dtype)
 
 
 def above_gradients(leaves: list[Tensor], loss: Callable[[], Tensor]) -> int:
@@ -306,7 +326,7 @@ def test_memory_of_few_tokens_is_within_ten_percent_of_the_logits() -> None:
     n, d, v = 256, 4096, 32_001
     (hidden, weight, _), labels = make_inputs(n, d, v, torch.bfloat16, DEVICE)
     leaves = [x.requires_grad_() for x in (hidden, weight)]
-    config = config_of("materialized")
+    config = config_for("materialized")
     assert above_gradients(leaves, lambda: linear_cross_entropy(*leaves, labels, config=config)) < 2 * n * v * 1.1
 
 
@@ -319,7 +339,7 @@ def test_16_bit_logits_are_as_accurate_as_those_of_pytorch(
     from hf_cce import kernels
     from hf_cce.kernels import materialized
 
-    taken, made = force(monkeypatch, "materialized16"), []
+    counts, made = force_strategy(monkeypatch, "materialized16"), []
     real = materialized.compute_logits
 
     def compute_logits(*given: Any) -> Tensor:
@@ -332,10 +352,10 @@ def test_16_bit_logits_are_as_accurate_as_those_of_pytorch(
     for options in (PLAIN, Options(0.7, 5.0, z_loss=1e-2), Options(reduction="sum")):
         inputs = (hidden, weight, None)
         what = f"16 bits, {ignored}, {options}"
-        check_against_plain(fused_loss(config_of("materialized16")), inputs, labels, options, torch.float16, what)
-        found = loss_and_gradients(fused_loss(config_of("materialized16")), inputs, labels, options, torch.float16)
+        check_against_plain(fused_loss(config_for("materialized16")), inputs, labels, options, torch.float16, what)
+        found = loss_and_gradients(fused_loss(config_for("materialized16")), inputs, labels, options, torch.float16)
         assert not found["hidden"][labels == -100].any()
-    assert made == [(torch.float16, 0, 0)] * 6 and taken["materialized"] == taken["materialized gradients"] == 6
+    assert made == [(torch.float16, 0, 0)] * 6 and counts["materialized"] == counts["materialized gradients"] == 6
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts tensors in the interpreter; a GPU's allocator counts below")
@@ -351,17 +371,17 @@ def test_memory_of_16_bit_logits(dtype: torch.dtype) -> None:
     left = 2 * (n * d + v * d + v)
     vectors = 2 * 4 * n + 4 * v  # per-token statistics, and the bias's gradient before rounding
     given = {x.untyped_storage()._cdata for x in (hidden, weight, bias, labels, factor) if x is not None}
-    with Alive(given) as alive:
+    with PeakTensorMemory(given) as memory:
         _, saved = materialized.cross_entropy(
             materialized.compute_logits(given_inputs, dtype), given_inputs, spec, factor
         )
         found = materialized.gradients(saved, given_inputs, spec, factor, factor)
     assert all(x is not None and x.dtype == dtype for x in found)
-    assert alive.peak - left <= 2 * n * (v + 15) + vectors
+    assert memory.peak - left <= 2 * n * (v + 15) + vectors
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
-    with Alive(given) as plain:
+    with PeakTensorMemory(given) as plain:
         plain_loss(leaves[0], leaves[1], leaves[2], labels, PLAIN).backward()
-    assert alive.peak < plain.peak
+    assert memory.peak < plain.peak
 
 
 @pytest.mark.gpu
@@ -371,11 +391,11 @@ def test_memory_of_16_bit_logits_on_the_gpu(
     n: int, d: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the default thresholds, memory stays within the budget and below that of PyTorch's full logits."""
-    taken = watch(monkeypatch)
+    counts = count_strategies(monkeypatch)
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
     leaves = [x.requires_grad_() for x in (hidden, weight)]
     config = CCEConfig("triton", gradient_filter=None)
     ours = above_gradients(leaves, lambda: linear_cross_entropy(*leaves, labels, config=config))
-    assert taken["materialized"] == taken["materialized gradients"] == 2
+    assert counts["materialized"] == counts["materialized gradients"] == 2
     assert 2 * n * v < ours <= 2 * n * (v + 15) + 4 * n * d * (v % 8 > 0) + 64 * n <= config.workspace_bytes(n)
     assert ours <= above_gradients(leaves, lambda: plain_loss(*leaves, None, labels, PLAIN))

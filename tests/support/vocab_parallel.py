@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from losses import OPTIONS, Options, fused_loss, loss_and_gradients, make_inputs, plain_loss
+from losses import OPTIONS, SMALL_BUDGET, Options, fused_loss, loss_and_gradients, make_inputs, plain_loss
 from numerics import relative_error
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +18,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from hf_cce import CCEConfig, linear_cross_entropy, linear_log_probs
 
-SMALL = CCEConfig(memory_budget=1 << 20)
 Case = tuple[int, Options, str, torch.dtype]  # V, options, which labels are ignored, dtype
 
 CASES: dict[str, Case] = {
@@ -27,14 +26,14 @@ CASES: dict[str, Case] = {
     **{f"bfloat16 {i}": (3001, options, "none", torch.bfloat16) for i, options in enumerate(OPTIONS)},
     "float64": (999, OPTIONS[1], "some", torch.float64),
     "even": (64, OPTIONS[1], "some", torch.float32),
-    "few words": (3, OPTIONS[1], "none", torch.float32),
+    "few entries": (3, OPTIONS[1], "none", torch.float32),
     "nothing on the last rank": (1, Options(bias=True, z_loss=0.1), "some", torch.float32),
     "kernels": (203, OPTIONS[1], "some", torch.float32),
 }
-IGNORED_WORDS = (0, 50, 98, -1)  # out of 99 entries; with two ranks, 50 is the first one of the second shard
+IGNORED_ENTRIES = (0, 50, 98, -1)  # out of 99 entries; with two ranks, 50 is the first one of the second shard
 
 
-def spread(mesh: Any, hidden: Tensor, *heads: Tensor | None) -> list[Any]:
+def shard_head(mesh: Any, hidden: Tensor, *heads: Tensor | None) -> list[Any]:
     """Replicate the hidden states and shard weight and bias in torch's chunks, one per rank."""
     made: list[Any] = [DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)]
     for x in heads:
@@ -48,7 +47,7 @@ def spread(mesh: Any, hidden: Tensor, *heads: Tensor | None) -> list[Any]:
     return made
 
 
-def whole(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def all_reduce_head_gradients(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sum the shards' gradients of the head, and check that loss and hidden states' gradient are equal on every rank."""
     for name, value in found.items():
         if name in ("weight", "bias"):
@@ -60,11 +59,11 @@ def whole(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def distances(found: dict[str, Tensor], twin: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
-    assert found.keys() == exact.keys() == twin.keys()
+def distances(found: dict[str, Tensor], baseline: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
+    assert found.keys() == exact.keys() == baseline.keys()
     return {
         "errors": {name: relative_error(value, exact[name]) for name, value in found.items()},
-        "twin": {name: relative_error(value, exact[name]) for name, value in twin.items()},
+        "baseline": {name: relative_error(value, exact[name]) for name, value in baseline.items()},
     }
 
 
@@ -76,40 +75,43 @@ def losses(mesh: Any) -> dict[str, Any]:
         if kernels and os.environ.get("TRITON_INTERPRET") != "1":
             continue
         n, d = (40, 32) if kernels else (300, 96)  # the interpreter is slow
-        config = CCEConfig(implementation="triton") if kernels else SMALL
+        config = CCEConfig(implementation="triton") if kernels else SMALL_BUDGET
         inputs, labels = make_inputs(n, d, v, dtype, bias=options.bias, ignored=ignored)
 
-        def shared(
+        def sharded(
             hidden: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, options: Options, config: CCEConfig = config
         ) -> Tensor:
-            hidden, weight, bias = spread(mesh, hidden, weight, bias)
+            hidden, weight, bias = shard_head(mesh, hidden, weight, bias)
             return fused_loss(config)(hidden, weight, bias, y, options)
 
-        exact, twin = (loss_and_gradients(plain_loss, inputs, labels, options, t) for t in (torch.float64, dtype))
-        found = whole(loss_and_gradients(shared, inputs, labels, options, dtype))
-        results[name] = {"dtype": str(dtype).removeprefix("torch."), **distances(found, twin, exact)}
+        exact, baseline = (loss_and_gradients(plain_loss, inputs, labels, options, t) for t in (torch.float64, dtype))
+        found = all_reduce_head_gradients(loss_and_gradients(sharded, inputs, labels, options, dtype))
+        results[name] = {"dtype": str(dtype).removeprefix("torch."), **distances(found, baseline, exact)}
     return results
 
 
-def ignored_words(mesh: Any) -> dict[str, Any]:
+def ignored_entries(mesh: Any) -> dict[str, Any]:
     """Test an ``ignore_index`` that is a vocabulary entry, also a shard's first one, with a tensor as divisor."""
     results = {}
     (hidden, weight, _), labels = make_inputs(300, 32, 99, torch.float32, ignored="none")
-    for index in IGNORED_WORDS:
+    for index in IGNORED_ENTRIES:
         labels = torch.where(torch.arange(300) % 5 == 0, index, labels)
 
         def plain(hidden: Tensor, weight: Tensor, bias: None, y: Tensor, _: Any, index: int = index) -> Tensor:
             return F.cross_entropy(hidden @ weight.t(), y, ignore_index=index, reduction="sum") / 123
 
-        def shared(hidden: Tensor, weight: Tensor, bias: None, y: Tensor, _: Any, index: int = index) -> Tensor:
-            made = spread(mesh, hidden, weight)
+        def sharded(hidden: Tensor, weight: Tensor, bias: None, y: Tensor, _: Any, index: int = index) -> Tensor:
+            made = shard_head(mesh, hidden, weight)
             return linear_cross_entropy(*made, y, ignore_index=index, num_items_in_batch=torch.tensor(123))
 
-        exact, twin, found = (
+        exact, baseline, found = (
             loss_and_gradients(loss, (hidden, weight, None), labels, OPTIONS[0], dtype)
-            for loss, dtype in ((plain, torch.float64), (plain, torch.float32), (shared, torch.float32))
+            for loss, dtype in ((plain, torch.float64), (plain, torch.float32), (sharded, torch.float32))
         )
-        results[f"ignore_index {index}"] = {"dtype": "float32", **distances(whole(found), twin, exact)}
+        results[f"ignore_index {index}"] = {
+            "dtype": "float32",
+            **distances(all_reduce_head_gradients(found), baseline, exact),
+        }
         labels = labels.clamp(min=0)
     return results
 
@@ -126,10 +128,10 @@ def log_probs(mesh: Any) -> dict[str, Any]:
         entropy, squares = -(log_p.exp() * log_p).sum(-1), (2 * log_p).logsumexp(-1)
         return [x * valid for x in (at_label, entropy, squares.detach(), z.mean(-1), z.logsumexp(-1))]
 
-    def shared(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-        h, w, b = spread(mesh, hidden, weight, bias)
+    def sharded(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+        h, w, b = shard_head(mesh, hidden, weight, bias)
         asked = dict.fromkeys(fields[1:], True)
-        found = linear_log_probs(h, w, labels, bias=b, logit_scale=0.8, softcap=4.0, config=SMALL, **asked)
+        found = linear_log_probs(h, w, labels, bias=b, logit_scale=0.8, softcap=4.0, config=SMALL_BUDGET, **asked)
         assert found.is_top1 is None
         return [getattr(found, name) for name in fields]
 
@@ -142,14 +144,14 @@ def log_probs(mesh: Any) -> dict[str, Any]:
         found = {name: x.detach() for name, x in zip(fields, values, strict=True)}
         return found | {name: x.grad for name, x in zip(("hidden", "weight", "bias"), leaves, strict=True)}
 
-    exact, twin, found = run(plain, torch.float64), run(plain, torch.float32), run(shared, torch.float32)
-    return {"log_probs": {"dtype": "float32", **distances(whole(found), twin, exact)}}
+    exact, baseline, found = run(plain, torch.float64), run(plain, torch.float32), run(sharded, torch.float32)
+    return {"log_probs": {"dtype": "float32", **distances(all_reduce_head_gradients(found), baseline, exact)}}
 
 
-def wrong_use(mesh: Any) -> dict[str, str]:
+def error_messages(mesh: Any) -> dict[str, str]:
     """Return the errors for wrong calls; every rank must raise before it waits for the others."""
     (hidden, weight, _), labels = make_inputs(20, 16, 99, torch.float32, ignored="none")
-    h, w = spread(mesh, hidden, weight)
+    h, w = shard_head(mesh, hidden, weight)
     beyond, split = labels.clone(), DTensor.from_local(hidden[:10], mesh, [Shard(0)], run_check=False)
     beyond[3] = 99
     calls: dict[str, Callable[[], Any]] = {
@@ -164,19 +166,19 @@ def wrong_use(mesh: Any) -> dict[str, str]:
         "is_top1": lambda: linear_log_probs(h, w, labels, is_top1=True),
         "second derivative": lambda: second_derivative(mesh, hidden, weight, labels),
     }
-    told = {}
+    messages = {}
     for name, call in calls.items():
         try:
             call()
-            told[name] = "nothing"
+            messages[name] = "nothing"
         except (ValueError, RuntimeError) as error:
-            told[name] = f"{type(error).__name__}: {error}"
-    return told
+            messages[name] = f"{type(error).__name__}: {error}"
+    return messages
 
 
 def second_derivative(mesh: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     leaf = hidden.clone().requires_grad_()
-    loss = linear_cross_entropy(*spread(mesh, leaf, weight), labels)
+    loss = linear_cross_entropy(*shard_head(mesh, leaf, weight), labels)
     (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
     grad.square().sum().backward()
 
@@ -185,7 +187,7 @@ def traffic(mesh: Any) -> dict[str, int]:
     """Count the collectives of one step by name; nothing may be gathered."""
     (hidden, weight, _), labels = make_inputs(300, 32, 99, torch.float32)
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-    made = spread(mesh, *leaves)
+    made = shard_head(mesh, *leaves)
     with CommDebugMode() as mode:
         linear_cross_entropy(*made, labels).backward()
     return {str(name).split(".")[-1]: count for name, count in mode.get_comm_counts().items()}
@@ -193,5 +195,5 @@ def traffic(mesh: Any) -> dict[str, int]:
 
 def everything() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    compared = {**losses(mesh), **ignored_words(mesh), **log_probs(mesh)}
-    return {"compared": compared, "told": wrong_use(mesh), "traffic": traffic(mesh)}
+    compared = {**losses(mesh), **ignored_entries(mesh), **log_probs(mesh)}
+    return {"compared": compared, "errors": error_messages(mesh), "traffic": traffic(mesh)}

@@ -1,4 +1,4 @@
-"""Force each strategy ("way") of a scalar loss on the kernels for inputs of any size; inputs for which the filter drops tiles."""
+"""Force each strategy of a scalar loss on the kernels for inputs of any size; inputs for which the filter drops tiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_cce import CCEConfig, dispatch, kernels
 # "partial_exp_cache": the first slab, one tile wide, is cached, and the others are computed twice.
 # "token_groups": for a frozen head; exponentials are cached per token group, and the forward computes gradients group by group.
 # "one_token_group": the same with all tokens in one group.
-WAYS = (
+STRATEGIES = (
     "materialized",
     "materialized16",
     "exp_cache",
@@ -29,9 +29,10 @@ WAYS = (
     "filtered",
     "exact",
 )
+FROZEN_HEAD_STRATEGIES = ("token_groups", "one_token_group")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEEPS_ALL = 1e-9  # a gradient_filter that drops only zeros
-_FUNCTIONS = {
+_COUNTER_OF_FUNCTION = {
     "materialized_cross_entropy": "materialized",
     "cached_cross_entropy": "exp_cache",
     "grouped_cross_entropy": "token_groups",
@@ -44,63 +45,62 @@ _FUNCTIONS = {
 }
 
 
-def applies(way: str, options: Options, dtype: torch.dtype) -> bool:
-    """Return True if a loss with these options can use ``way``; "exact" covers the rest, "portable" is the PyTorch fallback."""
-    if way == "portable":
+def applies(strategy: str, options: Options, dtype: torch.dtype) -> bool:
+    """Return True if ``strategy`` supports these options; "exact" supports all of them, as does the PyTorch fallback, "portable"."""
+    if strategy == "portable":
         return True
     if options.reduction == "none" or options.label_smoothing:
-        return way == "exact"
-    if way == "materialized16":
+        return strategy == "exact"
+    if strategy == "materialized16":
         return dtype != torch.float32
-    if way in ("exp_cache", "partial_exp_cache"):
+    if strategy in ("exp_cache", "partial_exp_cache"):
         return dtype != torch.float16  # not enough range
-    if way in ("token_groups", "one_token_group"):
+    if strategy in FROZEN_HEAD_STRATEGIES:
         return dtype != torch.float16 and options.frozen
-    return way != "filtered" or not options.bias
+    return strategy != "filtered" or not options.bias
 
 
-def plain_options(way: str) -> Options:
-    """Return the default options, or those of a frozen head if ``way`` is only for frozen heads."""
-    return Options(frozen=way in ("token_groups", "one_token_group"))
+def default_options(strategy: str) -> Options:
+    """Return the default options, or those of a frozen head if ``strategy`` is only for frozen heads."""
+    return Options(frozen=strategy in FROZEN_HEAD_STRATEGIES)
 
 
-def takes(way: str) -> str:
-    """Return the name under which ``watch`` counts the forward of a way."""
+def forward_counter(strategy: str) -> str:
+    """Return the name under which ``count_strategies`` counts the forward of a strategy."""
     return {"partial_exp_cache": "exp_cache", "materialized16": "materialized", "one_token_group": "token_groups"}.get(
-        way, way
+        strategy, strategy
     )
 
 
-def backward_of(way: str) -> str:
-    """Return the name under which ``watch`` counts the backward of a way."""
+def backward_counter(strategy: str) -> str:
+    """Return the name under which ``count_strategies`` counts the backward of a strategy."""
     own = {
         "materialized": "materialized gradients",
         "materialized16": "materialized gradients",
         "filtered": "filtered gradients",
-        "token_groups": "precomputed gradients",
-        "one_token_group": "precomputed gradients",
+        **dict.fromkeys(FROZEN_HEAD_STRATEGIES, "precomputed gradients"),
     }
-    return own.get(way, "recomputed gradients")
+    return own.get(strategy, "recomputed gradients")
 
 
-def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
-    """Route every scalar loss through ``way`` from now on, if it applies; return the count of each way."""
+def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[str]:
+    """Route every scalar loss through ``strategy`` from now on, if it applies; return the count of each strategy."""
 
     def materialized_dtype(p: dispatch.Problem, memory_budget: int, filtered: bool) -> torch.dtype | None:
-        dtype = {"materialized": torch.float32, "materialized16": p.dtype}.get(way)
+        dtype = {"materialized": torch.float32, "materialized16": p.dtype}.get(strategy)
         fits = dtype is not None and 0 < dispatch.materialized_bytes(p, dtype) <= memory_budget
         return dtype if fits else None
 
-    monkeypatch.setattr(dispatch, "FILTER_FROM", 0.0 if way == "filtered" else math.inf)
+    monkeypatch.setattr(dispatch, "FILTER_FROM", 0.0 if strategy == "filtered" else math.inf)
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 0)
     monkeypatch.setattr(dispatch, "materialized_dtype", materialized_dtype)
     from hf_cce.kernels import exp_cache, loss, token_groups
 
-    if way in ("token_groups", "one_token_group"):  # several slabs of the product
+    if strategy in FROZEN_HEAD_STRATEGIES:  # several slabs of the product
         monkeypatch.setattr(token_groups, "PRODUCT_BYTES", 4 << 20 if torch.cuda.is_available() else 1 << 12)
-    if way in ("partial_exp_cache", "exact", "token_groups", "one_token_group"):
+    if strategy in ("partial_exp_cache", "exact", *FROZEN_HEAD_STRATEGIES):
         # a whole tile of every plan, on a GPU and in the interpreter
-        width = (256 if torch.cuda.is_available() else 32) if way == "partial_exp_cache" else 0
+        width = (256 if torch.cuda.is_available() else 32) if strategy == "partial_exp_cache" else 0
         monkeypatch.setattr(
             exp_cache,
             "_scratch_columns",
@@ -108,18 +108,18 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> Counter[str]:
         )
 
     def group_size(shape: Any, *_: Any) -> int:
-        if way not in ("token_groups", "one_token_group") or shape.dtype == torch.float16:
+        if strategy not in FROZEN_HEAD_STRATEGIES or shape.dtype == torch.float16:
             return 0
         few = 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
-        return few if way == "token_groups" else -(-shape.n // few) * few
+        return few if strategy == "token_groups" else -(-shape.n // few) * few
 
     monkeypatch.setattr(loss, "group_size", group_size)
-    return watch(monkeypatch)
+    return count_strategies(monkeypatch)
 
 
-def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count how often each way is taken from now on."""
-    taken: Counter[str] = Counter()
+def count_strategies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count how often each strategy runs from now on."""
+    counts: Counter[str] = Counter()
 
     def counting(function: Any, name: str) -> Any:
         def wrapper(*args: Any) -> Any:
@@ -127,17 +127,17 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             if result is None:  # does not fit the budget
                 return None
             if not any(isinstance(x, Tensor) and x.is_meta for x in result):  # exclude warm-up calls on meta tensors
-                taken[name] += 1
+                counts[name] += 1
             return result
 
         return wrapper
 
-    for function, name in _FUNCTIONS.items():
+    for function, name in _COUNTER_OF_FUNCTION.items():
         monkeypatch.setattr(kernels, function, counting(getattr(kernels, function), name))
-    return taken
+    return counts
 
 
-def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_hopper_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use an H200's plans without launching or multiplying anything, for tensors without memory."""
     from hf_cce.kernels import launch_config, launcher
 
@@ -150,12 +150,12 @@ def like_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "multiply_add", lambda *_, **__: None)
 
 
-def config_of(way: str, **options: Any) -> CCEConfig:
-    implementation = "portable" if way == "portable" else "triton"
-    return CCEConfig(implementation, **{"gradient_filter": KEEPS_ALL if way == "filtered" else None, **options})
+def config_for(strategy: str, **options: Any) -> CCEConfig:
+    implementation = "portable" if strategy == "portable" else "triton"
+    return CCEConfig(implementation, **{"gradient_filter": KEEPS_ALL if strategy == "filtered" else None, **options})
 
 
-def peaked(
+def trained_like_inputs(
     n: int, d: int, v: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (hidden [N, D], weight [V, D], labels [N]) as late in training: labels follow a Zipf law, and most are predicted.
@@ -167,8 +167,8 @@ def peaked(
     weight = torch.randn(v, d, generator=g) / d**0.5
     frequency = 1.0 / torch.arange(1, v + 1)
     labels, other = torch.multinomial(frequency, 2 * n, replacement=True, generator=g).view(2, n)
-    foreseen = torch.where(torch.rand(n, generator=g) < 0.8, labels, other)
-    hidden = (math.log(v) + 4.5) * weight[foreseen] + torch.randn(n, d, generator=g)
+    predicted = torch.where(torch.rand(n, generator=g) < 0.8, labels, other)
+    hidden = (math.log(v) + 4.5) * weight[predicted] + torch.randn(n, d, generator=g)
     few = min(v, 2 * d)
     common = weight[:few].t() @ frequency[:few].log()
     hidden += (common / common.norm()) * (2 * d**0.5)
