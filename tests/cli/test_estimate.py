@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command import Result, hf_cce
-from peak_memory import PeakTensorMemory
+from peak_memory import PeakMemory
 from tiny_config import tiny_config
 from transformers import LlamaForCausalLM, MambaConfig
 
@@ -113,7 +113,7 @@ def test_a_real_step_holds_what_was_estimated(vocabulary: int, checkpointing: bo
             warnings.simplefilter("ignore")  # Transformers renames the argument
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ids = torch.randint(vocabulary, (4, 256))
-    with PeakTensorMemory({p.untyped_storage()._cdata for p in model.parameters()}) as memory:
+    with PeakMemory({p.untyped_storage()._cdata for p in model.parameters()}) as memory:
         model(input_ids=ids, labels=ids).loss.backward()
     found = diagnostics.estimate("small", 4, 256, "float32", config=config)
     assert found.model.weights == sum(p.numel() * 4 for p in model.parameters())
@@ -129,7 +129,7 @@ def test_adapters_hold_what_peft_holds() -> None:
     config = config_of(SIX_LAYERS)
     model = peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(r=8, target_modules="all-linear")).train()
     ids = torch.randint(4096, (4, 256))
-    with PeakTensorMemory({p.untyped_storage()._cdata for p in model.parameters()}) as memory:
+    with PeakMemory({p.untyped_storage()._cdata for p in model.parameters()}) as memory:
         model(input_ids=ids, labels=ids).loss.backward()
     found = diagnostics.estimate("small", 4, 256, "float32", config=config, lora=LoRA(8))
     trained = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from forced_strategies import DEVICE, force_strategy, trained_like_inputs
-from losses import PLAIN, plain_loss
+from losses import Options, plain_loss
 from numerics import assert_accurate, relative_error
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy
@@ -143,9 +143,8 @@ def gradients(
         config = CCEConfig("triton", gradient_filter=0.06)
         linear_cross_entropy(*leaves, labels, logit_scale=scale, config=config, filter_state=state).backward()
     exact_leaves: list[Any] = [x.double().requires_grad_() for x in (hidden, weight)]
-    exact = torch.autograd.grad(
-        plain_loss(*exact_leaves, None, labels, dataclasses.replace(PLAIN, logit_scale=scale)), exact_leaves
-    )
+    exact_loss = plain_loss(*exact_leaves, None, labels, Options(logit_scale=scale))
+    exact = torch.autograd.grad(exact_loss, exact_leaves)
     return [relative_error(x.grad, y) for x, y in zip(leaves, exact, strict=True)], state.stats()
 
 
@@ -158,10 +157,8 @@ def test_corrections_reduce_the_error(scale: float, monkeypatch: pytest.MonkeyPa
     assert corrected < uniform / 2 and corrected_weight < 0.95 * uniform_weight
     # the measured error must account for the correction
     assert corrected / 2 < stats["error"] < 2 * corrected and stats["error"] < uniform_stats["error"] / 1.5
-    assert (
-        corrected_weight / 1.5 < stats["weight_error"] < 1.5 * corrected_weight
-        and stats["weight_error"] < uniform_stats["weight_error"]
-    )
+    assert corrected_weight / 1.5 < stats["weight_error"] < 1.5 * corrected_weight
+    assert stats["weight_error"] < uniform_stats["weight_error"]
 
 
 def test_non_finite_ignored_tokens_do_not_affect_other_gradients() -> None:

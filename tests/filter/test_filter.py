@@ -8,18 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from forced_strategies import DEVICE, KEEPS_ALL, config_for, force_strategy, trained_like_inputs
-from losses import (
-    PLAIN,
-    Inputs,
-    Options,
-    check_against_plain,
-    full_logits,
-    fused_loss,
-    make_inputs,
-    plain_loss,
-    scaled_and_capped,
-)
+from forced_strategies import DEVICE, KEEPS_ALL, check_strategy, force_strategy, trained_like_inputs
+from losses import PLAIN, Inputs, Options, full_logits, fused_loss, make_inputs, plain_loss, scaled_and_capped
 from numerics import assert_accurate, relative_error
 from torch import Tensor
 
@@ -46,9 +36,8 @@ def run(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (loss, hidden gradient, weight gradient) with that ``gradient_filter``; the bias is frozen."""
     hidden, weight = (x.detach().clone().requires_grad_(need) for x, need in zip(inputs, needs, strict=False))
-    loss = fused_loss(CCEConfig("triton", gradient_filter=gradient_filter), state)(
-        hidden, weight, inputs[2], labels, options
-    )
+    config = CCEConfig("triton", gradient_filter=gradient_filter)
+    loss = fused_loss(config, state)(hidden, weight, inputs[2], labels, options)
     loss.backward()
     return loss.detach(), hidden.grad, weight.grad
 
@@ -81,7 +70,7 @@ def test_exact_if_all_is_kept_with_softcap_scale_and_z_loss(
 ) -> None:
     """No size is a multiple of a tile size."""
     inputs, labels = make_inputs(n, d, v, dtype, DEVICE, ignored=ignored)
-    check_against_plain(fused_loss(config_for("filtered")), inputs, labels, options, dtype, f"{options}, {ignored}")
+    check_strategy("filtered", inputs, labels, options, dtype, ignored)
     assert counts == {"filtered": 1, "filtered gradients": 1}
 
 
@@ -105,7 +94,7 @@ def test_a_bias_without_gradient_and_frozen_inputs(
 )
 def test_unsupported_options_bypass_the_filter(options: Options, counts: Counter[str]) -> None:
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=options.bias)
-    check_against_plain(fused_loss(config_for("filtered")), inputs, labels, options, torch.float32, str(options))
+    check_strategy("filtered", inputs, labels, options, torch.float32)
     assert counts["filtered"] == counts["filtered gradients"] == 0
 
 
@@ -244,12 +233,8 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
             a, t, e = (x[cols][:, tokens] for x in (actual, baseline, exact))
             holds_a_label = bool((labels[tokens, None] == cols).any())
             if not holds_a_label:  # stored per token in bfloat16, which the interpreter truncates
-                energy_above_mean = (e - e.mean(0)).square().sum()
-                assert (
-                    0.999 * (1 - 2**-7) * energy_above_mean
-                    <= energy[first // 32, row // 16]
-                    <= 1.001 * energy_above_mean
-                )
+                deviation = (e - e.mean(0)).square().sum()
+                assert 0.999 * (1 - 2**-7) * deviation <= energy[first // 32, row // 16] <= 1.001 * deviation
             if holds_a_label or torch.equal(a, a[:1].expand_as(a)) is False:
                 assert_accurate(a, t, e, f"kept tile at {row}, {first}")
                 continue

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_strategies import count_strategies, default_options, force_strategy, trained_like_inputs
+from forced_strategies import count_strategies, force_strategy, trained_like_inputs, trains_head
 from losses import PLAIN, Options, check_against_plain, fused_loss, plain_loss
 from numerics import assert_accurate, relative_error
 from torch import Tensor
@@ -25,7 +25,7 @@ SHAPE = (4096, 512, 32000)
 def leaves_of(hidden: Tensor, weight: Tensor, strategy: str = "") -> list[Tensor]:
     """Return copies as leaves; the weight is frozen if ``strategy`` is for frozen heads."""
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
-    leaves[1].requires_grad_(not default_options(strategy).frozen)
+    leaves[1].requires_grad_(trains_head(strategy))
     return leaves
 
 
@@ -269,11 +269,8 @@ def test_the_requested_error_is_met(gradient_filter: float, monkeypatch: pytest.
     force_strategy(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "MEASURE_EVERY", 1)
     hidden, weight, labels = trained_like_inputs(*SHAPE, torch.float32, "cuda")
-    config, state, leaves = (
-        CCEConfig("triton", gradient_filter=gradient_filter),
-        FilterState(),
-        leaves_of(hidden, weight),
-    )
+    config = CCEConfig("triton", gradient_filter=gradient_filter)
+    state, leaves = FilterState(), leaves_of(hidden, weight)
     for _ in range(8):
         found = gradients(leaves, labels, config, state)
     exact, stats = plain_gradients(hidden, weight, labels, torch.float64), state.stats()

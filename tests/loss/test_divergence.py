@@ -23,7 +23,7 @@ from divergences import (
     plain_divergence,
 )
 from numerics import assert_accurate
-from peak_memory import PeakTensorMemory
+from peak_memory import PeakMemory
 
 from hf_cce import CCEConfig, TeacherHead, TeacherTopK, divergence_passes, linear_divergence
 from hf_cce.config import MIB
@@ -38,7 +38,11 @@ def outcome(x: Inputs, case: Case) -> list[torch.Tensor]:
 
 FORMS = ("head", "logits", "lump", "renormalize")
 # Triton's interpreter truncates to bfloat16 where a GPU rounds, so the kernels' bfloat16 gradients are checked on GPUs only.
-OF_KERNELS = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+IMPLEMENTATIONS_AND_DTYPES = [
+    *(("portable", dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+    *(("triton", dtype) for dtype in (torch.float32, torch.float16)),
+    pytest.param("triton", torch.bfloat16, marks=pytest.mark.gpu),
+]
 BOTH = pytest.mark.parametrize("implementation", ["portable", "triton"])
 
 
@@ -50,19 +54,10 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
     return CCEConfig(implementation)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", KINDS, ids=str)
-def test_kinds(case: Case, form: str, dtype: torch.dtype) -> None:
-    check(replace(case, form=form), dtype)
-    check(replace(case, form=form, **EVERYTHING), dtype)
-
-
-@pytest.mark.parametrize("implementation", ["triton"])
-@pytest.mark.parametrize("dtype", OF_KERNELS, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", KINDS, ids=str)
-def test_kinds_on_the_kernels(case: Case, form: str, dtype: torch.dtype, config: CCEConfig, device: str) -> None:
+def test_kinds(case: Case, form: str, dtype: torch.dtype, config: CCEConfig, device: str) -> None:
     check(replace(case, form=form), dtype, config, device)
     check(replace(case, form=form, **EVERYTHING), dtype, config, device)
 
@@ -217,7 +212,7 @@ def test_memory_stays_within_the_budget(case: Case, form: str) -> None:
     teacher: Any = TeacherHead(x.teacher_hidden, x.teacher_weight)
     if form == "lump":
         teacher = TeacherTopK(torch.arange(8).expand(2, 128, 8), torch.full((2, 128, 8), -3.0))
-    with PeakTensorMemory(known) as memory:
+    with PeakMemory(known) as memory:
         loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta, config=config)  # type: ignore[arg-type]
         torch.autograd.grad(loss, leaves)
     gradients_bytes = sum(4 * leaf.numel() for leaf in leaves)

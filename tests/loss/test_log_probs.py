@@ -31,7 +31,7 @@ def filtered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def fine_tuning_step(
+def sft_step(
     inputs: tuple[Tensor, ...], labels: Tensor, weights: Tensor | float = 1.0, **options: Any
 ) -> tuple[Tensor, ...]:
     """Return (log_probs, entropy, is_top1, gradients of hidden and weight) for a sum of token losses, as in SFT."""
@@ -95,9 +95,9 @@ def test_error_of_dropped_tiles_is_bounded() -> None:
     hidden, weight, labels = trained_like_inputs(n, 48, v, torch.bfloat16, DEVICE)
     config, state = CCEConfig("triton", gradient_filter=0.05), FilterState()
     for _ in range(3):
-        ours = fine_tuning_step((hidden, weight), labels, config=config, filter_state=state)
-    true = fine_tuning_step((hidden.double(), weight.double()), labels)
-    exact = fine_tuning_step((hidden, weight), labels, config=config)
+        ours = sft_step((hidden, weight), labels, config=config, filter_state=state)
+    true = sft_step((hidden.double(), weight.double()), labels)
+    exact = sft_step((hidden, weight), labels, config=config)
     stats = state.stats()
     assert 0 < stats["kept"] < 1, stats
     assert torch.equal(ours[2], exact[2])
@@ -149,18 +149,16 @@ def test_ignored_labels_get_no_gradient() -> None:
     config, state = CCEConfig("triton", gradient_filter=0.05), FilterState()
     ignored = torch.where(labels == -100, 1e6, 1.0)
     for _ in range(2):
-        *_, grad_hidden, grad_weight = fine_tuning_step(
-            (hidden, weight), labels, ignored, config=config, filter_state=state
-        )
+        *_, grad_hidden, grad_weight = sft_step((hidden, weight), labels, ignored, config=config, filter_state=state)
         assert grad_hidden.isfinite().all() and grad_weight.isfinite().all() and not grad_hidden[labels == -100].any()
     assert math.isfinite(state.stats()["error"])
-    *_, grad_hidden, grad_weight = fine_tuning_step(
+    *_, grad_hidden, grad_weight = sft_step(
         (hidden, weight), torch.full_like(labels, -100), config=config, filter_state=state
     )
     assert not grad_hidden.any() and not grad_weight.any()
     # and the next step is not affected
-    *_, grad_hidden, grad_weight = fine_tuning_step((hidden, weight), labels, config=config, filter_state=state)
-    true = fine_tuning_step((hidden.double(), weight.double()), labels)
+    *_, grad_hidden, grad_weight = sft_step((hidden, weight), labels, config=config, filter_state=state)
+    true = sft_step((hidden.double(), weight.double()), labels)
     assert relative_error(grad_hidden, true[3]) < 2 * 0.05 and relative_error(grad_weight, true[4]) < 2 * 0.05
 
 
@@ -176,8 +174,8 @@ def test_forwards_and_backwards_in_any_order() -> None:
     for step in (2, 0):
         ours = torch.autograd.grad(losses[step], weight)[0]
         (hidden, *_), labels = batches[step]
-        exact = fine_tuning_step((hidden, weight), labels, config=config)[4]
-        true = fine_tuning_step((hidden.double(), weight.double()), labels)[4]
+        exact = sft_step((hidden, weight), labels, config=config)[4]
+        true = sft_step((hidden.double(), weight.double()), labels)[4]
         assert_accurate(ours, exact, true, f"step {step}")
 
 

@@ -26,7 +26,7 @@ from losses import (
     plain_loss,
 )
 from numerics import assert_accurate
-from peak_memory import PeakTensorMemory
+from peak_memory import PeakMemory
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 
@@ -124,10 +124,7 @@ def test_no_grad_allocates_no_gradients() -> None:
     peaks = []
     for needed in (False, True):
         leaves = [x.detach().requires_grad_(needed) for x in (hidden, weight)]
-        with (
-            torch.no_grad(),
-            PeakTensorMemory({x.untyped_storage()._cdata for x in (hidden, weight, labels)}) as memory,
-        ):
+        with torch.no_grad(), PeakMemory({x.untyped_storage()._cdata for x in (hidden, weight, labels)}) as memory:
             linear_cross_entropy(*leaves, labels)
         peaks.append(memory.peak)
     assert peaks[0] == peaks[1] > 0
@@ -483,7 +480,7 @@ def test_memory_stays_below_a_tenth_of_the_logits(dtype: torch.dtype, reduction:
     n, d, v = 2048, 64, 50257
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, ignored="none")
     leaves = [x.requires_grad_() for x in (hidden, weight)]
-    with PeakTensorMemory({x.untyped_storage()._cdata for x in (*leaves, labels)}) as memory:
+    with PeakMemory({x.untyped_storage()._cdata for x in (*leaves, labels)}) as memory:
         linear_cross_entropy(*leaves, labels, reduction=reduction).sum().backward()
     gradients = sum(x.grad.numel() * x.grad.element_size() for x in leaves)
     vectors = 16 * 8 * n  # losses, labels and similar [N] vectors

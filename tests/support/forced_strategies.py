@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from losses import Options
+from losses import Inputs, Options, check_against_plain, fused_loss
 from torch import Tensor
 
 from hf_cce import CCEConfig, dispatch, kernels
@@ -46,7 +46,7 @@ _COUNTER_OF_FUNCTION = {
 
 
 def applies(strategy: str, options: Options, dtype: torch.dtype) -> bool:
-    """Return True if ``strategy`` supports these options; "exact" supports all of them, as does the PyTorch fallback, "portable"."""
+    """Return True if ``strategy`` supports these options. The kernels of "exact" support all of them, and so does "portable"."""
     if strategy == "portable":
         return True
     if options.reduction == "none" or options.label_smoothing:
@@ -60,9 +60,13 @@ def applies(strategy: str, options: Options, dtype: torch.dtype) -> bool:
     return strategy != "filtered" or not options.bias
 
 
+def trains_head(strategy: str) -> bool:
+    return strategy not in FROZEN_HEAD_STRATEGIES
+
+
 def default_options(strategy: str) -> Options:
     """Return the default options, or those of a frozen head if ``strategy`` is only for frozen heads."""
-    return Options(frozen=strategy in FROZEN_HEAD_STRATEGIES)
+    return Options(frozen=not trains_head(strategy))
 
 
 def forward_counter(strategy: str) -> str:
@@ -102,9 +106,7 @@ def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[st
         # a whole tile of every plan, on a GPU and in the interpreter
         width = (256 if torch.cuda.is_available() else 32) if strategy == "partial_exp_cache" else 0
         monkeypatch.setattr(
-            exp_cache,
-            "_scratch_columns",
-            lambda shape, *_: 0 if shape.dtype == torch.float16 else min(shape.v, width),
+            exp_cache, "_scratch_columns", lambda shape, *_: 0 if shape.dtype == torch.float16 else min(shape.v, width)
         )
 
     def group_size(shape: Any, *_: Any) -> int:
@@ -153,6 +155,14 @@ def use_hopper_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 def config_for(strategy: str, **options: Any) -> CCEConfig:
     implementation = "portable" if strategy == "portable" else "triton"
     return CCEConfig(implementation, **{"gradient_filter": KEEPS_ALL if strategy == "filtered" else None, **options})
+
+
+def check_strategy(
+    strategy: str, inputs: Inputs, labels: Tensor, options: Options, dtype: torch.dtype, what: str = ""
+) -> None:
+    """Check the loss of this strategy, which must be forced, against full logits."""
+    loss = fused_loss(config_for(strategy))
+    check_against_plain(loss, inputs, labels, options, dtype, f"{what} {options}, {strategy}")
 
 
 def trained_like_inputs(

@@ -18,6 +18,7 @@ from triton.runtime import driver
 
 from hf_cce import divergence_passes as passes
 from hf_cce import strategies
+from hf_cce.config import MIB
 from hf_cce.filter_state import FilterState
 from hf_cce.kernels import launch_config
 from hf_cce.kernels.launcher import OPTIONS, Kernel
@@ -62,7 +63,6 @@ def pretend(arch: int, launch: Launch) -> None:
     Kernel._launch = run  # type: ignore[method-assign]
 
 
-MIB = 1 << 20
 PLAIN = LossSpec(-100, 1.0, 0.0, needs=(True, True, False))
 SCALED = replace(PLAIN, logit_scale=0.7)
 EVERYTHING = replace(SCALED, softcap=5.0, z_loss=0.1)

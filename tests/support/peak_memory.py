@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class PeakTensorMemory(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):
     """Dispatch mode that records the peak bytes of live tensors, excluding ``known`` storages."""
 
     def __init__(self, known: set[int]) -> None:

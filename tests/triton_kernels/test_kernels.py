@@ -13,11 +13,12 @@ from forced_strategies import (
     STRATEGIES,
     applies,
     backward_counter,
+    check_strategy,
     config_for,
     count_strategies,
-    default_options,
     force_strategy,
     forward_counter,
+    trains_head,
 )
 from losses import (
     EVERYTHING,
@@ -66,9 +67,7 @@ def test_loss_and_gradients(
         return
     counts = force_strategy(monkeypatch, strategy)
     inputs, labels = make_inputs(n, d, v, dtype, DEVICE, bias=options.bias)
-    check_against_plain(
-        fused_loss(config_for(strategy)), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}, {strategy}"
-    )
+    check_strategy(strategy, inputs, labels, options, dtype, f"{n}×{d}×{v}")
     if options.reduction != "none":
         assert counts == {forward_counter(strategy): 1, backward_counter(strategy): 1}
 
@@ -80,9 +79,7 @@ def test_a_softcap_far_above_the_logits(softcap: float, strategy: str, monkeypat
     force_strategy(monkeypatch, strategy)
     options = Options(softcap=softcap)
     inputs, labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
-    check_against_plain(
-        fused_loss(config_for(strategy)), inputs, labels, options, torch.float32, f"softcap {softcap}, {strategy}"
-    )
+    check_strategy(strategy, inputs, labels, options, torch.float32)
 
 
 @pytest.mark.parametrize("strategy", ["materialized", "exact"])
@@ -91,7 +88,7 @@ def test_a_vocabulary_of_several_blocks_of_columns(strategy: str, monkeypatch: p
     force_strategy(monkeypatch, strategy)
     inputs, labels = make_inputs(3, 16, 9000, torch.float32, DEVICE)
     inputs[1][-1] = 4.0 * inputs[0][0]  # by far the largest of the first token
-    check_against_plain(fused_loss(config_for(strategy)), inputs, labels, PLAIN, torch.float32, strategy)
+    check_strategy(strategy, inputs, labels, PLAIN, torch.float32)
 
 
 def test_full_logits_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +110,7 @@ def test_full_logits_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("options", "strategy"),
-    [(PLAIN, "exact"), (PLAIN, "filtered"), (EVERYTHING, "any"), (SCALAR, "any")],
-    ids=str,
+    ("options", "strategy"), [(PLAIN, "exact"), (PLAIN, "filtered"), (EVERYTHING, "any"), (SCALAR, "any")], ids=str
 )
 def test_small_budgets_change_only_the_order_of_summation(
     options: Options, strategy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -192,7 +187,7 @@ def test_out_of_range_labels_raise(bad: int, strategy: str, monkeypatch: pytest.
     )
     labels[17] = bad
     hidden.requires_grad_()
-    weight.requires_grad_(not default_options(strategy).frozen)
+    weight.requires_grad_(trains_head(strategy))
     for reduction in ("mean", "none"):
         with pytest.raises(ValueError, match=f"the first is {bad}"):
             linear_cross_entropy(hidden, weight, labels, reduction=reduction, config=config_for(strategy))
@@ -214,9 +209,7 @@ def test_real_sizes_on_the_gpu(
         inputs, labels = make_inputs(n, d, v, dtype, "cuda", bias=options.bias)
         with monkeypatch.context() as patch:
             force_strategy(patch, strategy)
-            check_against_plain(
-                fused_loss(config_for(strategy)), inputs, labels, options, dtype, f"{n}×{d}×{v} {options}, {strategy}"
-            )
+            check_strategy(strategy, inputs, labels, options, dtype, f"{n}×{d}×{v}")
 
 
 @pytest.mark.gpu
@@ -267,7 +260,7 @@ def test_the_training_path_does_not_synchronise_the_host() -> None:
 def test_memory_budget_holds(budget: int, v: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (hidden, weight, _), labels = make_inputs(8192, 1024, v, torch.bfloat16, "cuda")
     hidden.requires_grad_()
-    weight.requires_grad_(not default_options(strategy).frozen)
+    weight.requires_grad_(trains_head(strategy))
     config = CCEConfig(memory_budget=budget, gradient_filter="auto" if strategy == "auto" else None)
     counts = count_strategies(monkeypatch)
     linear_cross_entropy(hidden, weight, labels, config=config).backward()

@@ -7,14 +7,14 @@ import torch
 from forced_strategies import use_hopper_plans
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peak_memory import PeakTensorMemory
+from peak_memory import PeakMemory
 
 from hf_cce import FilterState
+from hf_cce.config import MIB
 from hf_cce.spec import Divisor, Inputs, LossSpec
 from hf_cce.strategies import Exact, Filtered, Strategy
 
 pytest.importorskip("triton")
-MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec)
     if kind == "filtered":
         strategy = Filtered(spec, Divisor(), FilterState(), scalar, True, strategy)
     x = Inputs(hidden, weight, None, labels)
-    with PeakTensorMemory({t.untyped_storage()._cdata for t in (hidden, weight, labels, scalar)}) as memory:
+    with PeakMemory({t.untyped_storage()._cdata for t in (hidden, weight, labels, scalar)}) as memory:
         outputs, saved = strategy.forward(x)
         if strategy.cache is None:
             return False

@@ -13,15 +13,17 @@ from forced_strategies import (
     DEVICE,
     STRATEGIES,
     applies,
+    check_strategy,
     config_for,
     count_strategies,
     default_options,
     force_strategy,
     forward_counter,
+    trains_head,
 )
 from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
 from numerics import assert_accurate, relative_error
-from peak_memory import PeakTensorMemory
+from peak_memory import PeakMemory
 from torch import Tensor
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs
@@ -33,7 +35,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strided_labels_and_inputs(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = replace(default_options(strategy), bias=strategy not in ("filtered", "token_groups", "one_token_group"))
+    options = replace(default_options(strategy), bias=strategy != "filtered" and trains_head(strategy))
     dtype = torch.float16 if strategy == "materialized16" else torch.float32
     assert applies(strategy, options, dtype)
     counts = force_strategy(monkeypatch, strategy)
@@ -91,14 +93,14 @@ def test_every_entry_of_the_vocabulary_as_a_label(strategy: str, monkeypatch: py
     dtype = torch.float16 if strategy == "materialized16" else torch.float32
     inputs, _ = make_inputs(131, 40, 131, dtype, DEVICE)
     labels = torch.randperm(131, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    check_against_plain(fused_loss(config_for(strategy)), inputs, labels, options, dtype, strategy)
+    check_strategy(strategy, inputs, labels, options, dtype)
     assert counts[forward_counter(strategy)] == 1
 
 
 def scaled_gradients(strategy: str, inputs: tuple[Tensor, ...], labels: Tensor, factor: float = 1.0) -> list[Tensor]:
     """Return the gradients of hidden states and (unless frozen) weight for ``factor`` times the loss."""
     hidden, weight = (x.detach().clone() for x in inputs)
-    leaves = [hidden.requires_grad_(), weight.requires_grad_(not default_options(strategy).frozen)]
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(trains_head(strategy))]
     loss = linear_cross_entropy(*leaves, labels, config=config_for(strategy), filter_state=FilterState())
     (factor * loss).backward()
     return [x.grad for x in leaves if x.grad is not None]
@@ -138,7 +140,7 @@ def test_values_beyond_the_range_of_the_cache_are_recomputed(
     hidden[far, 0], labels[far] = 10.0, 8
     assert torch.nn.functional.cross_entropy(hidden[20] @ weight.t(), labels[20]) > 80
     inputs, options = (hidden, weight, None), default_options(strategy)
-    check_against_plain(fused_loss(config_for(strategy)), inputs, labels, options, torch.float32, f"far, {strategy}")
+    check_strategy(strategy, inputs, labels, options, torch.float32, "far")
     assert counts[forward_counter(strategy)] == 1
 
 
@@ -169,10 +171,7 @@ def test_the_default_dtype_changes_nothing(
     config, found = config_for(strategy), []
     for dtype in (torch.float32, default):
         (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
-        leaves, state = (
-            [hidden.requires_grad_(), weight.requires_grad_(not default_options(strategy).frozen)],
-            FilterState(),
-        )
+        leaves, state = [hidden.requires_grad_(), weight.requires_grad_(trains_head(strategy))], FilterState()
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
@@ -351,8 +350,7 @@ def test_16_bit_logits_are_as_accurate_as_those_of_pytorch(
     (hidden, weight, _), labels = make_inputs(70, 600, v, torch.float16, DEVICE, ignored=ignored)
     for options in (PLAIN, Options(0.7, 5.0, z_loss=1e-2), Options(reduction="sum")):
         inputs = (hidden, weight, None)
-        what = f"16 bits, {ignored}, {options}"
-        check_against_plain(fused_loss(config_for("materialized16")), inputs, labels, options, torch.float16, what)
+        check_strategy("materialized16", inputs, labels, options, torch.float16, ignored)
         found = loss_and_gradients(fused_loss(config_for("materialized16")), inputs, labels, options, torch.float16)
         assert not found["hidden"][labels == -100].any()
     assert made == [(torch.float16, 0, 0)] * 6 and counts["materialized"] == counts["materialized gradients"] == 6
@@ -371,7 +369,7 @@ def test_memory_of_16_bit_logits(dtype: torch.dtype) -> None:
     left = 2 * (n * d + v * d + v)
     vectors = 2 * 4 * n + 4 * v  # per-token statistics, and the bias's gradient before rounding
     given = {x.untyped_storage()._cdata for x in (hidden, weight, bias, labels, factor) if x is not None}
-    with PeakTensorMemory(given) as memory:
+    with PeakMemory(given) as memory:
         _, saved = materialized.cross_entropy(
             materialized.compute_logits(given_inputs, dtype), given_inputs, spec, factor
         )
@@ -379,7 +377,7 @@ def test_memory_of_16_bit_logits(dtype: torch.dtype) -> None:
     assert all(x is not None and x.dtype == dtype for x in found)
     assert memory.peak - left <= 2 * n * (v + 15) + vectors
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
-    with PeakTensorMemory(given) as plain:
+    with PeakMemory(given) as plain:
         plain_loss(leaves[0], leaves[1], leaves[2], labels, PLAIN).backward()
     assert memory.peak < plain.peak
 
