@@ -13,9 +13,9 @@ import torch
 from numerics import budget
 from processes import started
 from ranks import ENGINES
-from vocab_parallel import CASES, IGNORED_ENTRIES
+from vocab_parallel import CASES, IGNORED_LABELS
 
-COMPARED = [*CASES, *(f"ignore_index {index}" for index in IGNORED_ENTRIES), "log_probs"]
+COMPARED = [*CASES, *(f"ignore_index {index}" for index in IGNORED_LABELS), "log_probs"]
 MISTAKES = {
     "plain hidden states": "ValueError: weight: the hidden states are not replicated",
     "split hidden states": "ValueError: weight: the hidden states are not replicated",
@@ -112,7 +112,7 @@ def test_nothing_of_a_spread_vocabulary_is_gathered(results: dict[str, Any]) -> 
 
 
 def test_a_spread_vocabulary_names_mistakes(results: dict[str, Any]) -> None:
-    told = dict(results["vocab_parallel"]["errors"])
+    told = dict(results["vocab_parallel"]["raised"])
     assert told["label beyond"] == told["label beyond, whole"] and "[0, 99)" in told["label beyond"]
     assert "but 20 do not" in told["label below"] and told["label below"] == told["label below, log_probs"]
     for case, words in MISTAKES.items():

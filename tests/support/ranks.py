@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from vocab_parallel import everything
+from vocab_parallel import sharded_vocabulary_results
 
 from hf_cce import apply_cce
 from hf_cce.deferred.logits import LazyLogits
@@ -376,7 +376,7 @@ def main(path: Path, device: str = "", dtype: str = "", *engines: str) -> None:
     whole = {key: value.to(DEVICE) for key, value in batch(rows=ROWS, words=words).items()}
     results = all_of(list(engines or ENGINES), whole)
     if not engines:
-        results["vocab_parallel"] = everything()
+        results["vocab_parallel"] = sharded_vocabulary_results()
     if dist.get_rank() == 0:
         path.write_text(json.dumps(results), "utf-8")
     dist.destroy_process_group()

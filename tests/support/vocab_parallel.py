@@ -30,7 +30,7 @@ CASES: dict[str, Case] = {
     "nothing on the last rank": (1, Options(bias=True, z_loss=0.1), "some", torch.float32),
     "kernels": (203, OPTIONS[1], "some", torch.float32),
 }
-IGNORED_ENTRIES = (0, 50, 98, -1)  # out of 99 entries; with two ranks, 50 is the first one of the second shard
+IGNORED_LABELS = (0, 50, 98, -1)  # out of 99 entries; with two ranks, 50 is the first one of the second shard
 
 
 def shard_head(mesh: Any, hidden: Tensor, *heads: Tensor | None) -> list[Any]:
@@ -90,11 +90,11 @@ def losses(mesh: Any) -> dict[str, Any]:
     return results
 
 
-def ignored_entries(mesh: Any) -> dict[str, Any]:
+def ignored_labels(mesh: Any) -> dict[str, Any]:
     """Test an ``ignore_index`` that is a vocabulary entry, also a shard's first one, with a tensor as divisor."""
     results = {}
     (hidden, weight, _), labels = make_inputs(300, 32, 99, torch.float32, ignored="none")
-    for index in IGNORED_ENTRIES:
+    for index in IGNORED_LABELS:
         labels = torch.where(torch.arange(300) % 5 == 0, index, labels)
 
         def plain(hidden: Tensor, weight: Tensor, bias: None, y: Tensor, _: Any, index: int = index) -> Tensor:
@@ -148,7 +148,7 @@ def log_probs(mesh: Any) -> dict[str, Any]:
     return {"log_probs": {"dtype": "float32", **distances(all_reduce_head_gradients(found), baseline, exact)}}
 
 
-def error_messages(mesh: Any) -> dict[str, str]:
+def wrong_use(mesh: Any) -> dict[str, str]:
     """Return the errors for wrong calls; every rank must raise before it waits for the others."""
     (hidden, weight, _), labels = make_inputs(20, 16, 99, torch.float32, ignored="none")
     h, w = shard_head(mesh, hidden, weight)
@@ -166,14 +166,14 @@ def error_messages(mesh: Any) -> dict[str, str]:
         "is_top1": lambda: linear_log_probs(h, w, labels, is_top1=True),
         "second derivative": lambda: second_derivative(mesh, hidden, weight, labels),
     }
-    messages = {}
+    raised = {}
     for name, call in calls.items():
         try:
             call()
-            messages[name] = "nothing"
+            raised[name] = "nothing"
         except (ValueError, RuntimeError) as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-    return messages
+            raised[name] = f"{type(error).__name__}: {error}"
+    return raised
 
 
 def second_derivative(mesh: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
@@ -193,7 +193,7 @@ def traffic(mesh: Any) -> dict[str, int]:
     return {str(name).split(".")[-1]: count for name, count in mode.get_comm_counts().items()}
 
 
-def everything() -> dict[str, Any]:
+def sharded_vocabulary_results() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    compared = {**losses(mesh), **ignored_entries(mesh), **log_probs(mesh)}
-    return {"compared": compared, "errors": error_messages(mesh), "traffic": traffic(mesh)}
+    compared = {**losses(mesh), **ignored_labels(mesh), **log_probs(mesh)}
+    return {"compared": compared, "raised": wrong_use(mesh), "traffic": traffic(mesh)}
