@@ -93,7 +93,7 @@ def steps(*files: str) -> Table:
                 settings.get("loop", "plain"), f" in {tables.LOOPS[settings.get('loop', 'plain')]}"
             )
             weights += [f"{settings['model']}{loop} {how}"] if how else []
-        more = f"bfloat16, pretrained weights: {', '.join(weights)}" if weights else "bfloat16, random weights"
+        more = f"bfloat16, weights trained beforehand: {', '.join(weights)}" if weights else "bfloat16, random weights"
         return [*tables.step_rows(reports), *source(page, *files, more=more)]
 
     return lines
