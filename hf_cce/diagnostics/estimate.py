@@ -315,9 +315,10 @@ def _step(
 def verdict(found: Estimate) -> str:
     """Return in one sentence what CCE saves."""
     if found.few_tokens:
+        tokens, millions, limit = found.batch * found.sequence, found.logits / 1e6, FULL_LOGITS_MAX / 1e6
         return (
-            f"hf_cce saves nothing here: {found.batch * found.sequence:,} tokens make {found.logits / 1e6:.0f} million logits. "
-            f"For up to {FULL_LOGITS_MAX / 1e6:.0f} million logits that fit memory_budget, a patched model uses its own loss, which is faster."
+            f"hf_cce saves nothing here: {tokens:,} tokens make {millions:.0f} million logits. "
+            f"For up to {limit:.0f} million logits that fit memory_budget, a patched model uses its own loss, which is faster."
         )
     if found.steps["full"].peak is None:
         saved = found.steps["full"].loss - found.steps["cce"].loss
