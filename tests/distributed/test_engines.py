@@ -64,7 +64,7 @@ def test_autocast(family: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["BartForConditionalGeneration", "MarianMTModel"])
-def test_a_float32_bias_on_logits_of_autocast(name: str) -> None:
+def test_float32_logits_bias_under_autocast(name: str) -> None:
     """Encoder-decoders keep ``final_logits_bias`` in float32; adding it to bfloat16 logits makes logits and loss float32."""
     kind = getattr(transformers, name)
     torch.manual_seed(1)
@@ -86,14 +86,14 @@ def test_bfloat16_weights() -> None:
     assert patched.lm_head.weight.grad.dtype is torch.bfloat16
 
 
-def test_the_loss_is_float32_whatever_the_weights_are() -> None:
+def test_loss_is_float32_with_bfloat16_weights() -> None:
     """docs/start/support.md promises this. BART computes its own loss from logits that it leaves in bfloat16."""
     plain, patched = (model.bfloat16() for model in twins("bart"))
     assert plain(**batch()).loss.dtype is torch.bfloat16 and patched(**batch()).loss.dtype is torch.float32
 
 
 @pytest.mark.parametrize("name", ["MambaForCausalLM", "FalconMambaForCausalLM"])
-def test_a_float32_head_over_a_bfloat16_body(name: str) -> None:
+def test_float32_head_on_bfloat16_body(name: str) -> None:
     """These families cast the hidden states to the head's dtype."""
     plain = tiny.build(name).bfloat16()
     head = head_of(plain)
@@ -104,7 +104,7 @@ def test_a_float32_head_over_a_bfloat16_body(name: str) -> None:
     assert head_of(patched).weight.grad.dtype is torch.float32
 
 
-def test_a_head_of_another_dtype_is_an_error_as_before() -> None:
+def test_head_dtype_mismatch_raises_torch_error() -> None:
     """If the family does not cast, torch raises its own error from the same place."""
     messages = []
     for model in (tiny_llama(), apply_cce(tiny_llama())):
@@ -148,7 +148,7 @@ def test_torch_compile_in_one_graph(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "granite"])
-def test_torch_compile_of_a_step_around_the_model(family: str) -> None:
+def test_torch_compile_of_step_function(family: str) -> None:
     """Dynamo traces the hooks into the user's graph."""
     plain, patched = twins(family)
     inputs = {**batch(), "use_cache": False}
@@ -169,7 +169,7 @@ def test_torch_compile_of_a_step_around_the_model(family: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["wrapper", "in place", "around"])
-def test_patching_a_compiled_model_drops_its_graphs(way: str) -> None:
+def test_patching_compiled_model_drops_its_graphs(way: str) -> None:
     model, inputs = tiny_llama(), {**batch(), "use_cache": False}
     compiled = torch.compile(lambda **inputs: model(**inputs), fullgraph=True, backend="eager")
     if way == "wrapper":
@@ -185,7 +185,7 @@ def test_patching_a_compiled_model_drops_its_graphs(way: str) -> None:
     assert compiled(**inputs).logits is not None
 
 
-def test_a_data_parallel_replica_returns_tensors_only() -> None:
+def test_data_parallel_replica_returns_tensors() -> None:
     """Build replicas as torch.nn.parallel.replicate does, without moving them: DataParallel gathers only tensors."""
     model = apply_cce(tiny_llama())
     modules = list(model.modules())
@@ -263,7 +263,7 @@ def test_accelerate_device_hooks_on_the_head(when: str, offload: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_on", ["cuda", "cpu"])
-def test_the_head_on_another_device(head_on: str) -> None:
+def test_head_on_another_device(head_on: str) -> None:
     """A model split by ``device_map``: accelerate moves the hidden states to the head and the logits back.
 
     A head on the CPU with a body on a GPU is offloaded: its weight is copied to the GPU for the head's forward.
@@ -292,7 +292,7 @@ def test_the_head_on_another_device(head_on: str) -> None:
             assert_as_good(value, twin[name], reference[name], name)
 
 
-def test_a_graph_that_makes_logits_says_so_once_when_it_is_traced() -> None:
+def test_compiled_full_logits_warn_once_while_tracing() -> None:
     """The warning appears in a plain loop too, and the model stays a single graph."""
 
     class Mine(nn.Linear):

@@ -40,7 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_head_that_an_evaluation_leaves_on_some_of_four_ranks(tmp_path: Path) -> None:
+def test_head_resharded_over_two_of_four_ranks(tmp_path: Path) -> None:
     engine = "fsdp2_head_over_some"
     found = started("ranks.py", tmp_path / "ranks.json", "cpu", "float32", engine, ranks=4)[engine]
     assert "failed" not in found, found["failed"]
@@ -51,7 +51,7 @@ def test_a_head_that_an_evaluation_leaves_on_some_of_four_ranks(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_gradients_are_those_of_one_process(engine: str, results: dict[str, Any]) -> None:
+def test_gradients_match_one_process(engine: str, results: dict[str, Any]) -> None:
     result = results[engine]
     assert "failed" not in result, result["failed"]
     errors, dtype = result["errors"], torch.float32
@@ -62,13 +62,13 @@ def test_gradients_are_those_of_one_process(engine: str, results: dict[str, Any]
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith(("fsdp1", "tensor_parallel"))])
-def test_a_step_repeats_bit_for_bit(engine: str, results: dict[str, Any]) -> None:
+def test_steps_repeat_bitwise(engine: str, results: dict[str, Any]) -> None:
     """Loss and gradients on every rank, with gradients summed over the ranks by gloo."""
     assert results[engine]["repeats"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str, Any]) -> None:
+def test_loss_is_fused_or_warns(engine: str, results: dict[str, Any]) -> None:
     counted, told = results[engine]["stats"], results[engine]["told"]
     tensor = engine.startswith("tensor_parallel")  # these read output.logits after the loss
     steps = 1 if tensor else 2
@@ -85,7 +85,7 @@ def test_the_loss_is_fused_or_the_reason_is_told(engine: str, results: dict[str,
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_evaluations_and_a_loss_of_ones_own(engine: str, results: dict[str, Any]) -> None:
+def test_evaluation_logits_and_custom_loss(engine: str, results: dict[str, Any]) -> None:
     """Check logits read after the call, the parameters the call leaves, and the gradients of a loss computed on the logits."""
     result = results[engine]
     assert result["same logits"] or engine == "fsdp2_adapted_head"  # a fused product of two: equal up to rounding
@@ -97,7 +97,7 @@ def test_evaluations_and_a_loss_of_ones_own(engine: str, results: dict[str, Any]
 
 # Vocabulary-parallel tests: a vocabulary sharded over the two ranks; see tests/support/spread.py
 @pytest.mark.parametrize("case", COMPARED)
-def test_a_spread_vocabulary_gives_what_a_whole_one_gives(case: str, results: dict[str, Any]) -> None:
+def test_sharded_vocabulary_matches_full(case: str, results: dict[str, Any]) -> None:
     if case == "kernels" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
     found = results["spread"]["compared"][case]
@@ -106,12 +106,12 @@ def test_a_spread_vocabulary_gives_what_a_whole_one_gives(case: str, results: di
         assert error <= budget(found["twin"][name], getattr(torch, found["dtype"])), name
 
 
-def test_nothing_of_a_spread_vocabulary_is_gathered(results: dict[str, Any]) -> None:
+def test_sharded_vocabulary_is_not_gathered(results: dict[str, Any]) -> None:
     """Three all-reduces: the maximum of lse and the sums in the forward, the hidden states' gradient in the backward."""
     assert results["spread"]["traffic"] == {"allreduce_": 3}
 
 
-def test_a_spread_vocabulary_names_mistakes(results: dict[str, Any]) -> None:
+def test_sharded_vocabulary_error_messages(results: dict[str, Any]) -> None:
     told = dict(results["spread"]["told"])
     assert told["label beyond"] == told["label beyond, whole"] and "[0, 99)" in told["label beyond"]
     assert "but 20 do not" in told["label below"] and told["label below"] == told["label below, log_probs"]
@@ -143,7 +143,7 @@ for step in range(2):
 """
 
 
-def test_a_rank_that_dies_is_an_error_of_the_others(tmp_path: Path) -> None:
+def test_dead_rank_raises_on_other_ranks(tmp_path: Path) -> None:
     support = Path(__file__).parents[1] / "support"
     paths = os.pathsep.join([str(support), str(support.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", DIES, str(tmp_path / "store")]

@@ -65,7 +65,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(("device", "dtype", "engine"), marked(CASES))
-def test_a_step_is_that_of_one_process(device: str, dtype: str, engine: str, results: Any) -> None:
+def test_step_matches_one_process(device: str, dtype: str, engine: str, results: Any) -> None:
     result = results(device, dtype)[engine]
     assert "failed" not in result, result["failed"]
     errors, kind = result["errors"], getattr(torch, dtype)
@@ -85,7 +85,7 @@ def test_a_step_is_that_of_one_process(device: str, dtype: str, engine: str, res
     ("device", "dtype"), marked([(d, t) for d in ("cuda", "cpu") for t in ("float32", "bfloat16")])
 )
 @pytest.mark.parametrize("options", OPTIONS)
-def test_kernels_run_where_the_tensors_are(device: str, dtype: str, options: Options) -> None:
+def test_kernels_run_on_device_of_tensors(device: str, dtype: str, options: Options) -> None:
     """Run on the second GPU while the first one is current: forward, and backward on autograd's threads."""
     kind, place = getattr(torch, dtype), "cpu" if device == "cpu" else "cuda:1"
     implementation = "portable" if device == "cpu" else "triton"
@@ -113,5 +113,5 @@ def test_kernels_run_where_the_tensors_are(device: str, dtype: str, options: Opt
         assert torch.cuda.current_device() == 0
 
 
-def test_the_cases_for_gpus_are_engines_that_the_script_knows() -> None:
+def test_gpu_cases_are_known_engines() -> None:
     assert {engine for _, _, engine in CASES} <= set(ENGINES)

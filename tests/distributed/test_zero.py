@@ -36,7 +36,7 @@ def test_sequence_parallelism(stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_gradients_are_those_of_one_process(case: str, results: dict[str, Any]) -> None:
+def test_losses_and_gradients_match_one_process(case: str, results: dict[str, Any]) -> None:
     result = results[case]
     assert "failed" not in result, result["failed"]
     errors, dtype = result["errors"], torch.float32
@@ -49,7 +49,7 @@ def test_losses_and_gradients_are_those_of_one_process(case: str, results: dict[
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_loss_is_fused_or_the_reason_is_told(case: str, results: dict[str, Any]) -> None:
+def test_loss_is_fused_or_warns(case: str, results: dict[str, Any]) -> None:
     result, calls = results[case], 6 if case == "two micro-batches" else 3
     if case == "watched":
         assert result["stats"] == {"calls": calls, "fused": calls, "missed": 0, "materialized": calls}
@@ -60,7 +60,7 @@ def test_the_loss_is_fused_or_the_reason_is_told(case: str, results: dict[str, A
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_deepspeed_does_what_it_does_without_us(case: str, results: dict[str, Any]) -> None:
+def test_deepspeed_behaves_as_unpatched(case: str, results: dict[str, Any]) -> None:
     twin, seen = results[case]["seen of twin"], results[case]["seen of errors"]
     assert twin["freed"] is not case.startswith("stage") and seen.pop("gathers") <= twin.pop("gathers")
     assert seen == twin and seen["evaluated"] == "Tensor" and seen["nodes left"] == 0

@@ -85,7 +85,7 @@ def test_each_mode_has_times_and_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_loss_on_a_trained_head_and_then_the_head_from_the_cache(words: str, tmp_path: Path) -> None:
+def test_loss_on_trained_and_cached_head(words: str, tmp_path: Path) -> None:
     head = ["--device", "cpu", "--head", "V512:256", "--head-seconds", "6", "--dataset", words, "--repeats", "1"]
     arguments = ["--shape", "64,64,512", "--peers", "hf_cce,eager,liger", "--sweep", "1e-3", "--modes", "both"]
     report = run(loss, tmp_path / "a.json", *head, *arguments)
@@ -115,7 +115,7 @@ def test_loss_refuses_unknown_names(arguments: list[str], message: str, capsys: 
 
 
 @pytest.mark.parametrize("peer", ["trl", "torch F.linear_cross_entropy"])
-def test_a_peer_computes_the_same_loss(peer: str) -> None:
+def test_peer_losses_agree(peer: str) -> None:
     losses, missing = peers.make_peers([peer, "eager"])
     if missing:
         pytest.skip(missing[peer])
@@ -124,7 +124,7 @@ def test_a_peer_computes_the_same_loss(peer: str) -> None:
     assert abs(found - wanted) <= budget(0.0, torch.float32) * wanted
 
 
-def test_a_peer_whose_import_breaks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_with_broken_import_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "quack").mkdir()
     (tmp_path / "quack" / "linear_cross_entropy.py").write_text("raise TypeError('in no such place')")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -135,7 +135,7 @@ def test_a_peer_whose_import_breaks_is_left_out(tmp_path: Path, monkeypatch: pyt
     assert set(losses) == {"eager"} and "TypeError: in no such place" in missing["quack"]
 
 
-def test_steps_in_a_process_of_their_own(words: str, tmp_path: Path) -> None:
+def test_steps_in_subprocess(words: str, tmp_path: Path) -> None:
     report = run(steps, tmp_path / "a.json", *small(words, "--losses", "hf_cce"))
     row = report["results"]["hf_cce"]
     assert row["status"] == "ok" and len(row["losses"]) == 3 and row["peak_gib"] > 0 and not report["missing"]
@@ -143,7 +143,7 @@ def test_steps_in_a_process_of_their_own(words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_steps_keep_trained_weights_for_a_later_run(words: str, tmp_path: Path) -> None:
+def test_steps_reuse_trained_weights(words: str, tmp_path: Path) -> None:
     state = ["--state", str(tmp_path / "state.pt"), "--pretrain-sequence", "32", "--losses", "eager"]
     first, second = (
         run(steps, tmp_path / f"{name}.json", *small(words, *state, "--pretrain-steps", "3")) for name in "ab"
@@ -155,7 +155,7 @@ def test_steps_keep_trained_weights_for_a_later_run(words: str, tmp_path: Path) 
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("loop", ["trainer", "sft"])
-def test_steps_of_trainers_come_to_the_same_loss(loop: str, words: str, tmp_path: Path) -> None:
+def test_steps_in_trainers_match_plain_loop(loop: str, words: str, tmp_path: Path) -> None:
     for package in ["trl", "datasets"] if loop == "sft" else []:
         pytest.importorskip(package)
     more = ["--losses", "eager", "hf_cce", "--learning-rate", "0.0", "--loop"]
@@ -172,7 +172,7 @@ def test_steps_of_trainers_come_to_the_same_loss(loop: str, words: str, tmp_path
 @pytest.mark.parametrize(
     "more", [["--recipe=--use_peft --dtype float32"], ["--images", "28"]], ids=["LoRA", "pictures"]
 )
-def test_steps_of_the_recipe(more: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_recipe(more: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("trl", "datasets", "peft", "PIL"):
         pytest.importorskip(package)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
@@ -187,7 +187,7 @@ def test_steps_of_the_recipe(more: list[str], words: str, tmp_path: Path, monkey
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_steps_out_of_memory_are_a_result_and_missing_packages_have_a_reason(
+def test_steps_report_out_of_memory_and_missing_packages(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def install(model: Any, name: str) -> str:
@@ -209,7 +209,7 @@ def test_steps_out_of_memory_are_a_result_and_missing_packages_have_a_reason(
     assert not onestep.out_of_memory(RuntimeError("shapes do not match"))
 
 
-def test_a_process_that_hangs_has_failed() -> None:
+def test_steps_timeout_is_a_failure() -> None:
     one = job.Job("eager", "tiny", 1, 16, 1, 0, "none.npy", 300)
     assert steps.in_own_process(one, 0.01)["message"] == "took more than 0 s (--timeout)"
 
@@ -268,7 +268,7 @@ def test_curves_verdict() -> None:
     assert lines[4].endswith("| held-out text | 3.2000 | +0.2000 | +0.2000 | 0.1000 | no |")
 
 
-def test_long_runs_train_a_large_model_with_the_filter() -> None:
+def test_gpu_preset_uses_large_model_and_filter() -> None:
     setup = curves.PRESETS["gpu"]
     with torch.device("meta"):
         model = curves.model_of(setup)
@@ -295,7 +295,7 @@ def test_fits_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("start", "slope", "limit"), [(2.0, 1.5, 23.0), (2.0, 1.5, 1.0), (0.1, 0.01, 79.0)])
-def test_the_largest_batch_that_fits(start: float, slope: float, limit: float) -> None:
+def test_largest_batch_search(start: float, slope: float, limit: float) -> None:
     """The search takes few tries on slightly uneven peaks, and also tries the next batch."""
     seen: dict[int, float | None] = {}
 
@@ -312,7 +312,7 @@ def test_the_largest_batch_that_fits(start: float, slope: float, limit: float) -
     assert found == 0 if not fitting else (found in fitting and found + 1 not in fitting)
 
 
-def test_each_head_starts_with_fresh_filter_states() -> None:
+def test_peers_reset_filter_state() -> None:
     problem = bench.random_problem((96, 32, 300), torch.device("cpu"), torch.float32)
     fused, states = peers.FusedLoss(), []
     for _ in range(2):
@@ -321,7 +321,7 @@ def test_each_head_starts_with_fresh_filter_states() -> None:
     assert len({id(state) for state in states}) == 4
 
 
-def test_text_comes_back_from_its_tokens(words: str, tmp_path: Path) -> None:
+def test_tokenizer_round_trip(words: str, tmp_path: Path) -> None:
     corpus = text.prepare(512, dataset=words, cache=tmp_path / "cache")
     ids = np.load(corpus.tokens_file)
     assert ids[-1] == corpus.tokenizer().token_to_id(text.END_OF_TEXT)
@@ -353,7 +353,7 @@ def test_token_ids_fit_the_vocabulary(words: str, monkeypatch: pytest.MonkeyPatc
     ("name", "parameters"),
     [("qwen2.5-0.5b", 494_032_768), ("smollm2-135m", 134_515_008), ("llama-3.2-1b", 1_235_814_400)],
 )
-def test_shapes_have_the_originals_number_of_parameters(name: str, parameters: int) -> None:
+def test_shapes_have_original_parameter_counts(name: str, parameters: int) -> None:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -81,7 +81,7 @@ def train(script: str, *arguments: str, resumed: int = 0) -> Any:
     return trainer
 
 
-def test_the_commands_to_try_train_one_after_the_other(here: Path) -> None:
+def test_try_it_commands_train_in_order(here: Path) -> None:
     done: dict[str, Any] = {}
     for config, script, arguments in map(split, commands("Try it")):
         if script in ("tiny", "log_probs") or config == PROCESSES:  # in the fixture, or tested separately
@@ -158,7 +158,7 @@ def make_image_text_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("run", [*RUNS, "image_text"])
-def test_the_same_losses_with_and_without(run: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_match_unpatched(run: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = ["--model_name_or_path", "llava", "--dataset_name", "llava/pictures.parquet", "--output_dir", "out"]
     if run == "image_text":
         pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
@@ -174,7 +174,7 @@ def test_the_same_losses_with_and_without(run: str, here: Path, monkeypatch: pyt
     assert relative_error(a[-1:], b[-1:]) < 1e-4  # Adam amplifies rounding differences
 
 
-def test_a_run_resumes_where_it_stopped(here: Path) -> None:
+def test_run_resumes_from_checkpoint(here: Path) -> None:
     whole = ["--max_steps", "4", "--logging_steps", "1", "--save_steps", "2", "--learning_rate", "1e-2"]
     first = logged(train("sft", *CHAT, *whole), "loss")
     again = train("sft", *CHAT[:-1], "again", *whole, "--resume_from_checkpoint", "out/checkpoint-2", resumed=2)
@@ -183,7 +183,7 @@ def test_a_run_resumes_where_it_stopped(here: Path) -> None:
     assert abs(first[1] - first[3]) > 1e-2  # a restarted run would not have these losses
 
 
-def test_a_reward_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_reward(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "my_rewards.py").write_text(
         "def short(completions, **columns):\n    return [-float(len(text)) for text in completions]\n", "utf-8"
     )
@@ -218,14 +218,14 @@ def test_qlora(here: Path) -> None:
         ("grpo", {"prompt": "a"}, "needs a column answer, .* --reward"),
     ],
 )
-def test_data_of_another_recipe_is_an_error_that_names_it(script: str, row: Any, words: str, here: Path) -> None:
+def test_wrong_data_names_the_right_recipe(script: str, row: Any, words: str, here: Path) -> None:
     (here / "rows.jsonl").write_text(json.dumps(row) + "\n", "utf-8")
     teacher = ["--teacher_model_name_or_path", CHAT[1]] if script == "distill" else []
     with pytest.raises(SystemExit, match=words):
         load(script).main([*CHAT[:3], "rows.jsonl", "--output_dir", "out", *teacher])
 
 
-def test_a_split_that_is_missing_is_named(here: Path) -> None:
+def test_missing_split_is_named(here: Path) -> None:
     evaluates = ["--eval_strategy", "steps"]
     with pytest.raises(SystemExit, match="has the splits train, but not test"):
         load("sft").main([*CHAT[:3], "runs/tiny/chat/train.jsonl", "--output_dir", "out", *evaluates])
@@ -233,7 +233,7 @@ def test_a_split_that_is_missing_is_named(here: Path) -> None:
         load("pretrain").main([*CHAT, "--text_column", "messages", *evaluates])
 
 
-def test_what_no_gpu_makes_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_precision_by_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a flag, float16 if bfloat16 is not supported; `accelerate launch` takes precedence."""
     for script in ("sft", "pretrain", "grpo", "distill"):
         recipe = load(script)
@@ -254,7 +254,7 @@ class Parsed(Exception):
     pass
 
 
-def test_the_commands_for_gpus_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_commands_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The flags of the recipes and of accelerate parse, and every configuration appears in a command."""
     from accelerate.commands.launch import launch_command_parser
 
@@ -279,7 +279,7 @@ def test_the_commands_for_gpus_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="a script for bash")
-def test_slurm_starts_several_machines(here: Path) -> None:
+def test_slurm_script_trains_on_two_nodes(here: Path) -> None:
     """A cluster whose two nodes are both this machine: they train like one process with twice the batch."""
     bin_folder = here / "bin"
     bin_folder.mkdir()
@@ -314,7 +314,7 @@ def test_slurm_starts_several_machines(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_log_probs_compares_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_probs_compares_implementations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "log_probs.json"
     sizes = ["--tokens", "64", "--vocabulary", "16384", "--hidden", "64", "--repeats", "2", "--device", "cpu"]
     assert load("log_probs").main([*sizes, "--json", str(target)]) == 0
@@ -326,7 +326,7 @@ def test_log_probs_compares_both_ways(tmp_path: Path, capsys: pytest.CaptureFixt
     assert relative_error(torch.tensor(ours["loss"]), torch.tensor(theirs["loss"])) < 1e-5
 
 
-def test_a_step_by_log_probs_is_exact() -> None:
+def test_log_probs_step_matches_full_logits() -> None:
     """Compare log p, entropy and every policy gradient in float64, for completions of different lengths."""
     recipe = load("log_probs")
     args = recipe.parse(["--tokens", "12", "--vocabulary", "300", "--hidden", "64", "--dtype", "float64"])
@@ -342,7 +342,7 @@ def test_a_step_by_log_probs_is_exact() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_accelerate_knows_every_key(path: Path) -> None:
+def test_accelerate_configs_have_known_keys(path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 

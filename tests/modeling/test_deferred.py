@@ -257,7 +257,7 @@ CASES = [
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("name", "ask", "with_labels"), CASES)
-def test_answered_without_logits(name: str, ask: Callable[[Any], Any], with_labels: bool, bias: bool) -> None:
+def test_computed_without_logits(name: str, ask: Callable[[Any], Any], with_labels: bool, bias: bool) -> None:
     exact, twin = exactly(ask, bias), outcome(ask, torch.float32, False, bias)
     with logits_made(B * S) as seen:
         actual = outcome(ask, torch.float32, True, bias, with_labels)
@@ -377,7 +377,7 @@ OF_FLOAT32 |= {"smoothed class weights"}
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MATERIALISED)
-def test_everything_else_is_asked_of_real_logits(name: str, dtype: torch.dtype) -> None:
+def test_other_operations_materialize(name: str, dtype: torch.dtype) -> None:
     if dtype is torch.bfloat16 and name in OF_FLOAT32:
         pytest.skip("torch itself refuses mixed dtypes here")
     expected, expected_grads, _ = outcome(MATERIALISED[name], dtype, False)
@@ -407,7 +407,7 @@ RECORDED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", RECORDED)
-def test_materializes_what_the_forward_would_have_made(name: str, dtype: torch.dtype) -> None:
+def test_materialize_matches_forward(name: str, dtype: torch.dtype) -> None:
     """Same dtype, same rounding at every recorded step, and torch's gradients."""
     ask = RECORDED[name]
     expected, expected_grads, _ = outcome(ask, dtype, False)
@@ -439,7 +439,7 @@ SAID: list[Callable[[Any], Any]] = [
 ]
 
 
-def test_says_what_a_tensor_says_without_making_it() -> None:
+def test_metadata_without_materializing() -> None:
     for position, ask in enumerate(SAID):
         expected, (actual, _, call) = outcome(ask, torch.float32, False)[0], outcome(ask, torch.float32, True)
         assert actual == expected, position
@@ -463,7 +463,7 @@ def test_says_what_a_tensor_says_without_making_it() -> None:
         lambda x: x + torch.ones(7),
     ],
 )
-def test_raises_as_a_tensor_does(ask: Callable[[Any], Any]) -> None:
+def test_raises_like_a_tensor(ask: Callable[[Any], Any]) -> None:
     errors = []
     for deferred in (False, True):
         with pytest.raises(Exception) as caught:  # noqa: PT011
@@ -472,7 +472,7 @@ def test_raises_as_a_tensor_does(ask: Callable[[Any], Any]) -> None:
     assert errors[0] is errors[1]
 
 
-def test_real_logits_are_made_once() -> None:
+def test_logits_are_materialized_once() -> None:
     def ask(logits: Any) -> Tensor:
         assert logits.argmax(-1).shape == (B, S)
         return logits.softmax(-1).square() + logits.materialize()
@@ -483,7 +483,7 @@ def test_real_logits_are_made_once() -> None:
 @pytest.mark.parametrize(
     ("then", "fused"), [(flat_loss, 1), (lambda logits: logits.softmax(-1)[..., 0], 0)], ids=["loss", "softmax"]
 )
-def test_reading_without_grad_first_loses_neither_gradient_nor_loss(then: Callable[[Any], Any], fused: int) -> None:
+def test_gradients_after_reading_under_no_grad(then: Callable[[Any], Any], fused: int) -> None:
     def ask(logits: Any) -> Any:
         with torch.no_grad():
             logits.argmax(-1)
@@ -496,7 +496,7 @@ def test_reading_without_grad_first_loses_neither_gradient_nor_loss(then: Callab
 
 
 @pytest.mark.parametrize("changed", [1, 2], ids=["weight", "bias"])
-def test_logits_of_a_changed_head_are_refused(changed: int) -> None:
+def test_reading_after_head_changed_raises(changed: int) -> None:
     used = ingredients()
     logits = lazy_logits(*used)
     part = logits[:, 1:]
@@ -526,7 +526,7 @@ def test_logits_of_a_changed_head_are_refused(changed: int) -> None:
     ],
     ids=["itself", "detached", "real view", "view of a view", "data", "masked words"],
 )
-def test_a_view_of_logits_that_were_written_to_is_refused(write: Callable[[Any], Any]) -> None:
+def test_reading_view_after_write_raises(write: Callable[[Any], Any]) -> None:
     """In torch the view would show the write. Lazy logits cannot reproduce that, so reading the view raises."""
     hidden_states, weight, _ = ingredients()
     logits = lazy_logits(hidden_states, weight)
@@ -554,7 +554,7 @@ def test_copies_and_pickles_are_tensors() -> None:
         assert type(each) is Tensor and torch.equal(each, logits.materialize())
 
 
-def test_autocast_is_that_of_the_head() -> None:
+def test_autocast_state_of_head_call_counts() -> None:
     """The autocast state at the head's call counts, not the state when the logits are read or the loss is computed."""
     hidden_states, weight, bias = ingredients()
     head = nn.Linear(D, V)
@@ -570,7 +570,7 @@ def test_autocast_is_that_of_the_head() -> None:
         assert_as_good(flat_loss(outside), flat_loss(expected_outside), exact, "loss in autocast, head outside")
 
 
-def test_head_input_gives_hidden_states_to_everything_but_the_head() -> None:
+def test_head_input_acts_as_hidden_states_elsewhere() -> None:
     hidden_states, weight, _ = ingredients()
     given = head_input(hidden_states, TrainingCall())
     assert given.shape == hidden_states.shape and given.dtype is hidden_states.dtype
@@ -593,7 +593,7 @@ def test_head_input_gives_hidden_states_to_everything_but_the_head() -> None:
         F.linear(given, weight.double())
 
 
-def test_few_rows_at_a_time_find_the_same_words() -> None:
+def test_argmax_in_row_chunks() -> None:
     """Processing a few rows at a time finds the same entries, also if the logits exceed the budget."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(500, 8, generator=generator), torch.randn(3001, 8, generator=generator)

@@ -230,7 +230,7 @@ USES: dict[str, tuple[Prepared, Loss, bool]] = {
 
 
 @pytest.mark.parametrize("view", [False, True])
-def test_a_compiled_hook_that_writes_is_right_or_refused(view: bool) -> None:
+def test_compiled_hook_that_writes_to_logits(view: bool) -> None:
     """A write to transposed logits materializes them. A write to a part of lazy logits would go unnoticed, so it is refused."""
     torch._dynamo.reset()
 
@@ -248,7 +248,7 @@ def test_a_compiled_hook_that_writes_is_right_or_refused(view: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", USES)
-def test_what_is_done_to_real_logits_may_be_done_to_lazy_ones(name: str) -> None:
+def test_lazy_logits_match_real_logits(name: str) -> None:
     prepare, loss_of, made = USES[name]
     check_equal(prepare, loss_of)
     ours = apply_cce(tiny_llama())
@@ -257,11 +257,11 @@ def test_what_is_done_to_real_logits_may_be_done_to_lazy_ones(name: str) -> None
     assert bool(seen) == (stats(ours).materialized > 0) == made
 
 
-def test_the_whole_model_in_a_reentrant_checkpoint() -> None:
+def test_model_in_reentrant_checkpoint() -> None:
     check_equal(in_a_reentrant_checkpoint, own_loss)
 
 
-def test_the_lazy_gradient_adds_up_and_can_be_read() -> None:
+def test_lazy_gradient_sums_and_reads() -> None:
     grads: list[list[Any]] = [[], []]
     for model, seen in zip(twins(), grads, strict=True):
         outputs = model(**batch())
@@ -278,7 +278,7 @@ def test_the_lazy_gradient_adds_up_and_can_be_read() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("prepare", [as_it_is, softcapped], ids=["logits", "softcap"])
-def test_a_second_derivative_is_refused_or_right(prepare: Prepared) -> None:
+def test_second_derivative_raises_or_is_correct(prepare: Prepared) -> None:
     plain, ours = twins()
     outputs = prepare(ours)(**batch())
     with pytest.raises(RuntimeError, match=r"no second derivative \(create_graph=True\).*materialize\(\)"):
@@ -297,7 +297,7 @@ def test_a_second_derivative_is_refused_or_right(prepare: Prepared) -> None:
         assert_as_good(value, expected, expected, "second derivative")
 
 
-def test_weights_that_were_changed_before_the_backward_pass_are_an_error() -> None:
+def test_weight_changed_before_backward_raises() -> None:
     ours = apply_cce(tiny_llama())
     loss = ours(**batch()).loss
     with torch.no_grad():
@@ -306,7 +306,7 @@ def test_weights_that_were_changed_before_the_backward_pass_are_an_error() -> No
         loss.backward()
 
 
-def test_a_graph_is_freed_by_its_backward_pass() -> None:
+def test_backward_frees_graph() -> None:
     ours = apply_cce(tiny_llama())
     outputs = ours(**batch())
     loss, kept = outputs.loss, weakref.ref(outputs.logits.recipe.hidden_states.untyped_storage())
@@ -372,7 +372,7 @@ def by_every_module(model: Any, see: Callable[[Tensor], Any]) -> Any:
 
 
 @pytest.mark.parametrize("register", [by_module, by_module_before, by_tensor, by_every_module])
-def test_a_hook_on_the_head_sees_the_gradient_of_the_logits(register: Callable[..., Any]) -> None:
+def test_head_hook_sees_logits_gradient(register: Callable[..., Any]) -> None:
     """A hook sees the gradient at every step. It is computed only if it is read, and a warning names the first reader."""
     plain, ours = twins()
     seen: dict[Any, list[Tensor]] = {plain: [], ours: []}
@@ -417,7 +417,7 @@ def test_retain_grad_keeps_the_gradient(after: bool) -> None:
         (lambda logits: logits.float().detach().cpu().numpy(), "cpu"),
     ],
 )
-def test_reading_logits_at_every_step_is_named_once(read: Callable[[Any], Any], name: str) -> None:
+def test_reading_logits_warns_once(read: Callable[[Any], Any], name: str) -> None:
     model = apply_cce(tiny_llama())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -431,7 +431,7 @@ def test_reading_logits_at_every_step_is_named_once(read: Callable[[Any], Any], 
     assert (stats(model).fused, stats(model).materialized, stats(model).read) == (3, 3, 3)
 
 
-def test_asking_for_logits_by_name_is_no_reason_to_warn() -> None:
+def test_explicit_materialize_does_not_warn() -> None:
     model = apply_cce(tiny_llama())
     with told() as messages:
         outputs = model(**batch())

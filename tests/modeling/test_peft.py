@@ -294,7 +294,7 @@ def test_adapters_on_the_head_compile(name: str) -> None:
     assert_same_training(patched, plain, inputs, reference=reference)
 
 
-def test_an_adapter_that_adds_nothing_at_present_is_not_blamed() -> None:
+def test_disabled_adapter_does_not_warn() -> None:
     model = apply_cce(peft.get_peft_model(tiny_llama(), HEADS["lora"].config()))
     with told() as messages, model.disable_adapter():
         model.get_input_embeddings().weight.requires_grad_()
@@ -302,7 +302,7 @@ def test_an_adapter_that_adds_nothing_at_present_is_not_blamed() -> None:
     assert messages == [] and stats(model).fused == 1
 
 
-def test_an_adapter_that_writes_to_some_tokens() -> None:
+def test_adapter_that_writes_in_place() -> None:
     """PEFT's aLoRA adds in place to the tokens after its invocation, and then reads the dtype."""
     ids = batch()["input_ids"]
     row = lora("lm_head", target_modules=["q_proj", "lm_head"], alora_invocation_tokens=[int(ids[0, 12])])
@@ -341,14 +341,14 @@ def test_ways_to_call(tuner: str, form: str) -> None:
     assert_fused(patched, calls=1)
 
 
-def test_the_forward_of_the_prompts_tuner_is_the_models() -> None:
+def test_direct_forward_of_adaption_prompt_is_unpatched() -> None:
     """Calling the base model's forward directly gives the model's own loss, as unpatched."""
     plain, patched = pair("adaption")
     assert torch.equal(*(model.base_model.forward(**batch(rows=4)).loss for model in (plain, patched)))
     assert stats(patched).calls == 0
 
 
-def test_the_penalty_of_adalora_is_in_loss_and_gradients() -> None:
+def test_adalora_penalty() -> None:
     """AdaLoRA adds the penalty to the loss in place; user code may do the same. The penalty itself moves only A and B."""
     inputs, (plain, patched) = batch(rows=4), pair("adalora", orth_reg_weight=0.7)
     _, without = pair("adalora", orth_reg_weight=1e-9)  # PEFT 0.18 rejects 0
@@ -363,7 +363,7 @@ def test_the_penalty_of_adalora_is_in_loss_and_gradients() -> None:
     assert float(patched(**inputs).loss.detach() - without(**inputs).loss.detach()) > 0.1
 
 
-def test_adalora_shares_its_budget_out_as_it_trains() -> None:
+def test_adalora_rank_allocation() -> None:
     """Ranks are pruned by sensitivities computed from the gradients: the same ranks remain."""
     plain, patched = pair("adalora", deltaT=1)
     for model in (plain, patched):
@@ -379,7 +379,7 @@ def test_adalora_shares_its_budget_out_as_it_trains() -> None:
 
 
 @EACH_TUNER
-def test_evaluation_and_generation_stay_what_they_were(tuner: str) -> None:
+def test_evaluation_and_generation_match_unpatched(tuner: str) -> None:
     plain, patched = (model.eval() for model in pair(tuner))
     inputs = batch(rows=4, ignored=False)
     with torch.no_grad():
@@ -396,7 +396,7 @@ def test_evaluation_and_generation_stay_what_they_were(tuner: str) -> None:
 
 
 @EACH_TUNER
-def test_unpatched_models_are_called_as_they_were(tuner: str) -> None:
+def test_unpatched_models_are_unaffected(tuner: str) -> None:
     """Covers an unpatched model next to a patched one, and a model whose patch was removed."""
     plain, model = build(TUNERS[tuner]), build(TUNERS[tuner])
     before = anatomy(model)
@@ -414,7 +414,7 @@ def test_unpatched_models_are_called_as_they_were(tuner: str) -> None:
 
 
 @EACH_TUNER
-def test_a_forward_that_raises_leaves_nothing(tuner: str) -> None:
+def test_interrupted_forward_leaves_module_state_unchanged(tuner: str) -> None:
     patched = build(TUNERS[tuner], "peft")
     before = anatomy(patched)
 
@@ -461,7 +461,7 @@ def test_several_adapters(tuner: str) -> None:
 
 
 @EACH_TUNER
-def test_a_copy_trains_itself(tuner: str) -> None:
+def test_copy_trains_its_own_weights(tuner: str) -> None:
     patched = build(TUNERS[tuner], "peft")
     other = copy.deepcopy(patched)
     with torch.no_grad():
@@ -473,7 +473,7 @@ def test_a_copy_trains_itself(tuner: str) -> None:
 
 @EACH_TUNER
 @pytest.mark.parametrize("replaced", ["before", "after"])
-def test_a_forward_that_somebody_has_replaced(tuner: str, replaced: str) -> None:
+def test_replaced_forward(tuner: str, replaced: str) -> None:
     """accelerate's dispatch replaces forward and keeps the previous one inside."""
     model, called = build(TUNERS[tuner]), []
     if replaced == "after":
@@ -507,7 +507,7 @@ def test_compiled(tuner: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["model", "tuner"])
-def test_the_model_inside_a_mixed_model_or_a_bare_tuner_is_found(how: str) -> None:
+def test_mixed_model_and_bare_tuner(how: str) -> None:
     config = lora("q_proj").config()
 
     def made() -> Any:

@@ -106,19 +106,19 @@ def fused_in_a_process(how: str, tuner: str, first: Path | None, tmp_path: Path)
 
 
 @pytest.mark.parametrize("how", ["instance", "class", "unpickled", "after PEFT"])
-def test_a_tuner_that_calls_past_the_hooks(how: str, old_peft: Path, tmp_path: Path) -> None:
+def test_tuner_that_bypasses_hooks(how: str, old_peft: Path, tmp_path: Path) -> None:
     fused_in_a_process(how, "lora", old_peft, tmp_path)
 
 
 @pytest.mark.parametrize("how", ["instance", "unpickled"])
 @pytest.mark.parametrize("tuner", ["adalora", "adaption"])
-def test_a_tuner_with_a_forward_of_its_own_imported_late(tuner: str, how: str, tmp_path: Path) -> None:
+def test_late_imported_tuner_with_custom_forward(tuner: str, how: str, tmp_path: Path) -> None:
     """With the installed PEFT, whatever its version."""
     pytest.importorskip("peft")
     fused_in_a_process(how, tuner, None, tmp_path)
 
 
-def test_no_peft_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_works_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 

@@ -127,7 +127,7 @@ def of(kind: Any) -> tuple[Any, Any]:
     ("kind", "losses"),
     [(Distils, 1), (Samples, 1), (Drops, 2), (Fails, 1), (Asks, 1), (SavesLogits, 5), (ByKeyword, 1)],
 )
-def test_a_model_with_a_forward_of_its_own(kind: Any, losses: int) -> None:
+def test_custom_forward(kind: Any, losses: int) -> None:
     plain, patched = of(kind)
     before = set(vars(patched.lm_head))
     with told() as messages:
@@ -137,7 +137,7 @@ def test_a_model_with_a_forward_of_its_own(kind: Any, losses: int) -> None:
     assert set(vars(patched.lm_head)) == before and messages == []
 
 
-def test_a_hook_that_calls_the_model() -> None:
+def test_hook_that_calls_the_model() -> None:
     plain, patched = twins()
     reference = exact(plain)
     for model in (plain, patched):
@@ -155,7 +155,7 @@ def test_a_hook_that_calls_the_model() -> None:
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["alone", "within a call"])
-def test_a_model_trains_on_after_ctrl_c(inner: bool) -> None:
+def test_training_continues_after_ctrl_c(inner: bool) -> None:
     """torch runs no hook after Ctrl-C, so the head stays in its state within a call; later calls are still correct."""
     plain, patched = of(Distils if inner else LlamaForCausalLM)
 
@@ -177,7 +177,7 @@ def test_a_model_trains_on_after_ctrl_c(inner: bool) -> None:
     assert set(vars(remove_cce(patched).lm_head)) == before
 
 
-def test_a_loss_that_is_set_later_is_the_models() -> None:
+def test_loss_set_after_patching_is_used() -> None:
     """GPT-2 has no loss type. The patch's must not override one that is set later, nor may removing the patch remove it."""
     plain, patched = twins("gpt2")
     for model in (plain, patched):
@@ -224,7 +224,7 @@ PUT: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("put", PUT)
-def test_who_asks_what_the_logits_are_gets_tensors(put: str) -> None:
+def test_isinstance_checks_get_tensors(put: str) -> None:
     plain = tiny_llama()
     usual = float(loss_and_grads(plain, batch())["loss"])
     patched, reference = copy.deepcopy(plain), exact(plain)
@@ -237,7 +237,7 @@ def test_who_asks_what_the_logits_are_gets_tensors(put: str) -> None:
     assert stats(patched).missed == 1
 
 
-def test_a_hook_on_all_modules() -> None:
+def test_global_module_hook() -> None:
     plain, patched = twins()
 
     def clamps(module: Any, args: Any, output: Any) -> Any:
@@ -261,7 +261,7 @@ HALVED = {
 
 
 @pytest.mark.parametrize("kind", HALVED)
-def test_hooks_on_what_holds_the_head(kind: str) -> None:
+def test_hooks_on_module_containing_head(kind: str) -> None:
     """BERT's head is inside ``cls.predictions``, whose output is also the logits."""
     plain, patched = twins("bert")
     for model in (plain, patched):
@@ -281,14 +281,14 @@ def in_a_checkpoint(model: Any, inputs: Any) -> torch.Tensor:
     return checkpoint(run, embedded, use_reentrant=False)
 
 
-def test_a_model_in_a_checkpoint_of_the_caller() -> None:
+def test_model_in_callers_checkpoint() -> None:
     plain, patched = twins()
     assert_same_training(patched, plain, batch(), loss_of=in_a_checkpoint)
     assert_fused(patched)
 
 
 @pytest.mark.parametrize("of", ["forward", "head"])
-def test_logits_that_a_graph_has_deferred_are_not_read_after_a_step(of: str) -> None:
+def test_compiled_deferred_logits_raise_after_step(of: str) -> None:
     model = apply_cce(tiny_llama())
     if of == "forward":
         model.forward = torch.compile(model.forward, backend="aot_eager")
@@ -309,7 +309,7 @@ def test_logits_that_a_graph_has_deferred_are_not_read_after_a_step(of: str) -> 
 @pytest.mark.parametrize(
     "cleared", [("_forward_hooks", "_forward_pre_hooks"), ("_forward_hooks",)], ids=["all", "some"]
 )
-def test_a_model_whose_hooks_were_cleared_is_patched_anew(cleared: tuple[str, ...]) -> None:
+def test_repatching_after_hooks_were_cleared(cleared: tuple[str, ...]) -> None:
     plain, patched = twins()
     for module in patched.modules():
         for name in cleared:
@@ -321,7 +321,7 @@ def test_a_model_whose_hooks_were_cleared_is_patched_anew(cleared: tuple[str, ..
     assert len(patched._forward_hooks) == len(patched._forward_pre_hooks) == 1
 
 
-def test_a_head_that_was_replaced_is_not_saved() -> None:
+def test_replaced_head_is_not_saved() -> None:
     model = apply_cce(tiny_llama())
     model(**batch()).loss.backward()
     model.zero_grad(set_to_none=True)

@@ -62,7 +62,7 @@ def run(trainer: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
-def test_a_run_is_the_run_without(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_run_matches_unpatched(tmp_path: Path, options: dict[str, Any]) -> None:
     """Includes accumulation, rows of different lengths and num_items_in_batch; no step materializes logits."""
     plain, patched = build(tmp_path, **options), build(tmp_path, CCECallback(on_unused="raise"), **options)
     assert patched.model_accepts_loss_kwargs
@@ -82,7 +82,7 @@ def test_a_run_is_the_run_without(tmp_path: Path, options: dict[str, Any]) -> No
     assert stats(patched.model).fused == 6
 
 
-def test_a_step_without_labels_changes_nothing(tmp_path: Path) -> None:
+def test_step_with_all_labels_ignored(tmp_path: Path) -> None:
     """Trainer divides 0 by 0 and continues; full logits have no gradient in that case."""
     found = []
     for callbacks in ([], [CCECallback(on_unused="raise")]):
@@ -99,9 +99,7 @@ def test_a_step_without_labels_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_way_is_told_once_and_counted_in_the_logs(
-    device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_message_and_logged_counters(device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # On a GPU, other implementations use full logits for so few tokens
     implementation = "portable" if device == "cpu" else "triton"
     callback = CCECallback(implementation=implementation, details=True)
@@ -118,7 +116,7 @@ def test_the_way_is_told_once_and_counted_in_the_logs(
     assert all(entry["cce/peak_gib"] > 0 for entry in steps if device == "cuda")
 
 
-def test_a_second_run_is_checked_anew(tmp_path: Path) -> None:
+def test_second_run_is_checked_again(tmp_path: Path) -> None:
     trainer = build(tmp_path, CCECallback(on_unused="raise"))
     assert run(trainer) == []
     trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.float().square().mean()
@@ -150,7 +148,7 @@ class Second(TrainerCallback):
     ],
     ids=["shown", "no progress", "not the main process", "logged", "silenced"],
 )
-def test_the_way_is_shown_once_a_run_where_somebody_watches(
+def test_message_is_printed_once_per_run(
     level: int,
     options: dict[str, Any],
     others: list[Any],
@@ -191,7 +189,7 @@ def from_weights(model: Any) -> Any:
         (from_weights, "did not use the fused loss: its loss is not a cross entropy", "in another way"),
     ],
 )
-def test_a_loss_of_the_model_that_is_not_ours(loss: Any, of_the_model: str, of_the_run: str, tmp_path: Path) -> None:
+def test_custom_model_loss_warns(loss: Any, of_the_model: str, of_the_run: str, tmp_path: Path) -> None:
     """Each message appears once, and full logits are mentioned only if they were materialized."""
     model = tiny_llama()
     model.loss_function = loss(model)
@@ -201,7 +199,7 @@ def test_a_loss_of_the_model_that_is_not_ours(loss: Any, of_the_model: str, of_t
     assert stats(model).missed == 6 and (stats(model).materialized > 0) == ("full logits" in first) == made
 
 
-def test_a_trainer_that_reads_logits_is_told_so_once(tmp_path: Path) -> None:
+def test_trainer_that_reads_logits_warns_once(tmp_path: Path) -> None:
     class Measuring(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
@@ -252,7 +250,7 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
         (None, "computed its loss from full logits"),
     ],
 )
-def test_a_later_step_without_our_loss(change: Any, reason: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_later_step_without_fused_loss(change: Any, reason: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Two micro-batches per step; the second of three steps (and possibly the third) does not use the fused loss."""
 
     def trainer(folder: str, on_unused: Any) -> Any:
@@ -273,7 +271,7 @@ def test_a_later_step_without_our_loss(change: Any, reason: str, options: dict[s
         run(trainer("raise", "raise"))
 
 
-def test_a_model_that_is_patched_anew_within_a_run(tmp_path: Path) -> None:
+def test_model_repatched_during_run(tmp_path: Path) -> None:
     """The new patch's counters start at zero; no step may be reported as missing the fused loss."""
     change = From(1, lambda model: apply_cce(remove_cce(model)))
     trainer = build(tmp_path, CCECallback(on_unused="raise"), change)
@@ -281,7 +279,7 @@ def test_a_model_that_is_patched_anew_within_a_run(tmp_path: Path) -> None:
     assert patch_of(trainer.model).stats.fused == 4
 
 
-def test_calls_between_steps_are_none_of_a_step(tmp_path: Path) -> None:
+def test_calls_between_steps_do_not_count(tmp_path: Path) -> None:
     class Calling(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             kwargs["model"](**batch(rows=2))
@@ -296,7 +294,7 @@ def test_calls_between_steps_are_none_of_a_step(tmp_path: Path) -> None:
     ("last", "expected"), [(2, None), (3, "hf_cce: 1 of the 6 micro-batches"), (5, "hf_cce: 3 of the 6 micro-batches")]
 )
 @pytest.mark.parametrize("options", [{}, COMPILED], ids=["eager", "compiled"])
-def test_micro_batches_that_miss_are_counted_at_the_end(
+def test_missed_micro_batches_are_reported(
     options: dict[str, Any], last: int, expected: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A step in which only some micro-batches miss the fused loss gives no warning."""
@@ -315,7 +313,7 @@ def test_micro_batches_that_miss_are_counted_at_the_end(
 
 
 @pytest.mark.parametrize("compiled", ["arguments", "model", "layer"])
-def test_compilation_is_named_where_it_hides_the_cause(compiled: str, tmp_path: Path) -> None:
+def test_torch_compile_is_named_in_warning(compiled: str, tmp_path: Path) -> None:
     model, options = tiny_llama(), COMPILED if compiled == "arguments" else {}
     if compiled != "arguments":
         (model if compiled == "model" else model.model.layers[0]).compile(backend="eager")
@@ -335,7 +333,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         build(tmp_path, CCECallback(), model=transformers.LlamaForSequenceClassification(tiny_llama().config))
 
 
-def test_options_of_a_patched_model_are_kept_unless_the_callback_has_its_own(tmp_path: Path) -> None:
+def test_options_of_patched_model_and_callback(tmp_path: Path) -> None:
     options = {"gradient_filter": None, "memory_budget": 1 << 20}
     model = apply_cce(tiny_llama(), **options)
     hooks = len(model._forward_hooks)

@@ -71,7 +71,7 @@ class Logits(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_life(tmp_path: Path) -> None:
+def test_train_save_merge_and_export(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path / "base")
     for cce in (True, False):
         train(tmp_path, cce=cce, steps=3)

@@ -50,7 +50,7 @@ def requests(kind: str, model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
-def test_answers_are_those_of_hf(kind: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_match_hf(kind: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * 99 * 7)
     found = {}
     for name, model in models.items():
@@ -67,7 +67,7 @@ def test_answers_are_those_of_hf(kind: str, models: dict[str, Any], monkeypatch:
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
+def test_lm_eval_command(tmp_path: Path) -> None:
     """A custom task, with model and data in a folder."""
     tiny_llama().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")

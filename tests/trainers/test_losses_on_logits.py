@@ -89,7 +89,7 @@ def by_caller(loss_of: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_ones_own(name: str, family: str) -> None:
+def test_custom_losses_without_logits(name: str, family: str) -> None:
     """No warning and no tensor of size tokens x vocabulary, with a softcap, a scale, or neither."""
     plain, patched = twins(family, tie_word_embeddings=False)
     with told() as messages, logits_made(model=patched) as seen:
@@ -100,7 +100,7 @@ def test_a_loss_of_ones_own(name: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["token weights", "DFT by LLaMA-Factory", "entropy bonus"])
-def test_trainers_compute_loss_func(name: str, tmp_path: Path) -> None:
+def test_trainer_compute_loss_func(name: str, tmp_path: Path) -> None:
     def loss_func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return LOSSES[name](outputs, labels)
 
@@ -159,7 +159,7 @@ def test_label_smoothing_passes_through_the_head_once(monkeypatch: pytest.Monkey
     assert_same_training(patched, plain, batch(), loss_of=by_caller(smoothed))
 
 
-def test_calls_that_are_no_training_have_plain_logits() -> None:
+def test_non_training_calls_return_tensors() -> None:
     model, inputs = apply_cce(tiny_llama()), {"input_ids": batch()["input_ids"]}
     with torch.no_grad():
         assert type(model(**inputs).logits) is Tensor
@@ -169,7 +169,7 @@ def test_calls_that_are_no_training_have_plain_logits() -> None:
 
 
 @pytest.mark.parametrize("items", [{}, {"num_items_in_batch": 17}], ids=["mean", "sum"])
-def test_token_statistics_of_a_loss(items: dict[str, int]) -> None:
+def test_token_statistics(items: dict[str, int]) -> None:
     """Accuracy, entropy and perplexity come from the loss's own pass, over all labels so far, and do not change the loss."""
     plain, patched = tiny_llama(), apply_cce(tiny_llama(), token_stats=True)
     assert "entropy" not in patched.cce_stats()
@@ -208,7 +208,7 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
         assert_as_good(torch.tensor(entry["cce/perplexity"]).log(), loss, loss.double(), "perplexity")
 
 
-def test_heads_for_tokens_further_ahead() -> None:
+def test_multi_token_prediction_heads() -> None:
     """Multi-token prediction as in docs/guides/any-loss.md: the losses of extra heads, none of which materializes logits."""
     plain = tiny_llama()
     plain.heads = torch.nn.ModuleList(torch.nn.Linear(32, V, bias=False) for _ in range(3))

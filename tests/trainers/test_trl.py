@@ -181,13 +181,13 @@ def assert_same_steps(folder: Path, build: Callable[..., Any], **options: Any) -
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_every_step_is_that_of_the_unpatched_trainer(name: str, tmp_path: Path) -> None:
+def test_steps_match_unpatched_trainer(name: str, tmp_path: Path) -> None:
     assert_same_steps(tmp_path, TRAINERS[name])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's, on the CPU")
 @pytest.mark.parametrize(("name", "options"), [("sft", {}), ("sft", {"loss_type": "dft"}), ("grpo", {})])
-def test_fine_tuning_and_nothing_else_goes_through_the_filter(
+def test_only_fine_tuning_uses_the_filter(
     name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force(monkeypatch, "filtered")
@@ -236,7 +236,7 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
 
 @pytest.mark.parametrize("trained", [None, "weight", "bias"])
 @pytest.mark.parametrize("whole", [True, False], ids=["gathered", "not gathered"])
-def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: bool) -> None:
+def test_zero_3_head_gathered_for_the_call(trained: str | None, whole: bool) -> None:
     """ZeRO-3 parameters know their shape, have values during TRL's call, and lose them before the backward."""
     g = torch.Generator().manual_seed(0)
     hidden, targets = torch.randn(17, 24, generator=g, requires_grad=True), torch.randint(91, (17,), generator=g)
@@ -270,7 +270,7 @@ def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: boo
     assert_as_good(gradient, exact, exact.double(), "gradient")
 
 
-def test_other_models_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(sft(tmp_path / "a", apply_cce(tiny_llama()), []))
     assert isinstance(trl.trainer.utils._ChunkedLogProbFunction, trl_patch.Replacement)
     seen: list[int] = []
@@ -286,7 +286,7 @@ def of_another_trl(function: Any) -> Any:
 
 
 @pytest.mark.parametrize("on_unused", [None, "warn", "raise"])
-def test_a_trl_whose_function_is_another_is_left_alone_and_named_once(
+def test_unknown_trl_function_is_unchanged_and_named_once(
     on_unused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = of_another_trl(trl.trainer.utils._ChunkedLogProbFunction)
@@ -305,7 +305,7 @@ def test_a_trl_whose_function_is_another_is_left_alone_and_named_once(
     assert trl.trainer.utils._ChunkedLogProbFunction is other
 
 
-def test_evaluation_is_answered_too_and_counts_as_no_training(tmp_path: Path) -> None:
+def test_evaluation_is_fused_but_not_counted(tmp_path: Path) -> None:
     model = apply_cce(tiny_llama())
     trainer = sft(tmp_path, model, [])
     rows = trainer.train_dataset
@@ -321,7 +321,7 @@ def test_evaluation_is_answered_too_and_counts_as_no_training(tmp_path: Path) ->
     assert found["eval_mean_token_accuracy"] == expected["eval_mean_token_accuracy"]
 
 
-def test_an_offloaded_head_is_an_error_that_says_what_to_offload(tmp_path: Path) -> None:
+def test_offloaded_head_error_says_what_to_offload(tmp_path: Path) -> None:
     model = apply_cce(tiny_llama(tie_word_embeddings=False))
     trainer = sft(tmp_path, model, [])
     weights = {"weight": model.lm_head.weight.detach().clone()}
@@ -334,7 +334,7 @@ def test_an_offloaded_head_is_an_error_that_says_what_to_offload(tmp_path: Path)
 
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("name", ["orpo", "tpo"])
-def test_preference_trainers_by_the_callback_or_without(
+def test_preference_trainers_without_callback(
     name: str, kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evaluation has plain logits. TRL's functions written in PyTorch operations are recognized too."""
@@ -351,7 +351,7 @@ def test_preference_trainers_by_the_callback_or_without(
     assert stats(model) == counted
 
 
-def test_the_functions_of_another_trl_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_trl_loss_functions_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(logits: Any, something: Any) -> bool:
         return False
 
@@ -362,7 +362,7 @@ def test_the_functions_of_another_trl_are_left_alone(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("how", ["plain", "mask", "temperature", "negative"])
-def test_the_functions_of_trl_on_deferred_logits(how: str) -> None:
+def test_trl_functions_on_deferred_logits(how: str) -> None:
     """Log-probabilities and entropy take one pass; operations without a closed form get full logits."""
     preference.install()
     generator = torch.Generator().manual_seed(0)
@@ -388,7 +388,7 @@ def test_the_functions_of_trl_on_deferred_logits(how: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sft", "orpo"])
-def test_torch_compile_is_named_as_the_cause(name: str, tmp_path: Path) -> None:
+def test_torch_compile_is_named_as_cause(name: str, tmp_path: Path) -> None:
     trainer = {"sft": sft, **PREFERENCE}[name](
         tmp_path, tiny_llama(), [CCECallback()], torch_compile=True, torch_compile_backend="eager", max_steps=1
     )

@@ -140,7 +140,7 @@ def assert_all_fused(trainer: Any, messages: list[str]) -> None:
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 @pytest.mark.parametrize("name", MODES)
-def test_kinds_of_data(name: str, loss_type: str, tmp_path: Path) -> None:
+def test_data_formats(name: str, loss_type: str, tmp_path: Path) -> None:
     assert_all_fused(*assert_as_trl(tmp_path, MODES[name], loss_type=loss_type))
 
 
@@ -172,7 +172,7 @@ def test_adapters(name: str, kind: str, tmp_path: Path) -> None:
     ids=["label smoothing", "own loss"],
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-def test_losses_that_trl_takes_from_logits(options: dict[str, Any], known: bool, tmp_path: Path) -> None:
+def test_trl_losses_on_logits(options: dict[str, Any], known: bool, tmp_path: Path) -> None:
     """TRL computes the loss by a call without labels, and the metrics by another call without gradients."""
     trainer, messages = assert_as_trl(tmp_path, MODES["completion only"], **options)
     counted = stats(trainer.model)
