@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command import Result, hf_cce
-from models import anatomy, tiny_llama
+from models import module_state, tiny_llama
 from torch import nn
 
 from hf_cce import apply_cce
@@ -46,9 +46,9 @@ def test_check_of_folder(tmp_path: Path) -> None:
 
 def test_check_leaves_model_unchanged() -> None:
     model = tiny_llama()
-    before = anatomy(model)
+    before = module_state(model)
     assert bench.check(model)["same"]
-    assert anatomy(model) == before and all(parameter.grad is None for parameter in model.parameters())
+    assert module_state(model) == before and all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_gradient_difference_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,11 +159,11 @@ def test_hopper_kernels_by_triton_version(version: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(triton, "__version__", version)
     for capability in ((9, 0), (8, 9)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
-        told = doctor.hopper_kernels(torch.device("cuda", 0))
+        found = doctor.hopper_kernels(torch.device("cuda", 0))
         assert (
-            told == ""
+            found == ""
             if capability == (8, 9)
-            else told.startswith("specialized") is launch_config.is_hopper_validated()
+            else found.startswith("specialized") is launch_config.is_hopper_validated()
         )
 
 

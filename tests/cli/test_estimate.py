@@ -181,8 +181,8 @@ def test_verdict_by_size_of_saving() -> None:
     narrow = config_of(replace(SHAPES["smollm2-135m"], vocabulary=512))  # byte-level vocabulary
     weights = diagnostics.estimate("llama-3.2-1b", 1, 400)  # 51 million logits against 10 GB of weights and optimizer
     for little in (diagnostics.estimate("narrow", 32, 4096, config=narrow), weights):
-        words = diagnostics.verdict(little)
-        assert not little.few_tokens and words.startswith("hf_cce saves little here"), words
+        text = diagnostics.verdict(little)
+        assert not little.few_tokens and text.startswith("hf_cce saves little here"), text
 
 
 def test_unknown_activations_are_not_guessed() -> None:
@@ -198,8 +198,8 @@ def test_folder_file_and_json(tmp_path: Path) -> None:
     level = logging.getLogger("transformers").level
     shown = command(str(tmp_path), "--batch-size", "4", "--seq-length", "2048", "--gpu-memory", "24")
     assert shown.exit_code == 0, shown
-    for words in ("135 million parameters", "4 × 2,048 tokens make 403 million logits", "fits in 24 GiB"):
-        assert words in shown.stdout
+    for text in ("135 million parameters", "4 × 2,048 tokens make 403 million logits", "fits in 24 GiB"):
+        assert text in shown.stdout
     assert logging.getLogger("transformers").level == level and "\x1b" not in shown.stdout
     found = command(
         str(tmp_path / "config.json"), "--batch-size", "4", "--seq-length", "2048", "--gpu-memory", "24", "--json", "-"

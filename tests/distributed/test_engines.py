@@ -10,21 +10,21 @@ import tiny
 import torch
 import transformers
 from models import (
-    anatomy,
     assert_fused,
     assert_same_training,
     batch,
-    exact,
+    float64_copy,
     head_of,
+    hf_cce_warnings,
     loss_and_grads,
-    own_loss,
+    model_loss,
+    module_state,
     stats,
     tiny_llama,
-    told,
     twins,
 )
 from numerics import assert_as_good
-from tiny_config import WORDS, tiny_config
+from tiny_config import TEXT_VOCAB_SIZE, tiny_config
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -37,12 +37,12 @@ def in_autocast(model: Any, inputs: Any) -> torch.Tensor:
         return model(**inputs).loss
 
 
-def assert_no_further_than_unpatched(patched: Any, plain: Any, inputs: Any, loss_of: Any = own_loss) -> None:
+def assert_no_further_than_unpatched(patched: Any, plain: Any, inputs: Any, loss_of: Any = model_loss) -> None:
     """Compare loss, head gradient and all gradients together with float64, in bfloat16; one small matrix would be too noisy."""
     results = [
         loss_and_grads(plain, inputs, loss_of=loss_of),
         loss_and_grads(patched, inputs, loss_of=loss_of),
-        loss_and_grads(exact(plain), inputs, double=True),
+        loss_and_grads(float64_copy(plain), inputs, double=True),
     ]
     head = [
         name for name, value in patched.named_parameters() if any(value is x for x in head_of(patched).parameters())
@@ -71,11 +71,11 @@ def test_float32_logits_bias_under_autocast(name: str) -> None:
     plain = kind(tiny_config(kind.config_class)).train()
     plain.final_logits_bias.normal_()
     patched = apply_cce(copy.deepcopy(plain))
-    assert_no_further_than_unpatched(patched, plain, batch(words=WORDS), in_autocast)
+    assert_no_further_than_unpatched(patched, plain, batch(vocab_size=TEXT_VOCAB_SIZE), in_autocast)
     assert_fused(patched, 1)
     for model in (plain, patched):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            outputs = model(**batch(words=WORDS))
+            outputs = model(**batch(vocab_size=TEXT_VOCAB_SIZE))
         assert outputs.loss.dtype is outputs.logits.dtype is torch.float32
 
 
@@ -144,7 +144,7 @@ def test_torch_compile_in_one_graph(family: str) -> None:
     assert torch.equal(compiled(**inputs).logits, plain(**inputs).logits)
     remove_cce(compiled)
     torch.compile(plain)  # leaves its own marker on the model
-    assert anatomy(patched) == anatomy(plain)
+    assert module_state(patched) == module_state(plain)
 
 
 @pytest.mark.parametrize("family", ["llama", "granite"])
@@ -161,11 +161,11 @@ def test_torch_compile_of_step_function(family: str) -> None:
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     losses = [compiled(patched, **inputs) for _ in range(4)]
     assert counter.frame_count <= 2 and stats(patched).traced
-    assert_as_good(losses[-1], step(plain, **inputs), step(exact(plain), **inputs), "loss")
+    assert_as_good(losses[-1], step(plain, **inputs), step(float64_copy(plain), **inputs), "loss")
     assert_same_training(patched, plain, batch())
     compiled(patched, **inputs)
     remove_cce(patched)
-    assert anatomy(patched) == anatomy(plain)
+    assert module_state(patched) == module_state(plain)
 
 
 @pytest.mark.parametrize("way", ["wrapper", "in place", "around"])
@@ -222,7 +222,7 @@ def test_accelerate_wraps_and_unwraps() -> None:
     prepared = [accelerator.prepare(first), apply_cce(accelerator.prepare(later))]
     plain = accelerator.prepare(tiny_llama())
     expected = loss_and_grads(plain, batch())
-    reference = loss_and_grads(exact(tiny_llama()), batch(), double=True)
+    reference = loss_and_grads(float64_copy(tiny_llama()), batch(), double=True)
     for model in prepared:
         actual = loss_and_grads(model, batch())
         assert_as_good(actual["loss"], expected["loss"], reference["loss"], "loss", torch.bfloat16)
@@ -252,7 +252,7 @@ def test_accelerate_device_hooks_on_the_head(when: str, offload: bool) -> None:
     plain = hooked(tiny_llama())
     patched = apply_cce(hooked(tiny_llama())) if when == "after" else hooked(apply_cce(tiny_llama()))
     forward = patched.lm_head.forward
-    assert_same_training(patched, plain, batch(), reference=exact(tiny_llama()))
+    assert_same_training(patched, plain, batch(), reference=float64_copy(tiny_llama()))
     assert_fused(patched, calls=1)
     assert patched.lm_head.forward == forward and patched.lm_head.weight.is_meta == offload
     hooks.remove_hook_from_module(patched.lm_head)
@@ -281,7 +281,7 @@ def test_head_on_another_device(head_on: str) -> None:
             apply_cce(model, implementation="triton")
         return model
 
-    plain, reference = split(None), loss_and_grads(exact(tiny_llama()), batch(), double=True)
+    plain, reference = split(None), loss_and_grads(float64_copy(tiny_llama()), batch(), double=True)
     twin = loss_and_grads(plain, batch())
     for patch_first in (True, False):
         patched = split(patch_first)
@@ -305,7 +305,7 @@ def test_compiled_full_logits_warn_once_while_tracing() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(patched, fullgraph=True, backend=counter)
-    with told() as messages:
+    with hf_cce_warnings() as messages:
         for _ in range(4):
             output = compiled(**inputs)
     (message,) = messages

@@ -9,7 +9,7 @@ import pytest
 import torch
 from losses import OPTIONS, PLAIN, Options, full_logits, fused_loss, loss_and_gradients, make_inputs, plain_loss
 from numerics import assert_as_good, budget
-from processes import started
+from processes import run_on_ranks
 from ranks import ENGINES
 
 from hf_cce import CCEConfig, linear_log_probs
@@ -58,7 +58,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if (device, dtype) not in found:
             engines = [engine for a, b, engine in CASES if (a, b) == (device, dtype)]
             path = tmp_path_factory.mktemp("ranks") / "ranks.json"
-            found[device, dtype] = started("ranks.py", path, device, dtype, *engines, device=device)
+            found[device, dtype] = run_on_ranks("ranks.py", path, device, dtype, *engines, device=device)
         return found[device, dtype]
 
     return get
@@ -70,14 +70,14 @@ def test_step_matches_one_process(device: str, dtype: str, engine: str, results:
     assert "failed" not in result, result["failed"]
     errors, kind = result["errors"], getattr(torch, dtype)
     if dtype == "bfloat16" or engine in MIXED:  # see test_ranks
-        errors, kind = {name: errors[name] for name in ("loss", "lm_head.weight", "everything")}, torch.bfloat16
+        errors, kind = {name: errors[name] for name in ("loss", "lm_head.weight", "all gradients")}, torch.bfloat16
     assert len(errors) >= 3
     for name, error in errors.items():
         assert error <= budget(result["twin"][name], kind), name
     tensor, counted = engine.startswith("tensor_parallel"), result["stats"]
     steps = 1 if tensor else 2
     assert counted == {"calls": steps, "fused": steps, "missed": 0, "materialized": int(tensor)}
-    assert result["told"] == []
+    assert result["warnings"] == []
 
 
 # One process, two devices

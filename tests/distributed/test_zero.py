@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from numerics import budget
-from processes import started
+from processes import run_on_ranks
 from zero import CASES
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
@@ -20,7 +20,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     """Start two processes once for all cases; with NCCL if there are two GPUs."""
     arguments = () if request.param == "cpu" else ("cuda",)
-    found = started("zero.py", tmp_path_factory.mktemp("zero") / "zero.json", *arguments, device=request.param)
+    found = run_on_ranks("zero.py", tmp_path_factory.mktemp("zero") / "zero.json", *arguments, device=request.param)
     assert sorted(found) == sorted(CASES)
     return found
 
@@ -28,7 +28,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_sequence_parallelism(stage: int, tmp_path: Path) -> None:
     """Ulysses: each rank has half of the sequence, with labels shifted before the split."""
-    result = started("ulysses.py", tmp_path / "ulysses.json", str(stage))
+    result = run_on_ranks("ulysses.py", tmp_path / "ulysses.json", str(stage))
     assert result["stats"] == {"calls": 1, "fused": 1, "missed": 0, "materialized": 0}
     assert len(result["errors"]) > 10
     for name, error in result["errors"].items():
@@ -40,9 +40,9 @@ def test_losses_and_gradients_match_one_process(case: str, results: dict[str, An
     result = results[case]
     assert "failed" not in result, result["failed"]
     errors, dtype = result["errors"], torch.float32
-    assert {"loss at 2", "everything at 2"} < errors.keys() == result["twin"].keys()
+    assert {"loss at 2", "all gradients at 2"} < errors.keys() == result["twin"].keys()
     if case == "bfloat16":  # see test_ranks
-        kept = ("loss", "lm_head.weight", "everything")
+        kept = ("loss", "lm_head.weight", "all gradients")
         errors, dtype = {key: x for key, x in errors.items() if key.split(" at ")[0] in kept}, torch.bfloat16
     for name, error in errors.items():
         assert error <= budget(result["twin"][name], dtype), name

@@ -45,9 +45,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> str:
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a small real text: one module of the standard library."""
-    path = tmp_path_factory.mktemp("words") / "argparse.txt"
+    path = tmp_path_factory.mktemp("text") / "argparse.txt"
     path.write_text(Path(sys.modules["argparse"].__file__ or "").read_text("utf-8"), "utf-8")
     return str(path)
 
@@ -67,9 +67,9 @@ def run(script: Any, path: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
-def small(words: str, *more: str) -> list[str]:
+def small(text_file: str, *more: str) -> list[str]:
     sizes = ["--model", "tiny", "--batch", "2", "--sequence", "32", "--warmup", "1", "--steps", "2", "--device", "cpu"]
-    return [*sizes, "--dataset", words, *more]
+    return [*sizes, "--dataset", text_file, *more]
 
 
 def test_each_mode_has_times_and_errors(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_each_mode_has_times_and_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_loss_on_trained_and_cached_head(words: str, tmp_path: Path) -> None:
-    head = ["--device", "cpu", "--head", "V512:256", "--head-seconds", "6", "--dataset", words, "--repeats", "1"]
+def test_loss_on_trained_and_cached_head(text_file: str, tmp_path: Path) -> None:
+    head = ["--device", "cpu", "--head", "V512:256", "--head-seconds", "6", "--dataset", text_file, "--repeats", "1"]
     arguments = ["--shape", "64,64,512", "--peers", "hf_cce,eager,liger", "--sweep", "1e-3", "--modes", "both"]
     report = run(loss, tmp_path / "a.json", *head, *arguments)
     assert list(report["results"]) == ["flat N=64 D=64 V=512", "trained V512 N=256"]
@@ -135,31 +135,31 @@ def test_peer_with_broken_import_is_left_out(tmp_path: Path, monkeypatch: pytest
     assert set(losses) == {"eager"} and "TypeError: in no such place" in missing["quack"]
 
 
-def test_steps_in_subprocess(words: str, tmp_path: Path) -> None:
-    report = run(steps, tmp_path / "a.json", *small(words, "--losses", "hf_cce"))
+def test_steps_in_subprocess(text_file: str, tmp_path: Path) -> None:
+    report = run(steps, tmp_path / "a.json", *small(text_file, "--losses", "hf_cce"))
     row = report["results"]["hf_cce"]
     assert row["status"] == "ok" and len(row["losses"]) == 3 and row["peak_gib"] > 0 and not report["missing"]
     assert row["ms_spread"][0] <= row["ms"] <= row["ms_spread"][1]
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_steps_reuse_trained_weights(words: str, tmp_path: Path) -> None:
+def test_steps_reuse_trained_weights(text_file: str, tmp_path: Path) -> None:
     state = ["--state", str(tmp_path / "state.pt"), "--pretrain-sequence", "32", "--losses", "eager"]
     first, second = (
-        run(steps, tmp_path / f"{name}.json", *small(words, *state, "--pretrain-steps", "3")) for name in "ab"
+        run(steps, tmp_path / f"{name}.json", *small(text_file, *state, "--pretrain-steps", "3")) for name in "ab"
     )
     assert "kept" not in first["pretraining"] and second["pretraining"]["kept"] is True
     assert first["results"]["eager"]["losses"] == second["results"]["eager"]["losses"]
-    assert steps.main(small(words, *state, "--pretrain-steps", "2")) == 1  # refuses to reuse other weights
+    assert steps.main(small(text_file, *state, "--pretrain-steps", "2")) == 1  # refuses to reuse other weights
 
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("loop", ["trainer", "sft"])
-def test_steps_in_trainers_match_plain_loop(loop: str, words: str, tmp_path: Path) -> None:
+def test_steps_in_trainers_match_plain_loop(loop: str, text_file: str, tmp_path: Path) -> None:
     for package in ["trl", "datasets"] if loop == "sft" else []:
         pytest.importorskip(package)
     more = ["--losses", "eager", "hf_cce", "--learning-rate", "0.0", "--loop"]
-    found = {each: run(steps, tmp_path / f"{each}.json", *small(words, *more, each)) for each in ("plain", loop)}
+    found = {each: run(steps, tmp_path / f"{each}.json", *small(text_file, *more, each)) for each in ("plain", loop)}
     for name, row in found[loop]["results"].items():
         expected = float(np.mean(found["plain"]["results"][name]["losses"]))
         assert abs(row["losses"][0] - expected) <= budget(0.0, torch.bfloat16) * expected
@@ -172,12 +172,12 @@ def test_steps_in_trainers_match_plain_loop(loop: str, words: str, tmp_path: Pat
 @pytest.mark.parametrize(
     "more", [["--recipe=--use_peft --dtype float32"], ["--images", "28"]], ids=["LoRA", "pictures"]
 )
-def test_steps_with_recipe(more: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_recipe(more: list[str], text_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("trl", "datasets", "peft", "PIL"):
         pytest.importorskip(package)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     report = run(
-        steps, tmp_path / "a.json", *small(words, "--loop", "recipe", "--losses", "hf_cce", "eager", "liger", *more)
+        steps, tmp_path / "a.json", *small(text_file, "--loop", "recipe", "--losses", "hf_cce", "eager", "liger", *more)
     )
     assert "HF_CCE_DISABLE" in report["missing"]["liger"] and report["reference"] == "eager"
     ours = report["results"]["hf_cce"]
@@ -188,7 +188,7 @@ def test_steps_with_recipe(more: list[str], words: str, tmp_path: Path, monkeypa
 
 @pytest.mark.usefixtures("in_this_process")
 def test_steps_report_out_of_memory_and_missing_packages(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def install(model: Any, name: str) -> str:
         def loss_function(**_: Any) -> None:
@@ -200,7 +200,7 @@ def test_steps_report_out_of_memory_and_missing_packages(
         return ""
 
     monkeypatch.setattr(onestep, "install", install)
-    report = run(steps, tmp_path / "a.json", *small(words, "--losses", "eager", "liger"))
+    report = run(steps, tmp_path / "a.json", *small(text_file, "--losses", "eager", "liger"))
     row = report["results"]["eager"]
     assert (row["status"], row["phase"], row["step"], row["asked"]) == ("oom", "forward", 1, "18.55 GiB")
     assert report["missing"] == {"liger": "no such package"}
@@ -216,8 +216,8 @@ def test_steps_timeout_is_a_failure() -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("loop", ["plain", "trainer"])
-def test_alternate(loop: str, words: str, tmp_path: Path) -> None:
-    arguments = small(words, "--rounds", "2", "--settle", "1", "--loop", loop, "--losses", "eager", "hf_cce")
+def test_alternate(loop: str, text_file: str, tmp_path: Path) -> None:
+    arguments = small(text_file, "--rounds", "2", "--settle", "1", "--loop", loop, "--losses", "eager", "hf_cce")
     report = run(alternate, tmp_path / "a.json", *arguments)
     ours, full = report["results"]["hf_cce"], report["results"]["eager"]
     apart = [x - y for x, y in zip(ours["step_ms"], full["step_ms"], strict=True)]
@@ -225,9 +225,9 @@ def test_alternate(loop: str, words: str, tmp_path: Path) -> None:
     assert tables.turn_rows(report)[2].startswith("| **hf_cce** |")
 
 
-def test_curves_are_resumed(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_curves_are_resumed(text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    texts = ["--dataset", words, "--second-dataset", words, "--plot", str(tmp_path / "curves.png")]
+    texts = ["--dataset", text_file, "--second-dataset", text_file, "--plot", str(tmp_path / "curves.png")]
     arguments = ["--preset", "tiny", "--seeds", "1", *texts, "--losses", "hf_cce"]
     assert curves.main([*arguments, "--seconds", "1e-9"]) == 0
     assert "4 runs left" in capsys.readouterr().err
@@ -321,14 +321,14 @@ def test_peers_reset_filter_state() -> None:
     assert len({id(state) for state in states}) == 4
 
 
-def test_tokenizer_round_trip(words: str, tmp_path: Path) -> None:
-    corpus = text.prepare(512, dataset=words, cache=tmp_path / "cache")
+def test_tokenizer_round_trip(text_file: str, tmp_path: Path) -> None:
+    corpus = text.prepare(512, dataset=text_file, cache=tmp_path / "cache")
     ids = np.load(corpus.tokens_file)
     assert ids[-1] == corpus.tokenizer().token_to_id(text.END_OF_TEXT)
-    assert corpus.tokenizer().decode(ids.tolist()) == Path(words).read_text("utf-8")
-    said: list[str] = []
-    assert text.prepare(512, dataset=words, cache=tmp_path / "cache", progress=said.append) == corpus
-    assert said == ["reading text"]  # everything else came from the cache
+    assert corpus.tokenizer().decode(ids.tolist()) == Path(text_file).read_text("utf-8")
+    messages: list[str] = []
+    assert text.prepare(512, dataset=text_file, cache=tmp_path / "cache", progress=messages.append) == corpus
+    assert messages == ["reading text"]  # everything else came from the cache
     (tmp_path / "a.txt").write_text("one two " * 100)
     (tmp_path / "b.md").write_text("three " * 100)
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe")
@@ -340,8 +340,8 @@ def test_tokenizer_round_trip(words: str, tmp_path: Path) -> None:
         text.prepare(512, dataset=str(tmp_path / "nothing"))
 
 
-def test_token_ids_fit_the_vocabulary(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = steps.job_of(steps.parse(small(words)), {})
+def test_token_ids_fit_the_vocabulary(text_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = steps.job_of(steps.parse(small(text_file)), {})
     rank = job.token_ids(one)
     assert rank.shape == (3, 2, 32) and np.array_equal(rank, job.token_ids(one))
     monkeypatch.setitem(SHAPES, "large", replace(SHAPES["tiny"], vocabulary=2000))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import load_module
 from messages import messages
 from numerics import budget, relative_error
 
@@ -34,14 +34,6 @@ INTERNAL = {
 
 def page_id(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def code_of(page: Path) -> list[str]:
@@ -286,7 +278,7 @@ def test_every_public_name_is_documented() -> None:
 def test_pictures_are_current() -> None:
     pytest.importorskip("nbformat")
     Image = pytest.importorskip("PIL.Image")
-    maker = load(ROOT / "docs/make_pictures.py")
+    maker = load_module(ROOT / "docs/make_pictures.py")
     taken = maker.of_the_notebook()
     assert len(taken) == 4
     for name, picture in taken.items():

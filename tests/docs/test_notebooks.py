@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command import load_module
 
 from hf_cce import dispatch
 from hf_cce.diagnostics import notebook
@@ -85,11 +85,8 @@ def test_t4_uses_float16_and_fallback(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_notebook_reproduces_stored_outputs(path: Path) -> None:
     for package in NEEDS.get(path.stem, ()):
         pytest.importorskip(package)
-    spec = importlib.util.spec_from_file_location("execute_notebooks", ROOT / "notebooks" / "execute.py")
-    assert spec and spec.loader
-    runner = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(runner)
-    fresh = runner.execute(path)  # raises if a cell fails; the notebooks contain assertions
+    # Raises if a cell fails; the notebooks contain assertions.
+    fresh = load_module(ROOT / "notebooks" / "execute.py").execute(path)
     stored = nbformat.read(path, as_version=4)
     for ran, kept in zip(code_cells(fresh), code_cells(stored), strict=True):
         assert ran.source == kept.source

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,12 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from command import load_module
 from numerics import assert_as_good, relative_error
 
 accelerate, trl = pytest.importorskip("accelerate"), pytest.importorskip("trl")
@@ -29,13 +28,8 @@ CONFIGS = sorted((RECIPES / "accelerate").glob("*.yaml"))
 PROCESSES = "cpu_ddp"  # needs processes of its own
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    return module
+def load(name: str) -> Any:
+    return load_module(RECIPES / f"{name}.py")
 
 
 def commands(title: str) -> list[list[str]]:
@@ -53,7 +47,7 @@ def split(command: list[str]) -> tuple[str | None, str, list[str]]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def recipe_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return an empty folder to train in, with tiny.py's files in runs/tiny; accelerate's state is reset."""
     from accelerate.state import AcceleratorState
 
@@ -81,7 +75,7 @@ def train(script: str, *arguments: str, resumed: int = 0) -> Any:
     return trainer
 
 
-def test_try_it_commands_train_in_order(here: Path) -> None:
+def test_try_it_commands_train_in_order(recipe_dir: Path) -> None:
     done: dict[str, Any] = {}
     for config, script, arguments in map(split, commands("Try it")):
         if script in ("tiny", "log_probs") or config == PROCESSES:  # in the fixture, or tested separately
@@ -95,12 +89,12 @@ def test_try_it_commands_train_in_order(here: Path) -> None:
     losses = logged(pretrained, "loss")
     assert 5.3 < losses[0] < 5.7 and losses[-1] < losses[0] - 0.1  # 260 entries: starts near log 260 = 5.56
     assert next(pretrained.model.parameters()).dtype == torch.float32
-    assert len(logged(full, "eval_loss")) == 2 and (here / "runs/full/chat_template.jinja").exists()
+    assert len(logged(full, "eval_loss")) == 2 and (recipe_dir / "runs/full/chat_template.jinja").exists()
     trained = [name for name, parameter in lora.model.named_parameters() if parameter.requires_grad]
     assert trained and all("lora_" in name for name in trained)
-    assert (here / "runs/lora/adapter_model.safetensors").exists() and lora.args.packing
+    assert (recipe_dir / "runs/lora/adapter_model.safetensors").exists() and lora.args.packing
     assert len(logged(distilled, "entropy")) == 2 and min(logged(distilled, "loss")) > 0
-    assert len(logged(grpo, "reward")) == 2 and (here / "runs/grpo/model.safetensors").exists()
+    assert len(logged(grpo, "reward")) == 2 and (recipe_dir / "runs/grpo/model.safetensors").exists()
 
 
 CHAT = ["--model_name_or_path", "runs/tiny/model", "--dataset_name", "runs/tiny/chat", "--output_dir", "out"]
@@ -158,11 +152,11 @@ def make_image_text_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("run", [*RUNS, "image_text"])
-def test_losses_match_unpatched(run: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_match_unpatched(run: str, recipe_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = ["--model_name_or_path", "llava", "--dataset_name", "llava/pictures.parquet", "--output_dir", "out"]
     if run == "image_text":
         pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
-        make_image_text_model(here / "llava")
+        make_image_text_model(recipe_dir / "llava")
     command = RUNS.get(run, ["sft", *pictures, *SHORT, "--max_length", "none"])
     ours = logged(train(*command), "loss")
     monkeypatch.setenv("HF_CCE_DISABLE", "1")
@@ -174,7 +168,7 @@ def test_losses_match_unpatched(run: str, here: Path, monkeypatch: pytest.Monkey
     assert relative_error(a[-1:], b[-1:]) < 1e-4  # Adam amplifies rounding differences
 
 
-def test_run_resumes_from_checkpoint(here: Path) -> None:
+def test_run_resumes_from_checkpoint(recipe_dir: Path) -> None:
     whole = ["--max_steps", "4", "--logging_steps", "1", "--save_steps", "2", "--learning_rate", "1e-2"]
     first = logged(train("sft", *CHAT, *whole), "loss")
     again = train("sft", *CHAT[:-1], "again", *whole, "--resume_from_checkpoint", "out/checkpoint-2", resumed=2)
@@ -183,8 +177,8 @@ def test_run_resumes_from_checkpoint(here: Path) -> None:
     assert abs(first[1] - first[3]) > 1e-2  # a restarted run would not have these losses
 
 
-def test_custom_reward(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / "my_rewards.py").write_text(
+def test_custom_reward(recipe_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (recipe_dir / "my_rewards.py").write_text(
         "def short(completions, **columns):\n    return [-float(len(text)) for text in completions]\n", "utf-8"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -193,14 +187,14 @@ def test_custom_reward(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert -40 < logged(trainer, "reward")[0] < 0
 
 
-def test_qlora(here: Path) -> None:
+def test_qlora(recipe_dir: Path) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     trainer = train("sft", *CHAT, *SHORT, "--use_peft", "--load_in_4bit", "--lora_target_modules", "all-linear")
     assert any(isinstance(parameter, bitsandbytes.nn.Params4bit) for parameter in trainer.model.parameters())
 
 
 @pytest.mark.parametrize(
-    ("script", "row", "words"),
+    ("script", "row", "message"),
     [
         (
             "sft",
@@ -218,14 +212,14 @@ def test_qlora(here: Path) -> None:
         ("grpo", {"prompt": "a"}, "needs a column answer, .* --reward"),
     ],
 )
-def test_wrong_data_names_the_right_recipe(script: str, row: Any, words: str, here: Path) -> None:
-    (here / "rows.jsonl").write_text(json.dumps(row) + "\n", "utf-8")
+def test_wrong_data_names_the_right_recipe(script: str, row: Any, message: str, recipe_dir: Path) -> None:
+    (recipe_dir / "rows.jsonl").write_text(json.dumps(row) + "\n", "utf-8")
     teacher = ["--teacher_model_name_or_path", CHAT[1]] if script == "distill" else []
-    with pytest.raises(SystemExit, match=words):
+    with pytest.raises(SystemExit, match=message):
         load(script).main([*CHAT[:3], "rows.jsonl", "--output_dir", "out", *teacher])
 
 
-def test_missing_split_is_named(here: Path) -> None:
+def test_missing_split_is_named(recipe_dir: Path) -> None:
     evaluates = ["--eval_strategy", "steps"]
     with pytest.raises(SystemExit, match="has the splits train, but not test"):
         load("sft").main([*CHAT[:3], "runs/tiny/chat/train.jsonl", "--output_dir", "out", *evaluates])
@@ -279,9 +273,9 @@ def test_gpu_commands_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="a script for bash")
-def test_slurm_script_trains_on_two_nodes(here: Path) -> None:
+def test_slurm_script_trains_on_two_nodes(recipe_dir: Path) -> None:
     """A cluster whose two nodes are both this machine: they train like one process with twice the batch."""
-    bin_folder = here / "bin"
+    bin_folder = recipe_dir / "bin"
     bin_folder.mkdir()
     for name, body in {
         "scontrol": "echo 127.0.0.1",
@@ -293,9 +287,9 @@ def test_slurm_script_trains_on_two_nodes(here: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    text = [str(here / word) if word.startswith("runs/") else word for word in TEXT]
-    one = [*text[:-1], str(here / "one"), *SHORT, "--sequence_length", "64", "--per_device_train_batch_size"]
-    two = ["recipes/pretrain.py", *text[:-1], str(here / "two"), *one[6:], "1", "--save_steps", "3"]
+    text = [str(recipe_dir / word) if word.startswith("runs/") else word for word in TEXT]
+    one = [*text[:-1], str(recipe_dir / "one"), *SHORT, "--sequence_length", "64", "--per_device_train_batch_size"]
+    two = ["recipes/pretrain.py", *text[:-1], str(recipe_dir / "two"), *one[6:], "1", "--save_steps", "3"]
     wanted = {"GPUS": "1", "PORT": port, "CONFIG": f"recipes/accelerate/{PROCESSES}.yaml", "OMP_NUM_THREADS": "1"}
     wanted |= {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
     wanted |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
@@ -306,7 +300,7 @@ def test_slurm_script_trains_on_two_nodes(here: Path) -> None:
         timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    state = json.loads((here / "two/checkpoint-3/trainer_state.json").read_text("utf-8"))
+    state = json.loads((recipe_dir / "two/checkpoint-3/trainer_state.json").read_text("utf-8"))
     losses = torch.tensor([row["loss"] for row in state["log_history"] if "loss" in row])
     single = torch.tensor(logged(train("pretrain", *one, "2"), "loss"))
     assert_as_good(losses[:1], single[:1], single[:1], "first loss")

@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from models import BATCH, anatomy, assert_same_training, exact, head_of, logits_made, loss_and_grads, stats
+from models import BATCH, assert_same_training, float64_copy, head_of, logits_made, loss_and_grads, module_state, stats
 from numerics import assert_as_good
 from tiny_config import KNOBS
 from tiny_options import OPTIONS
@@ -43,7 +43,7 @@ def one_thread() -> Any:
 @pytest.mark.parametrize("name", TESTED)
 def test_training_matches_unpatched(name: str) -> None:
     plain = tiny.build_or_skip(name)
-    patched, reference = apply_cce(copy.deepcopy(plain)), exact(plain)
+    patched, reference = apply_cce(copy.deepcopy(plain)), float64_copy(plain)
     for inputs in (
         tiny.text(name),
         tiny.text(name, ignored=False),
@@ -82,7 +82,7 @@ def test_training_makes_no_logits(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in tiny.PICTURES if name in CLASSES])
 def test_training_on_images_matches_unpatched(name: str) -> None:
-    plain = tiny.build_or_skip(name, pictured=True)
+    plain = tiny.build_or_skip(name, with_images=True)
     patched, inputs = apply_cce(copy.deepcopy(plain)), tiny.pictures(name)
     assert_same_training(patched, plain, inputs, redraw=True)
     assert (stats(patched).fused, stats(patched).materialized) == (1, 0)
@@ -112,9 +112,9 @@ def test_evaluation_generation_and_removal(name: str) -> None:
     (logits, loss, tokens), (our_logits, our_loss, our_tokens) = results
     assert torch.equal(our_logits, logits) and torch.equal(our_tokens, tokens)
     assert_as_good(our_loss, loss, loss.double(), "loss of an evaluation")
-    assert anatomy(patched) != anatomy(plain)
+    assert module_state(patched) != module_state(plain)
     remove_cce(patched)
-    assert anatomy(patched) == anatomy(plain)
+    assert module_state(patched) == module_state(plain)
 
 
 @pytest.mark.parametrize("name", sorted({*REFUSED, *refused.REFUSED}))

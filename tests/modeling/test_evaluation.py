@@ -8,22 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, batch, logits_made, stats, told, twins
+from models import FAMILIES, batch, hf_cce_warnings, limit_scratch, logits_made, stats, twins
 from numerics import assert_as_good
 from test_callback import build
 from tiny import OLDER
 from transformers import Trainer
 
 from hf_cce import CCECallback, FilterState, apply_cce, remove_cce
-from hf_cce.deferred import handlers
 
 TOKENS = 40  # at least this many in an evaluation batch
 TWO_ROWS = {"per_device_eval_batch_size": 2}
 
 
-def evaluated(
-    tmp_path: Path, *callbacks: Any, model: Any = None, **options: Any
-) -> tuple[torch.Tensor, list[str], Any]:
+def evaluate(tmp_path: Path, *callbacks: Any, model: Any = None, **options: Any) -> tuple[torch.Tensor, list[str], Any]:
     """Return the loss of an evaluation, the logits it materialized, and the trainer."""
     trainer = build(tmp_path, *callbacks, model=model, **TWO_ROWS, **options)
     with logits_made(tokens=TOKENS) as made:
@@ -34,9 +31,9 @@ def evaluated(
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi", "mixtral"])
 def test_evaluation_loss_needs_no_logits(tmp_path: Path, family: str) -> None:
     """evaluate() without metrics needs no logits, even before training or with a softcap, a scale or a bias."""
-    expected, made, _ = evaluated(tmp_path, model=FAMILIES[family].build())
+    expected, made, _ = evaluate(tmp_path, model=FAMILIES[family].build())
     assert made
-    found, made, trainer = evaluated(tmp_path, CCECallback(), model=FAMILIES[family].build())
+    found, made, trainer = evaluate(tmp_path, CCECallback(), model=FAMILIES[family].build())
     assert not made
     assert_as_good(found, expected, expected, "loss", torch.float32)
     assert stats(trainer.model).calls == 0  # counts training calls only
@@ -46,7 +43,7 @@ def test_evaluation_loss_needs_no_logits(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("other", ["smoothing", "no callback", "removed"])
 def test_other_evaluations_are_unchanged(tmp_path: Path, other: str) -> None:
     """Trainer's label-smoothed loss and unpatched models do not change, even after a trainer with the callback."""
-    evaluated(tmp_path, CCECallback())
+    evaluate(tmp_path, CCECallback())
     options = {"label_smoothing_factor": 0.1} if other == "smoothing" else {}
     trainer = build(tmp_path, *([] if other == "no callback" else [CCECallback()]), **TWO_ROWS, **options)
     if other == "removed":
@@ -71,15 +68,15 @@ def test_raising_evaluation_restores_head(tmp_path: Path) -> None:
 def test_compute_loss_that_reads_logits(tmp_path: Path) -> None:
     """A custom compute_loss that reads the logits of a call with labels, or checks for a tensor, in training and evaluation."""
 
-    class Own(Trainer):
+    class LogitsLossTrainer(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             outputs = model(**inputs)
             loss = outputs.loss + 0.01 * outputs.logits.square().mean()
             return (loss, outputs) if return_outputs else loss
 
-    expected, _, _ = evaluated(tmp_path, trainer=Own)
-    with told() as messages:
-        found, made, _ = evaluated(tmp_path, CCECallback(), trainer=Own)
+    expected, _, _ = evaluate(tmp_path, trainer=LogitsLossTrainer)
+    with hf_cce_warnings() as messages:
+        found, made, _ = evaluate(tmp_path, CCECallback(), trainer=LogitsLossTrainer)
     assert made and messages == []
     assert_as_good(found, expected, expected, "loss", torch.float32)
 
@@ -136,7 +133,7 @@ def test_evaluation_logits_are_lazy(family: str, mode: Any) -> None:
     Covers evaluation mode, and training mode without gradients.
     """
     plain, patched = (model.train(mode == "training") for model in twins(family))
-    with told() as messages, (torch.no_grad if mode == "training" else mode)():
+    with hf_cce_warnings() as messages, (torch.no_grad if mode == "training" else mode)():
         expected = plain(**batch())
         with logits_made() as made:
             found = patched(**batch())
@@ -150,7 +147,7 @@ def test_evaluation_logits_are_lazy(family: str, mode: Any) -> None:
 
 def test_argmax_metrics_need_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainer with ``preprocess_logits_for_metrics`` computes the logits of a few tokens at a time."""
-    monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * 99 * 7)
+    limit_scratch(monkeypatch)
     found = []
     for callbacks in ([], [CCECallback()]):
         trainer = build(

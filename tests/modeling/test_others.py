@@ -43,12 +43,12 @@ def function_of(module: str, name: str) -> Any:
 
 
 def check(target: Any, who: str) -> None:
-    module, name, words, how = FORWARDS[who]
+    module, name, reason, advice = FORWARDS[who]
     before = {key: value for key, value in vars(target).items() if key != "forward"}
     with pytest.raises(ValueError, match="LlamaForCausalLM cannot be patched: ") as raised:
         apply_cce(target)
     text = str(raised.value)
-    assert words in text and f"({module}.{name})" in text and how in text and "It is unchanged" in text
+    assert reason in text and f"({module}.{name})" in text and advice in text and "It is unchanged" in text
     assert {key: value for key, value in vars(target).items() if key != "forward"} == before
 
 

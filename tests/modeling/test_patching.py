@@ -20,16 +20,16 @@ import tiny
 import torch
 import transformers
 from models import (
-    anatomy,
     assert_fused,
     assert_same_training,
     batch,
-    exact,
+    float64_copy,
+    hf_cce_warnings,
     logits_made,
     loss_and_grads,
+    module_state,
     stats,
     tiny_llama,
-    told,
     twins,
 )
 from numerics import assert_as_good
@@ -60,9 +60,9 @@ def test_returns_model_with_same_class_and_signature() -> None:
 
 def test_second_call_changes_only_options() -> None:
     model = apply_cce(tiny_llama(), memory_budget=2 * MIB)
-    once = anatomy(model)
+    once = module_state(model)
     apply_cce(model, CCEConfig(memory_budget=4 * MIB), implementation="portable")
-    assert anatomy(model) == once
+    assert module_state(model) == once
     assert patch_of(model).config == CCEConfig(memory_budget=4 * MIB, implementation="portable")
     loss_and_grads(model, batch())
     assert_fused(model, calls=1)
@@ -119,13 +119,13 @@ def test_copy_has_own_weights_and_counters(copying: Any) -> None:
     with torch.no_grad():
         for parameter in clone.parameters():
             parameter.mul_(1.5)
-    plain, ask = remove_cce(copying(clone)), clone.cce_stats
+    plain, get_stats = remove_cce(copying(clone)), clone.cce_stats
     assert patch_of(plain) is None and not plain._forward_hooks and not plain._forward_pre_hooks
     assert_same_training(clone, plain, batch())
-    assert (original.cce_stats()["calls"], ask()["calls"]) == (1, 2)
+    assert (original.cce_stats()["calls"], get_stats()["calls"]) == (1, 2)
     remove_cce(clone)
     with pytest.raises(RuntimeError, match="no longer patched"):
-        ask()
+        get_stats()
     loss_and_grads(original, batch())
     assert original.cce_stats()["fused"] == 2
 
@@ -153,17 +153,17 @@ def test_shallow_copy() -> None:
 
 def test_exception_leaves_module_state_unchanged() -> None:
     model = apply_cce(tiny_llama())
-    untouched = anatomy(model)
+    untouched = module_state(model)
     with pytest.raises(ValueError, match=r"labels|shape|size"):
         model(input_ids=batch()["input_ids"], labels=batch()["labels"][:, :5])
-    assert anatomy(model) == untouched
+    assert module_state(model) == untouched
     model.loss_function = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt)  # torch runs no hook after an interrupt
     with pytest.raises(KeyboardInterrupt):
         model(**batch())
     del model._loss_function
     model.eval()
     assert isinstance(model(**batch()).logits, torch.Tensor)
-    assert anatomy(apply_cce(model)) == untouched
+    assert module_state(apply_cce(model)) == untouched
 
 
 def _interrupt(*_: Any) -> None:
@@ -184,14 +184,14 @@ def test_patched_model_inside_patched_model(first: str) -> None:
     assert not made
     assert_fused(patched, calls=2)
     assert stats(patched.language_model).calls == 0
-    untouched = anatomy(patched)
+    untouched = module_state(patched)
     interrupting = patched.get_output_embeddings().register_forward_pre_hook(_interrupt)
     with pytest.raises(KeyboardInterrupt):  # torch runs no hook after an interrupt
         patched(**inputs)
     interrupting.remove()
     inner = patched.language_model(input_ids=inputs["input_ids"])  # no labels: behaves as if unpatched
     assert isinstance(inner.logits, torch.Tensor)
-    assert anatomy(apply_cce(patched)) == untouched
+    assert module_state(apply_cce(patched)) == untouched
 
 
 def test_torch_func_transforms_get_full_logits() -> None:
@@ -203,7 +203,7 @@ def test_torch_func_transforms_get_full_logits() -> None:
 
         return torch.func.grad(loss)(dict(model.named_parameters()))
 
-    with told() as messages:
+    with hf_cce_warnings() as messages:
         expected, found = gradients(plain), gradients(patched)
     for name, value in expected.items():
         assert_as_good(found[name], value, value, name)
@@ -285,7 +285,7 @@ def test_custom_head_gets_full_logits_and_one_warning(kind: Any) -> None:
     plain = tiny_llama()
     plain.lm_head.__class__ = kind
     patched = apply_cce(copy.deepcopy(plain))
-    with told() as messages:
+    with hf_cce_warnings() as messages:
         for _ in range(2):
             assert_same_training(patched, plain, batch())
     if kind is BenignLinear:
@@ -314,7 +314,7 @@ def test_partitioned_weight_gets_full_logits(monkeypatch: pytest.MonkeyPatch) ->
         loss = model(**batch()).loss
     monkeypatch.undo()
     del model.lm_head.weight.ds_id
-    assert_as_good(loss, model(**batch()).loss, exact(remove_cce(model))(**batch()).loss, "loss")
+    assert_as_good(loss, model(**batch()).loss, float64_copy(remove_cce(model))(**batch()).loss, "loss")
 
 
 def test_replaced_linear(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,10 +462,10 @@ class Deeper(Unlabelled):
 )
 def test_models_without_labels_or_head_are_refused(build: Callable[[Any], Any], reason: str) -> None:
     model = build(tiny_llama().config)
-    untouched = anatomy(model)
+    untouched = module_state(model)
     with pytest.raises(ValueError, match=reason):
         apply_cce(model)
-    assert anatomy(model) == untouched
+    assert module_state(model) == untouched
 
 
 @pytest.mark.parametrize("name", ["musicgen_decoder", "Musicgen", "prophetnets", "gemma4_asistant"])
@@ -492,7 +492,7 @@ def test_supported_models_list() -> None:
 def test_few_tokens_call_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_input, "prefers_full_logits", lambda *_: True)
     plain, patched = twins()
-    with told() as messages:
+    with hf_cce_warnings() as messages:
         expected, found = (loss_and_grads(model, batch()) for model in (plain, patched))
         outputs = patched(**batch())
     assert messages == [] and type(outputs.logits) is torch.Tensor

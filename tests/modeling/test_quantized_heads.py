@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, assert_fused, assert_same_training, batch, exact, head_of, logits_made, stats, told
+from models import (
+    FAMILIES,
+    assert_fused,
+    assert_same_training,
+    batch,
+    float64_copy,
+    head_of,
+    hf_cce_warnings,
+    logits_made,
+    stats,
+)
 from numerics import assert_as_good
 from torch import Tensor, nn
 
@@ -65,7 +75,7 @@ def build(
 ) -> tuple[Any, Any]:
     """Return a model with a quantized head, and the same model in float64 with the dequantized weight."""
     model = FAMILIES[family].build(tie_word_embeddings=False, hidden_size=64).to(dtype)
-    reference = exact(model)
+    reference = float64_copy(model)
     weight = quantise(model)
     head_of(reference).weight = nn.Parameter(weight, requires_grad=False)
     return model, reference
@@ -78,7 +88,7 @@ def test_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
         pytest.skip("computes in float32")
     (plain, reference), (patched, _) = (build(FORMATS[name], dtype=dtype) for _ in range(2))
     apply_cce(patched)
-    with told() as messages:
+    with hf_cce_warnings() as messages:
         assert_same_training(patched, plain, batch(rows=4), reference=reference)
         with logits_made(TOKENS, patched) as seen:
             patched(**batch(rows=4)).loss.backward()
@@ -175,7 +185,7 @@ def test_unknown_format_gets_full_logits_and_one_warning(quantise: Any, why: str
     plain, patched = (FAMILIES["llama"].build() for _ in range(2))
     quantise(plain), quantise(patched)
     apply_cce(patched)
-    with told() as messages:
+    with hf_cce_warnings() as messages:
         losses = [model(**batch(rows=4)).loss for model in (plain, patched, patched)]
     (message,) = messages
     assert "fell back to full logits" in message and why in message

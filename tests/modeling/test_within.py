@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from models import (
-    VOCABULARY,
+    VOCAB_SIZE,
     assert_fused,
     assert_same_training,
     batch,
-    exact,
+    float64_copy,
+    hf_cce_warnings,
     loss_and_grads,
     stats,
     tiny_llama,
-    told,
     twins,
 )
 from torch.nn.modules.module import register_module_forward_hook
@@ -30,7 +30,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_cce import apply_cce, remove_cce
 
 
-class Distils(LlamaForCausalLM):
+class SelfDistillation(LlamaForCausalLM):
     """Computes its own logits without gradients before its loss."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ class Distils(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
 
-class Samples(LlamaForCausalLM):
+class SamplesBeforeLoss(LlamaForCausalLM):
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         if labels is not None:
             with torch.no_grad():
@@ -48,7 +48,7 @@ class Samples(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
 
-class Drops(LlamaForCausalLM):
+class RDropModel(LlamaForCausalLM):
     """R-Drop: two losses for one batch, in nested calls."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, inner: bool = False, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class Drops(LlamaForCausalLM):
         return second
 
 
-class Fails(LlamaForCausalLM):
+class NestedCallRaises(LlamaForCausalLM):
     """Continues after a nested call of itself raises."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ class Fails(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
 
-class Asks(LlamaForCausalLM):
+class LossCallsModel(LlamaForCausalLM):
     """Calls the model again inside its loss, in evaluation mode and with gradients."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ class Asks(LlamaForCausalLM):
         return outputs
 
 
-class SavesLogits(LlamaForCausalLM):
+class CheckpointedHead(LlamaForCausalLM):
     """Checkpoints head and loss for one part of the tokens at a time, as is often done by hand."""
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
@@ -106,16 +106,16 @@ class SavesLogits(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=total / (labels != -100).sum())
 
 
-class ByKeyword(LlamaForCausalLM):
+class HeadByKeyword(LlamaForCausalLM):
     """Calls its head with torch.nn.Linear's keyword argument."""
 
     def forward(self, labels: Any = None, **inputs: Any) -> Any:
         logits = self.lm_head(input=self.model(**inputs).last_hidden_state)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB_SIZE)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-def of(kind: Any) -> tuple[Any, Any]:
+def class_twins(kind: Any) -> tuple[Any, Any]:
     """Return a model of that class and its patched copy."""
     other = tiny_llama()
     plain = kind(other.config).train()
@@ -125,12 +125,20 @@ def of(kind: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "losses"),
-    [(Distils, 1), (Samples, 1), (Drops, 2), (Fails, 1), (Asks, 1), (SavesLogits, 5), (ByKeyword, 1)],
+    [
+        (SelfDistillation, 1),
+        (SamplesBeforeLoss, 1),
+        (RDropModel, 2),
+        (NestedCallRaises, 1),
+        (LossCallsModel, 1),
+        (CheckpointedHead, 5),
+        (HeadByKeyword, 1),
+    ],
 )
 def test_custom_forward(kind: Any, losses: int) -> None:
-    plain, patched = of(kind)
+    plain, patched = class_twins(kind)
     before = set(vars(patched.lm_head))
-    with told() as messages:
+    with hf_cce_warnings() as messages:
         for steps in (1, 2):
             assert_same_training(patched, plain, batch())
             assert stats(patched).missed == stats(patched).materialized == 0 and stats(patched).fused == steps * losses
@@ -139,7 +147,7 @@ def test_custom_forward(kind: Any, losses: int) -> None:
 
 def test_hook_that_calls_the_model() -> None:
     plain, patched = twins()
-    reference = exact(plain)
+    reference = float64_copy(plain)
     for model in (plain, patched):
 
         def looks(module: Any, args: Any, model: Any = model) -> None:
@@ -157,7 +165,7 @@ def test_hook_that_calls_the_model() -> None:
 @pytest.mark.parametrize("inner", [False, True], ids=["alone", "within a call"])
 def test_training_continues_after_ctrl_c(inner: bool) -> None:
     """torch runs no hook after Ctrl-C, so the head stays in its state within a call; later calls are still correct."""
-    plain, patched = of(Distils if inner else LlamaForCausalLM)
+    plain, patched = class_twins(SelfDistillation if inner else LlamaForCausalLM)
 
     def stops(module: Any, args: Any) -> None:
         if not inner or not torch.is_grad_enabled():
@@ -201,14 +209,14 @@ def by_tree_map(module: Any, args: Any, output: Any) -> Any:
 
 
 def in_place_of_forward(wrap: Callable[[Any], Any]) -> Callable[[Any], None]:
-    def put(model: Any) -> None:
+    def install(model: Any) -> None:
         model.lm_head.forward = wrap(model.lm_head.forward)
 
-    return put
+    return install
 
 
 # What is registered on the head, and the reason given for full logits
-PUT: dict[str, tuple[Callable[[Any], Any], str]] = {
+HEAD_HOOKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "hook": (lambda model: model.lm_head.register_forward_hook(hook), "clamp"),
     "tree map": (lambda model: model.lm_head.register_forward_hook(by_tree_map), "clamp"),
     "forward": (in_place_of_forward(lambda forward: lambda x: clamped(forward(x))), "clamp"),
@@ -223,16 +231,16 @@ PUT: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("put", PUT)
-def test_isinstance_checks_get_tensors(put: str) -> None:
+@pytest.mark.parametrize("hook_kind", HEAD_HOOKS)
+def test_isinstance_checks_get_tensors(hook_kind: str) -> None:
     plain = tiny_llama()
     usual = float(loss_and_grads(plain, batch())["loss"])
-    patched, reference = copy.deepcopy(plain), exact(plain)
+    patched, reference = copy.deepcopy(plain), float64_copy(plain)
     for model in (plain, patched, reference):
-        PUT[put][0](model)
-    assert put == "checkpoint" or abs(float(plain(**batch()).loss.detach()) - usual) > usual / 10
+        HEAD_HOOKS[hook_kind][0](model)
+    assert hook_kind == "checkpoint" or abs(float(plain(**batch()).loss.detach()) - usual) > usual / 10
     apply_cce(patched)
-    with pytest.warns(UserWarning, match=f"hf_cce fell back to full logits: .*{PUT[put][1]}"):
+    with pytest.warns(UserWarning, match=f"hf_cce fell back to full logits: .*{HEAD_HOOKS[hook_kind][1]}"):
         assert_same_training(patched, plain, batch(), reference=reference)
     assert stats(patched).missed == 1
 
@@ -241,7 +249,7 @@ def test_global_module_hook() -> None:
     plain, patched = twins()
 
     def clamps(module: Any, args: Any, output: Any) -> Any:
-        return clamped(output) if isinstance(module, torch.nn.Linear) and module.out_features == VOCABULARY else None
+        return clamped(output) if isinstance(module, torch.nn.Linear) and module.out_features == VOCAB_SIZE else None
 
     handle = register_module_forward_hook(clamps)
     try:
@@ -287,10 +295,10 @@ def test_model_in_callers_checkpoint() -> None:
     assert_fused(patched)
 
 
-@pytest.mark.parametrize("of", ["forward", "head"])
-def test_compiled_deferred_logits_raise_after_step(of: str) -> None:
+@pytest.mark.parametrize("compiled", ["forward", "head"])
+def test_compiled_deferred_logits_raise_after_step(compiled: str) -> None:
     model = apply_cce(tiny_llama())
-    if of == "forward":
+    if compiled == "forward":
         model.forward = torch.compile(model.forward, backend="aot_eager")
     else:
         model.lm_head.compile(backend="aot_eager")
@@ -325,7 +333,7 @@ def test_replaced_head_is_not_saved() -> None:
     model = apply_cce(tiny_llama())
     model(**batch()).loss.backward()
     model.zero_grad(set_to_none=True)
-    model.resize_token_embeddings(VOCABULARY + 8)
+    model.resize_token_embeddings(VOCAB_SIZE + 8)
     saved, anew = io.BytesIO(), io.BytesIO()
     torch.save(model, saved)
     model(**batch()).loss.backward()  # releases the old head

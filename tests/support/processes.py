@@ -9,19 +9,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+SUPPORT = Path(__file__).parent
 
-def started(script: str, path: Path, *arguments: str, ranks: int = 2, device: str = "cpu") -> dict[str, Any]:
-    """Return what the processes of ``script`` wrote to ``path``; with device "cpu", GPUs are hidden from them."""
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+
+def rank_environment(device: str = "cpu") -> dict[str, str]:
+    """Return the environment of a rank: this folder and the root on the import path; with device "cpu", GPUs are hidden."""
+    paths = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1]), os.environ.get("PYTHONPATH", "")])
+    gpu_env = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **gpu_env}
+
+
+def run_on_ranks(script: str, path: Path, *arguments: str, ranks: int = 2, device: str = "cpu") -> dict[str, Any]:
+    """Return what the processes of ``script`` wrote to ``path``."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     run = subprocess.run(
-        [*command, str(here / script), str(path), *arguments],
+        [*command, str(SUPPORT / script), str(path), *arguments],
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | hidden,
+        env=rank_environment(device),
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "unknown inputs or outputs type" not in run.stdout + run.stderr, "DeepSpeed has seen what is no tensor"

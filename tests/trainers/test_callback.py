@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import assert_fused, batch, logits_made, stats, tiny_llama, told
+from models import assert_fused, batch, hf_cce_warnings, logits_made, stats, tiny_llama
 from numerics import assert_as_good
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -17,7 +17,7 @@ from hf_cce import CCECallback, CCEConfig, apply_cce, remove_cce
 from hf_cce.patches.causal_lm import patch_of
 
 
-class Losses(TrainerCallback):
+class LossRecorder(TrainerCallback):
     def __init__(self) -> None:
         self.history: list[float] = []
 
@@ -45,18 +45,18 @@ def build(tmp_path: Path, *callbacks: Any, model: Any = None, trainer: type[Trai
         args=TrainingArguments(output_dir=str(tmp_path), **{**arguments, **options}),
         train_dataset=rows(),
         eval_dataset=rows()[:4],
-        callbacks=[Losses(), *callbacks],
+        callbacks=[LossRecorder(), *callbacks],
         **made,
     )
 
 
 def history(trainer: Any) -> list[float]:
-    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, Losses)).history
+    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, LossRecorder)).history
 
 
 def run(trainer: Any) -> list[str]:
     """Train and return hf_cce's warnings."""
-    with told() as messages:
+    with hf_cce_warnings() as messages:
         trainer.train()
     return messages
 
@@ -111,8 +111,8 @@ def test_log_message_and_logged_counters(device: str, tmp_path: Path, caplog: py
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["cce/fused"] for entry in steps] == [2.0, 4.0, 6.0]  # two calls per step
     assert all(entry["cce/materialized"] == 0.0 for entry in steps)
-    told = {key for entry in trainer.state.log_history for key in entry if key.startswith("cce/")}
-    assert told == {"cce/fused", "cce/materialized", *(["cce/peak_gib"] if device == "cuda" else [])}
+    logged_keys = {key for entry in trainer.state.log_history for key in entry if key.startswith("cce/")}
+    assert logged_keys == {"cce/fused", "cce/materialized", *(["cce/peak_gib"] if device == "cuda" else [])}
     assert all(entry["cce/peak_gib"] > 0 for entry in steps if device == "cuda")
 
 
@@ -127,10 +127,10 @@ def test_second_run_is_checked_again(tmp_path: Path) -> None:
         trainer.train()
 
 
-LINE = "hf_cce: the losses of this training run are computed without logits\n"
+MESSAGE = "hf_cce: the losses of this training run are computed without logits\n"
 
 
-class Second(TrainerCallback):
+class SecondaryProcess(TrainerCallback):
     """Act as on a process that is not the main one."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -142,7 +142,7 @@ class Second(TrainerCallback):
     [
         (logging.NOTSET, {}, [], 1),  # Python's default logging level
         (logging.NOTSET, {"disable_tqdm": True}, [], 0),
-        (logging.NOTSET, {}, [Second()], 0),
+        (logging.NOTSET, {}, [SecondaryProcess()], 0),
         (logging.INFO, {}, [], 0),  # the log has the message instead
         (logging.ERROR, {}, [], 0),
     ],
@@ -164,13 +164,13 @@ def test_message_is_printed_once_per_run(
         for _ in range(2):
             capsys.readouterr()
             run(trainer)
-            assert capsys.readouterr().out.count(LINE) == times
+            assert capsys.readouterr().out.count(MESSAGE) == times
     finally:
         logger.setLevel(before)
 
 
 # A run without the fused loss warns once
-def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+def custom_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return outputs["logits"].float().square().mean()
 
 
@@ -210,7 +210,7 @@ def test_trainer_that_reads_logits_warns_once(tmp_path: Path) -> None:
     assert len(messages) == 1 and "outputs.logits of a training call was used (square)" in messages[0]
 
 
-class From(TrainerCallback):
+class ChangeModelAt(TrainerCallback):
     """Change the model before step ``step`` (the first is 0)."""
 
     def __init__(self, step: int, change: Any) -> None:
@@ -221,11 +221,11 @@ class From(TrainerCallback):
             self.change(kwargs["model"])
 
 
-def lose_from_logits(model: Any) -> None:
+def use_loss_from_logits(model: Any) -> None:
     model.loss_function = from_logits(model)
 
 
-class OwnLoss(Trainer):
+class CustomLossTrainer(Trainer):
     """Compute its own loss for micro-batches ``first`` to ``last``."""
 
     first, last, seen = 0, 0, 0
@@ -246,7 +246,7 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
     ("change", "reason"),
     [
         (remove_cce, "the patch was removed during training"),
-        (lose_from_logits, "computed its loss from full logits"),
+        (use_loss_from_logits, "computed its loss from full logits"),
         (None, "computed its loss from full logits"),
     ],
 )
@@ -254,8 +254,8 @@ def test_later_step_without_fused_loss(change: Any, reason: str, options: dict[s
     """Two micro-batches per step; the second of three steps (and possibly the third) does not use the fused loss."""
 
     def trainer(folder: str, on_unused: Any) -> Any:
-        others = [] if change is None else [From(1, change)]
-        made = build(tmp_path / folder, CCECallback(on_unused=on_unused), *others, trainer=OwnLoss, **options)
+        others = [] if change is None else [ChangeModelAt(1, change)]
+        made = build(tmp_path / folder, CCECallback(on_unused=on_unused), *others, trainer=CustomLossTrainer, **options)
         made.first, made.last = (3, 4) if change is None else (0, 0)
         return made
 
@@ -273,7 +273,7 @@ def test_later_step_without_fused_loss(change: Any, reason: str, options: dict[s
 
 def test_model_repatched_during_run(tmp_path: Path) -> None:
     """The new patch's counters start at zero; no step may be reported as missing the fused loss."""
-    change = From(1, lambda model: apply_cce(remove_cce(model)))
+    change = ChangeModelAt(1, lambda model: apply_cce(remove_cce(model)))
     trainer = build(tmp_path, CCECallback(on_unused="raise"), change)
     assert run(trainer) == []
     assert patch_of(trainer.model).stats.fused == 4
@@ -284,7 +284,7 @@ def test_calls_between_steps_do_not_count(tmp_path: Path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             kwargs["model"](**batch(rows=2))
 
-    trainer = build(tmp_path, CCECallback(on_unused="raise"), Calling(), trainer=OwnLoss)
+    trainer = build(tmp_path, CCECallback(on_unused="raise"), Calling(), trainer=CustomLossTrainer)
     trainer.first, trainer.last = 3, 4
     with pytest.raises(RuntimeError, match="training step 2"):
         run(trainer)
@@ -298,14 +298,14 @@ def test_missed_micro_batches_are_reported(
     options: dict[str, Any], last: int, expected: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A step in which only some micro-batches miss the fused loss gives no warning."""
-    trainer = build(tmp_path, CCECallback(), trainer=OwnLoss, disable_tqdm=False, **options)
+    trainer = build(tmp_path, CCECallback(), trainer=CustomLossTrainer, disable_tqdm=False, **options)
     trainer.first, trainer.last = 3, last
     messages = run(trainer)
     # compiled: warns if a whole step misses; otherwise reading logits warns
     assert len(messages) == (last > (3 if options else 2))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_cce: ")]
     assert len(lines) == (1 if expected is None else 2)
-    assert lines[0] == LINE.strip() + (", in a compiled graph" if options else "")
+    assert lines[0] == MESSAGE.strip() + (", in a compiled graph" if options else "")
     assert expected is None or (
         lines[1].startswith(expected)
         and lines[1].endswith(f"full logits were materialized {0 if options else last - 2} times")
@@ -317,7 +317,7 @@ def test_torch_compile_is_named_in_warning(compiled: str, tmp_path: Path) -> Non
     model, options = tiny_llama(), COMPILED if compiled == "arguments" else {}
     if compiled != "arguments":
         (model if compiled == "model" else model.model.layers[0]).compile(backend="eager")
-    (message,) = run(build(tmp_path, CCECallback(), model=model, compute_loss_func=own_loss, max_steps=1, **options))
+    (message,) = run(build(tmp_path, CCECallback(), model=model, compute_loss_func=custom_loss, max_steps=1, **options))
     if compiled == "layer":
         assert "torch.compile" not in message and "outputs.logits of a training call was used" in message
     else:

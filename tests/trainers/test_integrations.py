@@ -75,8 +75,8 @@ def test_axolotl_reads_yaml_options(axolotl_plugin: Any) -> None:
     given = {"gradient_filter": None, "memory_budget": 1 << 20}
     assert keys(hf_cce=given).model_dump(exclude_none=True) == {"hf_cce": given}  # builds cfg as Axolotl does
     assert keys().model_dump(exclude_none=True) == {}
-    for wrong, words in (({"filter": 1}, "unknown option filter"), ({"gradient_filter": 2}, "gradient_filter must be")):
-        with pytest.raises(ValueError, match=words):
+    for wrong, error in (({"filter": 1}, "unknown option filter"), ({"gradient_filter": 2}, "gradient_filter must be")):
+        with pytest.raises(ValueError, match=error):
             keys(hf_cce=wrong)
 
 

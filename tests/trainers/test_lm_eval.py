@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import logits_made, tiny_llama
+from models import limit_scratch, logits_made, tiny_llama
 from numerics import assert_as_good
 from test_trl import WORDS, text, tokenizer
-
-from hf_cce.deferred import handlers
 
 pytest.importorskip("lm_eval", reason="no part of the environment: pip install lm-eval==0.4.13")
 ROWS = 12
@@ -51,7 +49,7 @@ def requests(kind: str, model: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
 def test_answers_match_hf(kind: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * 99 * 7)
+    limit_scratch(monkeypatch)
     found = {}
     for name, model in models.items():
         asked = requests(kind, models["hf"])

@@ -10,22 +10,30 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import assert_same_training, batch, logits_made, loss_and_grads, stats, tiny_llama, told, twins
+from models import (
+    assert_same_training,
+    batch,
+    hf_cce_warnings,
+    limit_scratch,
+    logits_made,
+    loss_and_grads,
+    stats,
+    tiny_llama,
+    twins,
+)
 from numerics import assert_as_good
 from test_callback import build, run
 from test_trainer_features import assert_same_run
 from torch import Tensor
 
 from hf_cce import CCECallback, apply_cce, linear_cross_entropy, ops
-from hf_cce.deferred import handlers
 
 V = 99
 
 
 @pytest.fixture(autouse=True)
 def _few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduce the scratch of argmax-like operations; by default all tokens of a test fit at once."""
-    monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * V * 7)
+    limit_scratch(monkeypatch)
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -92,7 +100,7 @@ def by_caller(loss_of: Any) -> Any:
 def test_custom_losses_without_logits(name: str, family: str) -> None:
     """No warning and no tensor of size tokens x vocabulary, with a softcap, a scale, or neither."""
     plain, patched = twins(family, tie_word_embeddings=False)
-    with told() as messages, logits_made(model=patched) as seen:
+    with hf_cce_warnings() as messages, logits_made(model=patched) as seen:
         loss_and_grads(patched, batch(), loss_of=by_caller(LOSSES[name]))
     assert seen == messages == [] and stats(patched).materialized == 0
     assert stats(patched).fused == stats(patched).calls == 1
@@ -130,7 +138,7 @@ def test_divergences_of_gkd_and_gold(name: str, beta: float, options: dict[str, 
         return trainer.generalized_jsd_loss(**mine, teacher_logits=teacher[:, :-1].to(outputs.logits.dtype))
 
     plain, patched = twins("gemma2", tie_word_embeddings=False)
-    with told() as messages:
+    with hf_cce_warnings() as messages:
         assert_same_training(patched, plain, batch(), loss_of=by_caller(divergence))
     assert messages == [] and stats(patched).materialized == 0 and stats(patched).fused == 1
 

@@ -13,7 +13,7 @@ import transformers
 from models import assert_fused, batch, logits_made, stats, tiny_llama
 from numerics import assert_as_good
 from safetensors.torch import load_file
-from test_callback import build, history, own_loss, rows, run
+from test_callback import build, custom_loss, history, rows, run
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
@@ -208,7 +208,7 @@ def from_logits(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> An
 
 @pytest.mark.parametrize(
     "options",
-    [{"label_smoothing_factor": 0.1}, {"compute_loss_func": from_logits}, {"compute_loss_func": own_loss}],
+    [{"label_smoothing_factor": 0.1}, {"compute_loss_func": from_logits}, {"compute_loss_func": custom_loss}],
     ids=["label smoothing", "cross entropy", "another loss"],
 )
 @pytest.mark.parametrize("how", ["apply_cce", "callback"])
@@ -219,7 +219,7 @@ def test_trainer_losses_on_logits(how: str, options: dict[str, Any], tmp_path: P
     if how == "apply_cce":
         apply_cce(patched.model)
     assert run(plain) == []
-    unknown = options.get("compute_loss_func") is own_loss
+    unknown = options.get("compute_loss_func") is custom_loss
     with logits_made(tokens=40) as seen:
         assert len(run(patched)) == unknown
     assert bool(seen) == unknown

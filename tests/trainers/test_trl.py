@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from accelerate import hooks
-from models import logits_made, stats, tiny_llama, told
+from models import hf_cce_warnings, logits_made, stats, tiny_llama
 from numerics import assert_as_good, budget, relative_error
 from ways import KEEPS_ALL, force
 
@@ -139,7 +139,7 @@ TRAINERS: dict[str, Callable[..., Any]] = {
 
 def run(trainer: Any) -> tuple[list[dict[str, float]], list[str]]:
     """Return the log of every step, and hf_cce's warnings."""
-    with told() as messages:
+    with hf_cce_warnings() as messages:
         trainer.train()
     timing = ("time", "per_second", "runtime", "flos", "cce/", "epoch")
     return [
@@ -370,7 +370,7 @@ def test_trl_functions_on_deferred_logits(how: str) -> None:
     index = torch.randint(99, (2, 9), generator=generator)
     options = {"row_mask": index % 3} if how == "mask" else {"temperature": 0.7} if how == "temperature" else {}
 
-    def outcome(dtype: torch.dtype, deferred: bool) -> list[torch.Tensor]:
+    def answer(dtype: torch.dtype, deferred: bool) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in used]
         logits = lazy_logits(*leaves, call=call) if deferred else torch.nn.functional.linear(*leaves)
         if how == "negative":
@@ -381,7 +381,7 @@ def test_trl_functions_on_deferred_logits(how: str) -> None:
         return [*found, *torch.autograd.grad(sum(x.square().sum() for x in found), leaves)]
 
     call = trl_patch.TrainingCall(labels=False)
-    exact, twin, ours = outcome(torch.float64, False), outcome(torch.float32, False), outcome(torch.float32, True)
+    exact, twin, ours = answer(torch.float64, False), answer(torch.float32, False), answer(torch.float32, True)
     for number, (a, t, e) in enumerate(zip(ours, twin, exact, strict=True)):
         assert_as_good(a, t, e, str(number))
     assert bool(call.stats.materialized) == (how == "negative")
