@@ -18,12 +18,13 @@ from command import Result, hf_cce
 from tiny_config import tiny_config
 from transformers import LlamaForCausalLM, MambaConfig
 
+from hf_cce.config import MIB
 from hf_cce.diagnostics import estimate as diagnostics
 from hf_cce.diagnostics.estimate import LoRA, Model
+from hf_cce.diagnostics.machine import GIB
 from hf_cce.diagnostics.shapes import SHAPES, Shape, config_named, config_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-MIB, GIB = 1 << 20, 1 << 30
 STEPS_TOLERANCE = 0.02  # 0.3 % at most when this was written
 estimated = functools.cache(diagnostics.estimate)
 SIX_LAYERS = Shape("llama", 64, 6, 4, 4, 256, 4096)

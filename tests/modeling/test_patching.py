@@ -39,13 +39,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from hf_cce import CCEConfig, apply_cce, remove_cce, supported_models
 from hf_cce.api import class_names
+from hf_cce.config import MIB
 from hf_cce.deferred import handlers, head_input
 from hf_cce.deferred.logits import LazyLogits
 from hf_cce.dispatch import explain_dispatch
 from hf_cce.head_checks import output_embeddings, why_not_read
 from hf_cce.patches.causal_lm import patch_of
-
-MIB = 1 << 20
 
 
 def test_returns_model_with_same_class_and_signature() -> None:

@@ -95,15 +95,15 @@ def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: fl
 def test_zero_3_head_uses_trl() -> None:
     weight = torch.nn.Parameter(torch.ones(5, 4))
     weight.ds_id, weight.ds_shape = 0, weight.shape  # type: ignore[attr-defined]
-    asked = []
+    calls = []
 
     class Original:
         forward = staticmethod(getattr(FUNCTION, "original", FUNCTION).forward)  # type: ignore[union-attr]
-        apply = staticmethod(lambda *args: asked.append(args) or "TRL's")
+        apply = staticmethod(lambda *args: calls.append(args) or "TRL's")
 
     counted = distillation.Stats()
     with distillation.fused_divergences(CCEConfig(), counted):
         heads = 2 * (torch.ones(3, 4), weight, None)
         replacement = trl_patch.Replacement(Original, distillation._current, distillation._handle_call)
         assert replacement.apply(*heads, 0.5) == "TRL's"
-    assert len(asked) == 1 and not counted.fused
+    assert len(calls) == 1 and not counted.fused

@@ -52,9 +52,9 @@ def test_answers_match_hf(kind: str, models: dict[str, Any], monkeypatch: pytest
     limit_scratch(monkeypatch)
     found = {}
     for name, model in models.items():
-        asked = requests(kind, models["hf"])
+        instances = requests(kind, models["hf"])
         with logits_made(tokens=64) as made, torch.no_grad():
-            found[name] = getattr(model, kind)(asked)
+            found[name] = getattr(model, kind)(instances)
         assert bool(made) == (name == "hf")
     if kind == "loglikelihood":
         assert [greedy for _, greedy in found["hf_cce"]] == [greedy for _, greedy in found["hf"]]

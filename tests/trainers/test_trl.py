@@ -247,11 +247,11 @@ def test_zero_3_head_gathered_for_the_call(trained: str | None, whole: bool) -> 
     for number, (name, value) in enumerate(values.items()):
         head[name] = torch.nn.Parameter(value.clone() if whole else value.new_empty(0), requires_grad=name == trained)
         head[name].ds_id, head[name].ds_shape = number, value.shape
-    asked = []
+    calls = []
 
     class Original:
         forward = trl.trainer.utils._ChunkedLogProbFunction.forward
-        apply = staticmethod(lambda *args: asked.append(args) or ("TRL's",))
+        apply = staticmethod(lambda *args: calls.append(args) or ("TRL's",))
 
     call = trl_patch.TrainingCall()
     token = trl_patch._current.set(call)
@@ -259,13 +259,13 @@ def test_zero_3_head_gathered_for_the_call(trained: str | None, whole: bool) -> 
     found = replacement.apply(hidden, *head.values(), targets, 1.0, 32)
     trl_patch._current.reset(token)
     if trained or not whole:
-        assert found == ("TRL's",) and asked[0][1] is head["weight"] and asked[0][2] is head["bias"]
+        assert found == ("TRL's",) and calls[0][1] is head["weight"] and calls[0][2] is head["bias"]
         assert call.fused == 0 and "ZeRO-3" in call.reasons[0]
         return
     for parameter in head.values():
         parameter.data = torch.empty(0)
     (gradient,) = torch.autograd.grad(found[0].square().sum(), hidden)
-    assert call.fused == 1 and not asked
+    assert call.fused == 1 and not calls
     assert_as_good(found[0], expected, expected.double(), "log-probabilities")
     assert_as_good(gradient, exact, exact.double(), "gradient")
 
