@@ -97,12 +97,8 @@ def measure(job: Job, losses: list[str], rounds: int, untimed_steps: int) -> dic
         row["ms"], row["ms_spread"] = statistics.median(row["step_ms"]), [min(row["step_ms"]), max(row["step_ms"])]
     first = found[losses[0]]["step_ms"]
     for name in losses[1:]:
-        differences = [x - y for x, y in zip(found[name]["step_ms"], first, strict=True)]
-        found[name]["apart_ms"] = {
-            "median": statistics.median(differences),
-            "least": min(differences),
-            "most": max(differences),
-        }
+        gaps = [x - y for x, y in zip(found[name]["step_ms"], first, strict=True)]
+        found[name]["apart_ms"] = {"median": statistics.median(gaps), "least": min(gaps), "most": max(gaps)}
     return found
 
 

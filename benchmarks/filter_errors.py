@@ -29,7 +29,7 @@ from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.gradcheck import Inputs, relative_error
 
 # Vocabulary, hidden size, layers, seconds of training. Includes odd vocabulary sizes and a barely trained head.
-DEFAULT_HEADS = (
+HEADS = (
     "32000:2048:2:45", "49152:1024:6:45", "50257:768:6:45", "49152:576:6:15", "65537:1536:4:45", "128256:768:6:45",
     "65537:3072:2:45", "128256:4096:1:45", "200019:1024:4:45", "262144:896:4:45",
 )  # fmt: skip
@@ -104,11 +104,7 @@ def worst(rows: list[dict[str, Any]]) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--head",
-        nargs="+",
-        default=DEFAULT_HEADS,
-        metavar="V:D:LAYERS:SECONDS",
-        help=f"default: {' '.join(DEFAULT_HEADS)}",
+        "--head", nargs="+", default=HEADS, metavar="V:D:LAYERS:SECONDS", help=f"default: {' '.join(HEADS)}"
     )
     parser.add_argument("--parallel", type=int, default=2, help="heads at a time, on one device")
     parser.add_argument("--json", type=Path, required=True)

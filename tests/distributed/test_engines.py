@@ -13,9 +13,9 @@ from models import (
     assert_fused,
     assert_same_training,
     batch,
+    cce_warnings,
     float64_copy,
     head_of,
-    hf_cce_warnings,
     loss_and_grads,
     model_loss,
     module_state,
@@ -206,15 +206,6 @@ def test_data_parallel_replica_returns_tensors() -> None:
     assert patch_of(model).forward is None, "the model would keep a replica's head alive"
 
 
-@pytest.fixture
-def fresh_accelerate() -> Any:
-    """Reset accelerate's per-process state, in which an earlier test may have set the precision."""
-    state = pytest.importorskip("accelerate.state").AcceleratorState
-    state._reset_state(reset_partial_state=True)
-    yield
-    state._reset_state(reset_partial_state=True)
-
-
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_accelerate_wraps_and_unwraps() -> None:
     accelerator = pytest.importorskip("accelerate").Accelerator(mixed_precision="bf16", cpu=True)
@@ -305,7 +296,7 @@ def test_compiled_full_logits_warn_once_while_tracing() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(patched, fullgraph=True, backend=counter)
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         for _ in range(4):
             output = compiled(**inputs)
     (message,) = messages

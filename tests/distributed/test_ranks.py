@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from numerics import budget
-from processes import rank_environment, run_on_ranks
+from processes import assert_within_budget, rank_environment, run_on_ranks
 from ranks import ENGINES
 from spread import CASES, IGNORED_LABELS
 
@@ -43,22 +43,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_head_resharded_over_two_of_four_ranks(tmp_path: Path) -> None:
     engine = "fsdp2_head_over_some"
     found = run_on_ranks("ranks.py", tmp_path / "ranks.json", "cpu", "float32", engine, ranks=4)[engine]
-    assert "failed" not in found, found["failed"]
-    for name, error in found["errors"].items():
-        assert error <= budget(found["twin"][name], torch.float32), name
+    assert_within_budget(found)
     assert found["same parameters"] and found["warnings"] == []
     assert found["stats"] == {"calls": 2, "fused": 2, "missed": 0, "materialized": 0}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_match_one_process(engine: str, results: dict[str, Any]) -> None:
-    result = results[engine]
-    assert "failed" not in result, result["failed"]
-    errors, dtype = result["errors"], torch.float32
-    if engine.endswith("mixed"):  # in a single small matrix below the head, either bfloat16 run may be closer by chance
-        errors, dtype = {name: errors[name] for name in ("loss", "lm_head.weight", "all gradients")}, torch.bfloat16
-    for name, error in errors.items():
-        assert error <= budget(result["twin"][name], dtype), name
+    assert_within_budget(results[engine], half=engine.endswith("mixed"))
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith(("fsdp1", "tensor_parallel"))])
@@ -81,9 +73,8 @@ def test_loss_is_fused_or_warns(engine: str, results: dict[str, Any]) -> None:
     elif engine not in REASON:
         assert counted == {"calls": steps, "fused": steps, "missed": 0, "materialized": int(tensor)} and warned == []
     else:
-        assert (
-            counted["missed"] == counted["materialized"] == steps and len(warned) == 1 and REASON[engine] in warned[0]
-        )
+        assert counted["missed"] == counted["materialized"] == steps
+        assert len(warned) == 1 and REASON[engine] in warned[0]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

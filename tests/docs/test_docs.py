@@ -51,11 +51,10 @@ WITH_CODE = [page for page in PAGES if code_of(page)]
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> Iterator[dict[str, Any]]:
     """Provide the names a page assumes, offline: tiny models and a tokenizer with 93 entries replace those on the hub."""
     import torch
     import transformers
-    from accelerate.state import AcceleratorState
     from test_trl import tokenizer
     from torch import distributed
 
@@ -75,7 +74,6 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     monkeypatch.setattr(
         torch, "compile", lambda *args, **options: compiled(*args, **{"backend": "aot_eager"} | options)
     )  # avoids the C++ compiler
-    AcceleratorState._reset_state(reset_partial_state=True)  # the state is per process and would leak into other tests
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     input_ids = torch.randint(99, (2, 16))
     yield {
@@ -91,7 +89,6 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
         "labels": torch.randint(99, (2, 16)),
     }
     distributed.destroy_process_group()
-    AcceleratorState._reset_state(reset_partial_state=True)
     torch._dynamo.reset()
 
 

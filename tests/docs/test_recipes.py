@@ -9,7 +9,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +46,15 @@ def split(command: list[str]) -> tuple[str | None, str, list[str]]:
 
 
 @pytest.fixture
-def recipe_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return an empty folder to train in, with tiny.py's files in runs/tiny; accelerate's state is reset."""
-    from accelerate.state import AcceleratorState
-
+def recipe_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> Path:
+    """Return an empty folder to train in, with tiny.py's files in runs/tiny."""
     if torch.cuda.is_available():
         pytest.skip("the recipes would take the GPU, and their figures here are those of a CPU")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # as `accelerate launch` sets it with cpu.yaml
-    AcceleratorState._reset_state(reset_partial_state=True)
     load("tiny").make(tmp_path / "runs/tiny")
-    yield tmp_path
-    AcceleratorState._reset_state(reset_partial_state=True)
+    return tmp_path
 
 
 def logged(trainer: Any, key: str) -> list[float]:

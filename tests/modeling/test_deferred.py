@@ -85,14 +85,14 @@ def mask_entries(entries: Any, value: float | None = None) -> Callable[[Any], An
 
 def after_masking(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def use_logits(logits: Any) -> Any:
-        _assign(logits, (..., UNUSED_ENTRIES), torch.finfo(logits.dtype).min)
+        _assign(logits, (..., UNUSED_IDS), torch.finfo(logits.dtype).min)
         return then(logits)
 
     return use_logits
 
 
-UNUSED_ENTRIES = [entry for entry in range(V) if entry not in labels().tolist()][:5]
-USED_ENTRY = int(labels()[1])
+UNUSED_IDS = [entry for entry in range(V) if entry not in labels().tolist()][:5]
+USED_ID = int(labels()[1])
 
 # Each takes logits [B, S, V] and returns a loss without materializing logits.
 FUSED_LOSSES: dict[str, Callable[[Any], Any]] = {
@@ -151,13 +151,13 @@ FUSED_LOSSES: dict[str, Callable[[Any], Any]] = {
     "type_as": lambda x: flat_loss(x.type_as(torch.zeros(1))),
     "to device": lambda x: flat_loss(x.to("cpu").to(device="cpu", dtype=torch.float32, non_blocking=True)),
     "added bias": lambda x: flat_loss(x + torch.linspace(-1, 1, V)[None]),
-    "masked entries": mask_entries(UNUSED_ENTRIES),
-    "masked entries, a tensor": mask_entries(torch.tensor(UNUSED_ENTRIES)),
-    "masked entries, a slice": mask_entries(slice(UNUSED_ENTRIES[0], UNUSED_ENTRIES[0] + 1)),
-    "masked entries, minus infinity": mask_entries(UNUSED_ENTRIES, -math.inf),
+    "masked entries": mask_entries(UNUSED_IDS),
+    "masked entries, a tensor": mask_entries(torch.tensor(UNUSED_IDS)),
+    "masked entries, a slice": mask_entries(slice(UNUSED_IDS[0], UNUSED_IDS[0] + 1)),
+    "masked entries, minus infinity": mask_entries(UNUSED_IDS, -math.inf),
     "masked entries, dots": after_masking(flat_loss),
     "masked entries, fewer tokens": after_masking(lambda x: flat_loss(x[:, 1:].contiguous())),
-    "masked entries, twice": after_masking(mask_entries([UNUSED_ENTRIES[0] - V, UNUSED_ENTRIES[1]])),
+    "masked entries, twice": after_masking(mask_entries([UNUSED_IDS[0] - V, UNUSED_IDS[1]])),
     "masked entries, logsumexp": after_masking(lambda x: x.logsumexp(-1)),
     "logsumexp": lambda x: x.logsumexp(dim=-1).pow(2).mean(),
     "logsumexp, kept": lambda x: torch.logsumexp(x * 0.5, -1, keepdim=True),
@@ -237,9 +237,7 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "parts": lambda x: torch.stack([part.mean() for part in x.chunk(3, dim=0)]),
     "parts of a sequence": lambda x: torch.stack([part.mean() for part in x.chunk(2, 1)]),
     "loss of a part": lambda x: F.cross_entropy(x.chunk(2)[1][cut(x, MASK)[2:]], cut(x, INDEX)[2:][cut(x, MASK)[2:]]),
-    "two losses": lambda x: (
-        F.cross_entropy(x[:2].reshape(-1, V), cut(x, INDEX)[:2].reshape(-1)) - by_rows(x, cut(x, INDEX)).mean()
-    ),
+    "two losses": lambda x: F.cross_entropy(x[:2].reshape(-1, V), cut(x, INDEX)[:2].flatten()) - by_rows(x, cut(x, INDEX)).mean(),
 }  # fmt: skip
 
 
@@ -339,19 +337,17 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "dtype view": lambda x: x.view(torch.int32),
     "assigned entries": written(lambda x: _assign(x, (slice(None), slice(None), ROWS), -30.0)),
     "assigned tokens": written(lambda x: _assign(x, MASK, 0.25)),
-    "a masked label": mask_entries([USED_ENTRY, *UNUSED_ENTRIES]),
+    "a masked label": mask_entries([USED_ID, *UNUSED_IDS]),
     "masked entries, smoothed": after_masking(lambda x: flat_loss(x, label_smoothing=0.1)),
-    "masked entries, a small number": mask_entries(UNUSED_ENTRIES, -1e4),
-    "masked entries, some tokens": written(
-        lambda x: _assign(x, (slice(None), slice(1, None), UNUSED_ENTRIES), -math.inf)
-    ),
-    "masked entries, values": written(lambda x: _assign(x, (..., UNUSED_ENTRIES), x.new_zeros(5))),
+    "masked entries, a small number": mask_entries(UNUSED_IDS, -1e4),
+    "masked entries, some tokens": written(lambda x: _assign(x, (slice(None), slice(1, None), UNUSED_IDS), -math.inf)),
+    "masked entries, values": written(lambda x: _assign(x, (..., UNUSED_IDS), x.new_zeros(5))),
     "masked entries, then scaled": after_masking(lambda x: flat_loss(x * 0.5)),
     "masked entries, then capped": after_masking(lambda x: flat_loss(torch.tanh(x / 5.0) * 5.0)),
     "masked entries, then vocabulary slice": after_masking(lambda x: x[..., 3:]),
     "masked entries, read": after_masking(lambda x: x.softmax(-1).square()),
-    "capped, then masked entries": lambda x: mask_entries(UNUSED_ENTRIES)(torch.tanh(x / 5.0) * 5.0),
-    "read, then masked entries": lambda x: (x.topk(70), mask_entries(UNUSED_ENTRIES)(x))[1],
+    "capped, then masked entries": lambda x: mask_entries(UNUSED_IDS)(torch.tanh(x / 5.0) * 5.0),
+    "read, then masked entries": lambda x: (x.topk(70), mask_entries(UNUSED_IDS)(x))[1],
     "masked tokens": written(lambda x: _assign(x, 0, torch.finfo(x.dtype).min)),
     "added in place": written(lambda x: x.add_(CLASS_WEIGHTS)),
     "added in place, operator": written(lambda x: x.__iadd__(CLASS_WEIGHTS)),
@@ -445,10 +441,8 @@ METADATA: list[Callable[[Any], Any]] = [
 
 def test_metadata_without_materializing() -> None:
     for position, use_logits in enumerate(METADATA):
-        expected, (actual, _, call) = (
-            run_on_logits(use_logits, torch.float32, False)[0],
-            run_on_logits(use_logits, torch.float32, True),
-        )
+        expected = run_on_logits(use_logits, torch.float32, False)[0]
+        actual, _, call = run_on_logits(use_logits, torch.float32, True)
         assert actual == expected, position
         assert call.stats.materialized == 0
     text, _, call = run_on_logits(repr, torch.float32, True)
@@ -529,7 +523,7 @@ def test_reading_after_head_changed_raises(changed: int) -> None:
         lambda x: x[..., ::2].zero_(),
         lambda x: x.view(B * S, V).transpose(0, 1).mul_(0.5),
         lambda x: x.data.zero_(),
-        lambda x: _assign(x, (..., UNUSED_ENTRIES), torch.finfo(x.dtype).min),
+        lambda x: _assign(x, (..., UNUSED_IDS), torch.finfo(x.dtype).min),
     ],
     ids=["itself", "detached", "real view", "view of a view", "data", "masked entries"],
 )

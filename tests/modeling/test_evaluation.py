@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, batch, hf_cce_warnings, limit_scratch, logits_made, stats, twins
+from models import FAMILIES, batch, cce_warnings, logits_made, stats, twins
 from numerics import assert_as_good
 from test_callback import build
 from tiny import OLDER
@@ -75,7 +75,7 @@ def test_compute_loss_that_reads_logits(tmp_path: Path) -> None:
             return (loss, outputs) if return_outputs else loss
 
     expected, _, _ = evaluate(tmp_path, trainer=LogitsLossTrainer)
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         found, made, _ = evaluate(tmp_path, CCECallback(), trainer=LogitsLossTrainer)
     assert made and messages == []
     assert_as_good(found, expected, expected, "loss", torch.float32)
@@ -133,7 +133,7 @@ def test_evaluation_logits_are_lazy(family: str, mode: Any) -> None:
     Covers evaluation mode, and training mode without gradients.
     """
     plain, patched = (model.train(mode == "training") for model in twins(family))
-    with hf_cce_warnings() as messages, (torch.no_grad if mode == "training" else mode)():
+    with cce_warnings() as messages, (torch.no_grad if mode == "training" else mode)():
         expected = plain(**batch())
         with logits_made() as made:
             found = patched(**batch())
@@ -145,9 +145,9 @@ def test_evaluation_logits_are_lazy(family: str, mode: Any) -> None:
     assert stats(patched).calls == stats(patched).materialized == 0 and messages == []
 
 
-def test_argmax_metrics_need_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_scratch")
+def test_argmax_metrics_need_no_logits(tmp_path: Path) -> None:
     """Trainer with ``preprocess_logits_for_metrics`` computes the logits of a few tokens at a time."""
-    limit_scratch(monkeypatch)
     found = []
     for callbacks in ([], [CCECallback()]):
         trainer = build(

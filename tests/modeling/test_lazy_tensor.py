@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import batch, hf_cce_warnings, logits_made, loss_and_grads, stats, tiny_llama, twins
+from models import batch, cce_warnings, logits_made, loss_and_grads, stats, tiny_llama, twins
 from numerics import assert_as_good
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
@@ -376,7 +376,7 @@ def test_head_hook_sees_logits_gradient(register: Callable[..., Any]) -> None:
     """A hook sees the gradient at every step. It is computed only if it is read, and a warning names the first reader."""
     plain, ours = twins()
     seen: dict[Any, list[Tensor]] = {plain: [], ours: []}
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         for model in (plain, ours, ours):
             handle = register(model, seen[model].append)
             try:
@@ -386,7 +386,7 @@ def test_head_hook_sees_logits_gradient(register: Callable[..., Any]) -> None:
     assert (len(seen[plain]), len(seen[ours])) == (1, 2)
     assert messages == [] and stats(ours).fused == 2 and stats(ours).materialized == 0
     for number, gradient in enumerate(seen[ours]):
-        with hf_cce_warnings() as messages:
+        with cce_warnings() as messages:
             assert_as_good(gradient, seen[plain][0], seen[plain][0], "gradient of the logits")
         assert number or "of their gradient)" in messages[0]
 
@@ -433,7 +433,7 @@ def test_reading_logits_warns_once(read: Callable[[Any], Any], name: str) -> Non
 
 def test_explicit_materialize_does_not_warn() -> None:
     model = apply_cce(tiny_llama())
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         outputs = model(**batch())
         print(outputs.logits, outputs.logits.shape, outputs.logits.float().dtype)
         outputs.logits.materialize().argmax(-1)

@@ -23,8 +23,8 @@ from models import (
     assert_fused,
     assert_same_training,
     batch,
+    cce_warnings,
     float64_copy,
-    hf_cce_warnings,
     logits_made,
     loss_and_grads,
     module_state,
@@ -202,7 +202,7 @@ def test_torch_func_transforms_get_full_logits() -> None:
 
         return torch.func.grad(loss)(dict(model.named_parameters()))
 
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         expected, found = gradients(plain), gradients(patched)
     for name, value in expected.items():
         assert_as_good(found[name], value, value, name)
@@ -284,7 +284,7 @@ def test_custom_head_gets_full_logits_and_one_warning(kind: Any) -> None:
     plain = tiny_llama()
     plain.lm_head.__class__ = kind
     patched = apply_cce(copy.deepcopy(plain))
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         for _ in range(2):
             assert_same_training(patched, plain, batch())
     if kind is BenignLinear:
@@ -491,7 +491,7 @@ def test_supported_models_list() -> None:
 def test_few_tokens_call_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_input, "prefers_full_logits", lambda *_: True)
     plain, patched = twins()
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         expected, found = (loss_and_grads(model, batch()) for model in (plain, patched))
         outputs = patched(**batch())
     assert messages == [] and type(outputs.logits) is torch.Tensor

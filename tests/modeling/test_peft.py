@@ -18,8 +18,8 @@ from models import (
     assert_results_as_good,
     assert_same_training,
     batch,
+    cce_warnings,
     float64_copy,
-    hf_cce_warnings,
     logits_made,
     loss_and_grads,
     model_loss,
@@ -206,7 +206,7 @@ def test_loss_and_gradients_over_steps(name: str, first: str, family: str) -> No
     row = ROWS[name]
     plain, patched, reference = (build(row, how, how == "double", family) for how in ("", first, "double"))
     reference.load_state_dict(plain.state_dict())
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         for step in range(STEPS):
             inputs = inputs_of(row, step)
             assert_same_training(patched, plain, inputs, reference=reference, loss_of=same_dropout)
@@ -296,7 +296,7 @@ def test_adapters_on_the_head_compile(name: str) -> None:
 
 def test_disabled_adapter_does_not_warn() -> None:
     model = apply_cce(peft.get_peft_model(tiny_llama(), HEADS["lora"].config()))
-    with hf_cce_warnings() as messages, model.disable_adapter():
+    with cce_warnings() as messages, model.disable_adapter():
         model.get_input_embeddings().weight.requires_grad_()
         model(**batch()).loss.backward()
     assert messages == [] and stats(model).fused == 1
@@ -499,7 +499,7 @@ def test_compiled(tuner: str, what: str) -> None:
     torch._dynamo.reset()
     plain, patched = pair(tuner)
     (patched if what == "model" else patched.base_model).compile(backend="aot_eager")
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         assert_same_training(patched, plain, batch(rows=4))
     assert stats(patched).traced or stats(patched).fused == 1
     assert messages == [] and stats(patched).missed == stats(patched).materialized == 0

@@ -12,9 +12,9 @@ from models import (
     assert_fused,
     assert_same_training,
     batch,
+    cce_warnings,
     float64_copy,
     head_of,
-    hf_cce_warnings,
     logits_made,
     stats,
 )
@@ -88,7 +88,7 @@ def test_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
         pytest.skip("computes in float32")
     (plain, reference), (patched, _) = (build(FORMATS[name], dtype=dtype) for _ in range(2))
     apply_cce(patched)
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         assert_same_training(patched, plain, batch(rows=4), reference=reference)
         with logits_made(TOKENS, patched) as seen:
             patched(**batch(rows=4)).loss.backward()
@@ -185,7 +185,7 @@ def test_unknown_format_gets_full_logits_and_one_warning(quantise: Any, why: str
     plain, patched = (FAMILIES["llama"].build() for _ in range(2))
     quantise(plain), quantise(patched)
     apply_cce(patched)
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         losses = [model(**batch(rows=4)).loss for model in (plain, patched, patched)]
     (message,) = messages
     assert "fell back to full logits" in message and why in message

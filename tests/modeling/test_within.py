@@ -14,8 +14,8 @@ from models import (
     assert_fused,
     assert_same_training,
     batch,
+    cce_warnings,
     float64_copy,
-    hf_cce_warnings,
     loss_and_grads,
     stats,
     tiny_llama,
@@ -123,22 +123,17 @@ def class_twins(kind: Any) -> tuple[Any, Any]:
     return plain, apply_cce(copy.deepcopy(plain))
 
 
-@pytest.mark.parametrize(
-    ("kind", "losses"),
-    [
-        (SelfDistillation, 1),
-        (SamplesBeforeLoss, 1),
-        (RDropModel, 2),
-        (NestedCallRaises, 1),
-        (LossCallsModel, 1),
-        (CheckpointedHead, 5),
-        (HeadByKeyword, 1),
-    ],
-)
-def test_custom_forward(kind: Any, losses: int) -> None:
+OWN_FORWARDS = (
+    SelfDistillation, SamplesBeforeLoss, RDropModel, NestedCallRaises, LossCallsModel, CheckpointedHead, HeadByKeyword,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OWN_FORWARDS)
+def test_custom_forward(kind: Any) -> None:
+    losses = {RDropModel: 2, CheckpointedHead: 5}.get(kind, 1)
     plain, patched = class_twins(kind)
     before = set(vars(patched.lm_head))
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         for steps in (1, 2):
             assert_same_training(patched, plain, batch())
             assert stats(patched).missed == stats(patched).materialized == 0 and stats(patched).fused == steps * losses

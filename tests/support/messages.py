@@ -45,7 +45,7 @@ def strings(node: ast.AST | None, names: Names) -> Iterator[str]:
         yield text
 
 
-def shown_nodes(tree: ast.Module, names: Names) -> Iterator[tuple[ast.AST | None, Names]]:
+def shown(tree: ast.Module, names: Names) -> Iterator[tuple[ast.AST | None, Names]]:
     """Yield each node that is shown to users, with the names it may refer to."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
@@ -74,9 +74,7 @@ def messages() -> dict[str, str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
                 assigned.setdefault(node.targets[0].id, []).append(node.value)
-        for node, names in shown_nodes(
-            tree, {name: values[0] for name, values in assigned.items() if len(values) == 1}
-        ):
+        for node, names in shown(tree, {name: values[0] for name, values in assigned.items() if len(values) == 1}):
             for text in strings(node, names):
                 found.setdefault(" ".join(text.split()), f"{path.relative_to(ROOT)}:{node.lineno}")  # type: ignore
     return found

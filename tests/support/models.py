@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_cce import apply_cce
 from hf_cce.api import causal_lm
-from hf_cce.deferred import handlers
 from hf_cce.deferred.lazy_tensor import LazyGrad, LazyTensor
 from hf_cce.head_checks import find_head
 from hf_cce.patches.causal_lm import patch_of
@@ -128,7 +127,7 @@ def twins(family: str = "llama", **options: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def hf_cce_warnings() -> Iterator[list[str]]:
+def cce_warnings() -> Iterator[list[str]]:
     """Collect hf_cce's warnings inside the block, repeated ones included."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -312,11 +311,6 @@ def with_open_gates(model: Any) -> Any:
             if "adaption_gate" in name:
                 parameter.fill_(0.5)
     return model
-
-
-def limit_scratch(monkeypatch: Any) -> None:
-    """Let argmax-like operations take seven tokens at a time; by default all tokens of a test fit at once."""
-    monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * VOCAB_SIZE * 7)
 
 
 def stats(model: Any) -> Any:

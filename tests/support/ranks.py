@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from models import FAMILIES, batch, float64_copy, hf_cce_warnings, loss_and_grads, stats, tiny_llama
+from models import FAMILIES, batch, cce_warnings, float64_copy, loss_and_grads, stats, tiny_llama
 from numerics import relative_error
 from peft import LoraConfig, get_peft_model
 from spread import sharded_vocabulary_results
@@ -267,9 +267,7 @@ def gradients_of_loss_on_logits(model: Any, inputs: dict[str, Tensor]) -> Tensor
     return torch.cat([(grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten() for grad in grads])
 
 
-def tensor_parallel_step(
-    model: Any, inputs: dict[str, Tensor], items: int, mixed: bool
-) -> tuple[dict[str, Tensor], Tensor]:
+def unsplit_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) -> tuple[dict[str, Tensor], Tensor]:
     """Run ``step`` with all rows on every rank and no gradient averaging; also return the logits."""
     with torch.autocast(DEVICE.partition(":")[0], torch.bfloat16, enabled=mixed):
         output = model(**inputs, num_items_in_batch=torch.tensor(items))
@@ -306,9 +304,9 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
                 with torch.no_grad():
                     model(input_ids=inputs["input_ids"])
 
-        with hf_cce_warnings() as messages:
+        with cce_warnings() as messages:
             if tensor:
-                found, logits[name] = tensor_parallel_step(model, inputs, items, engine == "tensor_parallel_mixed")
+                found, logits[name] = unsplit_step(model, inputs, items, engine == "tensor_parallel_mixed")
             else:
                 with torch.no_grad():
                     first, second = (model.eval()(**inputs).logits for _ in range(2))

@@ -26,7 +26,7 @@ def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(2))
 
 
-def _random_ids(*shape: int) -> torch.Tensor:
+def _ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, TEXT_VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(3))
 
 
@@ -37,7 +37,7 @@ def _first_tokens_mask(tokens: int) -> torch.Tensor:
 
 _PICTURES = {"pixel_values": _noise(BATCH, 3, 16, 16)}
 _ONLY_LABELS = {"input_ids": None, "attention_mask": None}
-_QUERIES = {"qformer_input_ids": _random_ids(BATCH, 4)}
+_QUERIES = {"qformer_input_ids": _ids(BATCH, 4)}
 
 # Arguments of the unpatched class besides input_ids, attention_mask and labels; None: an argument it does not accept.
 FORWARD: dict[str, dict[str, Any]] = {
@@ -53,8 +53,7 @@ FORWARD: dict[str, dict[str, Any]] = {
     "InstructBlipForConditionalGeneration": {**_PICTURES, **_QUERIES},
     "InstructBlipVideoForConditionalGeneration": {"pixel_values": _noise(BATCH, 1, 3, 16, 16), **_QUERIES},
     "Kosmos2ForConditionalGeneration": {**_PICTURES, "image_embeds_position_mask": _first_tokens_mask(4)},
-    # Text and two codebooks
-    "KyutaiSpeechToTextForConditionalGeneration": {"input_ids": _random_ids(BATCH, LENGTH, 3) % 9},
+    "KyutaiSpeechToTextForConditionalGeneration": {"input_ids": _ids(BATCH, LENGTH, 3) % 9},  # text and two codebooks
     "Molmo2ForConditionalGeneration": {"mm_token_type_ids": torch.zeros(BATCH, LENGTH, dtype=torch.long)},
     "PPFormulaNetForConditionalGeneration": _PICTURES,
     "Pix2StructForConditionalGeneration": {

@@ -128,9 +128,8 @@ def tiny_config(config_class: Any, options: Mapping[str, Any] | None = None) -> 
         options: values that take precedence. A mapping applies to the nested configuration of that name; ``...`` keeps
             the attribute's default.
     """
-    return _shrink(
-        config_class, config_class(), dict(options or {}), itertools.cycle(range(TEXT_VOCAB_SIZE, VOCAB_SIZE))
-    )
+    special_ids = itertools.cycle(range(TEXT_VOCAB_SIZE, VOCAB_SIZE))
+    return _shrink(config_class, config_class(), dict(options or {}), special_ids)
 
 
 def _shrink(config_class: Any, usual: Any, options: dict[str, Any], special: Iterator[int]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import FAMILIES, batch, float64_copy, head_of, hf_cce_warnings, loss_and_grads, stats
+from models import FAMILIES, batch, cce_warnings, float64_copy, head_of, loss_and_grads, stats
 from numerics import relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -174,7 +174,7 @@ def compare_with_reference(case: str) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **OPTIONS))):
         patched: list[Any] = []
-        with hf_cce_warnings() as messages:
+        with cce_warnings() as messages:
             found, seen = run(case, lambda model, patch=patch, patched=patched: patched.append(patch(model)))
         errors = {}
         for step, (actual, expected) in enumerate(zip(found, references, strict=True)):

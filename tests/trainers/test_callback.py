@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import assert_fused, batch, hf_cce_warnings, logits_made, stats, tiny_llama
+from models import assert_fused, batch, cce_warnings, logits_made, stats, tiny_llama
 from numerics import assert_as_good
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -56,7 +56,7 @@ def history(trainer: Any) -> list[float]:
 
 def run(trainer: Any) -> list[str]:
     """Train and return hf_cce's warnings."""
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         trainer.train()
     return messages
 

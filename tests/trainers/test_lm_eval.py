@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import limit_scratch, logits_made, tiny_llama
+from models import logits_made, tiny_llama
 from numerics import assert_as_good
 from test_trl import WORDS, text, tokenizer
 
@@ -47,9 +47,9 @@ def requests(kind: str, model: Any) -> list[Any]:
     return [Instance(request_type=kind, doc={}, arguments=pair, idx=0) for pair in pairs]
 
 
+@pytest.mark.usefixtures("small_scratch")
 @pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
-def test_answers_match_hf(kind: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    limit_scratch(monkeypatch)
+def test_answers_match_hf(kind: str, models: dict[str, Any]) -> None:
     found = {}
     for name, model in models.items():
         instances = requests(kind, models["hf"])

@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import (
-    assert_same_training,
-    batch,
-    hf_cce_warnings,
-    limit_scratch,
-    logits_made,
-    loss_and_grads,
-    stats,
-    tiny_llama,
-    twins,
-)
+from models import assert_same_training, batch, cce_warnings, logits_made, loss_and_grads, stats, tiny_llama, twins
 from numerics import assert_as_good
 from test_callback import build, run
 from test_trainer_features import assert_same_run
@@ -29,11 +19,7 @@ from torch import Tensor
 from hf_cce import CCECallback, apply_cce, linear_cross_entropy, ops
 
 V = 99
-
-
-@pytest.fixture(autouse=True)
-def _few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit_scratch(monkeypatch)
+pytestmark = pytest.mark.usefixtures("small_scratch")
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -100,7 +86,7 @@ def by_caller(loss_of: Any) -> Any:
 def test_custom_losses_without_logits(name: str, family: str) -> None:
     """No warning and no tensor of size tokens x vocabulary, with a softcap, a scale, or neither."""
     plain, patched = twins(family, tie_word_embeddings=False)
-    with hf_cce_warnings() as messages, logits_made(model=patched) as seen:
+    with cce_warnings() as messages, logits_made(model=patched) as seen:
         loss_and_grads(patched, batch(), loss_of=by_caller(LOSSES[name]))
     assert seen == messages == [] and stats(patched).materialized == 0
     assert stats(patched).fused == stats(patched).calls == 1
@@ -138,7 +124,7 @@ def test_divergences_of_gkd_and_gold(name: str, beta: float, options: dict[str, 
         return trainer.generalized_jsd_loss(**mine, teacher_logits=teacher[:, :-1].to(outputs.logits.dtype))
 
     plain, patched = twins("gemma2", tie_word_embeddings=False)
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         assert_same_training(patched, plain, batch(), loss_of=by_caller(divergence))
     assert messages == [] and stats(patched).materialized == 0 and stats(patched).fused == 1
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from accelerate import hooks
-from models import hf_cce_warnings, logits_made, stats, tiny_llama
+from models import cce_warnings, logits_made, stats, tiny_llama
 from numerics import assert_as_good, budget, relative_error
 from ways import KEEPS_ALL, force
 
@@ -139,7 +139,7 @@ TRAINERS: dict[str, Callable[..., Any]] = {
 
 def run(trainer: Any) -> tuple[list[dict[str, float]], list[str]]:
     """Return the log of every step, and hf_cce's warnings."""
-    with hf_cce_warnings() as messages:
+    with cce_warnings() as messages:
         trainer.train()
     timing = ("time", "per_second", "runtime", "flos", "cce/", "epoch")
     return [
