@@ -170,7 +170,7 @@ def test_adapters(name: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "known"),
     [({"label_smoothing_factor": 0.1}, True), ({"compute_loss_func": custom_loss}, False)],
-    ids=["label smoothing", "own loss"],
+    ids=["label smoothing", "custom loss"],
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_trl_losses_on_logits(options: dict[str, Any], known: bool, tmp_path: Path) -> None:
