@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from losses import make_inputs
-from models import anatomy, batch, tiny_llama
+from models import batch, module_state, tiny_llama
 from numerics import assert_as_good, relative_error
 from test_filter_state import COUNTS, KEYS
 from torch import Tensor
@@ -215,7 +215,7 @@ def test_a_patched_model_trains_and_counts_as_in_eager_code(filtered: Any) -> No
     assert counter.frame_count <= 2 and filtered["filtered gradients"] == 12  # the first run ends with a swapped head
     remove_cce(compiled)
     torch.compile(plain)
-    assert anatomy(models[1]) == anatomy(plain)
+    assert module_state(models[1]) == module_state(plain)
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def _inline(text: str) -> str:
     return " ".join(text.split())
 
 
-def made_parts() -> list[tuple[str, str]]:
+def generated_parts() -> list[tuple[str, str]]:
     """Return (section title, text) of each generated part."""
     return [("Random cases", random_cases()), ("Supported versions", versions()), ("Mutants", mutants())]
 
@@ -90,9 +90,9 @@ def made_parts() -> list[tuple[str, str]]:
 def page() -> str:
     """Return the page with its generated parts renewed."""
     text = PAGE.read_text("utf-8")
-    for title, made in made_parts():
+    for title, part in generated_parts():
         head, _, rest = text.partition(f"## {title}\n")
-        text = f"{head}## {title}\n\n{made}\n\n##{rest.partition(chr(10) + '##')[2]}"
+        text = f"{head}## {title}\n\n{part}\n\n##{rest.partition(chr(10) + '##')[2]}"
     return text
 
 

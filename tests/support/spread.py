@@ -27,11 +27,11 @@ CASES: dict[str, Case] = {
     **{f"bfloat16 {i}": (3001, options, "none", torch.bfloat16) for i, options in enumerate(OPTIONS)},
     "float64": (999, OPTIONS[1], "some", torch.float64),
     "even": (64, OPTIONS[1], "some", torch.float32),
-    "few words": (3, OPTIONS[1], "none", torch.float32),
+    "few entries": (3, OPTIONS[1], "none", torch.float32),
     "nothing on the last rank": (1, Options(bias=True, z_loss=0.1), "some", torch.float32),
     "kernels": (203, OPTIONS[1], "some", torch.float32),
 }
-IGNORED_WORDS = (0, 50, 98, -1)  # out of 99 entries; with two ranks, 50 is the first one of the second shard
+IGNORED_LABELS = (0, 50, 98, -1)  # out of 99 entries; with two ranks, 50 is the first one of the second shard
 
 
 def spread(mesh: Any, hidden: Tensor, *heads: Tensor | None) -> list[Any]:
@@ -91,11 +91,11 @@ def losses(mesh: Any) -> dict[str, Any]:
     return results
 
 
-def ignored_words(mesh: Any) -> dict[str, Any]:
+def ignored_labels(mesh: Any) -> dict[str, Any]:
     """Test an ``ignore_index`` that is a vocabulary entry, also a shard's first one, with a tensor as divisor."""
     results = {}
     (hidden, weight, _), labels = make_inputs(300, 32, 99, torch.float32, ignored="none")
-    for index in IGNORED_WORDS:
+    for index in IGNORED_LABELS:
         labels = torch.where(torch.arange(300) % 5 == 0, index, labels)
 
         def plain(hidden: Tensor, weight: Tensor, bias: None, y: Tensor, _: Any, index: int = index) -> Tensor:
@@ -164,14 +164,14 @@ def wrong_use(mesh: Any) -> dict[str, str]:
         "is_top1": lambda: linear_log_probs(h, w, labels, is_top1=True),
         "second derivative": lambda: second_derivative(mesh, hidden, weight, labels),
     }
-    told = {}
+    raised = {}
     for name, call in calls.items():
         try:
             call()
-            told[name] = "nothing"
+            raised[name] = "nothing"
         except (ValueError, RuntimeError) as error:
-            told[name] = f"{type(error).__name__}: {error}"
-    return told
+            raised[name] = f"{type(error).__name__}: {error}"
+    return raised
 
 
 def second_derivative(mesh: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
@@ -191,7 +191,7 @@ def traffic(mesh: Any) -> dict[str, int]:
     return {str(name).split(".")[-1]: count for name, count in mode.get_comm_counts().items()}
 
 
-def everything() -> dict[str, Any]:
+def sharded_vocabulary_results() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    compared = {**losses(mesh), **ignored_words(mesh), **log_probs(mesh)}
-    return {"compared": compared, "told": wrong_use(mesh), "traffic": traffic(mesh)}
+    compared = {**losses(mesh), **ignored_labels(mesh), **log_probs(mesh)}
+    return {"compared": compared, "raised": wrong_use(mesh), "traffic": traffic(mesh)}
