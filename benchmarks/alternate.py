@@ -31,39 +31,39 @@ from hf_cce.diagnostics.shapes import SHAPES
 CONFIGS = {"eager": None, **trainers.OURS}
 
 
-class Turns:
+class RoundScheduler:
     """Scheduler that installs each loss for its steps of a round, removes it afterwards and records times.
 
-    Call ``step_begins`` before each of the ``total`` steps and ``all_done`` after the last one.
+    Call ``before_step`` before each of the ``total`` steps and ``finish`` after the last one.
     """
 
-    def __init__(self, job: Job, losses: list[str], rounds: int, settle: int, model: Any) -> None:
-        self.job, self.model, self.settle = job, model, settle
+    def __init__(self, job: Job, losses: list[str], rounds: int, untimed_steps: int, model: Any) -> None:
+        self.job, self.model, self.untimed_steps = job, model, untimed_steps
         # Reverse the order every second round: the first loss after a pause runs slower.
         self.turns = [
-            (turn, name)
-            for turn in range(job.warmup + rounds)
-            for name in (losses if turn % 2 == 0 else reversed(losses))
+            (round_index, name)
+            for round_index in range(job.warmup + rounds)
+            for name in (losses if round_index % 2 == 0 else reversed(losses))
         ]
-        self.a_turn = settle + job.steps
-        self.total = len(self.turns) * self.a_turn
+        self.turn_steps = untimed_steps + job.steps
+        self.total = len(self.turns) * self.turn_steps
         self.found: dict[str, Any] = {name: {"step_ms": [], "issued_ms": []} for name in losses}
         self.index, self.start = 0, 0.0
 
-    def step_begins(self) -> None:
-        at = self.index % self.a_turn
+    def before_step(self) -> None:
+        at = self.index % self.turn_steps
         if at == 0:
             if self.index:
                 self._end()
-            config = CONFIGS[self.turns[self.index // self.a_turn][1]]
+            config = CONFIGS[self.turns[self.index // self.turn_steps][1]]
             if config is not None:
                 apply_cce(self.model, config)
-        if at == self.settle:
+        if at == self.untimed_steps:
             machine.synchronize(torch.device(self.job.device))
             self.start = time.perf_counter()
         self.index += 1
 
-    def all_done(self) -> None:
+    def finish(self) -> None:
         self._end()
         assert self.index == self.total
 
@@ -71,58 +71,58 @@ class Turns:
         issued = time.perf_counter()
         machine.synchronize(torch.device(self.job.device))
         done = time.perf_counter()
-        turn, name = self.turns[(self.index - 1) // self.a_turn]
+        round_index, name = self.turns[(self.index - 1) // self.turn_steps]
         if CONFIGS[name] is not None:
             self.found[name]["stats"] = self.model.cce_stats()
             remove_cce(self.model)
-        if turn >= self.job.warmup:
+        if round_index >= self.job.warmup:
             self.found[name]["step_ms"].append((done - self.start) * 1e3 / self.job.steps)
             self.found[name]["issued_ms"].append((issued - self.start) * 1e3 / self.job.steps)
 
 
-def measure(job: Job, losses: list[str], rounds: int, settle: int) -> dict[str, Any]:
+def measure(job: Job, losses: list[str], rounds: int, untimed_steps: int) -> dict[str, Any]:
     """Return milliseconds per step of each round and their medians, by loss: until the device or the host has finished.
 
-    Untimed are the first ``job.warmup`` rounds and the ``settle`` steps before the ``job.steps`` of each round. Times are host
+    Untimed are the first ``job.warmup`` rounds and, in each round, ``untimed_steps`` before the ``job.steps``. Times are host
     times from one device synchronization to the next, because a host-limited step takes that long.
     """
     model = build(job, torch.bfloat16)
-    turns = Turns(job, losses, rounds, settle, model)
+    scheduler = RoundScheduler(job, losses, rounds, untimed_steps, model)
     if job.loop == "plain":
-        _plain(job, model, turns)
+        _plain(job, model, scheduler)
     else:
-        trainers.run(replace(job, warmup=0, steps=turns.total), model, [_callback(turns)])
-    found = turns.found
+        trainers.run(replace(job, warmup=0, steps=scheduler.total), model, [_callback(scheduler)])
+    found = scheduler.found
     for row in found.values():
         row["ms"], row["ms_spread"] = statistics.median(row["step_ms"]), [min(row["step_ms"]), max(row["step_ms"])]
     first = found[losses[0]]["step_ms"]
     for name in losses[1:]:
-        apart = [x - y for x, y in zip(found[name]["step_ms"], first, strict=True)]
-        found[name]["apart_ms"] = {"median": statistics.median(apart), "least": min(apart), "most": max(apart)}
+        gaps = [x - y for x, y in zip(found[name]["step_ms"], first, strict=True)]
+        found[name]["apart_ms"] = {"median": statistics.median(gaps), "least": min(gaps), "most": max(gaps)}
     return found
 
 
-def _plain(job: Job, model: Any, turns: Turns) -> None:
+def _plain(job: Job, model: Any, scheduler: RoundScheduler) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), job.learning_rate, betas=(0.9, 0.95), fused=True)
     batches = torch.from_numpy(token_ids(job)).to(job.device)
-    for index in range(turns.total):
-        turns.step_begins()
+    for index in range(scheduler.total):
+        scheduler.before_step()
         rows = batches[index % len(batches)]
         model(input_ids=rows, labels=rows).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    turns.all_done()
+    scheduler.finish()
 
 
-def _callback(turns: Turns) -> Any:
+def _callback(scheduler: RoundScheduler) -> Any:
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            turns.step_begins()
+            scheduler.before_step()
 
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            turns.all_done()
+            scheduler.finish()
 
     return Clock()
 
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     report["results"] = measure(job, list(dict.fromkeys(args.losses)), args.rounds, args.settle)
     if args.json:
         write_json(args.json, report)
-    print("\n".join(tables.turn_rows(report)), flush=True)
+    print("\n".join(tables.round_rows(report)), flush=True)
     return 0
 
 

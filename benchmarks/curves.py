@@ -155,19 +155,19 @@ def train(setup: Setup, job: Job, data: Data, checkpoint: Path, writes_checkpoin
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach().float())  # read only at evaluations, to avoid synchronizing the host
         if step % FILTER_EVERY == 0 and hasattr(model, "cce_stats"):
-            told: dict[str, float] = model.cce_stats()
-            of_filter = {key: told[key] for key in ("kept", "dense", "error") if math.isfinite(told.get(key, math.nan))}
-            filtered.append({"step": step, **of_filter})
+            found: dict[str, float] = model.cce_stats()
+            finite = {key: found[key] for key in ("kept", "dense", "error") if math.isfinite(found.get(key, math.nan))}
+            filtered.append({"step": step, **finite})
         if step not in points:
             continue
         machine.synchronize(device)
         seconds += time.perf_counter() - began
         memory = {"bytes": machine.memory_in_use(device), "peak_bytes": machine.peak_memory(device)}
-        scores = {name: evaluated(model, rows) for name, rows in scored_on.items()}
+        scores = {name: evaluate(model, rows) for name, rows in scored_on.items()}
         evaluations.append({"step": step, **scores, **memory})
         latest = float(losses[-1])
-        said = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
-        say(f"{job.loss}, seed {job.seed}, {job.setting}: step {step:,} of {setup.steps:,}: loss {latest:.4f}, {said}; "
+        scores_text = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
+        log(f"{job.loss}, seed {job.seed}, {job.setting}: step {step:,} of {setup.steps:,}: loss {latest:.4f}, {scores_text}; "
             f"{1000 * seconds / step:.1f} ms a step, peak {memory['peak_bytes'] / 2**30:.2f} GiB")  # fmt: skip
         if not math.isfinite(latest):
             raise RuntimeError(f"{job.loss}: the loss became infinite or NaN; try a smaller --learning-rate")
@@ -193,7 +193,7 @@ def train(setup: Setup, job: Job, data: Data, checkpoint: Path, writes_checkpoin
 
 
 @torch.no_grad()
-def evaluated(model: Any, batches: Tensor) -> float:
+def evaluate(model: Any, batches: Tensor) -> float:
     """Return the mean loss over ``batches`` [count, batch, sequence], always computed from full logits."""
     model.eval()
     losses = []
@@ -233,14 +233,14 @@ def missing_jobs(report: Report, jobs: list[Job], checkpoint: Path) -> list[Job]
 
 
 def measure(
-    report: Report, setup: Setup, jobs: list[Job], data: Data, args: argparse.Namespace, keep: Callable[[], None]
+    report: Report, setup: Setup, jobs: list[Job], data: Data, args: argparse.Namespace, save: Callable[[], None]
 ) -> None:
-    """Make the missing runs of ``report``, ``args.parallel`` at a time, and call ``keep`` after each."""
+    """Make the missing runs of ``report``, ``args.parallel`` at a time, and call ``save`` after each."""
     checkpoint = (
         text.cache_folder() / f"curves-{hashlib.sha256(repr((setup, data)).encode()).hexdigest()[:16]}.safetensors"
     )
     maker, queue, running = jobs[0], deque(missing_jobs(report, jobs, checkpoint)), dict[Future[Any], Job]()
-    say(f"{len(queue)} of {len(jobs)} runs to make")
+    log(f"{len(queue)} of {len(jobs)} runs to make")
     until = time.monotonic() + (args.seconds or math.inf)
     pool: Executor = ThreadPoolExecutor(1)
     if args.parallel > 1:
@@ -254,7 +254,7 @@ def measure(
                 if job.loss not in report["missing"]:
                     running[pool.submit(train, setup, job, data, checkpoint, job == maker)] = job
             if not running:
-                say(f"--seconds {args.seconds:g} are over: {len(queue)} runs left; the same command makes them")
+                log(f"--seconds {args.seconds:g} are over: {len(queue)} runs left; the same command makes them")
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 job = running.pop(future)
@@ -262,10 +262,10 @@ def measure(
                     report["runs"].append(future.result())
                 except Missing as reason:
                     report["missing"][job.loss] = str(reason)
-                    say(f"{job.loss} is missing: {reason}")
+                    log(f"{job.loss} is missing: {reason}")
                 report["runs"].sort(key=lambda run: jobs.index(Job.of(run)) if Job.of(run) in jobs else len(jobs))
                 report["summary"] = summarize(report["runs"])
-                keep()
+                save()
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
@@ -285,14 +285,14 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[
         for loss, seeds in losses.items():
             both = [seed for seed in seeds if seed in full]
             for quantity in seeds[both[0]] if both else ():
-                of_full = [full[seed][quantity] for seed in full]
-                of_seeds = [seeds[seed][quantity] - full[seed][quantity] for seed in both]
+                full_losses = [full[seed][quantity] for seed in full]
+                seed_differences = [seeds[seed][quantity] - full[seed][quantity] for seed in both]
                 summary.setdefault(setting, {}).setdefault(loss, {})[quantity] = {
                     "mean": fmean(seeds[seed][quantity] for seed in both),
-                    "difference": fmean(of_seeds),
-                    "standard_error": stdev(of_seeds) / math.sqrt(len(both)) if len(both) > 1 else None,
-                    "of_seeds": of_seeds,
-                    "noise": None if quantity == "training" else max(of_full) - min(of_full),
+                    "difference": fmean(seed_differences),
+                    "standard_error": stdev(seed_differences) / math.sqrt(len(both)) if len(both) > 1 else None,
+                    "of_seeds": seed_differences,
+                    "noise": None if quantity == "training" else max(full_losses) - min(full_losses),
                 }
     return summary
 
@@ -313,7 +313,7 @@ def second_corpus(corpus: text.Corpus, dataset: str | None) -> Path:
     return path
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -342,7 +342,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Setup]:
     return args, replace(preset, **given)
 
 
-def begun(args: argparse.Namespace, about: Report) -> Report:
+def load_report(args: argparse.Namespace, about: Report) -> Report:
     """Return the report to continue: the one in ``--json``, or an empty one.
 
     Raises:
@@ -361,11 +361,11 @@ def main(arguments: list[str] | None = None) -> int:
     args, setup = parse(arguments)
     tokens = setup.batch * setup.sequence
     decided = explain_dispatch(tokens, setup.dim, setup.vocab, torch.bfloat16, setup.device)
-    say(f"hf_cce computes a loss of {tokens:,} tokens by: {decided.strategy}")
+    log(f"hf_cce computes a loss of {tokens:,} tokens by: {decided.strategy}")
     try:
         if args.plot:
             require_matplotlib(args.plot)
-        corpus = text.prepare(setup.vocab, dataset=args.dataset, progress=say)
+        corpus = text.prepare(setup.vocab, dataset=args.dataset, progress=log)
         data = Data(corpus.tokens_file, second_corpus(corpus, args.second_dataset))
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in model_of(setup).parameters())
@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
                      "second_corpus_tokens": len(np.load(data.second, mmap_mode="r"))},
             "notes": NOTES,
         }  # fmt: skip
-        report = begun(args, about)
+        report = load_report(args, about)
         jobs = [
             Job(setting, loss, seed)
             for setting in (RANDOM, TRAINED)
@@ -385,7 +385,7 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         measure(report, setup, jobs, data, args, lambda: write_json(args.json, report) if args.json else None)
     except (ValueError, RuntimeError) as error:
-        say(f"error: {error}")
+        log(f"error: {error}")
         return 1
     if args.plot and report["summary"]:
         draw(report, args.plot)

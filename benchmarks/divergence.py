@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_cce import CCEConfig, TeacherHead, linear_divergence
+from hf_cce.config import MIB
 from hf_cce.diagnostics.files import write_json
 
 SHAPES = "8192,896,1536,151936 4096,896,1536,151936 4096,2048,4096,128256"
 MIXED = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
-MIB = 1 << 20
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # student hidden states and head, then the teacher's
 
 
@@ -121,14 +121,14 @@ def reference(inputs: tuple[Tensor, ...], beta: float) -> tuple[Tensor, Tensor, 
     """Return (gradient of the hidden states, gradient of the head, loss) computed in float32."""
     hs, ws, ht, wt = inputs
     head, teacher, total = ws.float().requires_grad_(), wt.float(), 0.0
-    of_hidden = torch.empty(hs.shape, device=hs.device)
+    hidden_grad = torch.empty(hs.shape, device=hs.device)
     for rows in torch.arange(len(hs), device=hs.device).split(512):
         hidden = hs[rows].float().requires_grad_()
         loss = from_logits(hidden @ head.T, ht[rows].float() @ teacher.T, beta).sum() / len(hs)
         loss.backward()
-        of_hidden[rows], total = hidden.grad, total + loss.item()  # type: ignore[assignment]
+        hidden_grad[rows], total = hidden.grad, total + loss.item()  # type: ignore[assignment]
     assert head.grad is not None
-    return of_hidden, head.grad, total
+    return hidden_grad, head.grad, total
 
 
 def relative(x: Tensor, exact: Tensor) -> float:

@@ -70,7 +70,7 @@ def measure(head: Head, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-def of_head(given: str) -> tuple[str, dict[str, Any]]:
+def train_and_measure(given: str) -> tuple[str, dict[str, Any]]:
     """Train one head and measure it; return (``given``, its report entry).
 
     Run this in a process of its own, so that its memory is freed afterwards.
@@ -78,11 +78,11 @@ def of_head(given: str) -> tuple[str, dict[str, Any]]:
     vocabulary, hidden_size, layers, seconds = map(int, given.split(":"))
     device = machine.checked_device(None)
     began = time.perf_counter()
-    say = partial(print, f"{given}:", file=sys.stderr, flush=True)
+    log = partial(print, f"{given}:", file=sys.stderr, flush=True)
     # Training reports every second; print every tenth report.
     head = train_head(
         HeadSpec(vocabulary, hidden_size, layers), seconds, device,
-        progress=lambda line: None if line.startswith("training:") and "0 of" not in line else say(line),
+        progress=lambda line: None if line.startswith("training:") and "0 of" not in line else log(line),
     )  # fmt: skip
     rows = measure(head, device)
     found = {
@@ -91,7 +91,7 @@ def of_head(given: str) -> tuple[str, dict[str, Any]]:
         "worst": worst(rows),
     }  # fmt: skip
     spent = time.perf_counter() - began
-    say(f"{spent:.0f} s, loss {found['held_out_loss']:.2f}, kept {rows[-1].get('kept')}, worst {found['worst']}")
+    log(f"{spent:.0f} s, loss {found['held_out_loss']:.2f}, kept {rows[-1].get('kept')}, worst {found['worst']}")
     return given, found
 
 
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         report["heads"] = json.loads(args.json.read_text("utf-8"))["heads"]
     missing = [given for given in args.head if given not in report["heads"]]
     with multiprocessing.get_context("spawn").Pool(args.parallel, maxtasksperchild=1) as pool:
-        for given, found in pool.imap_unordered(of_head, missing):
+        for given, found in pool.imap_unordered(train_and_measure, missing):
             report["heads"][given] = found
             write_json(args.json, report)
     for given, found in report["heads"].items():

@@ -28,8 +28,8 @@ from benchmarks.peers import BUILDERS, PACKAGES, make_peers
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.files import write_json
 
-PEERS = ["hf_cce", "hf_cce exact", "torch.compile", "liger", "apple cce"]
-OF_STEPS = ["eager", "hf_cce", "hf_cce-exact"]
+DEFAULT_PEERS = ["hf_cce", "hf_cce exact", "torch.compile", "liger", "apple cce"]
+DEFAULT_STEP_LOSSES = ["eager", "hf_cce", "hf_cce-exact"]
 SHAPE = (8192, 1024, 49152)
 
 
@@ -119,7 +119,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--here", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    args.peers = args.peers or (OF_STEPS if args.step else PEERS)
+    args.peers = args.peers or (DEFAULT_STEP_LOSSES if args.step else DEFAULT_PEERS)
     known_names = LOSSES if args.step else BUILDERS
     if unknown := [name for name in args.peers if name not in known_names]:
         parser.error(f"--peers: {unknown[0]!r} is none of {', '.join(known_names)}")

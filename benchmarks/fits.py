@@ -18,7 +18,7 @@ import torch
 from benchmarks import tables
 from benchmarks.installed import LOSSES
 from benchmarks.largest import CONTEXT
-from benchmarks.steps import filed, header, job_of
+from benchmarks.steps import header, job_of, run_and_store
 from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.shapes import SHAPES
 
@@ -40,11 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
     report = {**header("benchmarks.fits", arguments, args), "context_gib": CONTEXT}
     job = job_of(args, report, batch=1, steps=1, warmup=0, gib=tuple(args.gib))
     for name in dict.fromkeys(args.losses):
-        filed(report, replace(job, loss=name), args.timeout)
+        run_and_store(report, replace(job, loss=name), args.timeout)
         report["seconds"] = time.perf_counter() - start
         if args.json:
             write_json(args.json, report)
-    print("\n".join(tables.fit_rows(report)), flush=True)
+    print("\n".join(tables.largest_batch_rows(report)), flush=True)
     return int(any(row["status"] == "failed" for row in report["results"].values()))
 
 

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.installed import install
 from benchmarks.job import Job, token_ids
+from hf_cce.diagnostics.machine import GIB
 
-GIB = 1 << 30
 CONTEXT = 1.0  # GiB that the allocator does not see: an H200's context and libraries took 0.6
 ROWS = 32  # of text, repeated for larger batches
 WARMUP = 6  # one-row steps before measuring, in which kernels compile and the filter measures its benefit

@@ -22,7 +22,7 @@ from hf_cce.diagnostics.gradcheck import Inputs
 from hf_cce.diagnostics.machine import Progress
 
 
-def head_of(text: str) -> tuple[str, int]:
+def parse_head(text: str) -> tuple[str, int]:
     """Parse "V49152:8192"."""
     name, _, tokens = text.partition(":")
     if name not in HEADS or not tokens.isdecimal() or not 0 < int(tokens) <= MAX_TOKENS:
@@ -31,7 +31,7 @@ def head_of(text: str) -> tuple[str, int]:
     return name, int(tokens)
 
 
-def shape_of(text: str) -> bench.Shape:
+def parse_shape(text: str) -> bench.Shape:
     """Parse "8192,1024,49152"."""
     try:
         n, d, v = (int(part) for part in text.split(","))
@@ -42,8 +42,8 @@ def shape_of(text: str) -> bench.Shape:
     return n, d, v
 
 
-def words(given: str, separator: str | None = None) -> list[str]:
-    return [word.strip() for word in given.split(separator) if word.strip()]
+def split_list(given: str, separator: str | None = None) -> list[str]:
+    return [part.strip() for part in given.split(separator) if part.strip()]
 
 
 def trained_problem(head: Head, tokens: int, plan: instrument.Plan) -> Inputs:
@@ -80,7 +80,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, report: dict[str, Any], plan: instrument.Plan, progress: Progress) -> None:
     """Add results to ``report`` and write it to disk after each problem."""
-    peers, filters = words(args.peers, ","), [float(x) for x in words(args.sweep, ",")]
+    peers, filters = split_list(args.peers, ","), [float(x) for x in split_list(args.sweep, ",")]
     losses, report["missing"] = make_peers(peers, filters)
     if not losses:
         raise ValueError(f"none of these peers can run here: {report['missing']}")
@@ -92,10 +92,10 @@ def measure(args: argparse.Namespace, report: dict[str, Any], plan: instrument.P
         if args.json:
             write_json(args.json, report)
 
-    for shape in map(shape_of, words(args.shape)):
+    for shape in map(parse_shape, split_list(args.shape)):
         problem = bench.random_problem(shape, plan.device, plan.dtype)
         add("flat N={} D={} V={}".format(*shape), problem, {"kind": "flat"})
-    for name, tokens in map(head_of, words(args.head)):
+    for name, tokens in map(parse_head, split_list(args.head)):
         head = train_head(HEADS[name], args.head_seconds, plan.device, dataset=args.dataset, progress=progress)
         report["heads"][name] = {**head.about, "from_cache": head.cached}
         torch.compiler.reset()
@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any], plan: instrument.P
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
-        plan = instrument.planned(args.device, args.dtype, args.repeats, tuple(words(args.modes, ",")))
+        plan = instrument.planned(args.device, args.dtype, args.repeats, tuple(split_list(args.modes, ",")))
         report = instrument.header("benchmarks.loss", arguments, plan, *PACKAGES)
         measure(args, report, plan, lambda line: print(line, file=sys.stderr, flush=True))
     except ValueError as error:

@@ -92,7 +92,7 @@ class Bench:
         for name, loss in losses.items():
             self.progress(f"{name}: checking")
             if isinstance(loss, FusedLoss):
-                loss.begin()
+                loss.reset()
             try:
                 rows[name] = self._checked(loss, exact)
             except Exception as error:  # another library may raise anything; go on with the other losses

@@ -20,14 +20,14 @@ OTHERS = {
     "torch F.linear_cross_entropy": "torch's `F.linear_cross_entropy`, in chunks",
     "reversed": "full logits, the rows of each batch reversed",
 }
-OF_STEPS = {"compiled": "torch.compile", "apple": "apple cce"}  # names of benchmarks.installed that differ
+STEP_NAMES = {"compiled": "torch.compile", "apple": "apple cce"}  # names of benchmarks.installed that differ
 
 
 def _usual(name: str) -> str:
     """Return the name that benchmarks.peers uses."""
     if name.startswith("hf_cce-"):  # a name from benchmarks.installed
         name = re.sub(r"(\d)([kmg])ib\b", lambda found: f"{found[1]} {found[2].upper()}iB", name.replace("-", " "))
-    return OF_STEPS.get(name, name)
+    return STEP_NAMES.get(name, name)
 
 
 def title(name: str) -> str:
@@ -37,11 +37,11 @@ def title(name: str) -> str:
         return OTHERS.get(name, name)
     found = re.match(r"hf_cce( exact)?(?: filter (\S+))?(?: ([\d.]+ [KMG]iB))?$", name)
     assert found, name
-    words = ["**hf_cce**"]
-    words += ["no filter"] if found[1] else []
-    words += [f"`gradient_filter={found[2]}`"] if found[2] else []
-    words += [f"`memory_budget` {found[3]}"] if found[3] else []
-    return ", ".join(words)
+    parts = ["**hf_cce**"]
+    parts += ["no filter"] if found[1] else []
+    parts += [f"`gradient_filter={found[2]}`"] if found[2] else []
+    parts += [f"`memory_budget` {found[3]}"] if found[3] else []
+    return ", ".join(parts)
 
 
 def is_ours(name: str) -> bool:

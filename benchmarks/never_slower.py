@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy
+from hf_cce.diagnostics.gradcheck import allowed_error
 
 HIDDEN_SIZES = (576, 768, 896, 1024, 1536, 2048, 2560, 3072, 4096)
 VOCAB_SIZES = (32_000, 32_001, 49_152, 50_257, 65_536, 128_256, 151_936, 200_019, 256_000, 262_144)
@@ -37,7 +38,7 @@ DTYPES = {
 }
 # Limits on the floating-point operations of one case, so that all cases finish within minutes
 MOST_WORK, MOST_WORK_FLOAT32, MOST_WORK_CPU = 3e13, 4e12, 1e11
-SLOWER, SLOWER_MS, SLOWER_NARROW_FALLBACK = 1.05, 0.1, 1.15
+SLOWER, SLOWER_MS, SLOWER_HALF_FALLBACK = 1.05, 0.1, 1.15
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,10 @@ def draw(device: str, count: int, seed: int) -> list[Case]:
 def measure(case: Case, pairs: int) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = case.dtype.endswith("(TF32)")
     generator = torch.Generator(device=case.device).manual_seed(case.tokens + case.hidden_size + case.vocab_size)
-    kind, n, d, v = DTYPES[case.dtype], case.tokens, case.hidden_size, case.vocab_size
-    hidden = torch.randn(n, d, device=case.device, generator=generator).to(kind).requires_grad_()
+    dtype, n, d, v = DTYPES[case.dtype], case.tokens, case.hidden_size, case.vocab_size
+    hidden = torch.randn(n, d, device=case.device, generator=generator).to(dtype).requires_grad_()
     weight = (
-        (0.02 * torch.randn(v, d, device=case.device, generator=generator)).to(kind).requires_grad_(not case.frozen)
+        (0.02 * torch.randn(v, d, device=case.device, generator=generator)).to(dtype).requires_grad_(not case.frozen)
     )
     labels = torch.randint(v, (n,), device=case.device, generator=generator)
     config, state = CCEConfig(implementation=case.implementation), FilterState()  # type: ignore[arg-type]
@@ -156,15 +157,15 @@ def paired_times(steps: dict[str, Callable[[], None]], pairs: int, device: str) 
 
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor, frozen: bool) -> list[Tensor]:
     """Return the gradients [N, D] and [V, D] in float64, computed one block of tokens at a time."""
-    wide, n = weight.double(), len(labels)
-    dh, dw = torch.empty(hidden.shape, dtype=torch.float64, device=hidden.device), torch.zeros_like(wide)
+    weight64, n = weight.double(), len(labels)
+    dh, dw = torch.empty(hidden.shape, dtype=torch.float64, device=hidden.device), torch.zeros_like(weight64)
     block = max(1, (1 << 29) // len(weight))
     for start in range(0, n, block):
         h, y = hidden[start : start + block].double(), labels[start : start + block]
-        g = (h @ wide.t()).softmax(1)
+        g = (h @ weight64.t()).softmax(1)
         g[torch.arange(len(y), device=g.device), y] -= 1
         g /= n
-        dh[start : start + block] = g @ wide
+        dh[start : start + block] = g @ weight64
         if not frozen:
             dw.addmm_(g.t(), h)
         del g
@@ -177,24 +178,18 @@ def relative(x: Tensor, exact: Tensor) -> float:
     return float((torch.stack(parts).sum() / exact.square().sum()).sqrt())
 
 
-def error_budget(full_error: float, dtype: torch.dtype) -> float:
-    """Return the allowed error, as ``budget`` in tests/support/numerics.py does."""
-    unit = torch.finfo(dtype).eps
-    return full_error + unit / 16 if dtype.itemsize == 2 else 2 * full_error + 16 * unit
-
-
 def misses(row: dict[str, Any]) -> list[str]:
     """Return the parts of the rule ("time", "memory", …) that a row breaks."""
     if row["full_ms"] is None:
         return []
-    narrow_fallback = row["implementation"] == "portable" and row["dtype"].startswith(("bf", "float16"))
-    most = SLOWER_NARROW_FALLBACK if narrow_fallback and row["device"] == "cuda" else SLOWER
+    half_fallback = row["implementation"] == "portable" and row["dtype"].startswith(("bf", "float16"))
+    most = SLOWER_HALF_FALLBACK if half_fallback and row["device"] == "cuda" else SLOWER
     found = []
     if row["ours_ms"] > max(most * row["full_ms"], row["full_ms"] + SLOWER_MS):
         found.append("time")
     if row["full_mib"] is not None and row["ours_mib"] > row["full_mib"]:
         found.append("memory")
-    if row["ours_error"] > error_budget(row["full_error"], DTYPES[row["dtype"]]):
+    if row["ours_error"] > allowed_error(row["full_error"], DTYPES[row["dtype"]]):
         found.append("error")
     return found
 

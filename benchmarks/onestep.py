@@ -22,9 +22,9 @@ from benchmarks.job import Job, Marks, token_ids
 from benchmarks.largest import search
 from benchmarks.trainers import run_recipe, train
 from hf_cce.diagnostics import machine
+from hf_cce.diagnostics.machine import GIB
 from hf_cce.diagnostics.shapes import SHAPES, config_of
 
-GIB = 1 << 30
 PARTS = ("forward", "backward", "optimizer")
 
 

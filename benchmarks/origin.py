@@ -13,5 +13,5 @@ from hf_cce.diagnostics import machine
 
 def origin(module: str, arguments: list[str] | None, device: torch.device, *packages: str) -> dict[str, Any]:
     """Return date, device, versions and the command ``python -m module``; ``arguments`` defaults to those of this process."""
-    words = ["python", "-m", module, *(sys.argv[1:] if arguments is None else arguments)]
-    return {**machine.report_header(device, *packages), "command": shlex.join(words)}
+    command = ["python", "-m", module, *(sys.argv[1:] if arguments is None else arguments)]
+    return {**machine.report_header(device, *packages), "command": shlex.join(command)}

@@ -32,9 +32,9 @@ class FusedLoss:
 
     def __init__(self, **options: Any) -> None:
         self.config = CCEConfig(**options)
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset the filter states before another head."""
         self.states = {True: FilterState(), False: FilterState()}
         self.last: FilterState | None = None

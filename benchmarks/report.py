@@ -26,7 +26,7 @@ PAGES = (
     "docs/concepts/gradient-filter.md",
 )
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "trl", "quack-kernels")
-HEADS = {"V49152": "49,152 × 1,024", "V128256": "128,256 × 768"}
+HEAD_TITLES = {"V49152": "49,152 × 1,024", "V128256": "128,256 × 768"}
 Table = Callable[[str], list[str]]  # page -> lines
 
 
@@ -93,7 +93,7 @@ def steps(*files: str) -> Table:
                 settings.get("loop", "plain"), f" in {tables.LOOPS[settings.get('loop', 'plain')]}"
             )
             weights += [f"{settings['model']}{loop} {how}"] if how else []
-        more = f"bfloat16, pretrained weights: {', '.join(weights)}" if weights else "bfloat16, random weights"
+        more = f"bfloat16, weights trained beforehand: {', '.join(weights)}" if weights else "bfloat16, random weights"
         return [*tables.step_rows(reports), *source(page, *files, more=more)]
 
     return lines
@@ -119,25 +119,25 @@ def several(rows: Callable[[dict[str, Any]], list[str]], *files: str) -> Table:
 def policy(page: str) -> list[str]:
     """Return the table of log-probabilities, and the differences between the two implementations."""
     report = read("log_probs")
-    apart, gradients = report["largest_difference"], report["relative_difference_of_gradients"]
+    largest, gradients = report["largest_difference"], report["relative_difference_of_gradients"]
     sentence = (
-        f"Largest differences between the two: {apart['log_probs']:.1e} in a log-probability and {apart['entropy']:.1e} nats in "
-        f"an entropy. Relative difference of all gradients: {gradients:.1e}."
+        f"Largest differences between the two: {largest['log_probs']:.1e} in a log-probability and {largest['entropy']:.1e} nats "
+        f"in an entropy. Relative difference of all gradients: {gradients:.1e}."
     )
     return [*tables.policy_rows(report), "", sentence, *source(page, "log_probs")]
 
 
 def errors(page: str) -> list[str]:
     """Return the table of gradient errors on trained heads."""
-    lines = tables.error_rows(read("heads"), {f"trained {head} N=8192": size for head, size in HEADS.items()})
-    long = {"trained V49152 N=32768": f"{HEADS['V49152']}, 32,768 tokens"}
+    lines = tables.error_rows(read("heads"), {f"trained {head} N=8192": size for head, size in HEAD_TITLES.items()})
+    long = {"trained V49152 N=32768": f"{HEAD_TITLES['V49152']}, 32,768 tokens"}
     return [*lines, *tables.error_rows(read("heads_32768"), long)[2:], *source(page, "heads", "heads_32768")]
 
 
 def quack(page: str) -> list[str]:
     """Return the tables of both trained heads with Quack, which runs in a process of its own."""
     report, found = read("heads_quack"), []
-    for head, size in HEADS.items():
+    for head, size in HEAD_TITLES.items():
         found += [
             *tables.loss_rows(f"8,192 tokens, trained head {size}", report["results"][f"trained {head} N=8192"]),
             "",
@@ -203,9 +203,9 @@ TABLES: dict[str, Table] = {
     "steps-random": steps(*of_loops("random")),
     "steps-images": steps("steps_recipe_images"),
     "steps-in-turn": several(
-        tables.turn_rows, "alternate_1024", "alternate_2048", "alternate_trainer", "alternate_sft"
+        tables.round_rows, "alternate_1024", "alternate_2048", "alternate_trainer", "alternate_sft"
     ),
-    "fits": several(tables.fit_rows, "fits_smollm2", "fits_qwen", "fits_llama"),
+    "fits": several(tables.largest_batch_rows, "fits_smollm2", "fits_qwen", "fits_llama"),
     "log-probs": policy,
     "first": several(tables.first_rows, "first", "first_step"),
     "trained-49152": modes("heads", "trained V49152 N=8192"),
@@ -218,10 +218,10 @@ TABLES: dict[str, Table] = {
     "flat-4096": modes("flat", "flat N=4096 D=4096 V=128256"),
     "odd-50257": modes("flat_odd", "flat N=8192 D=768 V=50257"),
     "odd-32001": modes("flat_odd", "flat N=8192 D=4096 V=32001"),
-    "few": one("flat_few", tables.few_rows),
+    "few": one("flat_few", tables.few_tokens_rows),
     "never-slower": never_slower(tables.never_slower_kinds),
     "never-slower-cases": never_slower(tables.never_slower_cases),
-    "cpu": one("flat_cpu", tables.few_rows),
+    "cpu": one("flat_cpu", tables.few_tokens_rows),
     "demo": one("demo", tables.demo_rows),
     "errors": errors,
     "filter-errors": one("filter_errors", tables.filter_error_rows),

@@ -59,11 +59,11 @@ def in_own_process(job: Job, timeout: float) -> dict[str, Any]:
                 ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"status": "failed", "message": f"took more than {timeout:.0f} s (--timeout)"}
-        said = errors.read_text("utf-8", "replace")
+        output = errors.read_text("utf-8", "replace")
         if code or not written.exists():
-            return {"status": "failed", "message": f"its process ended with exit code {code}", "output": said[-3000:]}
+            return {"status": "failed", "message": f"its process ended with exit code {code}", "output": output[-3000:]}
         result = json.loads(written.read_text("utf-8"))
-        return {**result, "output": said[-3000:]} if result["status"] == "failed" else result
+        return {**result, "output": output[-3000:]} if result["status"] == "failed" else result
 
 
 def pretrained(job: Job, timeout: float) -> dict[str, Any]:
@@ -71,19 +71,19 @@ def pretrained(job: Job, timeout: float) -> dict[str, Any]:
     assert job.state_file
     about = Path(f"{job.state_file}.json")
     # The text's location differs between runs.
-    same = {key: value for key, value in asdict(job).items() if not key.endswith("_file")}
+    fixed_fields = {key: value for key, value in asdict(job).items() if not key.endswith("_file")}
     if Path(job.state_file).exists() and about.exists():
         earlier = json.loads(about.read_text("utf-8"))
-        if earlier["job"] != json.loads(json.dumps(same)):
+        if earlier["job"] != json.loads(json.dumps(fixed_fields)):
             return {"status": "failed", "message": f"{job.state_file} holds other weights: {earlier['job']}"}
         return {**earlier["result"], "kept": True}
     result = in_own_process(job, timeout)
     if result["status"] == "ok":
-        write_json(about, {"job": same, "result": result})
+        write_json(about, {"job": fixed_fields, "result": result})
     return result
 
 
-def filed(report: dict[str, Any], job: Job, timeout: float) -> dict[str, Any]:
+def run_and_store(report: dict[str, Any], job: Job, timeout: float) -> dict[str, Any]:
     """Run ``job`` and store its result in ``report``."""
     result = in_own_process(job, timeout)
     for key in ("device", "device_gib"):
@@ -96,7 +96,7 @@ def filed(report: dict[str, Any], job: Job, timeout: float) -> dict[str, Any]:
     return result
 
 
-def compare(results: dict[str, Any]) -> str | None:
+def add_differences(results: dict[str, Any]) -> str | None:
     """Compare each result's losses with the reference (full logits, or the first result); return the reference's name.
 
     "first_relative_difference" is that of the first step, before any update; "relative_difference" is the largest.
@@ -161,12 +161,12 @@ def job_of(args: argparse.Namespace, report: dict[str, Any], **options: Any) -> 
     entries = min(SHAPES[args.model].vocabulary, MAX_ENTRIES)
     corpus = text.prepare(entries, dataset=getattr(args, "dataset", None))
     report["data"] = {"source": corpus.source, "tokens": corpus.tokens, "tokenizer_entries": corpus.entries}
-    same = {field.name for field in fields(Job)} & set(vars(args))
+    shared_fields = {field.name for field in fields(Job)} & set(vars(args))
     files = {"tokens_file": str(corpus.tokens_file), "tokenizer_file": str(corpus.tokenizer_file)}
     return Job(
         **{
             "loss": "eager",
-            **{name: getattr(args, name) for name in same},
+            **{name: getattr(args, name) for name in shared_fields},
             "entries": corpus.entries,
             **files,
             **options,
@@ -206,10 +206,10 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"error: the training before failed: {result.get('message') or result}", file=sys.stderr)
                 return 1
         for name in dict.fromkeys(args.losses):
-            result = filed(report, replace(job, loss=name), args.timeout)
+            result = run_and_store(report, replace(job, loss=name), args.timeout)
             if result["status"] == "failed":
                 print(result.get("output", ""), file=sys.stderr)
-            report["reference"] = compare(report["results"])
+            report["reference"] = add_differences(report["results"])
             report["seconds"] = time.perf_counter() - start
             if args.json:
                 write_json(args.json, report)

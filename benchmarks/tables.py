@@ -20,7 +20,7 @@ IN_LOOP = {
     ("recipe", "hf_cce"): "**hf_cce** by `CCECallback`",
     ("trainer", "hf_cce"): "**hf_cce** by `CCECallback`",
 }
-SCATTERS = 1.2  # ratio of largest to smallest time above which the median alone is not informative
+SPREAD_RATIO = 1.2  # ratio of largest to smallest time above which the median alone is not informative
 
 
 def row(*cells: object) -> str:
@@ -54,8 +54,8 @@ def loss_rows(title: str, result: dict[str, Any]) -> list[str]:
         if "ms" not in figures or " filter " in name:  # failed, or part of a sweep
             continue
         least, most = figures["ms_spread"]
-        scatter = f"; {least:.1f}–{most:.1f} ms" if most > SCATTERS * least else ""
-        time = f"{figures['ms']:.1f} ms ({figures['gemm_multiple']:.2f}{scatter})"
+        spread = f"; {least:.1f}–{most:.1f} ms" if most > SPREAD_RATIO * least else ""
+        time = f"{figures['ms']:.1f} ms ({figures['gemm_multiple']:.2f}{spread})"
         errors = f"{figures['grad_hidden_error']:.1e}, {figures['grad_weight_error']:.1e}"
         lines.append(row(names.title(name), time, f"{figures['extra_mib']:,.0f} MiB", errors))
     return lines
@@ -96,7 +96,7 @@ def step_cell(found: dict[str, Any]) -> str:
     return f"{found['ms']:,.0f} ms, {found['peak_gib']:.1f} GiB" if found["status"] == "ok" else "out of memory"
 
 
-def fit_rows(report: Report) -> list[str]:
+def largest_batch_rows(report: Report) -> list[str]:
     """Return the largest batches of one model."""
     sizes = [f"{size:g}" for size in sorted(report["settings"]["gib"])]
     title = f"{report['settings']['model']}, rows of {report['settings']['sequence']:,} tokens"
@@ -108,26 +108,26 @@ def fit_rows(report: Report) -> list[str]:
     return lines
 
 
-def turn_rows(report: Report) -> list[str]:
+def round_rows(report: Report) -> list[str]:
     """Return rows of benchmarks.alternate: each loss compared with the first one in the same round."""
     settings, results = report["settings"], report["results"]
     loop = settings.get("loop", "plain")
 
-    def called(name: str) -> str:
+    def display_name(name: str) -> str:
         return names.title(name) if names.is_ours(name) else IN_LOOP.get((loop, name), names.title(name))
 
     shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}, {LOOPS[loop]}"
-    beside = f"difference from {called(settings['losses'][0])} in the same round"
+    beside = f"difference from {display_name(settings['losses'][0])} in the same round"
     lines = head(
         f"{shape}; {settings['rounds']} rounds", "time per step, median of rounds (least–most)", beside, "tokens/s"
     )
     for name in names.ordered(results):
         found = results[name]
         low, high = found["ms_spread"]
-        apart = found.get("apart_ms")
-        more = f"{apart['median']:+.2f} ms ({apart['least']:+.2f} to {apart['most']:+.2f})" if apart else "–"
+        gap = found.get("apart_ms")
+        more = f"{gap['median']:+.2f} ms ({gap['least']:+.2f} to {gap['most']:+.2f})" if gap else "–"
         tokens = settings["batch"] * settings["sequence"] / found["ms"] * 1e3
-        lines.append(row(called(name), f"{found['ms']:.1f} ms ({low:.1f}–{high:.1f})", more, f"{tokens:,.0f}"))
+        lines.append(row(display_name(name), f"{found['ms']:.1f} ms ({low:.1f}–{high:.1f})", more, f"{tokens:,.0f}"))
     return lines
 
 
@@ -153,7 +153,7 @@ def policy_rows(report: Report) -> list[str]:
     return lines
 
 
-def few_rows(report: Report) -> list[str]:
+def few_tokens_rows(report: Report) -> list[str]:
     """Return device and wall time of hf_cce and full logits for few tokens; on a CPU both times are equal."""
     wall = ("hf_cce, wall", "full logits, wall") if report["dtype"] != "float32" else ()
     lines = head("tokens × width × vocabulary", "hf_cce", "full logits", *wall, "memory, hf_cce", "memory, full logits")
@@ -232,8 +232,8 @@ def curve_rows(report: Report) -> list[str]:
                 cells = ["–"] * 4
                 if name != "eager":
                     difference, noise, error = (found[key] for key in ("difference", "noise", "standard_error"))
-                    apart = f"{difference:+.4f}" + (f" ± {error:.4f}" if error is not None else "")
-                    cells[:2] = [apart, ", ".join(f"{each:+.4f}" for each in found["of_seeds"])]
+                    text = f"{difference:+.4f}" + (f" ± {error:.4f}" if error is not None else "")
+                    cells[:2] = [text, ", ".join(f"{each:+.4f}" for each in found["of_seeds"])]
                     if noise is not None:
                         cells[2:] = [f"{noise:.4f}", "yes" if difference <= noise else "no"]
                 cells = [cell.replace("-", "−") for cell in cells]

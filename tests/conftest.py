@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -55,6 +56,23 @@ def device(implementation: str) -> str:
     if implementation == "triton":
         pytest.importorskip("triton")
     return "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let argmax-like operations take seven tokens of 99 logits at a time; by default all tokens of a test fit at once."""
+    from hf_cce.deferred import handlers
+
+    monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * 99 * 7)
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """Reset accelerate's state before and after a test: it is per process and holds the precision, for example."""
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    state._reset_state(reset_partial_state=True)
+    yield
+    state._reset_state(reset_partial_state=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

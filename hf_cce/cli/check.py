@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--curve", action="store_true", help="train a small model for 64 steps instead")
     parser.add_argument("--tiny", action="store_true", help="use a small random model (always done for a model type)")
-    add_device(parser)
+    add_device(parser, default="cpu; with --curve a GPU if there is one")
 
 
 def run(options: argparse.Namespace, out: Output) -> int:

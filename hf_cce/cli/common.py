@@ -52,8 +52,8 @@ def add_sizes(parser: argparse.ArgumentParser, defaults: dict[str, str]) -> None
         parser.add_argument(name, type=positive, metavar="N", help=f"{meanings[name]} (default: {default})")
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, mps (default: the best one)")
+def add_device(parser: argparse.ArgumentParser, default: str = "a GPU if there is one") -> None:
+    parser.add_argument("--device", help=f"cpu, cuda, cuda:1, mps (default: {default})")
 
 
 class Output:

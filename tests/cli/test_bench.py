@@ -45,7 +45,7 @@ def test_time_memory_and_errors_of_each_loss(dtype: str, tmp_path: Path) -> None
     assert attached["results"] == report["results"]
 
 
-def test_a_loss_that_raises_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_losses_run_after_one_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> torch.Tensor:
         raise NotImplementedError("not on a Saturday")
 

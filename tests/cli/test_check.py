@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command import Result, hf_cce
-from models import anatomy, tiny_llama
+from models import module_state, tiny_llama
 from torch import nn
 
 from hf_cce import apply_cce
@@ -24,7 +24,7 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), "phi", "mixtral"])
-def test_a_model_type_is_checked_on_a_tiny_model(model_type: str, tmp_path: Path) -> None:
+def test_check_of_model_type(model_type: str, tmp_path: Path) -> None:
     done = run(model_type, "--json", str(tmp_path / "found.json"))
     assert done.exit_code == 0, done
     assert "Loss and gradients are the same with and without hf_cce, and no full logits are materialized" in done.stdout
@@ -34,7 +34,7 @@ def test_a_model_type_is_checked_on_a_tiny_model(model_type: str, tmp_path: Path
     assert all(row["ok"] for row in found["differences"])
 
 
-def test_a_folder_is_loaded(tmp_path: Path) -> None:
+def test_check_of_folder(tmp_path: Path) -> None:
     model = tiny_llama()
     model.save_pretrained(tmp_path)
     done = run(str(tmp_path), "--json", str(tmp_path / "found.json"))
@@ -44,14 +44,14 @@ def test_a_folder_is_loaded(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.up_proj" in {row["name"] for row in found["differences"]}
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_check_leaves_model_unchanged() -> None:
     model = tiny_llama()
-    before = anatomy(model)
+    before = module_state(model)
     assert bench.check(model)["same"]
-    assert anatomy(model) == before and all(parameter.grad is None for parameter in model.parameters())
+    assert module_state(model) == before and all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_difference_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head is off by 1e-5 while the model is patched."""
 
     def off(model: Any, *options: Any) -> Any:
@@ -83,12 +83,12 @@ def test_full_logits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 1 and "saves no memory" in done.stdout and "_Head" in done.stdout, done
 
 
-def test_a_model_that_needs_more_than_text_is_not_checked() -> None:
+def test_model_that_needs_images_is_refused() -> None:
     done = run("git")
     assert done.exit_code == 2 and "Error: GitForCausalLM does not run on text alone" in done.stderr, done
 
 
-def test_weights_that_are_not_there_are_missed(tmp_path: Path) -> None:
+def test_missing_weights_are_an_error(tmp_path: Path) -> None:
     """A folder with only a configuration, or its config.json (which `estimate` accepts), has no weights to check."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}), "utf-8")
     for target in (tmp_path, tmp_path / "config.json"):
@@ -98,7 +98,7 @@ def test_weights_that_are_not_there_are_missed(tmp_path: Path) -> None:
         assert tiny.exit_code == 0 and tiny.stdout.count("\n") == 1
 
 
-def test_the_curve_is_that_of_the_package(tmp_path: Path) -> None:
+def test_curve_matches_stored_curve(tmp_path: Path) -> None:
     done = run("--curve", "--json", str(tmp_path / "found.json"))
     assert done.exit_code == 0 and "64 steps with hf_cce give the same losses as full logits" in done.stdout, done
     found = json.loads((tmp_path / "found.json").read_text("utf-8"))
@@ -116,7 +116,7 @@ def full_logits() -> Any:
 
 
 @pytest.mark.parametrize("fault", ["loss", "gradient", "shift", "package"])
-def test_a_curve_that_differs_is_found(
+def test_curve_difference_is_reported(
     fault: str, full_logits: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Faults: loss 1% too large; gradient 0.1% too large; labels not shifted; other numbers in the packaged curve."""
@@ -150,6 +150,6 @@ def test_a_curve_that_differs_is_found(
 
 
 @pytest.mark.parametrize("arguments", [[], ["llama", "--curve"]])
-def test_a_model_or_the_curve(arguments: list[str]) -> None:
+def test_takes_either_model_or_curve(arguments: list[str]) -> None:
     done = run(*arguments)
     assert done.exit_code == 2 and "pass either MODEL or --curve" in done.stderr, done

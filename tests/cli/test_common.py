@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_output_folders_and_quiet(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_output_and_quiet(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     alone = hf_cce(name, *QUICK[name], "--json", "-")
     assert alone.exit_code == 0 and json.loads(alone.stdout), alone
@@ -52,7 +52,7 @@ def test_output_folders_and_quiet(name: str, tmp_path: Path, monkeypatch: pytest
     assert quiet.exit_code == 0 and not quiet.stderr and "a.json" not in quiet.stdout
 
 
-def test_progress_without_a_terminal_is_a_line_now_and_then(
+def test_progress_without_terminal_is_throttled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter(range(0, 1000, 10))
@@ -76,7 +76,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
     ids=repr,
 )
 @pytest.mark.parametrize("module", app.COMMANDS, ids=lambda module: module.__name__)
-def test_one_sentence_and_the_same_code_everywhere(
+def test_errors_are_one_line_with_exit_code(
     module: ModuleType, raised: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*_: object) -> int:
@@ -88,7 +88,7 @@ def test_one_sentence_and_the_same_code_everywhere(
     assert hf_cce(name, *QUICK[name]) == (code, "", message)
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: object) -> int:
         """Make a mistake."""
         raise KeyError("a mistake of ours")
@@ -98,13 +98,13 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) 
         hf_cce("models")
 
 
-def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+def test_output_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = hf_cce("models", "--json", str(tmp_path / "file/a.json"))
     assert done.exit_code == 2 and done.stderr.startswith("Error: ") and str(tmp_path / "file") in done.stderr
 
 
-def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
+def test_output_files_are_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("old")
     with pytest.raises(KeyboardInterrupt), whole_file(path) as temporary:  # noqa: PT012
@@ -120,7 +120,7 @@ def test_json_keeps_lists_of_numbers_on_one_line(tmp_path: Path) -> None:
     assert json.loads(written) == value and "[ 1.5, -2e-09, 3 ]" in written
 
 
-def test_sizes_have_units() -> None:
+def test_size_units() -> None:
     assert size("256MiB") == size("268435456") == size(" 0.25 gib ") == 256 << 20 and size("1GB") == 10**9
     for wrong in ("256 apples", "MiB", "-1"):
         with pytest.raises(argparse.ArgumentTypeError, match="such as 256MiB"):
@@ -128,12 +128,12 @@ def test_sizes_have_units() -> None:
 
 
 @pytest.mark.parametrize("name", ["gradcheck", "bench", "check llama", "demo"])
-def test_a_device_that_is_not_there(name: str) -> None:
+def test_missing_device_is_an_error(name: str) -> None:
     done = hf_cce(*name.split(), "--device", "cuda:99")
     assert done.exit_code == 2 and done.stderr.startswith("Error: --device cuda:99 cannot be used here: ")
 
 
-def test_the_models_listed_are_those_that_apply_cce_takes() -> None:
+def test_models_lists_what_apply_cce_accepts() -> None:
     rows = json.loads(hf_cce("models", "--json", "-").stdout)
     assert [row["type"] for row in rows if row["status"] != "refused"] == supported_models()
     supported = [row["type"] for row in rows if row["status"] == "supported"]

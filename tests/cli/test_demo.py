@@ -49,19 +49,19 @@ def test_whole_demo(tmp_path: Path) -> None:
         assert shown in done.stdout, shown
 
 
-def test_memory_that_cannot_be_measured_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmeasurable_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "reset_peak_memory", lambda device: False)
     done = command()
     assert done.exit_code == 0 and "cannot be measured" in done.stdout and "added by a step" not in done.stdout
 
 
-def test_a_text_that_is_too_short_is_one_line() -> None:
+def test_too_short_text_is_an_error() -> None:
     done = command("--seq-length", "1000000")
     message = "too few for sequences of 1000000"
     assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_float16_is_trained_with_a_loss_scale() -> None:
+def test_float16_training_with_loss_scale() -> None:
     """Trains as on a T4. The first loss equals float32's up to rounding; losses with and without CCE stay close."""
     ids, _ = demo.text_tokens(512)
     losses = {}
@@ -76,14 +76,14 @@ def test_float16_is_trained_with_a_loss_scale() -> None:
         assert abs(a - b) <= a * 16 * budget(0.0, torch.float16) * 2**step, step
 
 
-def test_the_default_model_has_the_shape_of_smollm2() -> None:
+def test_default_model_has_smollm2_shape() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(config_of(smollm2_like(49_152, 576, 30)))
     assert sum(p.numel() for p in model.parameters()) == 134_515_008  # SmolLM2-135M's own count
 
 
 @ON_LINUX
-def test_memory_that_was_freed_again_is_seen() -> None:
+def test_peak_includes_freed_memory() -> None:
     torch.ones(100_000_000)  # 400 MB allocated before must not count
     added = machine.watch_memory(torch.device("cpu"))
     held = torch.ones(50_000_000)

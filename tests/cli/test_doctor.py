@@ -49,7 +49,7 @@ def portable_only(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gradcheck, "CONFIGS", {"portable": CCEConfig("portable")})
 
 
-def test_a_good_machine_passes_and_says_what_runs() -> None:
+def test_good_installation_passes() -> None:
     found = command("--json", "-")
     assert found.exit_code == 0, found
     report = json.loads(found.stdout)
@@ -61,7 +61,7 @@ def test_a_good_machine_passes_and_says_what_runs() -> None:
     assert all(choice["implementation"] == "portable" and "PyTorch" in choice["why"] for choice in on_cpu)
 
 
-def test_a_loss_that_is_wrong_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_gradients_fail_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     right = gradcheck.linear_cross_entropy
 
     def wrong(*args: Any, **options: Any) -> torch.Tensor:
@@ -77,7 +77,7 @@ def test_a_loss_that_is_wrong_fails_the_self_test(monkeypatch: pytest.MonkeyPatc
     assert quiet.exit_code == 1 and not quiet.stdout and "hf-cce gradcheck --device cpu" in quiet.stderr
 
 
-def test_a_kernel_that_cannot_be_compiled_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_compile_failure_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **options: Any) -> torch.Tensor:
         raise SyntaxError("the compiler gave up\nat line 3")
 
@@ -86,7 +86,7 @@ def test_a_kernel_that_cannot_be_compiled_is_found(monkeypatch: pytest.MonkeyPat
     assert not choices and check.status == doctor.WRONG and check.found == "SyntaxError: the compiler gave up"
 
 
-def test_a_model_whose_loss_is_not_fused_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfused_model_loss_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_cce.diagnostics import check
 
     assert doctor._model().status == doctor.OK
@@ -96,7 +96,7 @@ def test_a_model_whose_loss_is_not_fused_is_found(monkeypatch: pytest.MonkeyPatc
     assert found.status == doctor.WRONG and "saves no memory" in found.found and found.fix
 
 
-def test_without_torch_and_transformers_it_says_how_to_get_them() -> None:
+def test_missing_torch_and_transformers() -> None:
     done = process("sys.modules.update(torch=None, transformers=None)")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert 'pip install "torch>=2.8"' in done.stdout and 'pip install "transformers>=5.0"' in done.stdout
@@ -104,7 +104,7 @@ def test_without_torch_and_transformers_it_says_how_to_get_them() -> None:
     assert "\x1b" not in done.stdout  # no color without a terminal
 
 
-def test_a_torch_that_cannot_be_loaded_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
+def test_torch_that_fails_to_load(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
     done = process("", "--json", "-", PYTHONPATH=str(tmp_path))
@@ -115,7 +115,7 @@ def test_a_torch_that_cannot_be_loaded_is_not_taken_for_a_missing_one(tmp_path: 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for nvidia-smi is a shell script")
-def test_a_gpu_that_torch_cannot_see_is_wrong(tmp_path: Path) -> None:
+def test_gpu_invisible_to_torch(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'Tesla T4, 550.54'\n")
     program.chmod(0o755)
@@ -126,7 +126,7 @@ def test_a_gpu_that_torch_cannot_see_is_wrong(tmp_path: Path) -> None:
     assert f"pip install --force-reinstall torch --index-url {doctor.CUDA_WHEELS}" in done.stderr
 
 
-def test_triton_is_wanted_only_where_a_gpu_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_required_only_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.machine, "versions", lambda *names: dict.fromkeys(names))
     assert doctor.triton(False).status == doctor.OK
     assert doctor.triton(True).status == doctor.WRONG and "triton" in (doctor.triton(True).fix or "")
@@ -134,7 +134,7 @@ def test_triton_is_wanted_only_where_a_gpu_can_run_it(monkeypatch: pytest.Monkey
     assert doctor.triton(True).status == doctor.WRONG and "3.1.0" in doctor.triton(True).found
 
 
-def test_the_minimum_versions_are_those_of_the_package() -> None:
+def test_minimum_versions_match_pyproject() -> None:
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     optional = {name: least for name, (least, _) in doctor.OPTIONAL.items()}
     for name, least in {**doctor.REQUIRED, **optional, "triton": doctor.TRITON}.items():
@@ -142,7 +142,7 @@ def test_the_minimum_versions_are_those_of_the_package() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_kernels_run_and_are_tested() -> None:
+def test_self_test_runs_kernels_on_gpu() -> None:
     choices, check = doctor.self_test(torch.device("cuda", 0))
     assert check.status == doctor.OK, check
     assert {(choice["dtype"], choice["implementation"]) for choice in choices} == {
@@ -152,22 +152,22 @@ def test_on_a_gpu_the_kernels_run_and_are_tested() -> None:
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.1", "3.7.0", "3.6.0+git1"])
-def test_which_kernels_a_hopper_gpu_gets(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_kernels_by_triton_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
     from hf_cce.kernels import launch_config
 
     monkeypatch.setattr(triton, "__version__", version)
     for capability in ((9, 0), (8, 9)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
-        told = doctor.hopper_kernels(torch.device("cuda", 0))
+        found = doctor.hopper_kernels(torch.device("cuda", 0))
         assert (
-            told == ""
+            found == ""
             if capability == (8, 9)
-            else told.startswith("specialized") is launch_config.is_hopper_validated()
+            else found.startswith("specialized") is launch_config.is_hopper_validated()
         )
 
 
-def test_an_older_gpu_is_told_of_and_tested_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_gpu_is_noted_and_uses_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A T4 as torch describes it; nothing runs on the device."""
     device = torch.device("cuda", 0)
     facts = {"name": "Tesla T4", "memory_gib": 14.6, "capability": "7.5", "cuda": "12.6"}

@@ -18,12 +18,13 @@ from peak_memory import PeakMemory
 from tiny_config import tiny_config
 from transformers import LlamaForCausalLM, MambaConfig
 
+from hf_cce.config import MIB
 from hf_cce.diagnostics import estimate as diagnostics
 from hf_cce.diagnostics.estimate import LoRA, Model
+from hf_cce.diagnostics.machine import GIB
 from hf_cce.diagnostics.shapes import SHAPES, Shape, config_named, config_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-MIB, GIB = 1 << 20, 1 << 30
 STEPS_TOLERANCE = 0.02  # 0.3 % at most when this was written
 estimated = functools.cache(diagnostics.estimate)
 SIX_LAYERS = Shape("llama", 64, 6, 4, 4, 256, 4096)
@@ -55,7 +56,7 @@ def measured_steps() -> list[Any]:
 
 
 @pytest.mark.parametrize(("settings", "way", "budget", "row"), measured_steps())
-def test_peaks_of_whole_steps_are_those_measured(
+def test_step_peaks_match_measurements(
     settings: dict[str, Any], way: str, budget: int | None, row: dict[str, Any]
 ) -> None:
     found = estimated(settings["model"], settings["batch"], settings["sequence"], memory_budget=budget)
@@ -65,7 +66,7 @@ def test_peaks_of_whole_steps_are_those_measured(
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("fits_*.json")), ids=lambda path: path.stem)
-def test_a_step_that_is_said_to_fit_was_measured_to_fit(path: Path) -> None:
+def test_fits_matches_measurements(path: Path) -> None:
     """Of the batches that were measured to fit, at most the largest sixth may be rejected."""
     report = json.loads(path.read_text("utf-8"))
     settings, results = report["settings"], report["results"]
@@ -91,7 +92,7 @@ def measured_losses() -> list[Any]:
 
 
 @pytest.mark.parametrize(("way", "sizes", "extra_mib"), measured_losses())
-def test_the_loss_alone_takes_what_was_measured(way: str, sizes: tuple[int, int, int], extra_mib: float) -> None:
+def test_loss_memory_matches_measurements(way: str, sizes: tuple[int, int, int], extra_mib: float) -> None:
     n, d, v = sizes
     model = Model("", "", 0, v, d, 0)
     whole, left, few = diagnostics.loss_bytes(way, n, model, "bfloat16")
@@ -104,7 +105,7 @@ def test_the_loss_alone_takes_what_was_measured(way: str, sizes: tuple[int, int,
 
 @pytest.mark.parametrize("vocabulary", [64, 8192])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_real_step_holds_what_was_estimated(vocabulary: int, checkpointing: bool) -> None:
+def test_estimate_matches_live_tensors(vocabulary: int, checkpointing: bool) -> None:
     """Count live tensors on a CPU: independent of the estimate's code, with the same phases of a step as on a GPU."""
     config = config_of(replace(SIX_LAYERS, vocabulary=vocabulary))
     model = LlamaForCausalLM(config).train()
@@ -123,7 +124,7 @@ def test_a_real_step_holds_what_was_estimated(vocabulary: int, checkpointing: bo
     assert -0.02 < off(there, memory.peak) < 0.04
 
 
-def test_adapters_hold_what_peft_holds() -> None:
+def test_lora_estimate_matches_live_tensors() -> None:
     """Weights, gradients, activations and peak of a LoRA step with PEFT's own adapters, counted as live tensors on a CPU."""
     peft = pytest.importorskip("peft")
     config = config_of(SIX_LAYERS)
@@ -141,7 +142,7 @@ def test_adapters_hold_what_peft_holds() -> None:
 
 
 @pytest.mark.slow
-def test_qlora_packs_the_weights_of_linear_layers() -> None:
+def test_qlora_packs_linear_weights() -> None:
     lora, qlora = (diagnostics.estimate("smollm2-135m", 1, 1024, lora=LoRA(16, packed)) for packed in (False, True))
     linear = 30 * 576 * (2 * 576 + 2 * 192 + 3 * 1536)
     assert abs(lora.model.weights - qlora.model.weights - linear * (2 - 4.127 / 8)) < 1000
@@ -152,7 +153,7 @@ def test_qlora_packs_the_weights_of_linear_layers() -> None:
         assert shown.exit_code == 0 and ("rank 64" in shown.stdout) == ("64" in arguments)
 
 
-def test_mixed_precision_keeps_the_casts_of_the_weights_once() -> None:
+def test_mixed_precision_keeps_weight_casts_once() -> None:
     config = config_of(replace(SHAPES["tiny"], vocabulary=4096))
 
     def kept(batch: int, dtype: str) -> int:
@@ -169,7 +170,7 @@ def test_mixed_precision_keeps_the_casts_of_the_weights_once() -> None:
     assert row["bfloat16"] < row["mixed"] < 2 * row["bfloat16"]
 
 
-def test_it_says_where_cce_brings_much_little_and_nothing() -> None:
+def test_verdict_by_size_of_saving() -> None:
     much = diagnostics.estimate("qwen2.5-0.5b", 4, 8192)
     assert diagnostics.verdict(much).startswith("hf_cce saves 54% of the peak, 100.7 → 46.4 GiB")
     nothing = diagnostics.estimate("smollm2-135m", 1, 512)
@@ -181,11 +182,11 @@ def test_it_says_where_cce_brings_much_little_and_nothing() -> None:
     narrow = config_of(replace(SHAPES["smollm2-135m"], vocabulary=512))  # byte-level vocabulary
     weights = diagnostics.estimate("llama-3.2-1b", 1, 400)  # 51 million logits against 10 GB of weights and optimizer
     for little in (diagnostics.estimate("narrow", 32, 4096, config=narrow), weights):
-        words = diagnostics.verdict(little)
-        assert not little.few_tokens and words.startswith("hf_cce saves little here"), words
+        text = diagnostics.verdict(little)
+        assert not little.few_tokens and text.startswith("hf_cce saves little here"), text
 
 
-def test_a_model_whose_activations_are_not_known_is_not_guessed() -> None:
+def test_unknown_activations_are_not_guessed() -> None:
     config = MambaConfig(vocab_size=32_000, hidden_size=64, num_hidden_layers=2)
     found = diagnostics.estimate("mamba", 8, 1024, config=config)
     (note,), step = found.notes, found.steps["full"]
@@ -193,13 +194,13 @@ def test_a_model_whose_activations_are_not_known_is_not_guessed() -> None:
     assert step.loss == 12 * 8 * 1024 * 32_000 and "is unknown" in diagnostics.verdict(found)
 
 
-def test_the_command_reads_a_folder_and_a_file_and_writes_json(tmp_path: Path) -> None:
+def test_folder_file_and_json(tmp_path: Path) -> None:
     config_of(SHAPES["smollm2-135m"]).save_pretrained(tmp_path)
     level = logging.getLogger("transformers").level
     shown = command(str(tmp_path), "--batch-size", "4", "--seq-length", "2048", "--gpu-memory", "24")
     assert shown.exit_code == 0, shown
-    for words in ("135 million parameters", "4 × 2,048 tokens make 403 million logits", "fits in 24 GiB"):
-        assert words in shown.stdout
+    for text in ("135 million parameters", "4 × 2,048 tokens make 403 million logits", "fits in 24 GiB"):
+        assert text in shown.stdout
     assert logging.getLogger("transformers").level == level and "\x1b" not in shown.stdout
     found = command(
         str(tmp_path / "config.json"), "--batch-size", "4", "--seq-length", "2048", "--gpu-memory", "24", "--json", "-"
@@ -212,7 +213,7 @@ def test_the_command_reads_a_folder_and_a_file_and_writes_json(tmp_path: Path) -
     assert quiet.stdout.strip() == json.loads((tmp_path / "out.json").read_text("utf-8"))["verdict"]
 
 
-def test_the_page_shows_what_the_command_says() -> None:
+def test_documented_output_is_current() -> None:
     page = (RESULTS.parents[1] / "docs/reference/cli.md").read_text("utf-8")
     for line in re.findall(r"^(?:\$ )?hf-cce estimate (.*)$", page, re.MULTILINE):
         shown = command(*line.split()).stdout
@@ -220,7 +221,7 @@ def test_the_page_shows_what_the_command_says() -> None:
         assert text in page, f"hf-cce estimate {line}: write\n{text}"
 
 
-def test_a_model_type_is_its_class_s_default_and_says_so() -> None:
+def test_model_type_uses_default_sizes() -> None:
     shown = command("llama", "--batch-size", "2", "--seq-length", "1024", "--gpu-memory", "80")
     assert shown.exit_code == 0, shown
     assert "llama: LlamaForCausalLM, 6,738 million parameters, vocabulary 32,000" in shown.stdout
@@ -229,14 +230,14 @@ def test_a_model_type_is_its_class_s_default_and_says_so() -> None:
     assert not diagnostics.estimate("qwen2.5-0.5b", 1, 64).notes
 
 
-def test_a_folder_of_the_name_of_a_model_type_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_named_like_a_model_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config_of(SHAPES["tiny"]).save_pretrained(tmp_path / "llama")
     monkeypatch.chdir(tmp_path)
     assert config_named("llama").vocab_size == SHAPES["tiny"].vocabulary
     assert not diagnostics.estimate("llama", 1, 64).notes
 
 
-def test_weights_that_are_drawn_by_their_own_values_are_not_drawn() -> None:
+def test_initialization_from_weight_values_is_skipped() -> None:
     """Gemma 3's vision tower initializes from weight values, which fake tensors do not have; tied weights stay tied."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
@@ -246,7 +247,7 @@ def test_weights_that_are_drawn_by_their_own_values_are_not_drawn() -> None:
     assert found.model.parameters == sum(p.numel() for p in Gemma3ForConditionalGeneration(config).parameters())
 
 
-def test_an_image_text_model_is_counted_as_its_text_model() -> None:
+def test_image_text_model_is_estimated_as_text_model() -> None:
     from transformers import CLIPVisionConfig, LlavaConfig
 
     text = config_of(replace(SHAPES["tiny"], vocabulary=32_000))

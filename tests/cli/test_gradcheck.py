@@ -51,11 +51,11 @@ def tampered(factor: float) -> Callable[..., torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("twin_error", [0.0, 1e-7, 0.3])
-def test_the_rule_is_that_of_the_tests(twin_error: float, dtype: torch.dtype) -> None:
+def test_allowed_error_matches_test_budget(twin_error: float, dtype: torch.dtype) -> None:
     assert diagnostics.allowed_error(twin_error, dtype) == budget(twin_error, dtype)
 
 
-def test_every_case_and_quantity_is_compared_and_good(tmp_path: Path) -> None:
+def test_every_case_and_quantity_is_compared(tmp_path: Path) -> None:
     found = command("--json", str(tmp_path / "a.json"))
     assert found.exit_code == 0, found
     assert "128 tokens, hidden size 24, vocabulary 67" in found.stdout
@@ -72,7 +72,7 @@ def test_every_case_and_quantity_is_compared_and_good(tmp_path: Path) -> None:
     }
 
 
-def test_the_kernels_are_compared_too_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_kernels_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         pytest.skip("the kernels are not interpreted here")
     monkeypatch.setattr(diagnostics, "CONFIGS", ALL)
@@ -84,7 +84,7 @@ def test_the_kernels_are_compared_too_where_they_run(monkeypatch: pytest.MonkeyP
     assert report["notes"] == ["triton in bfloat16: Triton's interpreter truncates, but a GPU rounds"]
 
 
-def test_chunks_change_nothing_but_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_reference_matches_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = diagnostics.make_inputs(SMALL, EVERYTHING, torch.float32, CPU)
     whole = diagnostics.with_full_logits(inputs, EVERYTHING, torch.float64)
     monkeypatch.setattr(diagnostics, "CHUNK_BYTES", 8 * 67 * 3)
@@ -93,7 +93,7 @@ def test_chunks_change_nothing_but_the_order(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("factor", [1.001, math.nan])
-def test_an_error_is_seen_and_named(factor: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wrong_gradients_are_reported(factor: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(diagnostics, "linear_cross_entropy", tampered(factor))
     monkeypatch.setattr(diagnostics, "CASES", diagnostics.CASES[:1])
     found = command("--dtype", "float32", "--json", str(tmp_path / "found.json"))
@@ -105,7 +105,7 @@ def test_an_error_is_seen_and_named(factor: float, monkeypatch: pytest.MonkeyPat
     assert command("--dtype", "float32", "--quiet").exit_code == 1
 
 
-def test_what_cannot_be_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncomparable_implementations_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "CONFIGS", ALL)
     monkeypatch.setattr(diagnostics, "CASES", diagnostics.CASES[:1])
     found = command("--dtype", "bfloat16")  # not supported by the kernels on a CPU

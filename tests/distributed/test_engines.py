@@ -10,21 +10,21 @@ import tiny
 import torch
 import transformers
 from models import (
-    anatomy,
     assert_fused,
     assert_same_training,
     batch,
-    exact,
+    cce_warnings,
+    float64_copy,
     head_of,
     loss_and_grads,
-    own_loss,
+    model_loss,
+    module_state,
     stats,
     tiny_llama,
-    told,
     twins,
 )
 from numerics import assert_accurate
-from tiny_config import WORDS, tiny_config
+from tiny_config import TEXT_VOCAB_SIZE, tiny_config
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -37,12 +37,12 @@ def in_autocast(model: Any, inputs: Any) -> torch.Tensor:
         return model(**inputs).loss
 
 
-def assert_no_further_than_unpatched(patched: Any, plain: Any, inputs: Any, loss_of: Any = own_loss) -> None:
+def assert_no_further_than_unpatched(patched: Any, plain: Any, inputs: Any, loss_of: Any = model_loss) -> None:
     """Compare loss, head gradient and all gradients together with float64, in bfloat16; one small matrix would be too noisy."""
     results = [
         loss_and_grads(plain, inputs, loss_of=loss_of),
         loss_and_grads(patched, inputs, loss_of=loss_of),
-        loss_and_grads(exact(plain), inputs, double=True),
+        loss_and_grads(float64_copy(plain), inputs, double=True),
     ]
     head = [
         name for name, value in patched.named_parameters() if any(value is x for x in head_of(patched).parameters())
@@ -64,18 +64,18 @@ def test_autocast(family: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["BartForConditionalGeneration", "MarianMTModel"])
-def test_a_float32_bias_on_logits_of_autocast(name: str) -> None:
+def test_float32_logits_bias_under_autocast(name: str) -> None:
     """Encoder-decoders keep ``final_logits_bias`` in float32; adding it to bfloat16 logits makes logits and loss float32."""
     kind = getattr(transformers, name)
     torch.manual_seed(1)
     plain = kind(tiny_config(kind.config_class)).train()
     plain.final_logits_bias.normal_()
     patched = apply_cce(copy.deepcopy(plain))
-    assert_no_further_than_unpatched(patched, plain, batch(words=WORDS), in_autocast)
+    assert_no_further_than_unpatched(patched, plain, batch(vocab_size=TEXT_VOCAB_SIZE), in_autocast)
     assert_fused(patched, 1)
     for model in (plain, patched):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            outputs = model(**batch(words=WORDS))
+            outputs = model(**batch(vocab_size=TEXT_VOCAB_SIZE))
         assert outputs.loss.dtype is outputs.logits.dtype is torch.float32
 
 
@@ -86,14 +86,14 @@ def test_bfloat16_weights() -> None:
     assert patched.lm_head.weight.grad.dtype is torch.bfloat16
 
 
-def test_the_loss_is_float32_whatever_the_weights_are() -> None:
+def test_loss_is_float32_with_bfloat16_weights() -> None:
     """docs/start/support.md promises this. BART computes its own loss from logits that it leaves in bfloat16."""
     plain, patched = (model.bfloat16() for model in twins("bart"))
     assert plain(**batch()).loss.dtype is torch.bfloat16 and patched(**batch()).loss.dtype is torch.float32
 
 
 @pytest.mark.parametrize("name", ["MambaForCausalLM", "FalconMambaForCausalLM"])
-def test_a_float32_head_over_a_bfloat16_body(name: str) -> None:
+def test_float32_head_on_bfloat16_body(name: str) -> None:
     """These families cast the hidden states to the head's dtype."""
     plain = tiny.build(name).bfloat16()
     head = head_of(plain)
@@ -104,7 +104,7 @@ def test_a_float32_head_over_a_bfloat16_body(name: str) -> None:
     assert head_of(patched).weight.grad.dtype is torch.float32
 
 
-def test_a_head_of_another_dtype_is_an_error_as_before() -> None:
+def test_head_dtype_mismatch_raises_torch_error() -> None:
     """If the family does not cast, torch raises its own error from the same place."""
     messages = []
     for model in (tiny_llama(), apply_cce(tiny_llama())):
@@ -144,11 +144,11 @@ def test_torch_compile_in_one_graph(family: str) -> None:
     assert torch.equal(compiled(**inputs).logits, plain(**inputs).logits)
     remove_cce(compiled)
     torch.compile(plain)  # leaves its own marker on the model
-    assert anatomy(patched) == anatomy(plain)
+    assert module_state(patched) == module_state(plain)
 
 
 @pytest.mark.parametrize("family", ["llama", "granite"])
-def test_torch_compile_of_a_step_around_the_model(family: str) -> None:
+def test_torch_compile_of_step_function(family: str) -> None:
     """Dynamo traces the hooks into the user's graph."""
     plain, patched = twins(family)
     inputs = {**batch(), "use_cache": False}
@@ -161,15 +161,15 @@ def test_torch_compile_of_a_step_around_the_model(family: str) -> None:
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     losses = [compiled(patched, **inputs) for _ in range(4)]
     assert counter.frame_count <= 2 and stats(patched).traced
-    assert_accurate(losses[-1], step(plain, **inputs), step(exact(plain), **inputs), "loss")
+    assert_accurate(losses[-1], step(plain, **inputs), step(float64_copy(plain), **inputs), "loss")
     assert_same_training(patched, plain, batch())
     compiled(patched, **inputs)
     remove_cce(patched)
-    assert anatomy(patched) == anatomy(plain)
+    assert module_state(patched) == module_state(plain)
 
 
 @pytest.mark.parametrize("way", ["wrapper", "in place", "around"])
-def test_patching_a_compiled_model_drops_its_graphs(way: str) -> None:
+def test_patching_compiled_model_drops_its_graphs(way: str) -> None:
     model, inputs = tiny_llama(), {**batch(), "use_cache": False}
     compiled = torch.compile(lambda **inputs: model(**inputs), fullgraph=True, backend="eager")
     if way == "wrapper":
@@ -185,7 +185,7 @@ def test_patching_a_compiled_model_drops_its_graphs(way: str) -> None:
     assert compiled(**inputs).logits is not None
 
 
-def test_a_data_parallel_replica_returns_tensors_only() -> None:
+def test_data_parallel_replica_returns_tensors() -> None:
     """Build replicas as torch.nn.parallel.replicate does, without moving them: DataParallel gathers only tensors."""
     model = apply_cce(tiny_llama())
     modules = list(model.modules())
@@ -206,15 +206,6 @@ def test_a_data_parallel_replica_returns_tensors_only() -> None:
     assert patch_of(model).forward is None, "the model would keep a replica's head alive"
 
 
-@pytest.fixture
-def fresh_accelerate() -> Any:
-    """Reset accelerate's per-process state, in which an earlier test may have set the precision."""
-    state = pytest.importorskip("accelerate.state").AcceleratorState
-    state._reset_state(reset_partial_state=True)
-    yield
-    state._reset_state(reset_partial_state=True)
-
-
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_accelerate_wraps_and_unwraps() -> None:
     accelerator = pytest.importorskip("accelerate").Accelerator(mixed_precision="bf16", cpu=True)
@@ -222,7 +213,7 @@ def test_accelerate_wraps_and_unwraps() -> None:
     prepared = [accelerator.prepare(first), apply_cce(accelerator.prepare(later))]
     plain = accelerator.prepare(tiny_llama())
     expected = loss_and_grads(plain, batch())
-    reference = loss_and_grads(exact(tiny_llama()), batch(), double=True)
+    reference = loss_and_grads(float64_copy(tiny_llama()), batch(), double=True)
     for model in prepared:
         actual = loss_and_grads(model, batch())
         assert_accurate(actual["loss"], expected["loss"], reference["loss"], "loss", torch.bfloat16)
@@ -252,7 +243,7 @@ def test_accelerate_device_hooks_on_the_head(when: str, offload: bool) -> None:
     plain = hooked(tiny_llama())
     patched = apply_cce(hooked(tiny_llama())) if when == "after" else hooked(apply_cce(tiny_llama()))
     forward = patched.lm_head.forward
-    assert_same_training(patched, plain, batch(), reference=exact(tiny_llama()))
+    assert_same_training(patched, plain, batch(), reference=float64_copy(tiny_llama()))
     assert_fused(patched, calls=1)
     assert patched.lm_head.forward == forward and patched.lm_head.weight.is_meta == offload
     hooks.remove_hook_from_module(patched.lm_head)
@@ -263,7 +254,7 @@ def test_accelerate_device_hooks_on_the_head(when: str, offload: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_on", ["cuda", "cpu"])
-def test_the_head_on_another_device(head_on: str) -> None:
+def test_head_on_another_device(head_on: str) -> None:
     """A model split by ``device_map``: accelerate moves the hidden states to the head and the logits back.
 
     A head on the CPU with a body on a GPU is offloaded: its weight is copied to the GPU for the head's forward.
@@ -281,7 +272,7 @@ def test_the_head_on_another_device(head_on: str) -> None:
             apply_cce(model, implementation="triton")
         return model
 
-    plain, reference = split(None), loss_and_grads(exact(tiny_llama()), batch(), double=True)
+    plain, reference = split(None), loss_and_grads(float64_copy(tiny_llama()), batch(), double=True)
     twin = loss_and_grads(plain, batch())
     for patch_first in (True, False):
         patched = split(patch_first)
@@ -292,7 +283,7 @@ def test_the_head_on_another_device(head_on: str) -> None:
             assert_accurate(value, twin[name], reference[name], name)
 
 
-def test_a_graph_that_makes_logits_says_so_once_when_it_is_traced() -> None:
+def test_compiled_full_logits_warn_once_while_tracing() -> None:
     """The warning appears in a plain loop too, and the model stays a single graph."""
 
     class Mine(nn.Linear):
@@ -305,7 +296,7 @@ def test_a_graph_that_makes_logits_says_so_once_when_it_is_traced() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(patched, fullgraph=True, backend=counter)
-    with told() as messages:
+    with cce_warnings() as messages:
         for _ in range(4):
             output = compiled(**inputs)
     (message,) = messages

@@ -45,9 +45,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> str:
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a small real text: one module of the standard library."""
-    path = tmp_path_factory.mktemp("words") / "argparse.txt"
+    path = tmp_path_factory.mktemp("text") / "argparse.txt"
     path.write_text(Path(sys.modules["argparse"].__file__ or "").read_text("utf-8"), "utf-8")
     return str(path)
 
@@ -67,9 +67,9 @@ def run(script: Any, path: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
-def small(words: str, *more: str) -> list[str]:
+def small(text_file: str, *more: str) -> list[str]:
     sizes = ["--model", "tiny", "--batch", "2", "--sequence", "32", "--warmup", "1", "--steps", "2", "--device", "cpu"]
-    return [*sizes, "--dataset", words, *more]
+    return [*sizes, "--dataset", text_file, *more]
 
 
 def test_each_mode_has_times_and_errors(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_each_mode_has_times_and_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_loss_on_a_trained_head_and_then_the_head_from_the_cache(words: str, tmp_path: Path) -> None:
-    head = ["--device", "cpu", "--head", "V512:256", "--head-seconds", "6", "--dataset", words, "--repeats", "1"]
+def test_loss_on_trained_and_cached_head(text_file: str, tmp_path: Path) -> None:
+    head = ["--device", "cpu", "--head", "V512:256", "--head-seconds", "6", "--dataset", text_file, "--repeats", "1"]
     arguments = ["--shape", "64,64,512", "--peers", "hf_cce,eager,liger", "--sweep", "1e-3", "--modes", "both"]
     report = run(loss, tmp_path / "a.json", *head, *arguments)
     assert list(report["results"]) == ["flat N=64 D=64 V=512", "trained V512 N=256"]
@@ -115,7 +115,7 @@ def test_loss_refuses_unknown_names(arguments: list[str], message: str, capsys: 
 
 
 @pytest.mark.parametrize("peer", ["trl", "torch F.linear_cross_entropy"])
-def test_a_peer_computes_the_same_loss(peer: str) -> None:
+def test_peer_losses_agree(peer: str) -> None:
     losses, missing = peers.make_peers([peer, "eager"])
     if missing:
         pytest.skip(missing[peer])
@@ -124,7 +124,7 @@ def test_a_peer_computes_the_same_loss(peer: str) -> None:
     assert abs(found - wanted) <= budget(0.0, torch.float32) * wanted
 
 
-def test_a_peer_whose_import_breaks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_with_broken_import_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "quack").mkdir()
     (tmp_path / "quack" / "linear_cross_entropy.py").write_text("raise TypeError('in no such place')")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -135,31 +135,31 @@ def test_a_peer_whose_import_breaks_is_left_out(tmp_path: Path, monkeypatch: pyt
     assert set(losses) == {"eager"} and "TypeError: in no such place" in missing["quack"]
 
 
-def test_steps_in_a_process_of_their_own(words: str, tmp_path: Path) -> None:
-    report = run(steps, tmp_path / "a.json", *small(words, "--losses", "hf_cce"))
+def test_steps_in_subprocess(text_file: str, tmp_path: Path) -> None:
+    report = run(steps, tmp_path / "a.json", *small(text_file, "--losses", "hf_cce"))
     row = report["results"]["hf_cce"]
     assert row["status"] == "ok" and len(row["losses"]) == 3 and row["peak_gib"] > 0 and not report["missing"]
     assert row["ms_spread"][0] <= row["ms"] <= row["ms_spread"][1]
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_steps_keep_trained_weights_for_a_later_run(words: str, tmp_path: Path) -> None:
+def test_steps_reuse_trained_weights(text_file: str, tmp_path: Path) -> None:
     state = ["--state", str(tmp_path / "state.pt"), "--pretrain-sequence", "32", "--losses", "eager"]
     first, second = (
-        run(steps, tmp_path / f"{name}.json", *small(words, *state, "--pretrain-steps", "3")) for name in "ab"
+        run(steps, tmp_path / f"{name}.json", *small(text_file, *state, "--pretrain-steps", "3")) for name in "ab"
     )
     assert "kept" not in first["pretraining"] and second["pretraining"]["kept"] is True
     assert first["results"]["eager"]["losses"] == second["results"]["eager"]["losses"]
-    assert steps.main(small(words, *state, "--pretrain-steps", "2")) == 1  # refuses to reuse other weights
+    assert steps.main(small(text_file, *state, "--pretrain-steps", "2")) == 1  # refuses to reuse other weights
 
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("loop", ["trainer", "sft"])
-def test_steps_of_trainers_come_to_the_same_loss(loop: str, words: str, tmp_path: Path) -> None:
+def test_steps_in_trainers_match_plain_loop(loop: str, text_file: str, tmp_path: Path) -> None:
     for package in ["trl", "datasets"] if loop == "sft" else []:
         pytest.importorskip(package)
     more = ["--losses", "eager", "hf_cce", "--learning-rate", "0.0", "--loop"]
-    found = {each: run(steps, tmp_path / f"{each}.json", *small(words, *more, each)) for each in ("plain", loop)}
+    found = {each: run(steps, tmp_path / f"{each}.json", *small(text_file, *more, each)) for each in ("plain", loop)}
     for name, row in found[loop]["results"].items():
         expected = float(np.mean(found["plain"]["results"][name]["losses"]))
         assert abs(row["losses"][0] - expected) <= budget(0.0, torch.bfloat16) * expected
@@ -172,12 +172,12 @@ def test_steps_of_trainers_come_to_the_same_loss(loop: str, words: str, tmp_path
 @pytest.mark.parametrize(
     "more", [["--recipe=--use_peft --dtype float32"], ["--images", "28"]], ids=["LoRA", "pictures"]
 )
-def test_steps_of_the_recipe(more: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_recipe(more: list[str], text_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("trl", "datasets", "peft", "PIL"):
         pytest.importorskip(package)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     report = run(
-        steps, tmp_path / "a.json", *small(words, "--loop", "recipe", "--losses", "hf_cce", "eager", "liger", *more)
+        steps, tmp_path / "a.json", *small(text_file, "--loop", "recipe", "--losses", "hf_cce", "eager", "liger", *more)
     )
     assert "HF_CCE_DISABLE" in report["missing"]["liger"] and report["reference"] == "eager"
     ours = report["results"]["hf_cce"]
@@ -187,8 +187,8 @@ def test_steps_of_the_recipe(more: list[str], words: str, tmp_path: Path, monkey
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_steps_out_of_memory_are_a_result_and_missing_packages_have_a_reason(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_steps_report_out_of_memory_and_missing_packages(
+    text_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def install(model: Any, name: str) -> str:
         def loss_function(**_: Any) -> None:
@@ -200,7 +200,7 @@ def test_steps_out_of_memory_are_a_result_and_missing_packages_have_a_reason(
         return ""
 
     monkeypatch.setattr(onestep, "install", install)
-    report = run(steps, tmp_path / "a.json", *small(words, "--losses", "eager", "liger"))
+    report = run(steps, tmp_path / "a.json", *small(text_file, "--losses", "eager", "liger"))
     row = report["results"]["eager"]
     assert (row["status"], row["phase"], row["step"], row["asked"]) == ("oom", "forward", 1, "18.55 GiB")
     assert report["missing"] == {"liger": "no such package"}
@@ -209,25 +209,25 @@ def test_steps_out_of_memory_are_a_result_and_missing_packages_have_a_reason(
     assert not onestep.out_of_memory(RuntimeError("shapes do not match"))
 
 
-def test_a_process_that_hangs_has_failed() -> None:
+def test_steps_timeout_is_a_failure() -> None:
     one = job.Job("eager", "tiny", 1, 16, 1, 0, "none.npy", 300)
     assert steps.in_own_process(one, 0.01)["message"] == "took more than 0 s (--timeout)"
 
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("loop", ["plain", "trainer"])
-def test_alternate(loop: str, words: str, tmp_path: Path) -> None:
-    arguments = small(words, "--rounds", "2", "--settle", "1", "--loop", loop, "--losses", "eager", "hf_cce")
+def test_alternate(loop: str, text_file: str, tmp_path: Path) -> None:
+    arguments = small(text_file, "--rounds", "2", "--settle", "1", "--loop", loop, "--losses", "eager", "hf_cce")
     report = run(alternate, tmp_path / "a.json", *arguments)
     ours, full = report["results"]["hf_cce"], report["results"]["eager"]
-    apart = [x - y for x, y in zip(ours["step_ms"], full["step_ms"], strict=True)]
-    assert len(apart) == 2 and ours["apart_ms"]["most"] == max(apart) and ours["stats"]["fused"] == 3
-    assert tables.turn_rows(report)[2].startswith("| **hf_cce** |")
+    differences = [x - y for x, y in zip(ours["step_ms"], full["step_ms"], strict=True)]
+    assert len(differences) == 2 and ours["apart_ms"]["most"] == max(differences) and ours["stats"]["fused"] == 3
+    assert tables.round_rows(report)[2].startswith("| **hf_cce** |")
 
 
-def test_curves_are_resumed(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_curves_are_resumed(text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    texts = ["--dataset", words, "--second-dataset", words, "--plot", str(tmp_path / "curves.png")]
+    texts = ["--dataset", text_file, "--second-dataset", text_file, "--plot", str(tmp_path / "curves.png")]
     arguments = ["--preset", "tiny", "--seeds", "1", *texts, "--losses", "hf_cce"]
     assert curves.main([*arguments, "--seconds", "1e-9"]) == 0
     assert "4 runs left" in capsys.readouterr().err
@@ -268,7 +268,7 @@ def test_curves_verdict() -> None:
     assert lines[4].endswith("| held-out text | 3.2000 | +0.2000 | +0.2000 | 0.1000 | no |")
 
 
-def test_long_runs_train_a_large_model_with_the_filter() -> None:
+def test_gpu_preset_uses_large_model_and_filter() -> None:
     setup = curves.PRESETS["gpu"]
     with torch.device("meta"):
         model = curves.model_of(setup)
@@ -295,7 +295,7 @@ def test_fits_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("start", "slope", "limit"), [(2.0, 1.5, 23.0), (2.0, 1.5, 1.0), (0.1, 0.01, 79.0)])
-def test_the_largest_batch_that_fits(start: float, slope: float, limit: float) -> None:
+def test_largest_batch_search(start: float, slope: float, limit: float) -> None:
     """The search takes few tries on slightly uneven peaks, and also tries the next batch."""
     seen: dict[int, float | None] = {}
 
@@ -312,7 +312,7 @@ def test_the_largest_batch_that_fits(start: float, slope: float, limit: float) -
     assert found == 0 if not fitting else (found in fitting and found + 1 not in fitting)
 
 
-def test_each_head_starts_with_fresh_filter_states() -> None:
+def test_peers_reset_filter_state() -> None:
     problem = bench.random_problem((96, 32, 300), torch.device("cpu"), torch.float32)
     fused, states = peers.FusedLoss(), []
     for _ in range(2):
@@ -321,14 +321,14 @@ def test_each_head_starts_with_fresh_filter_states() -> None:
     assert len({id(state) for state in states}) == 4
 
 
-def test_text_comes_back_from_its_tokens(words: str, tmp_path: Path) -> None:
-    corpus = text.prepare(512, dataset=words, cache=tmp_path / "cache")
+def test_tokenizer_round_trip(text_file: str, tmp_path: Path) -> None:
+    corpus = text.prepare(512, dataset=text_file, cache=tmp_path / "cache")
     ids = np.load(corpus.tokens_file)
     assert ids[-1] == corpus.tokenizer().token_to_id(text.END_OF_TEXT)
-    assert corpus.tokenizer().decode(ids.tolist()) == Path(words).read_text("utf-8")
-    said: list[str] = []
-    assert text.prepare(512, dataset=words, cache=tmp_path / "cache", progress=said.append) == corpus
-    assert said == ["reading text"]  # everything else came from the cache
+    assert corpus.tokenizer().decode(ids.tolist()) == Path(text_file).read_text("utf-8")
+    messages: list[str] = []
+    assert text.prepare(512, dataset=text_file, cache=tmp_path / "cache", progress=messages.append) == corpus
+    assert messages == ["reading text"]  # everything else came from the cache
     (tmp_path / "a.txt").write_text("one two " * 100)
     (tmp_path / "b.md").write_text("three " * 100)
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe")
@@ -340,8 +340,8 @@ def test_text_comes_back_from_its_tokens(words: str, tmp_path: Path) -> None:
         text.prepare(512, dataset=str(tmp_path / "nothing"))
 
 
-def test_token_ids_fit_the_vocabulary(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = steps.job_of(steps.parse(small(words)), {})
+def test_token_ids_fit_the_vocabulary(text_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = steps.job_of(steps.parse(small(text_file)), {})
     rank = job.token_ids(one)
     assert rank.shape == (3, 2, 32) and np.array_equal(rank, job.token_ids(one))
     monkeypatch.setitem(SHAPES, "large", replace(SHAPES["tiny"], vocabulary=2000))
@@ -353,7 +353,7 @@ def test_token_ids_fit_the_vocabulary(words: str, monkeypatch: pytest.MonkeyPatc
     ("name", "parameters"),
     [("qwen2.5-0.5b", 494_032_768), ("smollm2-135m", 134_515_008), ("llama-3.2-1b", 1_235_814_400)],
 )
-def test_shapes_have_the_originals_number_of_parameters(name: str, parameters: int) -> None:
+def test_shapes_have_original_parameter_counts(name: str, parameters: int) -> None:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import load_module
 from messages import messages
 from numerics import budget, relative_error
 
@@ -36,14 +36,6 @@ def page_id(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def code_of(page: Path) -> list[str]:
     """Return the page's Python blocks in order; for a diff, the code after it."""
     found = []
@@ -59,11 +51,10 @@ WITH_CODE = [page for page in PAGES if code_of(page)]
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> Iterator[dict[str, Any]]:
     """Provide the names a page assumes, offline: tiny models and a tokenizer with 93 entries replace those on the hub."""
     import torch
     import transformers
-    from accelerate.state import AcceleratorState
     from test_trl import tokenizer
     from torch import distributed
 
@@ -83,7 +74,6 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     monkeypatch.setattr(
         torch, "compile", lambda *args, **options: compiled(*args, **{"backend": "aot_eager"} | options)
     )  # avoids the C++ compiler
-    AcceleratorState._reset_state(reset_partial_state=True)  # the state is per process and would leak into other tests
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     input_ids = torch.randint(99, (2, 16))
     yield {
@@ -99,7 +89,6 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
         "labels": torch.randint(99, (2, 16)),
     }
     distributed.destroy_process_group()
-    AcceleratorState._reset_state(reset_partial_state=True)
     torch._dynamo.reset()
 
 
@@ -111,7 +100,7 @@ def add_trl(stand_ins: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=page_id)
-def test_python_runs(page: Path, stand_ins: dict[str, Any]) -> None:
+def test_python_blocks_run(page: Path, stand_ins: dict[str, Any]) -> None:
     import torch
 
     if torch.cuda.is_available():
@@ -140,7 +129,7 @@ NEEDS_GPU = ("liger_kernel", "cut_cross_entropy", "quack")
 
 
 @pytest.mark.parametrize("lines", BEFORE, ids=lambda lines: lines[0][:40])
-def test_what_goes_is_what_the_others_have(lines: list[str], stand_ins: dict[str, Any]) -> None:
+def test_migration_before_code_runs(lines: list[str], stand_ins: dict[str, Any]) -> None:
     """Run the "before" lines if their package is installed; for packages that need a GPU, run only the imports."""
     import torch
 
@@ -190,14 +179,14 @@ def test_make_targets_exist(name: str) -> None:
     assert commands and {target for command in commands for target in command.split()} <= targets
 
 
-def test_paths_in_the_flow_of_a_step_exist() -> None:
+def test_paths_in_deferred_logits_page_exist() -> None:
     flow = (ROOT / "docs/concepts/deferred-logits.md").read_text("utf-8")
     paths = [path.rstrip(".") for path in re.findall(r"(?<![\w/])(?:hf_cce|patches)/[\w/.]+", flow)]
     assert paths and [path for path in paths if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", [*PAGES, *(ROOT / name for name in OTHERS)], ids=page_id)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     """Every relative link points to an existing file and, if it has an anchor, to an existing heading."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
         if target.startswith(("https://", "http://")):
@@ -210,27 +199,27 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
 
 
-def test_the_counters_are_shown_as_they_are(stand_ins: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_counters_are_current(stand_ins: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = [code for code in code_of(README) if "cce_stats()" in code]
     exec(compile(block, "README.md", "exec"), stand_ins)
     (shown,) = re.findall(r"\)  # ([01 ]+)$", block, re.MULTILINE)
     assert shown in capsys.readouterr().out.splitlines()
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     """The README shows purpose, installation, usage and benefit without much scrolling."""
     lines = README.read_text("utf-8").splitlines()
     assert len(lines) <= 150 and lines.index("## Usage") <= 45
 
 
-def test_the_table_of_options_is_complete() -> None:
+def test_options_table_is_complete() -> None:
     from hf_cce import CCEConfig
 
     (section,) = re.findall(r"^## Options\n(.*?)^## ", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == [field.name for field in fields(CCEConfig)]
 
 
-def test_the_index_names_every_page() -> None:
+def test_index_lists_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text("utf-8")
     pages = [page_id(page).removeprefix("docs/") for page in PAGES if page.name != "README.md"]
     assert [page for page in pages if f"]({page})" not in index] == []
@@ -247,7 +236,7 @@ def test_the_index_names_every_page() -> None:
         "docs/concepts/gradient-filter.md",
     ],
 )
-def test_tables_are_those_of_their_json(name: str) -> None:
+def test_tables_match_results(name: str) -> None:
     from benchmarks.report import PAGES as FILLED
     from benchmarks.report import filled
 
@@ -261,7 +250,7 @@ def test_tables_are_those_of_their_json(name: str) -> None:
     )
 
 
-def test_every_result_and_every_table_is_on_a_page() -> None:
+def test_every_result_and_table_is_documented() -> None:
     from benchmarks.report import RESULTS, TABLES
 
     pages = "".join(path.read_text("utf-8") for path in PAGES)
@@ -273,7 +262,7 @@ def test_every_result_and_every_table_is_on_a_page() -> None:
         assert f"<!-- {name} table: begin" in pages, name
 
 
-def test_every_public_name_has_its_section() -> None:
+def test_every_public_name_is_documented() -> None:
     """`make site` inserts the docstrings and fails on unknown names."""
     import hf_cce
 
@@ -283,10 +272,10 @@ def test_every_public_name_has_its_section() -> None:
     assert all(f"[`{name}`](#{name.lower()})" in text for name in hf_cce.__all__)
 
 
-def test_pictures_are_those_of_the_notebook_and_of_the_results() -> None:
+def test_pictures_are_current() -> None:
     pytest.importorskip("nbformat")
     Image = pytest.importorskip("PIL.Image")
-    maker = load(ROOT / "docs/make_pictures.py")
+    maker = load_module(ROOT / "docs/make_pictures.py")
     taken = maker.of_the_notebook()
     assert len(taken) == 4
     for name, picture in taken.items():
@@ -307,13 +296,13 @@ def explained() -> list[str]:
     return found
 
 
-def test_every_message_has_its_entry() -> None:
+def test_every_message_is_documented() -> None:
     known = set(explained())
     missing = {text: place for text, place in messages().items() if text not in known | set(INTERNAL)}
     assert not missing, f"write in docs/reference/messages.md what to do, or in INTERNAL why nobody meets it: {missing}"
 
 
-def test_no_entry_and_no_exception_is_left_over() -> None:
+def test_no_stale_message_entries() -> None:
     known = explained()
     assert len(known) > 100 and len(known) == len(set(known))
     assert set(known) <= set(messages()), sorted(set(known) - set(messages()))

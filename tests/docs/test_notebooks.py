@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command import load_module
 
 from hf_cce import dispatch
 from hf_cce.diagnostics import notebook
@@ -37,14 +37,14 @@ def kinds(cell: Any) -> list[str]:
     return found
 
 
-def test_there_are_notebooks() -> None:
+def test_notebooks_are_listed() -> None:
     assert {"quickstart", "sft_lora", "pretraining", "log_probs", "kernel"} <= {path.stem for path in NOTEBOOKS}
     index = (ROOT / "notebooks" / "README.md").read_text("utf-8")
     assert all(f"]({path.name})" in index for path in NOTEBOOKS)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_stored_outputs_are_whole_and_small(path: Path) -> None:
+def test_stored_outputs_are_complete_and_small(path: Path) -> None:
     assert path.stat().st_size < MAX_BYTES
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -60,9 +60,7 @@ def test_stored_outputs_are_whole_and_small(path: Path) -> None:
     assert last.source.rstrip().splitlines()[-1].startswith("show(") and "time of a step" in str(last.outputs)
 
 
-def test_a_t4_gets_float16_and_the_fallback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_t4_uses_float16_and_fallback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Check the decisions only: the device is fake and nothing runs on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
@@ -84,14 +82,11 @@ def test_a_t4_gets_float16_and_the_fallback(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs_offline_and_gives_what_is_stored(path: Path) -> None:
+def test_notebook_reproduces_stored_outputs(path: Path) -> None:
     for package in NEEDS.get(path.stem, ()):
         pytest.importorskip(package)
-    spec = importlib.util.spec_from_file_location("execute_notebooks", ROOT / "notebooks" / "execute.py")
-    assert spec and spec.loader
-    runner = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(runner)
-    fresh = runner.execute(path)  # raises if a cell fails; the notebooks contain assertions
+    # Raises if a cell fails; the notebooks contain assertions.
+    fresh = load_module(ROOT / "notebooks" / "execute.py").execute(path)
     stored = nbformat.read(path, as_version=4)
     for ran, kept in zip(code_cells(fresh), code_cells(stored), strict=True):
         assert ran.source == kept.source

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -10,14 +9,13 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from command import load_module
 from numerics import assert_accurate, relative_error
 
 accelerate, trl = pytest.importorskip("accelerate"), pytest.importorskip("trl")
@@ -29,13 +27,8 @@ CONFIGS = sorted((RECIPES / "accelerate").glob("*.yaml"))
 PROCESSES = "cpu_ddp"  # needs processes of its own
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    return module
+def load(name: str) -> Any:
+    return load_module(RECIPES / f"{name}.py")
 
 
 def commands(title: str) -> list[list[str]]:
@@ -53,19 +46,15 @@ def split(command: list[str]) -> tuple[str | None, str, list[str]]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return an empty folder to train in, with tiny.py's files in runs/tiny; accelerate's state is reset."""
-    from accelerate.state import AcceleratorState
-
+def recipe_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> Path:
+    """Return an empty folder to train in, with tiny.py's files in runs/tiny."""
     if torch.cuda.is_available():
         pytest.skip("the recipes would take the GPU, and their figures here are those of a CPU")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # as `accelerate launch` sets it with cpu.yaml
-    AcceleratorState._reset_state(reset_partial_state=True)
     load("tiny").make(tmp_path / "runs/tiny")
-    yield tmp_path
-    AcceleratorState._reset_state(reset_partial_state=True)
+    return tmp_path
 
 
 def logged(trainer: Any, key: str) -> list[float]:
@@ -81,7 +70,7 @@ def train(script: str, *arguments: str, resumed: int = 0) -> Any:
     return trainer
 
 
-def test_the_commands_to_try_train_one_after_the_other(here: Path) -> None:
+def test_try_it_commands_train_in_order(recipe_dir: Path) -> None:
     done: dict[str, Any] = {}
     for config, script, arguments in map(split, commands("Try it")):
         if script in ("tiny", "log_probs") or config == PROCESSES:  # in the fixture, or tested separately
@@ -95,12 +84,12 @@ def test_the_commands_to_try_train_one_after_the_other(here: Path) -> None:
     losses = logged(pretrained, "loss")
     assert 5.3 < losses[0] < 5.7 and losses[-1] < losses[0] - 0.1  # 260 entries: starts near log 260 = 5.56
     assert next(pretrained.model.parameters()).dtype == torch.float32
-    assert len(logged(full, "eval_loss")) == 2 and (here / "runs/full/chat_template.jinja").exists()
+    assert len(logged(full, "eval_loss")) == 2 and (recipe_dir / "runs/full/chat_template.jinja").exists()
     trained = [name for name, parameter in lora.model.named_parameters() if parameter.requires_grad]
     assert trained and all("lora_" in name for name in trained)
-    assert (here / "runs/lora/adapter_model.safetensors").exists() and lora.args.packing
+    assert (recipe_dir / "runs/lora/adapter_model.safetensors").exists() and lora.args.packing
     assert len(logged(distilled, "entropy")) == 2 and min(logged(distilled, "loss")) > 0
-    assert len(logged(grpo, "reward")) == 2 and (here / "runs/grpo/model.safetensors").exists()
+    assert len(logged(grpo, "reward")) == 2 and (recipe_dir / "runs/grpo/model.safetensors").exists()
 
 
 CHAT = ["--model_name_or_path", "runs/tiny/model", "--dataset_name", "runs/tiny/chat", "--output_dir", "out"]
@@ -158,11 +147,11 @@ def make_image_text_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("run", [*RUNS, "image_text"])
-def test_the_same_losses_with_and_without(run: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_match_unpatched(run: str, recipe_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = ["--model_name_or_path", "llava", "--dataset_name", "llava/pictures.parquet", "--output_dir", "out"]
     if run == "image_text":
         pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
-        make_image_text_model(here / "llava")
+        make_image_text_model(recipe_dir / "llava")
     command = RUNS.get(run, ["sft", *pictures, *SHORT, "--max_length", "none"])
     ours = logged(train(*command), "loss")
     monkeypatch.setenv("HF_CCE_DISABLE", "1")
@@ -174,7 +163,7 @@ def test_the_same_losses_with_and_without(run: str, here: Path, monkeypatch: pyt
     assert relative_error(a[-1:], b[-1:]) < 1e-4  # Adam amplifies rounding differences
 
 
-def test_a_run_resumes_where_it_stopped(here: Path) -> None:
+def test_run_resumes_from_checkpoint(recipe_dir: Path) -> None:
     whole = ["--max_steps", "4", "--logging_steps", "1", "--save_steps", "2", "--learning_rate", "1e-2"]
     first = logged(train("sft", *CHAT, *whole), "loss")
     again = train("sft", *CHAT[:-1], "again", *whole, "--resume_from_checkpoint", "out/checkpoint-2", resumed=2)
@@ -183,8 +172,8 @@ def test_a_run_resumes_where_it_stopped(here: Path) -> None:
     assert abs(first[1] - first[3]) > 1e-2  # a restarted run would not have these losses
 
 
-def test_a_reward_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / "my_rewards.py").write_text(
+def test_custom_reward(recipe_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (recipe_dir / "my_rewards.py").write_text(
         "def short(completions, **columns):\n    return [-float(len(text)) for text in completions]\n", "utf-8"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -193,14 +182,14 @@ def test_a_reward_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert -40 < logged(trainer, "reward")[0] < 0
 
 
-def test_qlora(here: Path) -> None:
+def test_qlora(recipe_dir: Path) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     trainer = train("sft", *CHAT, *SHORT, "--use_peft", "--load_in_4bit", "--lora_target_modules", "all-linear")
     assert any(isinstance(parameter, bitsandbytes.nn.Params4bit) for parameter in trainer.model.parameters())
 
 
 @pytest.mark.parametrize(
-    ("script", "row", "words"),
+    ("script", "row", "message"),
     [
         (
             "sft",
@@ -218,14 +207,14 @@ def test_qlora(here: Path) -> None:
         ("grpo", {"prompt": "a"}, "needs a column answer, .* --reward"),
     ],
 )
-def test_data_of_another_recipe_is_an_error_that_names_it(script: str, row: Any, words: str, here: Path) -> None:
-    (here / "rows.jsonl").write_text(json.dumps(row) + "\n", "utf-8")
+def test_wrong_data_names_the_right_recipe(script: str, row: Any, message: str, recipe_dir: Path) -> None:
+    (recipe_dir / "rows.jsonl").write_text(json.dumps(row) + "\n", "utf-8")
     teacher = ["--teacher_model_name_or_path", CHAT[1]] if script == "distill" else []
-    with pytest.raises(SystemExit, match=words):
+    with pytest.raises(SystemExit, match=message):
         load(script).main([*CHAT[:3], "rows.jsonl", "--output_dir", "out", *teacher])
 
 
-def test_a_split_that_is_missing_is_named(here: Path) -> None:
+def test_missing_split_is_named(recipe_dir: Path) -> None:
     evaluates = ["--eval_strategy", "steps"]
     with pytest.raises(SystemExit, match="has the splits train, but not test"):
         load("sft").main([*CHAT[:3], "runs/tiny/chat/train.jsonl", "--output_dir", "out", *evaluates])
@@ -233,7 +222,7 @@ def test_a_split_that_is_missing_is_named(here: Path) -> None:
         load("pretrain").main([*CHAT, "--text_column", "messages", *evaluates])
 
 
-def test_what_no_gpu_makes_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_precision_by_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a flag, float16 if bfloat16 is not supported; `accelerate launch` takes precedence."""
     for script in ("sft", "pretrain", "grpo", "distill"):
         recipe = load(script)
@@ -254,7 +243,7 @@ class Parsed(Exception):
     pass
 
 
-def test_the_commands_for_gpus_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_commands_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The flags of the recipes and of accelerate parse, and every configuration appears in a command."""
     from accelerate.commands.launch import launch_command_parser
 
@@ -279,9 +268,9 @@ def test_the_commands_for_gpus_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="a script for bash")
-def test_slurm_starts_several_machines(here: Path) -> None:
+def test_slurm_script_trains_on_two_nodes(recipe_dir: Path) -> None:
     """A cluster whose two nodes are both this machine: they train like one process with twice the batch."""
-    bin_folder = here / "bin"
+    bin_folder = recipe_dir / "bin"
     bin_folder.mkdir()
     for name, body in {
         "scontrol": "echo 127.0.0.1",
@@ -293,9 +282,9 @@ def test_slurm_starts_several_machines(here: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    text = [str(here / word) if word.startswith("runs/") else word for word in TEXT]
-    one = [*text[:-1], str(here / "one"), *SHORT, "--sequence_length", "64", "--per_device_train_batch_size"]
-    two = ["recipes/pretrain.py", *text[:-1], str(here / "two"), *one[6:], "1", "--save_steps", "3"]
+    text = [str(recipe_dir / word) if word.startswith("runs/") else word for word in TEXT]
+    one = [*text[:-1], str(recipe_dir / "one"), *SHORT, "--sequence_length", "64", "--per_device_train_batch_size"]
+    two = ["recipes/pretrain.py", *text[:-1], str(recipe_dir / "two"), *one[6:], "1", "--save_steps", "3"]
     wanted = {"GPUS": "1", "PORT": port, "CONFIG": f"recipes/accelerate/{PROCESSES}.yaml", "OMP_NUM_THREADS": "1"}
     wanted |= {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
     wanted |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
@@ -306,7 +295,7 @@ def test_slurm_starts_several_machines(here: Path) -> None:
         timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    state = json.loads((here / "two/checkpoint-3/trainer_state.json").read_text("utf-8"))
+    state = json.loads((recipe_dir / "two/checkpoint-3/trainer_state.json").read_text("utf-8"))
     losses = torch.tensor([row["loss"] for row in state["log_history"] if "loss" in row])
     single = torch.tensor(logged(train("pretrain", *one, "2"), "loss"))
     assert_accurate(losses[:1], single[:1], single[:1], "first loss")
@@ -314,7 +303,7 @@ def test_slurm_starts_several_machines(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_log_probs_compares_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_probs_compares_implementations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "log_probs.json"
     sizes = ["--tokens", "64", "--vocabulary", "16384", "--hidden", "64", "--repeats", "2", "--device", "cpu"]
     assert load("log_probs").main([*sizes, "--json", str(target)]) == 0
@@ -326,7 +315,7 @@ def test_log_probs_compares_both_ways(tmp_path: Path, capsys: pytest.CaptureFixt
     assert relative_error(torch.tensor(ours["loss"]), torch.tensor(theirs["loss"])) < 1e-5
 
 
-def test_a_step_by_log_probs_is_exact() -> None:
+def test_log_probs_step_matches_full_logits() -> None:
     """Compare log p, entropy and every policy gradient in float64, for completions of different lengths."""
     recipe = load("log_probs")
     args = recipe.parse(["--tokens", "12", "--vocabulary", "300", "--hidden", "64", "--dtype", "float64"])
@@ -342,7 +331,7 @@ def test_a_step_by_log_probs_is_exact() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_accelerate_knows_every_key(path: Path) -> None:
+def test_accelerate_configs_have_known_keys(path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 

@@ -39,14 +39,14 @@ def complaints(source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_is_unpickled_run_or_downloaded(path: Path) -> None:
+def test_no_unpickling_exec_or_download(path: Path) -> None:
     assert list(complaints(path.read_text("utf-8"))) == []
 
 
 @pytest.mark.parametrize(
     "source", ["import pickle", "from urllib import request", "eval('1')", "torch.load(path)", "torch.hub.load('a')"]
 )
-def test_the_search_finds_what_it_looks_for(source: str) -> None:
+def test_unsafe_code_is_detected(source: str) -> None:
     assert list(complaints(source))
 
 
@@ -65,15 +65,15 @@ def test_actions_are_pinned_by_commit() -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_every_check_of_a_promise_exists(check: str) -> None:
+def test_promised_tests_exist(check: str) -> None:
     name, test = check.split("::")
     assert f"def {test}(" in (ROOT / "tests" / name).read_text("utf-8")
 
 
-def test_the_page_is_fresh() -> None:
+def test_generated_parts_are_current() -> None:
     assert PAGE.read_text("utf-8") == page(), "python -m tests.support.promises"
 
 
 @pytest.mark.parametrize("line", table())
-def test_a_wrong_call_gets_its_message(line: str) -> None:
+def test_wrong_call_messages(line: str) -> None:
     assert message(line) == table()[line]

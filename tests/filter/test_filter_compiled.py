@@ -19,7 +19,7 @@ from forced_strategies import (
     trained_like_inputs,
 )
 from losses import make_inputs
-from models import anatomy, batch, tiny_llama
+from models import batch, module_state, tiny_llama
 from numerics import assert_accurate, relative_error
 from test_filter_state import COUNTS, KEYS
 from torch import Tensor
@@ -224,7 +224,7 @@ def test_a_patched_model_trains_and_counts_as_in_eager_code(filtered: Any) -> No
     assert counter.frame_count <= 2 and filtered["filtered gradients"] == 12  # the first run ends with a swapped head
     remove_cce(compiled)
     torch.compile(plain)
-    assert anatomy(models[1]) == anatomy(plain)
+    assert module_state(models[1]) == module_state(plain)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from models import BATCH, anatomy, assert_same_training, exact, head_of, logits_made, loss_and_grads, stats
+from models import BATCH, assert_same_training, float64_copy, head_of, logits_made, loss_and_grads, module_state, stats
 from numerics import assert_accurate
 from tiny_config import KNOBS
 from tiny_options import OPTIONS
@@ -41,9 +41,9 @@ def one_thread() -> Any:
 
 
 @pytest.mark.parametrize("name", TESTED)
-def test_trains_like_the_unpatched_model(name: str) -> None:
+def test_training_matches_unpatched(name: str) -> None:
     plain = tiny.build_or_skip(name)
-    patched, reference = apply_cce(copy.deepcopy(plain)), exact(plain)
+    patched, reference = apply_cce(copy.deepcopy(plain)), float64_copy(plain)
     for inputs in (
         tiny.text(name),
         tiny.text(name, ignored=False),
@@ -56,7 +56,7 @@ def test_trains_like_the_unpatched_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "PhiForCausalLM", "RoCBertForCausalLM"])
-def test_the_comparison_can_fail(name: str) -> None:
+def test_small_head_error_is_detected(name: str) -> None:
     """A head that is off by 1e-5 is detected, in well- and in ill-conditioned models."""
     plain = tiny.build_or_skip(name)
     patched = apply_cce(copy.deepcopy(plain))
@@ -81,8 +81,8 @@ def test_training_makes_no_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in tiny.PICTURES if name in CLASSES])
-def test_trains_like_the_unpatched_model_on_images(name: str) -> None:
-    plain = tiny.build_or_skip(name, pictured=True)
+def test_training_on_images_matches_unpatched(name: str) -> None:
+    plain = tiny.build_or_skip(name, with_images=True)
     patched, inputs = apply_cce(copy.deepcopy(plain)), tiny.pictures(name)
     assert_same_training(patched, plain, inputs, redraw=True)
     assert (stats(patched).fused, stats(patched).materialized) == (1, 0)
@@ -94,7 +94,7 @@ def test_trains_like_the_unpatched_model_on_images(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TESTED)
-def test_is_the_unpatched_model_elsewhere_and_afterwards(name: str) -> None:
+def test_evaluation_generation_and_removal(name: str) -> None:
     plain = tiny.build_or_skip(name)
     patched = apply_cce(copy.deepcopy(plain))
     generates = not tiny.OLDER or tiny.generates(name)
@@ -112,13 +112,13 @@ def test_is_the_unpatched_model_elsewhere_and_afterwards(name: str) -> None:
     (logits, loss, tokens), (our_logits, our_loss, our_tokens) = results
     assert torch.equal(our_logits, logits) and torch.equal(our_tokens, tokens)
     assert_accurate(our_loss, loss, loss.double(), "loss of an evaluation")
-    assert anatomy(patched) != anatomy(plain)
+    assert module_state(patched) != module_state(plain)
     remove_cce(patched)
-    assert anatomy(patched) == anatomy(plain)
+    assert module_state(patched) == module_state(plain)
 
 
 @pytest.mark.parametrize("name", sorted({*REFUSED, *refused.REFUSED}))
-def test_is_refused_and_left_as_it_was(name: str) -> None:
+def test_refused_class_is_unchanged(name: str) -> None:
     cls = getattr(transformers, name, None)
     if cls is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
@@ -135,7 +135,7 @@ def test_is_refused_and_left_as_it_was(name: str) -> None:
         assert name == "ProphetNetForCausalLM"
 
 
-def test_the_tables_name_classes_that_exist_and_all_that_are_refused() -> None:
+def test_class_tables_are_complete() -> None:
     """``supported_models`` and ``hf-cce models`` use these names without loading the classes."""
     assert set(REFUSED) == set(CLASSES) & set(refused.REFUSED)
     for table in (OPTIONS, tiny.FORWARD, tiny.IMAGE_TOKENS, tiny.PICTURES, tiny.UNBUILT, refused.SPECIAL):
@@ -144,7 +144,7 @@ def test_the_tables_name_classes_that_exist_and_all_that_are_refused() -> None:
 
 
 @pytest.mark.skipif(tiny.OLDER, reason="the page is of a newer Transformers")
-def test_the_page_of_models_is_not_stale() -> None:
+def test_models_page_is_current() -> None:
     """A class added by a newer Transformers is tested above automatically, and reported here until the table has it."""
     assert classes.stale() == [], "python -m tests.support.classes --write"
 
@@ -174,7 +174,7 @@ _IDLE = {
 
 
 @pytest.mark.parametrize(("name", "knob"), _knobs())
-def test_the_knobs_matter(name: str, knob: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_knobs_change_the_loss(name: str, knob: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Softcap, scale, z-loss, router loss: the parity tests above are meaningful only if another value changes the loss."""
     losses = []
     for factor in (1.0, 1.7):
@@ -185,13 +185,13 @@ def test_the_knobs_matter(name: str, knob: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", tiny.BROKEN)
-def test_what_is_broken_is_broken_without_us(name: str) -> None:
+def test_broken_class_fails_unpatched(name: str) -> None:
     with pytest.raises(AttributeError, match=tiny.BROKEN[name]):
         tiny.build(name)(**tiny.text(name))
 
 
 @pytest.mark.parametrize("name", [name for name in tiny.UNBUILT if name in CLASSES])
-def test_what_is_not_tested_cannot_be_built(name: str) -> None:
+def test_untested_class_cannot_be_built(name: str) -> None:
     """Once a class can be built, its entry must be removed."""
     if importlib.util.find_spec(tiny.UNBUILT[name]) is not None:
         pytest.skip(f"{tiny.UNBUILT[name]} is installed here, and is not where the tests run")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCABULARY, StayDouble, logits_made
+from models import VOCAB_SIZE, KeepFloat64, logits_made
 from numerics import assert_accurate
 from torch import Tensor, nn
 
@@ -24,14 +24,14 @@ from hf_cce.deferred.logits import LazyLogits, lazy_logits
 from hf_cce.deferred.recipe import Recipe
 from hf_cce.deferred.training_call import TrainingCall
 
-B, S, D, V = 4, 9, 16, VOCABULARY
+B, S, D, V = 4, 9, 16, VOCAB_SIZE
 MASK = torch.arange(B * S).view(B, S) % 3 != 1
 INDEX = torch.randint(V, (B, S), generator=torch.Generator().manual_seed(2))
 ROWS = torch.tensor([1, 0])
 CLASS_WEIGHTS = torch.linspace(0.1, 2.0, V)
 
 
-def ingredients(dtype: torch.dtype = torch.float32, bias: bool = True) -> list[Tensor]:
+def make_inputs(dtype: torch.dtype = torch.float32, bias: bool = True) -> list[Tensor]:
     """Return hidden states [B, S, D], a weight [V, D], and optionally a bias [V]."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((B, S, D), (V, D), (V,))[: 2 + bias]
@@ -45,23 +45,23 @@ def labels(count: int = B * S) -> Tensor:
     return target
 
 
-def outcome(
-    ask: Callable[[Any], Any], dtype: torch.dtype, deferred: bool, bias: bool = True, labels: bool = True
+def run_on_logits(
+    use_logits: Callable[[Any], Any], dtype: torch.dtype, deferred: bool, bias: bool = True, labels: bool = True
 ) -> tuple[Any, list[Tensor], TrainingCall]:
-    """Return (result of ``ask`` on real or deferred logits, gradients of its sum, the training call with its counters)."""
-    used, call = ingredients(dtype, bias), TrainingCall(CCEConfig(memory_budget=1 << 20), labels=labels)
-    result = ask(lazy_logits(*used, call=call) if deferred else F.linear(*used))
+    """Return (result of ``use_logits`` on real or deferred logits, gradients of its sum, the training call with its counters)."""
+    inputs, call = make_inputs(dtype, bias), TrainingCall(CCEConfig(memory_budget=1 << 20), labels=labels)
+    result = use_logits(lazy_logits(*inputs, call=call) if deferred else F.linear(*inputs))
     grads: list[Tensor] = []
     if isinstance(result, Tensor) and result.requires_grad:
         total = result.materialize() if isinstance(result, LazyLogits) else result
-        grads = list(torch.autograd.grad(total.sum(), used, allow_unused=True))
+        grads = list(torch.autograd.grad(total.sum(), inputs, allow_unused=True))
     return result, grads, call
 
 
-def exactly(ask: Callable[[Any], Any], bias: bool = True) -> tuple[Any, list[Tensor]]:
+def run_in_float64(use_logits: Callable[[Any], Any], bias: bool = True) -> tuple[Any, list[Tensor]]:
     """Return the result and gradients in float64, also where the code asks for float32."""
-    with StayDouble():
-        return outcome(ask, torch.float64, False, bias)[:2]
+    with KeepFloat64():
+        return run_on_logits(use_logits, torch.float64, False, bias)[:2]
 
 
 def flat_loss(logits: Any, **options: Any) -> Any:
@@ -73,29 +73,29 @@ def _assign(logits: Any, key: Any, value: Any) -> None:
     logits[key] = value
 
 
-def mask_words(words: Any, value: float | None = None) -> Callable[[Any], Any]:
+def mask_entries(entries: Any, value: float | None = None) -> Callable[[Any], Any]:
     """Write the smallest number to these vocabulary entries at every token, as Chameleon does; then compute the loss."""
 
-    def ask(logits: Any) -> Any:
-        _assign(logits, (slice(None), slice(None), words), torch.finfo(logits.dtype).min if value is None else value)
+    def use_logits(logits: Any) -> Any:
+        _assign(logits, (slice(None), slice(None), entries), torch.finfo(logits.dtype).min if value is None else value)
         return flat_loss(logits)
 
-    return ask
+    return use_logits
 
 
 def after_masking(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def ask(logits: Any) -> Any:
-        _assign(logits, (..., UNUSED), torch.finfo(logits.dtype).min)
+    def use_logits(logits: Any) -> Any:
+        _assign(logits, (..., UNUSED_IDS), torch.finfo(logits.dtype).min)
         return then(logits)
 
-    return ask
+    return use_logits
 
 
-UNUSED = [word for word in range(V) if word not in labels().tolist()][:5]
-USED = int(labels()[1])
+UNUSED_IDS = [entry for entry in range(V) if entry not in labels().tolist()][:5]
+USED_ID = int(labels()[1])
 
 # Each takes logits [B, S, V] and returns a loss without materializing logits.
-FUSED: dict[str, Callable[[Any], Any]] = {
+FUSED_LOSSES: dict[str, Callable[[Any], Any]] = {
     "plain": flat_loss,
     "sum": lambda x: flat_loss(x, reduction="sum"),
     "none": lambda x: flat_loss(x, reduction="none"),
@@ -121,12 +121,12 @@ FUSED: dict[str, Callable[[Any], Any]] = {
     "sliced": lambda x: flat_loss(x[:, 2:5, :]),
     "one row": lambda x: flat_loss(x[1]),
     "new axis": lambda x: flat_loss(x[:, None, 1:, :]),
-    "words": lambda x: F.cross_entropy(x[..., :50].reshape(-1, 50), labels().clamp(max=49)),
-    "words, negative": lambda x: F.cross_entropy(x[:, :, :-1].flatten(0, 1), labels().clamp(max=V - 2)),
+    "vocabulary slice": lambda x: F.cross_entropy(x[..., :50].reshape(-1, 50), labels().clamp(max=49)),
+    "vocabulary slice, negative": lambda x: F.cross_entropy(x[:, :, :-1].flatten(0, 1), labels().clamp(max=V - 2)),
     "mask": lambda x: flat_loss(x[MASK]),
-    "mask and words": lambda x: F.cross_entropy(x[MASK][:, 3:], labels(int(MASK.sum())).clamp(max=90)),
-    "rows by number": lambda x: flat_loss(x[ROWS]),
-    "pairs by number": lambda x: flat_loss(x[ROWS, ROWS + 2]),
+    "mask and vocabulary slice": lambda x: F.cross_entropy(x[MASK][:, 3:], labels(int(MASK.sum())).clamp(max=90)),
+    "rows by index": lambda x: flat_loss(x[ROWS]),
+    "pairs by index": lambda x: flat_loss(x[ROWS, ROWS + 2]),
     "flatten": lambda x: F.cross_entropy(torch.flatten(x, 0, 1), labels()),
     "class weights": lambda x: flat_loss(x, weight=CLASS_WEIGHTS.to(x.dtype)),
     "class weights, any index ignored": lambda x: F.cross_entropy(
@@ -150,22 +150,22 @@ FUSED: dict[str, Callable[[Any], Any]] = {
     "shape as a tuple": lambda x: F.cross_entropy(x.reshape((-1, V)), labels()),
     "type_as": lambda x: flat_loss(x.type_as(torch.zeros(1))),
     "to device": lambda x: flat_loss(x.to("cpu").to(device="cpu", dtype=torch.float32, non_blocking=True)),
-    "bias of its own": lambda x: flat_loss(x + torch.linspace(-1, 1, V)[None]),
-    "masked words": mask_words(UNUSED),
-    "masked words, a tensor": mask_words(torch.tensor(UNUSED)),
-    "masked words, a slice": mask_words(slice(UNUSED[0], UNUSED[0] + 1)),
-    "masked words, minus infinity": mask_words(UNUSED, -math.inf),
-    "masked words, dots": after_masking(flat_loss),
-    "masked words, fewer tokens": after_masking(lambda x: flat_loss(x[:, 1:].contiguous())),
-    "masked words, twice": after_masking(mask_words([UNUSED[0] - V, UNUSED[1]])),
-    "masked words, logsumexp": after_masking(lambda x: x.logsumexp(-1)),
+    "added bias": lambda x: flat_loss(x + torch.linspace(-1, 1, V)[None]),
+    "masked entries": mask_entries(UNUSED_IDS),
+    "masked entries, a tensor": mask_entries(torch.tensor(UNUSED_IDS)),
+    "masked entries, a slice": mask_entries(slice(UNUSED_IDS[0], UNUSED_IDS[0] + 1)),
+    "masked entries, minus infinity": mask_entries(UNUSED_IDS, -math.inf),
+    "masked entries, dots": after_masking(flat_loss),
+    "masked entries, fewer tokens": after_masking(lambda x: flat_loss(x[:, 1:].contiguous())),
+    "masked entries, twice": after_masking(mask_entries([UNUSED_IDS[0] - V, UNUSED_IDS[1]])),
+    "masked entries, logsumexp": after_masking(lambda x: x.logsumexp(-1)),
     "logsumexp": lambda x: x.logsumexp(dim=-1).pow(2).mean(),
     "logsumexp, kept": lambda x: torch.logsumexp(x * 0.5, -1, keepdim=True),
     "loss and z-loss": lambda x: flat_loss(x.float()) + 0.1 * torch.logsumexp(x, dim=-1).square().mean(),
 }
 
 
-LOSSES = {**{name: 0 for name in FUSED if "logsumexp" in name}, "rows of a batch": B, "split": 2}
+LOSS_COUNTS = {**{name: 0 for name in FUSED_LOSSES if "logsumexp" in name}, "rows of a batch": B, "split": 2}
 
 
 def by_rows(x: Any, index: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def smoothed(x: Any, index: Tensor) -> Tensor:
     )
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
+RECORDED_CHANGES: dict[str, Callable[[Any], Any]] = {
     "as they are": lambda x: x,
     "shifted": lambda x: x[:, :-1, :],
     "scaled": lambda x: x.float() * 0.3,
@@ -199,21 +199,21 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def of(x: Any, whole: Tensor) -> Tensor:
+def cut(x: Any, whole: Tensor) -> Tensor:
     return whole[:, : x.shape[1]]
 
 
 # Common operations on the logits of calls without labels; none of them materializes logits.
-ANSWERED: dict[str, Callable[[Any], Any]] = {
-    "log-probabilities": lambda x: x.log_softmax(-1).gather(-1, of(x, INDEX).unsqueeze(-1)),
-    "log-probabilities, along": lambda x: torch.take_along_dim(x.log_softmax(dim=-1), of(x, INDEX).unsqueeze(-1), dim=2),
-    "log-probabilities, indexed": lambda x: x[0].log_softmax(-1)[torch.arange(x.shape[1]), of(x, INDEX)[0]],
+FUSED_OPS: dict[str, Callable[[Any], Any]] = {
+    "log-probabilities": lambda x: x.log_softmax(-1).gather(-1, cut(x, INDEX).unsqueeze(-1)),
+    "log-probabilities, along": lambda x: torch.take_along_dim(x.log_softmax(dim=-1), cut(x, INDEX).unsqueeze(-1), dim=2),
+    "log-probabilities, indexed": lambda x: x[0].log_softmax(-1)[torch.arange(x.shape[1]), cut(x, INDEX)[0]],
     "log-probabilities, indexed by ranges": lambda x: x[:, 0].log_softmax(-1)[range(B), INDEX[:, 0] - V],
-    "log-probabilities by rows": lambda x: by_rows(x, of(x, INDEX)),
-    "log-probabilities by temperature": lambda x: F.log_softmax(x / 0.7, -1, dtype=x.dtype).gather(2, of(x, INDEX)[..., None]),
-    "probabilities": lambda x: x.softmax(-1).gather(-1, of(x, INDEX).unsqueeze(-1)).square(),
-    "logits of some words": lambda x: x.gather(-1, torch.stack([of(x, INDEX), 98 - of(x, INDEX), of(x, INDEX)], -1)).square(),
-    "smoothed": lambda x: smoothed(x, of(x, INDEX)),
+    "log-probabilities by rows": lambda x: by_rows(x, cut(x, INDEX)),
+    "log-probabilities by temperature": lambda x: F.log_softmax(x / 0.7, -1, dtype=x.dtype).gather(2, cut(x, INDEX)[..., None]),
+    "probabilities": lambda x: x.softmax(-1).gather(-1, cut(x, INDEX).unsqueeze(-1)).square(),
+    "logits of entries": lambda x: x.gather(-1, torch.stack([cut(x, INDEX), 98 - cut(x, INDEX), cut(x, INDEX)], -1)).square(),
+    "smoothed": lambda x: smoothed(x, cut(x, INDEX)),
     "mean log-probability": lambda x: x.log_softmax(-1).mean(-1),
     "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
     "entropy from the left": lambda x: torch.sum(x.log_softmax(-1) * -x.softmax(-1), dim=-1, keepdim=True),
@@ -225,45 +225,45 @@ ANSWERED: dict[str, Callable[[Any], Any]] = {
     "mean": lambda x: x.mean(),
     "mean of a part": lambda x: x[1:, :-1].mean(),
     "mean by function": lambda x: torch.mean(x, -1).square(),
-    "mean of words": lambda x: x[of(x, MASK)].mean(-1).sum(),
+    "mean of entries": lambda x: x[cut(x, MASK)].mean(-1).sum(),
     "without gradient": lambda x: x.detach().mean(),
     "most likely": lambda x: x.argmax(dim=-1),
     "most likely, kept": lambda x: x.argmax(-1, keepdim=True),
     "most likely five": lambda x: x.detach().topk(5).indices,
-    "most likely, accuracy": lambda x: (x.argmax(-1) == of(x, INDEX)) * 1,
-    "most likely word and its logit": lambda x: x.max(-1)[0].square(),
+    "most likely, accuracy": lambda x: (x.argmax(-1) == cut(x, INDEX)) * 1,
+    "most likely entry and its logit": lambda x: x.max(-1)[0].square(),
     "most likely three logits": lambda x: torch.topk(x, 3, dim=-1).values.square(),
     "most likely of a part": lambda x: torch.chunk(x.detach(), 3)[0].argmax(-1),
     "parts": lambda x: torch.stack([part.mean() for part in x.chunk(3, dim=0)]),
     "parts of a sequence": lambda x: torch.stack([part.mean() for part in x.chunk(2, 1)]),
-    "loss of a part": lambda x: F.cross_entropy(x.chunk(2)[1][of(x, MASK)[2:]], of(x, INDEX)[2:][of(x, MASK)[2:]]),
-    "two losses": lambda x: F.cross_entropy(x[:2].reshape(-1, V), of(x, INDEX)[:2].reshape(-1)) - by_rows(x, of(x, INDEX)).mean(),
+    "loss of a part": lambda x: F.cross_entropy(x.chunk(2)[1][cut(x, MASK)[2:]], cut(x, INDEX)[2:][cut(x, MASK)[2:]]),
+    "two losses": lambda x: F.cross_entropy(x[:2].reshape(-1, V), cut(x, INDEX)[:2].flatten()) - by_rows(x, cut(x, INDEX)).mean(),
 }  # fmt: skip
 
 
-def then(ask: Callable[[Any], Any], change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda logits: ask(change(logits))
+def after_change(use_logits: Callable[[Any], Any], change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda logits: use_logits(change(logits))
 
 
 CASES = [
-    *(pytest.param(name, ask, True, id=name) for name, ask in FUSED.items()),
+    *(pytest.param(name, use_logits, True, id=name) for name, use_logits in FUSED_LOSSES.items()),
     *(
-        pytest.param(name, then(ask, change), False, id=f"{name}, {how}")
-        for name, ask in ANSWERED.items()
-        for how, change in CHANGES.items()
+        pytest.param(name, after_change(use_logits, change), False, id=f"{name}, {how}")
+        for name, use_logits in FUSED_OPS.items()
+        for how, change in RECORDED_CHANGES.items()
     ),
 ]
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("name", "ask", "with_labels"), CASES)
-def test_answered_without_logits(name: str, ask: Callable[[Any], Any], with_labels: bool, bias: bool) -> None:
-    exact, twin = exactly(ask, bias), outcome(ask, torch.float32, False, bias)
+@pytest.mark.parametrize(("name", "use_logits", "with_labels"), CASES)
+def test_computed_without_logits(name: str, use_logits: Callable[[Any], Any], with_labels: bool, bias: bool) -> None:
+    exact, twin = run_in_float64(use_logits, bias), run_on_logits(use_logits, torch.float32, False, bias)
     with logits_made(B * S) as seen:
-        actual = outcome(ask, torch.float32, True, bias, with_labels)
+        actual = run_on_logits(use_logits, torch.float32, True, bias, with_labels)
     assert actual[2].stats.materialized == 0
     assert seen == [] or "most likely" in name  # computes the logits of a few tokens at a time; here all fit
-    assert not with_labels or actual[2].fused == LOSSES.get(name, 1)
+    assert not with_labels or actual[2].fused == LOSS_COUNTS.get(name, 1)
     if not exact[0].is_floating_point():
         assert torch.equal(actual[0], twin[0])
         return
@@ -274,28 +274,28 @@ def test_answered_without_logits(name: str, ask: Callable[[Any], Any], with_labe
 
 
 def written(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def ask(logits: Any) -> Any:
+    def use_logits(logits: Any) -> Any:
         write(logits)
         return flat_loss(logits.float())
 
-    return ask
+    return use_logits
 
 
 # Each needs the logits, and the result must equal torch's bit for bit.
-MATERIALISED: dict[str, Callable[[Any], Any]] = {
+MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "in place": lambda x: flat_loss(x.div_(5.0).mul_(2.0)),
     "in place, operators": lambda x: flat_loss(operator.imul(operator.itruediv(x, 5.0), 2.0)),
     "tanh in place": lambda x: flat_loss(x.div_(5.0).tanh_() * 5.0),
     "smoothed class weights": lambda x: flat_loss(x, weight=CLASS_WEIGHTS, label_smoothing=0.1),
     "loss of log-probabilities": lambda x: flat_loss(x.log_softmax(-1)),
     "nll of logits": lambda x: F.nll_loss(x.view(-1, V), labels()),
-    "some words of a distribution": lambda x: x.softmax(-1)[..., 3:20],
+    "vocabulary slice of a distribution": lambda x: x.softmax(-1)[..., 3:20],
     "softmax over tokens": lambda x: x.softmax(1),
     "divergence": lambda x: F.kl_div(x.log_softmax(-1), CLASS_WEIGHTS.softmax(-1).expand(B, S, V), reduction="sum"),
-    "product with what has no gradient": lambda x: (x.softmax(-1).detach() * x.log_softmax(-1)).sum(-1),
-    "product with that of other logits": lambda x: ((x / 2.0).softmax(-1) * x.log_softmax(-1)).sum(-1),
-    "smallest words": lambda x: x.topk(3, largest=False).values,
-    "many words": lambda x: x.topk(70).values,
+    "product with a detached tensor": lambda x: (x.softmax(-1).detach() * x.log_softmax(-1)).sum(-1),
+    "product with softmax of other logits": lambda x: ((x / 2.0).softmax(-1) * x.log_softmax(-1)).sum(-1),
+    "smallest entries": lambda x: x.topk(3, largest=False).values,
+    "many entries": lambda x: x.topk(70).values,
     "tokens first": lambda x: x.transpose(0, 1).contiguous(),
     "probabilities": lambda x: F.cross_entropy(x.view(-1, V), torch.full((B * S, V), 1 / V)),
     "one token": lambda x: F.cross_entropy(x[0, 1], torch.tensor(5)),
@@ -303,7 +303,7 @@ MATERIALISED: dict[str, Callable[[Any], Any]] = {
     "negative scale": lambda x: flat_loss(-1.0 * x),
     "zero scale": lambda x: flat_loss(x * 0.0),
     "scale by a tensor": lambda x: flat_loss(x * torch.tensor(0.5)),
-    "scale by words": lambda x: flat_loss(x * CLASS_WEIGHTS),
+    "scale by entries": lambda x: flat_loss(x * CLASS_WEIGHTS),
     "rounded division": lambda x: torch.div(x, 2.0, rounding_mode="floor").sum(),
     "bias after scale": lambda x: flat_loss(x * 2.0 + CLASS_WEIGHTS),
     "adapter": lambda x: flat_loss(x + torch.ones(B, S, V)),
@@ -316,9 +316,9 @@ MATERIALISED: dict[str, Callable[[Any], Any]] = {
     "stacked in a list": lambda x: torch.stack((x, x)),
     "einsum": lambda x: torch.einsum("bsv,v->bs", x, CLASS_WEIGHTS),
     "where": lambda x: torch.where(MASK[..., None], x, 0.0),
-    "every second word": lambda x: x[..., ::2],
-    "one word": lambda x: x[..., 3],
-    "words by number": lambda x: x[:, :, ROWS],
+    "every second entry": lambda x: x[..., ::2],
+    "one entry": lambda x: x[..., 3],
+    "entries by index": lambda x: x[:, :, ROWS],
     "list": lambda x: x[[0, 1]],
     "mask of everything": lambda x: x[torch.ones(B, S, V, dtype=torch.bool)],
     "wrong view": lambda x: x.view(-1, 3),
@@ -335,19 +335,19 @@ MATERIALISED: dict[str, Callable[[Any], Any]] = {
     "equal": lambda x: x == x,
     "integers": lambda x: x.to(torch.int32),
     "dtype view": lambda x: x.view(torch.int32),
-    "assigned words": written(lambda x: _assign(x, (slice(None), slice(None), ROWS), -30.0)),
+    "assigned entries": written(lambda x: _assign(x, (slice(None), slice(None), ROWS), -30.0)),
     "assigned tokens": written(lambda x: _assign(x, MASK, 0.25)),
-    "a masked label": mask_words([USED, *UNUSED]),
-    "masked words, smoothed": after_masking(lambda x: flat_loss(x, label_smoothing=0.1)),
-    "masked words, a small number": mask_words(UNUSED, -1e4),
-    "masked words, some tokens": written(lambda x: _assign(x, (slice(None), slice(1, None), UNUSED), -math.inf)),
-    "masked words, values": written(lambda x: _assign(x, (..., UNUSED), x.new_zeros(5))),
-    "masked words, then scaled": after_masking(lambda x: flat_loss(x * 0.5)),
-    "masked words, then capped": after_masking(lambda x: flat_loss(torch.tanh(x / 5.0) * 5.0)),
-    "masked words, then some words": after_masking(lambda x: x[..., 3:]),
-    "masked words, looked at": after_masking(lambda x: x.softmax(-1).square()),
-    "capped, then masked words": lambda x: mask_words(UNUSED)(torch.tanh(x / 5.0) * 5.0),
-    "looked at, then masked words": lambda x: (x.topk(70), mask_words(UNUSED)(x))[1],
+    "a masked label": mask_entries([USED_ID, *UNUSED_IDS]),
+    "masked entries, smoothed": after_masking(lambda x: flat_loss(x, label_smoothing=0.1)),
+    "masked entries, a small number": mask_entries(UNUSED_IDS, -1e4),
+    "masked entries, some tokens": written(lambda x: _assign(x, (slice(None), slice(1, None), UNUSED_IDS), -math.inf)),
+    "masked entries, values": written(lambda x: _assign(x, (..., UNUSED_IDS), x.new_zeros(5))),
+    "masked entries, then scaled": after_masking(lambda x: flat_loss(x * 0.5)),
+    "masked entries, then capped": after_masking(lambda x: flat_loss(torch.tanh(x / 5.0) * 5.0)),
+    "masked entries, then vocabulary slice": after_masking(lambda x: x[..., 3:]),
+    "masked entries, read": after_masking(lambda x: x.softmax(-1).square()),
+    "capped, then masked entries": lambda x: mask_entries(UNUSED_IDS)(torch.tanh(x / 5.0) * 5.0),
+    "read, then masked entries": lambda x: (x.topk(70), mask_entries(UNUSED_IDS)(x))[1],
     "masked tokens": written(lambda x: _assign(x, 0, torch.finfo(x.dtype).min)),
     "added in place": written(lambda x: x.add_(CLASS_WEIGHTS)),
     "added in place, operator": written(lambda x: x.__iadd__(CLASS_WEIGHTS)),
@@ -359,7 +359,7 @@ MATERIALISED: dict[str, Callable[[Any], Any]] = {
     "new shape in place": lambda x: flat_loss(x.unsqueeze_(0)[0]),
     "array of a dtype": lambda x: torch.from_numpy(np.asarray(x.detach(), dtype=np.float64)),
     "sliced after a write": lambda x: flat_loss(x.add_(CLASS_WEIGHTS)[:, 1:]),
-    "several words each": lambda x: x.log_softmax(-1).gather(-1, torch.stack([INDEX, INDEX], -1)),
+    "several entries each": lambda x: x.log_softmax(-1).gather(-1, torch.stack([INDEX, INDEX], -1)),
     "mean of tokens": lambda x: x.mean(1),
     "mean, kept": lambda x: x.mean(-1, keepdim=True),
     "parts of the vocabulary": lambda x: x.chunk(3, -1)[1],
@@ -371,18 +371,18 @@ MATERIALISED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-OF_FLOAT32 = {"matmul", "numpy", "array", "array of a dtype", "einsum", "dtype view", "probabilities", "divergence"}
-OF_FLOAT32 |= {"smoothed class weights"}
+FLOAT32_ONLY = {"matmul", "numpy", "array", "array of a dtype", "einsum", "dtype view", "probabilities", "divergence"}
+FLOAT32_ONLY |= {"smoothed class weights"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MATERIALISED)
-def test_everything_else_is_asked_of_real_logits(name: str, dtype: torch.dtype) -> None:
-    if dtype is torch.bfloat16 and name in OF_FLOAT32:
+@pytest.mark.parametrize("name", MATERIALIZED_OPS)
+def test_other_operations_materialize(name: str, dtype: torch.dtype) -> None:
+    if dtype is torch.bfloat16 and name in FLOAT32_ONLY:
         pytest.skip("torch itself refuses mixed dtypes here")
-    expected, expected_grads, _ = outcome(MATERIALISED[name], dtype, False)
-    actual, grads, call = outcome(MATERIALISED[name], dtype, True)
-    assert call.stats.materialized == len(call.reasons) == 1 + (name == "product with that of other logits")
+    expected, expected_grads, _ = run_on_logits(MATERIALIZED_OPS[name], dtype, False)
+    actual, grads, call = run_on_logits(MATERIALIZED_OPS[name], dtype, True)
+    assert call.stats.materialized == len(call.reasons) == 1 + (name == "product with softmax of other logits")
     assert call.fused == 0
     assert type(actual) is type(expected) or isinstance(actual, LazyLogits)
     if isinstance(expected, (float, list)):
@@ -394,35 +394,35 @@ def test_everything_else_is_asked_of_real_logits(name: str, dtype: torch.dtype) 
         assert_accurate(grad, expected_grad, expected_grad, name)  # one-token products differ by rounding
 
 
-RECORDED: dict[str, Callable[[Any], Any]] = {
+RECORDED_OPS: dict[str, Callable[[Any], Any]] = {
     "float": lambda x: x.float(),
     "scale": lambda x: x * 0.3 / 1.7,
     "softcap": lambda x: torch.tanh(x / 5.0) * 5.0,
     "softcap by method": lambda x: (x.float() / 5.0).tanh().to(torch.bfloat16) * 5,
-    "words": lambda x: x[:, 1:, 3:50],
+    "vocabulary slice": lambda x: x[:, 1:, 3:50],
     "mask": lambda x: x[MASK].double(),
-    "bias of its own": lambda x: x + torch.linspace(-1, 1, V).to(x.dtype),
+    "added bias": lambda x: x + torch.linspace(-1, 1, V).to(x.dtype),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", RECORDED)
-def test_materializes_what_the_forward_would_have_made(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", RECORDED_OPS)
+def test_materialize_matches_forward(name: str, dtype: torch.dtype) -> None:
     """Same dtype, same rounding at every recorded step, and torch's gradients."""
-    ask = RECORDED[name]
-    expected, expected_grads, _ = outcome(ask, dtype, False)
-    actual, grads, _ = outcome(ask, dtype, True)
+    use_logits = RECORDED_OPS[name]
+    expected, expected_grads, _ = run_on_logits(use_logits, dtype, False)
+    actual, grads, _ = run_on_logits(use_logits, dtype, True)
     assert isinstance(actual, LazyLogits)
     assert (actual.shape, actual.dtype, actual.device) == (expected.shape, expected.dtype, expected.device)
     # Slices are multiplied as slices; another shape may sum in another order, which changes only the rounding.
-    exact = outcome(ask, torch.float64, False)
+    exact = run_on_logits(use_logits, torch.float64, False)
     assert_accurate(actual.materialize(), expected, exact[0], name, dtype)
     for grad, twin, reference in zip(grads, expected_grads, exact[1], strict=True):
         assert_accurate(grad, twin, reference, name, dtype)
 
 
 ATTRIBUTES = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "is_leaf", "layout")
-SAID: list[Callable[[Any], Any]] = [
+METADATA: list[Callable[[Any], Any]] = [
     *(operator.attrgetter(name) for name in ATTRIBUTES),
     *(
         operator.methodcaller(name)
@@ -439,18 +439,19 @@ SAID: list[Callable[[Any], Any]] = [
 ]
 
 
-def test_says_what_a_tensor_says_without_making_it() -> None:
-    for position, ask in enumerate(SAID):
-        expected, (actual, _, call) = outcome(ask, torch.float32, False)[0], outcome(ask, torch.float32, True)
+def test_metadata_without_materializing() -> None:
+    for position, use_logits in enumerate(METADATA):
+        expected = run_on_logits(use_logits, torch.float32, False)[0]
+        actual, _, call = run_on_logits(use_logits, torch.float32, True)
         assert actual == expected, position
         assert call.stats.materialized == 0
-    text, _, call = outcome(repr, torch.float32, True)
+    text, _, call = run_on_logits(repr, torch.float32, True)
     assert text == "LazyLogits(shape=(4, 9, 99), dtype=torch.float32, device='cpu', not made)"
     assert call.stats.materialized == 0
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "use_logits",
     [
         lambda x: x.no_such_thing,
         lambda x: x[0, 0, 0, 0],
@@ -463,45 +464,45 @@ def test_says_what_a_tensor_says_without_making_it() -> None:
         lambda x: x + torch.ones(7),
     ],
 )
-def test_raises_as_a_tensor_does(ask: Callable[[Any], Any]) -> None:
+def test_raises_like_a_tensor(use_logits: Callable[[Any], Any]) -> None:
     errors = []
     for deferred in (False, True):
         with pytest.raises(Exception) as caught:  # noqa: PT011
-            outcome(ask, torch.float32, deferred)
+            run_on_logits(use_logits, torch.float32, deferred)
         errors.append(caught.type)
     assert errors[0] is errors[1]
 
 
-def test_real_logits_are_made_once() -> None:
-    def ask(logits: Any) -> Tensor:
+def test_logits_are_materialized_once() -> None:
+    def use_logits(logits: Any) -> Tensor:
         assert logits.argmax(-1).shape == (B, S)
         return logits.softmax(-1).square() + logits.materialize()
 
-    assert outcome(ask, torch.float32, True)[2].stats.materialized == 1
+    assert run_on_logits(use_logits, torch.float32, True)[2].stats.materialized == 1
 
 
 @pytest.mark.parametrize(
     ("then", "fused"), [(flat_loss, 1), (lambda logits: logits.softmax(-1)[..., 0], 0)], ids=["loss", "softmax"]
 )
-def test_reading_without_grad_first_loses_neither_gradient_nor_loss(then: Callable[[Any], Any], fused: int) -> None:
-    def ask(logits: Any) -> Any:
+def test_gradients_after_reading_under_no_grad(then: Callable[[Any], Any], fused: int) -> None:
+    def use_logits(logits: Any) -> Any:
         with torch.no_grad():
             logits.argmax(-1)
         return then(logits)
 
-    expected, actual = outcome(ask, torch.float32, False), outcome(ask, torch.float32, True)
+    expected, actual = run_on_logits(use_logits, torch.float32, False), run_on_logits(use_logits, torch.float32, True)
     assert len(actual[1]) == 3 and actual[2].fused == fused
     for grad, twin in zip(actual[1], expected[1], strict=True):
         assert_accurate(grad, twin, twin, "gradient")
 
 
 @pytest.mark.parametrize("changed", [1, 2], ids=["weight", "bias"])
-def test_logits_of_a_changed_head_are_refused(changed: int) -> None:
-    used = ingredients()
-    logits = lazy_logits(*used)
+def test_reading_after_head_changed_raises(changed: int) -> None:
+    inputs = make_inputs()
+    logits = lazy_logits(*inputs)
     part = logits[:, 1:]
     with torch.no_grad():
-        used[changed].add_(1.0)
+        inputs[changed].add_(1.0)
     for read in (
         lambda: logits.materialize(),
         lambda: logits.argmax(-1),
@@ -522,13 +523,13 @@ def test_logits_of_a_changed_head_are_refused(changed: int) -> None:
         lambda x: x[..., ::2].zero_(),
         lambda x: x.view(B * S, V).transpose(0, 1).mul_(0.5),
         lambda x: x.data.zero_(),
-        lambda x: _assign(x, (..., UNUSED), torch.finfo(x.dtype).min),
+        lambda x: _assign(x, (..., UNUSED_IDS), torch.finfo(x.dtype).min),
     ],
-    ids=["itself", "detached", "real view", "view of a view", "data", "masked words"],
+    ids=["itself", "detached", "real view", "view of a view", "data", "masked entries"],
 )
-def test_a_view_of_logits_that_were_written_to_is_refused(write: Callable[[Any], Any]) -> None:
+def test_reading_view_after_write_raises(write: Callable[[Any], Any]) -> None:
     """In torch the view would show the write. Lazy logits cannot reproduce that, so reading the view raises."""
-    hidden_states, weight, _ = ingredients()
+    hidden_states, weight, _ = make_inputs()
     logits = lazy_logits(hidden_states, weight)
     view, copied = logits[:, 1:], logits.float() * 1.0
     write(logits)
@@ -539,7 +540,7 @@ def test_a_view_of_logits_that_were_written_to_is_refused(write: Callable[[Any],
 
 
 def test_copies_and_pickles_are_tensors() -> None:
-    hidden_states, weight, bias = ingredients()
+    hidden_states, weight, bias = make_inputs()
     logits = lazy_logits(hidden_states, weight, bias)
     saved = io.BytesIO()
     torch.save({"logits": logits}, saved)
@@ -554,9 +555,9 @@ def test_copies_and_pickles_are_tensors() -> None:
         assert type(each) is Tensor and torch.equal(each, logits.materialize())
 
 
-def test_autocast_is_that_of_the_head() -> None:
+def test_autocast_state_of_head_call_counts() -> None:
     """The autocast state at the head's call counts, not the state when the logits are read or the loss is computed."""
-    hidden_states, weight, bias = ingredients()
+    hidden_states, weight, bias = make_inputs()
     head = nn.Linear(D, V)
     head.weight, head.bias = nn.Parameter(weight), nn.Parameter(bias)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -572,11 +573,11 @@ def test_autocast_is_that_of_the_head() -> None:
         assert_accurate(flat_loss(outside), flat_loss(expected_outside), exact, "loss in autocast, head outside")
 
 
-def test_head_input_gives_hidden_states_to_everything_but_the_head() -> None:
-    hidden_states, weight, _ = ingredients()
+def test_head_input_acts_as_hidden_states_elsewhere() -> None:
+    hidden_states, weight, _ = make_inputs()
     given = head_input(hidden_states, TrainingCall())
     assert given.shape == hidden_states.shape and given.dtype is hidden_states.dtype
-    asks: list[Callable[[Any], Any]] = [
+    uses: list[Callable[[Any], Any]] = [
         lambda x: F.dropout(x, 0.0),
         lambda x: x * 2.0,
         lambda x: 2.0 - x,
@@ -587,15 +588,15 @@ def test_head_input_gives_hidden_states_to_everything_but_the_head() -> None:
         lambda x: x.view(-1, D),
         lambda x: -x,
     ]
-    for ask in asks:
-        assert torch.equal(ask(given), ask(hidden_states))
+    for use_logits in uses:
+        assert torch.equal(use_logits(given), use_logits(hidden_states))
     deferred = F.linear(given.to(torch.float64), weight.double())
     assert isinstance(deferred, LazyLogits) and deferred.dtype is torch.float64
     with pytest.raises(RuntimeError, match="dtype"):
         F.linear(given, weight.double())
 
 
-def test_few_rows_at_a_time_find_the_same_words() -> None:
+def test_argmax_in_row_chunks() -> None:
     """Processing a few rows at a time finds the same entries, also if the logits exceed the budget."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(500, 8, generator=generator), torch.randn(3001, 8, generator=generator)

@@ -8,22 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, batch, logits_made, stats, told, twins
+from models import FAMILIES, batch, cce_warnings, logits_made, stats, twins
 from numerics import assert_accurate
 from test_callback import build
 from tiny import OLDER
 from transformers import Trainer
 
 from hf_cce import CCECallback, FilterState, apply_cce, remove_cce
-from hf_cce.deferred import handlers
 
 TOKENS = 40  # at least this many in an evaluation batch
 TWO_ROWS = {"per_device_eval_batch_size": 2}
 
 
-def evaluated(
-    tmp_path: Path, *callbacks: Any, model: Any = None, **options: Any
-) -> tuple[torch.Tensor, list[str], Any]:
+def evaluate(tmp_path: Path, *callbacks: Any, model: Any = None, **options: Any) -> tuple[torch.Tensor, list[str], Any]:
     """Return the loss of an evaluation, the logits it materialized, and the trainer."""
     trainer = build(tmp_path, *callbacks, model=model, **TWO_ROWS, **options)
     with logits_made(tokens=TOKENS) as made:
@@ -32,11 +29,11 @@ def evaluated(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi", "mixtral"])
-def test_the_loss_alone_needs_no_logits(tmp_path: Path, family: str) -> None:
+def test_evaluation_loss_needs_no_logits(tmp_path: Path, family: str) -> None:
     """evaluate() without metrics needs no logits, even before training or with a softcap, a scale or a bias."""
-    expected, made, _ = evaluated(tmp_path, model=FAMILIES[family].build())
+    expected, made, _ = evaluate(tmp_path, model=FAMILIES[family].build())
     assert made
-    found, made, trainer = evaluated(tmp_path, CCECallback(), model=FAMILIES[family].build())
+    found, made, trainer = evaluate(tmp_path, CCECallback(), model=FAMILIES[family].build())
     assert not made
     assert_accurate(found, expected, expected, "loss", torch.float32)
     assert stats(trainer.model).calls == 0  # counts training calls only
@@ -44,9 +41,9 @@ def test_the_loss_alone_needs_no_logits(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("other", ["smoothing", "no callback", "removed"])
-def test_others_are_left_alone(tmp_path: Path, other: str) -> None:
+def test_other_evaluations_are_unchanged(tmp_path: Path, other: str) -> None:
     """Trainer's label-smoothed loss and unpatched models do not change, even after a trainer with the callback."""
-    evaluated(tmp_path, CCECallback())
+    evaluate(tmp_path, CCECallback())
     options = {"label_smoothing_factor": 0.1} if other == "smoothing" else {}
     trainer = build(tmp_path, *([] if other == "no callback" else [CCECallback()]), **TWO_ROWS, **options)
     if other == "removed":
@@ -60,7 +57,7 @@ def raising(error: type[BaseException]) -> Any:
     return lambda **_: (_ for _ in ()).throw(error)
 
 
-def test_a_step_that_raises_ends_it(tmp_path: Path) -> None:
+def test_raising_evaluation_restores_head(tmp_path: Path) -> None:
     trainer = build(tmp_path, CCECallback())
     trainer.model.loss_function = raising(RecursionError)
     with pytest.raises(RecursionError):
@@ -68,23 +65,23 @@ def test_a_step_that_raises_ends_it(tmp_path: Path) -> None:
     assert "forward" not in vars(trainer.model.lm_head)
 
 
-def test_logits_that_a_loss_of_ones_own_uses_are_there(tmp_path: Path) -> None:
+def test_compute_loss_that_reads_logits(tmp_path: Path) -> None:
     """A custom compute_loss that reads the logits of a call with labels, or checks for a tensor, in training and evaluation."""
 
-    class Own(Trainer):
+    class LogitsLossTrainer(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             outputs = model(**inputs)
             loss = outputs.loss + 0.01 * outputs.logits.square().mean()
             return (loss, outputs) if return_outputs else loss
 
-    expected, _, _ = evaluated(tmp_path, trainer=Own)
-    with told() as messages:
-        found, made, _ = evaluated(tmp_path, CCECallback(), trainer=Own)
+    expected, _, _ = evaluate(tmp_path, trainer=LogitsLossTrainer)
+    with cce_warnings() as messages:
+        found, made, _ = evaluate(tmp_path, CCECallback(), trainer=LogitsLossTrainer)
     assert made and messages == []
     assert_accurate(found, expected, expected, "loss", torch.float32)
 
 
-def test_a_batch_without_labels_counts_as_without_us(tmp_path: Path) -> None:
+def test_batch_with_all_labels_ignored(tmp_path: Path) -> None:
     """Full logits give NaN, which Trainer excludes from the mean; a 0 would be averaged in."""
     losses = []
     for callbacks in ([], [CCECallback()]):
@@ -100,7 +97,7 @@ def test_a_batch_without_labels_counts_as_without_us(tmp_path: Path) -> None:
     assert_accurate(losses[1], losses[0], losses[0], "loss", torch.float32)
 
 
-def test_after_an_interrupted_evaluation_the_head_is_right(tmp_path: Path) -> None:
+def test_head_is_correct_after_interrupted_evaluation(tmp_path: Path) -> None:
     """torch runs no hook after Ctrl-C: the head keeps deferring until the model is patched again, with correct results."""
     trainer = build(tmp_path, CCECallback())
     trainer.model.loss_function = raising(KeyboardInterrupt)
@@ -113,7 +110,7 @@ def test_after_an_interrupted_evaluation_the_head_is_right(tmp_path: Path) -> No
     assert "forward" not in vars(head)
 
 
-def test_what_is_no_number_stays_out_of_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_stays_out_of_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The filter reports NaN as the error of a frozen head's weight. JSON has no NaN, and Trainer logs JSON."""
     found = {"kept": 0.25, "error": 1e-3, "weight_error": float("nan")}
     monkeypatch.setattr(FilterState, "stats", lambda self: found)
@@ -130,13 +127,13 @@ def test_what_is_no_number_stays_out_of_the_logs(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "mixtral"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad, "training"])
-def test_a_call_with_labels_makes_no_logits_until_somebody_reads_them(family: str, mode: Any) -> None:
+def test_evaluation_logits_are_lazy(family: str, mode: Any) -> None:
     """The logits are lazy; once read, they equal the unpatched model's bit for bit, without a warning or a count.
 
     Covers evaluation mode, and training mode without gradients.
     """
     plain, patched = (model.train(mode == "training") for model in twins(family))
-    with told() as messages, (torch.no_grad if mode == "training" else mode)():
+    with cce_warnings() as messages, (torch.no_grad if mode == "training" else mode)():
         expected = plain(**batch())
         with logits_made() as made:
             found = patched(**batch())
@@ -148,9 +145,9 @@ def test_a_call_with_labels_makes_no_logits_until_somebody_reads_them(family: st
     assert stats(patched).calls == stats(patched).materialized == 0 and messages == []
 
 
-def test_metrics_of_the_most_likely_words_make_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_scratch")
+def test_argmax_metrics_need_no_logits(tmp_path: Path) -> None:
     """Trainer with ``preprocess_logits_for_metrics`` computes the logits of a few tokens at a time."""
-    monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * 99 * 7)
     found = []
     for callbacks in ([], [CCECallback()]):
         trainer = build(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import batch, logits_made, loss_and_grads, stats, tiny_llama, told, twins
+from models import batch, cce_warnings, logits_made, loss_and_grads, stats, tiny_llama, twins
 from numerics import assert_accurate
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
@@ -37,11 +37,11 @@ def check_equal(prepare: Prepared, loss_of: Loss) -> None:
         assert_accurate(found[name], value, value, name)
 
 
-def own_loss(outputs: Any) -> Tensor:
+def output_loss(outputs: Any) -> Tensor:
     return outputs.loss
 
 
-def as_it_is(model: Any) -> Any:
+def unchanged(model: Any) -> Any:
     return model
 
 
@@ -53,7 +53,7 @@ def on_head(hook: Callable[..., Any], kind: str = "register_forward_hook") -> Pr
     return prepare
 
 
-def writes(write: Callable[[Tensor], Any]) -> Prepared:
+def hook_that_writes(write: Callable[[Tensor], Any]) -> Prepared:
     """Return a hook that writes without a gradient; the tensor it writes to has one."""
 
     def hook(module: Any, inputs: Any, output: Tensor) -> None:
@@ -63,7 +63,7 @@ def writes(write: Callable[[Tensor], Any]) -> Prepared:
     return on_head(hook)
 
 
-def forbid(output: Tensor) -> None:
+def mask_entries(output: Tensor) -> None:
     output[..., 3:9] = float("-inf")
 
 
@@ -79,7 +79,7 @@ def part_without_gradient(outputs: Any) -> Tensor:
     return outputs.loss + (part * outputs.logits[:, 1:].reshape(part.shape)).mean()
 
 
-def looked_at_in_inference(outputs: Any) -> Tensor:
+def read_in_inference_mode(outputs: Any) -> Tensor:
     with torch.inference_mode():
         assert outputs.logits.argmax(-1).shape == outputs.logits.shape[:-1]
     return outputs.loss + outputs.logits.square().mean()
@@ -95,7 +95,7 @@ class Reverse(torch.autograd.Function):
         return -grad
 
 
-class Same(torch.autograd.Function):
+class Identity(torch.autograd.Function):
     """Identity function, like those of DDP, FSDP and DeepSpeed."""
 
     @staticmethod
@@ -129,7 +129,7 @@ def gradient_by_logits(outputs: Any) -> Tensor:
     return outputs.loss + (grad * outputs.logits).sum()
 
 
-def twice(outputs: Any) -> Tensor:
+def backward_twice(outputs: Any) -> Tensor:
     outputs.loss.backward(retain_graph=True)
     return outputs.loss
 
@@ -169,68 +169,68 @@ def in_a_reentrant_checkpoint(model: Any) -> Any:
 
 
 # How the model is prepared, the loss of its outputs, and whether full logits or their gradient are materialized
-USES: dict[str, tuple[Prepared, Loss, bool]] = {
-    "hook on the head by a function": (on_head(lambda m, i, x: Same.apply(x)), own_loss, False),
+LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
+    "hook on the head by a function": (on_head(lambda m, i, x: Identity.apply(x)), output_loss, False),
     "hook on the head that asks for the type": (
-        on_head(lambda m, i, x: x / 2 if isinstance(x, Tensor) else None), own_loss, False,
+        on_head(lambda m, i, x: x / 2 if isinstance(x, Tensor) else None), output_loss, False,
     ),
-    "hook on the head by a function that reverses": (on_head(lambda m, i, x: Reverse.apply(x)), own_loss, True),
-    "backward hook on the head": (on_head(lambda m, i, o: None, "register_full_backward_hook"), own_loss, False),
+    "hook on the head by a function that reverses": (on_head(lambda m, i, x: Reverse.apply(x)), output_loss, True),
+    "backward hook on the head": (on_head(lambda m, i, o: None, "register_full_backward_hook"), output_loss, False),
     "backward hook that halves": (
         on_head(lambda m, i, o: tuple(None if x is None else x / 2 for x in i), "register_full_backward_hook"),
-        own_loss, False,
+        output_loss, False,
     ),
     "backward pre-hook that halves": (
-        on_head(lambda m, o: (o[0] / 2,), "register_full_backward_pre_hook"), own_loss, True,
+        on_head(lambda m, o: (o[0] / 2,), "register_full_backward_pre_hook"), output_loss, True,
     ),
-    "hook on the gradient that looks away": (as_it_is, hook_on_logits(lambda grad: None), False),
-    "hook on the gradient that doubles": (as_it_is, hook_on_logits(lambda grad: 2 * grad), True),
-    "hook on the gradient that writes": (as_it_is, hook_on_logits(lambda grad: (grad.mul_(2), None)[1]), True),
+    "hook on the gradient that does nothing": (unchanged, hook_on_logits(lambda grad: None), False),
+    "hook on the gradient that doubles": (unchanged, hook_on_logits(lambda grad: 2 * grad), True),
+    "hook on the gradient that writes": (unchanged, hook_on_logits(lambda grad: (grad.mul_(2), None)[1]), True),
     "hook on the gradient that writes to an alias": (
-        as_it_is, hook_on_logits(lambda grad: (grad.detach().mul_(2), None)[1]), True,
+        unchanged, hook_on_logits(lambda grad: (grad.detach().mul_(2), None)[1]), True,
     ),
     "hook on the gradient that writes to a copy": (
-        as_it_is, hook_on_logits(lambda grad: (grad.clone().mul_(2), grad.sum(), grad.clone().zero_(), None)[3]), True,
+        unchanged, hook_on_logits(lambda grad: (grad.clone().mul_(2), grad.sum(), grad.clone().zero_(), None)[3]), True,
     ),
     "hook on the gradient of a softcap": (softcapped, hook_on_logits(lambda grad: 2 * grad), True),
-    "softcap": (softcapped, own_loss, False),
-    "gradient of two losses": (as_it_is, lambda o: o.loss + 0.1 * o.logits.logsumexp(-1).square().mean(), False),
+    "softcap": (softcapped, output_loss, False),
+    "gradient of two losses": (unchanged, lambda o: o.loss + 0.1 * o.logits.logsumexp(-1).square().mean(), False),
     "two losses and a hook": (
-        as_it_is, lambda o: hook_on_logits(lambda g: g * 3)(o) + o.logits.logsumexp(-1).square().mean(), True,
+        unchanged, lambda o: hook_on_logits(lambda g: g * 3)(o) + o.logits.logsumexp(-1).square().mean(), True,
     ),
-    "mean": (as_it_is, lambda o: o.loss + o.logits.mean() + o.logits.mean(-1).square().sum(), False),
+    "mean": (unchanged, lambda o: o.loss + o.logits.mean() + o.logits.mean(-1).square().sum(), False),
     "mean of a softcap": (softcapped, lambda o: o.loss + o.logits.mean() + o.logits.mean(-1).square().sum(), False),
-    "gradient by the logits": (as_it_is, gradient_by_logits, True),
-    "backward twice": (as_it_is, twice, False),
-    "a function": (as_it_is, mean_in(Reverse.apply), True),
+    "gradient by the logits": (unchanged, gradient_by_logits, True),
+    "backward twice": (unchanged, backward_twice, False),
+    "a function": (unchanged, mean_in(Reverse.apply), True),
     "a function after a softcap": (softcapped, mean_in(Reverse.apply), True),
-    "reentrant checkpoint": (as_it_is, mean_in(lambda x: checkpoint(mean, x, use_reentrant=True)), True),
-    "checkpoint": (as_it_is, mean_in(lambda x: checkpoint(mean, x[:, 2:].float() * 2, use_reentrant=False)), True),
-    "offloaded": (as_it_is, offloaded, True),
-    "TorchScript": (as_it_is, lambda o: o.loss + SCRIPTED(o.logits), True),
-    "as_tensor": (as_it_is, mean_in(torch.as_tensor), True),
-    "asarray": (as_it_is, mean_in(torch.asarray), True),
-    "collated": (as_it_is, mean_in(lambda x: torch.utils.data.default_collate([x, x])), True),
-    "cloned": (as_it_is, mean_in(lambda x: x.clone()), True),
+    "reentrant checkpoint": (unchanged, mean_in(lambda x: checkpoint(mean, x, use_reentrant=True)), True),
+    "checkpoint": (unchanged, mean_in(lambda x: checkpoint(mean, x[:, 2:].float() * 2, use_reentrant=False)), True),
+    "offloaded": (unchanged, offloaded, True),
+    "TorchScript": (unchanged, lambda o: o.loss + SCRIPTED(o.logits), True),
+    "as_tensor": (unchanged, mean_in(torch.as_tensor), True),
+    "asarray": (unchanged, mean_in(torch.asarray), True),
+    "collated": (unchanged, mean_in(lambda x: torch.utils.data.default_collate([x, x])), True),
+    "cloned": (unchanged, mean_in(lambda x: x.clone()), True),
     "class weights": (
-        as_it_is,
+        unchanged,
         lambda o: F.cross_entropy(o.logits.flatten(0, 1), batch()["labels"].flatten(), torch.arange(99.0)), False,
     ),
-    "hook that scales": (writes(lambda output: output.mul_(0.5)), own_loss, True),
-    "hook that clamps": (writes(lambda output: output.clamp_(-0.1, 0.1)), own_loss, True),
-    "hook that forbids": (writes(forbid), lambda o: o.logits[..., 10:20].square().mean(), True),
-    "hook that writes past the version": (writes(lambda output: output.data.mul_(0.5)), own_loss, True),
-    "target without gradient": (as_it_is, target_without_gradient, True),
-    "part without gradient": (as_it_is, part_without_gradient, True),
-    "looked at in inference mode": (as_it_is, looked_at_in_inference, True),
-    "bias": (biased, own_loss, False),
+    "hook that scales": (hook_that_writes(lambda output: output.mul_(0.5)), output_loss, True),
+    "hook that clamps": (hook_that_writes(lambda output: output.clamp_(-0.1, 0.1)), output_loss, True),
+    "hook that masks entries": (hook_that_writes(mask_entries), lambda o: o.logits[..., 10:20].square().mean(), True),
+    "hook that writes past the version": (hook_that_writes(lambda output: output.data.mul_(0.5)), output_loss, True),
+    "target without gradient": (unchanged, target_without_gradient, True),
+    "part without gradient": (unchanged, part_without_gradient, True),
+    "read in inference mode": (unchanged, read_in_inference_mode, True),
+    "bias": (biased, output_loss, False),
     "bias, and a loss on the logits": (biased, mean_in(lambda x: x), True),
     "bias, and a hook on the gradient": (biased, hook_on_logits(lambda grad: 2 * grad), True),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("view", [False, True])
-def test_a_compiled_hook_that_writes_is_right_or_refused(view: bool) -> None:
+def test_compiled_hook_that_writes_to_logits(view: bool) -> None:
     """A write to transposed logits materializes them. A write to a part of lazy logits would go unnoticed, so it is refused."""
     torch._dynamo.reset()
 
@@ -240,16 +240,16 @@ def test_a_compiled_hook_that_writes_is_right_or_refused(view: bool) -> None:
         return torch.compile(model, backend="eager")
 
     if not view:
-        check_equal(prepare, own_loss)
+        check_equal(prepare, output_loss)
         return
     with pytest.raises(RuntimeError, match="logits that were modified in place"):
-        step(apply_cce(tiny_llama()), prepare, own_loss)
+        step(apply_cce(tiny_llama()), prepare, output_loss)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", USES)
-def test_what_is_done_to_real_logits_may_be_done_to_lazy_ones(name: str) -> None:
-    prepare, loss_of, made = USES[name]
+@pytest.mark.parametrize("name", LOGITS_USES)
+def test_lazy_logits_match_real_logits(name: str) -> None:
+    prepare, loss_of, made = LOGITS_USES[name]
     check_equal(prepare, loss_of)
     ours = apply_cce(tiny_llama())
     with logits_made(model=ours) as seen:
@@ -257,11 +257,11 @@ def test_what_is_done_to_real_logits_may_be_done_to_lazy_ones(name: str) -> None
     assert bool(seen) == (stats(ours).materialized > 0) == made
 
 
-def test_the_whole_model_in_a_reentrant_checkpoint() -> None:
-    check_equal(in_a_reentrant_checkpoint, own_loss)
+def test_model_in_reentrant_checkpoint() -> None:
+    check_equal(in_a_reentrant_checkpoint, output_loss)
 
 
-def test_the_lazy_gradient_adds_up_and_can_be_read() -> None:
+def test_lazy_gradient_sums_and_reads() -> None:
     grads: list[list[Any]] = [[], []]
     for model, seen in zip(twins(), grads, strict=True):
         outputs = model(**batch())
@@ -277,8 +277,8 @@ def test_the_lazy_gradient_adds_up_and_can_be_read() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("prepare", [as_it_is, softcapped], ids=["logits", "softcap"])
-def test_a_second_derivative_is_refused_or_right(prepare: Prepared) -> None:
+@pytest.mark.parametrize("prepare", [unchanged, softcapped], ids=["logits", "softcap"])
+def test_second_derivative_raises_or_is_correct(prepare: Prepared) -> None:
     plain, ours = twins()
     outputs = prepare(ours)(**batch())
     with pytest.raises(RuntimeError, match=r"no second derivative \(create_graph=True\).*materialize\(\)"):
@@ -297,7 +297,7 @@ def test_a_second_derivative_is_refused_or_right(prepare: Prepared) -> None:
         assert_accurate(value, expected, expected, "second derivative")
 
 
-def test_weights_that_were_changed_before_the_backward_pass_are_an_error() -> None:
+def test_weight_changed_before_backward_raises() -> None:
     ours = apply_cce(tiny_llama())
     loss = ours(**batch()).loss
     with torch.no_grad():
@@ -306,7 +306,7 @@ def test_weights_that_were_changed_before_the_backward_pass_are_an_error() -> No
         loss.backward()
 
 
-def test_a_graph_is_freed_by_its_backward_pass() -> None:
+def test_backward_frees_graph() -> None:
     ours = apply_cce(tiny_llama())
     outputs = ours(**batch())
     loss, kept = outputs.loss, weakref.ref(outputs.logits.recipe.hidden_states.untyped_storage())
@@ -340,7 +340,7 @@ def test_utilities_of_accelerate() -> None:
 def test_ddp(options: Any, tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
     try:
-        check_equal(lambda model: nn.parallel.DistributedDataParallel(model, **options), own_loss)
+        check_equal(lambda model: nn.parallel.DistributedDataParallel(model, **options), output_loss)
         ours = apply_cce(tiny_llama())
         wrapped = nn.parallel.DistributedDataParallel(ours, **options)
         with logits_made(model=ours) as made:
@@ -372,11 +372,11 @@ def by_every_module(model: Any, see: Callable[[Tensor], Any]) -> Any:
 
 
 @pytest.mark.parametrize("register", [by_module, by_module_before, by_tensor, by_every_module])
-def test_a_hook_on_the_head_sees_the_gradient_of_the_logits(register: Callable[..., Any]) -> None:
+def test_head_hook_sees_logits_gradient(register: Callable[..., Any]) -> None:
     """A hook sees the gradient at every step. It is computed only if it is read, and a warning names the first reader."""
     plain, ours = twins()
     seen: dict[Any, list[Tensor]] = {plain: [], ours: []}
-    with told() as messages:
+    with cce_warnings() as messages:
         for model in (plain, ours, ours):
             handle = register(model, seen[model].append)
             try:
@@ -386,19 +386,19 @@ def test_a_hook_on_the_head_sees_the_gradient_of_the_logits(register: Callable[.
     assert (len(seen[plain]), len(seen[ours])) == (1, 2)
     assert messages == [] and stats(ours).fused == 2 and stats(ours).materialized == 0
     for number, gradient in enumerate(seen[ours]):
-        with told() as messages:
+        with cce_warnings() as messages:
             assert_accurate(gradient, seen[plain][0], seen[plain][0], "gradient of the logits")
         assert number or "of their gradient)" in messages[0]
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["in the head", "of outputs.logits"])
-def test_retain_grad_keeps_the_gradient(after: bool) -> None:
+@pytest.mark.parametrize("on_outputs", [False, True], ids=["in the head", "of outputs.logits"])
+def test_retain_grad_keeps_the_gradient(on_outputs: bool) -> None:
     kept: list[Tensor] = []
     for model in twins():
-        if not after:
+        if not on_outputs:
             on_head(lambda module, inputs, output: (output.retain_grad(), kept.append(output), None)[2])(model)
         outputs = model(**batch())
-        if after:
+        if on_outputs:
             outputs.logits.retain_grad()
             kept.append(outputs.logits)
         outputs.loss.backward()
@@ -417,7 +417,7 @@ def test_retain_grad_keeps_the_gradient(after: bool) -> None:
         (lambda logits: logits.float().detach().cpu().numpy(), "cpu"),
     ],
 )
-def test_reading_logits_at_every_step_is_named_once(read: Callable[[Any], Any], name: str) -> None:
+def test_reading_logits_warns_once(read: Callable[[Any], Any], name: str) -> None:
     model = apply_cce(tiny_llama())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -431,9 +431,9 @@ def test_reading_logits_at_every_step_is_named_once(read: Callable[[Any], Any], 
     assert (stats(model).fused, stats(model).materialized, stats(model).read) == (3, 3, 3)
 
 
-def test_asking_for_logits_by_name_is_no_reason_to_warn() -> None:
+def test_explicit_materialize_does_not_warn() -> None:
     model = apply_cce(tiny_llama())
-    with told() as messages:
+    with cce_warnings() as messages:
         outputs = model(**batch())
         print(outputs.logits, outputs.logits.shape, outputs.logits.float().dtype)
         outputs.logits.materialize().argmax(-1)

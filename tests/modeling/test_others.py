@@ -43,17 +43,17 @@ def function_of(module: str, name: str) -> Any:
 
 
 def check(target: Any, who: str) -> None:
-    module, name, words, how = FORWARDS[who]
+    module, name, reason, advice = FORWARDS[who]
     before = {key: value for key, value in vars(target).items() if key != "forward"}
     with pytest.raises(ValueError, match="LlamaForCausalLM cannot be patched: ") as raised:
         apply_cce(target)
     text = str(raised.value)
-    assert words in text and f"({module}.{name})" in text and how in text and "It is unchanged" in text
+    assert reason in text and f"({module}.{name})" in text and advice in text and "It is unchanged" in text
     assert {key: value for key, value in vars(target).items() if key != "forward"} == before
 
 
 @pytest.mark.parametrize("who", FORWARDS)
-def test_on_the_instance_or_the_class(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patched_instance_or_class_is_refused(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, model = function_of(*FORWARDS[who][:2]), tiny_llama()
     model.forward = MethodType(forward, model)
     check(model, who)
@@ -62,7 +62,7 @@ def test_on_the_instance_or_the_class(who: str, monkeypatch: pytest.MonkeyPatch)
     check(LLAMA, who)
 
 
-def test_under_wrappers() -> None:
+def test_patch_under_wrappers_is_refused() -> None:
     """accelerate and others wrap forward again, with or without copying its name; ``__wrapped__`` leads to the original."""
     inner = function_of(*FORWARDS["liger"][:2])
     for assigned in (functools.WRAPPER_ASSIGNMENTS, ()):
@@ -73,7 +73,7 @@ def test_under_wrappers() -> None:
         check(model, "liger")
 
 
-def test_inside_peft() -> None:
+def test_patch_inside_peft_is_refused() -> None:
     peft = pytest.importorskip("peft")
     model = tiny_llama()
     model.forward = MethodType(function_of(*FORWARDS["apple"][:2]), model)
@@ -82,7 +82,7 @@ def test_inside_peft() -> None:
         apply_cce(adapted)
 
 
-def test_a_loss_function_by_unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsloth_loss_function_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """patch_loss_functions() writes into LOSS_MAPPING; the class keeps its own forward."""
     theirs = function_of("unsloth_zoo.loss_utils", "patch_loss_functions.<locals>.UnslothForCausalLMLoss")
     model, gpt2 = tiny_llama(), FAMILIES["gpt2"].build()
@@ -93,14 +93,14 @@ def test_a_loss_function_by_unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_other(model) is None
 
 
-def test_a_functional_by_liger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_functional_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     monkeypatch.setattr(F, "cross_entropy", function_of("liger_kernel.transformers.functional", "liger_cross_entropy"))
     with pytest.raises(ValueError, match=r"Liger's cross-entropy is active on it .*liger_cross_entropy"):
         apply_cce(model)
 
 
-def test_nothing_else_is_refused() -> None:
+def test_other_wrappers_are_accepted() -> None:
     """Custom forwards and wrappers, Liger's layers, names with the same prefix, and our own patch applied twice."""
     model = tiny_llama()
     model.model.norm.forward = MethodType(

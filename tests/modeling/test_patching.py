@@ -20,16 +20,16 @@ import tiny
 import torch
 import transformers
 from models import (
-    anatomy,
     assert_fused,
     assert_same_training,
     batch,
-    exact,
+    cce_warnings,
+    float64_copy,
     logits_made,
     loss_and_grads,
+    module_state,
     stats,
     tiny_llama,
-    told,
     twins,
 )
 from numerics import assert_accurate
@@ -39,16 +39,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from hf_cce import CCEConfig, apply_cce, remove_cce, supported_models
 from hf_cce.api import class_names
+from hf_cce.config import MIB
 from hf_cce.deferred import handlers, head_input
 from hf_cce.deferred.logits import LazyLogits
 from hf_cce.dispatch import explain_dispatch
 from hf_cce.head_checks import output_embeddings, why_not_read
 from hf_cce.patches.causal_lm import patch_of
 
-MIB = 1 << 20
 
-
-def test_returns_the_model_and_keeps_its_face() -> None:
+def test_returns_model_with_same_class_and_signature() -> None:
     model = tiny_llama()
     signature, forward = inspect.signature(model.forward), model.forward
     assert apply_cce(model) is model
@@ -58,17 +57,17 @@ def test_returns_the_model_and_keeps_its_face() -> None:
     assert remove_cce(model) is model  # removing twice is a no-op
 
 
-def test_a_second_call_changes_the_options_only() -> None:
+def test_second_call_changes_only_options() -> None:
     model = apply_cce(tiny_llama(), memory_budget=2 * MIB)
-    once = anatomy(model)
+    once = module_state(model)
     apply_cce(model, CCEConfig(memory_budget=4 * MIB), implementation="portable")
-    assert anatomy(model) == once
+    assert module_state(model) == once
     assert patch_of(model).config == CCEConfig(memory_budget=4 * MIB, implementation="portable")
     loss_and_grads(model, batch())
     assert_fused(model, calls=1)
 
 
-def test_the_options_reach_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models with different options do not affect each other."""
     seen, real = [], handlers.linear_cross_entropy
     monkeypatch.setattr(handlers, "linear_cross_entropy", lambda *a, **k: seen.append(k["config"]) or real(*a, **k))
@@ -112,25 +111,25 @@ def test_labels_by_position(kind: Any) -> None:
 @pytest.mark.parametrize(
     "copying", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
 )
-def test_a_copy_trains_its_own_weights_and_counts_for_itself(copying: Any) -> None:
+def test_copy_has_own_weights_and_counters(copying: Any) -> None:
     original = apply_cce(tiny_llama())
     loss_and_grads(original, batch())
     clone = copying(original)
     with torch.no_grad():
         for parameter in clone.parameters():
             parameter.mul_(1.5)
-    plain, ask = remove_cce(copying(clone)), clone.cce_stats
+    plain, get_stats = remove_cce(copying(clone)), clone.cce_stats
     assert patch_of(plain) is None and not plain._forward_hooks and not plain._forward_pre_hooks
     assert_same_training(clone, plain, batch())
-    assert (original.cce_stats()["calls"], ask()["calls"]) == (1, 2)
+    assert (original.cce_stats()["calls"], get_stats()["calls"]) == (1, 2)
     remove_cce(clone)
     with pytest.raises(RuntimeError, match="no longer patched"):
-        ask()
+        get_stats()
     loss_and_grads(original, batch())
     assert original.cce_stats()["fused"] == 2
 
 
-def test_unpickled_hooks_stay_when_others_are_added() -> None:
+def test_unpickled_hooks_survive_new_hooks() -> None:
     """A new process numbers hooks from zero again; a new hook must not replace an unpickled one."""
     code = (
         "import pickle, sys; model = pickle.load(sys.stdin.buffer)\n"
@@ -143,7 +142,7 @@ def test_unpickled_hooks_stay_when_others_are_added() -> None:
     subprocess.run([sys.executable, "-c", code], input=data, check=True, cwd=Path(__file__).parents[2])
 
 
-def test_a_shallow_copy_works() -> None:
+def test_shallow_copy() -> None:
     model = apply_cce(tiny_llama())
     clone = copy.copy(model)
     assert torch.equal(clone(**batch()).loss, model(**batch()).loss)
@@ -151,19 +150,19 @@ def test_a_shallow_copy_works() -> None:
     assert_fused(clone)
 
 
-def test_an_exception_leaves_no_trace() -> None:
+def test_exception_leaves_module_state_unchanged() -> None:
     model = apply_cce(tiny_llama())
-    untouched = anatomy(model)
+    untouched = module_state(model)
     with pytest.raises(ValueError, match=r"labels|shape|size"):
         model(input_ids=batch()["input_ids"], labels=batch()["labels"][:, :5])
-    assert anatomy(model) == untouched
+    assert module_state(model) == untouched
     model.loss_function = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt)  # torch runs no hook after an interrupt
     with pytest.raises(KeyboardInterrupt):
         model(**batch())
     del model._loss_function
     model.eval()
     assert isinstance(model(**batch()).logits, torch.Tensor)
-    assert anatomy(apply_cce(model)) == untouched
+    assert module_state(apply_cce(model)) == untouched
 
 
 def _interrupt(*_: Any) -> None:
@@ -171,7 +170,7 @@ def _interrupt(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("first", ["around", "inside"])
-def test_a_patched_model_inside_a_patched_model(first: str) -> None:
+def test_patched_model_inside_patched_model(first: str) -> None:
     """BLIP-2 calls its language model, another causal LM with the same head, without labels; the loss is BLIP-2's."""
     name = "Blip2ForConditionalGeneration"
     plain, inputs = tiny.build_or_skip(name), tiny.text(name)
@@ -184,17 +183,17 @@ def test_a_patched_model_inside_a_patched_model(first: str) -> None:
     assert not made
     assert_fused(patched, calls=2)
     assert stats(patched.language_model).calls == 0
-    untouched = anatomy(patched)
+    untouched = module_state(patched)
     interrupting = patched.get_output_embeddings().register_forward_pre_hook(_interrupt)
     with pytest.raises(KeyboardInterrupt):  # torch runs no hook after an interrupt
         patched(**inputs)
     interrupting.remove()
     inner = patched.language_model(input_ids=inputs["input_ids"])  # no labels: behaves as if unpatched
     assert isinstance(inner.logits, torch.Tensor)
-    assert anatomy(apply_cce(patched)) == untouched
+    assert module_state(apply_cce(patched)) == untouched
 
 
-def test_transforms_of_torch_func_get_full_logits() -> None:
+def test_torch_func_transforms_get_full_logits() -> None:
     plain, patched = twins()
 
     def gradients(model: Any) -> dict[str, torch.Tensor]:
@@ -203,7 +202,7 @@ def test_transforms_of_torch_func_get_full_logits() -> None:
 
         return torch.func.grad(loss)(dict(model.named_parameters()))
 
-    with told() as messages:
+    with cce_warnings() as messages:
         expected, found = gradients(plain), gradients(patched)
     for name, value in expected.items():
         assert_accurate(found[name], value, value, name)
@@ -212,7 +211,7 @@ def test_transforms_of_torch_func_get_full_logits() -> None:
     assert stats(patched).fused
 
 
-def test_a_patched_model_is_freed_when_nobody_holds_it() -> None:
+def test_patched_model_has_no_reference_cycle() -> None:
     """A patched model has no reference cycle: Python's collector does not run when GPU memory is short."""
     model = apply_cce(tiny_llama())
     model(**batch()).loss.backward()
@@ -226,7 +225,7 @@ def test_a_patched_model_is_freed_when_nobody_holds_it() -> None:
         gc.enable()
 
 
-def test_without_data_a_patched_model_does_what_it_did() -> None:
+def test_meta_device_gets_full_logits_and_one_warning() -> None:
     model = tiny_llama().to("meta")
     inputs = {name: value.to("meta") for name, value in batch().items() if name != "attention_mask"}
     try:
@@ -240,7 +239,7 @@ def test_without_data_a_patched_model_does_what_it_did() -> None:
     assert isinstance(output.logits, torch.Tensor) and output.loss.is_meta
 
 
-def test_all_labels_ignored_is_a_finite_zero() -> None:
+def test_all_labels_ignored_gives_zero_loss() -> None:
     """torch would return NaN, which ruins the run. This is the only deviation from the unpatched model."""
     plain, patched = twins()
     inputs = batch()
@@ -251,7 +250,7 @@ def test_all_labels_ignored_is_a_finite_zero() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi", "mixtral"])
-def test_labels_that_somebody_has_shifted(family: str) -> None:
+def test_shift_labels(family: str) -> None:
     """Context and sequence parallelism pass ``shift_labels`` for a part of a sequence; they override ``labels``."""
     plain, patched = twins(family)
     whole = {key: value.repeat(1, 2) for key, value in batch(rows=3).items()}
@@ -281,11 +280,11 @@ class BenignLinear(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [OddLinear, BenignLinear])
-def test_a_head_of_another_kind_keeps_its_forward_and_says_so_once(kind: Any) -> None:
+def test_custom_head_gets_full_logits_and_one_warning(kind: Any) -> None:
     plain = tiny_llama()
     plain.lm_head.__class__ = kind
     patched = apply_cce(copy.deepcopy(plain))
-    with told() as messages:
+    with cce_warnings() as messages:
         for _ in range(2):
             assert_same_training(patched, plain, batch())
     if kind is BenignLinear:
@@ -306,7 +305,7 @@ def _of_tensors_only(linear: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def test_a_weight_that_an_engine_partitions_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitioned_weight_gets_full_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = apply_cce(tiny_llama())
     model.lm_head.weight.ds_id = 7
     monkeypatch.setattr(torch.nn.functional, "linear", _of_tensors_only(torch.nn.functional.linear))
@@ -314,10 +313,10 @@ def test_a_weight_that_an_engine_partitions_is_left_to_it(monkeypatch: pytest.Mo
         loss = model(**batch()).loss
     monkeypatch.undo()
     del model.lm_head.weight.ds_id
-    assert_accurate(loss, model(**batch()).loss, exact(remove_cce(model))(**batch()).loss, "loss")
+    assert_accurate(loss, model(**batch()).loss, float64_copy(remove_cce(model))(**batch()).loss, "loss")
 
 
-def test_a_linear_that_somebody_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed ZeRO-3 replaces torch.nn.functional.linear for every model in the process."""
     peft = pytest.importorskip("peft")
 
@@ -338,7 +337,7 @@ def test_a_linear_that_somebody_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
         loss_and_grads(hooked, batch())
 
 
-def test_a_wrapper_that_is_put_on_the_head_between_calls() -> None:
+def test_head_wrapped_between_calls() -> None:
     plain, patched = tiny_llama(), apply_cce(tiny_llama())
     assert_same_training(patched, plain, batch())
     forward, seen = patched.lm_head.forward, []
@@ -353,7 +352,7 @@ def test_a_wrapper_that_is_put_on_the_head_between_calls() -> None:
     assert len(seen) == 1 and patched.lm_head.forward is wrapper
 
 
-def test_the_head_of_a_model_inside_is_taken_where_there_is_one() -> None:
+def test_head_of_inner_model() -> None:
     inner = [tiny_llama(), tiny_llama()]
     outer = nn.Module()
     outer.get_output_embeddings = lambda: None
@@ -364,7 +363,7 @@ def test_the_head_of_a_model_inside_is_taken_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (12,), (0, 4), (2, 3, 4)])
-def test_a_weight_that_is_no_matrix_is_not_read(shape: tuple[int, ...]) -> None:
+def test_non_matrix_weight_is_not_fused(shape: tuple[int, ...]) -> None:
     """FSDP1 leaves such a weight after flattening its parameters."""
     assert "has shape" in str(why_not_read(torch.empty(shape))) and why_not_read(torch.empty(3, 4)) is None
 
@@ -403,7 +402,7 @@ def test_classes_and_names(target: Any, tmp_path: Path) -> None:
     assert patch_of(made[0]) is None
 
 
-def test_a_class_that_inherits_its_init_gets_it_back() -> None:
+def test_removal_restores_inherited_init() -> None:
     class Mine(LlamaForCausalLM):
         pass
 
@@ -413,7 +412,7 @@ def test_a_class_that_inherits_its_init_gets_it_back() -> None:
     assert "__init__" not in vars(Mine) and Mine.__init__ is LlamaForCausalLM.__init__
 
 
-def test_a_class_that_somebody_else_has_wrapped_since() -> None:
+def test_class_wrapped_after_patching() -> None:
     class Other(LlamaForCausalLM):
         pass
 
@@ -432,7 +431,7 @@ def test_a_class_that_somebody_else_has_wrapped_since() -> None:
     assert patch_of(Other(tiny_llama().config)) is not None
 
 
-def test_wrappers_are_seen_through() -> None:
+def test_wrappers_are_unwrapped() -> None:
     model = tiny_llama()
     assert apply_cce(nn.DataParallel(model)).module is model and patch_of(model) is not None
     remove_cce(nn.DataParallel(model))
@@ -460,39 +459,39 @@ class Deeper(Unlabelled):
         (transformers.LlamaForSequenceClassification, "no LM head"),
     ],
 )
-def test_no_table_is_needed_for_models_without_labels_or_head(build: Callable[[Any], Any], reason: str) -> None:
+def test_models_without_labels_or_head_are_refused(build: Callable[[Any], Any], reason: str) -> None:
     model = build(tiny_llama().config)
-    untouched = anatomy(model)
+    untouched = module_state(model)
     with pytest.raises(ValueError, match=reason):
         apply_cce(model)
-    assert anatomy(model) == untouched
+    assert module_state(model) == untouched
 
 
 @pytest.mark.parametrize("name", ["musicgen_decoder", "Musicgen", "prophetnets", "gemma4_asistant"])
-def test_what_is_refused_is_not_suggested(name: str) -> None:
+def test_refused_models_are_not_suggested(name: str) -> None:
     with pytest.raises(ValueError, match="is not a causal LM model type") as caught:
         apply_cce(name)
     refused = set(class_names()) - set(supported_models())
     assert refused and not {f"'{each}'" for each in refused} & set(re.findall(r"'\w+'", str(caught.value))[1:])
 
 
-def test_an_old_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_cce.api.version", lambda _: "4.57.1")
     with pytest.raises(RuntimeError, match=r">= 5\.0, but 4\.57\.1"):
         apply_cce(tiny_llama())
 
 
-def test_supported_models_are_names_that_apply_cce_takes() -> None:
+def test_supported_models_list() -> None:
     names = supported_models()
     assert {"llama", "qwen2", "gemma2", "bert", "mixtral"} <= set(names) and names == sorted(names)
     assert not {"musicgen", "musicgen_melody", "prophetnet"} & set(names)
 
 
 # With few tokens, full logits are faster
-def test_a_call_of_few_tokens_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tokens_call_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_input, "prefers_full_logits", lambda *_: True)
     plain, patched = twins()
-    with told() as messages:
+    with cce_warnings() as messages:
         expected, found = (loss_and_grads(model, batch()) for model in (plain, patched))
         outputs = patched(**batch())
     assert messages == [] and type(outputs.logits) is torch.Tensor
@@ -504,7 +503,7 @@ def test_a_call_of_few_tokens_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch)
     assert counted.without_fallback == 2
 
 
-def test_what_counts_as_few_tokens() -> None:
+def test_few_tokens_threshold() -> None:
     """42 million logits on a GPU, if the budget holds 12 bytes for each, minus the part that the weight's gradient provides."""
 
     def few(n: int, d: int = 896, v: int = 151_936, device: str = "cuda", frozen: bool = False, **options: Any) -> bool:

@@ -14,18 +14,18 @@ import pytest
 import torch
 from models import (
     FAMILIES,
-    anatomy,
     assert_fused,
     assert_results_as_good,
     assert_same_training,
     batch,
-    exact,
+    cce_warnings,
+    float64_copy,
     logits_made,
     loss_and_grads,
-    own_loss,
+    model_loss,
+    module_state,
     stats,
     tiny_llama,
-    told,
     with_open_gates,
 )
 from numerics import assert_accurate
@@ -117,15 +117,15 @@ ROWS: dict[str, Row] = {
         "CPTConfig", "prompt_encoder", fused=2, **CPT, opt_weighted_loss_type="decay", opt_loss_decay_factor=0.7
     ),
     "norms": row("LNTuningConfig", "model.norm.", target_modules=["input_layernorm", "norm"]),
-    "words": lora("embed_tokens.token_adapter", trainable_token_indices=[5, 6, 7]),
-    "words tied": lora("embed_tokens.token_adapter", tied=True, trainable_token_indices=[5, 6, 7]),
-    "words of the head": lora(
+    "tokens": lora("embed_tokens.token_adapter", trainable_token_indices=[5, 6, 7]),
+    "tokens tied": lora("embed_tokens.token_adapter", tied=True, trainable_token_indices=[5, 6, 7]),
+    "tokens of the head": lora(
         "embed_tokens.token_adapter",
         "lm_head.token_adapter",
         trainable_token_indices={"embed_tokens": [5, 6], "lm_head": [5, 7]},
     ),
-    "words alone": row("TrainableTokensConfig", "trainable_tokens_delta", token_indices=[5, 6], init_weights=False),
-    "words alone tied": row(
+    "tokens alone": row("TrainableTokensConfig", "trainable_tokens_delta", token_indices=[5, 6], init_weights=False),
+    "tokens alone tied": row(
         "TrainableTokensConfig", "trainable_tokens_delta", tied=True, token_indices=[5, 6], init_weights=False
     ),
     "parameter of the head": lora("lm_head.lora_A", "lm_head.lora_B", target_parameters=["lm_head.weight"]),
@@ -146,7 +146,7 @@ ROWS: dict[str, Row] = {
     "stay tied, head saved": lora(
         "embed_tokens.modules_to_save", tied=True, modules_to_save=["lm_head"], ensure_weight_tying=True
     ),
-    "stay tied, words": lora(
+    "stay tied, tokens": lora(
         "embed_tokens.token_adapter", tied=True, trainable_token_indices=[5, 6], ensure_weight_tying=True
     ),
 }
@@ -170,7 +170,7 @@ def build(row: Row, patched: str = "", double: bool = False, family: str = "llam
         apply_cce(model)
     # Convert a tied model to float64 before PEFT wraps it: copying or casting adapters that share weights unties them, or fails.
     # PSOFT cannot initialize from float64 weights.
-    model = exact(model) if double and row.tied else model
+    model = float64_copy(model) if double and row.tied else model
     torch.manual_seed(3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's warning about tied weights
@@ -198,7 +198,7 @@ def inputs_of(row: Row, seed: int) -> dict[str, torch.Tensor]:
 
 def same_dropout(model: Any, inputs: Any) -> torch.Tensor:
     torch.manual_seed(5)
-    return own_loss(model, inputs)
+    return model_loss(model, inputs)
 
 
 @pytest.mark.parametrize(("name", "first", "family"), CASES)
@@ -206,7 +206,7 @@ def test_loss_and_gradients_over_steps(name: str, first: str, family: str) -> No
     row = ROWS[name]
     plain, patched, reference = (build(row, how, how == "double", family) for how in ("", first, "double"))
     reference.load_state_dict(plain.state_dict())
-    with told() as messages:
+    with cce_warnings() as messages:
         for step in range(STEPS):
             inputs = inputs_of(row, step)
             assert_same_training(patched, plain, inputs, reference=reference, loss_of=same_dropout)
@@ -262,7 +262,7 @@ def test_lora_on_the_head(how: str, kind: str) -> None:
         return {name: torch.stack([each[name] for each in found]) for name in found[0]}
 
     patched = build(True)
-    actual, twin, reference = step(patched), step(build(False)), step(exact(build(False)), double=True)
+    actual, twin, reference = step(patched), step(build(False)), step(float64_copy(build(False)), double=True)
     assert_fused(patched, calls=1 if how == "two adapters" else 12)
     per_adapter = 2 if kind == "lora" else 3
     assert sum("lora" in name for name in actual) == per_adapter * (2 if how == "two adapters" else 1)
@@ -294,15 +294,15 @@ def test_adapters_on_the_head_compile(name: str) -> None:
     assert_same_training(patched, plain, inputs, reference=reference)
 
 
-def test_an_adapter_that_adds_nothing_at_present_is_not_blamed() -> None:
+def test_disabled_adapter_does_not_warn() -> None:
     model = apply_cce(peft.get_peft_model(tiny_llama(), HEADS["lora"].config()))
-    with told() as messages, model.disable_adapter():
+    with cce_warnings() as messages, model.disable_adapter():
         model.get_input_embeddings().weight.requires_grad_()
         model(**batch()).loss.backward()
     assert messages == [] and stats(model).fused == 1
 
 
-def test_an_adapter_that_writes_to_some_tokens() -> None:
+def test_adapter_that_writes_in_place() -> None:
     """PEFT's aLoRA adds in place to the tokens after its invocation, and then reads the dtype."""
     ids = batch()["input_ids"]
     row = lora("lm_head", target_modules=["q_proj", "lm_head"], alora_invocation_tokens=[int(ids[0, 12])])
@@ -327,9 +327,9 @@ def by_position(model: Any, inputs: Any) -> torch.Tensor:
 # Ways to call the model. With tuple outputs, AdaLoRA adds no penalty, patched or not.
 FORMS = {
     "tuple": lambda model, inputs: model(**inputs, return_dict=False)[0],
-    "words by position": by_position,
-    "no task": own_loss,
-    "the tuner itself": lambda model, inputs: own_loss(model.base_model, inputs),
+    "ids by position": by_position,
+    "no task": model_loss,
+    "the tuner itself": lambda model, inputs: model_loss(model.base_model, inputs),
 }
 
 
@@ -341,20 +341,20 @@ def test_ways_to_call(tuner: str, form: str) -> None:
     assert_fused(patched, calls=1)
 
 
-def test_the_forward_of_the_prompts_tuner_is_the_models() -> None:
+def test_direct_forward_of_adaption_prompt_is_unpatched() -> None:
     """Calling the base model's forward directly gives the model's own loss, as unpatched."""
     plain, patched = pair("adaption")
     assert torch.equal(*(model.base_model.forward(**batch(rows=4)).loss for model in (plain, patched)))
     assert stats(patched).calls == 0
 
 
-def test_the_penalty_of_adalora_is_in_loss_and_gradients() -> None:
+def test_adalora_penalty() -> None:
     """AdaLoRA adds the penalty to the loss in place; user code may do the same. The penalty itself moves only A and B."""
     inputs, (plain, patched) = batch(rows=4), pair("adalora", orth_reg_weight=0.7)
     _, without = pair("adalora", orth_reg_weight=1e-9)  # PEFT 0.18 rejects 0
 
     def doubled(model: Any, inputs: Any) -> torch.Tensor:
-        loss = own_loss(model, inputs)
+        loss = model_loss(model, inputs)
         loss *= 2
         return loss
 
@@ -363,7 +363,7 @@ def test_the_penalty_of_adalora_is_in_loss_and_gradients() -> None:
     assert float(patched(**inputs).loss.detach() - without(**inputs).loss.detach()) > 0.1
 
 
-def test_adalora_shares_its_budget_out_as_it_trains() -> None:
+def test_adalora_rank_allocation() -> None:
     """Ranks are pruned by sensitivities computed from the gradients: the same ranks remain."""
     plain, patched = pair("adalora", deltaT=1)
     for model in (plain, patched):
@@ -379,7 +379,7 @@ def test_adalora_shares_its_budget_out_as_it_trains() -> None:
 
 
 @EACH_TUNER
-def test_evaluation_and_generation_stay_what_they_were(tuner: str) -> None:
+def test_evaluation_and_generation_match_unpatched(tuner: str) -> None:
     plain, patched = (model.eval() for model in pair(tuner))
     inputs = batch(rows=4, ignored=False)
     with torch.no_grad():
@@ -396,10 +396,10 @@ def test_evaluation_and_generation_stay_what_they_were(tuner: str) -> None:
 
 
 @EACH_TUNER
-def test_unpatched_models_are_called_as_they_were(tuner: str) -> None:
+def test_unpatched_models_are_unaffected(tuner: str) -> None:
     """Covers an unpatched model next to a patched one, and a model whose patch was removed."""
     plain, model = build(TUNERS[tuner]), build(TUNERS[tuner])
-    before = anatomy(model)
+    before = module_state(model)
     apply_cce(model)
     model(**batch()).loss.backward()
     assert_fused(model, calls=1)
@@ -408,15 +408,15 @@ def test_unpatched_models_are_called_as_they_were(tuner: str) -> None:
     expected = plain(**batch())
     assert type(expected.logits) is torch.Tensor and hooked == []
     remove_cce(model)
-    assert patch_of(causal_lm(model)) is None and anatomy(model) == before
+    assert patch_of(causal_lm(model)) is None and module_state(model) == before
     outputs = model(**batch())
     assert type(outputs.logits) is torch.Tensor and torch.equal(outputs.loss, expected.loss)
 
 
 @EACH_TUNER
-def test_a_forward_that_raises_leaves_nothing(tuner: str) -> None:
+def test_interrupted_forward_leaves_module_state_unchanged(tuner: str) -> None:
     patched = build(TUNERS[tuner], "peft")
-    before = anatomy(patched)
+    before = module_state(patched)
 
     def raising(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -425,7 +425,7 @@ def test_a_forward_that_raises_leaves_nothing(tuner: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         patched(**batch())
     handle.remove()
-    assert anatomy(patched) == before
+    assert module_state(patched) == before
     patched(**batch()).loss.backward()
     assert_fused(patched, calls=1)
 
@@ -461,7 +461,7 @@ def test_several_adapters(tuner: str) -> None:
 
 
 @EACH_TUNER
-def test_a_copy_trains_itself(tuner: str) -> None:
+def test_copy_trains_its_own_weights(tuner: str) -> None:
     patched = build(TUNERS[tuner], "peft")
     other = copy.deepcopy(patched)
     with torch.no_grad():
@@ -473,7 +473,7 @@ def test_a_copy_trains_itself(tuner: str) -> None:
 
 @EACH_TUNER
 @pytest.mark.parametrize("replaced", ["before", "after"])
-def test_a_forward_that_somebody_has_replaced(tuner: str, replaced: str) -> None:
+def test_replaced_forward(tuner: str, replaced: str) -> None:
     """accelerate's dispatch replaces forward and keeps the previous one inside."""
     model, called = build(TUNERS[tuner]), []
     if replaced == "after":
@@ -499,7 +499,7 @@ def test_compiled(tuner: str, what: str) -> None:
     torch._dynamo.reset()
     plain, patched = pair(tuner)
     (patched if what == "model" else patched.base_model).compile(backend="aot_eager")
-    with told() as messages:
+    with cce_warnings() as messages:
         assert_same_training(patched, plain, batch(rows=4))
     assert stats(patched).traced or stats(patched).fused == 1
     assert messages == [] and stats(patched).missed == stats(patched).materialized == 0
@@ -507,7 +507,7 @@ def test_compiled(tuner: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["model", "tuner"])
-def test_the_model_inside_a_mixed_model_or_a_bare_tuner_is_found(how: str) -> None:
+def test_mixed_model_and_bare_tuner(how: str) -> None:
     config = lora("q_proj").config()
 
     def made() -> Any:
@@ -546,7 +546,7 @@ def test_x_lora(tmp_path: Path) -> None:
 
     patched = apply_cce(made())
     actual, twin = loss_and_grads(patched, batch()), loss_and_grads(made(), batch())
-    reference = loss_and_grads(exact(made()), batch(), double=True)
+    reference = loss_and_grads(float64_copy(made()), batch(), double=True)
     assert actual.keys() == twin.keys()
     # With one layer the classifier's gradient is zero up to rounding.
     others = {name: value for name, value in actual.items() if "classifier" not in name}

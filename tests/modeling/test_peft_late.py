@@ -22,7 +22,7 @@ from models import (
     assert_fused,
     assert_results_as_good,
     batch,
-    exact,
+    float64_copy,
     loss_and_grads,
     stats,
     tiny_llama,
@@ -90,7 +90,7 @@ def in_a_process(how: str, saved: str, tuner: str) -> None:
     hooked: list[str] = []
     plain.get_base_model().register_forward_pre_hook(lambda *_: hooked.append("called"))
     twin = loss_and_grads(plain, batch())
-    reference = loss_and_grads(exact(adapted(tiny_llama(), tuner)), batch(), double=True)
+    reference = loss_and_grads(float64_copy(adapted(tiny_llama(), tuner)), batch(), double=True)
     assert_results_as_good(loss_and_grads(patched, batch()), twin, reference)
     assert_fused(patched, calls=1)
     assert hooked == []  # an unpatched model is called as before
@@ -106,19 +106,19 @@ def fused_in_a_process(how: str, tuner: str, first: Path | None, tmp_path: Path)
 
 
 @pytest.mark.parametrize("how", ["instance", "class", "unpickled", "after PEFT"])
-def test_a_tuner_that_calls_past_the_hooks(how: str, old_peft: Path, tmp_path: Path) -> None:
+def test_tuner_that_bypasses_hooks(how: str, old_peft: Path, tmp_path: Path) -> None:
     fused_in_a_process(how, "lora", old_peft, tmp_path)
 
 
 @pytest.mark.parametrize("how", ["instance", "unpickled"])
 @pytest.mark.parametrize("tuner", ["adalora", "adaption"])
-def test_a_tuner_with_a_forward_of_its_own_imported_late(tuner: str, how: str, tmp_path: Path) -> None:
+def test_late_imported_tuner_with_custom_forward(tuner: str, how: str, tmp_path: Path) -> None:
     """With the installed PEFT, whatever its version."""
     pytest.importorskip("peft")
     fused_in_a_process(how, tuner, None, tmp_path)
 
 
-def test_no_peft_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_works_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 

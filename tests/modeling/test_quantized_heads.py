@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, assert_fused, assert_same_training, batch, exact, head_of, logits_made, stats, told
+from models import (
+    FAMILIES,
+    assert_fused,
+    assert_same_training,
+    batch,
+    cce_warnings,
+    float64_copy,
+    head_of,
+    logits_made,
+    stats,
+)
 from numerics import assert_accurate
 from torch import Tensor, nn
 
@@ -65,7 +75,7 @@ def build(
 ) -> tuple[Any, Any]:
     """Return a model with a quantized head, and the same model in float64 with the dequantized weight."""
     model = FAMILIES[family].build(tie_word_embeddings=False, hidden_size=64).to(dtype)
-    reference = exact(model)
+    reference = float64_copy(model)
     weight = quantise(model)
     head_of(reference).weight = nn.Parameter(weight, requires_grad=False)
     return model, reference
@@ -78,7 +88,7 @@ def test_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
         pytest.skip("computes in float32")
     (plain, reference), (patched, _) = (build(FORMATS[name], dtype=dtype) for _ in range(2))
     apply_cce(patched)
-    with told() as messages:
+    with cce_warnings() as messages:
         assert_same_training(patched, plain, batch(rows=4), reference=reference)
         with logits_made(TOKENS, patched) as seen:
             patched(**batch(rows=4)).loss.backward()
@@ -110,7 +120,7 @@ def test_autocast(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_evaluation_reads_the_logits_of_the_library(name: str) -> None:
+def test_evaluation_logits_match_library(name: str) -> None:
     (plain, _), (patched, _) = (build(FORMATS[name]) for _ in range(2))
     apply_cce(patched)
     for model in (plain, patched):
@@ -122,7 +132,7 @@ def test_evaluation_reads_the_logits_of_the_library(name: str) -> None:
     assert_accurate(ours.loss, theirs.loss, theirs.loss.double(), "loss")
 
 
-def test_hooks_of_accelerate_around_the_head() -> None:
+def test_accelerate_hooks_on_the_head() -> None:
     """accelerate adds hooks to every module of a model quantized by bitsandbytes."""
     hooks = pytest.importorskip("accelerate.hooks")
     (plain, reference), (patched, _) = (build(FORMATS["nf4"]) for _ in range(2))
@@ -171,11 +181,11 @@ def grouped(model: Any) -> None:
     ],
     ids=["bitsandbytes 8 bit", "torchao intx"],
 )
-def test_what_is_not_known_gets_full_logits_and_one_warning(quantise: Any, why: str) -> None:
+def test_unknown_format_gets_full_logits_and_one_warning(quantise: Any, why: str) -> None:
     plain, patched = (FAMILIES["llama"].build() for _ in range(2))
     quantise(plain), quantise(patched)
     apply_cce(patched)
-    with told() as messages:
+    with cce_warnings() as messages:
         losses = [model(**batch(rows=4)).loss for model in (plain, patched, patched)]
     (message,) = messages
     assert "fell back to full logits" in message and why in message
@@ -203,7 +213,7 @@ def packed(nested: bool) -> tuple[FrozenWeight, Tensor, list[int]]:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_rows_are_those_of_the_whole(nested: bool) -> None:
+def test_dequantized_rows_match_whole(nested: bool) -> None:
     frozen, whole, _ = packed(nested)
     assert torch.equal(frozen.dense(), whole)
     for start, stop in [(0, 1), (1, 2), (7, 900), (1600, V), (V - 1, V)]:
@@ -213,7 +223,7 @@ def test_rows_are_those_of_the_whole(nested: bool) -> None:
 
 
 @pytest.mark.parametrize("budget", ["1MiB", "64MiB", "auto"])
-def test_a_budget_without_room_for_the_weight_takes_slabs(budget: str) -> None:
+def test_small_budget_dequantizes_in_slabs(budget: str) -> None:
     """The whole weight takes 1.5 MiB."""
     frozen, whole, rows = packed(nested=True)
     generator = torch.Generator().manual_seed(1)
@@ -234,7 +244,7 @@ def test_a_budget_without_room_for_the_weight_takes_slabs(budget: str) -> None:
     assert rows and (max(rows) < V) == (budget == "1MiB")
 
 
-def test_blocks_that_reach_over_the_end_of_a_row_are_left_to_the_library() -> None:
+def test_blocks_across_rows_are_not_supported() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     made = functional.quantize_4bit(torch.randn(99, 32))
     assert bitsandbytes_weight(*made, torch.float32, torch.nn.functional.linear) is None

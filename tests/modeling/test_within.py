@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from models import (
-    VOCABULARY,
+    VOCAB_SIZE,
     assert_fused,
     assert_same_training,
     batch,
-    exact,
+    cce_warnings,
+    float64_copy,
     loss_and_grads,
     stats,
     tiny_llama,
-    told,
     twins,
 )
 from torch.nn.modules.module import register_module_forward_hook
@@ -30,7 +30,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_cce import apply_cce, remove_cce
 
 
-class Distils(LlamaForCausalLM):
+class SelfDistillation(LlamaForCausalLM):
     """Computes its own logits without gradients before its loss."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ class Distils(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
 
-class Samples(LlamaForCausalLM):
+class SamplesBeforeLoss(LlamaForCausalLM):
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         if labels is not None:
             with torch.no_grad():
@@ -48,7 +48,7 @@ class Samples(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
 
-class Drops(LlamaForCausalLM):
+class RDropModel(LlamaForCausalLM):
     """R-Drop: two losses for one batch, in nested calls."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, inner: bool = False, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class Drops(LlamaForCausalLM):
         return second
 
 
-class Fails(LlamaForCausalLM):
+class NestedCallRaises(LlamaForCausalLM):
     """Continues after a nested call of itself raises."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ class Fails(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
 
-class Asks(LlamaForCausalLM):
+class LossCallsModel(LlamaForCausalLM):
     """Calls the model again inside its loss, in evaluation mode and with gradients."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ class Asks(LlamaForCausalLM):
         return outputs
 
 
-class SavesLogits(LlamaForCausalLM):
+class CheckpointedHead(LlamaForCausalLM):
     """Checkpoints head and loss for one part of the tokens at a time, as is often done by hand."""
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
@@ -106,16 +106,16 @@ class SavesLogits(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=total / (labels != -100).sum())
 
 
-class ByKeyword(LlamaForCausalLM):
+class HeadByKeyword(LlamaForCausalLM):
     """Calls its head with torch.nn.Linear's keyword argument."""
 
     def forward(self, labels: Any = None, **inputs: Any) -> Any:
         logits = self.lm_head(input=self.model(**inputs).last_hidden_state)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB_SIZE)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-def of(kind: Any) -> tuple[Any, Any]:
+def class_twins(kind: Any) -> tuple[Any, Any]:
     """Return a model of that class and its patched copy."""
     other = tiny_llama()
     plain = kind(other.config).train()
@@ -123,23 +123,26 @@ def of(kind: Any) -> tuple[Any, Any]:
     return plain, apply_cce(copy.deepcopy(plain))
 
 
-@pytest.mark.parametrize(
-    ("kind", "losses"),
-    [(Distils, 1), (Samples, 1), (Drops, 2), (Fails, 1), (Asks, 1), (SavesLogits, 5), (ByKeyword, 1)],
-)
-def test_a_model_with_a_forward_of_its_own(kind: Any, losses: int) -> None:
-    plain, patched = of(kind)
+OWN_FORWARDS = (
+    SelfDistillation, SamplesBeforeLoss, RDropModel, NestedCallRaises, LossCallsModel, CheckpointedHead, HeadByKeyword,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OWN_FORWARDS)
+def test_custom_forward(kind: Any) -> None:
+    losses = {RDropModel: 2, CheckpointedHead: 5}.get(kind, 1)
+    plain, patched = class_twins(kind)
     before = set(vars(patched.lm_head))
-    with told() as messages:
+    with cce_warnings() as messages:
         for steps in (1, 2):
             assert_same_training(patched, plain, batch())
             assert stats(patched).missed == stats(patched).materialized == 0 and stats(patched).fused == steps * losses
     assert set(vars(patched.lm_head)) == before and messages == []
 
 
-def test_a_hook_that_calls_the_model() -> None:
+def test_hook_that_calls_the_model() -> None:
     plain, patched = twins()
-    reference = exact(plain)
+    reference = float64_copy(plain)
     for model in (plain, patched):
 
         def looks(module: Any, args: Any, model: Any = model) -> None:
@@ -155,9 +158,9 @@ def test_a_hook_that_calls_the_model() -> None:
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["alone", "within a call"])
-def test_a_model_trains_on_after_ctrl_c(inner: bool) -> None:
+def test_training_continues_after_ctrl_c(inner: bool) -> None:
     """torch runs no hook after Ctrl-C, so the head stays in its state within a call; later calls are still correct."""
-    plain, patched = of(Distils if inner else LlamaForCausalLM)
+    plain, patched = class_twins(SelfDistillation if inner else LlamaForCausalLM)
 
     def stops(module: Any, args: Any) -> None:
         if not inner or not torch.is_grad_enabled():
@@ -177,7 +180,7 @@ def test_a_model_trains_on_after_ctrl_c(inner: bool) -> None:
     assert set(vars(remove_cce(patched).lm_head)) == before
 
 
-def test_a_loss_that_is_set_later_is_the_models() -> None:
+def test_loss_set_after_patching_is_used() -> None:
     """GPT-2 has no loss type. The patch's must not override one that is set later, nor may removing the patch remove it."""
     plain, patched = twins("gpt2")
     for model in (plain, patched):
@@ -201,14 +204,14 @@ def by_tree_map(module: Any, args: Any, output: Any) -> Any:
 
 
 def in_place_of_forward(wrap: Callable[[Any], Any]) -> Callable[[Any], None]:
-    def put(model: Any) -> None:
+    def install(model: Any) -> None:
         model.lm_head.forward = wrap(model.lm_head.forward)
 
-    return put
+    return install
 
 
 # What is registered on the head, and the reason given for full logits
-PUT: dict[str, tuple[Callable[[Any], Any], str]] = {
+HEAD_HOOKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "hook": (lambda model: model.lm_head.register_forward_hook(hook), "clamp"),
     "tree map": (lambda model: model.lm_head.register_forward_hook(by_tree_map), "clamp"),
     "forward": (in_place_of_forward(lambda forward: lambda x: clamped(forward(x))), "clamp"),
@@ -223,25 +226,25 @@ PUT: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("put", PUT)
-def test_who_asks_what_the_logits_are_gets_tensors(put: str) -> None:
+@pytest.mark.parametrize("hook_kind", HEAD_HOOKS)
+def test_isinstance_checks_get_tensors(hook_kind: str) -> None:
     plain = tiny_llama()
     usual = float(loss_and_grads(plain, batch())["loss"])
-    patched, reference = copy.deepcopy(plain), exact(plain)
+    patched, reference = copy.deepcopy(plain), float64_copy(plain)
     for model in (plain, patched, reference):
-        PUT[put][0](model)
-    assert put == "checkpoint" or abs(float(plain(**batch()).loss.detach()) - usual) > usual / 10
+        HEAD_HOOKS[hook_kind][0](model)
+    assert hook_kind == "checkpoint" or abs(float(plain(**batch()).loss.detach()) - usual) > usual / 10
     apply_cce(patched)
-    with pytest.warns(UserWarning, match=f"hf_cce fell back to full logits: .*{PUT[put][1]}"):
+    with pytest.warns(UserWarning, match=f"hf_cce fell back to full logits: .*{HEAD_HOOKS[hook_kind][1]}"):
         assert_same_training(patched, plain, batch(), reference=reference)
     assert stats(patched).missed == 1
 
 
-def test_a_hook_on_all_modules() -> None:
+def test_global_module_hook() -> None:
     plain, patched = twins()
 
     def clamps(module: Any, args: Any, output: Any) -> Any:
-        return clamped(output) if isinstance(module, torch.nn.Linear) and module.out_features == VOCABULARY else None
+        return clamped(output) if isinstance(module, torch.nn.Linear) and module.out_features == VOCAB_SIZE else None
 
     handle = register_module_forward_hook(clamps)
     try:
@@ -261,7 +264,7 @@ HALVED = {
 
 
 @pytest.mark.parametrize("kind", HALVED)
-def test_hooks_on_what_holds_the_head(kind: str) -> None:
+def test_hooks_on_module_containing_head(kind: str) -> None:
     """BERT's head is inside ``cls.predictions``, whose output is also the logits."""
     plain, patched = twins("bert")
     for model in (plain, patched):
@@ -281,16 +284,16 @@ def in_a_checkpoint(model: Any, inputs: Any) -> torch.Tensor:
     return checkpoint(run, embedded, use_reentrant=False)
 
 
-def test_a_model_in_a_checkpoint_of_the_caller() -> None:
+def test_model_in_callers_checkpoint() -> None:
     plain, patched = twins()
     assert_same_training(patched, plain, batch(), loss_of=in_a_checkpoint)
     assert_fused(patched)
 
 
-@pytest.mark.parametrize("of", ["forward", "head"])
-def test_logits_that_a_graph_has_deferred_are_not_read_after_a_step(of: str) -> None:
+@pytest.mark.parametrize("compiled", ["forward", "head"])
+def test_compiled_deferred_logits_raise_after_step(compiled: str) -> None:
     model = apply_cce(tiny_llama())
-    if of == "forward":
+    if compiled == "forward":
         model.forward = torch.compile(model.forward, backend="aot_eager")
     else:
         model.lm_head.compile(backend="aot_eager")
@@ -309,7 +312,7 @@ def test_logits_that_a_graph_has_deferred_are_not_read_after_a_step(of: str) -> 
 @pytest.mark.parametrize(
     "cleared", [("_forward_hooks", "_forward_pre_hooks"), ("_forward_hooks",)], ids=["all", "some"]
 )
-def test_a_model_whose_hooks_were_cleared_is_patched_anew(cleared: tuple[str, ...]) -> None:
+def test_repatching_after_hooks_were_cleared(cleared: tuple[str, ...]) -> None:
     plain, patched = twins()
     for module in patched.modules():
         for name in cleared:
@@ -321,11 +324,11 @@ def test_a_model_whose_hooks_were_cleared_is_patched_anew(cleared: tuple[str, ..
     assert len(patched._forward_hooks) == len(patched._forward_pre_hooks) == 1
 
 
-def test_a_head_that_was_replaced_is_not_saved() -> None:
+def test_replaced_head_is_not_saved() -> None:
     model = apply_cce(tiny_llama())
     model(**batch()).loss.backward()
     model.zero_grad(set_to_none=True)
-    model.resize_token_embeddings(VOCABULARY + 8)
+    model.resize_token_embeddings(VOCAB_SIZE + 8)
     saved, anew = io.BytesIO(), io.BytesIO()
     torch.save(model, saved)
     model(**batch()).loss.backward()  # releases the old head

@@ -47,7 +47,7 @@ def mutated(text: str, row: dict[str, Any]) -> str:
     return text.replace(row["old"], row["new"])
 
 
-def copy_of_repository(to: Path) -> None:
+def copy_repository(to: Path) -> None:
     """Copy the files that git tracks or would track."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
@@ -84,11 +84,11 @@ def run_tests(copy: Path, tests: str) -> int:
 
 def tests_arguments(tests: str) -> list[str]:
     """Split "tests/a.py tests/b.py -k one or two" into pytest's arguments."""
-    files, _, word = tests.partition(" -k ")
-    return [*files.split(), *(["-k", word] if word else [])]
+    files, _, expression = tests.partition(" -k ")
+    return [*files.split(), *(["-k", expression] if expression else [])]
 
 
-def outcome(copy: Path, tests: str) -> tuple[str, float]:
+def run_in_fork(copy: Path, tests: str) -> tuple[str, float]:
     """Run tests in a forked process; return ("killed", "survived", "timeout" or "error", seconds)."""
     began = time.monotonic()
     child = os.fork()
@@ -114,7 +114,7 @@ def outcome(copy: Path, tests: str) -> tuple[str, float]:
 
 def write_report(found: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> Counter[str]:
     """Write the results of the existing rows; return how many there are of each kind."""
-    results = [found[key(row)] for row in rows if key(row) in found]
+    results = [found[row_key(row)] for row in rows if row_key(row) in found]
     counts = Counter(result["result"] for result in results)
     report = {
         "listed": len(rows),
@@ -124,14 +124,14 @@ def write_report(found: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -
     return counts
 
 
-def key(row: dict[str, Any]) -> str:
+def row_key(row: dict[str, Any]) -> str:
     return json.dumps([row["file"], row["old"], row["new"], row["tests"]])
 
 
 def load_report() -> dict[str, dict[str, Any]]:
     if not REPORT.exists():
         return {}
-    return {key(row): row for row in json.loads(REPORT.read_text("utf-8"))["mutants"]}
+    return {row_key(row): row for row in json.loads(REPORT.read_text("utf-8"))["mutants"]}
 
 
 def main() -> int:
@@ -156,25 +156,25 @@ def main() -> int:
     hypothesis.settings.load_profile("mutants")
     with tempfile.TemporaryDirectory(prefix="hf_cce_mutants") as folder:
         copy = Path(folder)
-        copy_of_repository(copy)
+        copy_repository(copy)
         clean: dict[str, str] = {}  # if tests fail without a mutant, their failure means nothing
         for row in rows:
             wanted = options.only in row["file"] or options.only in row["new"]
-            if not wanted or (key(row) in found and not options.again):
+            if not wanted or (row_key(row) in found and not options.again):
                 continue
             if row["tests"] not in clean:
-                clean[row["tests"]] = outcome(copy, row["tests"])[0]
+                clean[row["tests"]] = run_in_fork(copy, row["tests"])[0]
             path = copy / row["file"]
             text = path.read_text("utf-8")
             if clean[row["tests"]] != "survived" or text.count(row["old"]) != 1:  # the list is stale
                 result, seconds = "error", 0.0
             else:
                 path.write_text(mutated(text, row), "utf-8")
-                result, seconds = outcome(copy, row["tests"])
+                result, seconds = run_in_fork(copy, row["tests"])
                 path.write_text(text, "utf-8")
             if result == "survived" and row.get("argued"):
                 result = "argued"
-            found[key(row)] = {**row, "result": result, "seconds": round(seconds, 1)}
+            found[row_key(row)] = {**row, "result": result, "seconds": round(seconds, 1)}
             write_report(found, rows)
             print(f"{result:9}{seconds:6.1f} s  {row['file']}: {row['old']!r} → {row['new']!r}", flush=True)
     counts = write_report(found, rows)

@@ -23,10 +23,10 @@ from hf_cce.deferred.lazy_tensor import LazyGrad, LazyTensor
 from hf_cce.head_checks import find_head
 from hf_cce.patches.causal_lm import patch_of
 
-VOCABULARY, HIDDEN, BATCH, LENGTH = 99, 32, 2, 24  # 48 tokens > HIDDEN: the logits are larger than [V, D]
+VOCAB_SIZE, HIDDEN, BATCH, LENGTH = 99, 32, 2, 24  # 48 tokens > HIDDEN: the logits are larger than [V, D]
 LossOf = Callable[[Any, Any], Tensor]  # returns a model's loss for a batch
 _COMMON = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN,
     "intermediate_size": 40,
     "num_hidden_layers": 1,
@@ -127,7 +127,7 @@ def twins(family: str = "llama", **options: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def told() -> Iterator[list[str]]:
+def cce_warnings() -> Iterator[list[str]]:
     """Collect hf_cce's warnings inside the block, repeated ones included."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -136,10 +136,10 @@ def told() -> Iterator[list[str]]:
     messages += [str(warning.message) for warning in caught if "hf_cce" in str(warning.message)]
 
 
-def batch(*, ignored: bool = True, rows: int = BATCH, seed: int = 1, words: int = VOCABULARY) -> dict[str, Tensor]:
-    """Return ``input_ids`` [B, S] below ``words`` with labels; ``ignored`` pads the end of a row and ignores a prompt."""
+def batch(*, ignored: bool = True, rows: int = BATCH, seed: int = 1, vocab_size: int = VOCAB_SIZE) -> dict[str, Tensor]:
+    """Return ``input_ids`` [B, S] below ``vocab_size`` with labels; ``ignored`` pads the end of a row and ignores a prompt."""
     generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(3, words, (rows, LENGTH), generator=generator)
+    input_ids = torch.randint(3, vocab_size, (rows, LENGTH), generator=generator)
     labels = input_ids.clone()
     inputs = {"input_ids": input_ids, "labels": labels}
     if ignored:
@@ -150,7 +150,7 @@ def batch(*, ignored: bool = True, rows: int = BATCH, seed: int = 1, words: int 
     return inputs
 
 
-class StayDouble(TorchFunctionMode):
+class KeepFloat64(TorchFunctionMode):
     """Keep float64 where a model's code asks for float32 (norms, softmax, the loss), for an exact reference."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,7 +159,7 @@ class StayDouble(TorchFunctionMode):
         return func(*args, **kwargs) if func is not Tensor.float else args[0].double()
 
 
-def exact(model: Any) -> Any:
+def float64_copy(model: Any) -> Any:
     """Return a float64 copy of an unpatched model; run it with ``loss_and_grads(..., double=True)``."""
     model = copy.deepcopy(model).double()
     model.config._experts_implementation = "eager"  # torch's grouped_mm does not support float64
@@ -170,12 +170,12 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def own_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
+def model_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
     """Return the model's own loss."""
     return model(**inputs).loss
 
 
-def loss_and_grads(model: Any, inputs: Any, *, double: bool = False, loss_of: LossOf = own_loss) -> dict[str, Tensor]:
+def loss_and_grads(model: Any, inputs: Any, *, double: bool = False, loss_of: LossOf = model_loss) -> dict[str, Tensor]:
     """Return the loss and the gradient of every parameter that has one, by name."""
     model.zero_grad(set_to_none=True)
     if double:
@@ -183,7 +183,7 @@ def loss_and_grads(model: Any, inputs: Any, *, double: bool = False, loss_of: Lo
         try:
             torch.set_default_dtype(torch.float64)
             inputs = {name: value.double() if _is_float(value) else value for name, value in inputs.items()}
-            with StayDouble():
+            with KeepFloat64():
                 loss = loss_of(model, inputs)
         finally:
             torch.set_default_dtype(usual)
@@ -213,13 +213,13 @@ def assert_same_training(
     *,
     reference: Any = None,
     redraw: bool = False,
-    loss_of: LossOf = own_loss,
+    loss_of: LossOf = model_loss,
 ) -> None:
     """Check that loss and gradients of ``patched`` are as close to float64 as those of the unpatched ``plain``.
 
     With ``redraw``, the unpatched model's rounding error is sampled in several summation orders if one is not enough.
     """
-    reference = exact(plain) if reference is None else reference
+    reference = float64_copy(plain) if reference is None else reference
     reference = loss_and_grads(reference, inputs, double=True, loss_of=loss_of)
     twin, actual = (loss_and_grads(model, inputs, loss_of=loss_of) for model in (plain, patched))
     assert actual.keys() == twin.keys()
@@ -245,8 +245,8 @@ def assert_results_as_good(
     """
     twins = [twin]
     for name, value in actual.items():
-        told = is_accurate(value, [each[name] for each in twins], reference[name], dtype)
-        if not told and plain is not None and draw is not None and len(twins) == 1:
+        enough = is_accurate(value, [each[name] for each in twins], reference[name], dtype)
+        if not enough and plain is not None and draw is not None and len(twins) == 1:
             twins += [draw(_reordered(plain, seed)) for seed in range(7)]
         assert_accurate(value, [each[name] for each in twins], reference[name], name, dtype)
 
@@ -266,18 +266,18 @@ def _reordered(model: Any, seed: int) -> Any:
 
 
 class _Spy(TorchDispatchMode):
-    def __init__(self, tokens: int, besides: set[tuple[int, ...]]) -> None:
+    def __init__(self, tokens: int, excluded_shapes: set[tuple[int, ...]]) -> None:
         super().__init__()
         self.tokens = tokens
-        self.besides = besides
+        self.excluded_shapes = excluded_shapes
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
-            made_of_nothing = isinstance(value, (LazyTensor, LazyGrad)) or (isinstance(value, Tensor) and value.is_meta)
-            large = isinstance(value, Tensor) and not made_of_nothing and value.numel() >= self.tokens * VOCABULARY
-            if large and VOCABULARY in value.shape and tuple(value.shape) not in self.besides:
+            is_lazy_or_meta = isinstance(value, (LazyTensor, LazyGrad)) or (isinstance(value, Tensor) and value.is_meta)
+            large = isinstance(value, Tensor) and not is_lazy_or_meta and value.numel() >= self.tokens * VOCAB_SIZE
+            if large and VOCAB_SIZE in value.shape and tuple(value.shape) not in self.excluded_shapes:
                 self.seen.append(f"{func} made {tuple(value.shape)}")
         return result
 
@@ -290,12 +290,12 @@ def logits_made(tokens: int = BATCH * LENGTH - BATCH, model: Any = None) -> Iter
     ``torch.ops.hf_cce`` as one operation, not what happens inside.
     """
     shapes = {tuple(parameter.shape) for parameter in model.parameters()} if model is not None else set()
-    assert not [shape for shape in shapes if shape[-1] == VOCABULARY and math.prod(shape[:-1]) >= tokens]
+    assert not [shape for shape in shapes if shape[-1] == VOCAB_SIZE and math.prod(shape[:-1]) >= tokens]
     with _Spy(tokens, shapes) as spy:
         yield spy.seen
 
 
-def anatomy(model: nn.Module) -> dict[str, Any]:
+def module_state(model: nn.Module) -> dict[str, Any]:
     """Return what a patch could leave behind: class, attributes and hooks of the model and all its modules."""
     hooks = [name for name in vars(nn.Module()) if "hooks" in name]
     return {

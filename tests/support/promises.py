@@ -11,17 +11,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE, MUTANTS = ROOT / "docs/reference/trust.md", ROOT / "tests/mutants/report.json"
-RANDOM = ROOT / "benchmarks/results/property.json"
+RANDOM, VERSIONS = (ROOT / f"benchmarks/results/{name}.json" for name in ("property", "versions"))
 
 
 def versions() -> str:
-    """Return the table of versions, from pyproject.toml."""
+    """Return the supported ranges, from pyproject.toml, and the environments in which tests ran, from versions.json."""
     text = (ROOT / "pyproject.toml").read_text("utf-8")
-    python = re.findall(r'requires-python = "(.+?)"', text)
-    packages = ("torch", "triton", "transformers", "accelerate", "trl", "peft")
-    found = [(name, re.findall(rf'"{name}(>=[\d.]+)', text)) for name in packages]
-    rows = [("Python", python[0]), *((name, versions[0]) for name, versions in found)]
-    return "| package | versions |\n|---|---|\n" + "\n".join(f"| {name} | {wanted} |" for name, wanted in rows)
+    names = ("torch", "triton", "transformers", "trl", "peft", "accelerate")
+    lowest = [re.findall(rf'"{name}(>=[\d.]+)', text)[0] for name in names]
+    python = re.findall(r'requires-python = "(.+?)"', text)[0]
+    lines = [
+        "Each row below the first is an environment in which tests ran, written by `pytest --record=FILE` "
+        "([versions.json](../../benchmarks/results/versions.json)). The first row is what the package accepts.",
+        "",
+        f"| Python | device | {' | '.join(names)} | DeepSpeed | passed | failed |",
+        "|" + "---|" * (len(names) + 5),
+        f"| {python} | | {' | '.join(lowest)} | | | |",
+    ]
+    for row in json.loads(VERSIONS.read_text("utf-8")):
+        found = row["environment"]
+        counts = [sum(run[key] for run in row["runs"].values()) for key in ("passed", "failed", "error")]
+        packages = [found.get(name, "–") for name in (*names, "deepspeed")]
+        lines.append(
+            f"| {found['python']}, {found['system']} | {found['device']} | {' | '.join(packages)} | {counts[0]:,} "
+            f"| {counts[1] + counts[2]} |"
+        )
+    return "\n".join(lines)
 
 
 def mutants() -> str:
@@ -67,7 +82,7 @@ def _inline(text: str) -> str:
     return " ".join(text.split())
 
 
-def made_parts() -> list[tuple[str, str]]:
+def generated_parts() -> list[tuple[str, str]]:
     """Return (section title, text) of each generated part."""
     return [("Random cases", random_cases()), ("Supported versions", versions()), ("Mutants", mutants())]
 
@@ -75,9 +90,9 @@ def made_parts() -> list[tuple[str, str]]:
 def page() -> str:
     """Return the page with its generated parts renewed."""
     text = PAGE.read_text("utf-8")
-    for title, made in made_parts():
+    for title, part in generated_parts():
         head, _, rest = text.partition(f"## {title}\n")
-        text = f"{head}## {title}\n\n{made}\n\n##{rest.partition(chr(10) + '##')[2]}"
+        text = f"{head}## {title}\n\n{part}\n\n##{rest.partition(chr(10) + '##')[2]}"
     return text
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from models import FAMILIES, batch, exact, loss_and_grads, stats, tiny_llama, told
+from models import FAMILIES, batch, cce_warnings, float64_copy, loss_and_grads, stats, tiny_llama
 from numerics import relative_error
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -158,12 +158,12 @@ def tensor_parallel_plan_compiled(model: Any, patch: Patch) -> Any:
     return model
 
 
-def large(dtype: torch.dtype, more_words: int = 0) -> Any:
+def large(dtype: torch.dtype, extra_entries: int = 0) -> Any:
     """Return a model whose sizes do not fit the kernels' tiles: on a GPU 32,003 entries and hidden size 640; smaller on a CPU."""
-    words, width = (32003, 640) if DEVICE != "cpu" else (1003, 192)
+    entries, width = (32003, 640) if DEVICE != "cpu" else (1003, 192)
     heads = {"num_attention_heads": width // 32, "num_key_value_heads": width // 32}
     with torch.device(DEVICE):
-        model = tiny_llama(vocab_size=words + more_words, hidden_size=width, intermediate_size=2 * width, **heads)
+        model = tiny_llama(vocab_size=entries + extra_entries, hidden_size=width, intermediate_size=2 * width, **heads)
     with torch.no_grad():
         model.lm_head.weight.mul_(4 / width**0.5)  # logits with a standard deviation near 2
     return model.to(dtype)
@@ -208,7 +208,7 @@ ENGINES: dict[str, Callable[..., Any]] = {
     "tensor_parallel_plan_compiled": tensor_parallel_plan_compiled,
 }
 # For four ranks: after its forward the head is resharded over two of them, and an evaluation leaves it so
-OF_FOUR = {"fsdp2_head_over_some": partial(fsdp2_head_alone, reshard_after_forward=2)}
+FOUR_RANK_ENGINES = {"fsdp2_head_over_some": partial(fsdp2_head_alone, reshard_after_forward=2)}
 MODELS: dict[str, Callable[[], Any]] = {
     "context_parallel": lambda: tiny_llama(num_hidden_layers=0),
     "tensor_parallel_bias": FAMILIES["phi"].build,
@@ -228,11 +228,11 @@ OPTIONS: dict[str, Any] = {}  # for apply_cce
 
 
 def step(
-    model: Any, inputs: dict[str, Tensor], items: int, world: int, between: Callable[[], Any] = lambda: None
+    model: Any, inputs: dict[str, Tensor], items: int, world: int, extra_forward: Callable[[], Any] = lambda: None
 ) -> dict[str, Tensor]:
     """Return this rank's loss and the full gradients as Trainer computes them: a sum over ``items``, times the ranks."""
     loss = model(**inputs, num_items_in_batch=torch.tensor(items)).loss * world
-    between()
+    extra_forward()
     loss.backward()
     total = loss.detach() / world
     if world > 1:
@@ -253,7 +253,7 @@ def step(
     return found
 
 
-def own_gradients(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def gradients_of_loss_on_logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Return all gradients of a cross entropy plus an entropy on the logits of a call without labels."""
     model.zero_grad(set_to_none=True)
     logits = model(**{name: value for name, value in inputs.items() if "labels" not in name}).logits.float()
@@ -267,7 +267,7 @@ def own_gradients(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return torch.cat([(grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten() for grad in grads])
 
 
-def shared_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) -> tuple[dict[str, Tensor], Tensor]:
+def unsplit_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) -> tuple[dict[str, Tensor], Tensor]:
     """Run ``step`` with all rows on every rank and no gradient averaging; also return the logits."""
     with torch.autocast(DEVICE.partition(":")[0], torch.bfloat16, enabled=mixed):
         output = model(**inputs, num_items_in_batch=torch.tensor(items))
@@ -290,23 +290,23 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
         whole = {"input_ids": whole["input_ids"], "labels": whole["labels"], "shift_labels": shifted}
         inputs = {key: value.chunk(world, dim=1)[rank].contiguous() for key, value in whole.items()}
     logits: dict[str, Tensor] = {}
-    own: dict[str, Tensor] = {}  # gradients of a loss on the logits of a call without labels
-    after: dict[str, dict[str, str]] = {}  # parameter types after an evaluation
-    outcome: dict[str, Any] = {"told": [], "errors": {}, "twin": {}}
+    logits_loss_gradients: dict[str, Tensor] = {}  # gradients of a loss on the logits of a call without labels
+    parameter_types: dict[str, dict[str, str]] = {}  # parameter types after an evaluation
+    report: dict[str, Any] = {"warnings": [], "errors": {}, "twin": {}}
     options = OPTIONS
     if engine == "fsdp2_forward_between" and os.environ.get("TRITON_INTERPRET") == "1":
         options = {**OPTIONS, "implementation": "triton"}  # the portable one computes its gradients in the forward
     for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **options))):
-        model = (ENGINES | OF_FOUR)[engine](build().to(DEVICE), patch)
+        model = (ENGINES | FOUR_RANK_ENGINES)[engine](build().to(DEVICE), patch)
 
-        def between(model: Any = model) -> None:
+        def extra_forward(model: Any = model) -> None:
             if engine == "fsdp2_forward_between":
                 with torch.no_grad():
                     model(input_ids=inputs["input_ids"])
 
-        with told() as messages:
+        with cce_warnings() as messages:
             if tensor:
-                found, logits[name] = shared_step(model, inputs, items, engine == "tensor_parallel_mixed")
+                found, logits[name] = unsplit_step(model, inputs, items, engine == "tensor_parallel_mixed")
             else:
                 with torch.no_grad():
                     first, second = (model.eval()(**inputs).logits for _ in range(2))
@@ -319,40 +319,40 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
                 else:
                     once = {key: value.clone() for key, value in step(model, inputs, items, world).items()}
                 model.zero_grad(set_to_none=True)  # the first step must not affect the second
-                found = step(model, inputs, items, world, between)
-                outcome["repeats"] = bool(once) and all(torch.equal(once[key], found[key]) for key in found)
+                found = step(model, inputs, items, world, extra_forward)
+                report["repeats"] = bool(once) and all(torch.equal(once[key], found[key]) for key in found)
                 with torch.no_grad():
                     model.eval()(**inputs)
-                after[name] = {key: type(value).__name__ for key, value in model.named_parameters()}
+                parameter_types[name] = {key: type(value).__name__ for key, value in model.named_parameters()}
         assert found.keys() == reference.keys()
-        outcome[name] = {key: relative_error(value, reference[key]) for key, value in found.items()}
+        report[name] = {key: relative_error(value, reference[key]) for key, value in found.items()}
         whole_of = [torch.cat([x[key].double().flatten() for key in reference]) for x in (found, reference)]
-        outcome[name]["everything"] = relative_error(*whole_of)
+        report[name]["all gradients"] = relative_error(*whole_of)
         if name == "errors":
-            outcome["told"] = messages
+            report["warnings"] = messages
             counted = stats(model)
-            outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")}
+            report["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")}
         if not tensor:
-            own[name] = own_gradients(model.train(), inputs)
-    outcome["same parameters"] = after.get("twin") == after.get("errors")
-    outcome["same logits"] = torch.equal(*logits.values())
-    if own:
-        outcome["without labels"] = relative_error(own["errors"], own["twin"])
+            logits_loss_gradients[name] = gradients_of_loss_on_logits(model.train(), inputs)
+    report["same parameters"] = parameter_types.get("twin") == parameter_types.get("errors")
+    report["same logits"] = torch.equal(*logits.values())
+    if logits_loss_gradients:
+        report["without labels"] = relative_error(logits_loss_gradients["errors"], logits_loss_gradients["twin"])
     ranks: list[Any] = [None] * world
-    dist.all_gather_object(ranks, outcome)
-    outcome["repeats"] = all(each.get("repeats") for each in ranks)
-    for key in outcome["errors"]:  # the worst over the ranks
-        outcome["errors"][key] = max(each["errors"][key] for each in ranks)
-    return outcome
+    dist.all_gather_object(ranks, report)
+    report["repeats"] = all(each.get("repeats") for each in ranks)
+    for key in report["errors"]:  # the worst over the ranks
+        report["errors"][key] = max(each["errors"][key] for each in ranks)
+    return report
 
 
-def all_of(engines: list[str], whole: dict[str, Tensor]) -> dict[str, Any]:
+def run_engines(engines: list[str], whole: dict[str, Tensor]) -> dict[str, Any]:
     items = int((whole["labels"][:, 1:] != -100).sum())
     inputs, results = {**whole, "num_items_in_batch": torch.tensor(items)}, {}
     for name in engines:
         try:
             model = MODELS.get(name, BUILD)().to(DEVICE)
-            results[name] = run(name, whole, loss_and_grads(exact(model), inputs, double=True))
+            results[name] = run(name, whole, loss_and_grads(float64_copy(model), inputs, double=True))
         except Exception as error:  # go on with the other engines
             results[name] = {"failed": f"{type(error).__name__}: {error}"}
         dist.barrier()
@@ -369,12 +369,12 @@ def main(path: Path, device: str = "", dtype: str = "", *engines: str) -> None:
     if engines:
         ROWS = 32
         BUILD = partial(large, getattr(torch, dtype))
-        MODELS["tensor_parallel_plan"] = partial(BUILD, more_words=1)
+        MODELS["tensor_parallel_plan"] = partial(BUILD, extra_entries=1)
         # Otherwise PyTorch would handle so few tokens; the filter's error is tested elsewhere
         OPTIONS.update(implementation="triton" if device == "cuda" else "auto", gradient_filter=None)
-    words = BUILD().config.vocab_size
-    whole = {key: value.to(DEVICE) for key, value in batch(rows=ROWS, words=words).items()}
-    results = all_of(list(engines or ENGINES), whole)
+    vocab_size = BUILD().config.vocab_size
+    whole = {key: value.to(DEVICE) for key, value in batch(rows=ROWS, vocab_size=vocab_size).items()}
+    results = run_engines(list(engines or ENGINES), whole)
     if not engines:
         results["vocab_parallel"] = sharded_vocabulary_results()
     if dist.get_rank() == 0:

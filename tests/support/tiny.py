@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from models import BATCH, LENGTH, batch, randomise
-from tiny_config import WORDS, tiny_config
+from tiny_config import TEXT_VOCAB_SIZE, tiny_config
 from tiny_options import OPTIONS
 from transformers.models.auto import modeling_auto
 
@@ -26,18 +26,18 @@ def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(2))
 
 
-def _words(*shape: int) -> torch.Tensor:
-    return torch.randint(3, WORDS, shape, generator=torch.Generator().manual_seed(3))
+def _ids(*shape: int) -> torch.Tensor:
+    return torch.randint(3, TEXT_VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(3))
 
 
-def _first(tokens: int) -> torch.Tensor:
+def _first_tokens_mask(tokens: int) -> torch.Tensor:
     """Return a mask that is 1 for the first ``tokens`` of each row."""
     return (torch.arange(LENGTH).repeat(BATCH, 1) < tokens).long()
 
 
 _PICTURES = {"pixel_values": _noise(BATCH, 3, 16, 16)}
 _ONLY_LABELS = {"input_ids": None, "attention_mask": None}
-_QUERIES = {"qformer_input_ids": _words(BATCH, 4)}
+_QUERIES = {"qformer_input_ids": _ids(BATCH, 4)}
 
 # Arguments of the unpatched class besides input_ids, attention_mask and labels; None: an argument it does not accept.
 FORWARD: dict[str, dict[str, Any]] = {
@@ -52,8 +52,8 @@ FORWARD: dict[str, dict[str, Any]] = {
     },
     "InstructBlipForConditionalGeneration": {**_PICTURES, **_QUERIES},
     "InstructBlipVideoForConditionalGeneration": {"pixel_values": _noise(BATCH, 1, 3, 16, 16), **_QUERIES},
-    "Kosmos2ForConditionalGeneration": {**_PICTURES, "image_embeds_position_mask": _first(4)},
-    "KyutaiSpeechToTextForConditionalGeneration": {"input_ids": _words(BATCH, LENGTH, 3) % 9},  # text and two codebooks
+    "Kosmos2ForConditionalGeneration": {**_PICTURES, "image_embeds_position_mask": _first_tokens_mask(4)},
+    "KyutaiSpeechToTextForConditionalGeneration": {"input_ids": _ids(BATCH, LENGTH, 3) % 9},  # text and two codebooks
     "Molmo2ForConditionalGeneration": {"mm_token_type_ids": torch.zeros(BATCH, LENGTH, dtype=torch.long)},
     "PPFormulaNetForConditionalGeneration": _PICTURES,
     "Pix2StructForConditionalGeneration": {
@@ -76,7 +76,7 @@ IMAGE_TOKENS = {
 _PATCHES = {
     "pixel_values": _noise(BATCH * 16, 3 * 2 * 4 * 4),
     "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH),
-    "mm_token_type_ids": _first(4),
+    "mm_token_type_ids": _first_tokens_mask(4),
 }
 _PATCHED = """
     CohereCompass Cosmos3Omni Exaone4_5_ Glm46V Glm4v Glm4vMoe Glm5Next GlmOcr HyperCLOVAXVisionV2 Lfm3Vl MiniMaxM3Sparse
@@ -90,8 +90,8 @@ _BY_FAMILY: dict[str, tuple[int, dict[str, Any]]] = {
     **dict.fromkeys(["Idefics3", "SmolVLM"], (4, {"pixel_values": _PICTURES["pixel_values"][:, None]})),
     **dict.fromkeys(["LightOnOcr", "Mistral3", "MistralLarge4"], (4, _SIZED)),
     "Chameleon": (16, {"pixel_values": _noise(BATCH, 3, 8, 8)}),
-    "Gemma3": (4, {**_PICTURES, "token_type_ids": _first(4)}),
-    "PaliGemma": (16, {**_PICTURES, "token_type_ids": _first(16)}),
+    "Gemma3": (4, {**_PICTURES, "token_type_ids": _first_tokens_mask(4)}),
+    "PaliGemma": (16, {**_PICTURES, "token_type_ids": _first_tokens_mask(16)}),
     "Step3p7": (1, _PICTURES),
 }
 PICTURES = {f"{family}ForConditionalGeneration": arguments for family, arguments in _BY_FAMILY.items()}
@@ -135,12 +135,12 @@ MADE_FOR = (5, 24)
 OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < MADE_FOR
 
 
-def build_or_skip(name: str, pictured: bool = False) -> Any:
+def build_or_skip(name: str, with_images: bool = False) -> Any:
     """Run ``build``; with an older Transformers, skip classes that cannot be built or do not run unpatched."""
     if not OLDER:
         return build(name)
     try:
-        build(name)(**(pictures if pictured else text)(name)).loss.backward()
+        build(name)(**(pictures if with_images else text)(name)).loss.backward()
         return build(name)
     except Exception as error:  # nothing is patched, so the error is not ours
         pytest.skip(f"{name} of transformers {transformers.__version__} with what is tiny in 5.23: {str(error)[:100]}")
@@ -148,9 +148,9 @@ def build_or_skip(name: str, pictured: bool = False) -> Any:
 
 def text(name: str, **options: Any) -> dict[str, Any]:
     """Return a text batch whose ids are neither image tokens nor otherwise special."""
-    inputs = {**batch(words=WORDS, **options), **FORWARD.get(name, {})}
+    inputs = {**batch(vocab_size=TEXT_VOCAB_SIZE, **options), **FORWARD.get(name, {})}
     if name in IMAGE_TOKENS:
-        inputs["input_ids"][:, : IMAGE_TOKENS[name]] = _image_word(name)
+        inputs["input_ids"][:, : IMAGE_TOKENS[name]] = _image_token_id(name)
     return {key: value for key, value in inputs.items() if value is not None}
 
 
@@ -158,12 +158,12 @@ def pictures(name: str) -> dict[str, Any]:
     """Return a batch with an image before the text of each row."""
     tokens, arguments = PICTURES[name]
     inputs = {**text(name, ignored=False), **arguments}
-    inputs["input_ids"][:, :tokens] = _image_word(name)
+    inputs["input_ids"][:, :tokens] = _image_token_id(name)
     inputs["labels"][:, :tokens] = -100
     return inputs
 
 
-def _image_word(name: str) -> int:
+def _image_token_id(name: str) -> int:
     settings, kind = config(name), "video" if "Video" in name else "image"
     return int(getattr(settings, f"{kind}_token_id", None) or getattr(settings, f"{kind}_token_index"))
 

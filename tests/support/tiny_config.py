@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-VOCABULARY = 99
+VOCAB_SIZE = 99
 HIDDEN = 32
-WORDS = 80  # ids from here on are image, audio or other special tokens
+TEXT_VOCAB_SIZE = 80  # ids from here on are image, audio or other special tokens
 _HEADS = 2
 _LAYERS = 2
 
@@ -77,7 +77,7 @@ _OTHER_SIZES = {
         num_position_embeddings max_source_positions
     """,
     32: "base_channels upsample_groups",
-    VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input",
+    VOCAB_SIZE: "vocab_size decoder_vocab_size vocab_size_per_layer_input",
 }
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(_WIDTHS.split(), HIDDEN),
@@ -128,7 +128,8 @@ def tiny_config(config_class: Any, options: Mapping[str, Any] | None = None) -> 
         options: values that take precedence. A mapping applies to the nested configuration of that name; ``...`` keeps
             the attribute's default.
     """
-    return _shrink(config_class, config_class(), dict(options or {}), itertools.cycle(range(WORDS, VOCABULARY)))
+    special_ids = itertools.cycle(range(TEXT_VOCAB_SIZE, VOCAB_SIZE))
+    return _shrink(config_class, config_class(), dict(options or {}), special_ids)
 
 
 def _shrink(config_class: Any, usual: Any, options: dict[str, Any], special: Iterator[int]) -> Any:

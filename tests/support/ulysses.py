@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, ParallelismConfig
 from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig
 from deepspeed.utils import safe_get_full_grad
-from models import LENGTH, batch, exact, loss_and_grads, stats, tiny_llama
+from models import LENGTH, batch, float64_copy, loss_and_grads, stats, tiny_llama
 from numerics import relative_error
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -66,7 +66,7 @@ def main(path: Path, stage: int) -> None:
     inputs = batch(rows=1, ignored=False)
     inputs["labels"][:, :5] = -100
     inputs["position_ids"] = torch.arange(LENGTH)[None]
-    reference = loss_and_grads(exact(tiny_llama()), inputs, double=True)
+    reference = loss_and_grads(float64_copy(tiny_llama()), inputs, double=True)
     model = LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
     loader = torch.utils.data.DataLoader([{key: value[0] for key, value in inputs.items()}], batch_size=1)
     engine, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), loader)
@@ -78,11 +78,11 @@ def main(path: Path, stage: int) -> None:
     times = round(
         float(twin["lm_head.weight"].norm() / reference["lm_head.weight"].norm())
     )  # DeepSpeed averages over fewer ranks
-    exactly = {name: value if name == "loss" else times * value for name, value in reference.items()}
+    expected = {name: value if name == "loss" else times * value for name, value in reference.items()}
     counted = stats(model)
     result = {
-        "errors": {name: relative_error(value, exactly[name]) for name, value in actual.items()},
-        "twin": {name: relative_error(value, exactly[name]) for name, value in twin.items()},
+        "errors": {name: relative_error(value, expected[name]) for name, value in actual.items()},
+        "twin": {name: relative_error(value, expected[name]) for name, value in twin.items()},
         "stats": {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")},
     }
     if dist.get_rank() == 0:

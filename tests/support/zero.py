@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import FAMILIES, batch, exact, head_of, loss_and_grads, stats, told
+from models import FAMILIES, batch, cce_warnings, float64_copy, head_of, loss_and_grads, stats
 from numerics import relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,7 +107,7 @@ def items_in(batches: list[dict[str, Tensor]]) -> Tensor:
 def reference(case: str, world: int) -> list[dict[str, Tensor]]:
     """Return losses and gradients of each step in one process in float64."""
     family, prepare, options = CASES[case]
-    model, found = exact(prepare(FAMILIES[family].build())).to(DEVICE), []
+    model, found = float64_copy(prepare(FAMILIES[family].build())).to(DEVICE), []
     model.gradient_checkpointing_disable()
     count = options.get("gradient_accumulation_steps", 1)
     for step in range(STEPS):
@@ -139,14 +139,14 @@ def run(case: str, patch: Callable[[Any], Any]) -> tuple[list[dict[str, Tensor]]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     patch(model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=RATE), config=config)
-    everything, mine = micro_batches(STEPS * count, None, world), micro_batches(STEPS * count, rank, world)
+    all_batches, mine = micro_batches(STEPS * count, None, world), micro_batches(STEPS * count, rank, world)
     found: list[dict[str, Tensor]] = []
     for step in range(STEPS):
         at, total = slice(step * count, (step + 1) * count), torch.zeros((), device=DEVICE)
         with Traffic() as traffic:
             for inputs in mine[at]:
                 # DeepSpeed divides by the number of ranks and micro-batches
-                output = engine(**inputs, num_items_in_batch=items_in(everything[at]))
+                output = engine(**inputs, num_items_in_batch=items_in(all_batches[at]))
                 loss = output.loss
                 engine.backward(loss * world * count)
                 total += loss.detach().float()
@@ -168,30 +168,30 @@ def run(case: str, patch: Callable[[Any], Any]) -> tuple[list[dict[str, Tensor]]
     return found, seen
 
 
-def compare(case: str) -> dict[str, Any]:
+def compare_with_reference(case: str) -> dict[str, Any]:
     world = dist.get_world_size()
-    exactly, logits = reference(case, world), []
-    outcome: dict[str, Any] = {}
+    references, logits = reference(case, world), []
+    report: dict[str, Any] = {}
     for name, patch in (("twin", lambda model: model), ("errors", partial(apply_cce, **OPTIONS))):
         patched: list[Any] = []
-        with told() as messages:
+        with cce_warnings() as messages:
             found, seen = run(case, lambda model, patch=patch, patched=patched: patched.append(patch(model)))
         errors = {}
-        for step, (actual, expected) in enumerate(zip(found, exactly, strict=True)):
+        for step, (actual, expected) in enumerate(zip(found, references, strict=True)):
             actual = {key: value for key, value in actual.items() if key != "logits"}
             assert actual.keys() == expected.keys(), (actual.keys(), expected.keys())
             errors |= {f"{key} at {step}": relative_error(value, expected[key]) for key, value in actual.items()}
             flat = [torch.cat([x[key].double().flatten() for key in expected]) for x in (actual, expected)]
-            errors[f"everything at {step}"] = relative_error(*flat)
-        outcome[name] = errors
+            errors[f"all gradients at {step}"] = relative_error(*flat)
+        report[name] = errors
         logits.append(found[0]["logits"])
-        outcome[f"seen of {name}"] = seen
+        report[f"seen of {name}"] = seen
         if name == "errors":
-            outcome["warnings"] = messages
+            report["warnings"] = messages
             counted = stats(patched[0])
-            outcome["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")}
-    outcome["same logits"] = torch.equal(*logits)
-    return outcome
+            report["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")}
+    report["same logits"] = torch.equal(*logits)
+    return report
 
 
 def main(path: Path, device: str = "cpu") -> None:
@@ -208,7 +208,7 @@ def main(path: Path, device: str = "cpu") -> None:
     results: dict[str, Any] = {}
     for case in CASES:
         try:
-            results[case] = compare(case)
+            results[case] = compare_with_reference(case)
         except Exception as error:  # go on with the other cases
             traceback.print_exc()
             results[case] = {"failed": f"{type(error).__name__}: {error}"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import assert_fused, batch, logits_made, stats, tiny_llama, told
+from models import assert_fused, batch, cce_warnings, logits_made, stats, tiny_llama
 from numerics import assert_accurate
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -17,7 +17,7 @@ from hf_cce import CCECallback, CCEConfig, apply_cce, remove_cce
 from hf_cce.patches.causal_lm import patch_of
 
 
-class Losses(TrainerCallback):
+class LossRecorder(TrainerCallback):
     def __init__(self) -> None:
         self.history: list[float] = []
 
@@ -45,24 +45,24 @@ def build(tmp_path: Path, *callbacks: Any, model: Any = None, trainer: type[Trai
         args=TrainingArguments(output_dir=str(tmp_path), **{**arguments, **options}),
         train_dataset=rows(),
         eval_dataset=rows()[:4],
-        callbacks=[Losses(), *callbacks],
+        callbacks=[LossRecorder(), *callbacks],
         **made,
     )
 
 
 def history(trainer: Any) -> list[float]:
-    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, Losses)).history
+    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, LossRecorder)).history
 
 
 def run(trainer: Any) -> list[str]:
     """Train and return hf_cce's warnings."""
-    with told() as messages:
+    with cce_warnings() as messages:
         trainer.train()
     return messages
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
-def test_a_run_is_the_run_without(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_run_matches_unpatched(tmp_path: Path, options: dict[str, Any]) -> None:
     """Includes accumulation, rows of different lengths and num_items_in_batch; no step materializes logits."""
     plain, patched = build(tmp_path, **options), build(tmp_path, CCECallback(on_unused="raise"), **options)
     assert patched.model_accepts_loss_kwargs
@@ -82,7 +82,7 @@ def test_a_run_is_the_run_without(tmp_path: Path, options: dict[str, Any]) -> No
     assert stats(patched.model).fused == 6
 
 
-def test_a_step_without_labels_changes_nothing(tmp_path: Path) -> None:
+def test_step_with_all_labels_ignored(tmp_path: Path) -> None:
     """Trainer divides 0 by 0 and continues; full logits have no gradient in that case."""
     found = []
     for callbacks in ([], [CCECallback(on_unused="raise")]):
@@ -99,9 +99,7 @@ def test_a_step_without_labels_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_way_is_told_once_and_counted_in_the_logs(
-    device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_message_and_logged_counters(device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # On a GPU, other implementations use full logits for so few tokens
     implementation = "portable" if device == "cpu" else "triton"
     callback = CCECallback(implementation=implementation, details=True)
@@ -113,12 +111,12 @@ def test_the_way_is_told_once_and_counted_in_the_logs(
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["cce/fused"] for entry in steps] == [2.0, 4.0, 6.0]  # two calls per step
     assert all(entry["cce/materialized"] == 0.0 for entry in steps)
-    told = {key for entry in trainer.state.log_history for key in entry if key.startswith("cce/")}
-    assert told == {"cce/fused", "cce/materialized", *(["cce/peak_gib"] if device == "cuda" else [])}
+    logged_keys = {key for entry in trainer.state.log_history for key in entry if key.startswith("cce/")}
+    assert logged_keys == {"cce/fused", "cce/materialized", *(["cce/peak_gib"] if device == "cuda" else [])}
     assert all(entry["cce/peak_gib"] > 0 for entry in steps if device == "cuda")
 
 
-def test_a_second_run_is_checked_anew(tmp_path: Path) -> None:
+def test_second_run_is_checked_again(tmp_path: Path) -> None:
     trainer = build(tmp_path, CCECallback(on_unused="raise"))
     assert run(trainer) == []
     trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.float().square().mean()
@@ -129,10 +127,10 @@ def test_a_second_run_is_checked_anew(tmp_path: Path) -> None:
         trainer.train()
 
 
-LINE = "hf_cce: the losses of this training run are computed without logits\n"
+MESSAGE = "hf_cce: the losses of this training run are computed without logits\n"
 
 
-class Second(TrainerCallback):
+class SecondaryProcess(TrainerCallback):
     """Act as on a process that is not the main one."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -144,13 +142,13 @@ class Second(TrainerCallback):
     [
         (logging.NOTSET, {}, [], 1),  # Python's default logging level
         (logging.NOTSET, {"disable_tqdm": True}, [], 0),
-        (logging.NOTSET, {}, [Second()], 0),
+        (logging.NOTSET, {}, [SecondaryProcess()], 0),
         (logging.INFO, {}, [], 0),  # the log has the message instead
         (logging.ERROR, {}, [], 0),
     ],
     ids=["shown", "no progress", "not the main process", "logged", "silenced"],
 )
-def test_the_way_is_shown_once_a_run_where_somebody_watches(
+def test_message_is_printed_once_per_run(
     level: int,
     options: dict[str, Any],
     others: list[Any],
@@ -166,13 +164,13 @@ def test_the_way_is_shown_once_a_run_where_somebody_watches(
         for _ in range(2):
             capsys.readouterr()
             run(trainer)
-            assert capsys.readouterr().out.count(LINE) == times
+            assert capsys.readouterr().out.count(MESSAGE) == times
     finally:
         logger.setLevel(before)
 
 
 # A run without the fused loss warns once
-def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+def custom_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return outputs["logits"].float().square().mean()
 
 
@@ -191,7 +189,7 @@ def from_weights(model: Any) -> Any:
         (from_weights, "did not use the fused loss: its loss is not a cross entropy", "in another way"),
     ],
 )
-def test_a_loss_of_the_model_that_is_not_ours(loss: Any, of_the_model: str, of_the_run: str, tmp_path: Path) -> None:
+def test_custom_model_loss_warns(loss: Any, of_the_model: str, of_the_run: str, tmp_path: Path) -> None:
     """Each message appears once, and full logits are mentioned only if they were materialized."""
     model = tiny_llama()
     model.loss_function = loss(model)
@@ -201,7 +199,7 @@ def test_a_loss_of_the_model_that_is_not_ours(loss: Any, of_the_model: str, of_t
     assert stats(model).missed == 6 and (stats(model).materialized > 0) == ("full logits" in first) == made
 
 
-def test_a_trainer_that_reads_logits_is_told_so_once(tmp_path: Path) -> None:
+def test_trainer_that_reads_logits_warns_once(tmp_path: Path) -> None:
     class Measuring(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
@@ -212,7 +210,7 @@ def test_a_trainer_that_reads_logits_is_told_so_once(tmp_path: Path) -> None:
     assert len(messages) == 1 and "outputs.logits of a training call was used (square)" in messages[0]
 
 
-class From(TrainerCallback):
+class ChangeModelAt(TrainerCallback):
     """Change the model before step ``step`` (the first is 0)."""
 
     def __init__(self, step: int, change: Any) -> None:
@@ -223,11 +221,11 @@ class From(TrainerCallback):
             self.change(kwargs["model"])
 
 
-def lose_from_logits(model: Any) -> None:
+def use_loss_from_logits(model: Any) -> None:
     model.loss_function = from_logits(model)
 
 
-class OwnLoss(Trainer):
+class CustomLossTrainer(Trainer):
     """Compute its own loss for micro-batches ``first`` to ``last``."""
 
     first, last, seen = 0, 0, 0
@@ -248,16 +246,16 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
     ("change", "reason"),
     [
         (remove_cce, "the patch was removed during training"),
-        (lose_from_logits, "computed its loss from full logits"),
+        (use_loss_from_logits, "computed its loss from full logits"),
         (None, "computed its loss from full logits"),
     ],
 )
-def test_a_later_step_without_our_loss(change: Any, reason: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_later_step_without_fused_loss(change: Any, reason: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Two micro-batches per step; the second of three steps (and possibly the third) does not use the fused loss."""
 
     def trainer(folder: str, on_unused: Any) -> Any:
-        others = [] if change is None else [From(1, change)]
-        made = build(tmp_path / folder, CCECallback(on_unused=on_unused), *others, trainer=OwnLoss, **options)
+        others = [] if change is None else [ChangeModelAt(1, change)]
+        made = build(tmp_path / folder, CCECallback(on_unused=on_unused), *others, trainer=CustomLossTrainer, **options)
         made.first, made.last = (3, 4) if change is None else (0, 0)
         return made
 
@@ -273,20 +271,20 @@ def test_a_later_step_without_our_loss(change: Any, reason: str, options: dict[s
         run(trainer("raise", "raise"))
 
 
-def test_a_model_that_is_patched_anew_within_a_run(tmp_path: Path) -> None:
+def test_model_repatched_during_run(tmp_path: Path) -> None:
     """The new patch's counters start at zero; no step may be reported as missing the fused loss."""
-    change = From(1, lambda model: apply_cce(remove_cce(model)))
+    change = ChangeModelAt(1, lambda model: apply_cce(remove_cce(model)))
     trainer = build(tmp_path, CCECallback(on_unused="raise"), change)
     assert run(trainer) == []
     assert patch_of(trainer.model).stats.fused == 4
 
 
-def test_calls_between_steps_are_none_of_a_step(tmp_path: Path) -> None:
+def test_calls_between_steps_do_not_count(tmp_path: Path) -> None:
     class Calling(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             kwargs["model"](**batch(rows=2))
 
-    trainer = build(tmp_path, CCECallback(on_unused="raise"), Calling(), trainer=OwnLoss)
+    trainer = build(tmp_path, CCECallback(on_unused="raise"), Calling(), trainer=CustomLossTrainer)
     trainer.first, trainer.last = 3, 4
     with pytest.raises(RuntimeError, match="training step 2"):
         run(trainer)
@@ -296,18 +294,18 @@ def test_calls_between_steps_are_none_of_a_step(tmp_path: Path) -> None:
     ("last", "expected"), [(2, None), (3, "hf_cce: 1 of the 6 micro-batches"), (5, "hf_cce: 3 of the 6 micro-batches")]
 )
 @pytest.mark.parametrize("options", [{}, COMPILED], ids=["eager", "compiled"])
-def test_micro_batches_that_miss_are_counted_at_the_end(
+def test_missed_micro_batches_are_reported(
     options: dict[str, Any], last: int, expected: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A step in which only some micro-batches miss the fused loss gives no warning."""
-    trainer = build(tmp_path, CCECallback(), trainer=OwnLoss, disable_tqdm=False, **options)
+    trainer = build(tmp_path, CCECallback(), trainer=CustomLossTrainer, disable_tqdm=False, **options)
     trainer.first, trainer.last = 3, last
     messages = run(trainer)
     # compiled: warns if a whole step misses; otherwise reading logits warns
     assert len(messages) == (last > (3 if options else 2))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_cce: ")]
     assert len(lines) == (1 if expected is None else 2)
-    assert lines[0] == LINE.strip() + (", in a compiled graph" if options else "")
+    assert lines[0] == MESSAGE.strip() + (", in a compiled graph" if options else "")
     assert expected is None or (
         lines[1].startswith(expected)
         and lines[1].endswith(f"full logits were materialized {0 if options else last - 2} times")
@@ -315,11 +313,11 @@ def test_micro_batches_that_miss_are_counted_at_the_end(
 
 
 @pytest.mark.parametrize("compiled", ["arguments", "model", "layer"])
-def test_compilation_is_named_where_it_hides_the_cause(compiled: str, tmp_path: Path) -> None:
+def test_torch_compile_is_named_in_warning(compiled: str, tmp_path: Path) -> None:
     model, options = tiny_llama(), COMPILED if compiled == "arguments" else {}
     if compiled != "arguments":
         (model if compiled == "model" else model.model.layers[0]).compile(backend="eager")
-    (message,) = run(build(tmp_path, CCECallback(), model=model, compute_loss_func=own_loss, max_steps=1, **options))
+    (message,) = run(build(tmp_path, CCECallback(), model=model, compute_loss_func=custom_loss, max_steps=1, **options))
     if compiled == "layer":
         assert "torch.compile" not in message and "outputs.logits of a training call was used" in message
     else:
@@ -335,7 +333,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         build(tmp_path, CCECallback(), model=transformers.LlamaForSequenceClassification(tiny_llama().config))
 
 
-def test_options_of_a_patched_model_are_kept_unless_the_callback_has_its_own(tmp_path: Path) -> None:
+def test_options_of_patched_model_and_callback(tmp_path: Path) -> None:
     options = {"gradient_filter": None, "memory_budget": 1 << 20}
     model = apply_cce(tiny_llama(), **options)
     hooks = len(model._forward_hooks)

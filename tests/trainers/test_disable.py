@@ -23,7 +23,7 @@ def disabled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     return caplog
 
 
-def test_apply_cce_does_nothing_and_says_so_once(disabled: pytest.LogCaptureFixture) -> None:
+def test_disabled_apply_cce_does_nothing_and_logs_once(disabled: pytest.LogCaptureFixture) -> None:
     model = FAMILIES["llama"].build()
     hooks = (len(model._forward_hooks), len(model._forward_pre_hooks))
     assert apply_cce(model) is model and apply_cce(model, gradient_filter=None) is model
@@ -43,14 +43,14 @@ def test_apply_cce_does_nothing_and_says_so_once(disabled: pytest.LogCaptureFixt
     assert remove_cce(model) is model
 
 
-def test_classes_and_wrong_options(disabled: pytest.LogCaptureFixture) -> None:
+def test_disabled_classes_and_wrong_options(disabled: pytest.LogCaptureFixture) -> None:
     init = type(FAMILIES["llama"].build()).__init__
     assert apply_cce("llama") == "llama" and type(FAMILIES["llama"].build()).__init__ is init
     with pytest.raises(TypeError, match="unknown option"):
         apply_cce("llama", budget=1)
 
 
-def test_a_training_run_is_the_run_without(tmp_path: Path, disabled: pytest.LogCaptureFixture) -> None:
+def test_disabled_run_matches_unpatched(tmp_path: Path, disabled: pytest.LogCaptureFixture) -> None:
     plain, ours = build(tmp_path), build(tmp_path, CCECallback(on_unused="raise"))
     for trainer in (plain, ours):
         trainer.train()

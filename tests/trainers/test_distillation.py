@@ -36,13 +36,13 @@ def build(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_step_is_that_of_the_unpatched_trainer(name: str, tmp_path: Path) -> None:
+def test_steps_match_unpatched_trainer(name: str, tmp_path: Path) -> None:
     trainer = assert_same_steps(tmp_path, build, **OPTIONS[name])
     assert stats(trainer.model).fused == STEPS * OPTIONS[name].get("gradient_accumulation_steps", 1)
     assert {"loss", "entropy"} <= trainer.state.log_history[0].keys()
 
 
-def test_other_trainers_and_other_trls_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_trainers_and_trl_versions_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(build(tmp_path / "a", tiny_llama(), [CCECallback()]))
     assert isinstance(getattr(module, distillation.NAME), trl_patch.Replacement)
     seen: list[int] = []
@@ -56,7 +56,7 @@ def test_other_trainers_and_other_trls_are_left_alone(tmp_path: Path, monkeypatc
     assert getattr(module, distillation.NAME) is other and not seen
 
 
-def test_evaluation_is_trls(tmp_path: Path) -> None:
+def test_evaluation_uses_trl(tmp_path: Path) -> None:
     trainer = build(tmp_path, tiny_llama(), [CCECallback()])
     run(trainer)
     before = stats(trainer.model).fused
@@ -92,18 +92,18 @@ def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: fl
     assert counted.fused == 2
 
 
-def test_a_head_that_zero_3_gathers_is_trls() -> None:
+def test_zero_3_head_uses_trl() -> None:
     weight = torch.nn.Parameter(torch.ones(5, 4))
     weight.ds_id, weight.ds_shape = 0, weight.shape  # type: ignore[attr-defined]
-    asked = []
+    calls = []
 
     class Original:
         forward = staticmethod(getattr(FUNCTION, "original", FUNCTION).forward)  # type: ignore[union-attr]
-        apply = staticmethod(lambda *args: asked.append(args) or "TRL's")
+        apply = staticmethod(lambda *args: calls.append(args) or "TRL's")
 
     counted = distillation.Stats()
     with distillation.fused_divergences(CCEConfig(), counted):
         heads = 2 * (torch.ones(3, 4), weight, None)
         replacement = trl_patch.Replacement(Original, distillation._current, distillation._handle_call)
         assert replacement.apply(*heads, 0.5) == "TRL's"
-    assert len(asked) == 1 and not counted.fused
+    assert len(calls) == 1 and not counted.fused

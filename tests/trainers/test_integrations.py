@@ -69,18 +69,18 @@ def test_axolotl_trains_without_logits(axolotl_plugin: Any, tmp_path: Path) -> N
     assert plugin._config(SimpleNamespace(hf_cce=None)) == CCEConfig()
 
 
-def test_axolotl_reads_the_options_of_the_yaml_file(axolotl_plugin: Any) -> None:
+def test_axolotl_reads_yaml_options(axolotl_plugin: Any) -> None:
     module, name = axolotl_plugin.CCEPlugin().get_input_args().rsplit(".", 1)
     keys = getattr(importlib.import_module(module), name)  # resolves the class as Axolotl does
     given = {"gradient_filter": None, "memory_budget": 1 << 20}
     assert keys(hf_cce=given).model_dump(exclude_none=True) == {"hf_cce": given}  # builds cfg as Axolotl does
     assert keys().model_dump(exclude_none=True) == {}
-    for wrong, words in (({"filter": 1}, "unknown option filter"), ({"gradient_filter": 2}, "gradient_filter must be")):
-        with pytest.raises(ValueError, match=words):
+    for wrong, error in (({"filter": 1}, "unknown option filter"), ({"gradient_filter": 2}, "gradient_filter must be")):
+        with pytest.raises(ValueError, match=error):
             keys(hf_cce=wrong)
 
 
-def test_the_axolotl_example_names_the_plugin_and_its_options(axolotl_plugin: Any) -> None:
+def test_axolotl_example_config(axolotl_plugin: Any) -> None:
     example = yaml.safe_load((ROOT / "recipes/axolotl.yaml").read_text("utf-8"))
     (name,) = example["plugins"]
     module, _, cls = name.rpartition(".")
@@ -88,7 +88,7 @@ def test_the_axolotl_example_names_the_plugin_and_its_options(axolotl_plugin: An
     assert CCEConfig(**axolotl_plugin.HfCCEArgs(**example).hf_cce) == CCEConfig()
 
 
-def test_ms_swift_finds_the_callback_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ms_swift_finds_callback_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if not installed("swift"):
         stand_in(monkeypatch, "swift.callbacks.mapping", callbacks_map={})
     from swift.callbacks.mapping import callbacks_map
@@ -104,7 +104,7 @@ def test_ms_swift_finds_the_callback_by_name(monkeypatch: pytest.MonkeyPatch, tm
     assert run(trainer) == [] and trainer.model.cce_stats()["fused"] == 6
 
 
-def test_no_file_is_named_like_a_package() -> None:
+def test_no_module_shadows_a_package() -> None:
     """ms-swift puts the folder on sys.path, so a file named lightning.py would shadow the package."""
     names = {path.stem for path in SWIFT_FILE.parent.glob("*.py")} - {"__init__"}
     assert names and not any(installed(name) for name in names)

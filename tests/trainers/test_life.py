@@ -71,14 +71,14 @@ class Logits(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_life(tmp_path: Path) -> None:
+def test_train_save_merge_and_export(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path / "base")
     for cce in (True, False):
         train(tmp_path, cce=cce, steps=3)
         resume_in_a_new_process(tmp_path, cce=cce)
 
-    told = {name: json.loads((tmp_path / f"{name}.json").read_text("utf-8")) for name in ("ours", "plain")}
-    ours, plain = (torch.tensor([*told[name]["losses"], told[name]["eval"]]) for name in ("ours", "plain"))
+    results = {name: json.loads((tmp_path / f"{name}.json").read_text("utf-8")) for name in ("ours", "plain")}
+    ours, plain = (torch.tensor([*results[name]["losses"], results[name]["eval"]]) for name in ("ours", "plain"))
     assert len(ours) == STEPS + 1
     assert_accurate(ours, plain, plain, "losses of all steps, and of the evaluation")
 

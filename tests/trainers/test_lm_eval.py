@@ -15,8 +15,6 @@ from models import logits_made, tiny_llama
 from numerics import assert_accurate
 from test_trl import WORDS, text, tokenizer
 
-from hf_cce.deferred import handlers
-
 pytest.importorskip("lm_eval", reason="no part of the environment: pip install lm-eval==0.4.13")
 ROWS = 12
 
@@ -49,14 +47,14 @@ def requests(kind: str, model: Any) -> list[Any]:
     return [Instance(request_type=kind, doc={}, arguments=pair, idx=0) for pair in pairs]
 
 
+@pytest.mark.usefixtures("small_scratch")
 @pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
-def test_answers_are_those_of_hf(kind: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * 99 * 7)
+def test_answers_match_hf(kind: str, models: dict[str, Any]) -> None:
     found = {}
     for name, model in models.items():
-        asked = requests(kind, models["hf"])
+        instances = requests(kind, models["hf"])
         with logits_made(tokens=64) as made, torch.no_grad():
-            found[name] = getattr(model, kind)(asked)
+            found[name] = getattr(model, kind)(instances)
         assert bool(made) == (name == "hf")
     if kind == "loglikelihood":
         assert [greedy for _, greedy in found["hf_cce"]] == [greedy for _, greedy in found["hf"]]
@@ -67,7 +65,7 @@ def test_answers_are_those_of_hf(kind: str, models: dict[str, Any], monkeypatch:
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
+def test_lm_eval_command(tmp_path: Path) -> None:
     """A custom task, with model and data in a folder."""
     tiny_llama().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")

@@ -10,22 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import assert_same_training, batch, logits_made, loss_and_grads, stats, tiny_llama, told, twins
+from models import assert_same_training, batch, cce_warnings, logits_made, loss_and_grads, stats, tiny_llama, twins
 from numerics import assert_accurate
 from test_callback import build, run
 from test_trainer_features import assert_same_run
 from torch import Tensor
 
 from hf_cce import CCECallback, apply_cce, linear_cross_entropy, ops
-from hf_cce.deferred import handlers
 
 V = 99
-
-
-@pytest.fixture(autouse=True)
-def _few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduce the scratch of argmax-like operations; by default all tokens of a test fit at once."""
-    monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * V * 7)
+pytestmark = pytest.mark.usefixtures("small_scratch")
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -89,10 +83,10 @@ def by_caller(loss_of: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_ones_own(name: str, family: str) -> None:
+def test_custom_losses_without_logits(name: str, family: str) -> None:
     """No warning and no tensor of size tokens x vocabulary, with a softcap, a scale, or neither."""
     plain, patched = twins(family, tie_word_embeddings=False)
-    with told() as messages, logits_made(model=patched) as seen:
+    with cce_warnings() as messages, logits_made(model=patched) as seen:
         loss_and_grads(patched, batch(), loss_of=by_caller(LOSSES[name]))
     assert seen == messages == [] and stats(patched).materialized == 0
     assert stats(patched).fused == stats(patched).calls == 1
@@ -100,7 +94,7 @@ def test_a_loss_of_ones_own(name: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["token weights", "DFT by LLaMA-Factory", "entropy bonus"])
-def test_trainers_compute_loss_func(name: str, tmp_path: Path) -> None:
+def test_trainer_compute_loss_func(name: str, tmp_path: Path) -> None:
     def loss_func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return LOSSES[name](outputs, labels)
 
@@ -130,7 +124,7 @@ def test_divergences_of_gkd_and_gold(name: str, beta: float, options: dict[str, 
         return trainer.generalized_jsd_loss(**mine, teacher_logits=teacher[:, :-1].to(outputs.logits.dtype))
 
     plain, patched = twins("gemma2", tie_word_embeddings=False)
-    with told() as messages:
+    with cce_warnings() as messages:
         assert_same_training(patched, plain, batch(), loss_of=by_caller(divergence))
     assert messages == [] and stats(patched).materialized == 0 and stats(patched).fused == 1
 
@@ -159,7 +153,7 @@ def test_label_smoothing_passes_through_the_head_once(monkeypatch: pytest.Monkey
     assert_same_training(patched, plain, batch(), loss_of=by_caller(smoothed))
 
 
-def test_calls_that_are_no_training_have_plain_logits() -> None:
+def test_non_training_calls_return_tensors() -> None:
     model, inputs = apply_cce(tiny_llama()), {"input_ids": batch()["input_ids"]}
     with torch.no_grad():
         assert type(model(**inputs).logits) is Tensor
@@ -169,7 +163,7 @@ def test_calls_that_are_no_training_have_plain_logits() -> None:
 
 
 @pytest.mark.parametrize("items", [{}, {"num_items_in_batch": 17}], ids=["mean", "sum"])
-def test_token_statistics_of_a_loss(items: dict[str, int]) -> None:
+def test_token_statistics(items: dict[str, int]) -> None:
     """Accuracy, entropy and perplexity come from the loss's own pass, over all labels so far, and do not change the loss."""
     plain, patched = tiny_llama(), apply_cce(tiny_llama(), token_stats=True)
     assert "entropy" not in patched.cce_stats()
@@ -208,7 +202,7 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
         assert_accurate(torch.tensor(entry["cce/perplexity"]).log(), loss, loss.double(), "perplexity")
 
 
-def test_heads_for_tokens_further_ahead() -> None:
+def test_multi_token_prediction_heads() -> None:
     """Multi-token prediction as in docs/guides/any-loss.md: the losses of extra heads, none of which materializes logits."""
     plain = tiny_llama()
     plain.heads = torch.nn.ModuleList(torch.nn.Linear(32, V, bias=False) for _ in range(3))

@@ -13,7 +13,7 @@ import transformers
 from models import assert_fused, batch, logits_made, stats, tiny_llama
 from numerics import assert_accurate
 from safetensors.torch import load_file
-from test_callback import build, history, own_loss, rows, run
+from test_callback import build, custom_loss, history, rows, run
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
@@ -102,7 +102,7 @@ def as_an_older_version(checkpoint: Path) -> None:
     ("before", "after"),
     [*((way, way) for way in WAYS), ("plain", "callback"), ("callback", "plain"), ("older", "callback")],
 )
-def test_a_resumed_run_is_the_uninterrupted_one(before: str, after: str, tmp_path: Path) -> None:
+def test_resumed_run_matches_uninterrupted(before: str, after: str, tmp_path: Path) -> None:
     """Two calls per step in each part; the resumed run may be patched even if the first part was not."""
     # model_init inside train() changes the seed for the order of the rows
     init = {"model_init": lambda: tiny_llama()} if before == "model_init" else {}
@@ -117,7 +117,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(before: str, after: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "lora"])
-def test_what_is_saved_is_what_was_saved(kind: str, tmp_path: Path) -> None:
+def test_checkpoints_match_unpatched(kind: str, tmp_path: Path) -> None:
     """Same files and text; only the model's numbers may be rounded differently."""
 
     def model() -> Any:
@@ -158,7 +158,7 @@ def test_what_is_saved_is_what_was_saved(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss_only", [True, False])
-def test_evaluation_between_the_steps(loss_only: bool, tmp_path: Path) -> None:
+def test_evaluation_during_training(loss_only: bool, tmp_path: Path) -> None:
     """Evaluations return logits for ``compute_metrics`` if requested, are not counted, and training continues without logits."""
     seen: dict[str, list[Any]] = {"plain": [], "callback": []}
     trainers = {}
@@ -208,18 +208,18 @@ def from_logits(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> An
 
 @pytest.mark.parametrize(
     "options",
-    [{"label_smoothing_factor": 0.1}, {"compute_loss_func": from_logits}, {"compute_loss_func": own_loss}],
+    [{"label_smoothing_factor": 0.1}, {"compute_loss_func": from_logits}, {"compute_loss_func": custom_loss}],
     ids=["label smoothing", "cross entropy", "another loss"],
 )
 @pytest.mark.parametrize("how", ["apply_cce", "callback"])
-def test_losses_that_trainer_takes_from_logits(how: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_trainer_losses_on_logits(how: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Trainer calls the model without labels: logits are deferred, and an unknown loss gets full logits with one warning."""
     plain = build(tmp_path, **options)
     patched = build(tmp_path, *([CCECallback()] if how == "callback" else []), **options)
     if how == "apply_cce":
         apply_cce(patched.model)
     assert run(plain) == []
-    unknown = options.get("compute_loss_func") is own_loss
+    unknown = options.get("compute_loss_func") is custom_loss
     with logits_made(tokens=40) as seen:
         assert len(run(patched)) == unknown
     assert bool(seen) == unknown
@@ -237,14 +237,14 @@ class Penalised(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_a_loss_that_builds_upon_the_models(tmp_path: Path) -> None:
+def test_loss_added_to_model_loss(tmp_path: Path) -> None:
     plain, patched = (trained(how, tmp_path, trainer=Penalised) for how in ("plain", "callback"))
     assert_same_run(patched, plain, 3)
     assert_fused(patched.model, calls=6)
 
 
 @pytest.mark.parametrize("ignored", [(5,), (2, 5, 9)])
-def test_micro_batches_without_a_label_among_others(ignored: tuple[int, ...], tmp_path: Path) -> None:
+def test_micro_batches_with_all_labels_ignored(ignored: tuple[int, ...], tmp_path: Path) -> None:
     """Micro-batches have one row each, so that their content does not depend on the order of the rows."""
     trainers = []
     for how in ("plain", "callback"):
@@ -258,7 +258,7 @@ def test_micro_batches_without_a_label_among_others(ignored: tuple[int, ...], tm
     assert_fused(patched.model, calls=12)
 
 
-def test_the_best_model_at_the_end(tmp_path: Path) -> None:
+def test_load_best_model_at_end(tmp_path: Path) -> None:
     """The metric makes checkpoint-1 the best; the model it is loaded into trains on without logits."""
     options = {
         **EACH_STEP, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True,

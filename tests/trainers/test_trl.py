@@ -14,7 +14,7 @@ import torch
 import transformers
 from accelerate import hooks
 from forced_strategies import KEEPS_ALL, force_strategy
-from models import logits_made, stats, tiny_llama, told
+from models import cce_warnings, logits_made, stats, tiny_llama
 from numerics import assert_accurate, budget, relative_error
 
 from hf_cce import CCECallback, CCEConfig, apply_cce
@@ -139,7 +139,7 @@ TRAINERS: dict[str, Callable[..., Any]] = {
 
 def run(trainer: Any) -> tuple[list[dict[str, float]], list[str]]:
     """Return the log of every step, and hf_cce's warnings."""
-    with told() as messages:
+    with cce_warnings() as messages:
         trainer.train()
     timing = ("time", "per_second", "runtime", "flos", "cce/", "epoch")
     return [
@@ -181,13 +181,13 @@ def assert_same_steps(folder: Path, build: Callable[..., Any], **options: Any) -
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_every_step_is_that_of_the_unpatched_trainer(name: str, tmp_path: Path) -> None:
+def test_steps_match_unpatched_trainer(name: str, tmp_path: Path) -> None:
     assert_same_steps(tmp_path, TRAINERS[name])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's, on the CPU")
 @pytest.mark.parametrize(("name", "options"), [("sft", {}), ("sft", {"loss_type": "dft"}), ("grpo", {})])
-def test_fine_tuning_and_nothing_else_goes_through_the_filter(
+def test_only_fine_tuning_uses_the_filter(
     name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force_strategy(monkeypatch, "filtered")
@@ -236,7 +236,7 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
 
 @pytest.mark.parametrize("trained", [None, "weight", "bias"])
 @pytest.mark.parametrize("whole", [True, False], ids=["gathered", "not gathered"])
-def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: bool) -> None:
+def test_zero_3_head_gathered_for_the_call(trained: str | None, whole: bool) -> None:
     """ZeRO-3 parameters know their shape, have values during TRL's call, and lose them before the backward."""
     g = torch.Generator().manual_seed(0)
     hidden, targets = torch.randn(17, 24, generator=g, requires_grad=True), torch.randint(91, (17,), generator=g)
@@ -247,11 +247,11 @@ def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: boo
     for number, (name, value) in enumerate(values.items()):
         head[name] = torch.nn.Parameter(value.clone() if whole else value.new_empty(0), requires_grad=name == trained)
         head[name].ds_id, head[name].ds_shape = number, value.shape
-    asked = []
+    calls = []
 
     class Original:
         forward = trl.trainer.utils._ChunkedLogProbFunction.forward
-        apply = staticmethod(lambda *args: asked.append(args) or ("TRL's",))
+        apply = staticmethod(lambda *args: calls.append(args) or ("TRL's",))
 
     call = trl_patch.TrainingCall()
     token = trl_patch._current.set(call)
@@ -259,18 +259,18 @@ def test_a_head_that_zero_3_gathers_for_the_call(trained: str | None, whole: boo
     found = replacement.apply(hidden, *head.values(), targets, 1.0, 32)
     trl_patch._current.reset(token)
     if trained or not whole:
-        assert found == ("TRL's",) and asked[0][1] is head["weight"] and asked[0][2] is head["bias"]
+        assert found == ("TRL's",) and calls[0][1] is head["weight"] and calls[0][2] is head["bias"]
         assert call.fused == 0 and "ZeRO-3" in call.reasons[0]
         return
     for parameter in head.values():
         parameter.data = torch.empty(0)
     (gradient,) = torch.autograd.grad(found[0].square().sum(), hidden)
-    assert call.fused == 1 and not asked
+    assert call.fused == 1 and not calls
     assert_accurate(found[0], expected, expected.double(), "log-probabilities")
     assert_accurate(gradient, exact, exact.double(), "gradient")
 
 
-def test_other_models_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(sft(tmp_path / "a", apply_cce(tiny_llama()), []))
     assert isinstance(trl.trainer.utils._ChunkedLogProbFunction, trl_patch.Replacement)
     seen: list[int] = []
@@ -286,7 +286,7 @@ def of_another_trl(function: Any) -> Any:
 
 
 @pytest.mark.parametrize("on_unused", [None, "warn", "raise"])
-def test_a_trl_whose_function_is_another_is_left_alone_and_named_once(
+def test_unknown_trl_function_is_unchanged_and_named_once(
     on_unused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = of_another_trl(trl.trainer.utils._ChunkedLogProbFunction)
@@ -305,7 +305,7 @@ def test_a_trl_whose_function_is_another_is_left_alone_and_named_once(
     assert trl.trainer.utils._ChunkedLogProbFunction is other
 
 
-def test_evaluation_is_answered_too_and_counts_as_no_training(tmp_path: Path) -> None:
+def test_evaluation_is_fused_but_not_counted(tmp_path: Path) -> None:
     model = apply_cce(tiny_llama())
     trainer = sft(tmp_path, model, [])
     rows = trainer.train_dataset
@@ -321,7 +321,7 @@ def test_evaluation_is_answered_too_and_counts_as_no_training(tmp_path: Path) ->
     assert found["eval_mean_token_accuracy"] == expected["eval_mean_token_accuracy"]
 
 
-def test_an_offloaded_head_is_an_error_that_says_what_to_offload(tmp_path: Path) -> None:
+def test_offloaded_head_error_says_what_to_offload(tmp_path: Path) -> None:
     model = apply_cce(tiny_llama(tie_word_embeddings=False))
     trainer = sft(tmp_path, model, [])
     weights = {"weight": model.lm_head.weight.detach().clone()}
@@ -334,7 +334,7 @@ def test_an_offloaded_head_is_an_error_that_says_what_to_offload(tmp_path: Path)
 
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("name", ["orpo", "tpo"])
-def test_preference_trainers_by_the_callback_or_without(
+def test_preference_trainers_without_callback(
     name: str, kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evaluation has plain logits. TRL's functions written in PyTorch operations are recognized too."""
@@ -351,7 +351,7 @@ def test_preference_trainers_by_the_callback_or_without(
     assert stats(model) == counted
 
 
-def test_the_functions_of_another_trl_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_trl_loss_functions_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(logits: Any, something: Any) -> bool:
         return False
 
@@ -362,7 +362,7 @@ def test_the_functions_of_another_trl_are_left_alone(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("how", ["plain", "mask", "temperature", "negative"])
-def test_the_functions_of_trl_on_deferred_logits(how: str) -> None:
+def test_trl_functions_on_deferred_logits(how: str) -> None:
     """Log-probabilities and entropy take one pass; operations without a closed form get full logits."""
     preference.install()
     generator = torch.Generator().manual_seed(0)
@@ -370,7 +370,7 @@ def test_the_functions_of_trl_on_deferred_logits(how: str) -> None:
     index = torch.randint(99, (2, 9), generator=generator)
     options = {"row_mask": index % 3} if how == "mask" else {"temperature": 0.7} if how == "temperature" else {}
 
-    def outcome(dtype: torch.dtype, deferred: bool) -> list[torch.Tensor]:
+    def answer(dtype: torch.dtype, deferred: bool) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in used]
         logits = lazy_logits(*leaves, call=call) if deferred else torch.nn.functional.linear(*leaves)
         if how == "negative":
@@ -381,14 +381,14 @@ def test_the_functions_of_trl_on_deferred_logits(how: str) -> None:
         return [*found, *torch.autograd.grad(sum(x.square().sum() for x in found), leaves)]
 
     call = trl_patch.TrainingCall(labels=False)
-    exact, twin, ours = outcome(torch.float64, False), outcome(torch.float32, False), outcome(torch.float32, True)
+    exact, twin, ours = answer(torch.float64, False), answer(torch.float32, False), answer(torch.float32, True)
     for number, (a, t, e) in enumerate(zip(ours, twin, exact, strict=True)):
         assert_accurate(a, t, e, str(number))
     assert bool(call.stats.materialized) == (how == "negative")
 
 
 @pytest.mark.parametrize("name", ["sft", "orpo"])
-def test_torch_compile_is_named_as_the_cause(name: str, tmp_path: Path) -> None:
+def test_torch_compile_is_named_as_cause(name: str, tmp_path: Path) -> None:
     trainer = {"sft": sft, **PREFERENCE}[name](
         tmp_path, tiny_llama(), [CCECallback()], torch_compile=True, torch_compile_backend="eager", max_steps=1
     )

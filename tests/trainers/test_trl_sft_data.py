@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import stats, tiny_llama
 from numerics import assert_accurate
-from test_callback import own_loss
+from test_callback import custom_loss
 from test_trl import STEPS, common, datasets, run, text, tokenizer, trl
 
 from hf_cce import CCECallback
@@ -48,11 +48,11 @@ def talks() -> dict[str, list[Any]]:
     }
 
 
-def scored(trainer: Any) -> int:
+def label_count(trainer: Any) -> int:
     return sum(sum(label != -100 for label in row.get("labels", row["input_ids"])) for row in trainer.train_dataset)
 
 
-def words(trainer: Any) -> int:
+def token_count(trainer: Any) -> int:
     return sum(len(row["input_ids"]) for row in trainer.train_dataset)
 
 
@@ -65,33 +65,33 @@ def flattened(trainer: Any) -> bool:
 @dataclass(frozen=True)
 class Mode:
     rows: Callable[[], dict[str, list[Any]]]
-    took: Callable[[Any], bool]  # checks that the trainer really used this mode
+    was_used: Callable[[Any], bool]  # checks that the trainer really used this mode
     options: dict[str, Any] = field(default_factory=dict)
 
 
 MODES: dict[str, Mode] = {
-    "completion only": Mode(completions, lambda t: 0 < scored(t) < words(t)),
-    "prompt and completion": Mode(completions, lambda t: scored(t) == words(t), {"completion_only_loss": False}),
-    "assistant only": Mode(talks, lambda t: 0 < scored(t) < words(t), {"assistant_only_loss": True}),
+    "completion only": Mode(completions, lambda t: 0 < label_count(t) < token_count(t)),
+    "prompt and completion": Mode(completions, lambda t: label_count(t) == token_count(t), {"completion_only_loss": False}),
+    "assistant only": Mode(talks, lambda t: 0 < label_count(t) < token_count(t), {"assistant_only_loss": True}),
     "packed": Mode(texts, lambda t: len(t.train_dataset) < ROWS and flattened(t), {"packing": True}),
     "packed, split": Mode(  # long rows continue in another row
-        texts, lambda t: words(t) == sum(len(row.split()) + 1 for row in texts()["text"]) and flattened(t),
+        texts, lambda t: token_count(t) == sum(len(row.split()) + 1 for row in texts()["text"]) and flattened(t),
         {"packing": True, "packing_strategy": "bfd_split", "max_length": 11},
     ),
     "packed, wrapped": Mode(
         texts, lambda t: len(t.train_dataset) < ROWS and not flattened(t), {"packing": True, "packing_strategy": "wrapped"}
     ),
     "packed completions": Mode(
-        completions, lambda t: len(t.train_dataset) < ROWS and scored(t) < words(t), {"packing": True}
+        completions, lambda t: len(t.train_dataset) < ROWS and label_count(t) < token_count(t), {"packing": True}
     ),
     "padding free": Mode(texts, flattened, {"padding_free": True, "max_length": None}),
     "padding free, assistant only": Mode(
         talks,
-        lambda t: flattened(t) and scored(t) < words(t),
+        lambda t: flattened(t) and label_count(t) < token_count(t),
         {"padding_free": True, "max_length": None, "assistant_only_loss": True},
     ),
     "padded and cut": Mode(
-        texts, lambda t: words(t) < ROWS * 11, {"max_length": 10, "pad_to_multiple_of": 16},
+        texts, lambda t: token_count(t) < ROWS * 11, {"max_length": 10, "pad_to_multiple_of": 16},
     ),
 }  # fmt: skip
 
@@ -112,7 +112,7 @@ def assert_as_trl(folder: Path, mode: Mode, **options: Any) -> tuple[Any, list[s
             model=tiny_llama(), args=args, train_dataset=rows, eval_dataset=rows.select(range(4)),
             processing_class=reader, callbacks=callbacks, **others,
         )  # fmt: skip
-        assert mode.took(trainer)
+        assert mode.was_used(trainer)
         log, messages = run(trainer)
         assert len(log) == STEPS and (callbacks or messages == [])
         weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
@@ -140,7 +140,7 @@ def assert_all_fused(trainer: Any, messages: list[str]) -> None:
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 @pytest.mark.parametrize("name", MODES)
-def test_kinds_of_data(name: str, loss_type: str, tmp_path: Path) -> None:
+def test_data_formats(name: str, loss_type: str, tmp_path: Path) -> None:
     assert_all_fused(*assert_as_trl(tmp_path, MODES[name], loss_type=loss_type))
 
 
@@ -149,7 +149,7 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "saved head": lambda peft: peft.LoraConfig(
         task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]
     ),
-    "words": lambda peft: peft.LoraConfig(
+    "tokens": lambda peft: peft.LoraConfig(
         task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], trainable_token_indices=[5, 6, 7, 8]
     ),
     "prompt": lambda peft: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
@@ -158,7 +158,8 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, "completion only") for name in ADAPTERS), ("lora", "padding free"), ("words", "packed")]
+    ("name", "kind"),
+    [*((name, "completion only") for name in ADAPTERS), ("lora", "padding free"), ("tokens", "packed")],
 )
 def test_adapters(name: str, kind: str, tmp_path: Path) -> None:
     """The adapter configuration is passed to TRL, which creates the PeftModel."""
@@ -168,11 +169,11 @@ def test_adapters(name: str, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "known"),
-    [({"label_smoothing_factor": 0.1}, True), ({"compute_loss_func": own_loss}, False)],
-    ids=["label smoothing", "own loss"],
+    [({"label_smoothing_factor": 0.1}, True), ({"compute_loss_func": custom_loss}, False)],
+    ids=["label smoothing", "custom loss"],
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-def test_losses_that_trl_takes_from_logits(options: dict[str, Any], known: bool, tmp_path: Path) -> None:
+def test_trl_losses_on_logits(options: dict[str, Any], known: bool, tmp_path: Path) -> None:
     """TRL computes the loss by a call without labels, and the metrics by another call without gradients."""
     trainer, messages = assert_as_trl(tmp_path, MODES["completion only"], **options)
     counted = stats(trainer.model)
