@@ -45,8 +45,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     row = next((row for row in rows if row["environment"] == environment), None)
     if row is None:
         rows.append(row := {"environment": environment, "runs": {}})
-    arguments = (arg for arg in session.config.invocation_params.args if not arg.startswith("--record"))
-    row["runs"][" ".join(arguments)] = run
+    option = session.config.option
+    row["runs"][" ".join(filter(None, [*option.file_or_dir, option.keyword, option.markexpr]))] = run
     path.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
 
 
