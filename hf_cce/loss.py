@@ -200,9 +200,10 @@ def _is_vocab_sharded(x: Inputs) -> bool:
     Raises:
         ValueError: some of ``x`` are DTensors, but not sharded as a tensor-parallel head.
     """
-    if not any(map(sharded.is_dtensor, x[:3])):
+    hidden, weight, bias, _ = x
+    if not any(map(sharded.is_dtensor, (hidden, weight, bias))):
         return False
-    reason = sharded.why_not_sharded(*x[:3])
+    reason = sharded.why_not_sharded(hidden, weight, bias)
     if reason is not None:
         raise ValueError(
             f"weight: {reason}. Under tensor parallelism, hidden_states must be a replicated DTensor, and weight and bias must "
@@ -212,8 +213,9 @@ def _is_vocab_sharded(x: Inputs) -> bool:
 
 
 def _make_spec(x: Inputs, config: CCEConfig, form: Form, label_smoothing: float = 0.0, z_loss: float = 0.0) -> LossSpec:
-    needs = [value is not None and value.requires_grad and torch.is_grad_enabled() for value in x[:3]]
-    return LossSpec.of(config, x.hidden.shape[0], (needs[0], needs[1], needs[2]), form, label_smoothing, z_loss)
+    hidden, weight, bias, _ = x  # not x[:3]: Dynamo of torch 2.8 cannot slice a named tuple
+    needs = [value is not None and value.requires_grad and torch.is_grad_enabled() for value in (hidden, weight, bias)]
+    return LossSpec.of(config, hidden.shape[0], (needs[0], needs[1], needs[2]), form, label_smoothing, z_loss)
 
 
 def _statistics(
