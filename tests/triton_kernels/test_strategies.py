@@ -67,7 +67,7 @@ def test_ignore_index_may_be_a_vocabulary_entry(
     if not applies(strategy, options, dtype):
         pytest.skip("the strategy does not apply")
     counts = force_strategy(monkeypatch, strategy)
-    n, d, v = 60, 40, 304
+    n, d, v = 60, 96, 608
     if DEVICE == "cuda":
         n, d, v = 16 * n, 4 * d, 16 * v
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
@@ -161,7 +161,7 @@ def test_the_newer_switch_for_tf32(switch: str) -> None:
     python(program)
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
 def test_the_default_dtype_changes_nothing(
     strategy: str, default: torch.dtype, monkeypatch: pytest.MonkeyPatch
