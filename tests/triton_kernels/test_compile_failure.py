@@ -31,6 +31,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
     def breaks(*names: str) -> None:
         force_strategy(monkeypatch, "exact")
         monkeypatch.setattr(strategies, "_compile_failures", {})
+        monkeypatch.setattr(dispatch, "FULL_LOGITS_MAX", 0)  # no full logits on a GPU
         for module in (dispatch, ops):
             monkeypatch.setattr(module, "choose_implementation", choose)
         for module in (backward, forward, loss):

@@ -167,9 +167,9 @@ def _dropped_energy(step: _Step) -> Tensor:
 def _hidden_error(step: _Step, energy: Tensor, covariance: Tensor | None) -> Tensor:
     """Estimate the norm of the error of dh from tokens sampled by the ``energy`` [N] of their dropped tiles."""
     tokens, factors = sample(energy, min(len(energy), MEASURED_TOKENS))
-    total = torch.zeros((), device=tokens.device)
+    total = torch.zeros((), dtype=torch.float32, device=tokens.device)
     for batch, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
-        error = torch.empty((len(batch), step.weight.shape[1]), device=tokens.device)
+        error = torch.empty((len(batch), step.weight.shape[1]), dtype=torch.float32, device=tokens.device)
         multiply_add(error, step.filter_residual(batch, None), step.weight, first=True)
         if covariance is not None:
             dropped = step.mass.per_token[:, batch].sum(0)[:, None] * -step.saved.logit_scale
@@ -185,9 +185,9 @@ def _weight_error(step: _Step, correction: WeightCorrection | None) -> Tensor:
     saved, kept, (v, d) = step.saved, step.kept, step.weight.shape
     energy = torch.where(kept.kept_slot < 0, kept.energy, 0.0).sum(1).repeat_interleave(saved.plan.block_n)[:v]
     columns, factors = sample(energy, min(v, MEASURED_ROWS))
-    total = torch.zeros((), device=columns.device)
+    total = torch.zeros((), dtype=torch.float32, device=columns.device)
     for batch, factor in zip(columns.split(step.rows_at_once), factors.split(step.rows_at_once), strict=True):
-        error = torch.empty((len(batch), d), device=columns.device)
+        error = torch.empty((len(batch), d), dtype=torch.float32, device=columns.device)
         entries = saved.vocabulary.vocab_perm[batch].long()
         multiply_add(error, step.filter_residual(None, entries).t(), saved.hidden, first=True)
         if correction is not None:
@@ -210,7 +210,7 @@ def _rounding_errors(step: _Step, sampling_weights: Tensor) -> tuple[Tensor, Ten
     tokens, factors = sample(
         sampling_weights + 0.1 * sampling_weights.mean(), min(len(sampling_weights), ROUNDED_TOKENS)
     )
-    hidden_error_sq, weight_error_sq = torch.zeros((2,), device=tokens.device).unbind()
+    hidden_error_sq, weight_error_sq = torch.zeros((2,), dtype=torch.float32, device=tokens.device).unbind()
     for batch, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
         z = step.logits(batch, None)
         changed, rounded_slope = step.softmax_gradient(z.to(step.weight.dtype).float(), batch, None)
@@ -223,7 +223,7 @@ def _rounding_errors(step: _Step, sampling_weights: Tensor) -> tuple[Tensor, Ten
             changed += torch.where(saved.vocabulary.inv_vocab_perm == labels[:, None], label_change, 0.0)
             del label_change
         changed = changed.to(step.weight.dtype)
-        product = torch.empty((len(batch), step.weight.shape[1]), device=tokens.device)
+        product = torch.empty((len(batch), step.weight.shape[1]), dtype=torch.float32, device=tokens.device)
         multiply_add(product, changed, step.weight, first=True)
         hidden_error_sq = hidden_error_sq + (product.square().sum(1) * factor).sum()
         hidden_norm_sq = saved.hidden[batch].float().square().sum(1)
