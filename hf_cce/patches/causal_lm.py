@@ -60,7 +60,6 @@ class Patch:
     handles: list[RemovableHandle] = field(default_factory=list)
     forward: Any = None  # the head's forward during a call; cached, as Dynamo makes a new graph for a new object
     warned: bool = False
-    set_loss_function: bool = False
 
     def __post_init__(self) -> None:
         self.filter_state.counters = self.stats
@@ -101,7 +100,6 @@ def patch(model: nn.Module, config: CCEConfig) -> None:
         model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
         model.register_forward_hook(_after, with_kwargs=True, always_call=True),
     ]
-    state.set_loss_function = _set_default_loss(model)
     setattr(model, STATE, state)
     model.cce_stats = functools.partial(cce_stats, state)  # type: ignore[assignment]
 
@@ -132,7 +130,6 @@ def unpatch(model: nn.Module) -> None:
     for handle in state.handles:
         handle.remove()
     state.handles.clear()
-    _unset_default_loss(model, state)
     delattr(model, STATE)
     model.__dict__.pop("cce_stats", None)
     head = find_head(model)
@@ -146,30 +143,6 @@ def patch_of(model: nn.Module) -> Patch | None:
     return state if isinstance(state, Patch) else None
 
 
-def _set_default_loss(model: nn.Module) -> bool:
-    """Set the default loss function on a model without a ``loss_type`` (GPT-2, BERT); return True if it was set.
-
-    Otherwise the ``loss_function`` property logs a warning, at which ``torch.compile(fullgraph=True)`` stops, patched or not.
-    """
-    if getattr(model, "loss_type", None) is not None or "_loss_function" in model.__dict__:
-        return False
-    model._loss_function = _default_loss()
-    return True
-
-
-def _unset_default_loss(model: nn.Module, state: Patch) -> None:
-    """Undo ``_set_default_loss``, unless another loss function was set since."""
-    if state.set_loss_function and model.__dict__.get("_loss_function") is _default_loss():
-        model.__dict__.pop("_loss_function")
-    state.set_loss_function = False
-
-
-def _default_loss() -> Any:
-    from transformers.loss.loss_utils import LOSS_MAPPING
-
-    return LOSS_MAPPING["ForCausalLM"]
-
-
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     state, head = patch_of(model), find_head(model)
     if state is None or head is None:
@@ -180,8 +153,6 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if previous_entry is not None and previous_entry.call is not None and previous_entry.call.owner is not state:
         _install_forward(model, state, head, _Entry(previous_entry.call, previous_entry, is_nested=True))
         return
-    if not compiling and getattr(model, "loss_type", None) is not None:
-        _unset_default_loss(model, state)  # it would override a loss_type that was set since
     training = model.training and torch.is_grad_enabled()
     if kwargs.get("fused_lm_head"):
         _begin_trl_call(state, training and (labels or kwargs.get("shift_labels") is not None))
