@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -102,6 +100,7 @@ class CCECallback(TrainerCallback):
             self._apply(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        distillation.current.set(None)  # the last training may have ended with an exception
         if disabled():
             return
         patch = self._apply(kwargs["model"])
@@ -117,22 +116,19 @@ class CCECallback(TrainerCallback):
         assert patch is not None
         return patch
 
-    @contextlib.contextmanager
-    def _distillation_step(self, model: Any) -> Iterator[None]:
-        """Context of a training step in which patches.distillation computes the divergence with hf_cce."""
-        patch = patch_of(causal_lm(model)) if self._distills else None
-        with contextlib.nullcontext() if patch is None else distillation.fused_divergences(patch.config, patch.stats):
-            yield
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._run is not None:
-            self._run.begin_step(patch_of(causal_lm(kwargs["model"])))
+            patch = patch_of(causal_lm(kwargs["model"]))
+            self._run.begin_step(patch)
+            if self._distills:
+                distillation.current.set(None if patch is None else (patch.config, patch.stats))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._run is not None:
             self._run.end_batch(patch_of(causal_lm(kwargs["model"])))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        distillation.current.set(None)
         if (run := self._run) is None:
             return
         run.end_batch(patch_of(causal_lm(kwargs["model"])))

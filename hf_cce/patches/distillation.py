@@ -4,9 +4,10 @@ Cause: DistillationTrainer runs both models without their heads and calls ``Chun
 module, with hidden states and head weights. Versions: TRL 1.16; a TRL whose functions have other arguments is not patched. Can
 be removed when TRL accepts other kernels.
 
-How: ``CCECallback`` recognizes the trainer by the type of its arguments. ``training_step`` of the trainer's class is wrapped,
-because callbacks are not called when a step raises. While it runs for a patched model, the name refers to hf_cce's operator.
-TRL's function is used in evaluation, and for a head that DeepSpeed ZeRO-3 gathers only during TRL's call.
+How: ``CCECallback`` recognizes the trainer by the type of its arguments, and sets ``current`` during each step of a patched
+model. The name then refers to hf_cce's operator. TRL's function is used in evaluation, and for a head that DeepSpeed ZeRO-3
+gathers only during TRL's call. No callback is called when a step raises: ``current`` then stays set until the next training
+with a callback begins, and a trainer without one uses hf_cce's operator too, which gives the same divergence.
 
 GKD and GOLD pass the logits of both models to a static method, ``generalized_jsd_loss``, which is wrapped: it handles deferred
 logits of the student with full logits of the teacher, and passes everything else to the original.
@@ -14,11 +15,8 @@ logits of the student with full logits of the teacher, and passes everything els
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -52,15 +50,14 @@ ARGUMENTS_ON_LOGITS = (
     "student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction", "logits_are_probs",
     "num_items_in_batch",
 )  # fmt: skip
-# Name of a callback's method that takes the model and returns the context manager in which a training step runs
-STEP = "_distillation_step"
-_current: ContextVar[tuple[CCEConfig, Stats] | None] = ContextVar("hf_cce_distillation", default=None)
+# Options and counters of the patched model whose training step runs in this thread
+current: ContextVar[tuple[CCEConfig, Stats] | None] = ContextVar("hf_cce_distillation", default=None)
 
 
 def _handle_call(running: tuple[CCEConfig, Stats], arguments: dict[str, Any]) -> Any:
     heads = [arguments[f"{side}_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
     is_zero3 = any(hasattr(x, "ds_id") for x in heads)
-    if is_zero3 or why_not_read(*heads[:2]) or why_not_read(*heads[2:]):
+    if not torch.is_grad_enabled() or is_zero3 or why_not_read(*heads[:2]) or why_not_read(*heads[2:]):
         return NotImplemented
     config, stats = running
     stats.fused += 1
@@ -77,39 +74,10 @@ def _head(arguments: dict[str, Any], side: str) -> TeacherHead:
 
 
 def install_on_trainer(args: Any) -> bool:
-    """Return whether ``args`` belong to a supported DistillationTrainer; if so, its steps run within ``STEP`` from now on."""
+    """Return whether ``args`` belong to a supported DistillationTrainer; if so, handle its divergences in steps."""
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(args).__mro__]
     module: Any = sys.modules.get(MODULE) if ARGUMENTS_OF_TRAINER in names else None
-    trainer = getattr(module, "DistillationTrainer", None)
-    known = callable(getattr(trainer, "training_step", None))
-    if not known or not trl.replace(module, NAME, ARGUMENTS, _current, _handle_call):
-        return False
-    if not hasattr(trainer.training_step, STEP):  # type: ignore[union-attr]
-        trainer.training_step = _wrap_training_step(trainer.training_step)  # type: ignore[union-attr]
-    return True
-
-
-@contextmanager
-def fused_divergences(config: CCEConfig, stats: Stats) -> Iterator[None]:
-    """Handle and count the divergences of this thread within this block."""
-    token = _current.set((config, stats))
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def _wrap_training_step(original: Any) -> Any:
-    @functools.wraps(original)
-    def training_step(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for callback in self.callback_handler.callbacks:
-                if hasattr(callback, STEP):
-                    stack.enter_context(getattr(callback, STEP)(model))
-            return original(self, model, *args, **kwargs)
-
-    setattr(training_step, STEP, True)
-    return training_step
+    return trl.replace(module, NAME, ARGUMENTS, current, _handle_call)
 
 
 def install() -> None:

@@ -10,6 +10,7 @@ import torch
 from models import stats, tiny_llama
 from numerics import budget, relative_error
 from test_trl import STEPS, assert_same_steps, common, of_another_trl, prompts, run, tokenizer, trl
+from transformers import TrainerCallback
 
 from hf_cce import CCECallback, CCEConfig
 from hf_cce.patches import distillation
@@ -64,6 +65,25 @@ def test_evaluation_uses_trl(tmp_path: Path) -> None:
     assert stats(trainer.model).fused == before
 
 
+class Raises(TrainerCallback):
+    """Raises in the middle of a step, after its first micro-batch."""
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_training_after_an_exception(tmp_path: Path) -> None:
+    """Nothing is called at the exception: evaluation must use TRL's function even so, and the next training must begin anew."""
+    failed = build(tmp_path / "a", tiny_llama(), [CCECallback(), Raises()], gradient_accumulation_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        failed.train()
+    assert failed.evaluate(prompts())["eval_loss"] > 0
+    trainer = build(tmp_path / "b", tiny_llama(), [CCECallback(on_unused="raise")])
+    run(trainer)
+    assert (stats(failed.model).fused, stats(trainer.model).fused) == (1, STEPS)
+    assert distillation.current.get() is None
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.7, 5.0)])
 def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: float | None) -> None:
@@ -72,17 +92,15 @@ def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: fl
     sizes = ((17, 24), (91, 24), (91,), (17, 40), (91, 40), (91,))
     tensors = [torch.randn(size, generator=g) * 0.5 for size in sizes]
     original = getattr(FUNCTION, "original", FUNCTION)
-    dispatch = trl_patch.Replacement(original, distillation._current, distillation._handle_call)
+    dispatch = trl_patch.Replacement(original, distillation.current, distillation._handle_call)
     counted = distillation.Stats()
 
     def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in tensors]
         arguments = (*leaves, beta, 0.8, scale, softcap, 1.1, softcap)
-        if ours:
-            with distillation.fused_divergences(CCEConfig(), counted):
-                found = dispatch.apply(*arguments)
-        else:
-            found = dispatch.apply(*arguments)
+        token = distillation.current.set((CCEConfig(), counted) if ours else None)
+        found = dispatch.apply(*arguments)
+        distillation.current.reset(token)
         assert found[0].requires_grad and not found[1].requires_grad
         return [*found, *torch.autograd.grad(found[0].square().sum(), leaves[:3])]
 
@@ -102,8 +120,9 @@ def test_zero_3_head_uses_trl() -> None:
         apply = staticmethod(lambda *args: calls.append(args) or "TRL's")
 
     counted = distillation.Stats()
-    with distillation.fused_divergences(CCEConfig(), counted):
-        heads = 2 * (torch.ones(3, 4), weight, None)
-        replacement = trl_patch.Replacement(Original, distillation._current, distillation._handle_call)
-        assert replacement.apply(*heads, 0.5) == "TRL's"
+    token = distillation.current.set((CCEConfig(), counted))
+    heads = 2 * (torch.ones(3, 4), weight, None)
+    replacement = trl_patch.Replacement(Original, distillation.current, distillation._handle_call)
+    assert replacement.apply(*heads, 0.5) == "TRL's"
+    distillation.current.reset(token)
     assert len(calls) == 1 and not counted.fused
