@@ -15,16 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from hf_cce.deferred.head_input import HeadInput, linear
-from hf_cce.patches.marking import is_wrapped, wrap
+from hf_cce.patches.marking import replace
 from hf_cce.quantized import bitsandbytes_weight
 
 
 def install() -> None:
     """Replace ``matmul_4bit``, once; do nothing if bitsandbytes is not loaded."""
     bitsandbytes: Any = sys.modules.get("bitsandbytes")
-    original = getattr(bitsandbytes, "matmul_4bit", None)
-    if original is not None and not is_wrapped(original):
-        bitsandbytes.matmul_4bit = wrap(original, _matmul)
+    if hasattr(bitsandbytes, "matmul_4bit"):
+        replace(bitsandbytes, "matmul_4bit", _matmul)
 
 
 def _matmul(original: Any, A: Any, B: Tensor, quant_state: Any, out: Any = None, bias: Tensor | None = None) -> Any:

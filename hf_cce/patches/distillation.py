@@ -1,11 +1,11 @@
 """TRL: compute the divergence of student and teacher in DistillationTrainer, GKD and GOLD with hf_cce's operator.
 
-Cause: DistillationTrainer runs both models without their heads and calls ``ChunkedDivergenceFunction.apply``, by a name of its
-module, with hidden states and head weights. Versions: TRL 1.16; a TRL whose functions have other arguments is not patched. Can
-be removed when TRL accepts other kernels.
+Cause: DistillationTrainer runs both models without their heads and calls ``ChunkedDivergenceFunction.apply`` with hidden states
+and head weights. Versions: TRL 1.16; a TRL whose functions have other arguments is not patched. Can be removed when TRL accepts
+other kernels.
 
 How: ``CCECallback`` recognizes the trainer by the type of its arguments, and sets ``current`` during each step of a patched
-model. The name then refers to hf_cce's operator. TRL's function is used in evaluation, and for a head that DeepSpeed ZeRO-3
+model. ``apply`` then uses hf_cce's operator. TRL's function is used in evaluation, and for a head that DeepSpeed ZeRO-3
 gathers only during TRL's call. No callback is called when a step raises: ``current`` then stays set until the next training
 with a callback begins, and a trainer without one uses hf_cce's operator too, which gives the same divergence.
 
@@ -15,7 +15,6 @@ logits of the student with full logits of the teacher, and passes everything els
 
 from __future__ import annotations
 
-import inspect
 import sys
 from contextvars import ContextVar
 from typing import Any
@@ -31,7 +30,7 @@ from hf_cce.deferred.training_call import Stats
 from hf_cce.divergence import TeacherHead, token_divergences
 from hf_cce.head_checks import why_not_read
 from hf_cce.patches import trl
-from hf_cce.patches.marking import is_wrapped, wrap
+from hf_cce.patches.marking import replace, signature
 
 ARGUMENTS_OF_TRAINER = "trl.trainer.distillation_config.DistillationConfig"
 MODULE = "trl.trainer.distillation_trainer"
@@ -77,7 +76,7 @@ def install_on_trainer(args: Any) -> bool:
     """Return whether ``args`` belong to a supported DistillationTrainer; if so, handle its divergences in steps."""
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(args).__mro__]
     module: Any = sys.modules.get(MODULE) if ARGUMENTS_OF_TRAINER in names else None
-    return trl.replace(module, NAME, ARGUMENTS, current, _handle_call)
+    return trl.replace(getattr(module, NAME, None), ARGUMENTS, current, _handle_call)
 
 
 def install() -> None:
@@ -85,14 +84,12 @@ def install() -> None:
     for module, name in TRAINERS_ON_LOGITS.items():
         trainer: Any = getattr(sys.modules.get(module), name, None)
         original = getattr(trainer, ON_LOGITS, None)
-        if original is None or is_wrapped(original):
-            continue
-        if set(inspect.signature(original).parameters) | {"logits_are_probs"} == set(ARGUMENTS_ON_LOGITS):
-            setattr(trainer, ON_LOGITS, staticmethod(wrap(original, _on_logits)))
+        if {*signature(original).parameters, "logits_are_probs"} == {*ARGUMENTS_ON_LOGITS}:
+            replace(trainer, ON_LOGITS, _on_logits)
 
 
 def _on_logits(original: Any, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(original).bind(*args, **kwargs)
+    given = signature(original).bind(*args, **kwargs)
     given.apply_defaults()
     values: Any = map(given.arguments.get, ARGUMENTS_ON_LOGITS)
     student, teacher, labels, beta, temperature, reduction, probs, items = values

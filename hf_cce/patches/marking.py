@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 STATE = "_hf_cce"  # on models and heads: their state; on functions: True
 
 
-def is_wrapped(function: Any) -> bool:
-    return hasattr(function, STATE)
+@functools.cache  # asked for in every call of some models
+def signature(function: Any) -> inspect.Signature:
+    """Return the signature of a Python function, and an empty one of anything else: None, if the library has no such function."""
+    return inspect.signature(function) if inspect.isfunction(function) else inspect.Signature()
 
 
-def wrap(original: Any, replacement: Any) -> Any:
-    """Return ``replacement``, with ``original`` as its first argument, under the name of ``original`` and marked."""
-    wrapper: Any = functools.wraps(original)(functools.partial(replacement, original))
+def replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Replace a function of a module or class, once, by ``ours``, which takes the original before the arguments of a call."""
+    original = getattr(owner, name)
+    if hasattr(original, STATE):
+        return
+
+    # Not a functools.partial, which would not bind to an instance
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
+
     setattr(wrapper, STATE, True)
-    return wrapper
+    binds = not isinstance(inspect.getattr_static(owner, name), (staticmethod, classmethod))
+    setattr(owner, name, wrapper if binds else staticmethod(wrapper))

@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hf_cce.patches.marking import STATE, is_wrapped
+from hf_cce.patches.marking import STATE, replace
 
 CALLS_THE_MODEL = (0, 21)  # ``BaseTuner`` calls the model, with its hooks, from this release on
 TUNERS = {"peft.tuners.adalora": "AdaLoraModel", "peft.tuners.adaption_prompt": "AdaptionPromptModel"}
@@ -35,30 +35,18 @@ def install() -> None:
         return
     older = release is not None and tuple(map(int, release.groups())) < CALLS_THE_MODEL
     base: Any = import_module("peft.tuners.tuners_utils").BaseTuner
-    if older and not is_wrapped(base.forward):
-        base.forward = _forward_with_hooks(base.forward)
+    if older:
+        replace(base, "forward", _forward_with_hooks)
     for name, tuner in TUNERS.items():
-        kind: Any = getattr(import_module(name), tuner)
-        if not is_wrapped(vars(kind).get("__call__")):
-            kind.__call__ = _call_with_hooks(kind.__call__)
+        replace(getattr(import_module(name), tuner), "__call__", _call_with_hooks)
 
 
-def _forward_with_hooks(original: Any) -> Any:
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs) if STATE in vars(self.model) else original(self, *args, **kwargs)
-
-    setattr(forward, STATE, True)
-    return forward
+def _forward_with_hooks(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self.model(*args, **kwargs) if STATE in vars(self.model) else original(self, *args, **kwargs)
 
 
-def _call_with_hooks(original: Any) -> Any:
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patch = vars(self.model).get(STATE)
-        if patch is None:
-            return original(self, *args, **kwargs)
-        return patch.run_with_hooks(self.model, functools.partial(original, self), args, kwargs)
-
-    setattr(call, STATE, True)
-    return call
+def _call_with_hooks(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    patch = vars(self.model).get(STATE)
+    if patch is None:
+        return original(self, *args, **kwargs)
+    return patch.run_with_hooks(self.model, functools.partial(original, self), args, kwargs)

@@ -11,7 +11,6 @@ tensors, and the kernel. The replacements handle deferred logits and pass everyt
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from hf_cce.deferred.handlers import can_compute_log_probs, log_probs
 from hf_cce.deferred.logits import LazyLogits
-from hf_cce.patches.marking import is_wrapped, wrap
+from hf_cce.patches.marking import replace, signature
 
 SUPPORTED, KERNEL = "_supports_trl_loss_kernel", "_fused_logprob_entropy"
 ARGUMENTS = {SUPPORTED: ("logits", "index", "row_mask"), KERNEL: ("logits", "index", "temperature", "row_mask")}
@@ -30,12 +29,9 @@ def install() -> None:
     """Replace both functions, once; do nothing if TRL is not loaded or its functions have other arguments."""
     utils: Any = sys.modules.get("trl.trainer.utils")
     functions = {name: getattr(utils, name, None) for name in ARGUMENTS}
-    if any(not inspect.isfunction(each) or is_wrapped(each) for each in functions.values()):
-        return
-    if any(tuple(inspect.signature(functions[name]).parameters) != known for name, known in ARGUMENTS.items()):  # type: ignore
-        return
-    for name, ours in ((SUPPORTED, _supported), (KERNEL, _kernel)):
-        setattr(utils, name, wrap(functions[name], ours))
+    if all(tuple(signature(functions[name]).parameters) == known for name, known in ARGUMENTS.items()):
+        replace(utils, SUPPORTED, _supported)
+        replace(utils, KERNEL, _kernel)
 
 
 def _supported(original: Any, logits: Any, index: Any = None, row_mask: Any = None) -> bool:

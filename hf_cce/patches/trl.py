@@ -2,19 +2,18 @@
 
 Cause: the trainers for SFT, DPO, KTO, GRPO and RLOO replace the model's forward (``trl.trainer.utils.add_fused_lm_head``) and
 call ``model(..., fused_lm_head=True)``, which uses neither the head's forward nor the model's loss. It calls
-``trl.trainer.utils._ChunkedLogProbFunction.apply``, a name that is looked up at each call. Versions: TRL 1.16; a TRL whose
-function has other arguments is not patched. Can be removed when TRL accepts other kernels.
+``trl.trainer.utils._ChunkedLogProbFunction.apply``. Versions: TRL 1.16; a TRL whose function has other arguments is not patched.
+Can be removed when TRL accepts other kernels.
 
-How: the name is bound to an object whose ``apply`` handles the calls of patched models in this thread and passes everything else
-to the original. SFT's gradients use the gradient filter, like those of a loss; the other trainers' are exact. Calls without
-gradients (evaluation, the old policy) are handled too: their log-probabilities must equal those of the training call bit for
-bit, or the ratio of policies is not one. Under DeepSpeed ZeRO-3, TRL gathers the head only for this call. A frozen head, as
-under LoRA, is kept until the backward pass. A trainable one uses TRL's function, which computes its gradient at once.
+How: ``apply`` is replaced. It handles the calls of patched models in this thread and passes everything else to the original.
+SFT's gradients use the gradient filter, like those of a loss; the other trainers' are exact. Calls without gradients
+(evaluation, the old policy) are handled too: their log-probabilities must equal those of the training call bit for bit, or the
+ratio of policies is not one. Under DeepSpeed ZeRO-3, TRL gathers the head only for this call. A frozen head, as under LoRA, is
+kept until the backward pass. A trainable one uses TRL's function, which computes its gradient at once.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -25,6 +24,7 @@ from torch import Tensor
 from hf_cce.deferred.training_call import TrainingCall
 from hf_cce.head_checks import is_gathered, why_not_read
 from hf_cce.loss import linear_log_probs
+from hf_cce.patches import marking
 
 NAME = "_ChunkedLogProbFunction"
 ARGUMENTS = (
@@ -38,44 +38,34 @@ Handler = Callable[[Any, dict[str, Any]], Any]
 _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", default=None)
 
 
-class Replacement:
-    """Replaces an autograd function of TRL and handles its calls while ``current`` is set.
+def replace(function: Any, arguments: tuple[str, ...], current: ContextVar[Any], handler: Handler) -> bool:
+    """Handle the calls of an autograd function of TRL while ``current`` is set.
 
     ``handler`` gets the value of ``current`` and the function's arguments by name, and may return NotImplemented.
+
+    Returns:
+        False if the function is None or does not have exactly these arguments; it is then unchanged.
     """
-
-    def __init__(self, original: Any, current: ContextVar[Any], handler: Handler) -> None:
-        self.original, self.current, self.handler = original, current, handler
-        self.signature = inspect.signature(original.forward)
-
-    def apply(self, *args: Any) -> Any:
-        running, found = self.current.get(), NotImplemented
-        if running is not None:
-            given = self.signature.bind(None, *args)
-            given.apply_defaults()
-            found = self.handler(running, given.arguments)
-        return self.original.apply(*args) if found is NotImplemented else found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.original, name)
-
-
-def replace(module: Any, name: str, arguments: tuple[str, ...], current: ContextVar[Any], handler: Handler) -> bool:
-    """Replace a function by a ``Replacement``; return False if it is missing or does not have exactly these arguments."""
-    function = getattr(module, name, None)
-    if isinstance(function, Replacement):
-        return True
-    forward = getattr(function, "forward", None)
-    if forward is None or tuple(inspect.signature(forward).parameters) != arguments:
+    signature = marking.signature(getattr(function, "forward", None))
+    if tuple(signature.parameters) != arguments:
         return False
-    setattr(module, name, Replacement(function, current, handler))
+
+    def apply(original: Any, *args: Any) -> Any:
+        running, found = current.get(), NotImplemented
+        if running is not None:
+            given = signature.bind(None, *args)
+            given.apply_defaults()
+            found = handler(running, given.arguments)
+        return original(*args) if found is NotImplemented else found
+
+    marking.replace(function, "apply", apply)
     return True
 
 
 def begin_call(call: TrainingCall) -> bool:
     """Handle TRL's calls in this thread for ``call`` from now on; return False if this TRL is not supported."""
     utils = sys.modules.get("trl.trainer.utils")  # imported by any code that calls with fused_lm_head=True
-    known = replace(utils, NAME, ARGUMENTS, _current, _handle_call)
+    known = replace(getattr(utils, NAME, None), ARGUMENTS, _current, _handle_call)
     if known:
         _current.set(call)
     return known

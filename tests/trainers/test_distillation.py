@@ -13,7 +13,7 @@ from test_trl import STEPS, assert_same_steps, common, of_another_trl, prompts, 
 from transformers import TrainerCallback
 
 from hf_cce import CCECallback, CCEConfig
-from hf_cce.patches import distillation
+from hf_cce.patches import distillation, marking
 from hf_cce.patches import trl as trl_patch
 
 module = pytest.importorskip(distillation.MODULE)
@@ -45,7 +45,7 @@ def test_steps_match_unpatched_trainer(name: str, tmp_path: Path) -> None:
 
 def test_other_trainers_and_trl_versions_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(build(tmp_path / "a", tiny_llama(), [CCECallback()]))
-    assert isinstance(getattr(module, distillation.NAME), trl_patch.Replacement)
+    assert hasattr(FUNCTION.apply, marking.STATE)  # type: ignore[union-attr]
     seen: list[int] = []
     monkeypatch.setattr(distillation, "token_divergences", lambda *args, **kwargs: seen.append(1))
     plain = build(tmp_path / "b", tiny_llama(), [])
@@ -91,15 +91,14 @@ def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: fl
     g = torch.Generator().manual_seed(0)
     sizes = ((17, 24), (91, 24), (91,), (17, 40), (91, 40), (91,))
     tensors = [torch.randn(size, generator=g) * 0.5 for size in sizes]
-    original = getattr(FUNCTION, "original", FUNCTION)
-    dispatch = trl_patch.Replacement(original, distillation.current, distillation._handle_call)
+    assert trl_patch.replace(FUNCTION, distillation.ARGUMENTS, distillation.current, distillation._handle_call)
     counted = distillation.Stats()
 
     def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in tensors]
         arguments = (*leaves, beta, 0.8, scale, softcap, 1.1, softcap)
         token = distillation.current.set((CCEConfig(), counted) if ours else None)
-        found = dispatch.apply(*arguments)
+        found = FUNCTION.apply(*arguments)  # type: ignore[union-attr]
         distillation.current.reset(token)
         assert found[0].requires_grad and not found[1].requires_grad
         return [*found, *torch.autograd.grad(found[0].square().sum(), leaves[:3])]
@@ -116,13 +115,13 @@ def test_zero_3_head_uses_trl() -> None:
     calls = []
 
     class Original:
-        forward = staticmethod(getattr(FUNCTION, "original", FUNCTION).forward)  # type: ignore[union-attr]
+        forward = staticmethod(FUNCTION.forward)  # type: ignore[union-attr]
         apply = staticmethod(lambda *args: calls.append(args) or "TRL's")
 
     counted = distillation.Stats()
     token = distillation.current.set((CCEConfig(), counted))
     heads = 2 * (torch.ones(3, 4), weight, None)
-    replacement = trl_patch.Replacement(Original, distillation.current, distillation._handle_call)
-    assert replacement.apply(*heads, 0.5) == "TRL's"
+    assert trl_patch.replace(Original, distillation.ARGUMENTS, distillation.current, distillation._handle_call)
+    assert Original.apply(*heads, 0.5) == "TRL's"
     distillation.current.reset(token)
     assert len(calls) == 1 and not counted.fused

@@ -19,7 +19,7 @@ from numerics import assert_accurate, budget, relative_error
 
 from hf_cce import CCECallback, CCEConfig, apply_cce
 from hf_cce.deferred.logits import lazy_logits
-from hf_cce.patches import preference
+from hf_cce.patches import marking, preference
 from hf_cce.patches import trl as trl_patch
 
 trl = pytest.importorskip("trl")
@@ -207,9 +207,7 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
     hidden, weight, offset = (torch.randn(*shape, generator=g) for shape in ((17, 24), (91, 24), (91,)))
     targets = torch.randint(91, (17,), generator=g)
     function = trl.trainer.utils._ChunkedLogProbFunction
-    replacement = trl_patch.Replacement(
-        getattr(function, "original", function), trl_patch._current, trl_patch._handle_call
-    )
+    assert trl_patch.replace(function, trl_patch.ARGUMENTS, trl_patch._current, trl_patch._handle_call)
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     call = trl_patch.TrainingCall()
 
@@ -217,7 +215,7 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
         leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, offset)]
         arguments = (*leaves[:2], leaves[2] if bias else None, targets, temperature, 32, softcap, scale, outputs)
         token = trl_patch._current.set(call if ours else None)
-        found = replacement.apply(*arguments)
+        found = function.apply(*arguments)
         trl_patch._current.reset(token)
         wanted = leaves if bias else leaves[:2]
         gradients = torch.autograd.grad(found[0].sum() + 0.3 * found[1].square().sum(), wanted)
@@ -255,8 +253,8 @@ def test_zero_3_head_gathered_for_the_call(trained: str | None, whole: bool) -> 
 
     call = trl_patch.TrainingCall()
     token = trl_patch._current.set(call)
-    replacement = trl_patch.Replacement(Original, trl_patch._current, trl_patch._handle_call)
-    found = replacement.apply(hidden, *head.values(), targets, 1.0, 32)
+    assert trl_patch.replace(Original, trl_patch.ARGUMENTS, trl_patch._current, trl_patch._handle_call)
+    found = Original.apply(hidden, *head.values(), targets, 1.0, 32)
     trl_patch._current.reset(token)
     if trained or not whole:
         assert found == ("TRL's",) and calls[0][1] is head["weight"] and calls[0][2] is head["bias"]
@@ -272,7 +270,7 @@ def test_zero_3_head_gathered_for_the_call(trained: str | None, whole: bool) -> 
 
 def test_other_models_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(sft(tmp_path / "a", apply_cce(tiny_llama()), []))
-    assert isinstance(trl.trainer.utils._ChunkedLogProbFunction, trl_patch.Replacement)
+    assert hasattr(trl.trainer.utils._ChunkedLogProbFunction.apply, marking.STATE)
     seen: list[int] = []
     monkeypatch.setattr(trl_patch, "linear_log_probs", lambda *args, **kwargs: seen.append(1))
     assert run(sft(tmp_path / "b", tiny_llama(), []))[1] == seen == []
@@ -280,9 +278,8 @@ def test_other_models_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def of_another_trl(function: Any) -> Any:
     """Return a TRL-like autograd function whose forward takes different arguments but computes the same."""
-    original = getattr(function, "original", function)
     forward = staticmethod(lambda ctx, hidden, weight, something: None)
-    return type("Other", (), {"forward": forward, "apply": staticmethod(original.apply)})
+    return type("Other", (), {"forward": forward, "apply": staticmethod(function.apply)})
 
 
 @pytest.mark.parametrize("on_unused", [None, "warn", "raise"])
