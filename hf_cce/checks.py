@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_cce.config import CCEConfig
+from hf_cce.head_checks import transformed
 from hf_cce.spec import Divisor
 
 Reduction = Literal["mean", "sum", "none"]
@@ -105,10 +106,36 @@ def check_logit_options(logit_scale: float, softcap: float | None, prefix: str =
             raise ValueError(f"{prefix}softcap must be positive or None, got {softcap}")
 
 
-def cast_head(
+def check_head(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, str, str]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the operands of a head's logits, cast for autocast, after checking devices, dtypes and the shape of the bias."""
+    """Return the operands of a head's logits, cast for autocast, after checking types, shapes, devices and dtypes."""
+    check_tensor(names[0], "[..., D]", hidden)
+    check_tensor(names[1], "[V, D]", weight)
+    if bias is not None:
+        check_tensor(names[2], "[V]", bias)
+    if transformed(hidden, weight, bias):
+        raise RuntimeError(
+            "the fused loss does not support torch.func (grad, vmap, jvp) and forward-mode AD; compute its gradients with "
+            "torch.autograd.grad, or use full logits"
+        )
+    if not hidden.is_floating_point():
+        raise ValueError(f"{names[0]} must be floating point, got {hidden.dtype}")
+    if weight.dim() != 2:
+        raise ValueError(f"{names[1]} must be [V, D], got shape {tuple(weight.shape)}")
+    if weight.shape[0] == 0:
+        raise ValueError(
+            f"{names[1]} must have at least one row (V > 0); is it a sharded parameter that was not gathered?"
+        )
+    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        if hidden.dim() > 0 and hidden.shape[-1] == weight.shape[0]:
+            raise ValueError(
+                f"{names[1]} must be [V, D] with D = {hidden.shape[-1]} as in {names[0]}, got shape {tuple(weight.shape)}, "
+                f"which looks transposed; pass {names[1]}.t(), contiguous to avoid a copy in every call"
+            )
+        raise ValueError(
+            f"{names[0]} must be [..., D] with D = {weight.shape[1]} as in {names[1]}, got shape {tuple(hidden.shape)}"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{names[2]} must be [V] = [{weight.shape[0]}], got shape {tuple(bias.shape)}")
     for name, tensor in ((names[1], weight), (names[2], bias)):

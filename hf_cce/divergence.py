@@ -19,7 +19,6 @@ from hf_cce.config import CCEConfig
 from hf_cce.dispatch import choose_implementation
 from hf_cce.divergence_passes import Divergence, DivergenceSpec, Head, Tokens
 from hf_cce.divergence_topk import SupportLogits, divergence_on_support, with_tail
-from hf_cce.head_checks import transformed
 from hf_cce.reference import validate_labels
 from hf_cce.spec import accumulation_dtype
 
@@ -162,24 +161,7 @@ def _prepare_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
     """Check ``x``; return it flattened to [N, D], cast for autocast, with the temperature folded into scale and softcap."""
     hidden, weight, bias, logit_scale, softcap = x
     names = (f"{prefix}hidden", f"{prefix}weight", f"{prefix}bias")
-    checks.check_tensor(names[0], "[..., D]", hidden)
-    checks.check_tensor(names[1], "[V, D]", weight)
-    if bias is not None:
-        checks.check_tensor(names[2], "[V]", bias)
-    if transformed(hidden, weight, bias):
-        raise RuntimeError(
-            "linear_divergence does not support torch.func (grad, vmap, jvp) and forward-mode AD; compute its gradients with "
-            "torch.autograd.grad"
-        )
-    if not hidden.is_floating_point():
-        raise ValueError(f"{names[0]} must be floating point, got {hidden.dtype}")
-    if weight.dim() != 2 or weight.shape[0] == 0:
-        raise ValueError(f"{names[1]} must be [V, D] with V > 0, got shape {tuple(weight.shape)}")
-    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{names[0]} must be [..., D] with D = {weight.shape[1]} as in {names[1]}, got shape {tuple(hidden.shape)}"
-        )
-    hidden, weight, bias = checks.cast_head(hidden, weight, bias, names)
+    hidden, weight, bias = checks.check_head(hidden, weight, bias, names)
     checks.check_logit_options(logit_scale, softcap, prefix)
     # Dividing the capped logits by T equals dividing both scale and softcap by T.
     hidden = hidden.reshape(-1, hidden.shape[-1])

@@ -16,7 +16,6 @@ from hf_cce import checks, dispatch, ops, sharded
 from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.filter_state import FilterState
-from hf_cce.head_checks import transformed
 from hf_cce.reference import token_losses
 from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, WantedStats
 
@@ -252,31 +251,8 @@ def _prepare_inputs(
         )
     if not isinstance(filter_state, (FilterState, type(None))):
         raise TypeError(f"filter_state must be a FilterState or None, got {checks.type_name(filter_state)}")
-    checks.check_tensor("hidden_states", "[..., D]", hidden_states)
-    checks.check_tensor("weight", "[V, D]", weight)
+    hidden_states, weight, bias = checks.check_head(hidden_states, weight, bias, ("hidden_states", "weight", "bias"))
     checks.check_tensor("labels", "[...]", labels)
-    if bias is not None:
-        checks.check_tensor("bias", "[V]", bias)
-    if transformed(hidden_states, weight, bias):
-        raise RuntimeError(
-            "the fused loss does not support torch.func (grad, vmap, jvp) and forward-mode AD; compute its gradients with "
-            "torch.autograd.grad, or use full logits"
-        )
-    if not hidden_states.is_floating_point():
-        raise ValueError(f"hidden_states must be floating point, got {hidden_states.dtype}")
-    if weight.dim() != 2:
-        raise ValueError(f"weight must be [V, D], got shape {tuple(weight.shape)}")
-    if weight.shape[0] == 0:
-        raise ValueError("weight must have at least one row (V > 0); is it a sharded parameter that was not gathered?")
-    if hidden_states.dim() < 1 or hidden_states.shape[-1] != weight.shape[1]:
-        if hidden_states.dim() > 0 and hidden_states.shape[-1] == weight.shape[0]:
-            raise ValueError(
-                f"weight must be [V, D] with D = {hidden_states.shape[-1]} as in hidden_states, got shape "
-                f"{tuple(weight.shape)}, which looks transposed; pass weight.t(), contiguous to avoid a copy in every call"
-            )
-        raise ValueError(
-            f"hidden_states must be [..., D] with D = {weight.shape[1]} as in weight, got shape {tuple(hidden_states.shape)}"
-        )
     if labels.shape != hidden_states.shape[:-1]:
         raise ValueError(
             f"labels must have the shape of hidden_states without its last dimension, {tuple(hidden_states.shape[:-1])}, "
@@ -285,7 +261,6 @@ def _prepare_inputs(
     if labels.dtype not in _LABEL_DTYPES:
         way = "" if labels.is_floating_point() else "; convert them with labels.long()"
         raise ValueError(f"labels must be integers (torch.int64, int32, int16 or uint8), got {labels.dtype}{way}")
-    hidden_states, weight, bias = checks.cast_head(hidden_states, weight, bias, ("hidden_states", "weight", "bias"))
     checks.check_device("labels", labels, "hidden_states", hidden_states)
     checks.check_logit_options(logit_scale, softcap)
     x = Inputs(hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias, labels.reshape(-1).long().contiguous())
