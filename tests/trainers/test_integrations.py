@@ -162,11 +162,11 @@ def logged(folder: Path, *command: str, **more: str) -> dict[str, list[float]]:
 
 
 def check_the_same(folder: Path, *command: str) -> dict[str, list[float]]:
-    """Three steps with hf_cce, none with full logits, give the same losses as without it, to two digits."""
+    """Three steps with hf_cce, none with full logits, give the same losses as without it, to three digits."""
     ours, theirs = logged(folder, *command), logged(folder, *command, HF_CCE_DISABLE="1")
     assert len(ours["loss"]) == 3 and ours["cce/fused"] == [1.0, 2.0, 3.0] and theirs["cce/fused"] == []
     assert ours["cce/materialized"] == [0.0, 0.0, 0.0]
-    assert [round(x, 2) for x in ours["loss"]] == [round(x, 2) for x in theirs["loss"]]
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
     assert ours["token_acc"] == theirs["token_acc"]
     return ours
 
