@@ -10,12 +10,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton before 3.4
-    TensorDescriptor = None
-
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Triton versions with which hf_cce.kernels.hopper was validated on a GPU. It compiles with others too, but its warps wait for
 # each other, so a compiler bug can hang the launch. Triton 3.6 had such a bug.
@@ -182,12 +177,7 @@ def num_sms(x: Tensor) -> int:
 
 def _tma_ready(x: Tensor) -> bool:
     """Return True if TMA can read ``x``: it requires 16-byte aligned rows."""
-    return (
-        TensorDescriptor is not None
-        and x.data_ptr() % 16 == 0
-        and x.stride(0) > 0
-        and x.stride(0) * x.element_size() % 16 == 0
-    )
+    return x.data_ptr() % 16 == 0 and x.stride(0) > 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
 def operand(x: Tensor, rows: int, plan: Plan, cols: int = 0) -> Any:
