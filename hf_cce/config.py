@@ -49,8 +49,8 @@ class CCEConfig:
             float16, and are held until the backward pass.
         gradient_filter: lets the Triton kernels skip tiles of the logits' gradient that contribute little. A number, at most
             0.1, is the allowed relative error of the gradients of hidden states and weight. ``"auto"`` keeps the error below
-            that of bfloat16 logits, and skips nothing in other dtypes. None disables the filter. The error is measured only
-            with a ``FilterState``, which patched models have. Under torch.compile nothing is skipped in float16 or in
+            that of bfloat16 logits. None disables the filter. In other dtypes than bfloat16, nothing is skipped. The error is
+            measured only with a ``FilterState``, which patched models have. Under torch.compile nothing is skipped in
             ``linear_log_probs``.
         token_stats: compute token accuracy, entropy and perplexity of patched models, in the same pass as the loss.
 

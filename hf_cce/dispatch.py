@@ -182,7 +182,10 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
 
 def may_filter(p: Problem, spec: LossSpec, wanted: WantedStats | None = None) -> bool:
     """Return True if the filter supports this loss (or the ``wanted`` statistics) and pays off; assumes Triton kernels."""
-    if spec.gradient_filter is None or (spec.gradient_filter == "auto" and p.dtype != torch.bfloat16):
+    if spec.gradient_filter is None:
+        return False
+    # In float16 and float32, one long sum of kept tiles has visible rounding errors on a GPU. Tests interpret the filter in both.
+    if p.dtype != torch.bfloat16 and (spec.gradient_filter == "auto" or p.device.type == "cuda"):
         return False
     need_hidden, need_weight, need_bias = spec.needs
     if need_bias or spec.label_smoothing or not (need_hidden or need_weight):

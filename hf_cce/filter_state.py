@@ -110,8 +110,6 @@ class FilterState:
 
     def threshold(self, gradient_filter: str | float, hidden: Tensor) -> Tensor | None:
         """Return τ as a scalar on the device of ``hidden``, or None for an unfiltered step."""
-        if gradient_filter == "auto" and hidden.dtype != torch.bfloat16:
-            return None
         self._read_pending()
         if self._paused > 0:
             self._paused -= 1

@@ -51,17 +51,6 @@ def _teacher_tile(
 
 
 @triton.jit
-def _store_mixture(log_ps, log_pt, out, in_rows, tile_gap, tile_divergence, beta):
-    """Write the terms of a tile in KL(p_s ‖ m) and in the JSD."""
-    ps, pt = tl.exp(log_ps), tl.exp(log_pt)
-    log_m = tl.log((1.0 - beta) * ps + beta * pt)
-    student = tl.sum(tl.where(ps > 0, ps * (log_ps - log_m), 0.0), 1)
-    teacher = tl.sum(tl.where(pt > 0, pt * (log_pt - log_m), 0.0), 1)
-    tl.store(tile_divergence + out, (1.0 - beta) * student + beta * teacher, mask=in_rows)
-    tl.store(tile_gap + out, student, mask=in_rows)
-
-
-@triton.jit
 def _store_means(
     zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation,
     KIND: tl.constexpr, WANT_ENTROPY: tl.constexpr,
@@ -174,9 +163,13 @@ def _pair_stats_kernel(
         zs = tl.where(in_cols, zs, float("-inf"))
         zt = tl.where(in_cols, zt, float("-inf"))
     if KIND == 2:
-        _store_mixture(
-            zs - row_lse[:, None], zt - row_teacher_lse[:, None], out, in_rows, tile_gap, tile_divergence, beta
-        )
+        log_ps, log_pt = zs - row_lse[:, None], zt - row_teacher_lse[:, None]
+        ps, pt = tl.exp(log_ps), tl.exp(log_pt)
+        log_m = tl.log((1.0 - beta) * ps + beta * pt)
+        student = tl.sum(tl.where(ps > 0, ps * (log_ps - log_m), 0.0), 1)
+        teacher = tl.sum(tl.where(pt > 0, pt * (log_pt - log_m), 0.0), 1)
+        tl.store(tile_divergence + out, (1.0 - beta) * student + beta * teacher, mask=in_rows)
+        tl.store(tile_gap + out, student, mask=in_rows)
     else:
         _store_means(zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation, KIND, WANT_ENTROPY)
 

@@ -22,25 +22,6 @@ from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats
 
 
 @triton.jit
-def _store_label_logit(label_logit, z, rows, cols, col, label, valid, in_rows, BLOCK_N: tl.constexpr):
-    hit = valid & (label >= col) & (label < col + BLOCK_N)
-    if tl.sum(hit.to(tl.int32)) > 0:
-        at_label = tl.sum(tl.where(cols[None, :] == label[:, None], z, 0.0), 1)
-        tl.store(label_logit + rows, at_label, mask=hit & in_rows)
-
-
-@triton.jit
-def _store_moments(
-    z, e, top, total, tile_expectation, tile_lse2, out, in_rows, WANT_ENTROPY: tl.constexpr, WANT_SQ: tl.constexpr
-):
-    if WANT_ENTROPY:
-        weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
-        tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
-    if WANT_SQ:
-        tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
-
-
-@triton.jit
 def _store_ratio(
     e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size,
     HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -136,7 +117,11 @@ def _tile_stats_kernel(
     if WANT_MEAN:
         tl.store(tile_sum + out, tl.sum(tl.where((cols < vocab_size)[None, :], z, 0.0), 1), mask=in_rows)
     if not STORE:
-        _store_label_logit(label_logit, z, rows, cols, col, label - first_col, valid, in_rows, BLOCK_N)
+        label -= first_col
+        hit = valid & (label >= col) & (label < col + BLOCK_N)
+        if tl.sum(hit.to(tl.int32)) > 0:
+            at_label = tl.sum(tl.where(cols[None, :] == label[:, None], z, 0.0), 1)
+            tl.store(label_logit + rows, at_label, mask=hit & in_rows)
     if col + BLOCK_N > vocab_size:
         z = tl.where((cols < vocab_size)[None, :], z, float("-inf"))
     top = tl.max(z, 1)
@@ -153,7 +138,11 @@ def _tile_stats_kernel(
     if STORE and col < cache_width:
         height = top - tl.load(label_logit + rows, mask=in_rows, other=0.0)
         _store_exp(e, slope, height, valid, row, col, in_rows, exp_cache, cache_width, HAS_SOFTCAP, BLOCK_M, BLOCK_N)
-    _store_moments(z, e, top, total, tile_expectation, tile_lse2, out, in_rows, WANT_ENTROPY, WANT_SQ)
+    if WANT_ENTROPY:
+        weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
+        tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
+    if WANT_SQ:
+        tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
 
 
 @triton.jit

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton before 3.4
-    TensorDescriptor = None
-
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Triton versions with which hf_cce.kernels.hopper was validated on a GPU. It compiles with others too, but its warps wait for
 # each other, so a compiler bug can hang the launch. Triton 3.6 had such a bug.
@@ -58,8 +53,6 @@ class Plan:
     weight_warps: int = 4
     tile_warps: int = 4
     programs: int = 264  # programs that share the kept tiles
-    # Sum each tile separately (sparse._accumulate_per_tile): in float32 and float16, one long sum has visible rounding errors.
-    two_level_accumulation: bool = False
     hopper: bool = False  # hf_cce.kernels.hopper can be used
 
     @property
@@ -125,8 +118,11 @@ def uses_hopper(plan: Plan, bias: Tensor | None, softcap: float, *wanted: Any) -
 
 
 def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
-    """Choose the tiles of the filtered loss: the filter keeps or drops whole tiles of BLOCK_M by BLOCK_N."""
-    plan = replace(make_plan(hidden, weight), two_level_accumulation=hidden.dtype == torch.float32)
+    """Choose the tiles of the filtered loss: the filter keeps or drops whole tiles of BLOCK_M by BLOCK_N.
+
+    On a GPU, only losses in bfloat16 are filtered.
+    """
+    plan = make_plan(hidden, weight)
     if hidden.shape[1] * hidden.element_size() % 16:  # rows of the sorted, contiguous copies are not aligned
         plan = replace(plan, use_tma=False, hopper=False)
     if hidden.device.type == "cpu":
@@ -141,20 +137,11 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
             programs=3,
         )
     sms = num_sms(hidden)
-    # Not on compute capability 10, where accumulators are in tensor memory: Triton 3.9 fails to compile this there.
-    if hidden.dtype == torch.float16 and capability(hidden)[0] != 10:
-        plan = replace(plan, two_level_accumulation=True)
-    if plan.block_m != 128:  # float32, and GPUs before Ampere
-        # With four warps, the product with gathered weight rows spills registers.
-        plan = replace(plan, sparse_warps=8, weight_warps=plan.num_warps, tile_warps=plan.num_warps)
-        return replace(plan, sparse_block_k=32, block_d=64, weight_block_d=64, programs=2 * sms)
     if not plan.use_tma:
         return replace(
             plan, block_n=128, sparse_block_k=32, sparse_warps=8, weight_warps=8, tile_warps=8, programs=2 * sms
         )
     plan = replace(plan, block_n=128, num_warps=4, num_stages=3, hidden_stages=5, programs=2 * sms)
-    if plan.two_level_accumulation:  # twice the accumulators
-        return replace(plan, block_d=64, weight_block_d=64)
     return replace(plan, weight_block_d=256, weight_warps=8) if hidden.shape[1] % 256 == 0 else plan
 
 
@@ -182,12 +169,7 @@ def num_sms(x: Tensor) -> int:
 
 def _tma_ready(x: Tensor) -> bool:
     """Return True if TMA can read ``x``: it requires 16-byte aligned rows."""
-    return (
-        TensorDescriptor is not None
-        and x.data_ptr() % 16 == 0
-        and x.stride(0) > 0
-        and x.stride(0) * x.element_size() % 16 == 0
-    )
+    return x.data_ptr() % 16 == 0 and x.stride(0) > 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
 def operand(x: Tensor, rows: int, plan: Plan, cols: int = 0) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_strategies import DEVICE, force_strategy, trained_like_inputs
+from forced_strategies import DEVICE, dtype_for, force_strategy, trained_like_inputs
 from losses import Options, plain_loss
 from numerics import assert_accurate, relative_error
 
@@ -111,7 +111,7 @@ def test_weight_correction_is_close_to_the_best_of_its_rank() -> None:
 def test_non_finite_values_do_not_affect_the_next_step(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """State learned in one step is reused in later steps and must not carry over infinities."""
     force_strategy(monkeypatch, "filtered")
-    hidden, weight, labels = trained_like_inputs(128, 32, 1500, torch.float32, DEVICE)
+    hidden, weight, labels = trained_like_inputs(128, 32, 1500, dtype_for("filtered"), DEVICE)
     state = FilterState()
     config = CCEConfig("triton", gradient_filter=0.06)
     for step in range(3):

@@ -17,7 +17,9 @@ from hf_cce import CCEConfig, FilterState
 
 pytest.importorskip("triton")
 SOFT = Options(0.7, 5.0, z_loss=1e-2)
-tiles_of_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="tiles of a GPU are larger than these inputs")
+in_the_interpreter = pytest.mark.skipif(
+    DEVICE == "cuda", reason="a GPU filters only bfloat16, and its tiles are larger than these inputs"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,7 @@ def run_plain(
     return loss.detach(), hidden.grad, weight.grad
 
 
+@in_the_interpreter
 @pytest.mark.parametrize(
     ("n", "d", "v", "options"),
     [
@@ -74,6 +77,7 @@ def test_exact_if_all_is_kept_with_softcap_scale_and_z_loss(
     assert counts == {"filtered": 1, "filtered gradients": 1}
 
 
+@in_the_interpreter
 @pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "weight"])
 def test_a_bias_without_gradient_and_frozen_inputs(
@@ -107,7 +111,7 @@ def assert_within(factor: float, estimate: float | Tensor | None, actual: float)
     assert estimate is not None and 0 < actual / factor <= float(estimate) <= factor * actual
 
 
-@tiles_of_the_interpreter
+@in_the_interpreter
 @pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
 def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options) -> None:
     inputs, labels = filter_data()
@@ -128,7 +132,7 @@ def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options) ->
         assert lower[0] < higher[0] and lower[1] < higher[1]
 
 
-@tiles_of_the_interpreter
+@in_the_interpreter
 @pytest.mark.parametrize(
     ("n", "unsure", "gradient_filter", "options", "factors"),
     [
@@ -151,13 +155,14 @@ def test_error_estimate_from_a_sample_of_tokens(
     assert_within(factors[1], state.stats()["weight_error"], errors[1])
 
 
+@in_the_interpreter
 @pytest.mark.parametrize(
     ("n", "measured", "options", "factors"),
     [
         (60, None, PLAIN, (1.1, 1.5)),
         (60, None, Options(0.7, 5.0), (1.1, 1.5)),
         # one token in 24 is uncertain and affected more by rounding
-        pytest.param(600, 64, PLAIN, (1.1, 1.15), marks=tiles_of_the_interpreter),
+        (600, 64, PLAIN, (1.1, 1.15)),
     ],
     ids=str,
 )
@@ -185,7 +190,7 @@ def test_estimate_of_the_rounding_error(
     assert_within(factors[1], state._last.rounding_weight_error, errors[1])
 
 
-@tiles_of_the_interpreter
+@in_the_interpreter
 def test_dropped_tiles_keep_their_mass() -> None:
     """A column of ones exposes sums of the logits' gradient: per token over the vocabulary, and over everything."""
     (hidden, weight, _), labels = filter_data()
@@ -200,7 +205,7 @@ def test_dropped_tiles_keep_their_mass() -> None:
     assert_accurate(grad_weight[:, 0].sum(), baseline[2][:, 0].sum(), exact[2][:, 0].sum(), "sum over everything")
 
 
-@tiles_of_the_interpreter
+@in_the_interpreter
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With identity hidden states, the weight's gradient is the logits' gradient, so each tile can be checked."""
@@ -257,7 +262,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     assert_accurate(part.sum(), *total_energies, "energy of the whole gradient", torch.float32)
 
 
-@tiles_of_the_interpreter
+@in_the_interpreter
 def test_auto_is_relative_to_the_rounding_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_cce.kernels.filter import select
 
@@ -289,7 +294,7 @@ def test_auto_is_relative_to_the_rounding_error(monkeypatch: pytest.MonkeyPatch)
     assert_accurate(part.sum(), rounding.sum(), rounding.double().sum(), "the reference", torch.float32)
 
 
-@tiles_of_the_interpreter
+@in_the_interpreter
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_a_nan_ignored_token_does_not_affect_the_others(softcap: float | None) -> None:
     """As in plain PyTorch: only the weight's gradient, which sums over all tokens, becomes NaN."""
@@ -304,7 +309,7 @@ def test_a_nan_ignored_token_does_not_affect_the_others(softcap: float | None) -
     assert relative_error(actual[0], loss) <= 1e-6 and relative_error(actual[1][valid], grad_hidden[valid]) <= 0.1
 
 
-@tiles_of_the_interpreter
+@in_the_interpreter
 def test_alternating_heads_match_separate_runs() -> None:
     """Bit for bit, including the state that the filter learns from step to step."""
     data = filter_data(seed=0), filter_data(seed=1)
@@ -319,6 +324,7 @@ def test_alternating_heads_match_separate_runs() -> None:
         assert all(torch.equal(a, b) for a, b in zip(both[6 * step : 6 * step + 6], alone, strict=True))
 
 
+@in_the_interpreter
 def test_no_tile_is_kept_if_all_tokens_are_ignored() -> None:
     inputs, labels = filter_data()
     state = FilterState()
@@ -398,9 +404,8 @@ def force_workspace(
     return used
 
 
-@pytest.mark.parametrize(
-    "gradient_filter", [pytest.param(KEEPS_ALL, marks=tiles_of_the_interpreter), 0.03], ids=["everything", "some"]
-)
+@in_the_interpreter
+@pytest.mark.parametrize("gradient_filter", [KEEPS_ALL, 0.03], ids=["everything", "some"])
 @pytest.mark.parametrize("need_weight", [True, False], ids=["trained", "frozen"])
 def test_passes_and_slabs_change_nothing(
     need_weight: bool, gradient_filter: float, monkeypatch: pytest.MonkeyPatch
@@ -454,6 +459,7 @@ def test_sampling_with_zero_nan_or_few_weights() -> None:
     assert every.tolist() == list(range(5)) and one.tolist() == [1.0] * 5
 
 
+@in_the_interpreter
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_estimates_in_chunks_are_the_same(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small budget only means more iterations."""

@@ -57,7 +57,14 @@ def applies(strategy: str, options: Options, dtype: torch.dtype) -> bool:
         return dtype != torch.float16  # not enough range
     if strategy in FROZEN_HEAD_STRATEGIES:
         return dtype != torch.float16 and options.frozen
-    return strategy != "filtered" or not options.bias
+    return strategy != "filtered" or not (options.bias or (DEVICE == "cuda" and dtype != torch.bfloat16))
+
+
+def dtype_for(strategy: str) -> torch.dtype:
+    """Return float32, or a dtype that ``strategy`` supports: a GPU filters only bfloat16."""
+    if strategy == "filtered" and DEVICE == "cuda":
+        return torch.bfloat16
+    return torch.float16 if strategy == "materialized16" else torch.float32
 
 
 def trains_head(strategy: str) -> bool:

@@ -97,11 +97,14 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
         "recomputed": (exact(replace(biased, label_smoothing=0.1)), with_bias),
         "full logits": (Materialized(biased, items, torch.float32), few._replace(bias=with_bias.bias)),
         "narrow full logits": (Materialized(spec, items, dtype), few),
-        "filtered": (filtered(replace(spec, gradient_filter="auto")), x),
-        "filtered, frozen": (filtered(frozen), x),
         "statistics": (Statistics(biased, every, True), with_bias),
-        "filtered statistics": (FilteredStatistics(spec, SUM, FilterState(), tau, True, statistics), x),
     }
+    if dtype == torch.bfloat16:  # GPUs filter no other
+        cases |= {
+            "filtered": (filtered(replace(spec, gradient_filter="auto")), x),
+            "filtered, frozen": (filtered(frozen), x),
+            "filtered statistics": (FilteredStatistics(spec, SUM, FilterState(), tau, True, statistics), x),
+        }
     found = {name: partial(strategies.run_on_meta, *of) for name, of in cases.items()}
     student = passes.Head(hidden, weight, with_bias.bias, spec.logit_scale, spec.softcap)
     given = passes.Head(torch.empty(n, v, dtype=dtype, device="meta"), None, None, 1.0, 0.0)

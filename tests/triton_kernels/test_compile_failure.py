@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_strategies import DEVICE, KEEPS_ALL, force_strategy
+from forced_strategies import DEVICE, KEEPS_ALL, dtype_for, force_strategy
 from losses import EVERYTHING, PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs
 from numerics import assert_accurate
 
@@ -105,7 +105,8 @@ def test_the_step_after_any_other_failure_is_correct(
     module = importlib.import_module(f"hf_cce.kernels.{where}")
     broken()  # "auto" uses the kernels
     real, counts = getattr(module, function), force_strategy(monkeypatch, strategy)
-    inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
+    dtype = dtype_for(strategy)
+    inputs, labels = make_inputs(37, 40, 131, dtype, DEVICE)
     config = CCEConfig("auto", gradient_filter=KEEPS_ALL if strategy == "filtered" else None)
     loss = fused_loss(config, FilterState())
 
@@ -114,9 +115,9 @@ def test_the_step_after_any_other_failure_is_correct(
 
     monkeypatch.setattr(module, function, failing)
     with pytest.raises(error, match="No space left"):
-        loss_and_gradients(loss, inputs, labels, PLAIN, torch.float32)
+        loss_and_gradients(loss, inputs, labels, PLAIN, dtype)
     monkeypatch.setattr(module, function, real)
     assert strategies.compile_failure(inputs[0].device) is None
     counts.clear()
-    check_against_plain(loss, inputs, labels, PLAIN, torch.float32, f"after {error.__name__}")
+    check_against_plain(loss, inputs, labels, PLAIN, dtype, f"after {error.__name__}")
     assert counts[strategy] == 1

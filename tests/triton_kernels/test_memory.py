@@ -90,9 +90,7 @@ def test_the_filter_fits_the_budget_at_real_sizes(mib: int, frozen: bool) -> Non
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     n=st.integers(1, 40_000), d=st.integers(1, 8192), v=st.integers(1, 300_000), budget=st.integers(MIB, 1 << 31),
-    softcap=st.sampled_from([0.0, 5.0]), frozen=st.booleans(), dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    softcap=st.sampled_from([0.0, 5.0]), frozen=st.booleans(),
 )  # fmt: skip
-def test_the_filter_fits_any_budget(
-    n: int, d: int, v: int, budget: int, softcap: float, frozen: bool, dtype: torch.dtype
-) -> None:
-    check("filtered", n, d, v, dtype, spec_of(budget, frozen, softcap))
+def test_the_filter_fits_any_budget(n: int, d: int, v: int, budget: int, softcap: float, frozen: bool) -> None:
+    check("filtered", n, d, v, torch.bfloat16, spec_of(budget, frozen, softcap))

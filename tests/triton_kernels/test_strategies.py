@@ -17,6 +17,7 @@ from forced_strategies import (
     config_for,
     count_strategies,
     default_options,
+    dtype_for,
     force_strategy,
     forward_counter,
     trains_head,
@@ -36,7 +37,7 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strided_labels_and_inputs(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = replace(default_options(strategy), bias=strategy != "filtered" and trains_head(strategy))
-    dtype = torch.float16 if strategy == "materialized16" else torch.float32
+    dtype = dtype_for(strategy)
     assert applies(strategy, options, dtype)
     counts = force_strategy(monkeypatch, strategy)
     # cuBLAS rounds partial sums of small 16-bit products differently for our row layout. (Real products are large.)
@@ -90,7 +91,7 @@ def test_ignore_index_may_be_a_vocabulary_entry(
 def test_every_entry_of_the_vocabulary_as_a_label(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every entry is a label once, including those at tile borders."""
     counts, options = force_strategy(monkeypatch, strategy), default_options(strategy)
-    dtype = torch.float16 if strategy == "materialized16" else torch.float32
+    dtype = dtype_for(strategy)
     inputs, _ = make_inputs(131, 40, 131, dtype, DEVICE)
     labels = torch.randperm(131, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     check_strategy(strategy, inputs, labels, options, dtype)
@@ -109,7 +110,7 @@ def scaled_gradients(strategy: str, inputs: tuple[Tensor, ...], labels: Tensor, 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
 def test_half_the_loss_has_half_the_gradients(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     force_strategy(monkeypatch, strategy)
-    (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
+    (hidden, weight, _), labels = make_inputs(40, 72, 131, dtype_for(strategy), DEVICE)
     for whole, half in zip(
         *(scaled_gradients(strategy, (hidden, weight), labels, by) for by in (1.0, 0.5)), strict=True
     ):
@@ -119,7 +120,7 @@ def test_half_the_loss_has_half_the_gradients(strategy: str, monkeypatch: pytest
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
 def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     force_strategy(monkeypatch, strategy)
-    (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
+    (hidden, weight, _), labels = make_inputs(40, 72, 131, dtype_for(strategy), DEVICE)
     ignored = (labels < 0)[:, None]
     found = [scaled_gradients(strategy, (hidden.where(~ignored, by * hidden), weight), labels) for by in (0.0, 1e4)]
     for quiet, loud in zip(*found, strict=True):  # the filter may process tokens in another order
@@ -170,7 +171,7 @@ def test_the_default_dtype_changes_nothing(
     force_strategy(monkeypatch, strategy)
     config, found = config_for(strategy), []
     for dtype in (torch.float32, default):
-        (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
+        (hidden, weight, _), labels = make_inputs(70, 40, 131, dtype_for(strategy), DEVICE)
         leaves, state = [hidden.requires_grad_(), weight.requires_grad_(trains_head(strategy))], FilterState()
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -213,7 +214,7 @@ def test_upstream_gradients_of_ignored_tokens_are_ignored(
     config = CCEConfig("portable" if strategy == "portable" else "triton", gradient_filter=0.03)
     if strategy == "filtered":
         force_strategy(monkeypatch, strategy)
-    (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
+    (hidden, weight, _), labels = make_inputs(70, 40, 131, dtype_for(strategy), DEVICE)
     found = []
     for value in (0.0, upstream):
         leaves, state = [x.detach().clone().requires_grad_() for x in (hidden, weight)], FilterState()

@@ -110,19 +110,6 @@ def _count_kernel(energy, counts, num_tiles, BLOCK: tl.constexpr):
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_programs"])
-def _sum_counts_kernel(counts, histogram, num_programs, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    bins = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    total = tl.zeros((WIDTH,), tl.int32)
-    for first in range(0, num_programs, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        total += tl.sum(
-            tl.load(counts + at[:, None] * BINS + bins[None, :], mask=(at < num_programs)[:, None], other=0), 0
-        )
-    tl.store(histogram + bins, total)
-
-
-@Kernel
 @triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
 def _choose_tiles_kernel(
     energy,  # [T, row blocks]
@@ -355,10 +342,8 @@ def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tens
     )  # fmt: skip
     counting = ceil_div(rows * cols, 2048)
     counts = torch.empty((counting, BINS.value), dtype=torch.int32, device=device)
-    histogram = torch.empty(BINS.value, dtype=torch.int32, device=device)
     _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
-    _sum_counts_kernel[(BINS.value // 16,)](counts, histogram, counting, BLOCK=32, WIDTH=16, num_warps=1)
-    return energy, reference_sums, histogram
+    return energy, reference_sums, counts.sum(0, dtype=torch.int32)
 
 
 class DroppedMass(NamedTuple):

@@ -113,13 +113,6 @@ def _kept_tiles_kernel(
         tl.store(slot + at, gradient.to(scratch.dtype.element_ty))
 
 
-@triton.jit
-def _accumulate_per_tile(acc, part, a, b, last, PRECISION: tl.constexpr):
-    """Add a · b to ``part``, and ``part`` to ``acc`` after the last step of a tile: in one long sum, truncation would add up."""
-    part = tl.dot(a, b, part, input_precision=PRECISION)
-    return tl.where(last, acc + part, acc), tl.where(last, 0.0, part)
-
-
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _hidden_gradient_kernel(
@@ -142,7 +135,6 @@ def _hidden_gradient_kernel(
     PASSES,
     TMA: tl.constexpr,
     GATHER: tl.constexpr,
-    TWO_LEVEL_ACCUMULATION: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -165,7 +157,6 @@ def _hidden_gradient_kernel(
         rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < num_tokens)[:, None] & (ds < hidden_size)[None, :]
         acc = tl.load(total_tile + here, mask=mask, other=0.0)
-        part = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         tile_list = row_tiles + row_block * num_col_blocks
         # Read one step ahead, so that the product does not wait for it.
         entry = tl.load(tile_list + first // steps, mask=first < stop, other=0)
@@ -186,10 +177,7 @@ def _hidden_gradient_kernel(
                 w = tl.load(weight + w_rows.to(tl.int64)[:, None] * weight_stride + ds[None, :], mask=w_in, other=0.0)
             if UPCAST:
                 g, w = g.to(tl.float32), w.to(tl.float32)
-            if TWO_LEVEL_ACCUMULATION:
-                acc, part = _accumulate_per_tile(acc, part, g, w, k == BLOCK_N - BLOCK_K, PRECISION)
-            else:
-                acc = tl.dot(g, w, acc, input_precision=PRECISION)
+            acc = tl.dot(g, w, acc, input_precision=PRECISION)
         if end == tl.load(row_pass + row_block * (PASSES + 1) + PASSES):
             to = tl.load(token_perm + rows, mask=rows < num_tokens, other=0)
             tl.store(out + to[:, None] * hidden_size + ds[None, :], acc.to(out.dtype.element_ty), mask=mask)
@@ -227,7 +215,6 @@ def _weight_gradient_kernel(
     CORRECTED: tl.constexpr,
     RANK: tl.constexpr,
     TMA: tl.constexpr,
-    TWO_LEVEL_ACCUMULATION: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -246,7 +233,6 @@ def _weight_gradient_kernel(
         ds = d + tl.arange(0, BLOCK_D)
         first = tl.load(first_kept + block)
         acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        part = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         stop = tl.load(first_kept + block + 1)
         row_block = tl.load(tile_rows + first, mask=first < stop, other=0)
         for step in range(first * steps, stop * steps):
@@ -264,10 +250,7 @@ def _weight_gradient_kernel(
                 )
             if UPCAST:
                 g, h = g.to(tl.float32), h.to(tl.float32)
-            if TWO_LEVEL_ACCUMULATION:
-                acc, part = _accumulate_per_tile(acc, part, tl.trans(g), h, k == BLOCK_M - BLOCK_K, PRECISION)
-            else:
-                acc = tl.dot(tl.trans(g), h, acc, input_precision=PRECISION)
+            acc = tl.dot(tl.trans(g), h, acc, input_precision=PRECISION)
         acc = _add_dropped(
             acc, block, ds, block_sums, block_mass, row_coeffs, basis, vocab_size, hidden_size, CORRECTED, RANK, PRECISION,
             UPCAST, BLOCK_N,
@@ -409,7 +392,6 @@ def _product_constants(plan: Plan) -> dict[str, Any]:
         "TMA": plan.use_tma,
         "PRECISION": plan.precision,
         "UPCAST": plan.upcast,
-        "TWO_LEVEL_ACCUMULATION": plan.two_level_accumulation,
     }
 
 
