@@ -25,7 +25,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec) -> bool:
     """Return True if the budget has room for ``kind``'s forward results; fail if a step takes more than the budget.
 
-    Inputs, gradients and a few [N] vectors are not counted.
+    Inputs, gradients, a few [N] vectors and tables of up to 16 KiB are not counted.
     """
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, scalar = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
@@ -41,7 +41,7 @@ def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec)
         assert gradients is not None
         own = sum(grad.numel() * grad.itemsize for grad in gradients if grad is not None)
         assert own == dtype.itemsize * d * (n + v * spec.needs[1])
-    assert memory.peak - own <= spec.memory_budget + 64 * n, f"{memory.peak - own:,} of {spec.memory_budget:,}"
+    assert memory.peak - own <= spec.memory_budget + 64 * n + (16 << 10), f"{memory.peak - own:,} of {spec.memory_budget:,}"
     return True
 
 
