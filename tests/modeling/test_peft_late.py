@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import pickle
 import shutil
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +73,9 @@ def adapted(model: Any, tuner: str) -> Any:
     return with_open_gates(peft.get_peft_model(model, configs[tuner]()).train())
 
 
-def in_a_process(how: str, saved: str, tuner: str) -> None:
-    """Do what a user's script does: patch, then import PEFT, then train."""
+def train_in_this_process(how: str, saved: str, tuner: str) -> int:
+    """Do what a user's script does: patch, then import PEFT, then train. Return how many losses were fused."""
+    assert "peft" not in sys.modules
     if how == "unpickled":  # in a process that never calls apply_cce
         model = pickle.loads(Path(saved).read_bytes())
     elif how == "class":
@@ -94,28 +97,57 @@ def in_a_process(how: str, saved: str, tuner: str) -> None:
     assert_results_as_good(loss_and_grads(patched, batch()), twin, reference)
     assert_fused(patched, calls=1)
     assert hooked == []  # an unpatched model is called as before
-    print("fused", stats(patched).fused)
+    return stats(patched).fused
 
 
-def fused_in_a_process(how: str, tuner: str, first: Path | None, tmp_path: Path) -> None:
-    """Run ``in_a_process`` in a new process; ``first`` is a folder for the front of ``sys.path``."""
-    (tmp_path / "model").write_bytes(pickle.dumps(apply_cce(tiny_llama())))
-    code = f"import test_peft_late as test; test.in_a_process({how!r}, {str(tmp_path / 'model')!r}, {tuner!r})"
+def train_in_forks(cases: list[tuple[str, str]], folder: str) -> None:
+    """Run each case in a fork of this process, which has not imported PEFT; write a file with the result of each."""
+    for how, tuner in cases:
+        if FORKS and os.fork():
+            os.wait()
+            continue
+        try:
+            found = f"fused {train_in_this_process(how, f'{folder}/model', tuner)}"
+        except BaseException:
+            found = traceback.format_exc()
+        Path(folder, f"{how} {tuner}").write_text(found, "utf-8")
+        os._exit(0)
+
+
+def train_in_a_new_process(cases: list[tuple[str, str]], first: Path | None, results: Path) -> Path:
+    """Run ``train_in_forks`` in a new process; ``first`` is a folder for the front of ``sys.path``. Return ``results``."""
+    (results / "model").write_bytes(pickle.dumps(apply_cce(tiny_llama())))
     folders = (*([] if first is None else [first]), ".", "tests/support", "tests/modeling")
-    assert python(code, folders=folders).split() == ["fused", "1"]
+    for some in [cases] if FORKS else [[case] for case in cases]:
+        python(f"import test_peft_late as test; test.train_in_forks({some}, {str(results)!r})", folders=folders)
+    return results
 
 
-@pytest.mark.parametrize("how", ["instance", "class", "unpickled", "after PEFT"])
-def test_tuner_that_bypasses_hooks(how: str, old_peft: Path, tmp_path: Path) -> None:
-    fused_in_a_process(how, "lora", old_peft, tmp_path)
+FORKS = sys.platform == "linux"  # elsewhere each case takes a process that imports everything
+BYPASSING = ["instance", "class", "unpickled", "after PEFT"]
+CUSTOM = [(how, tuner) for tuner in ("adalora", "adaption") for how in ("instance", "unpickled")]
 
 
-@pytest.mark.parametrize("how", ["instance", "unpickled"])
-@pytest.mark.parametrize("tuner", ["adalora", "adaption"])
-def test_late_imported_tuner_with_custom_forward(tuner: str, how: str, tmp_path: Path) -> None:
-    """With the installed PEFT, whatever its version."""
+@pytest.fixture(scope="module")
+def bypassing(old_peft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_in_a_new_process([(how, "lora") for how in BYPASSING], old_peft, tmp_path_factory.mktemp("results"))
+
+
+@pytest.fixture(scope="module")
+def custom(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("peft")
-    fused_in_a_process(how, tuner, None, tmp_path)
+    return train_in_a_new_process(CUSTOM, None, tmp_path_factory.mktemp("results"))
+
+
+@pytest.mark.parametrize("how", BYPASSING)
+def test_tuner_that_bypasses_hooks(how: str, bypassing: Path) -> None:
+    assert (bypassing / f"{how} lora").read_text("utf-8") == "fused 1"
+
+
+@pytest.mark.parametrize(("how", "tuner"), CUSTOM)
+def test_late_imported_tuner_with_custom_forward(how: str, tuner: str, custom: Path) -> None:
+    """With the installed PEFT, whatever its version."""
+    assert (custom / f"{how} {tuner}").read_text("utf-8") == "fused 1"
 
 
 def test_works_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
