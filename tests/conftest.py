@@ -20,6 +20,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it at import; its kernels then run on the CPU
 
+import interpreter
 import pytest
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "deepspeed")
@@ -76,7 +77,9 @@ def fresh_accelerate() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` if there is no suitable GPU."""
+    """Skip tests marked ``gpu`` if there is no suitable GPU; make Triton's interpreter faster if kernels run in it."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+        interpreter.speed_up()
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:
         return

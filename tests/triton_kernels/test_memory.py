@@ -41,7 +41,9 @@ def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec)
         assert gradients is not None
         own = sum(grad.numel() * grad.itemsize for grad in gradients if grad is not None)
         assert own == dtype.itemsize * d * (n + v * spec.needs[1])
-    assert memory.peak - own <= spec.memory_budget + 64 * n + (16 << 10), f"{memory.peak - own:,} of {spec.memory_budget:,}"
+    assert memory.peak - own <= spec.memory_budget + 64 * n + (16 << 10), (
+        f"{memory.peak - own:,} of {spec.memory_budget:,}"
+    )
     return True
 
 

@@ -1,0 +1,34 @@
+"""Make Triton's interpreter faster: kernel tests on a CPU spend most of their time in it, much of it on work without effect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+
+def speed_up() -> None:
+    """Change the interpreter for the rest of the process; do nothing with a version of Triton that is written otherwise."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch, scope = getattr(interpreter, "_patch_lang", None), getattr(interpreter, "_LangPatchScope", None)
+    options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
+    if patch is None or scope is None or not hasattr(options, "sanitize_overflow"):
+        return
+    seen: set[int] = set()  # ids of the modules of functions, which live as long as the process
+    patched: set[int] = set()
+
+    def patch_once(function: Any) -> Any:
+        """Replace the functions of ``triton.language`` for good, instead of anew in each call of a function by a kernel."""
+        if id(function.__globals__) not in seen:
+            seen.add(id(function.__globals__))
+            languages = {id(x) for x in function.__globals__.values() if x is tl or x is tl.core}
+            if not languages <= patched:
+                patch(function)
+                patched.update(languages)
+        return scope()
+
+    interpreter._patch_lang = patch_once
+    if not options.debug:
+        # After each int32 sum and product, the interpreter looks for an overflow in int64; without `debug` it asserts nothing.
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
