@@ -65,6 +65,7 @@ def test_step_peaks_match_measurements(
     assert abs(off(step.peak, row["peak_gib"] * GIB)) < STEPS_TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("fits_*.json")), ids=lambda path: path.stem)
 def test_fits_matches_measurements(path: Path) -> None:
     """Of the batches that were measured to fit, at most the largest sixth may be rejected."""

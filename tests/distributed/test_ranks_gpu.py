@@ -64,6 +64,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
+@pytest.mark.slow  # on a CPU, each dtype starts two processes
 @pytest.mark.parametrize(("device", "dtype", "engine"), marked(CASES))
 def test_step_matches_one_process(device: str, dtype: str, engine: str, results: Any) -> None:
     result = results(device, dtype)[engine]

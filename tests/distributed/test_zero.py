@@ -24,7 +24,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     return found
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_sequence_parallelism(stage: int, tmp_path: Path) -> None:
     """Ulysses: each rank has half of the sequence, with labels shifted before the split."""
     result = run_on_ranks("ulysses.py", tmp_path / "ulysses.json", str(stage))

@@ -110,7 +110,9 @@ def scaled_gradients(strategy: str, inputs: tuple[Tensor, ...], labels: Tensor, 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
 def test_half_the_loss_has_half_the_gradients(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     force_strategy(monkeypatch, strategy)
-    (hidden, weight, _), labels = make_inputs(40, 72, 131, dtype_for(strategy), DEVICE)
+    # Not float16: half of a subnormal number is rounded.
+    dtype = torch.float32 if strategy == "materialized16" else dtype_for(strategy)
+    (hidden, weight, _), labels = make_inputs(40, 72, 131, dtype, DEVICE)
     for whole, half in zip(
         *(scaled_gradients(strategy, (hidden, weight), labels, by) for by in (1.0, 0.5)), strict=True
     ):
