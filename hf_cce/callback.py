@@ -24,11 +24,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Run:
-    """The model's counters in a training run, with their values when its current step began."""
+    """The model's counters in a training run, with their values when the run and its current step began."""
 
     stats: Stats  # the live counters
+    start: Stats
     step: Stats
     losses: int = 0  # stats.without_fallback after the last micro-batch
+    batches: int = 0
+    unfused_batches: int = 0  # micro-batches that did not increase stats.without_fallback
     step_fused: bool = False  # a micro-batch of the current step increased it
     announced: bool = False  # the line on how losses are computed was shown
     warned: bool = False  # a step without fused loss was reported
@@ -39,12 +42,15 @@ class _Run:
 
     def end_batch(self, patch: Patch | None) -> None:
         self._follow(patch)
-        self.step_fused |= self.stats.without_fallback > self.losses
+        fused = self.stats.without_fallback > self.losses
         self.losses = self.stats.without_fallback
+        self.batches += 1
+        self.unfused_batches += not fused
+        self.step_fused |= fused
 
     def _follow(self, patch: Patch | None) -> None:
         if patch is not None and patch.stats is not self.stats:  # patched again: the new counters start at zero
-            self.stats, self.step, self.losses = patch.stats, Stats(), 0
+            self.stats, self.start, self.step, self.losses = patch.stats, Stats(), Stats(), 0
 
 
 class CCECallback(TrainerCallback):
@@ -53,9 +59,9 @@ class CCECallback(TrainerCallback):
     The model is patched when the Trainer is created, before accelerate wraps it. With ``model_init``, or if the callback is added
     later, it is patched when training begins.
 
-    After the first step one line says how the losses are computed. It is logged at level INFO; if the log hides that level by
-    default, the main process prints it. To silence it, set ``disable_tqdm=True`` or
-    ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
+    After the first step one line says how the losses are computed. If some micro-batches had no fused loss, a line at the end
+    says how many. Both are logged at level INFO; if the log hides that level by default, the main process prints them. To
+    silence them, set ``disable_tqdm=True`` or ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
 
     ``cce/fused`` and ``cce/materialized`` are added to the Trainer's logs. Trainer calls the integrations of ``report_to`` before
     user callbacks. To send the keys to W&B or TensorBoard, patch the model with ``apply_cce`` and insert this callback first:
@@ -98,7 +104,7 @@ class CCECallback(TrainerCallback):
         if disabled():
             return
         patch = self._apply(kwargs["model"])
-        self._run = _Run(patch.stats, replace(patch.stats))
+        self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
         self._token_sums = patch.token_sums.sums
         self._run.begin_step(patch)
         self._distills = distillation.install_on_trainer(args)
@@ -157,7 +163,13 @@ class CCECallback(TrainerCallback):
                 state.log_history[-1].update(entry)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._run = None
+        run, self._run = self._run, None
+        if run is None:
+            return
+        if run.unfused_batches:
+            unfused, materialized = run.unfused_batches, run.stats.materialized - run.start.materialized
+            summary = f"{unfused} of the {run.batches} micro-batches of this training run did not use the fused loss"
+            _say(args, state, f"hf_cce: {summary}; full logits were materialized {materialized} times")
 
     def _report(self, run: _Run, args: Any, state: Any, model: Any) -> None:
         """Warn or raise because the step that just ended had no fused loss."""
