@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from forced_strategies import use_hopper_plans
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from peak_memory import PeakMemory
 
@@ -25,7 +25,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec) -> bool:
     """Return True if the budget has room for ``kind``'s forward results; fail if a step takes more than the budget.
 
-    Inputs, gradients, a few [N] vectors and tables of up to 16 KiB are not counted.
+    Inputs, gradients and a few [N] vectors are not counted.
     """
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, scalar = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
@@ -41,9 +41,7 @@ def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec)
         assert gradients is not None
         own = sum(grad.numel() * grad.itemsize for grad in gradients if grad is not None)
         assert own == dtype.itemsize * d * (n + v * spec.needs[1])
-    assert memory.peak - own <= spec.memory_budget + 64 * n + (16 << 10), (
-        f"{memory.peak - own:,} of {spec.memory_budget:,}"
-    )
+    assert memory.peak - own <= spec.memory_budget + 64 * n, f"{memory.peak - own:,} of {spec.memory_budget:,}"
     return True
 
 
@@ -89,6 +87,7 @@ def test_the_filter_fits_the_budget_at_real_sizes(mib: int, frozen: bool) -> Non
     assert any(found) or mib < 64
 
 
+@example(n=6982, d=1, v=93_586, budget=213_066_469, softcap=5.0, frozen=False)  # the error estimate is the peak
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     n=st.integers(1, 40_000), d=st.integers(1, 8192), v=st.integers(1, 300_000), budget=st.integers(MIB, 1 << 31),

@@ -98,7 +98,7 @@ class _Needs:
     @property
     def tile_stats_bytes(self) -> int:
         """Statistics of tiles, until kept tiles are chosen."""
-        return (4 + 2 + 2 * self.softcap) * self.cols * self.shape.n
+        return (4 + 2 + 2 * self.softcap) * self.cols * padded(self.shape.n)
 
     @property
     def tile_list_bytes(self) -> int:
@@ -142,7 +142,8 @@ def _divide(needs: _Needs, budget: int) -> Workspace | None:
         or needs.selection_peak_bytes + needs.correction_scratch_bytes > budget
     ):
         return None
-    per_token = (24 if needs.softcap else 16) * v  # float32 logits and temporaries of the error estimate
+    # The error estimate's logits and temporaries: in float32, and once in the dtype of the inputs
+    per_token = ((24 if needs.softcap else 16) + needs.element_bytes) * v
     measured_at_once = min(n, MEASURED_TOKENS, (budget - needs.selection_peak_bytes) // per_token)
     if measured_at_once < min(n, MIN_MEASURED_AT_ONCE):
         return None
