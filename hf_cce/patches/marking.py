@@ -10,9 +10,9 @@ from typing import Any
 STATE = "_hf_cce"  # on models and heads: their state; on functions: True
 
 
-@functools.cache  # asked for in every call of some models
+@functools.cache  # training calls without labels ask for it each time
 def signature(function: Any) -> inspect.Signature:
-    """Return the signature of a Python function, and an empty one of anything else: None, if the library has no such function."""
+    """Return the signature of a Python function; an empty one for anything else, such as None for a function that is missing."""
     return inspect.signature(function) if inspect.isfunction(function) else inspect.Signature()
 
 
