@@ -59,6 +59,14 @@ def device(implementation: str) -> str:
     return "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
 
 
+@pytest.fixture(autouse=True)
+def release_gpu_memory() -> Iterator[None]:
+    """Return cached memory to the GPU after each test, for the other processes of xdist."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let argmax-like operations take seven tokens of 99 logits at a time; by default all tokens of a test fit at once."""
