@@ -202,6 +202,7 @@ TABLES: dict[str, Table] = {
     "steps-trained": steps(*of_loops("trained")),
     "steps-random": steps(*of_loops("random")),
     "steps-images": steps("steps_recipe_images"),
+    "steps-qlora": steps("steps_recipe_qlora", "steps_recipe_qlora_offload"),
     "steps-in-turn": several(
         tables.round_rows, "alternate_1024", "alternate_2048", "alternate_trainer", "alternate_sft"
     ),

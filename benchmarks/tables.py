@@ -76,6 +76,9 @@ def step_rows(reports: Iterable[Report]) -> list[str]:
         shape = f"{settings['model']}, {settings['batch']} × {settings['sequence']:,}"
         shape += ", checkpointing" if settings["gradient_checkpointing"] else ""
         shape += f", at most {settings['memory_limit']:g} GiB" if settings["memory_limit"] else ""
+        flags = settings.get("recipe", "")
+        shape += ", QLoRA" if "--load_in_4bit" in flags else ""
+        shape += ", embedding on the CPU" if '"model.embed_tokens": "cpu"' in flags else ""
         for name in names.ordered(results):
             found = results[name]
             figures: tuple[str, ...]

@@ -71,8 +71,9 @@ def test_step_matches_one_process(device: str, dtype: str, engine: str, results:
     assert_within_budget(result, half=dtype == "bfloat16" or engine in MIXED)
     tensor, counted = engine.startswith("tensor_parallel"), result["stats"]
     steps = 1 if tensor else 2
-    assert counted == {"calls": steps, "fused": steps, "missed": 0, "materialized": int(tensor)}
-    assert result["warnings"] == []
+    missed = int(engine == "tensor_parallel_plan")  # full logits with a warning, see test_ranks.py
+    assert counted == {"calls": steps, "fused": steps - missed, "missed": missed, "materialized": int(tensor)}
+    assert len(result["warnings"]) == missed
 
 
 # One process, two devices
