@@ -282,7 +282,7 @@ class Exact(Recompute):
         if cache is None:
             return None
         if self.has_grads:
-            return kernels_module().scale_precomputed_gradients(cache, upstream[0])
+            return kernels_module().scale_precomputed_gradients(cache, upstream[0], x.hidden.dtype)
         spec, grads = replace(self.spec, needs=needs), self.token_grads(saved, upstream, True)
         return kernels_module().logit_stats_backward(x, spec, saved.lse, None, grads, cache)
 

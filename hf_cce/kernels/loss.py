@@ -1,4 +1,4 @@
-"""Strategies for the scalar loss, one function each: recompute all logits, cache exponentials, or precompute dh.
+"""Strategies for the scalar loss, one function each: recompute all logits, cache exponentials, or precompute the gradients.
 
 Each function computes the loss from the statistics of tokens and returns what its backward pass needs. The caller chooses the
 strategy; a function returns None if it does not apply or the memory budget is too small for it.
@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.exp_cache import ExpCache, Slab, allocate_cache, plan_cache
+from hf_cce.kernels.exp_cache import CachePlan, ExpCache, Slab, allocate_cache, plan_cache
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.token_groups import group_gradient, group_size
+from hf_cce.kernels.token_groups import PrecomputedGradients, group_gradients, group_size
 from hf_cce.spec import Inputs, LossSpec, TokenGrads, WantedStats
 
 
@@ -134,6 +134,13 @@ def _label_logits(inputs: LogitInputs, plan: Plan) -> LabelLogits:
     return label_logits(inputs, plan, plan.block_m if uses_hopper(plan, inputs.bias, inputs.softcap) else 0)
 
 
+def _plan_cache(inputs: LogitInputs, spec: LossSpec, plan: Plan) -> CachePlan | None:
+    block_n = max(plan.block_n, make_plan(inputs.hidden, inputs.weight, backward=True).block_n)
+    dw_block_n = block_n * (2 if uses_hopper(plan, inputs.bias, spec.softcap) else 1)  # a multiple of every BLOCK_N
+    in_dw_buffer, num_tiles = spec.needs[1] and not spec.needs[2], ceil_div(inputs.shape.v, plan.block_n)
+    return plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, in_dw_buffer, spec.memory_budget)
+
+
 def cached_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, ExpCache] | None:
     """Return (loss, lse [N], exponentials cached for ``logit_stats_backward``), or None if the budget has no room for a cache.
 
@@ -141,10 +148,7 @@ def cached_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Ten
     """
     inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
     plan = make_plan(inputs.hidden, inputs.weight)
-    block_n = max(plan.block_n, make_plan(inputs.hidden, inputs.weight, backward=True).block_n)
-    dw_block_n = block_n * (2 if uses_hopper(plan, x.bias, spec.softcap) else 1)  # a multiple of every kernel's BLOCK_N
-    in_dw_buffer, num_tiles = spec.needs[1] and not spec.needs[2], ceil_div(inputs.shape.v, plan.block_n)
-    columns = plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, in_dw_buffer, spec.memory_budget)
+    columns = _plan_cache(inputs, spec, plan)
     if columns is None:
         return None
     cache = allocate_cache(inputs, columns, _label_logits(inputs, plan))
@@ -153,25 +157,31 @@ def cached_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Ten
     return total_loss(lse, cache.label.logit, factor, spec), lse, cache
 
 
-def grouped_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return (loss, lse [N], dh [N, D] for an upstream gradient of one).
+def grouped_cross_entropy(
+    x: Inputs, spec: LossSpec, factor: Tensor
+) -> tuple[Tensor, Tensor, PrecomputedGradients] | None:
+    """Return (loss, lse [N], gradients for an upstream gradient of one).
 
-    Return None if the weight or the bias needs a gradient, or if the budget is too small for worthwhile groups of tokens.
+    Return None if the bias needs a gradient, if only the weight does, or if groups of tokens are not worthwhile.
     """
-    if spec.needs != (True, False, False):
+    need_hidden, need_weight, need_bias = spec.needs
+    if need_bias or not need_hidden:
         return None
     inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
-    n, _, v, _ = inputs.shape
+    (n, d, v, _), device = inputs.shape, x.hidden.device
     plan = make_plan(inputs.hidden, inputs.weight)
     backward_plan = make_plan(inputs.hidden, inputs.weight, backward=True)
+    columns = _plan_cache(inputs, spec, plan) if need_weight else None
     size = group_size(
-        inputs.shape, ceil_div(v, plan.block_n), max(plan.block_m, backward_plan.block_m), spec.memory_budget
-    )
+        inputs.shape, ceil_div(v, plan.block_n), max(plan.block_m, backward_plan.block_m), need_weight,
+        0 if columns is None else sum(columns), spec.memory_budget,
+    )  # fmt: skip
     if size == 0:
         return None
     label = _label_logits(inputs, plan)
-    lse, one = torch.empty_like(label.logit), torch.ones((), device=x.hidden.device, dtype=torch.float32)
+    lse, one = torch.empty_like(label.logit), torch.ones((), device=device, dtype=torch.float32)
     grad_hidden = torch.empty_like(inputs.hidden, memory_format=torch.contiguous_format)
+    sums = torch.empty((v, d), device=device, dtype=torch.float32) if need_weight else None
     values = empty_slab(inputs.hidden, min(n, size), v)  # reused by all groups
     for start in range(0, n, size):
         rows = slice(start, min(n, start + size))
@@ -179,5 +189,6 @@ def grouped_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Te
         slab = Slab(0, v, values[: group.shape.n])
         _compute_lse_and_cache(group, [slab], group_label, lse[rows], plan)
         grads = GradInputs.from_grads(lse[rows], None, token_gradients(one, factor, lse[rows], spec))
-        group_gradient(group, slab, group_label.logit, grads, backward_plan, grad_hidden[rows])
-    return total_loss(lse, label.logit, factor, spec), lse, grad_hidden
+        out = PrecomputedGradients(grad_hidden[rows], sums)
+        group_gradients(group, slab, group_label.logit, grads, backward_plan, out, start == 0)
+    return total_loss(lse, label.logit, factor, spec), lse, PrecomputedGradients(grad_hidden, sums)

@@ -1,16 +1,18 @@
-"""Gradient of the hidden states of a frozen head, computed in the forward pass for one group of tokens at a time.
+"""Gradients computed in the forward pass, for one group of tokens at a time.
 
-The exponentials of all columns are stored for a group, so its logits are not recomputed: two products instead of three. The
-gradient of the logits is these exponentials times a factor per token, except for the label's entry (see
-hf_cce.kernels.exp_cache). With S the exponentials, zero at the labels, f the factors and c the labels' entries,
+The exponentials of all columns are stored for a group, so its logits are not recomputed. The gradient of the logits is these
+exponentials times a factor per token, except for the label's entry (see hf_cce.kernels.exp_cache). With S the exponentials, zero
+at the labels, f the factors and c the labels' entries,
 
-    dh = f · (S W) + c · W[label]
+    dh = f · (S W) + c · W[label]        dW = Sᵀ (f · h), plus c · h in the label's row
 
-cuBLAS multiplies S unchanged into a float32 buffer; f and c are applied when the result is rounded. The gradient is for an
-upstream gradient of one; the backward pass multiplies it by the actual one.
+cuBLAS multiplies S unchanged. dh is a float32 product until f and c are applied; dW is summed over the groups in float32. The
+gradients are for an upstream gradient of one; the backward pass multiplies them by the actual one.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,6 +28,9 @@ from hf_cce.kernels.matmul import multiply_add
 from hf_cce.kernels.tiles import softcap_slope
 
 MIN_GROUP_TOKENS = 512  # smaller groups leave the GPU idle
+# Measured on an H200. A group's product for dW costs as much as ADDING more tokens, because the sums are read and written. Per
+# token, groups save SAVED of one product, of which a cache of all columns would save SAVED_BY_CACHE, too.
+ADDING, SAVED, SAVED_BY_CACHE = 1150, 0.95, 0.7
 # Bytes of the float32 product S W: enough tiles to keep cuBLAS busy, small enough to stay in an H200's L2 cache until rounded.
 PRODUCT_BYTES = 32 << 20
 BLOCK_R = 16  # rows of the product that one program rounds
@@ -107,15 +112,21 @@ def _finish_hidden_kernel(
 
 @Kernel
 @triton.jit
-def _multiply_kernel(x, by, size, BLOCK: tl.constexpr):
-    """Multiply x by the scalar ``by`` in place. Zero stays zero: without tokens, ``by`` may be non-finite (division by zero)."""
+def _multiply_kernel(x, by, out, size, BLOCK: tl.constexpr):
+    """Write x · by, for a scalar ``by``. Zero stays zero: without tokens, ``by`` may be non-finite (division by zero)."""
     factor = tl.load(by).to(tl.float32)
-    if factor != 1.0:
-        step = tl.num_programs(0).to(tl.int64) * BLOCK
-        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
-            at = first + tl.arange(0, BLOCK)
-            value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
-            tl.store(x + at, tl.where(value == 0, 0.0, value * factor).to(x.dtype.element_ty), mask=at < size)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+        at = first + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+        tl.store(out + at, tl.where(value == 0, 0.0, value * factor).to(out.dtype.element_ty), mask=at < size)
+
+
+class PrecomputedGradients(NamedTuple):
+    """Gradients for an upstream gradient of one."""
+
+    grad_hidden: Tensor  # [N, D]
+    weight_sums: Tensor | None  # [V, D] float32: dW, None if it is not needed
 
 
 def rows_at_a_time(d: int, max_rows: int) -> int:
@@ -123,28 +134,44 @@ def rows_at_a_time(d: int, max_rows: int) -> int:
     return ceil_div(min(PRODUCT_BYTES // (4 * d), max_rows), BLOCK_R) * BLOCK_R
 
 
-def group_size(shape: Shape, num_tiles: int, block_m: int, budget: int) -> int:
-    """Return the number of tokens per group; 0 if the budget only has room for groups too small to be worthwhile."""
+def group_size(shape: Shape, num_tiles: int, block_m: int, need_weight: bool, cached: int, budget: int) -> int:
+    """Return the number of tokens per group; 0 if the budget only has room for groups too small to be worthwhile.
+
+    ``cached``: number of columns whose exponentials would be cached for all tokens instead (hf_cce.kernels.exp_cache).
+    """
     n, d, v, dtype = shape
+    element = dtype.itemsize
     if dtype == torch.float16 or n == 0:  # the range of float16 is too small for the exponentials
         return 0
-    per_token = dtype.itemsize * padded(v) + 4 * num_tiles + 32
-    max_tokens = (budget - 4 * d * rows_at_a_time(d, n)) // per_token // block_m * block_m
+    per_token = element * padded(v) + 4 * num_tiles + 32
+    left = budget - 4 * d * rows_at_a_time(d, n)
+    if need_weight:
+        # The memory of dW, which is not allocated yet, holds part of the sums; in the backward pass, both exist.
+        per_token += element * d + 64
+        left -= (4 - element) * v * d
+        if element < 4 and 4 * v * d > budget:
+            return 0
+    max_tokens = left // per_token // block_m * block_m
     if max_tokens < min(n, MIN_GROUP_TOKENS):
         return 0
-    return ceil_div(ceil_div(n, ceil_div(n, max_tokens)), block_m) * block_m
+    groups = ceil_div(n, max_tokens)
+    if need_weight and n / groups * (SAVED - SAVED_BY_CACHE * cached / v) < ADDING:
+        return 0
+    return ceil_div(ceil_div(n, groups), block_m) * block_m
 
 
-def group_gradient(
+def group_gradients(
     inputs: LogitInputs,
     slab: Slab,  # the exponentials of all logits; overwritten
     label_logit: Tensor,  # [N]
     grads: GradInputs,
     plan: Plan,
-    out: Tensor,  # [N, D], written
+    out: PrecomputedGradients,  # grad_hidden is written for these tokens; weight_sums is added to, or written
+    first: bool,  # write weight_sums
 ) -> None:
-    """Compute the gradient of the hidden states for one group of tokens."""
-    (n, d, v, _), values, labels, weight = inputs.shape, slab.values, inputs.labels, inputs.weight
+    """Compute the gradients of one group of tokens."""
+    (n, d, v, _), values, (grad_hidden, sums) = inputs.shape, slab.values, out
+    hidden, weight, labels = inputs.hidden, inputs.weight, inputs.labels
     scale, label_entry = empty_slab(label_logit, 2, n).unbind()
     blocks = ceil_div(n, plan.block_m)
     flags = torch.empty(blocks, dtype=torch.int32, device=values.device)
@@ -154,18 +181,38 @@ def group_gradient(
         HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=plan.block_m,
     )  # fmt: skip
     write_logit_gradient(slab, inputs, grads, plan, flags)
+    if sums is not None:
+        scaled = torch.mul(hidden, scale[:, None], out=torch.empty_like(hidden, memory_format=torch.contiguous_format))
+        multiply_add(sums, values.t(), scaled, first)
+        del scaled
+        # Rows for zeros are all different: PyTorch adds to equal ones one after the other, in a fixed order.
+        label_rows = torch.where(label_entry == 0.0, torch.arange(n, device=labels.device) % v, labels)
     product = torch.empty((rows_at_a_time(d, n), d), device=values.device, dtype=torch.float32)
     for start in range(0, n, len(product)):
         stop = min(n, start + len(product))
-        multiply_add(product[: stop - start], values[start:stop], weight, first=True)
+        part = product[: stop - start]
+        multiply_add(part, values[start:stop], weight, first=True)
         _finish_hidden_kernel[(ceil_div(stop - start, BLOCK_R), ceil_div(d, 256))](
-            product, weight, labels, scale, label_entry, out, start, stop - start, d, weight.stride(0), BLOCK_R=BLOCK_R,
+            part, weight, labels, scale, label_entry, grad_hidden, start, stop - start, d, weight.stride(0), BLOCK_R=BLOCK_R,
             BLOCK_D=256,
         )  # fmt: skip
+        if sums is not None:
+            torch.mul(hidden[start:stop], label_entry[start:stop, None], out=part)
+            sums.index_put_((label_rows[start:stop],), part, accumulate=True)
 
 
-def scale_precomputed_gradients(grad_hidden: Tensor, grad: Tensor) -> list[Tensor | None]:
-    """Multiply dh in place by the scalar upstream gradient ``grad``; return the gradients of hidden, weight and bias."""
-    size = grad_hidden.numel()
-    _multiply_kernel[(min(1024, ceil_div(size, 4096)),)](grad_hidden, grad, size, BLOCK=4096, num_warps=8)
-    return [grad_hidden, None, None]
+def scale_precomputed_gradients(
+    gradients: PrecomputedGradients, grad: Tensor, dtype: torch.dtype
+) -> list[Tensor | None]:
+    """Return the gradients of hidden states, weight (in ``dtype``) and bias for the scalar upstream gradient ``grad``.
+
+    The memory of ``gradients`` is reused where the dtype is the same.
+    """
+    found: list[Tensor | None] = []
+    for x in gradients:
+        out = x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+        if x is not None and out is not None:
+            size = x.numel()
+            _multiply_kernel[(min(1024, ceil_div(size, 4096)),)](x, grad, out, size, BLOCK=4096, num_warps=8)
+        found.append(out)
+    return [*found, None]

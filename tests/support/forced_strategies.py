@@ -17,8 +17,8 @@ from hf_cce import CCEConfig, dispatch, kernels
 
 # "materialized": full logits in float32; "materialized16": full logits in the dtype of the inputs.
 # "partial_exp_cache": the first slab, one tile wide, is cached, and the others are computed twice.
-# "token_groups": for a frozen head; exponentials are cached per token group, and the forward computes gradients group by group.
-# "one_token_group": the same with all tokens in one group.
+# "token_groups": exponentials are cached per token group, and the forward computes gradients group by group.
+# "one_token_group": the same with all tokens in one group. Unless a test gives options, its head is frozen.
 STRATEGIES = (
     "materialized",
     "materialized16",
@@ -29,7 +29,7 @@ STRATEGIES = (
     "filtered",
     "exact",
 )
-FROZEN_HEAD_STRATEGIES = ("token_groups", "one_token_group")
+GROUP_STRATEGIES = ("token_groups", "one_token_group")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEEPS_ALL = 1e-9  # a gradient_filter that drops only zeros
 _COUNTER_OF_FUNCTION = {
@@ -53,10 +53,10 @@ def applies(strategy: str, options: Options, dtype: torch.dtype) -> bool:
         return strategy == "exact"
     if strategy == "materialized16":
         return dtype != torch.float32
-    if strategy in ("exp_cache", "partial_exp_cache"):
+    if strategy in GROUP_STRATEGIES and options.bias and not options.frozen:  # the bias needs a gradient
+        return False
+    if strategy in ("exp_cache", "partial_exp_cache", *GROUP_STRATEGIES):
         return dtype != torch.float16  # not enough range
-    if strategy in FROZEN_HEAD_STRATEGIES:
-        return dtype != torch.float16 and options.frozen
     return strategy != "filtered" or not (options.bias or (DEVICE == "cuda" and dtype != torch.bfloat16))
 
 
@@ -68,11 +68,11 @@ def dtype_for(strategy: str) -> torch.dtype:
 
 
 def trains_head(strategy: str) -> bool:
-    return strategy not in FROZEN_HEAD_STRATEGIES
+    return strategy != "one_token_group"
 
 
 def default_options(strategy: str) -> Options:
-    """Return the default options, or those of a frozen head if ``strategy`` is only for frozen heads."""
+    """Return the default options, with a frozen head for "one_token_group"."""
     return Options(frozen=not trains_head(strategy))
 
 
@@ -89,7 +89,7 @@ def backward_counter(strategy: str) -> str:
         "materialized": "materialized gradients",
         "materialized16": "materialized gradients",
         "filtered": "filtered gradients",
-        **dict.fromkeys(FROZEN_HEAD_STRATEGIES, "precomputed gradients"),
+        **dict.fromkeys(GROUP_STRATEGIES, "precomputed gradients"),
     }
     return own.get(strategy, "recomputed gradients")
 
@@ -107,9 +107,9 @@ def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[st
     monkeypatch.setattr(dispatch, "materialized_dtype", materialized_dtype)
     from hf_cce.kernels import exp_cache, loss, token_groups
 
-    if strategy in FROZEN_HEAD_STRATEGIES:  # several slabs of the product
+    if strategy in GROUP_STRATEGIES:  # several slabs of the product
         monkeypatch.setattr(token_groups, "PRODUCT_BYTES", 4 << 20 if torch.cuda.is_available() else 1 << 12)
-    if strategy in ("partial_exp_cache", "exact", *FROZEN_HEAD_STRATEGIES):
+    if strategy in ("partial_exp_cache", "exact", *GROUP_STRATEGIES):
         # a whole tile of every plan, on a GPU and in the interpreter
         width = (256 if torch.cuda.is_available() else 32) if strategy == "partial_exp_cache" else 0
         monkeypatch.setattr(
@@ -117,7 +117,7 @@ def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[st
         )
 
     def group_size(shape: Any, *_: Any) -> int:
-        if strategy not in FROZEN_HEAD_STRATEGIES or shape.dtype == torch.float16:
+        if strategy not in GROUP_STRATEGIES or shape.dtype == torch.float16:
             return 0
         few = 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
         return few if strategy == "token_groups" else -(-shape.n // few) * few

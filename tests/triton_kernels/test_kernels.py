@@ -252,7 +252,7 @@ def test_the_training_path_does_not_synchronise_the_host() -> None:
         (64 << 20, 128256, "auto"),
         (256 << 20, 128256, "auto"),
         (256 << 20, 50257, "exp_cache"),
-        (1280 << 20, 50257, "exp_cache"),
+        (320 << 20, 50257, "exp_cache"),
         (1280 << 20, 50257, "one_token_group"),
         (1280 << 20, 110001, "token_groups"),
     ],

@@ -22,59 +22,59 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     use_hopper_plans(monkeypatch)
 
 
-def check(kind: str, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec) -> bool:
-    """Return True if the budget has room for ``kind``'s forward results; fail if a step takes more than the budget.
+def check(filtered: bool, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec) -> str:
+    """Return what the budget has room for, "" if nothing is saved; fail if a step takes more than the budget.
 
     Inputs, gradients and a few [N] vectors are not counted.
     """
     hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
     labels, scalar = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
     strategy: Strategy = Exact(spec, Divisor(), True)
-    if kind == "filtered":
+    if filtered:
         strategy = Filtered(spec, Divisor(), FilterState(), scalar, True, strategy)
     x = Inputs(hidden, weight, None, labels)
     with PeakMemory({t.untyped_storage()._cdata for t in (hidden, weight, labels, scalar)}) as memory:
         outputs, saved = strategy.forward(x)
         if strategy.cache is None:
-            return False
+            return ""
+        grouped = isinstance(strategy, Exact) and strategy.has_grads
         gradients = strategy.backward(x, saved, [torch.empty_like(loss) for loss in outputs], spec.needs)
         assert gradients is not None
         own = sum(grad.numel() * grad.itemsize for grad in gradients if grad is not None)
         assert own == dtype.itemsize * d * (n + v * spec.needs[1])
     assert memory.peak - own <= spec.memory_budget + 64 * n, f"{memory.peak - own:,} of {spec.memory_budget:,}"
-    return True
+    return "filtered" if filtered else "groups of tokens" if grouped else "cache"
 
 
 def spec_of(budget: int, frozen: bool, softcap: float = 0.0) -> LossSpec:
     return LossSpec(-100, 1.0, softcap, needs=(True, not frozen, False), memory_budget=budget)
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("kind", "n", "d", "v", "budgets"),
+    ("n", "d", "v"),
     [
-        *(
-            ("stored", *sizes, (256, 512, 1024))
-            for sizes in ((8192, 1024, 49_152), (4096, 4096, 128_256), (8192, 896, 151_937), (16_384, 2048, 128_256))
-        ),
-        *(
-            ("grouped", *sizes, (512, 1024, 1536))
-            for sizes in ((8192, 1024, 49_152), (8192, 896, 151_936), (32_768, 4096, 32_000))
-        ),
+        (8192, 1024, 49_152), (4096, 4096, 128_256), (8192, 896, 151_937), (16_384, 2048, 128_256), (8192, 768, 128_256),
+        (32_768, 896, 151_936), (32_768, 4096, 32_000),
     ],
-)
+)  # fmt: skip
 def test_saved_tensors_without_a_filter_fit_the_budget(
-    kind: str, n: int, d: int, v: int, budgets: tuple[int, ...], dtype: torch.dtype
+    n: int, d: int, v: int, dtype: torch.dtype, frozen: bool
 ) -> None:
-    found = [check(kind, n, d, v, dtype, spec_of(mib * MIB, kind == "grouped")) for mib in budgets]
-    assert all(found) if kind == "grouped" else any(found)
+    found = {mib: check(False, n, d, v, dtype, spec_of(mib * MIB, frozen)) for mib in (256, 512, 1024, 1280, 2048)}
+    if frozen:
+        assert found[2048] == "groups of tokens"
+    elif dtype == torch.bfloat16:
+        # Groups are faster unless there are so few tokens that adding to the float32 sums of dW costs more than it saves.
+        assert found[1280] == ("cache" if n == d else "groups of tokens")
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("mib", [32, 64, 96, 128, 256, 1024])
 def test_the_filter_fits_the_budget_at_real_sizes(mib: int, frozen: bool) -> None:
     found = [
-        check("filtered", n, d, v, torch.bfloat16, spec_of(mib * MIB, frozen))
+        check(True, n, d, v, torch.bfloat16, spec_of(mib * MIB, frozen))
         for n, d, v in (
             (2048, 896, 151936),
             (8192, 768, 128256),
@@ -94,4 +94,4 @@ def test_the_filter_fits_the_budget_at_real_sizes(mib: int, frozen: bool) -> Non
     softcap=st.sampled_from([0.0, 5.0]), frozen=st.booleans(),
 )  # fmt: skip
 def test_the_filter_fits_any_budget(n: int, d: int, v: int, budget: int, softcap: float, frozen: bool) -> None:
-    check("filtered", n, d, v, torch.bfloat16, spec_of(budget, frozen, softcap))
+    check(True, n, d, v, torch.bfloat16, spec_of(budget, frozen, softcap))

@@ -11,6 +11,7 @@ import torch
 from command import python
 from forced_strategies import (
     DEVICE,
+    GROUP_STRATEGIES,
     STRATEGIES,
     applies,
     check_strategy,
@@ -36,7 +37,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strided_labels_and_inputs(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = replace(default_options(strategy), bias=strategy != "filtered" and trains_head(strategy))
+    options = replace(default_options(strategy), bias=strategy not in ("filtered", *GROUP_STRATEGIES))
     dtype = dtype_for(strategy)
     assert applies(strategy, options, dtype)
     counts = force_strategy(monkeypatch, strategy)
