@@ -111,6 +111,47 @@ def _finish_hidden_kernel(
 
 
 @Kernel
+@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
+def _add_label_rows_kernel(
+    sums,  # [V, D] float32, c · h is added to the label's row
+    hidden,  # [N, D]
+    sorted_labels,  # [N] int64
+    order,  # [N] int64: the tokens of the sorted labels
+    label_entry,  # [N]
+    num_tokens,
+    vocab_size,
+    d,
+    hidden_stride,
+    ignore_index,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The program of a label's first token adds all tokens with this label."""
+    first = tl.program_id(0)
+    label = tl.load(sorted_labels + first)
+    is_first = tl.load(sorted_labels + first - 1, mask=first > 0, other=ignore_index) != label
+    if is_first and label != ignore_index and label >= 0 and label < vocab_size:
+        ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        at = sums + label * d + ds
+        total = tl.load(at, mask=ds < d, other=0.0)
+        found = BLOCK_R
+        while found == BLOCK_R:
+            rows = first + tl.arange(0, BLOCK_R)
+            same = tl.load(sorted_labels + rows, mask=rows < num_tokens, other=ignore_index) == label
+            tokens = tl.load(order + rows, mask=same, other=0)
+            c = tl.load(label_entry + tokens, mask=same, other=0.0)
+            h = tl.load(
+                hidden + tokens[:, None] * hidden_stride + ds[None, :],
+                mask=same[:, None] & (ds < d)[None, :],
+                other=0.0,
+            )
+            total += tl.sum(h.to(tl.float32) * c[:, None], 0)
+            found = tl.sum(same.to(tl.int32), 0)
+            first += BLOCK_R
+        tl.store(at, total, mask=ds < d)
+
+
+@Kernel
 @triton.jit
 def _multiply_kernel(x, by, out, size, BLOCK: tl.constexpr):
     """Write x · by, for a scalar ``by``. Zero stays zero: without tokens, ``by`` may be non-finite (division by zero)."""
@@ -185,20 +226,19 @@ def group_gradients(
         scaled = torch.mul(hidden, scale[:, None], out=torch.empty_like(hidden, memory_format=torch.contiguous_format))
         multiply_add(sums, values.t(), scaled, first)
         del scaled
-        # Rows for zeros are all different: PyTorch adds to equal ones one after the other, in a fixed order.
-        label_rows = torch.where(label_entry == 0.0, torch.arange(n, device=labels.device) % v, labels)
+        sorted_labels, order = torch.sort(labels, stable=True)
+        _add_label_rows_kernel[(n, ceil_div(d, 256))](
+            sums, hidden, sorted_labels, order, label_entry, n, v, d, hidden.stride(0), inputs.ignore_index, BLOCK_R=BLOCK_R,
+            BLOCK_D=256,
+        )  # fmt: skip
     product = torch.empty((rows_at_a_time(d, n), d), device=values.device, dtype=torch.float32)
     for start in range(0, n, len(product)):
         stop = min(n, start + len(product))
-        part = product[: stop - start]
-        multiply_add(part, values[start:stop], weight, first=True)
+        multiply_add(product[: stop - start], values[start:stop], weight, first=True)
         _finish_hidden_kernel[(ceil_div(stop - start, BLOCK_R), ceil_div(d, 256))](
-            part, weight, labels, scale, label_entry, grad_hidden, start, stop - start, d, weight.stride(0), BLOCK_R=BLOCK_R,
+            product, weight, labels, scale, label_entry, grad_hidden, start, stop - start, d, weight.stride(0), BLOCK_R=BLOCK_R,
             BLOCK_D=256,
         )  # fmt: skip
-        if sums is not None:
-            torch.mul(hidden[start:stop], label_entry[start:stop, None], out=part)
-            sums.index_put_((label_rows[start:stop],), part, accumulate=True)
 
 
 def scale_precomputed_gradients(

@@ -131,6 +131,15 @@ def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(strategy: str, m
         assert_accurate(loud, quiet, quiet, strategy)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_many_tokens_with_the_same_label(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, dtype = force_strategy(monkeypatch, strategy), dtype_for(strategy)
+    inputs, labels = make_inputs(80, 40, 131, dtype, DEVICE)
+    labels[::2] = 5
+    check_strategy(strategy, inputs, labels, PLAIN, dtype)
+    assert counts[forward_counter(strategy)] == 1
+
+
 @pytest.mark.parametrize("far", [slice(20, 21), slice(None)], ids=["one", "all"])
 @pytest.mark.parametrize("strategy", ["exp_cache", "partial_exp_cache", "token_groups", "one_token_group"])
 def test_values_beyond_the_range_of_the_cache_are_recomputed(
