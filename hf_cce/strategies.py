@@ -260,7 +260,12 @@ class Recompute(Strategy):
 
 
 class Exact(Recompute):
-    """Triton kernels without the gradient filter, which cache as much of the forward pass as the budget allows."""
+    """Triton kernels without the gradient filter.
+
+    The forward pass caches exponentials or computes the gradients, as the budget allows.
+    """
+
+    has_grads = False  # True if the forward pass has computed the gradients
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         spec, kernels = self.spec, kernels_module()
@@ -282,7 +287,7 @@ class Exact(Recompute):
         if cache is None:
             return None
         if self.has_grads:
-            return kernels_module().scale_precomputed_gradients(cache, upstream[0], x.hidden.dtype)
+            return kernels_module().scale_precomputed_gradients(cache, upstream[0], x.hidden.dtype, needs)
         spec, grads = replace(self.spec, needs=needs), self.token_grads(saved, upstream, True)
         return kernels_module().logit_stats_backward(x, spec, saved.lse, None, grads, cache)
 

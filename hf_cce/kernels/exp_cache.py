@@ -5,7 +5,7 @@ the gradient of the logit, multiply by one factor per token; only the label's en
 bfloat16's range while the token's loss is below LOSS_LIMIT. Row blocks with a token above it are recomputed in the backward pass.
 
 This module caches the first columns for all tokens. hf_cce.kernels.token_groups instead stores all columns for one group of
-tokens at a time: for a frozen head, and otherwise where that is faster.
+tokens at a time: for a frozen head if the budget allows, and for a trained one if groups are large enough to be faster.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, ha
     if dtype == torch.float16 or n == 0:  # the range of float16 is too small for the exponentials
         return 0
     element = dtype.itemsize
-    left = budget - 4 * n * num_tiles - 8 * n
+    left = budget - 4 * padded(n) * num_tiles - 8 * n
     accumulator = 4 * n * d if element < 4 else 0
     if element * n * padded(v) + (accumulator if v % ALIGNED or has_earlier_slab else 0) <= left:
         return v

@@ -162,7 +162,7 @@ def grouped_cross_entropy(
 ) -> tuple[Tensor, Tensor, PrecomputedGradients] | None:
     """Return (loss, lse [N], gradients for an upstream gradient of one).
 
-    Return None if the bias needs a gradient, if only the weight does, or if groups of tokens are not worthwhile.
+    Return None if the bias needs a gradient, if the hidden states need none, or if groups of tokens do not pay off.
     """
     need_hidden, need_weight, need_bias = spec.needs
     if need_bias or not need_hidden:

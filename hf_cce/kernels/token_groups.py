@@ -1,12 +1,12 @@
 """Gradients computed in the forward pass, for one group of tokens at a time.
 
-The exponentials of all columns are stored for a group, so its logits are not recomputed. The gradient of the logits is these
+The exponentials of all columns of a group are stored, so its logits are computed only once. The gradient of the logits is these
 exponentials times a factor per token, except for the label's entry (see hf_cce.kernels.exp_cache). With S the exponentials, zero
-at the labels, f the factors and c the labels' entries,
+at the labels and for ignored tokens, f the factors and c the labels' entries,
 
     dh = f · (S W) + c · W[label]        dW = Sᵀ (f · h), plus c · h in the label's row
 
-cuBLAS multiplies S unchanged. dh is a float32 product until f and c are applied; dW is summed over the groups in float32. The
+cuBLAS multiplies S unchanged. S W stays in float32 until f and c are applied; dW is summed over the groups in float32. The
 gradients are for an upstream gradient of one; the backward pass multiplies them by the actual one.
 """
 
@@ -28,12 +28,13 @@ from hf_cce.kernels.matmul import multiply_add
 from hf_cce.kernels.tiles import softcap_slope
 
 MIN_GROUP_TOKENS = 512  # smaller groups leave the GPU idle
-# Measured on an H200. A group's product for dW costs as much as ADDING more tokens, because the sums are read and written. Per
-# token, groups save SAVED of one product, of which a cache of all columns would save SAVED_BY_CACHE, too.
+# Measured on an H200. The product for dW of each group costs as much as ADDING more tokens, because it reads and writes the sums.
+# Per token, groups save SAVED of one product; a cache of all columns would save SAVED_BY_CACHE of that.
 ADDING, SAVED, SAVED_BY_CACHE = 1150, 0.95, 0.7
 # Bytes of the float32 product S W: enough tiles to keep cuBLAS busy, small enough to stay in an H200's L2 cache until rounded.
 PRODUCT_BYTES = 32 << 20
 BLOCK_R = 16  # rows of the product that one program rounds
+LABEL_ROWS, LABEL_D = 64, 128  # tokens with the same label, and columns of h, that one program adds at a time
 
 
 @Kernel
@@ -167,7 +168,7 @@ class PrecomputedGradients(NamedTuple):
     """Gradients for an upstream gradient of one."""
 
     grad_hidden: Tensor  # [N, D]
-    weight_sums: Tensor | None  # [V, D] float32: dW, None if it is not needed
+    weight_sums: Tensor | None  # [V, D] float32: dW before it is rounded; None if it is not needed
 
 
 def rows_at_a_time(d: int, max_rows: int) -> int:
@@ -178,7 +179,7 @@ def rows_at_a_time(d: int, max_rows: int) -> int:
 def group_size(shape: Shape, num_tiles: int, block_m: int, need_weight: bool, cached: int, budget: int) -> int:
     """Return the number of tokens per group; 0 if the budget only has room for groups too small to be worthwhile.
 
-    ``cached``: number of columns whose exponentials would be cached for all tokens instead (hf_cce.kernels.exp_cache).
+    ``cached``: number of columns that hf_cce.kernels.exp_cache would cache for all tokens if groups were not used.
     """
     n, d, v, dtype = shape
     element = dtype.itemsize
@@ -187,7 +188,7 @@ def group_size(shape: Shape, num_tiles: int, block_m: int, need_weight: bool, ca
     per_token = element * padded(v) + 4 * num_tiles + 32
     left = budget - 4 * d * rows_at_a_time(d, n)
     if need_weight:
-        # The memory of dW, which is not allocated yet, holds part of the sums; in the backward pass, both exist.
+        # In the forward pass, the sums replace dW, which the budget does not count. In the backward pass, both exist.
         per_token += element * d + 64
         left -= (4 - element) * v * d
         if element < 4 and 4 * v * d > budget:
@@ -207,8 +208,8 @@ def group_gradients(
     label_logit: Tensor,  # [N]
     grads: GradInputs,
     plan: Plan,
-    out: PrecomputedGradients,  # grad_hidden is written for these tokens; weight_sums is added to, or written
-    first: bool,  # write weight_sums
+    out: PrecomputedGradients,  # grad_hidden of these tokens is written; weight_sums is written if ``first``, else added to
+    first: bool,  # the first group
 ) -> None:
     """Compute the gradients of one group of tokens."""
     (n, d, v, _), values, (grad_hidden, sums) = inputs.shape, slab.values, out
@@ -227,9 +228,9 @@ def group_gradients(
         multiply_add(sums, values.t(), scaled, first)
         del scaled
         sorted_labels, order = torch.sort(labels, stable=True)
-        _add_label_rows_kernel[(n, ceil_div(d, 256))](
-            sums, hidden, sorted_labels, order, label_entry, n, v, d, hidden.stride(0), inputs.ignore_index, BLOCK_R=BLOCK_R,
-            BLOCK_D=256,
+        _add_label_rows_kernel[(n, ceil_div(d, LABEL_D))](
+            sums, hidden, sorted_labels, order, label_entry, n, v, d, hidden.stride(0), inputs.ignore_index,
+            BLOCK_R=LABEL_ROWS, BLOCK_D=LABEL_D,
         )  # fmt: skip
     product = torch.empty((rows_at_a_time(d, n), d), device=values.device, dtype=torch.float32)
     for start in range(0, n, len(product)):
@@ -242,17 +243,17 @@ def group_gradients(
 
 
 def scale_precomputed_gradients(
-    gradients: PrecomputedGradients, grad: Tensor, dtype: torch.dtype
+    gradients: PrecomputedGradients, grad: Tensor, dtype: torch.dtype, needs: tuple[bool, bool, bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of hidden states, weight (in ``dtype``) and bias for the scalar upstream gradient ``grad``.
+    """Return the gradients of hidden states, weight and bias, in ``dtype``, for the scalar upstream gradient ``grad``.
 
-    The memory of ``gradients`` is reused where the dtype is the same.
+    Consumes ``gradients``: their memory is reused if they already have this dtype.
     """
-    found: list[Tensor | None] = []
-    for x in gradients:
-        out = x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype)
-        if x is not None and out is not None:
-            size = x.numel()
-            _multiply_kernel[(min(1024, ceil_div(size, 4096)),)](x, grad, out, size, BLOCK=4096, num_warps=8)
-        found.append(out)
-    return [*found, None]
+    scaled: list[Tensor | None] = [None, None, None]
+    for i, x in enumerate(gradients):
+        if x is not None and needs[i]:
+            out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+            blocks = min(1024, ceil_div(x.numel(), 4096))
+            _multiply_kernel[(blocks,)](x, grad, out, x.numel(), BLOCK=4096, num_warps=8)
+            scaled[i] = out
+    return scaled

@@ -18,7 +18,7 @@ from hf_cce import CCEConfig, dispatch, kernels
 # "materialized": full logits in float32; "materialized16": full logits in the dtype of the inputs.
 # "partial_exp_cache": the first slab, one tile wide, is cached, and the others are computed twice.
 # "token_groups": exponentials are cached per token group, and the forward computes gradients group by group.
-# "one_token_group": the same with all tokens in one group. Unless a test gives options, its head is frozen.
+# "one_token_group": the same with all tokens in one group. By default its head is frozen.
 STRATEGIES = (
     "materialized",
     "materialized16",

@@ -1,12 +1,14 @@
-"""Make Triton's interpreter faster: kernel tests on a CPU spend most of their time in it, much of it on work without effect."""
+"""Make Triton's interpreter faster and let it round as a GPU does: kernel tests on a CPU spend most of their time in it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 
-def speed_up() -> None:
+
+def change() -> None:
     """Change the interpreter for the rest of the process; do nothing with a version of Triton that is written otherwise."""
     from triton import language as tl
     from triton.runtime import interpreter
@@ -32,3 +34,17 @@ def speed_up() -> None:
     if not options.debug:
         # After each int32 sum and product, the interpreter looks for an overflow in int64; without `debug` it asserts nothing.
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+
+    convert = interpreter._convert_float
+
+    def convert_float(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        """Round float32 to the nearest bfloat16, as GPUs do; Triton's interpreter truncates."""
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return (x.astype(np.uint32) << 16).view(np.float32)
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(x, source, target, mode)
+        bits = x.view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+    interpreter._convert_float = convert_float

@@ -23,7 +23,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(filtered: bool, n: int, d: int, v: int, dtype: torch.dtype, spec: LossSpec) -> str:
-    """Return what the budget has room for, "" if nothing is saved; fail if a step takes more than the budget.
+    """Return which strategy saved something in the forward pass, or ""; fail if a step takes more than the budget.
 
     Inputs, gradients and a few [N] vectors are not counted.
     """
@@ -67,7 +67,7 @@ def test_saved_tensors_without_a_filter_fit_the_budget(
         assert found[2048] == "groups of tokens"
     elif dtype == torch.bfloat16:
         # Groups are faster unless there are so few tokens that adding to the float32 sums of dW costs more than it saves.
-        assert found[1280] == ("cache" if n == d else "groups of tokens")
+        assert found[1280] == ("cache" if (n, d) == (4096, 4096) else "groups of tokens")
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])

@@ -141,19 +141,20 @@ def test_many_tokens_with_the_same_label(strategy: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("far", [slice(20, 21), slice(None)], ids=["one", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", ["exp_cache", "partial_exp_cache", "token_groups", "one_token_group"])
 def test_values_beyond_the_range_of_the_cache_are_recomputed(
-    strategy: str, far: slice, monkeypatch: pytest.MonkeyPatch
+    strategy: str, dtype: torch.dtype, far: slice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """exp(z − z_label) overflows for tokens whose label is 100 nats away; the blocks of their neighbors stay cached."""
     counts = force_strategy(monkeypatch, strategy)
-    (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
+    (hidden, weight, _), labels = make_inputs(70, 40, 131, dtype, DEVICE)
     weight[7] = weight[8] = 0.0
     weight[7, 0] = 10.0
     hidden[far, 0], labels[far] = 10.0, 8
     assert torch.nn.functional.cross_entropy(hidden[20] @ weight.t(), labels[20]) > 80
     inputs, options = (hidden, weight, None), default_options(strategy)
-    check_strategy(strategy, inputs, labels, options, torch.float32, "far")
+    check_strategy(strategy, inputs, labels, options, dtype, "far")
     assert counts[forward_counter(strategy)] == 1
 
 
