@@ -45,8 +45,8 @@ class CCEConfig:
             1 MiB. ``"auto"`` is 256 MiB per 8,192 tokens, rounded up. It takes more in two cases: for exact gradients, up to
             the size of the head's gradient, and in the PyTorch fallback on a GPU. A smaller budget is slower, and may disable
             the gradient filter. The PyTorch fallback needs room for 16 tokens with the whole vocabulary, or 16
-            vocabulary entries with all tokens. Under torch.compile the gradients are computed in the forward pass, except in
-            float16, and are held until the backward pass.
+            vocabulary entries with all tokens. The gradients are computed in the forward pass, and held until the backward
+            pass, under torch.compile (except in float16) and for exact gradients if the budget holds large groups of tokens.
         gradient_filter: lets the Triton kernels skip tiles of the logits' gradient that contribute little. A number, at most
             0.1, is the allowed relative error of the gradients of hidden states and weight. ``"auto"`` keeps the error below
             that of bfloat16 logits. None disables the filter. In other dtypes than bfloat16, nothing is skipped. The error is
