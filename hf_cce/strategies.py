@@ -262,34 +262,24 @@ class Recompute(Strategy):
 class Exact(Recompute):
     """Triton kernels without the gradient filter.
 
-    The forward pass caches exponentials or computes the gradients, as the budget allows.
+    The forward pass computes the gradients or caches exponentials, as the budget allows.
     """
 
-    has_grads = False  # True if the forward pass has computed the gradients
-
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        spec, kernels = self.spec, kernels_module()
-        if spec.label_smoothing or not any(spec.needs[:2]):
+        if self.spec.label_smoothing or not any(self.spec.needs[:2]):
             return super().forward(x)
         factor = self.factor(x)
-        result = kernels.grouped_cross_entropy(x, spec, factor)
-        self.has_grads = result is not None
-        if result is None:
-            result = kernels.cached_cross_entropy(x, spec, factor)
-        if result is None:
-            loss, lse = kernels.cross_entropy(x, spec, factor)
-        else:
-            loss, lse, self.cache = result
+        loss, lse, self.cache = kernels_module().exact_cross_entropy(x, self.spec, factor)
         return (loss,), Saved(lse, factor=factor)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
-        cache, self.cache = self.cache, None
+        (cache, self.cache), kernels = (self.cache, None), kernels_module()
         if cache is None:
             return None
-        if self.has_grads:
-            return kernels_module().scale_precomputed_gradients(cache, upstream[0], x.hidden.dtype, needs)
+        if isinstance(cache, kernels.PrecomputedGradients):
+            return kernels.scale_precomputed_gradients(cache, upstream[0], x.hidden.dtype, needs)
         spec, grads = replace(self.spec, needs=needs), self.token_grads(saved, upstream, True)
-        return kernels_module().logit_stats_backward(x, spec, saved.lse, None, grads, cache)
+        return kernels.logit_stats_backward(x, spec, saved.lse, None, grads, cache)
 
 
 class Materialized(Strategy):

@@ -21,21 +21,21 @@ from hf_cce.kernels.filter.workspace import BackwardRequest
 from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.labels import validate_labels
 from hf_cce.kernels.launcher import compiling, when_cold
-from hf_cce.kernels.loss import cached_cross_entropy, cross_entropy, grouped_cross_entropy, token_gradients
+from hf_cce.kernels.loss import cross_entropy, exact_cross_entropy, token_gradients
 from hf_cce.kernels.materialized import compute_logits as materialized_logits
 from hf_cce.kernels.materialized import cross_entropy as materialized_cross_entropy
 from hf_cce.kernels.materialized import gradients as materialized_gradients
-from hf_cce.kernels.token_groups import scale_precomputed_gradients
+from hf_cce.kernels.token_groups import PrecomputedGradients, scale_precomputed_gradients
 
 __all__ = [
     "BackwardRequest",
-    "cached_cross_entropy",
+    "PrecomputedGradients",
     "compiling",
     "cross_entropy",
+    "exact_cross_entropy",
     "filtered_cross_entropy",
     "filtered_gradients",
     "filtered_stats",
-    "grouped_cross_entropy",
     "logit_stats",
     "logit_stats_backward",
     "materialized_cross_entropy",

@@ -1,8 +1,4 @@
-"""Strategies for the scalar loss, one function each: recompute all logits, cache exponentials, or precompute the gradients.
-
-Each function computes the loss from the statistics of tokens and returns what its backward pass needs. The caller chooses the
-strategy; a function returns None if it does not apply or the memory budget is too small for it.
-"""
+"""The scalar loss without the gradient filter, from the statistics of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.exp_cache import CachePlan, ExpCache, Slab, allocate_cache, plan_cache
+from hf_cce.kernels.exp_cache import ExpCache, Slab, allocate_cache, plan_cache
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
@@ -130,58 +126,48 @@ def _compute_lse_and_cache(
     combine(TileStats(tile_lse), inputs, label.logit, lse)
 
 
-def _label_logits(inputs: LogitInputs, plan: Plan) -> LabelLogits:
-    return label_logits(inputs, plan, plan.block_m if uses_hopper(plan, inputs.bias, inputs.softcap) else 0)
-
-
-def _plan_cache(inputs: LogitInputs, spec: LossSpec, plan: Plan) -> CachePlan | None:
-    block_n = max(plan.block_n, make_plan(inputs.hidden, inputs.weight, backward=True).block_n)
-    dw_block_n = block_n * (2 if uses_hopper(plan, inputs.bias, spec.softcap) else 1)  # a multiple of every BLOCK_N
-    in_dw_buffer, num_tiles = spec.needs[1] and not spec.needs[2], ceil_div(inputs.shape.v, plan.block_n)
-    return plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, in_dw_buffer, spec.memory_budget)
-
-
-def cached_cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Tensor, ExpCache] | None:
-    """Return (loss, lse [N], exponentials cached for ``logit_stats_backward``), or None if the budget has no room for a cache.
-
-    If the weight needs a gradient and the bias does not, dW may be allocated here, to hold exponentials until it is written.
-    """
-    inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
-    plan = make_plan(inputs.hidden, inputs.weight)
-    columns = _plan_cache(inputs, spec, plan)
-    if columns is None:
-        return None
-    cache = allocate_cache(inputs, columns, _label_logits(inputs, plan))
-    lse = torch.empty_like(cache.label.logit)
-    _compute_lse_and_cache(inputs, cache.slabs, cache.label, lse, plan)
-    return total_loss(lse, cache.label.logit, factor, spec), lse, cache
-
-
-def grouped_cross_entropy(
+def exact_cross_entropy(
     x: Inputs, spec: LossSpec, factor: Tensor
-) -> tuple[Tensor, Tensor, PrecomputedGradients] | None:
-    """Return (loss, lse [N], gradients for an upstream gradient of one).
+) -> tuple[Tensor, Tensor, PrecomputedGradients | ExpCache | None]:
+    """Return (loss, lse [N], what the backward pass starts from), depending on the budget.
 
-    Return None if the bias needs a gradient, if the hidden states need none, or if groups of tokens do not pay off.
+    That is either the gradients for an upstream gradient of one, or exponentials for ``logit_stats_backward``, or None: all
+    logits are then recomputed. dW may be allocated here, to hold exponentials until it is written.
     """
-    need_hidden, need_weight, need_bias = spec.needs
-    if need_bias or not need_hidden:
-        return None
     inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
-    (n, d, v, _), device = inputs.shape, x.hidden.device
-    plan = make_plan(inputs.hidden, inputs.weight)
-    backward_plan = make_plan(inputs.hidden, inputs.weight, backward=True)
-    columns = _plan_cache(inputs, spec, plan) if need_weight else None
-    size = group_size(
-        inputs.shape, ceil_div(v, plan.block_n), max(plan.block_m, backward_plan.block_m), need_weight,
-        0 if columns is None else sum(columns), spec.memory_budget,
-    )  # fmt: skip
-    if size == 0:
-        return None
-    label = _label_logits(inputs, plan)
-    lse, one = torch.empty_like(label.logit), torch.ones((), device=device, dtype=torch.float32)
+    plan, backward_plan = (make_plan(inputs.hidden, inputs.weight, backward) for backward in (False, True))
+    num_tiles, block_m = ceil_div(inputs.shape.v, plan.block_n), max(plan.block_m, backward_plan.block_m)
+    block_n = max(plan.block_n, backward_plan.block_n)
+    dw_block_n = block_n * (2 if uses_hopper(plan, x.bias, spec.softcap) else 1)  # a multiple of every kernel's BLOCK_N
+    in_dw_buffer = spec.needs[1] and not spec.needs[2]
+    columns = plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, in_dw_buffer, spec.memory_budget)
+    size = group_size(inputs.shape, num_tiles, block_m, spec.needs, sum(columns or ()), spec.memory_budget)
+    if not size and columns is None:
+        return *cross_entropy(x, spec, factor), None
+    label = label_logits(inputs, plan, plan.block_m if uses_hopper(plan, inputs.bias, inputs.softcap) else 0)
+    lse = torch.empty_like(label.logit)
+    saved: PrecomputedGradients | ExpCache
+    if size or columns is None:
+        saved = _gradients_by_groups(inputs, spec, factor, label, lse, size)
+    else:
+        saved = allocate_cache(inputs, columns, label)
+        _compute_lse_and_cache(inputs, saved.slabs, label, lse, plan)
+    return total_loss(lse, label.logit, factor, spec), lse, saved
+
+
+def _gradients_by_groups(
+    inputs: LogitInputs,
+    spec: LossSpec,
+    factor: Tensor,  # scalar
+    label: LabelLogits,
+    lse: Tensor,  # [N], written
+    size: int,  # tokens per group
+) -> PrecomputedGradients:
+    (n, d, v, _), device = inputs.shape, lse.device
+    plan, backward_plan = (make_plan(inputs.hidden, inputs.weight, backward) for backward in (False, True))
+    one = torch.ones((), device=device, dtype=torch.float32)
     grad_hidden = torch.empty_like(inputs.hidden, memory_format=torch.contiguous_format)
-    sums = torch.empty((v, d), device=device, dtype=torch.float32) if need_weight else None
+    sums = torch.empty((v, d), device=device, dtype=torch.float32) if spec.needs[1] else None
     values = empty_slab(inputs.hidden, min(n, size), v)  # reused by all groups
     for start in range(0, n, size):
         rows = slice(start, min(n, start + size))
@@ -191,4 +177,4 @@ def grouped_cross_entropy(
         grads = GradInputs.from_grads(lse[rows], None, token_gradients(one, factor, lse[rows], spec))
         out = PrecomputedGradients(grad_hidden[rows], sums)
         group_gradients(group, slab, group_label.logit, grads, backward_plan, out, start == 0)
-    return total_loss(lse, label.logit, factor, spec), lse, PrecomputedGradients(grad_hidden, sums)
+    return PrecomputedGradients(grad_hidden, sums)

@@ -176,14 +176,17 @@ def rows_at_a_time(d: int, max_rows: int) -> int:
     return ceil_div(min(PRODUCT_BYTES // (4 * d), max_rows), BLOCK_R) * BLOCK_R
 
 
-def group_size(shape: Shape, num_tiles: int, block_m: int, need_weight: bool, cached: int, budget: int) -> int:
-    """Return the number of tokens per group; 0 if the budget only has room for groups too small to be worthwhile.
+def group_size(
+    shape: Shape, num_tiles: int, block_m: int, needs: tuple[bool, bool, bool], cached: int, budget: int
+) -> int:
+    """Return the number of tokens per group; 0 if other gradients are needed, or the budget has no room for groups that pay.
 
     ``cached``: number of columns that hf_cce.kernels.exp_cache would cache for all tokens if groups were not used.
     """
     n, d, v, dtype = shape
     element = dtype.itemsize
-    if dtype == torch.float16 or n == 0:  # the range of float16 is too small for the exponentials
+    need_hidden, need_weight, need_bias = needs
+    if need_bias or not need_hidden or dtype == torch.float16 or n == 0:  # float16 lacks range for the exponentials
         return 0
     per_token = element * padded(v) + 4 * num_tiles + 32
     left = budget - 4 * d * rows_at_a_time(d, n)

@@ -34,8 +34,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEEPS_ALL = 1e-9  # a gradient_filter that drops only zeros
 _COUNTER_OF_FUNCTION = {
     "materialized_cross_entropy": "materialized",
-    "cached_cross_entropy": "exp_cache",
-    "grouped_cross_entropy": "token_groups",
+    "exact_cross_entropy": "",  # counted by what it saves
     "scale_precomputed_gradients": "precomputed gradients",
     "filtered_cross_entropy": "filtered",
     "cross_entropy": "exact",
@@ -43,6 +42,7 @@ _COUNTER_OF_FUNCTION = {
     "filtered_gradients": "filtered gradients",
     "logit_stats_backward": "recomputed gradients",
 }
+_COUNTER_OF_SAVED = {"PrecomputedGradients": "token_groups", "ExpCache": "exp_cache", "NoneType": "exact"}
 
 
 def applies(strategy: str, options: Options, dtype: torch.dtype) -> bool:
@@ -117,8 +117,8 @@ def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[st
             exp_cache, "_scratch_columns", lambda shape, *_: 0 if shape.dtype == torch.float16 else min(shape.v, width)
         )
 
-    def group_size(shape: Any, *_: Any) -> int:
-        if strategy not in GROUP_STRATEGIES or shape.dtype == torch.float16:
+    def group_size(shape: Any, num_tiles: int, block_m: int, needs: tuple[bool, bool, bool], *_: Any) -> int:
+        if strategy not in GROUP_STRATEGIES or shape.dtype == torch.float16 or needs[2] or not needs[0]:
             return 0
         few = 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
         return few if strategy == "token_groups" else -(-shape.n // few) * few
@@ -137,7 +137,7 @@ def count_strategies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             if result is None:  # does not fit the budget
                 return None
             if not any(isinstance(x, Tensor) and x.is_meta for x in result):  # exclude warm-up calls on meta tensors
-                counts[name] += 1
+                counts[name or _COUNTER_OF_SAVED[type(result[2]).__name__]] += 1
             return result
 
         return wrapper
