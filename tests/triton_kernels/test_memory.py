@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from forced_strategies import use_hopper_plans
@@ -68,6 +70,15 @@ def test_saved_tensors_without_a_filter_fit_the_budget(
     elif dtype == torch.bfloat16:
         # Groups are faster unless there are so few tokens that adding to the float32 sums of dW costs more than it saves.
         assert found[1280] == ("cache" if (n, d) == (4096, 4096) else "groups of tokens")
+
+
+def test_groups_need_dh_and_no_bias_gradient() -> None:
+    from hf_cce.kernels.inputs import Shape
+    from hf_cce.kernels.token_groups import group_size
+
+    shape, yes, no = Shape(8192, 1024, 49_152, torch.bfloat16), True, False
+    sizes = {needs: group_size(shape, 384, 128, needs, 0, 1280 * MIB) for needs in product((yes, no), repeat=3)}
+    assert {needs for needs, size in sizes.items() if size} == {(yes, yes, no), (yes, no, no)}
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
