@@ -273,7 +273,8 @@ class Exact(Recompute):
         return (loss,), Saved(lse, factor=factor)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
-        (cache, self.cache), kernels = (self.cache, None), kernels_module()
+        kernels = kernels_module()
+        cache, self.cache = self.cache, None
         if cache is None:
             return None
         if isinstance(cache, kernels.PrecomputedGradients):

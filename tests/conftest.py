@@ -85,9 +85,9 @@ def fresh_accelerate() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` if there is no suitable GPU; change Triton's interpreter if kernels run in it."""
+    """Skip tests marked ``gpu`` if there is no suitable GPU; configure Triton's interpreter if kernels run in it."""
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
-        interpreter.change()
+        interpreter.configure()
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:
         return

@@ -148,7 +148,7 @@ def exact_cross_entropy(
     lse = torch.empty_like(label.logit)
     saved: PrecomputedGradients | ExpCache
     if size or columns is None:
-        saved = _gradients_by_groups(inputs, spec, factor, label, lse, size)
+        saved = _gradients_by_groups(inputs, spec, factor, label, lse, size, (plan, backward_plan))
     else:
         saved = allocate_cache(inputs, columns, label)
         _compute_lse_and_cache(inputs, saved.slabs, label, lse, plan)
@@ -162,9 +162,9 @@ def _gradients_by_groups(
     label: LabelLogits,
     lse: Tensor,  # [N], written
     size: int,  # tokens per group
+    plans: tuple[Plan, Plan],  # of the forward and of the backward pass
 ) -> PrecomputedGradients:
-    (n, d, v, _), device = inputs.shape, lse.device
-    plan, backward_plan = (make_plan(inputs.hidden, inputs.weight, backward) for backward in (False, True))
+    (n, d, v, _), device, (plan, backward_plan) = inputs.shape, lse.device, plans
     one = torch.ones((), device=device, dtype=torch.float32)
     grad_hidden = torch.empty_like(inputs.hidden, memory_format=torch.contiguous_format)
     sums = torch.empty((v, d), device=device, dtype=torch.float32) if spec.needs[1] else None

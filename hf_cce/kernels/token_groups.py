@@ -154,14 +154,15 @@ def _add_label_rows_kernel(
 
 @Kernel
 @triton.jit
-def _multiply_kernel(x, by, out, size, BLOCK: tl.constexpr):
+def _multiply_kernel(x, by, out, size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     """Write x · by, for a scalar ``by``. Zero stays zero: without tokens, ``by`` may be non-finite (division by zero)."""
     factor = tl.load(by).to(tl.float32)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
-        at = first + tl.arange(0, BLOCK)
-        value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
-        tl.store(out + at, tl.where(value == 0, 0.0, value * factor).to(out.dtype.element_ty), mask=at < size)
+    if factor != 1.0 or not IN_PLACE:
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+            at = first + tl.arange(0, BLOCK)
+            value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+            tl.store(out + at, tl.where(value == 0, 0.0, value * factor).to(out.dtype.element_ty), mask=at < size)
 
 
 class PrecomputedGradients(NamedTuple):
@@ -257,6 +258,6 @@ def scale_precomputed_gradients(
         if x is not None and needs[i]:
             out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
             blocks = min(1024, ceil_div(x.numel(), 4096))
-            _multiply_kernel[(blocks,)](x, grad, out, x.numel(), BLOCK=4096, num_warps=8)
+            _multiply_kernel[(blocks,)](x, grad, out, x.numel(), IN_PLACE=out is x, BLOCK=4096, num_warps=8)
             scaled[i] = out
     return scaled

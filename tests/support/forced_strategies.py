@@ -107,9 +107,8 @@ def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[st
     monkeypatch.setattr(dispatch, "materialized_dtype", materialized_dtype)
     from hf_cce.kernels import exp_cache, loss, token_groups
 
-    if strategy in GROUP_STRATEGIES:  # several slabs of the product, several steps for a frequent label
+    if strategy in GROUP_STRATEGIES:  # several slabs of the product
         monkeypatch.setattr(token_groups, "PRODUCT_BYTES", 4 << 20 if torch.cuda.is_available() else 1 << 12)
-        monkeypatch.setattr(token_groups, "LABEL_ROWS", 16)
     if strategy in ("partial_exp_cache", "exact", *GROUP_STRATEGIES):
         # a whole tile of every plan, on a GPU and in the interpreter
         width = (256 if torch.cuda.is_available() else 32) if strategy == "partial_exp_cache" else 0

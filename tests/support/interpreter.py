@@ -1,4 +1,4 @@
-"""Make Triton's interpreter faster and let it round as a GPU does: kernel tests on a CPU spend most of their time in it."""
+"""Make Triton's interpreter round to bfloat16 as a GPU does, and make it faster: kernel tests on a CPU spend most time in it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,33 @@ from typing import Any
 import numpy as np
 
 
-def change() -> None:
-    """Change the interpreter for the rest of the process; do nothing with a version of Triton that is written otherwise."""
+def configure() -> None:
+    """Change the interpreter for the rest of the process."""
+    _round_to_nearest()
+    _speed_up()
+
+
+def _round_to_nearest() -> None:
+    """Round float32 to the nearest bfloat16; Triton's interpreter truncates."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_float(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return (x.astype(np.uint32) << 16).view(np.float32)
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(x, source, target, mode)
+        bits = x.view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+    interpreter._convert_float = convert_float
+
+
+def _speed_up() -> None:
+    """Leave out work without effect; do nothing with a version of Triton that is written otherwise."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -34,17 +59,3 @@ def change() -> None:
     if not options.debug:
         # After each int32 sum and product, the interpreter looks for an overflow in int64; without `debug` it asserts nothing.
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
-
-    convert = interpreter._convert_float
-
-    def convert_float(x: Any, source: Any, target: Any, mode: Any) -> Any:
-        """Round float32 to the nearest bfloat16, as GPUs do; Triton's interpreter truncates."""
-        if (source, target) == (tl.bfloat16, tl.float32):
-            return (x.astype(np.uint32) << 16).view(np.float32)
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return convert(x, source, target, mode)
-        bits = x.view(np.uint32)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
-
-    interpreter._convert_float = convert_float

@@ -66,8 +66,9 @@ def test_saved_tensors_without_a_filter_fit_the_budget(
 ) -> None:
     found = {mib: check(False, n, d, v, dtype, spec_of(mib * MIB, frozen)) for mib in (256, 512, 1024, 1280, 2048)}
     if frozen:
-        assert found[2048] == "groups of tokens"
-    elif dtype == torch.bfloat16:
+        assert {found[mib] for mib in (512, 1024, 1280, 2048)} == {"groups of tokens"}
+    assert any(found.values())
+    if not frozen and dtype == torch.bfloat16:
         # Groups are faster unless there are so few tokens that adding to the float32 sums of dW costs more than it saves.
         assert found[1280] == ("cache" if (n, d) == (4096, 4096) else "groups of tokens")
 

@@ -134,8 +134,8 @@ def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(strategy: str, m
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_many_tokens_with_the_same_label(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, dtype = force_strategy(monkeypatch, strategy), dtype_for(strategy)
-    inputs, labels = make_inputs(80, 40, 131, dtype, DEVICE)
-    labels[::2] = 5
+    inputs, labels = make_inputs(200, 40, 131, dtype, DEVICE)
+    labels[::2] = 5  # more than token_groups.LABEL_ROWS of them
     check_strategy(strategy, inputs, labels, PLAIN, dtype)
     assert counts[forward_counter(strategy)] == 1
 
