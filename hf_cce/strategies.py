@@ -277,9 +277,10 @@ class Exact(Recompute):
         cache, self.cache = self.cache, None
         if cache is None:
             return None
+        spec = replace(self.spec, needs=needs)
         if isinstance(cache, kernels.PrecomputedGradients):
-            return kernels.scale_precomputed_gradients(cache, upstream[0], x.hidden.dtype, needs)
-        spec, grads = replace(self.spec, needs=needs), self.token_grads(saved, upstream, True)
+            return kernels.scale_precomputed_gradients(cache, x, spec, upstream[0])
+        grads = self.token_grads(saved, upstream, True)
         return kernels.logit_stats_backward(x, spec, saved.lse, None, grads, cache)
 
 

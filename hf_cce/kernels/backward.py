@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.exp_cache import ExpCache, Slab, exp_to_dlogits_
+from hf_cce.kernels.exp_products import exp_factors, pays_and_fits, write_hidden_gradient, write_weight_gradient
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, logit_flags
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import (
@@ -258,12 +259,22 @@ def logit_stats_backward(
     if n == 0:
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
     plan = make_plan(inputs.hidden, inputs.weight, backward=True)
+    vectors = GradInputs.from_grads(lse, entropy, grads)
+    tiles, whole = ceil_div(v, plan.block_n), cache is not None and cache.slabs[0].stop == v
+    if cache is not None and whole and pays_and_fits(inputs.shape, tiles, spec.needs, spec.memory_budget):
+        factors = exp_factors(cache.slabs[0], cache.label.logit, inputs, vectors, plan.block_m)
+        write_logit_gradient(cache.slabs[0], inputs, vectors, plan, factors.flags)
+        if need_weight:
+            write_weight_gradient(cache.slabs[0].values, factors, inputs, grad_weight)
+        if need_hidden:
+            write_hidden_gradient(cache.slabs[0].values, factors, inputs, grad_hidden)
+        return grad_hidden, grad_weight, grad_bias
     label = None
     if uses_hopper(plan, bias, spec.softcap, grads.mean, grads.entropy):
         has_active = cache is not None and cache.label.active is not None
         label = cache.label if cache is not None and has_active else label_logits(inputs, plan, plan.block_m)
     _Backward(
-        inputs, GradInputs.from_grads(lse, entropy, grads), plan, cache, label, grad_hidden, grad_weight, grad_bias,
+        inputs, vectors, plan, cache, label, grad_hidden, grad_weight, grad_bias,
         spec.memory_budget,
     ).run()  # fmt: skip
     return grad_hidden, grad_weight, grad_bias

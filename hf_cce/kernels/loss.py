@@ -168,6 +168,7 @@ def _gradients_by_groups(
     one = torch.ones((), device=device, dtype=torch.float32)
     grad_hidden = torch.empty_like(inputs.hidden, memory_format=torch.contiguous_format)
     sums = torch.empty((v, d), device=device, dtype=torch.float32) if spec.needs[1] else None
+    out = PrecomputedGradients(grad_hidden, sums, torch.empty_like(lse))
     values = empty_slab(inputs.hidden, min(n, size), v)  # reused by all groups
     for start in range(0, n, size):
         rows = slice(start, min(n, start + size))
@@ -175,6 +176,5 @@ def _gradients_by_groups(
         slab = Slab(0, v, values[: group.shape.n])
         _compute_lse_and_cache(group, [slab], group_label, lse[rows], plan)
         grads = GradInputs.from_grads(lse[rows], None, token_gradients(one, factor, lse[rows], spec))
-        out = PrecomputedGradients(grad_hidden[rows], sums)
-        group_gradients(group, slab, group_label.logit, grads, backward_plan, out, start == 0)
-    return PrecomputedGradients(grad_hidden, sums)
+        group_gradients(group, slab, group_label.logit, grads, backward_plan, out.tokens(rows), start == 0)
+    return out

@@ -13,12 +13,11 @@ from forced_strategies import (
     STRATEGIES,
     applies,
     config_for,
-    default_options,
     force_strategy,
     forward_counter,
     trained_like_inputs,
 )
-from losses import make_inputs
+from losses import PLAIN, make_inputs
 from models import batch, module_state, tiny_llama
 from numerics import assert_accurate, relative_error
 from test_filter_state import COUNTS, KEYS
@@ -88,7 +87,7 @@ def test_every_step_equals_eager_code(dtype: torch.dtype, gradient_filter: Any, 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_equals_eager_code(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, upstream = force_strategy(monkeypatch, strategy), 1 / 3
-    dtype, options = torch.bfloat16, default_options(strategy)
+    dtype, options = torch.bfloat16, PLAIN
     assert applies(strategy, options, dtype)
     inputs, labels = make_inputs(40, 16, 70, dtype)
     config, state = config_for(strategy, memory_budget=1 << 20), FilterState()

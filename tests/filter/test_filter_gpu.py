@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_strategies import count_strategies, force_strategy, trained_like_inputs, trains_head
+from forced_strategies import count_strategies, force_strategy, trained_like_inputs
 from losses import PLAIN, Options, check_against_plain, fused_loss, plain_loss
 from numerics import assert_accurate, relative_error
 from torch import Tensor
@@ -25,7 +25,7 @@ SHAPE = (4096, 512, 32000)
 def leaves_of(hidden: Tensor, weight: Tensor, strategy: str = "") -> list[Tensor]:
     """Return copies as leaves; the weight is frozen if ``strategy`` is for frozen heads."""
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
-    leaves[1].requires_grad_(trains_head(strategy))
+    leaves[1].requires_grad_()
     return leaves
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_strategies import KEEPS_ALL, backward_counter, force_strategy, trained_like_inputs, trains_head
+from forced_strategies import KEEPS_ALL, backward_counter, force_strategy, trained_like_inputs
 from losses import PLAIN, check_against_plain, fused_loss, make_inputs
 from models import batch, tiny_llama
 from numerics import assert_accurate
@@ -404,7 +404,7 @@ def test_a_second_backward_recomputes(strategy: str, monkeypatch: pytest.MonkeyP
     """The first backward consumes the forward's results, except with is_grads_batched; no second derivative."""
     counts = force_strategy(monkeypatch, strategy)
     (hidden, weight, _), labels = make_inputs(37, 16, 70, torch.float32)
-    weight.requires_grad_(trains_head(strategy))
+    weight.requires_grad_()
     leaves = [x for x in (hidden.requires_grad_(), weight) if x.requires_grad]
 
     def loss() -> Tensor:
@@ -436,7 +436,7 @@ def test_micro_batches_add_up(strategy: str, monkeypatch: pytest.MonkeyPatch) ->
 
     def gradients(dtype: torch.dtype, ours: bool, at_once: bool) -> list[Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
-        leaves[1].requires_grad_(trains_head(strategy))
+        leaves[1].requires_grad_()
         losses = []
         for rows in (slice(0, 17), slice(17, 40)):
             h, y = leaves[0][rows], labels[rows]

@@ -36,7 +36,7 @@ TENSOR_MEMORY_LIMIT = 512  # columns, on Blackwell
 REGISTER_SLACK = 8  # allocation granularity of registers per thread
 HIDDEN_SIZES = (1024, 2880, 4096)  # plans depend on the hidden size and on whether it is a multiple of 256
 # Steps of launches.py to compile in addition to all steps with every option: each kernel takes seconds.
-PLAIN_STEPS = ("cached", "grouped", "one group", "filtered", "filtered, frozen")
+PLAIN_STEPS = ("cached", "grouped", "grouped, trained", "whole cache", "filtered", "filtered, frozen")
 OTHER_DTYPES = ("cached", "grouped", "statistics", "reverse KL")
 
 

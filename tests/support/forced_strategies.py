@@ -17,19 +17,18 @@ from hf_cce import CCEConfig, dispatch, kernels
 
 # "materialized": full logits in float32; "materialized16": full logits in the dtype of the inputs.
 # "partial_exp_cache": the first slab, one tile wide, is cached, and the others are computed twice.
-# "token_groups": exponentials are cached per token group, and the forward computes gradients group by group.
-# "one_token_group": the same with all tokens in one group. By default its head is frozen.
+# "exp_products": all columns are cached, and multiplied without a pass that turns them into gradients.
+# "token_groups": likewise, for one group of tokens at a time, in the forward pass.
 STRATEGIES = (
     "materialized",
     "materialized16",
     "exp_cache",
     "partial_exp_cache",
+    "exp_products",
     "token_groups",
-    "one_token_group",
     "filtered",
     "exact",
 )
-GROUP_STRATEGIES = ("token_groups", "one_token_group")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEEPS_ALL = 1e-9  # a gradient_filter that drops only zeros
 _COUNTER_OF_FUNCTION = {
@@ -53,9 +52,9 @@ def applies(strategy: str, options: Options, dtype: torch.dtype) -> bool:
         return strategy == "exact"
     if strategy == "materialized16":
         return dtype != torch.float32
-    if strategy in GROUP_STRATEGIES and options.bias and not options.frozen:  # the bias needs a gradient
+    if strategy in ("exp_products", "token_groups") and options.bias and not options.frozen:  # the bias needs a gradient
         return False
-    if strategy in ("exp_cache", "partial_exp_cache", *GROUP_STRATEGIES):
+    if strategy in ("exp_cache", "partial_exp_cache", "exp_products", "token_groups"):
         return dtype != torch.float16  # not enough range
     return strategy != "filtered" or not (options.bias or (DEVICE == "cuda" and dtype != torch.bfloat16))
 
@@ -67,18 +66,9 @@ def dtype_for(strategy: str) -> torch.dtype:
     return torch.float16 if strategy == "materialized16" else torch.float32
 
 
-def trains_head(strategy: str) -> bool:
-    return strategy != "one_token_group"
-
-
-def default_options(strategy: str) -> Options:
-    """Return the default options, with a frozen head for "one_token_group"."""
-    return Options(frozen=not trains_head(strategy))
-
-
 def forward_counter(strategy: str) -> str:
     """Return the name under which ``count_strategies`` counts the forward of a strategy."""
-    return {"partial_exp_cache": "exp_cache", "materialized16": "materialized", "one_token_group": "token_groups"}.get(
+    return {"partial_exp_cache": "exp_cache", "exp_products": "exp_cache", "materialized16": "materialized"}.get(
         strategy, strategy
     )
 
@@ -89,7 +79,7 @@ def backward_counter(strategy: str) -> str:
         "materialized": "materialized gradients",
         "materialized16": "materialized gradients",
         "filtered": "filtered gradients",
-        **dict.fromkeys(GROUP_STRATEGIES, "precomputed gradients"),
+        "token_groups": "precomputed gradients",
     }
     return own.get(strategy, "recomputed gradients")
 
@@ -105,11 +95,16 @@ def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[st
     monkeypatch.setattr(dispatch, "FILTER_FROM", 0.0 if strategy == "filtered" else math.inf)
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 0)
     monkeypatch.setattr(dispatch, "materialized_dtype", materialized_dtype)
-    from hf_cce.kernels import exp_cache, loss, token_groups
+    from hf_cce.kernels import backward, exp_cache, exp_products, loss
 
-    if strategy in GROUP_STRATEGIES:  # several slabs of the product
-        monkeypatch.setattr(token_groups, "PRODUCT_BYTES", 4 << 20 if torch.cuda.is_available() else 1 << 12)
-    if strategy in ("partial_exp_cache", "exact", *GROUP_STRATEGIES):
+    # With several slabs of the product. "exp_cache" has none, also with a frozen head.
+    monkeypatch.setattr(exp_products, "PRODUCT_BYTES", 4 << 20 if torch.cuda.is_available() else 1 << 12)
+    pays_and_fits = exp_products.pays_and_fits
+    monkeypatch.setattr(exp_products, "TOKENS_PER_WIDTH", 0)
+    monkeypatch.setattr(
+        backward, "pays_and_fits", lambda *args: strategy == "exp_products" and pays_and_fits(*args)
+    )
+    if strategy in ("partial_exp_cache", "exact", "token_groups"):
         # a whole tile of every plan, on a GPU and in the interpreter
         width = (256 if torch.cuda.is_available() else 32) if strategy == "partial_exp_cache" else 0
         monkeypatch.setattr(
@@ -117,10 +112,9 @@ def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[st
         )
 
     def group_size(shape: Any, num_tiles: int, block_m: int, needs: tuple[bool, bool, bool], *_: Any) -> int:
-        if strategy not in GROUP_STRATEGIES or shape.dtype == torch.float16 or needs[2] or not needs[0]:
+        if strategy != "token_groups" or shape.dtype == torch.float16 or needs[2] or not needs[0]:
             return 0
-        few = 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
-        return few if strategy == "token_groups" else -(-shape.n // few) * few
+        return 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
 
     monkeypatch.setattr(loss, "group_size", group_size)
     return count_strategies(monkeypatch)

@@ -93,7 +93,8 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
     cases: dict[str, tuple[Strategy, Inputs]] = {
         "cached": (exact(biased), with_bias),
         "grouped": (exact(frozen, 640), x),
-        "one group": (exact(spec, 16 << 10), x),
+        "grouped, trained": (exact(spec, 1280), x._replace(weight=weight.new_empty((v + 80_000, d)))),
+        "whole cache": (exact(spec, 16 << 10), x),
         "recomputed": (exact(replace(biased, label_smoothing=0.1)), with_bias),
         "full logits": (Materialized(biased, items, torch.float32), few._replace(bias=with_bias.bias)),
         "narrow full logits": (Materialized(spec, items, dtype), few),

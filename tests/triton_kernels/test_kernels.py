@@ -18,7 +18,6 @@ from forced_strategies import (
     count_strategies,
     force_strategy,
     forward_counter,
-    trains_head,
 )
 from losses import (
     EVERYTHING,
@@ -187,7 +186,7 @@ def test_out_of_range_labels_raise(bad: int, strategy: str, monkeypatch: pytest.
     )
     labels[17] = bad
     hidden.requires_grad_()
-    weight.requires_grad_(trains_head(strategy))
+    weight.requires_grad_()
     for reduction in ("mean", "none"):
         with pytest.raises(ValueError, match=f"the first is {bad}"):
             linear_cross_entropy(hidden, weight, labels, reduction=reduction, config=config_for(strategy))
@@ -253,14 +252,14 @@ def test_the_training_path_does_not_synchronise_the_host() -> None:
         (256 << 20, 128256, "auto"),
         (256 << 20, 50257, "exp_cache"),
         (320 << 20, 50257, "exp_cache"),
-        (1280 << 20, 50257, "one_token_group"),
+        (1280 << 20, 50257, "exp_products"),
         (1280 << 20, 110001, "token_groups"),
     ],
 )
 def test_memory_budget_holds(budget: int, v: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (hidden, weight, _), labels = make_inputs(8192, 1024, v, torch.bfloat16, "cuda")
     hidden.requires_grad_()
-    weight.requires_grad_(trains_head(strategy))
+    weight.requires_grad_()
     config = CCEConfig(memory_budget=budget, gradient_filter="auto" if strategy == "auto" else None)
     counts = count_strategies(monkeypatch)
     linear_cross_entropy(hidden, weight, labels, config=config).backward()

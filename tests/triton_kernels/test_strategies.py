@@ -11,17 +11,14 @@ import torch
 from command import python
 from forced_strategies import (
     DEVICE,
-    GROUP_STRATEGIES,
     STRATEGIES,
     applies,
     check_strategy,
     config_for,
     count_strategies,
-    default_options,
     dtype_for,
     force_strategy,
     forward_counter,
-    trains_head,
 )
 from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
 from numerics import assert_accurate, relative_error
@@ -37,7 +34,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strided_labels_and_inputs(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = replace(default_options(strategy), bias=strategy not in ("filtered", *GROUP_STRATEGIES))
+    options = Options(bias=strategy not in ("filtered", "exp_products", "token_groups"))
     dtype = dtype_for(strategy)
     assert applies(strategy, options, dtype)
     counts = force_strategy(monkeypatch, strategy)
@@ -65,7 +62,7 @@ def test_ignore_index_may_be_a_vocabulary_entry(
     strategy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Labels padded with the tokenizer's pad token give bit for bit the result of -100."""
-    options = default_options(strategy)
+    options = PLAIN
     if not applies(strategy, options, dtype):
         pytest.skip("the strategy does not apply")
     counts = force_strategy(monkeypatch, strategy)
@@ -91,7 +88,7 @@ def test_ignore_index_may_be_a_vocabulary_entry(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_entry_of_the_vocabulary_as_a_label(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every entry is a label once, including those at tile borders."""
-    counts, options = force_strategy(monkeypatch, strategy), default_options(strategy)
+    counts, options = force_strategy(monkeypatch, strategy), PLAIN
     dtype = dtype_for(strategy)
     inputs, _ = make_inputs(131, 40, 131, dtype, DEVICE)
     labels = torch.randperm(131, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -102,7 +99,7 @@ def test_every_entry_of_the_vocabulary_as_a_label(strategy: str, monkeypatch: py
 def scaled_gradients(strategy: str, inputs: tuple[Tensor, ...], labels: Tensor, factor: float = 1.0) -> list[Tensor]:
     """Return the gradients of hidden states and (unless frozen) weight for ``factor`` times the loss."""
     hidden, weight = (x.detach().clone() for x in inputs)
-    leaves = [hidden.requires_grad_(), weight.requires_grad_(trains_head(strategy))]
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     loss = linear_cross_entropy(*leaves, labels, config=config_for(strategy), filter_state=FilterState())
     (factor * loss).backward()
     return [x.grad for x in leaves if x.grad is not None]
@@ -135,14 +132,14 @@ def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(strategy: str, m
 def test_many_tokens_with_the_same_label(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, dtype = force_strategy(monkeypatch, strategy), dtype_for(strategy)
     inputs, labels = make_inputs(200, 40, 131, dtype, DEVICE)
-    labels[::2] = 5  # more than token_groups.LABEL_ROWS of them
+    labels[::2] = 5  # more than finish_weight adds at a time
     check_strategy(strategy, inputs, labels, PLAIN, dtype)
     assert counts[forward_counter(strategy)] == 1
 
 
 @pytest.mark.parametrize("far", [slice(20, 21), slice(None)], ids=["one", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("strategy", ["exp_cache", "partial_exp_cache", "token_groups", "one_token_group"])
+@pytest.mark.parametrize("strategy", ["exp_cache", "partial_exp_cache", "token_groups", "exp_products"])
 def test_values_beyond_the_range_of_the_cache_are_recomputed(
     strategy: str, dtype: torch.dtype, far: slice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +150,7 @@ def test_values_beyond_the_range_of_the_cache_are_recomputed(
     weight[7, 0] = 10.0
     hidden[far, 0], labels[far] = 10.0, 8
     assert torch.nn.functional.cross_entropy(hidden[20] @ weight.t(), labels[20]) > 80
-    inputs, options = (hidden, weight, None), default_options(strategy)
+    inputs, options = (hidden, weight, None), PLAIN
     check_strategy(strategy, inputs, labels, options, dtype, "far")
     assert counts[forward_counter(strategy)] == 1
 
@@ -185,7 +182,7 @@ def test_the_default_dtype_changes_nothing(
     config, found = config_for(strategy), []
     for dtype in (torch.float32, default):
         (hidden, weight, _), labels = make_inputs(70, 40, 131, dtype_for(strategy), DEVICE)
-        leaves, state = [hidden.requires_grad_(), weight.requires_grad_(trains_head(strategy))], FilterState()
+        leaves, state = [hidden.requires_grad_(), weight.requires_grad_()], FilterState()
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
@@ -207,7 +204,7 @@ def test_no_labels_give_zero_gradients_even_divided_by_zero(
     strategy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainer divides by a step's number of labels, even if it is zero: 0 · inf must not become NaN."""
-    options = default_options(strategy)
+    options = PLAIN
     if not applies(strategy, options, dtype):
         pytest.skip(f"{strategy} is not for {dtype}")
     counts, config = force_strategy(monkeypatch, strategy), config_for(strategy)

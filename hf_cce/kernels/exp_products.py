@@ -1,0 +1,253 @@
+"""Gradients from the stored exponentials of all columns, without a pass that turns them into the gradient of the logits.
+
+The gradient of the logits is these exponentials times a factor per token, except for the label's entry (see
+hf_cce.kernels.exp_cache). With S the exponentials, zero at the labels and for ignored tokens, f the factors and c the labels'
+entries,
+
+    dh = f · (S W) + c · W[label]        dW = Sᵀ (f · h), plus c · h in the label's row
+
+cuBLAS multiplies S unchanged, into float32. The products are rounded after the labels' entries are added.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_cce.kernels.exp_cache import LOSS_LIMIT, Slab
+from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
+from hf_cce.kernels.launch_config import ceil_div, empty_slab, padded
+from hf_cce.kernels.launcher import Kernel
+from hf_cce.kernels.matmul import multiply_add
+from hf_cce.kernels.tiles import softcap_slope
+
+# Bytes of a float32 product: enough tiles to keep cuBLAS busy, small enough to stay in an H200's L2 cache until rounded.
+PRODUCT_BYTES = 32 << 20
+BLOCK_R = 16  # rows of the product that one program rounds
+# Rounding dW apart moves 8 · V · D bytes, a pass over the exponentials 4 · N · V: from this N / D on the former is faster.
+TOKENS_PER_WIDTH = 2
+
+
+@Kernel
+@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
+def _factors_kernel(
+    values,  # [N, V] S, rows `stride` apart; zeros are written at the labels
+    label_logit,  # [N]
+    labels,  # [N]
+    lse,  # [N]
+    grad_lse,  # [N]
+    grad_label,  # [N]
+    flags,  # [row blocks] int32, written: 1 if the loss of any token of the block is above LOSS_LIMIT
+    scale,  # [N], written: f
+    label_entry,  # [N], written: c
+    num_tokens,
+    vocab_size,
+    stride,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < num_tokens
+    row_lse = tl.load(lse + rows, mask=in_rows, other=0.0)
+    z = tl.load(label_logit + rows, mask=in_rows, other=0.0)
+    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
+    valid = (label != ignore_index) & (label >= 0) & (label < vocab_size)
+    over_limit = tl.max((in_rows & ((row_lse - z <= LOSS_LIMIT) == 0)).to(tl.int32), 0)  # true for NaN
+    p = tl.exp(z - row_lse)
+    # Upstream gradients of ignored tokens may be infinite, so they are not loaded.
+    g = tl.load(grad_lse + rows, mask=in_rows & valid, other=0.0)
+    c = g * p + tl.load(grad_label + rows, mask=in_rows & valid, other=0.0)
+    if HAS_SOFTCAP:
+        c *= softcap_slope(z, softcap)
+    # A flagged row block is recomputed: its values become the gradient itself, including the labels' entries.
+    f = tl.where(over_limit != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
+    c = tl.where((over_limit == 0) & valid, c * logit_scale, 0.0)
+    zero = tl.zeros((BLOCK_M,), values.dtype.element_ty)
+    tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=in_rows & valid)
+    tl.store(flags + tl.program_id(0), over_limit)
+    tl.store(scale + rows, f, mask=in_rows)
+    tl.store(label_entry + rows, c, mask=in_rows)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
+def _finish_hidden_kernel(
+    product,  # [rows, D] float32
+    weight,  # [V, D]
+    labels,  # [N]
+    scale,  # [N]
+    label_entry,  # [N], zero where the label is ignored
+    out,  # [N, D], written
+    first_row,
+    num_rows,
+    d,
+    weight_stride,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    rows, in_rows = first_row + at, at < num_rows
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = in_rows[:, None] & (ds < d)[None, :]
+    c = tl.load(label_entry + rows, mask=in_rows, other=0.0)
+    f = tl.load(scale + rows, mask=in_rows, other=0.0)
+    label = tl.load(labels + rows, mask=in_rows & (c != 0.0), other=0)
+    w = tl.load(
+        weight + label.to(tl.int64)[:, None] * weight_stride + ds[None, :], mask=mask & (c != 0.0)[:, None], other=0.0
+    )
+    x = tl.load(product + at.to(tl.int64)[:, None] * d + ds[None, :], mask=mask, other=0.0)
+    x = x * f[:, None] + w.to(tl.float32) * c[:, None]
+    tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["first_block", "num_rows"])
+def _finish_weight_kernel(
+    product,  # [rows, D] float32
+    hidden,  # [N, D]
+    labels,  # see SortedLabels
+    tokens,
+    entries,
+    starts,
+    grad,  # scalar to multiply by, if HAS_GRAD
+    out,  # [V, D], written
+    first_block,  # of the rows of dW
+    num_rows,
+    d,
+    hidden_stride,
+    HAS_GRAD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    block = first_block + tl.program_id(0)
+    at = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    rows = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (at < num_rows)[:, None] & (ds < d)[None, :]
+    x = tl.load(product + at.to(tl.int64)[:, None] * d + ds[None, :], mask=mask, other=0.0)
+    stop = tl.load(starts + block + 1)
+    for first in range(tl.load(starts + block), stop, BLOCK_T):
+        places = first + tl.arange(0, BLOCK_T)
+        label = tl.load(labels + places, mask=places < stop, other=-1)
+        token = tl.load(tokens + places, mask=places < stop, other=0)
+        c = tl.load(entries + places, mask=places < stop, other=0.0)
+        h = tl.load(
+            hidden + token[:, None] * hidden_stride + ds[None, :], mask=(c != 0.0)[:, None] & (ds < d)[None, :], other=0.0
+        )
+        c = tl.where(label[None, :] == rows[:, None], c[None, :], 0.0)
+        x = tl.dot(c, h.to(tl.float32), x, input_precision="ieee")
+    if HAS_GRAD:  # zero stays zero: without tokens, `grad` may be non-finite (division by zero)
+        x = tl.where(x == 0, 0.0, x * tl.load(grad).to(tl.float32))
+    tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
+
+
+class Factors(NamedTuple):
+    """What the exponentials lack to be the gradient of the logits."""
+
+    scale: Tensor  # [N] f
+    label_entry: Tensor  # [N] c
+    flags: Tensor  # [row blocks] int32: a row block with a nonzero flag must hold the gradient itself
+
+
+class SortedLabels(NamedTuple):
+    labels: Tensor  # [N], ascending
+    tokens: Tensor  # [N] int64: the tokens of these labels
+    entries: Tensor  # [N]: c of these tokens
+    starts: Tensor  # [⌈V / BLOCK_R⌉ + 1] int32: where the labels of each block of BLOCK_R vocabulary entries begin
+
+
+def rows_at_a_time(d: int, max_rows: int) -> int:
+    """Return how many of ``max_rows`` rows of the float32 product [rows, D] to compute at a time."""
+    return ceil_div(min(PRODUCT_BYTES // (4 * d), max_rows), BLOCK_R) * BLOCK_R
+
+
+def product_bytes_per_token(shape: Shape, num_tiles: int, need_weight: bool) -> int:
+    """Return the bytes per token of the exponentials, statistics and vectors; with dW also of f · h and the sorted labels."""
+    _, d, v, dtype = shape
+    return dtype.itemsize * padded(v) + 4 * num_tiles + 36 + (dtype.itemsize * d + 64 if need_weight else 0)
+
+
+def pays_and_fits(shape: Shape, num_tiles: int, needs: tuple[bool, bool, bool], budget: int) -> bool:
+    """Return True if ``gradients_from_exponentials`` is faster than ``exp_to_dlogits_``, and its memory fits the budget."""
+    n, d, v, _ = shape
+    _, need_weight, need_bias = needs
+    if need_bias or (need_weight and n < TOKENS_PER_WIDTH * d):
+        return False
+    rows = rows_at_a_time(d, max(n, v) if need_weight else n)
+    return n * product_bytes_per_token(shape, num_tiles, need_weight) + 4 * d * rows <= budget
+
+
+def exp_factors(
+    slab: Slab,  # the exponentials of all columns; zeros are written at the labels
+    label_logit: Tensor,  # [N]
+    inputs: LogitInputs,
+    grads: GradInputs,
+    block_m: int,
+) -> Factors:
+    values, (n, _, v, _) = slab.values, inputs.shape
+    scale, label_entry = empty_slab(label_logit, 2, n).unbind()
+    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=values.device)
+    _factors_kernel[(ceil_div(n, block_m),)](
+        values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, label_entry, n, v,
+        values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
+        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m,
+    )  # fmt: skip
+    return Factors(scale, label_entry, flags)
+
+
+def scale_tokens(hidden: Tensor, scale: Tensor) -> Tensor:
+    """Return f · h in the dtype of h, with contiguous rows."""
+    return torch.mul(hidden, scale[:, None], out=torch.empty_like(hidden, memory_format=torch.contiguous_format))
+
+
+def sort_labels(labels: Tensor, label_entry: Tensor, v: int) -> SortedLabels:
+    ordered, tokens = torch.sort(labels, stable=True)
+    blocks = torch.arange(0, v + BLOCK_R, BLOCK_R, device=labels.device)
+    return SortedLabels(ordered, tokens, label_entry[tokens], torch.searchsorted(ordered, blocks, out_int32=True))
+
+
+def finish_weight(
+    product: Tensor,  # [rows, D] float32: Sᵀ (f · h)
+    first_row: int,  # of dW; a multiple of BLOCK_R
+    inputs: LogitInputs,
+    by_label: SortedLabels,
+    out: Tensor,  # [V, D], its rows are written
+    grad: Tensor | None = None,  # scalar to multiply by
+) -> None:
+    """Add the labels' entries to the products, and write these rows of dW."""
+    d, hidden = inputs.shape.d, inputs.hidden
+    _finish_weight_kernel[(ceil_div(len(product), BLOCK_R), ceil_div(d, 128))](
+        product, hidden, *by_label, grad, out, first_row // BLOCK_R, len(product), d, hidden.stride(0),
+        HAS_GRAD=grad is not None, BLOCK_R=BLOCK_R, BLOCK_T=16, BLOCK_D=128,
+    )  # fmt: skip
+
+
+def write_hidden_gradient(values: Tensor, factors: Factors, inputs: LogitInputs, out: Tensor) -> None:
+    n, d, _, _ = inputs.shape
+    product = torch.empty((rows_at_a_time(d, n), d), device=values.device, dtype=torch.float32)
+    for start in range(0, n, len(product)):
+        stop = min(n, start + len(product))
+        multiply_add(product[: stop - start], values[start:stop], inputs.weight, first=True)
+        _finish_hidden_kernel[(ceil_div(stop - start, BLOCK_R), ceil_div(d, 256))](
+            product, inputs.weight, inputs.labels, factors.scale, factors.label_entry, out, start, stop - start, d,
+            inputs.weight.stride(0), BLOCK_R=BLOCK_R, BLOCK_D=256,
+        )  # fmt: skip
+
+
+def write_weight_gradient(values: Tensor, factors: Factors, inputs: LogitInputs, out: Tensor) -> None:
+    _, d, v, _ = inputs.shape
+    by_label = sort_labels(inputs.labels, factors.label_entry, v)
+    scaled = scale_tokens(inputs.hidden, factors.scale)
+    product = torch.empty((rows_at_a_time(d, v), d), device=values.device, dtype=torch.float32)
+    for start in range(0, v, len(product)):
+        stop = min(v, start + len(product))
+        multiply_add(product[: stop - start], values[:, start:stop].t(), scaled, first=True)
+        finish_weight(product[: stop - start], start, inputs, by_label, out)
