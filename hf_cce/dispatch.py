@@ -45,10 +45,11 @@ FILTER_TOKENS = 2048
 # The kernels materialize full float32 logits of up to this size, because few kernel launches win there. If the filter is not
 # used, also logits of up to this size in the 16-bit dtype of the inputs, rounded as in PyTorch's own loss.
 MATERIALIZED_BYTES = 256 << 20
-# PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host.
-FULL_LOGITS_MAX = 42_000_000
+# PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
+# launches more kernels than full logits do; in bfloat16 its lower memory is worth up to 15 % of the time.
+FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
 BYTES_PER_LOGIT = 12  # per logit: log-probabilities and the gradients of log-probabilities and logits, in float32
-# For an odd vocabulary size, the maximum of tokens · hidden size · vocabulary: GEMMs on unaligned rows are slow.
+# For an odd vocabulary size and 16-bit dtypes, the maximum of tokens · hidden size · vocabulary: GEMMs on unaligned rows are slow.
 FULL_LOGITS_MAX_WORK_ODD = 1.6e10
 
 
@@ -148,12 +149,25 @@ def _has_triton() -> bool:
 def prefers_full_logits(p: Problem, spec: LossSpec) -> bool:
     """Return True if host time dominates and full logits fit the budget: PyTorch's own operators are then the fastest."""
     logits = p.tokens * p.vocab_size
-    odd = p.vocab_size % 2 and p.work > FULL_LOGITS_MAX_WORK_ODD
-    if odd or not (0 < logits <= FULL_LOGITS_MAX and p.device.type == "cuda" and spec.implementation != "triton"):
+    if not 0 < logits <= FULL_LOGITS_MAX_FALLBACK or p.device.type != "cuda" or spec.implementation == "triton":
+        return False
+    odd = p.vocab_size % 2 and p.dtype not in FULL_PRECISION and p.work > FULL_LOGITS_MAX_WORK_ODD
+    if odd or logits > _full_logits_max(p, spec) or p.dtype == torch.float64:
         return False
     # The weight's gradient is computed last and reuses memory of the logits.
     taken_over = _head_gradient_bytes(p, spec)
-    return BYTES_PER_LOGIT * logits - taken_over <= _budget(p, spec, "full_logits") and p.dtype != torch.float64
+    return BYTES_PER_LOGIT * logits - taken_over <= _budget(p, spec, "full_logits")
+
+
+def _full_logits_max(p: Problem, spec: LossSpec) -> int:
+    return FULL_LOGITS_MAX_FALLBACK if p.dtype != torch.bfloat16 and _falls_back(p, spec) else FULL_LOGITS_MAX
+
+
+def _falls_back(p: Problem, spec: LossSpec) -> bool:
+    """Return True if the alternative to full logits is the PyTorch fallback. An absent GPU stands for one that runs the kernels."""
+    if spec.implementation == "portable" or p.dtype in FULL_PRECISION:
+        return True
+    return torch.cuda.is_initialized() and choose_implementation(p.device, p.dtype, spec.implementation) == "portable"
 
 
 def _head_gradient_bytes(p: Problem, spec: LossSpec) -> int:
@@ -165,13 +179,14 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
     if not spec.auto_budget:
         return spec.memory_budget
     if strategy == "full_logits":
-        # A larger budget only if the alternative is the PyTorch fallback: the kernels need less device time than full logits.
-        portable = p.dtype in FULL_PRECISION or spec.implementation == "portable"
-        return BYTES_PER_LOGIT * FULL_LOGITS_MAX if portable else spec.memory_budget
+        # A larger budget only instead of the PyTorch fallback: the kernels need less device time than full logits.
+        return BYTES_PER_LOGIT * _full_logits_max(p, spec) if _falls_back(p, spec) else spec.memory_budget
     if strategy == "one_pass" and p.device.type != "cpu":
         # Room for blocks of logits and for the float32 accumulator of the weight's gradient.
         logits, head = p.tokens * p.vocab_size, _head_gradient_bytes(p, spec)
-        wanted = max(spec.memory_budget * (p.dtype.itemsize // 2), BYTES_PER_LOGIT * logits // 10) + head
+        # In full precision, products of small blocks would leave a part of the GPU idle.
+        least = spec.memory_budget * (4 if p.dtype in FULL_PRECISION else 1)
+        wanted = max(least, BYTES_PER_LOGIT * logits // 10) + head
         # At most what full logits take, or fallback.one_block: all logits in the inputs' dtype, without the accumulator.
         one_block = p.dtype.itemsize * logits + min(CHUNK_BYTES, head)
         return max(spec.memory_budget, min(wanted, max(BYTES_PER_LOGIT * logits - head, one_block)))

@@ -53,8 +53,8 @@ def _chunks(n: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, v: int, rows: int) -> Tensor:
-    """Allocate logits [rows, V]. 16-bit rows on a GPU are padded, because GEMMs are slow on unaligned rows."""
-    stride = -(-v // ALIGNMENT) * ALIGNMENT if hidden.is_cuda and hidden.dtype not in FULL_PRECISION else v
+    """Allocate logits [rows, V]. Rows on a GPU are padded, because GEMMs (in float32, those with TF32) are slow on unaligned rows."""
+    stride = -(-v // ALIGNMENT) * ALIGNMENT if hidden.is_cuda else v
     return hidden.new_empty((rows, stride))[:, :v]
 
 
@@ -87,13 +87,19 @@ def _plain_chunks(z: Tensor, y: Tensor, spec: LossSpec, scale: Tensor | float) -
     label_logit, at_label = z.gather(1, y).to(acc_dtype), torch.empty((n, 1), dtype=acc_dtype, device=z.device)
     for rows in _chunks(n, acc_dtype.itemsize * v, spec.memory_budget):
         part = z[rows]
-        log_p = F.log_softmax(part, 1, dtype=acc_dtype)
-        torch.gather(log_p, 1, y[rows], out=at_label[rows])
-        if not unscaled:
-            torch.mul(log_p.exp_(), scale, out=part)
-        elif any(spec.needs):
-            torch.exp(log_p, out=part)
-        del log_p  # free it before the next one is allocated
+        if isinstance(scale, float) and not unscaled:  # float16 on a GPU: one pass over the float32 values fewer than below
+            top, entry = part.max(1, keepdim=True)
+            f = F.softmax(part, 1, dtype=acc_dtype)
+            torch.add(label_logit[rows] - top, f.gather(1, entry).log_(), out=at_label[rows])
+            torch.mul(f, scale, out=part)
+        else:
+            f = F.log_softmax(part, 1, dtype=acc_dtype)
+            torch.gather(f, 1, y[rows], out=at_label[rows])
+            if not unscaled:
+                torch.mul(f.exp_(), scale, out=part)
+            elif any(spec.needs):
+                torch.exp(f, out=part)
+        del f  # free it before the next one is allocated
     gradient = at_label.expm1()
     z.scatter_(1, y, (gradient if unscaled else gradient * scale).to(z.dtype))
     return -at_label, label_logit - at_label

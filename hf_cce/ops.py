@@ -7,7 +7,7 @@ several times the host time of a small batch's kernels.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -41,10 +41,14 @@ def compute_context(x: Tensor) -> AbstractContextManager[Any]:
 
     Each is entered only if it changes something, because entering costs microseconds of host time.
     """
+    autocast = torch.is_autocast_enabled(x.device.type)
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    if not autocast and not elsewhere:
+        return nullcontext()
     stack = ExitStack()
-    if torch.is_autocast_enabled(x.device.type):
+    if autocast:
         stack.enter_context(torch.autocast(x.device.type, enabled=False))
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
+    if elsewhere:
         stack.enter_context(torch.cuda.device(x.device))
     return stack
 

@@ -198,26 +198,25 @@ class FullLogits(Strategy):
         super().__init__(spec, divisor, False)
 
     def loss(self, x: Inputs) -> Tensor:
-        spec = self.spec
-        z = F.linear(x.hidden, x.weight, x.bias)
-        z = z if z.dtype == torch.float64 else z.float()
+        spec, z = self.spec, F.linear(x.hidden, x.weight, x.bias)
+        dtype = accumulation_dtype(z.dtype)
         if spec.logit_scale != 1.0:
-            z = z * spec.logit_scale
+            z = z.to(dtype) * spec.logit_scale
         if spec.softcap:
-            z = spec.softcap * torch.tanh(z / spec.softcap)
-        log_p = z.log_softmax(1)
+            z = spec.softcap * torch.tanh(z.to(dtype) / spec.softcap)
+        log_p = z.log_softmax(1, dtype=dtype)  # on a GPU, float16 is converted in the same kernel
         # The operator behind F.nll_loss also returns the number of labels. On a GPU it asserts that they are in range.
         total, items = torch.ops.aten.nll_loss_forward(log_p, x.labels, None, _SUM_REDUCTION, spec.ignore_index)
         if spec.label_smoothing or spec.z_loss:
             valid = x.labels != spec.ignore_index
             total = total * (1 - spec.label_smoothing) - spec.label_smoothing * log_p.mean(1).where(valid, 0.0).sum()
-            total = total + spec.z_loss * z.logsumexp(1).square().where(valid, 0.0).sum()
+            total = total + spec.z_loss * z.to(dtype).logsumexp(1).square().where(valid, 0.0).sum()
         if self.divisor.number > 0:
             return total / self.divisor.number
         if self.divisor.items is None:  # without labels the sum is zero, and any divisor will do
             return total / items.clamp(min=1)
-        items = self.divisor.items
-        return torch.where(items == 0, 0.0, total / torch.where(items == 0, 1.0, items))
+        items = self.divisor.items.to(dtype)
+        return total * torch.where(items == 0, 0.0, items.reciprocal())
 
 
 class OnePass(Strategy):
