@@ -184,8 +184,9 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
     if strategy == "one_pass" and p.device.type != "cpu":
         # Room for blocks of logits and for the float32 accumulator of the weight's gradient.
         logits, head = p.tokens * p.vocab_size, _head_gradient_bytes(p, spec)
-        # In full precision, products of small blocks would leave a part of the GPU idle.
-        least = spec.memory_budget * (4 if p.dtype in FULL_PRECISION else 1)
+        least = spec.memory_budget
+        if p.dtype in FULL_PRECISION:  # products of smaller blocks leave a part of the GPU idle
+            least = max(2 * least, 1 << 30)
         wanted = max(least, BYTES_PER_LOGIT * logits // 10) + head
         # At most what full logits take, or fallback.one_block: all logits in the inputs' dtype, without the accumulator.
         one_block = p.dtype.itemsize * logits + min(CHUNK_BYTES, head)

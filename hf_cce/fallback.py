@@ -85,21 +85,16 @@ def _plain_chunks(z: Tensor, y: Tensor, spec: LossSpec, scale: Tensor | float) -
     """Handle the loss without options, with few kernels per chunk, because launches may take longer than the kernels."""
     (n, v), acc_dtype, unscaled = z.shape, accumulation_dtype(z.dtype), not isinstance(scale, Tensor) and scale == 1.0
     label_logit, at_label = z.gather(1, y).to(acc_dtype), torch.empty((n, 1), dtype=acc_dtype, device=z.device)
-    for rows in _chunks(n, acc_dtype.itemsize * v, spec.memory_budget):
+    copied = 0 if z.is_contiguous() else z.element_size()  # by log_softmax
+    for rows in _chunks(n, (acc_dtype.itemsize + copied) * v, spec.memory_budget):
         part = z[rows]
-        if isinstance(scale, float) and not unscaled:  # float16 on a GPU: one pass over the float32 values fewer than below
-            top, entry = part.max(1, keepdim=True)
-            f = F.softmax(part, 1, dtype=acc_dtype)
-            torch.add(label_logit[rows] - top, f.gather(1, entry).log_(), out=at_label[rows])
-            torch.mul(f, scale, out=part)
-        else:
-            f = F.log_softmax(part, 1, dtype=acc_dtype)
-            torch.gather(f, 1, y[rows], out=at_label[rows])
-            if not unscaled:
-                torch.mul(f.exp_(), scale, out=part)
-            elif any(spec.needs):
-                torch.exp(f, out=part)
-        del f  # free it before the next one is allocated
+        log_p = F.log_softmax(part, 1, dtype=acc_dtype)
+        torch.gather(log_p, 1, y[rows], out=at_label[rows])
+        if not unscaled:
+            torch.mul(log_p.exp_(), scale, out=part)
+        elif any(spec.needs):
+            torch.exp(log_p, out=part)
+        del log_p  # free it before the next one is allocated
     gradient = at_label.expm1()
     z.scatter_(1, y, (gradient if unscaled else gradient * scale).to(z.dtype))
     return -at_label, label_logit - at_label

@@ -263,5 +263,7 @@ def _prepare_inputs(
         raise ValueError(f"labels must be integers (torch.int64, int32, int16 or uint8), got {labels.dtype}{way}")
     checks.check_device("labels", labels, "hidden_states", hidden_states)
     checks.check_logit_options(logit_scale, softcap)
-    x = Inputs(hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias, labels.reshape(-1).long().contiguous())
+    # flatten makes no view of a tensor that has this shape already
+    flat = hidden_states.flatten(0, -2) if hidden_states.dim() > 1 else hidden_states[None]
+    x = Inputs(flat, weight, bias, labels.flatten().long().contiguous())
     return x, (checks.to_number(ignore_index, int), checks.to_number(logit_scale), float(softcap or 0.0))

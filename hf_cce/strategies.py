@@ -27,7 +27,7 @@ InputGrads = Sequence[Tensor | None]  # of hidden, weight and bias; None or empt
 Upstream = Sequence[Tensor | None]  # gradients of a strategy's outputs
 Needs = tuple[bool, bool, bool]  # which gradients this backward pass needs, possibly fewer than spec.needs
 SUM = Divisor(number=1.0)
-_SUM_REDUCTION = 2  # at::Reduction::Sum
+_MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # at::Reduction
 T = TypeVar("T")
 
 
@@ -205,9 +205,16 @@ class FullLogits(Strategy):
         if spec.softcap:
             z = spec.softcap * torch.tanh(z.to(dtype) / spec.softcap)
         log_p = z.log_softmax(1, dtype=dtype)  # on a GPU, float16 is converted in the same kernel
+        options = spec.label_smoothing or spec.z_loss
+        mean = not options and self.divisor.items is None and self.divisor.number == 0
         # The operator behind F.nll_loss also returns the number of labels. On a GPU it asserts that they are in range.
-        total, items = torch.ops.aten.nll_loss_forward(log_p, x.labels, None, _SUM_REDUCTION, spec.ignore_index)
-        if spec.label_smoothing or spec.z_loss:
+        total, items = torch.ops.aten.nll_loss_forward(
+            log_p, x.labels, None, _MEAN_REDUCTION if mean else _SUM_REDUCTION, spec.ignore_index
+        )
+        if mean:  # without labels it is NaN, but its gradients are zero
+            total.detach().masked_fill_(items == 0, 0.0)
+            return total
+        if options:
             valid = x.labels != spec.ignore_index
             total = total * (1 - spec.label_smoothing) - spec.label_smoothing * log_p.mean(1).where(valid, 0.0).sum()
             total = total + spec.z_loss * z.to(dtype).logsumexp(1).square().where(valid, 0.0).sum()

@@ -7,6 +7,7 @@ Modules, roughly in the order of a training step:
     forward         compute logits tile by tile (with hopper or tiles) and reduce them to statistics per token
     loss            compute the scalar loss and save tensors for the backward pass
         exp_cache       cache exponentials of the first columns, as far as the memory budget allows
+        exp_products    compute gradients directly from exponentials of all columns
         token_groups    compute gradients in the forward pass, one group of tokens at a time
     materialized    compute the scalar loss of few tokens from full logits
     filter/         gradient filter; its forward and backward pass are in run

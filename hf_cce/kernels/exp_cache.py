@@ -4,8 +4,8 @@ For a logit z, the cache holds exp(z − z_label), times (1 − (z/softcap)²) w
 the gradient of the logit, multiply by one factor per token; only the label's entry is computed separately. The values fit
 bfloat16's range while the token's loss is below LOSS_LIMIT. Row blocks with a token above it are recomputed in the backward pass.
 
-This module caches the first columns for all tokens. hf_cce.kernels.token_groups instead stores all columns for one group of
-tokens at a time: for a frozen head if the budget allows, and for a trained one if groups are large enough to be faster.
+This module caches the first columns for all tokens. If those are all columns, hf_cce.kernels.exp_products computes the gradients
+from them. hf_cce.kernels.token_groups stores all columns for one group of tokens at a time instead, if that is faster.
 """
 
 from __future__ import annotations
