@@ -141,7 +141,9 @@ def _finish_weight_kernel(
         token = tl.load(tokens + places, mask=places < stop, other=0)
         c = tl.load(entries + places, mask=places < stop, other=0.0)
         h = tl.load(
-            hidden + token[:, None] * hidden_stride + ds[None, :], mask=(c != 0.0)[:, None] & (ds < d)[None, :], other=0.0
+            hidden + token[:, None] * hidden_stride + ds[None, :],
+            mask=(c != 0.0)[:, None] & (ds < d)[None, :],
+            other=0.0,
         )
         c = tl.where(label[None, :] == rows[:, None], c[None, :], 0.0)
         x = tl.dot(c, h.to(tl.float32), x, input_precision="ieee")
