@@ -49,7 +49,7 @@ MATERIALIZED_BYTES = 256 << 20
 # launches more kernels than full logits do; in bfloat16 its lower memory is worth up to 15 % of the time.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
 BYTES_PER_LOGIT = 12  # per logit: log-probabilities and the gradients of log-probabilities and logits, in float32
-# For an odd vocabulary size and 16-bit dtypes, the maximum of tokens · hidden size · vocabulary: GEMMs on unaligned rows are slow.
+# The maximum of tokens · hidden size · vocabulary for 16-bit dtypes and an odd vocabulary: GEMMs on unaligned rows are slow.
 FULL_LOGITS_MAX_WORK_ODD = 1.6e10
 
 
@@ -164,7 +164,7 @@ def _full_logits_max(p: Problem, spec: LossSpec) -> int:
 
 
 def _falls_back(p: Problem, spec: LossSpec) -> bool:
-    """Return True if the alternative to full logits is the PyTorch fallback. An absent GPU stands for one that runs the kernels."""
+    """Return True if the PyTorch fallback replaces full logits. An absent GPU stands for one that runs the kernels."""
     if spec.implementation == "portable" or p.dtype in FULL_PRECISION:
         return True
     return torch.cuda.is_initialized() and choose_implementation(p.device, p.dtype, spec.implementation) == "portable"

@@ -53,7 +53,7 @@ def _chunks(n: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, v: int, rows: int) -> Tensor:
-    """Allocate logits [rows, V]. Rows on a GPU are padded, because GEMMs (in float32, those with TF32) are slow on unaligned rows."""
+    """Allocate logits [rows, V]. Rows on a GPU are padded: 16-bit and TF32 GEMMs are slow on unaligned rows."""
     stride = -(-v // ALIGNMENT) * ALIGNMENT if hidden.is_cuda else v
     return hidden.new_empty((rows, stride))[:, :v]
 

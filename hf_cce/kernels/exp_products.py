@@ -28,8 +28,8 @@ from hf_cce.kernels.tiles import softcap_slope
 # Bytes of a float32 product: enough tiles to keep cuBLAS busy, small enough to stay in an H200's L2 cache until rounded.
 PRODUCT_BYTES = 32 << 20
 BLOCK_R = 16  # rows of the product that one program rounds
-# Rounding dW apart moves 8 · V · D bytes and adds launches; a pass over the exponentials moves 4 · N · V. Measured on an H100: the
-# former is faster from this N / D on.
+# Rounding dW apart moves 8 · V · D bytes and adds launches, a pass over the exponentials moves 4 · N · V. On an H100, the former
+# is faster from this N / D on.
 TOKENS_PER_WIDTH = 6
 
 
