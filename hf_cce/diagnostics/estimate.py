@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +100,10 @@ def loss_bytes(variant: str, tokens: int, model: Model, dtype: str, budget: int 
     config = CCEConfig(memory_budget=budget or "auto")
     torch_dtype = getattr(torch, "bfloat16" if dtype == "mixed" else dtype)
     sizes = tokens, model.hidden, model.vocabulary
-    found = explain_dispatch(*sizes, torch_dtype, config=config, frozen=not model.trains_head)
+    found, unfiltered = (
+        explain_dispatch(*sizes, torch_dtype, config=each, frozen=not model.trains_head)
+        for each in (config, replace(config, gradient_filter=None))
+    )
     few_tokens = found.strategy == "full_logits"
     if variant == "full" or few_tokens:
         # The gradients of hidden states and weight are allocated after two of the three copies of the logits were freed.
@@ -108,8 +111,8 @@ def loss_bytes(variant: str, tokens: int, model: Model, dtype: str, budget: int 
     elif found.logits_dtype in (torch.bfloat16, torch.float16):
         problem = Problem(*sizes, torch_dtype, torch.device("cuda"))
         peak = materialized_bytes(problem, found.logits_dtype) + gradient_bytes
-    else:  # float32 logits of all tokens need no more
-        peak = min(found.memory_budget, 4 * logits) + gradient_bytes
+    else:  # the filter may rest; float32 logits of all tokens need no more
+        peak = min(max(found.memory_budget, unfiltered.memory_budget), 4 * logits) + gradient_bytes
     return peak, gradient_bytes, few_tokens
 
 
