@@ -273,8 +273,5 @@ def logit_stats_backward(
     if uses_hopper(plan, bias, spec.softcap, grads.mean, grads.entropy):
         has_active = cache is not None and cache.label.active is not None
         label = cache.label if cache is not None and has_active else label_logits(inputs, plan, plan.block_m)
-    _Backward(
-        inputs, vectors, plan, cache, label, grad_hidden, grad_weight, grad_bias,
-        spec.memory_budget,
-    ).run()  # fmt: skip
+    _Backward(inputs, vectors, plan, cache, label, grad_hidden, grad_weight, grad_bias, spec.memory_budget).run()
     return grad_hidden, grad_weight, grad_bias

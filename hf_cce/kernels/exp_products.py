@@ -179,7 +179,7 @@ def product_bytes_per_token(shape: Shape, num_tiles: int, need_weight: bool) -> 
 
 
 def pays_and_fits(shape: Shape, num_tiles: int, needs: tuple[bool, bool, bool], budget: int) -> bool:
-    """Return True if ``gradients_from_exponentials`` is faster than ``exp_to_dlogits_``, and its memory fits the budget."""
+    """Return True if products of the exponentials are faster than ``exp_to_dlogits_``, and their memory fits the budget."""
     n, d, v, _ = shape
     _, need_weight, need_bias = needs
     if need_bias or (need_weight and n < TOKENS_PER_WIDTH * d):
