@@ -78,51 +78,22 @@ def _factors_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["first_row", "num_rows"])
-def _finish_hidden_kernel(
-    product,  # [rows, D] float32
-    weight,  # [V, D]
-    labels,  # [N]
-    scale,  # [N]
-    label_entry,  # [N], zero where the label is ignored
-    out,  # [N, D], written
-    first_row,
-    num_rows,
-    d,
-    weight_stride,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    at = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    rows, in_rows = first_row + at, at < num_rows
-    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = in_rows[:, None] & (ds < d)[None, :]
-    c = tl.load(label_entry + rows, mask=in_rows, other=0.0)
-    f = tl.load(scale + rows, mask=in_rows, other=0.0)
-    label = tl.load(labels + rows, mask=in_rows & (c != 0.0), other=0)
-    w = tl.load(
-        weight + label.to(tl.int64)[:, None] * weight_stride + ds[None, :], mask=mask & (c != 0.0)[:, None], other=0.0
-    )
-    x = tl.load(product + at.to(tl.int64)[:, None] * d + ds[None, :], mask=mask, other=0.0)
-    x = x * f[:, None] + w.to(tl.float32) * c[:, None]
-    tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
-
-
-@Kernel
 @triton.jit(do_not_specialize=["first_block", "num_rows"])
-def _finish_weight_kernel(
+def _finish_kernel(
     product,  # [rows, D] float32
-    hidden,  # [N, D]
-    labels,  # see SortedLabels
-    tokens,
+    scale,  # factor of each row of the product, if HAS_SCALE
+    addend,  # [*, D], see Addends
+    targets,
+    sources,
     entries,
     starts,
     grad,  # scalar to multiply by, if HAS_GRAD
-    out,  # [V, D], written
-    first_block,  # of the rows of dW
+    out,  # [*, D], its rows are written
+    first_block,  # of the rows of out
     num_rows,
     d,
-    hidden_stride,
+    addend_stride,
+    HAS_SCALE: tl.constexpr,
     HAS_GRAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -134,19 +105,21 @@ def _finish_weight_kernel(
     ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (at < num_rows)[:, None] & (ds < d)[None, :]
     x = tl.load(product + at.to(tl.int64)[:, None] * d + ds[None, :], mask=mask, other=0.0)
+    if HAS_SCALE:
+        x *= tl.load(scale + rows, mask=at < num_rows, other=0.0)[:, None]
     stop = tl.load(starts + block + 1)
     for first in range(tl.load(starts + block), stop, BLOCK_T):
         places = first + tl.arange(0, BLOCK_T)
-        label = tl.load(labels + places, mask=places < stop, other=-1)
-        token = tl.load(tokens + places, mask=places < stop, other=0)
+        target = tl.load(targets + places, mask=places < stop, other=-1)
+        source = tl.load(sources + places, mask=places < stop, other=0)
         c = tl.load(entries + places, mask=places < stop, other=0.0)
-        h = tl.load(
-            hidden + token[:, None] * hidden_stride + ds[None, :],
+        y = tl.load(
+            addend + source[:, None] * addend_stride + ds[None, :],
             mask=(c != 0.0)[:, None] & (ds < d)[None, :],
             other=0.0,
         )
-        c = tl.where(label[None, :] == rows[:, None], c[None, :], 0.0)
-        x = tl.dot(c, h.to(tl.float32), x, input_precision="ieee")
+        c = tl.where(target[None, :] == rows[:, None], c[None, :], 0.0)
+        x = tl.dot(c, y.to(tl.float32), x, input_precision="ieee")
     if HAS_GRAD:  # zero stays zero: without tokens, `grad` may be non-finite (division by zero)
         x = tl.where(x == 0, 0.0, x * tl.load(grad).to(tl.float32))
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
@@ -160,11 +133,13 @@ class Factors(NamedTuple):
     flags: Tensor  # [row blocks] int32: a row block with a nonzero flag must hold the gradient itself
 
 
-class SortedLabels(NamedTuple):
-    labels: Tensor  # [N], ascending
-    tokens: Tensor  # [N] int64: the tokens of these labels
-    entries: Tensor  # [N]: c of these tokens
-    starts: Tensor  # [⌈V / BLOCK_R⌉ + 1] int32: where the labels of each block of BLOCK_R vocabulary entries begin
+class Addends(NamedTuple):
+    """Rows of a matrix to add to the rows of another one, in ascending order of the latter."""
+
+    targets: Tensor  # [N] the row to add to
+    sources: Tensor  # [N] int64: the row to add
+    entries: Tensor  # [N] its factor; if it is zero, the row is not read
+    starts: Tensor  # [row blocks + 1] where the addends of each block of BLOCK_R targets begin
 
 
 def rows_at_a_time(d: int, max_rows: int) -> int:
@@ -211,46 +186,47 @@ def scale_tokens(hidden: Tensor, scale: Tensor) -> Tensor:
     return torch.mul(hidden, scale[:, None], out=torch.empty_like(hidden, memory_format=torch.contiguous_format))
 
 
-def sort_labels(labels: Tensor, label_entry: Tensor, v: int) -> SortedLabels:
+def label_addends(labels: Tensor, label_entry: Tensor, v: int) -> Addends:
+    """Return c · h of each token, to add to the label's row of dW."""
     ordered, tokens = torch.sort(labels, stable=True)
     blocks = torch.arange(0, v + BLOCK_R, BLOCK_R, device=labels.device)
-    return SortedLabels(ordered, tokens, label_entry[tokens], torch.searchsorted(ordered, blocks, out_int32=True))
+    return Addends(ordered, tokens, label_entry[tokens], torch.searchsorted(ordered, blocks, out_int32=True))
 
 
-def finish_weight(
-    product: Tensor,  # [rows, D] float32: Sᵀ (f · h)
-    first_row: int,  # of dW; a multiple of BLOCK_R
-    inputs: LogitInputs,
-    by_label: SortedLabels,
-    out: Tensor,  # [V, D], its rows are written
+def finish(
+    product: Tensor,  # [rows, D] float32
+    first_row: int,  # of ``out``; a multiple of BLOCK_R
+    addend: Tensor,  # [*, D]
+    addends: Addends,
+    out: Tensor,  # [*, D], its rows are written
+    scale: Tensor | None = None,  # factor of each row of the product
     grad: Tensor | None = None,  # scalar to multiply by
 ) -> None:
-    """Add the labels' entries to the products, and write these rows of dW."""
-    d, hidden = inputs.shape.d, inputs.hidden
-    _finish_weight_kernel[(ceil_div(len(product), BLOCK_R), ceil_div(d, 128))](
-        product, hidden, *by_label, grad, out, first_row // BLOCK_R, len(product), d, hidden.stride(0),
-        HAS_GRAD=grad is not None, BLOCK_R=BLOCK_R, BLOCK_T=16, BLOCK_D=128,
+    """Write (scale · product + addends) · grad."""
+    rows, d = product.shape
+    _finish_kernel[(ceil_div(rows, BLOCK_R), ceil_div(d, 128))](
+        product, scale, addend, *addends, grad, out, first_row // BLOCK_R, rows, d, addend.stride(0),
+        HAS_SCALE=scale is not None, HAS_GRAD=grad is not None, BLOCK_R=BLOCK_R, BLOCK_T=16, BLOCK_D=128,
     )  # fmt: skip
 
 
 def write_hidden_gradient(values: Tensor, factors: Factors, inputs: LogitInputs, out: Tensor) -> None:
-    n, d, _, _ = inputs.shape
-    product = torch.empty((rows_at_a_time(d, n), d), device=values.device, dtype=torch.float32)
+    (n, d, _, _), device = inputs.shape, values.device
+    starts = torch.arange(0, n + BLOCK_R, BLOCK_R, dtype=torch.int32, device=device).clamp_(max=n)
+    addends = Addends(torch.arange(n, device=device), inputs.labels, factors.label_entry, starts)
+    product = torch.empty((rows_at_a_time(d, n), d), device=device, dtype=torch.float32)
     for start in range(0, n, len(product)):
         stop = min(n, start + len(product))
         multiply_add(product[: stop - start], values[start:stop], inputs.weight, first=True)
-        _finish_hidden_kernel[(ceil_div(stop - start, BLOCK_R), ceil_div(d, 256))](
-            product, inputs.weight, inputs.labels, factors.scale, factors.label_entry, out, start, stop - start, d,
-            inputs.weight.stride(0), BLOCK_R=BLOCK_R, BLOCK_D=256,
-        )  # fmt: skip
+        finish(product[: stop - start], start, inputs.weight, addends, out, factors.scale)
 
 
 def write_weight_gradient(values: Tensor, factors: Factors, inputs: LogitInputs, out: Tensor) -> None:
     _, d, v, _ = inputs.shape
-    by_label = sort_labels(inputs.labels, factors.label_entry, v)
+    addends = label_addends(inputs.labels, factors.label_entry, v)
     scaled = scale_tokens(inputs.hidden, factors.scale)
     product = torch.empty((rows_at_a_time(d, v), d), device=values.device, dtype=torch.float32)
     for start in range(0, v, len(product)):
         stop = min(v, start + len(product))
         multiply_add(product[: stop - start], values[:, start:stop].t(), scaled, first=True)
-        finish_weight(product[: stop - start], start, inputs, by_label, out)
+        finish(product[: stop - start], start, inputs.hidden, addends, out)

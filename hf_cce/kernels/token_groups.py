@@ -18,11 +18,11 @@ from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.exp_cache import Slab
 from hf_cce.kernels.exp_products import (
     exp_factors,
-    finish_weight,
+    finish,
+    label_addends,
     product_bytes_per_token,
     rows_at_a_time,
     scale_tokens,
-    sort_labels,
     write_hidden_gradient,
 )
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
@@ -118,7 +118,7 @@ def scale_precomputed_gradients(
     if need_weight and sums is not None:
         grad_weight = sums if x.weight.dtype == sums.dtype else torch.empty_like(sums, dtype=x.weight.dtype)
         inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
-        finish_weight(sums, 0, inputs, sort_labels(inputs.labels, label_entry, len(sums)), grad_weight, grad)
+        finish(sums, 0, inputs.hidden, label_addends(inputs.labels, label_entry, len(sums)), grad_weight, grad=grad)
     if need_hidden:
         size = grad_hidden.numel()
         _multiply_kernel[(min(1024, ceil_div(size, 4096)),)](grad_hidden, grad, size, BLOCK=4096, num_warps=8)
