@@ -85,7 +85,9 @@ def _plain_chunks(z: Tensor, y: Tensor, spec: LossSpec, scale: Tensor | float) -
     """Handle the loss without options, with few kernels per chunk, because launches may take longer than the kernels."""
     (n, v), acc_dtype, unscaled = z.shape, accumulation_dtype(z.dtype), not isinstance(scale, Tensor) and scale == 1.0
     label_logit, at_label = z.gather(1, y).to(acc_dtype), torch.empty((n, 1), dtype=acc_dtype, device=z.device)
-    copied = 0 if z.is_contiguous() else z.element_size()  # by log_softmax
+    # log_softmax copies rows that it has to convert or that are padded; on a GPU, it converts float16 without a copy.
+    converted = z.dtype != acc_dtype and not (z.is_cuda and z.dtype == torch.float16)
+    copied = acc_dtype.itemsize if converted else 0 if z.is_contiguous() else z.element_size()
     for rows in _chunks(n, (acc_dtype.itemsize + copied) * v, spec.memory_budget):
         part = z[rows]
         log_p = F.log_softmax(part, 1, dtype=acc_dtype)

@@ -24,7 +24,14 @@ from transformers.initialization import no_init_weights  # some initializers rea
 from hf_cce import CCEConfig
 from hf_cce.diagnostics.machine import GIB, first_line
 from hf_cce.diagnostics.shapes import auto_class, config_named, is_model_type
-from hf_cce.dispatch import BYTES_PER_LOGIT, FULL_LOGITS_MAX, Problem, explain_dispatch, materialized_bytes
+from hf_cce.dispatch import (
+    BYTES_PER_LOGIT,
+    FULL_LOGITS_MAX,
+    FULL_LOGITS_MAX_FALLBACK,
+    Problem,
+    explain_dispatch,
+    materialized_bytes,
+)
 
 # Bytes per element of an activation, by training dtype; mixed is float32 weights under bfloat16 autocast, as Trainer's bf16=True.
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "mixed": 2}
@@ -318,7 +325,8 @@ def _step(
 def verdict(found: Estimate) -> str:
     """Return in one sentence what CCE saves."""
     if found.few_tokens:
-        tokens, millions, limit = found.batch * found.sequence, found.logits / 1e6, FULL_LOGITS_MAX / 1e6
+        tokens, millions = found.batch * found.sequence, found.logits / 1e6
+        limit = (FULL_LOGITS_MAX_FALLBACK if found.dtype == "float32" else FULL_LOGITS_MAX) / 1e6
         return (
             f"hf_cce saves nothing here: {tokens:,} tokens make {millions:.0f} million logits. "
             f"For up to {limit:.0f} million logits that fit memory_budget, a patched model uses its own loss, which is faster."

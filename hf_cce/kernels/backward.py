@@ -260,14 +260,19 @@ def logit_stats_backward(
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
     plan = make_plan(inputs.hidden, inputs.weight, backward=True)
     vectors = GradInputs.from_grads(lse, entropy, grads)
-    tiles, whole = ceil_div(v, plan.block_n), cache is not None and cache.slabs[0].stop == v
-    if cache is not None and whole and pays_and_fits(inputs.shape, tiles, spec.needs, spec.memory_budget):
-        factors = exp_factors(cache.slabs[0], cache.label.logit, inputs, vectors, plan.block_m)
-        write_logit_gradient(cache.slabs[0], inputs, vectors, plan, factors.flags)
+    num_tiles = ceil_div(v, plan.block_n)
+    if (
+        cache is not None
+        and cache.slabs[0].stop == v
+        and pays_and_fits(inputs.shape, num_tiles, spec.needs, spec.memory_budget)
+    ):
+        slab = cache.slabs[0]
+        factors = exp_factors(slab, cache.label.logit, inputs, vectors, plan.block_m)
+        write_logit_gradient(slab, inputs, vectors, plan, factors.flags)
         if need_weight:
-            write_weight_gradient(cache.slabs[0].values, factors, inputs, grad_weight)
+            write_weight_gradient(slab.values, factors, inputs, grad_weight)
         if need_hidden:
-            write_hidden_gradient(cache.slabs[0].values, factors, inputs, grad_hidden)
+            write_hidden_gradient(slab.values, factors, inputs, grad_hidden)
         return grad_hidden, grad_weight, grad_bias
     label = None
     if uses_hopper(plan, bias, spec.softcap, grads.mean, grads.entropy):

@@ -135,7 +135,7 @@ def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, ha
     width, later_width = (
         x // (element * n) // block_n * block_n for x in (min(left, budget - accumulator), budget - accumulator)
     )
-    return width if 4 * width >= 3 * later_width else 0
+    return min(width, v) if 4 * width >= 3 * later_width else 0
 
 
 def _dw_buffer_columns(shape: Shape, block_n: int) -> int:

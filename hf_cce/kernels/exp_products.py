@@ -63,15 +63,15 @@ def _factors_kernel(
     over_limit = tl.max((in_rows & ((row_lse - z <= LOSS_LIMIT) == 0)).to(tl.int32), 0)  # true for NaN
     p = tl.exp(z - row_lse)
     # Upstream gradients of ignored tokens may be infinite, so they are not loaded.
-    g = tl.load(grad_lse + rows, mask=in_rows & valid, other=0.0)
-    c = g * p + tl.load(grad_label + rows, mask=in_rows & valid, other=0.0)
+    g = tl.load(grad_lse + rows, mask=valid, other=0.0)
+    c = g * p + tl.load(grad_label + rows, mask=valid, other=0.0)
     if HAS_SOFTCAP:
         c *= softcap_slope(z, softcap)
     # A flagged row block is recomputed: its values become the gradient itself, including the labels' entries.
     f = tl.where(over_limit != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
     c = tl.where((over_limit == 0) & valid, c * logit_scale, 0.0)
     zero = tl.zeros((BLOCK_M,), values.dtype.element_ty)
-    tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=in_rows & valid)
+    tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=valid)
     tl.store(flags + tl.program_id(0), over_limit)
     tl.store(scale + rows, f, mask=in_rows)
     tl.store(label_entry + rows, c, mask=in_rows)
@@ -187,8 +187,8 @@ def scale_tokens(hidden: Tensor, scale: Tensor) -> Tensor:
 
 
 def label_addends(labels: Tensor, label_entry: Tensor, v: int) -> Addends:
-    """Return c · h of each token, to add to the label's row of dW."""
-    ordered, tokens = torch.sort(labels, stable=True)
+    """Return c · h of each token, to add to the label's row of dW. Tokens without an entry are placed before ``starts``."""
+    ordered, tokens = torch.sort(labels.where(label_entry != 0, -1), stable=True)
     blocks = torch.arange(0, v + BLOCK_R, BLOCK_R, device=labels.device)
     return Addends(ordered, tokens, label_entry[tokens], torch.searchsorted(ordered, blocks, out_int32=True))
 

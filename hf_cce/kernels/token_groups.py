@@ -26,7 +26,7 @@ from hf_cce.kernels.exp_products import (
     write_hidden_gradient,
 )
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
-from hf_cce.kernels.launch_config import Plan, ceil_div
+from hf_cce.kernels.launch_config import Plan, ceil_div, row_major
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import multiply_add
 from hf_cce.spec import Inputs, LossSpec
@@ -117,8 +117,8 @@ def scale_precomputed_gradients(
     grad_weight = None
     if need_weight and sums is not None:
         grad_weight = sums if x.weight.dtype == sums.dtype else torch.empty_like(sums, dtype=x.weight.dtype)
-        inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
-        finish(sums, 0, inputs.hidden, label_addends(inputs.labels, label_entry, len(sums)), grad_weight, grad=grad)
+        addends = label_addends(x.labels, label_entry, len(sums))
+        finish(sums, 0, row_major(x.hidden), addends, grad_weight, grad=grad)
     if need_hidden:
         size = grad_hidden.numel()
         _multiply_kernel[(min(1024, ceil_div(size, 4096)),)](grad_hidden, grad, size, BLOCK=4096, num_warps=8)

@@ -73,6 +73,15 @@ def test_saved_tensors_without_a_filter_fit_the_budget(
         assert found[1280] == ("cache" if all_fit or ((n, d) == (4096, 4096) and not frozen) else "groups of tokens")
 
 
+def test_the_cache_is_not_wider_than_the_vocabulary() -> None:
+    from hf_cce.kernels.exp_cache import plan_cache
+    from hf_cce.kernels.inputs import Shape
+
+    shape = Shape(2000, 64, 157, torch.bfloat16)
+    plans = [plan_cache(shape, 5, 32, 32, False, budget) for budget in range(900_000, 1_400_000, 10_000)]
+    assert {sum(plan) for plan in plans if plan} == {128, 157}
+
+
 def test_groups_need_dh_and_no_bias_gradient() -> None:
     from hf_cce.kernels.inputs import Shape
     from hf_cce.kernels.token_groups import group_size

@@ -136,6 +136,14 @@ def test_many_tokens_with_the_same_label(strategy: str, monkeypatch: pytest.Monk
     assert counts[forward_counter(strategy)] == 1
 
 
+def test_ignored_tokens_are_not_added_to_a_label() -> None:
+    """Thousands of them, with the label 3 here, would otherwise keep one program busy."""
+    from hf_cce.kernels.exp_products import label_addends
+
+    addends = label_addends(torch.tensor([3, -100, 3, 5, 3]), torch.tensor([0.0, 0.0, 1.0, 2.0, 0.0]), 99)
+    assert addends.starts[:2].tolist() == [3, 5] and addends.entries[3:].tolist() == [1.0, 2.0]
+
+
 @pytest.mark.parametrize("far", [slice(20, 21), slice(None)], ids=["one", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", ["exp_cache", "partial_exp_cache", "token_groups", "exp_products"])
