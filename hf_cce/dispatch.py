@@ -46,7 +46,7 @@ FILTER_TOKENS = 2048
 # used, also logits of up to this size in the 16-bit dtype of the inputs, rounded as in PyTorch's own loss.
 MATERIALIZED_BYTES = 256 << 20
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
-# launches more kernels than full logits do; in bfloat16 its lower memory is worth up to 15 % of the time.
+# launches more kernels than full logits do, but in bfloat16 its lower memory is worth some time.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
 BYTES_PER_LOGIT = 12  # per logit: log-probabilities and the gradients of log-probabilities and logits, in float32
 # The maximum of tokens · hidden size · vocabulary for 16-bit dtypes and an odd vocabulary: GEMMs on unaligned rows are slow.

@@ -259,7 +259,7 @@ def logit_stats_backward(
     if n == 0:
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
     plan = make_plan(inputs.hidden, inputs.weight, backward=True)
-    vectors = GradInputs.from_grads(lse, entropy, grads)
+    grad_inputs = GradInputs.from_grads(lse, entropy, grads)
     num_tiles = ceil_div(v, plan.block_n)
     if (
         cache is not None
@@ -267,8 +267,8 @@ def logit_stats_backward(
         and pays_and_fits(inputs.shape, num_tiles, spec.needs, spec.memory_budget)
     ):
         slab = cache.slabs[0]
-        factors = exp_factors(slab, cache.label.logit, inputs, vectors, plan.block_m)
-        write_logit_gradient(slab, inputs, vectors, plan, factors.flags)
+        factors = exp_factors(slab, cache.label.logit, inputs, grad_inputs, plan.block_m)
+        write_logit_gradient(slab, inputs, grad_inputs, plan, factors.flags)
         if need_weight:
             write_weight_gradient(slab.values, factors, inputs, grad_weight)
         if need_hidden:
@@ -278,5 +278,5 @@ def logit_stats_backward(
     if uses_hopper(plan, bias, spec.softcap, grads.mean, grads.entropy):
         has_active = cache is not None and cache.label.active is not None
         label = cache.label if cache is not None and has_active else label_logits(inputs, plan, plan.block_m)
-    _Backward(inputs, vectors, plan, cache, label, grad_hidden, grad_weight, grad_bias, spec.memory_budget).run()
+    _Backward(inputs, grad_inputs, plan, cache, label, grad_hidden, grad_weight, grad_bias, spec.memory_budget).run()
     return grad_hidden, grad_weight, grad_bias

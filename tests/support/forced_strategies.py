@@ -29,6 +29,7 @@ STRATEGIES = (
     "filtered",
     "exact",
 )
+PRODUCT_STRATEGIES = ("exp_products", "token_groups")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEEPS_ALL = 1e-9  # a gradient_filter that drops only zeros
 _COUNTER_OF_FUNCTION = {
@@ -52,11 +53,9 @@ def applies(strategy: str, options: Options, dtype: torch.dtype) -> bool:
         return strategy == "exact"
     if strategy == "materialized16":
         return dtype != torch.float32
-    if (
-        strategy in ("exp_products", "token_groups") and options.bias and not options.frozen
-    ):  # the bias needs a gradient
+    if strategy in PRODUCT_STRATEGIES and options.bias and not options.frozen:  # the bias needs a gradient
         return False
-    if strategy in ("exp_cache", "partial_exp_cache", "exp_products", "token_groups"):
+    if strategy in ("exp_cache", "partial_exp_cache", *PRODUCT_STRATEGIES):
         return dtype != torch.float16  # not enough range
     return strategy != "filtered" or not (options.bias or (DEVICE == "cuda" and dtype != torch.bfloat16))
 

@@ -10,6 +10,7 @@ import torch
 from command import python
 from forced_strategies import (
     DEVICE,
+    PRODUCT_STRATEGIES,
     STRATEGIES,
     applies,
     check_strategy,
@@ -33,7 +34,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strided_labels_and_inputs(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Options(bias=strategy not in ("filtered", "exp_products", "token_groups"))
+    options = Options(bias=strategy not in ("filtered", *PRODUCT_STRATEGIES))
     dtype = dtype_for(strategy)
     assert applies(strategy, options, dtype)
     counts = force_strategy(monkeypatch, strategy)
