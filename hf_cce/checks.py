@@ -14,6 +14,7 @@ from hf_cce.head_checks import transformed
 from hf_cce.spec import Divisor
 
 Reduction = Literal["mean", "sum", "none"]
+_REDUCTIONS = get_args(Reduction)
 _DEFAULT = CCEConfig()
 # Concrete types come first: the abstract classes, needed for NumPy scalars, make isinstance slow.
 _NUMBERS = (float, int, numbers.Real, torch.SymFloat, torch.SymInt)
@@ -29,8 +30,8 @@ def check_config(config: CCEConfig | None) -> CCEConfig:
 
 
 def check_reduction(reduction: str, num_items_in_batch: object) -> None:
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
     if num_items_in_batch is not None and reduction != "mean":
         raise ValueError(f"num_items_in_batch needs reduction='mean', got reduction={reduction!r}")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -152,15 +151,14 @@ def prefers_full_logits(p: Problem, spec: LossSpec) -> bool:
     if not 0 < logits <= FULL_LOGITS_MAX_FALLBACK or p.device.type != "cuda" or spec.implementation == "triton":
         return False
     odd = p.vocab_size % 2 and p.dtype not in FULL_PRECISION and p.work > FULL_LOGITS_MAX_WORK_ODD
-    if odd or logits > _full_logits_max(p, spec) or p.dtype == torch.float64:
+    falls_back = _falls_back(p, spec)
+    most = FULL_LOGITS_MAX_FALLBACK if falls_back and p.dtype != torch.bfloat16 else FULL_LOGITS_MAX
+    if odd or logits > most or p.dtype == torch.float64:
         return False
+    if falls_back and spec.auto_budget:
+        return True
     # The weight's gradient is computed last and reuses memory of the logits.
-    taken_over = _head_gradient_bytes(p, spec)
-    return BYTES_PER_LOGIT * logits - taken_over <= _budget(p, spec, "full_logits")
-
-
-def _full_logits_max(p: Problem, spec: LossSpec) -> int:
-    return FULL_LOGITS_MAX_FALLBACK if p.dtype != torch.bfloat16 and _falls_back(p, spec) else FULL_LOGITS_MAX
+    return BYTES_PER_LOGIT * logits - _head_gradient_bytes(p, spec) <= spec.memory_budget
 
 
 def _falls_back(p: Problem, spec: LossSpec) -> bool:
@@ -179,8 +177,7 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
     if not spec.auto_budget:
         return spec.memory_budget
     if strategy == "full_logits":
-        # A larger budget only instead of the PyTorch fallback: the kernels need less device time than full logits.
-        return BYTES_PER_LOGIT * _full_logits_max(p, spec) if _falls_back(p, spec) else spec.memory_budget
+        return max(spec.memory_budget, BYTES_PER_LOGIT * p.tokens * p.vocab_size)
     if strategy == "one_pass" and p.device.type != "cpu":
         # Room for blocks of logits and for the float32 accumulator of the weight's gradient.
         logits, head = p.tokens * p.vocab_size, _head_gradient_bytes(p, spec)
@@ -294,7 +291,7 @@ def _spec_after_dequantization(x: Inputs, spec: LossSpec) -> LossSpec | None:
     whole = x.hidden.element_size() * x.weight.numel()
     if spec.auto_budget:
         return spec if whole <= BYTES_PER_LOGIT * x.hidden.shape[0] * x.weight.shape[0] else None
-    return replace(spec, memory_budget=spec.memory_budget - whole) if 2 * whole <= spec.memory_budget else None
+    return spec._replace(memory_budget=spec.memory_budget - whole) if 2 * whole <= spec.memory_budget else None
 
 
 def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: FilterState | None) -> Strategy:
@@ -327,7 +324,7 @@ def loss_factor(x: Inputs, spec: LossSpec, divisor: Divisor) -> Tensor:
 def _build_strategy(decision: Decision, p: Problem, spec: LossSpec, divisor: Divisor) -> Strategy:
     budget = _budget(p, spec, decision.strategy)
     if budget != spec.memory_budget:
-        spec = replace(spec, memory_budget=budget)
+        spec = spec._replace(memory_budget=budget)
     if decision.logits_dtype is not None:
         return Materialized(spec, divisor, decision.logits_dtype)
     kinds = {"one_pass": OnePass, "recompute": Recompute, "exact": Exact}

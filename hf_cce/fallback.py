@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ def _logits_to_gradients(
     ignored = labels == spec.ignore_index
     y = labels.masked_fill(ignored, 0)[:, None]
     least, room = (CHUNK_BYTES if z.is_cuda else CHUNK_BYTES_CPU), spec.memory_budget - z.element_size() * z.numel()
-    spec = replace(spec, memory_budget=max(room, min(least, spec.memory_budget // 2)) if z.is_cuda else least)
+    spec = spec._replace(memory_budget=max(room, min(least, spec.memory_budget // 2)) if z.is_cuda else least)
     if bias is None and _is_plain(spec):
         loss, lse = _plain_chunks(z, y, spec, scale)
     else:
@@ -169,31 +169,37 @@ class LogitGrads:
 
     def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of hidden, weight and bias, times ``factor`` · ``grad``."""
-        g, h, (need_hidden, need_weight, need_bias) = self.logits, self.hidden, spec.needs
-        (n, v), d = g.shape, h.shape[1]
+        g, (need_hidden, need_weight, need_bias) = self.logits, spec.needs
         multiplier = (factor * grad).to(accumulation_dtype(g.dtype)) / self.scale
         if g.dtype == torch.float16 and not matmul_supports_fp32_out(g):  # the products would overflow float16
-            for rows in _chunks(n, 4 * v, CHUNK_BYTES_CPU):
+            for rows in _chunks(len(g), 4 * g.shape[1], CHUNK_BYTES_CPU):
                 torch.mul(g[rows].float(), multiplier, out=g[rows])
             multiplier = torch.ones_like(multiplier)
-        grad_hidden = grad_weight = grad_bias = None
+        grad_hidden = grad_bias = None
+        grad_weight = self._grad_weight(x.weight, multiplier) if need_weight else None
+        del self.hidden  # before the gradient of hidden is allocated
         if need_hidden:
             valid = torch.where(x.labels != spec.ignore_index, multiplier, 0)[:, None]
-            grad_hidden = torch.mul(matmul_acc(g, x.weight, rounded=True), valid, out=torch.empty_like(h))
-        if need_weight and g.dtype in FULL_PRECISION:
-            grad_weight = torch.mm(g.t(), h * multiplier)
-        elif need_weight and g.device.type == "cpu" and not matmul_supports_fp32_out(g):
-            number = float(multiplier)
-            exact = abs(math.frexp(number)[0]) == 0.5  # a power of two, exact to multiply by: see one_block
-            grad_weight = torch.mm(g.t(), h * number if exact else h)
-            grad_weight = grad_weight if exact else grad_weight.mul_(number)
-        elif need_weight:
-            grad_weight = x.weight.new_empty((v, d))
-            for rows in _chunks(v, 4 * d, PRODUCT_BYTES):
-                torch.mul(matmul_acc(g[:, rows].t(), h, rounded=True), multiplier, out=grad_weight[rows])
+            total = matmul_acc(g, x.weight, rounded=True)
+            grad_hidden = total if total.dtype == g.dtype else torch.empty_like(total, dtype=g.dtype)
+            torch.mul(total, valid, out=grad_hidden)
         if need_bias:
             grad_bias = torch.mul(g.sum(0, dtype=multiplier.dtype), multiplier).to(g.dtype)
         return [grad_hidden, grad_weight, grad_bias]
+
+    def _grad_weight(self, weight: Tensor, multiplier: Tensor) -> Tensor:
+        g, h = self.logits, self.hidden
+        if g.dtype in FULL_PRECISION:
+            return torch.mm(g.t(), h.mul_(multiplier))
+        if g.device.type == "cpu" and not matmul_supports_fp32_out(g):
+            number = float(multiplier)
+            if abs(math.frexp(number)[0]) == 0.5:  # a power of two, exact to multiply by: see one_block
+                return torch.mm(g.t(), h * number)
+            return torch.mm(g.t(), h).mul_(number)
+        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        for rows in _chunks(len(weight), 4 * weight.shape[1], PRODUCT_BYTES):
+            torch.mul(matmul_acc(g[:, rows].t(), h, rounded=True), multiplier, out=grad_weight[rows])
+        return grad_weight
 
 
 def one_block(
@@ -262,7 +268,7 @@ def _later_rows(x: Inputs, spec: LossSpec, lse: Tensor, grads: TokenGrads, grad_
             grads = grads._replace(mean=grads.mean * ((v - first) / v))
         labels = torch.where(valid, x.labels - first, never)
         rest = Inputs(x.hidden, x.weight[first:], None if x.bias is None else x.bias[first:], labels)
-        spec = replace(spec, ignore_index=never, needs=(False, True, False))
+        spec = spec._replace(ignore_index=never, needs=(False, True, False))
         reference.logit_stats_backward(rest, spec, lse, None, grads, grad_weight[first:])
         return
     hidden, grad_lse = _without_ignored(x, spec), torch.where(valid, grads.lse, 0)[:, None]
@@ -303,7 +309,7 @@ def token_blocks(
         least = min(room // 2, MIN_BLOCK_TOKENS * v * acc_dtype.itemsize)
         if rest and matmul_supports_fp32_out(hidden) and room - rest >= least:
             sums.rest, room = torch.zeros((v - fit, d), dtype=acc_dtype, device=device), room - rest
-    spec = replace(spec, memory_budget=room)
+    spec = spec._replace(memory_budget=room)
     block = _token_block(n, v, dtype, on_cpu, room)
     slab = _logits(hidden, v, min(block, n))
     losses, lse = (torch.empty(n, dtype=acc_dtype, device=device) for _ in range(2))

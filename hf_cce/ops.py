@@ -8,7 +8,6 @@ several times the host time of a small batch's kernels.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -200,7 +199,7 @@ def _save_stats(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 def _stats_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     *inputs, lse, entropy = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    spec = replace(ctx.spec, needs=needs)
+    spec = ctx.spec._replace(needs=needs)
     gradients = recompute_by_operator(Inputs(*inputs), spec, lse, entropy, stats_grads(lse, grads))
     return (*_only(needs, gradients), *[None] * 10)
 
@@ -298,7 +297,7 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
         return (None,) * 20
     *inputs, lse, factor = ctx.saved_tensors
     x, needs = Inputs(*inputs), ctx.needs_input_grad[:3]
-    spec = replace(ctx.spec, needs=needs)
+    spec = ctx.spec._replace(needs=needs)
     gradients: Any
     if ctx.gradients is not None and (needs_custom_op(grad) or not torch.is_grad_enabled()):
         grad = reference.zero_if_all_ignored(grad, x.labels, spec)
@@ -349,7 +348,7 @@ class _Fused(torch.autograd.Function):
         strategy, needs = ctx.strategy, ctx.needs_input_grad[1:4]
         # With create_graph=True grad mode is enabled here, and the custom operator raises on a second derivative.
         direct = not torch.is_grad_enabled() and not any(map(needs_custom_op, given))
-        gradients = _backward(strategy, inputs, saved, upstream, replace(strategy.spec, needs=needs), direct)
+        gradients = _backward(strategy, inputs, saved, upstream, strategy.spec._replace(needs=needs), direct)
         return (None, *_only(needs, gradients), None)
 
 

@@ -9,7 +9,6 @@ gradient of the hidden states [N, D] is all-reduced.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +117,7 @@ class _Statistics(torch.autograd.Function):
         here = valid & (labels >= part.first) & (labels < part.first + part.rows)
         # A label on another rank becomes index 0 of this slice; ``here`` masks what that would add.
         token_ids = torch.where(here, labels - part.first, 0).masked_fill_(~valid, _IGNORED)
-        spec = replace(spec, ignore_index=_IGNORED)
+        spec = spec._replace(ignore_index=_IGNORED)
         if part.rows:
             slice_stats = ops.statistics(Inputs(hidden, weight, bias, token_ids), spec, wanted)
             lse, at_label, mean, entropy, log_sum_sq, _ = slice_stats
@@ -171,7 +170,7 @@ class _Statistics(torch.autograd.Function):
                 grad_entropy,
             )
             x = Inputs(hidden, weight, bias, token_ids)
-            gradients = ops.recompute_by_operator(x, replace(spec, needs=needs), lse, entropy, stat_grads)
+            gradients = ops.recompute_by_operator(x, spec._replace(needs=needs), lse, entropy, stat_grads)
         else:
             gradients = (torch.zeros_like(hidden), torch.zeros_like(weight), None if bias is None else bias * 0)
         if needs[0]:

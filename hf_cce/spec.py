@@ -5,7 +5,6 @@ Legend: N tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 from hf_cce.config import CCEConfig
 
 
-@dataclass(frozen=True)
-class LossSpec:
+class LossSpec(NamedTuple):
     """The checked options of one loss, on the host. ``hf_cce.loss`` makes it once from the user's arguments."""
 
     ignore_index: int

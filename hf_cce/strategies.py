@@ -10,7 +10,6 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -246,7 +245,7 @@ class OnePass(Strategy):
         if cache is None or upstream[0] is None or saved.factor is None:
             return None
         grad = reference.zero_if_all_ignored(upstream[0], x.labels, self.spec)
-        return cache.finalize(x, replace(self.spec, needs=needs), saved.lse, saved.factor, grad)
+        return cache.finalize(x, self.spec._replace(needs=needs), saved.lse, saved.factor, grad)
 
 
 class Recompute(Strategy):
@@ -283,7 +282,7 @@ class Exact(Recompute):
         cache, self.cache = self.cache, None
         if cache is None:
             return None
-        spec = replace(self.spec, needs=needs)
+        spec = self.spec._replace(needs=needs)
         if isinstance(cache, kernels.PrecomputedGradients):
             return kernels.scale_precomputed_gradients(cache, x, spec, upstream[0])
         grads = self.token_grads(saved, upstream, True)
@@ -309,7 +308,7 @@ class Materialized(Strategy):
         cache, self.cache = self.cache, None
         if cache is None:
             return None
-        spec = replace(self.spec, needs=needs)
+        spec = self.spec._replace(needs=needs)
         return kernels_module().materialized_gradients(cache, x, spec, upstream[0], saved.factor)
 
 
@@ -372,7 +371,7 @@ class Filtered(Strategy):
         """Return a function that computes exact gradients if this step only probes the filter, else None."""
         if not self.state.probe_only():
             return None
-        spec = replace(self.spec, needs=needs)
+        spec = self.spec._replace(needs=needs)
         return lambda: recompute(
             x, spec, saved.in_token_order(), saved.entropy, self.token_grads(saved, upstream, True), True
         )

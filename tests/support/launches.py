@@ -7,7 +7,6 @@ argument types need not be listed. Use only in a process of its own, without TRI
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -64,8 +63,8 @@ def pretend(arch: int, launch: Launch) -> None:
 
 
 PLAIN = LossSpec(-100, 1.0, 0.0, needs=(True, True, False))
-SCALED = replace(PLAIN, logit_scale=0.7)
-EVERYTHING = replace(SCALED, softcap=5.0, z_loss=0.1)
+SCALED = PLAIN._replace(logit_scale=0.7)
+EVERYTHING = SCALED._replace(softcap=5.0, z_loss=0.1)
 
 
 def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> dict[str, Step]:
@@ -77,13 +76,13 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
     if spec.softcap:
         with_bias, biased, items = (
             x._replace(bias=bias),
-            replace(spec, needs=(True,) * 3),
+            spec._replace(needs=(True,) * 3),
             Divisor(labels.new_empty(())),
         )
-    frozen = replace(spec, needs=(True, False, False))
+    frozen = spec._replace(needs=(True, False, False))
 
     def exact(spec: LossSpec, mib: int = 256) -> Strategy:
-        return Exact(replace(spec, memory_budget=mib * MIB), items, True)
+        return Exact(spec._replace(memory_budget=mib * MIB), items, True)
 
     def filtered(spec: LossSpec) -> Strategy:
         return Filtered(spec, items, FilterState(), tau, True, exact(spec))
@@ -95,14 +94,14 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
         "grouped": (exact(frozen, 640), x),
         "grouped, trained": (exact(spec, 1280), x._replace(weight=weight.new_empty((v + 80_000, d)))),
         "whole cache": (exact(spec, 16 << 10), x),
-        "recomputed": (exact(replace(biased, label_smoothing=0.1)), with_bias),
+        "recomputed": (exact(biased._replace(label_smoothing=0.1)), with_bias),
         "full logits": (Materialized(biased, items, torch.float32), few._replace(bias=with_bias.bias)),
         "narrow full logits": (Materialized(spec, items, dtype), few),
         "statistics": (Statistics(biased, every, True), with_bias),
     }
     if dtype == torch.bfloat16:  # GPUs filter no other
         cases |= {
-            "filtered": (filtered(replace(spec, gradient_filter="auto")), x),
+            "filtered": (filtered(spec._replace(gradient_filter="auto")), x),
             "filtered, frozen": (filtered(frozen), x),
             "filtered statistics": (FilteredStatistics(spec, SUM, FilterState(), tau, True, statistics), x),
         }
