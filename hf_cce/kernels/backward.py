@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.exp_cache import ExpCache, Slab, exp_to_dlogits_
-from hf_cce.kernels.exp_products import exp_factors, pays_and_fits, write_hidden_gradient, write_weight_gradient
+from hf_cce.kernels.exp_cache import ExpCache, Slab, exp_factors, exp_to_dlogits_
+from hf_cce.kernels.exp_products import pays_and_fits, write_hidden_gradient, write_weight_gradient
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, logit_flags
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import (
@@ -206,10 +206,14 @@ class _Backward:
         # Accumulate directly in grad_hidden if it is float32 or there is only one product.
         separate_accumulator = for_hidden and multiple_products and hidden.element_size() < 4
         total = torch.empty_like(hidden, dtype=torch.float32) if separate_accumulator else self.grad_hidden[rows]
+        factors = None
+        if self.cache is not None:
+            factors = exp_factors(self.cache.label.logit, inputs, grads, self.plan.block_m)
         for number, slab in enumerate(slabs):
             flags = None
-            if self.cache is not None and number < cached:
-                flags = exp_to_dlogits_(slab, self.cache.label.logit, inputs, grads, self.plan.block_m)
+            if factors is not None and number < cached:
+                exp_to_dlogits_(slab, factors, inputs.labels)
+                flags = factors.flags
             write_logit_gradient(slab, inputs, grads, self.plan, flags, label)
             start, stop, values = slab
             gradient = values[:, : stop - start]  # [tokens, slab]
@@ -267,7 +271,7 @@ def logit_stats_backward(
         and pays_and_fits(inputs.shape, num_tiles, spec.needs, spec.memory_budget)
     ):
         slab = cache.slabs[0]
-        factors = exp_factors(slab, cache.label.logit, inputs, grad_inputs, plan.block_m)
+        factors = exp_factors(cache.label.logit, inputs, grad_inputs, plan.block_m, slab.values)
         write_logit_gradient(slab, inputs, grad_inputs, plan, factors.flags)
         if need_weight:
             write_weight_gradient(slab.values, factors, inputs, grad_weight)

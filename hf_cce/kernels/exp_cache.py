@@ -50,49 +50,83 @@ class CachePlan(NamedTuple):
     in_scratch: int
 
 
+class Factors(NamedTuple):
+    """What the exponentials lack to be the gradient of the logits."""
+
+    scale: Tensor  # [N] factor of the exponentials
+    label_entry: Tensor  # [N] the gradient of the label's logit
+    flags: Tensor  # [row blocks] int32: a row block with a nonzero flag must be recomputed
+
+
 @Kernel
-@triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
-def _exp_to_dlogits_kernel(
-    values,  # [N, width], modified in place
+@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
+def _factors_kernel(
+    values,  # None, or exponentials of all columns, rows `stride` apart; zeros are written at the labels
     label_logit,  # [N]
     labels,  # [N]
     lse,  # [N]
     grad_lse,  # [N]
     grad_label,  # [N]
     flags,  # [row blocks] int32, written: 1 if the loss of any token of the block is above LOSS_LIMIT
+    scale,  # [N], written
+    label_entry,  # [N], written
     num_tokens,
-    first_col,  # vocabulary entry of the first column of values
-    width,  # row stride of values, which includes padding
+    vocab_size,
+    stride,
     ignore_index,
     logit_scale,
     softcap,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < num_tokens
+    row_lse = tl.load(lse + rows, mask=in_rows, other=0.0)
+    z = tl.load(label_logit + rows, mask=in_rows, other=0.0)
+    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
+    valid = (label != ignore_index) & (label >= 0) & (label < vocab_size)
+    over_limit = tl.max((in_rows & ((row_lse - z <= LOSS_LIMIT) == 0)).to(tl.int32), 0)  # true for NaN
+    p = tl.exp(z - row_lse)
+    # Upstream gradients of ignored tokens may be infinite, so they are not loaded.
+    g = tl.load(grad_lse + rows, mask=valid, other=0.0)
+    c = g * p + tl.load(grad_label + rows, mask=valid, other=0.0)
+    if HAS_SOFTCAP:
+        c *= softcap_slope(z, softcap)
+    # A flagged row block is recomputed: its values become the gradient itself, including the label's entry.
+    f = tl.where(over_limit != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
+    c = tl.where((over_limit == 0) & valid, c * logit_scale, 0.0)
+    if values is not None:
+        zero = tl.zeros((BLOCK_M,), values.dtype.element_ty)
+        tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=valid)
+    tl.store(flags + tl.program_id(0), over_limit)
+    tl.store(scale + rows, f, mask=in_rows)
+    tl.store(label_entry + rows, c, mask=in_rows)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["num_tokens", "first_col"])
+def _exp_to_dlogits_kernel(
+    values,  # [N, width], modified in place
+    scale,  # [N]
+    label_entry,  # [N]
+    labels,  # [N]
+    num_tokens,
+    first_col,  # vocabulary entry of the first column of values
+    width,  # row stride of values, which includes padding
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_rows = rows < num_tokens
-    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
-    at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
-    p_label = tl.exp(at_label - tl.load(lse + rows, mask=in_rows, other=0.0))
-    # Upstream gradients of ignored tokens may be infinite, so they are not loaded.
-    g = tl.load(grad_lse + rows, mask=label != ignore_index, other=0.0)
-    label_entry = g * p_label + tl.load(grad_label + rows, mask=label != ignore_index, other=0.0)
-    if HAS_SOFTCAP:
-        label_entry *= softcap_slope(at_label, softcap)
+    f = tl.load(scale + rows, mask=in_rows, other=0.0)
+    c = tl.load(label_entry + rows, mask=in_rows, other=0.0)
+    label_col = tl.load(labels + rows, mask=in_rows, other=-1) - first_col
     at = rows.to(tl.int64)[:, None] * width + cols[None, :]
     mask = in_rows[:, None] & (cols < width)[None, :]
-    x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32) * (g * p_label * logit_scale)[:, None]
-    x = tl.where(cols[None, :] == (label - first_col)[:, None], (label_entry * logit_scale)[:, None], x)
+    x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32) * f[:, None]
+    x = tl.where(cols[None, :] == label_col[:, None], c[:, None], x)
     tl.store(values + at, x.to(values.dtype.element_ty), mask=mask)
-    if tl.program_id(1) == 0 and tl.program_id(0) * BLOCK_R % BLOCK_M == 0:
-        block = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_M)
-        inside = block < num_tokens
-        loss = tl.load(lse + block, mask=inside, other=0.0) - tl.load(label_logit + block, mask=inside, other=0.0)
-        over_limit = inside & ((loss <= LOSS_LIMIT) == 0)  # true for NaN
-        tl.store(flags + tl.program_id(0) * BLOCK_R // BLOCK_M, tl.max(over_limit.to(tl.int32), 0))
 
 
 def plan_cache(
@@ -158,23 +192,28 @@ def allocate_cache(inputs: LogitInputs, plan: CachePlan, label: LabelLogits) -> 
     return ExpCache([Slab(0, first, in_dw_buffer), rest], label, grad_weight)
 
 
-def exp_to_dlogits_(
-    slab: Slab,
+def exp_factors(
     label_logit: Tensor,  # [N]
     inputs: LogitInputs,
     grads: GradInputs,
     block_m: int,
-) -> Tensor:
-    """Turn the cached exponentials of a slab into the gradient of the logits, in place.
-
-    Returns:
-        Flags of the row blocks, [⌈N / block_m⌉] int32. Row blocks with a nonzero flag must be recomputed.
-    """
-    values, (n, width) = slab.values, slab.values.shape
-    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=values.device)
-    _exp_to_dlogits_kernel[(ceil_div(n, 4), ceil_div(width, 2048))](
-        values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, n, slab.start, values.stride(0),
-        inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
-        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m, BLOCK_R=4, BLOCK=2048, num_warps=8,
+    values: Tensor | None = None,  # if given, the exponentials of all columns; zeros are written at the labels
+) -> Factors:
+    n, _, v, _ = inputs.shape
+    scale, label_entry = empty_slab(label_logit, 2, n).unbind()
+    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=label_logit.device)
+    _factors_kernel[(ceil_div(n, block_m),)](
+        values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, label_entry, n, v,
+        0 if values is None else values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
+        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m,
     )  # fmt: skip
-    return flags
+    return Factors(scale, label_entry, flags)
+
+
+def exp_to_dlogits_(slab: Slab, factors: Factors, labels: Tensor) -> None:
+    """Turn the cached exponentials of a slab into the gradient of the logits, in place."""
+    n, width = slab.values.shape
+    _exp_to_dlogits_kernel[(ceil_div(n, 4), ceil_div(width, 2048))](
+        slab.values, factors.scale, factors.label_entry, labels, n, slab.start, slab.values.stride(0),
+        BLOCK_R=4, BLOCK=2048, num_warps=8,
+    )  # fmt: skip

@@ -18,12 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.exp_cache import LOSS_LIMIT, Slab
-from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
-from hf_cce.kernels.launch_config import ceil_div, empty_slab, padded
+from hf_cce.kernels.exp_cache import Factors
+from hf_cce.kernels.inputs import LogitInputs, Shape
+from hf_cce.kernels.launch_config import ceil_div, padded
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import multiply_add
-from hf_cce.kernels.tiles import softcap_slope
 
 # Bytes of a float32 product: enough tiles to keep cuBLAS busy, small enough to stay in an H200's L2 cache until rounded.
 PRODUCT_BYTES = 32 << 20
@@ -31,50 +30,6 @@ BLOCK_R = 16  # rows of the product that one program rounds
 # Rounding dW apart moves 8 · V · D bytes and adds launches, a pass over the exponentials moves 4 · N · V. On an H100, the former
 # is faster from this N / D on.
 TOKENS_PER_WIDTH = 6
-
-
-@Kernel
-@triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
-def _factors_kernel(
-    values,  # [N, V] S, rows `stride` apart; zeros are written at the labels
-    label_logit,  # [N]
-    labels,  # [N]
-    lse,  # [N]
-    grad_lse,  # [N]
-    grad_label,  # [N]
-    flags,  # [row blocks] int32, written: 1 if the loss of any token of the block is above LOSS_LIMIT
-    scale,  # [N], written: f
-    label_entry,  # [N], written: c
-    num_tokens,
-    vocab_size,
-    stride,
-    ignore_index,
-    logit_scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_rows = rows < num_tokens
-    row_lse = tl.load(lse + rows, mask=in_rows, other=0.0)
-    z = tl.load(label_logit + rows, mask=in_rows, other=0.0)
-    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
-    valid = (label != ignore_index) & (label >= 0) & (label < vocab_size)
-    over_limit = tl.max((in_rows & ((row_lse - z <= LOSS_LIMIT) == 0)).to(tl.int32), 0)  # true for NaN
-    p = tl.exp(z - row_lse)
-    # Upstream gradients of ignored tokens may be infinite, so they are not loaded.
-    g = tl.load(grad_lse + rows, mask=valid, other=0.0)
-    c = g * p + tl.load(grad_label + rows, mask=valid, other=0.0)
-    if HAS_SOFTCAP:
-        c *= softcap_slope(z, softcap)
-    # A flagged row block is recomputed: its values become the gradient itself, including the labels' entries.
-    f = tl.where(over_limit != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
-    c = tl.where((over_limit == 0) & valid, c * logit_scale, 0.0)
-    zero = tl.zeros((BLOCK_M,), values.dtype.element_ty)
-    tl.store(values + rows.to(tl.int64) * stride + label, zero, mask=valid)
-    tl.store(flags + tl.program_id(0), over_limit)
-    tl.store(scale + rows, f, mask=in_rows)
-    tl.store(label_entry + rows, c, mask=in_rows)
 
 
 @Kernel
@@ -125,14 +80,6 @@ def _finish_kernel(
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
 
 
-class Factors(NamedTuple):
-    """What the exponentials lack to be the gradient of the logits."""
-
-    scale: Tensor  # [N] f
-    label_entry: Tensor  # [N] c
-    flags: Tensor  # [row blocks] int32: a row block with a nonzero flag must hold the gradient itself
-
-
 class Addends(NamedTuple):
     """Rows of a matrix to add to the rows of another one, in ascending order of the latter."""
 
@@ -161,24 +108,6 @@ def pays_and_fits(shape: Shape, num_tiles: int, needs: tuple[bool, bool, bool], 
         return False
     rows = rows_at_a_time(d, max(n, v) if need_weight else n)
     return n * product_bytes_per_token(shape, num_tiles, need_weight) + 4 * d * rows <= budget
-
-
-def exp_factors(
-    slab: Slab,  # the exponentials of all columns; zeros are written at the labels
-    label_logit: Tensor,  # [N]
-    inputs: LogitInputs,
-    grads: GradInputs,
-    block_m: int,
-) -> Factors:
-    values, (n, _, v, _) = slab.values, inputs.shape
-    scale, label_entry = empty_slab(label_logit, 2, n).unbind()
-    flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=values.device)
-    _factors_kernel[(ceil_div(n, block_m),)](
-        values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, label_entry, n, v,
-        values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
-        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m,
-    )  # fmt: skip
-    return Factors(scale, label_entry, flags)
 
 
 def scale_tokens(hidden: Tensor, scale: Tensor) -> Tensor:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -20,9 +19,7 @@ from triton.runtime import JITFunction
 OPTIONS = {"enable_fp_fusion": True}
 MAX_COMPILE_THREADS = 16
 
-COLD_SECONDS = 0.1  # a kernel that takes longer to get was not in Triton's cache
-
-_collected_kernels: ContextVar[list[Any] | None] = ContextVar("hf_cce_collected_kernels", default=None)
+_recorded: ContextVar[list[tuple[Any, Callable[[], Any]]] | None] = ContextVar("hf_cce_recorded_launches", default=None)
 _when_cold: ContextVar[Callable[[], None] | None] = ContextVar("hf_cce_when_cold", default=None)
 
 
@@ -32,8 +29,6 @@ class Kernel:
     Triton searches for the compiled kernel at every launch, which takes the host longer than the launch itself. This class caches
     compiled kernels under a key of only those properties of the arguments that Triton specializes on.
     """
-
-    _triton_is_loaded = False  # the first kernel of a process is slow even if it is in the cache: it loads Triton
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -47,19 +42,15 @@ class Kernel:
         if not isinstance(function, JITFunction):  # Triton's interpreter
             function[grid](*args, **constants)
             return
-        pending = _collected_kernels.get()
-        if pending is not None:
-            pending.append(function.warmup(*args, grid=grid, **constants, **OPTIONS))
+        recorded = _recorded.get()
+        if recorded is not None:
+            recorded.append((function, partial(function.warmup, *args, grid=grid, **constants, **OPTIONS)))
             return
         key = (*constants.items(), *map(_specialization, args))
         compiled = self._compiled.get(key)
         if compiled is None:
-            began = time.perf_counter()
-            compiled = self._compiled[key] = function.warmup(*args, grid=grid, **constants, **OPTIONS)
-            took, warm_up = time.perf_counter() - began, _when_cold.get()
-            if warm_up is not None and Kernel._triton_is_loaded and took > COLD_SECONDS:
-                warm_up()
-            Kernel._triton_is_loaded = True
+            with _warming_up_if_missing():
+                compiled = self._compiled[key] = function.warmup(*args, grid=grid, **constants, **OPTIONS)
         x, y, z = (*grid, 1, 1)[:3]
         compiled[x, y, z](*args, *[constants[name] for name in function.arg_names[len(args) :]])
 
@@ -91,8 +82,31 @@ def when_cold(warm_up: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
+def _warming_up_if_missing() -> Iterator[None]:
+    """Call the function given to ``when_cold`` after this context, if a kernel loaded in it was not in Triton's cache."""
+    warm_up, knobs, missing = _when_cold.get(), triton.knobs.compilation, []
+    if warm_up is None:
+        yield
+        return
+    users_listener = knobs.listener
+
+    def listener(**event: Any) -> None:
+        missing.append(not event["cache_hit"])
+        if users_listener is not None:
+            users_listener(**event)
+
+    knobs.listener = listener
+    try:
+        yield
+    finally:
+        knobs.listener = users_listener
+    if any(missing):
+        warm_up()
+
+
+@contextmanager
 def compiling(device: torch.device) -> Iterator[bool]:
-    """Compile the kernels launched in this context in parallel, without running them. Yield False if Triton cannot.
+    """Compile the kernels launched in this context in parallel after it, without running them. Yield False if Triton cannot.
 
     Compilation errors are ignored here; the later launch of the kernel raises them.
     """
@@ -100,31 +114,38 @@ def compiling(device: torch.device) -> Iterator[bool]:
     if mode is None:
         yield False
         return
-    pending: list[Any] = []
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Kernels are loaded onto the current device, which is set per thread.
-    with ThreadPoolExecutor(min(MAX_COMPILE_THREADS, processors), initializer=partial(_set_device, device)) as threads:
-        token = _collected_kernels.set(pending)
-        try:
-            with mode(threads, ignore_errors=True):
-                yield True
-        finally:
-            _collected_kernels.reset(token)
-        _build_launchers(pending, threads)
+    recorded: list[tuple[Any, Callable[[], Any]]] = []
+    token = _recorded.set(recorded)
+    try:
+        yield True
+    finally:
+        _recorded.reset(token)
+    # The slowest to compile come first: those in Gluon, then those with the longest source.
+    recorded.sort(key=lambda launch: (not launch[0].is_gluon(), -len(launch[0].src)))
+    with _Compiler(device) as compiler, mode(compiler, ignore_errors=True):
+        for _, compile in recorded:
+            with suppress(Exception):
+                compile()
+
+
+class _Compiler(ThreadPoolExecutor):
+    """Executor that also loads each kernel and builds its launcher, for which Triton up to 3.8 runs a C compiler."""
+
+    def __init__(self, device: torch.device) -> None:
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        # Kernels are loaded onto the current device, which is set per thread.
+        super().__init__(min(MAX_COMPILE_THREADS, processors), initializer=partial(_set_device, device))
+
+    def submit(self, compile: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def compile_and_load() -> Any:
+            kernel = compile(*args, **kwargs)
+            with suppress(Exception):
+                kernel.run  # noqa: B018 (a property that is made when first read)
+            return kernel
+
+        return super().submit(compile_and_load)
 
 
 def _set_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def _build_launchers(kernels: list[Any], threads: Executor) -> None:
-    """Build the launchers of compiled kernels: up to Triton 3.8, a C compiler takes as long for that as Triton for the kernel."""
-
-    def load(kernel: Any) -> None:
-        done = kernel.result(ignore_errors=True) if hasattr(kernel, "result") else kernel
-        if done is not None:
-            done.run  # noqa: B018 (a property that is made when first read)
-
-    for each in {id(kernel): kernel for kernel in kernels}.values():
-        threads.submit(load, each)

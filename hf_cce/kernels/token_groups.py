@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
-from hf_cce.kernels.exp_cache import Slab
+from hf_cce.kernels.exp_cache import Slab, exp_factors
 from hf_cce.kernels.exp_products import (
-    exp_factors,
     finish,
     label_addends,
     product_bytes_per_token,
@@ -98,7 +97,7 @@ def group_gradients(
     first: bool,  # the first group
 ) -> None:
     """Compute the gradients of one group of tokens."""
-    factors = exp_factors(slab, label_logit, inputs, grads, plan.block_m)
+    factors = exp_factors(label_logit, inputs, grads, plan.block_m, slab.values)
     write_logit_gradient(slab, inputs, grads, plan, factors.flags)
     if out.weight_sums is not None:
         multiply_add(out.weight_sums, slab.values.t(), scale_tokens(inputs.hidden, factors.scale), first)
