@@ -21,7 +21,7 @@ from benchmarks.plots import CCE, FAINT, INK, PLAIN, quiet  # noqa: E402
 from benchmarks.report import RESULTS, read  # noqa: E402
 from hf_cce.diagnostics.files import whole_file  # noqa: E402
 
-HEADS, QUACK, CURVES = "heads", "heads_quack", "curves"  # result files
+HEADS, CURVES = "heads", "curves"  # result files
 NOTEBOOK = FOLDER.parent / "notebooks" / "kernel.ipynb"
 NAMES = ("order.png", "kept.png", "mass.png", "error.png")  # in the order in which the notebook shows them
 PROBLEM = "trained V49152 N=8192"
@@ -35,7 +35,6 @@ SHOWN = {
     "liger": ("Liger", INK, "right"),
     "apple cce": ("Apple's CCE", INK, "right"),
     "trl": ("TRL's fused head", INK, "left"),
-    "quack": ("Quack (a run of its own)", INK, "left"),
 }
 
 
@@ -58,7 +57,7 @@ def time_and_memory() -> bytes:
     from matplotlib.figure import Figure
 
     report = read(HEADS)
-    rows = {"quack": read(QUACK)["results"][PROBLEM]["rows"]["quack"], **report["results"][PROBLEM]["rows"]}
+    rows = report["results"][PROBLEM]["rows"]
     figure = Figure(figsize=(7.6, 3.8), dpi=100, facecolor="white", layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -91,7 +90,7 @@ def time_and_memory() -> bytes:
         textcoords="offset points", va="top", fontsize=8, color="#5b6470",
     )  # fmt: skip
     stream = io.BytesIO()
-    canvas.print_png(stream, metadata={"Source": digest(HEADS) + digest(QUACK), "Software": None})
+    canvas.print_png(stream, metadata={"Source": digest(HEADS), "Software": None})
     return stream.getvalue()
 
 
