@@ -76,7 +76,7 @@ def _backward(
             if gradients is not None:
                 return gradients
         strategy.release()
-        grads, lse = strategy.token_grads(saved, upstream, direct and triton), saved.in_token_order()
+        grads, lse = strategy.token_grads(saved, upstream), saved.in_token_order()
         if direct:
             return recompute(x, spec, lse, saved.entropy, grads, triton)
         return recompute_by_operator(x, spec, lse, saved.entropy, grads)
@@ -312,15 +312,10 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_cross_entropy)
 flops.register()
 
-# A private function of PyTorch (in 2.13 and 2.15). In a release without it, only is_grads_batched=True stops working.
-_is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
-
 
 def needs_custom_op(x: Tensor) -> bool:
-    """Return True if a single custom op must be visible: to the compiler (traced), a tensor subclass, a dispatch mode or vmap."""
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode():
-        return True
-    return bool(_is_batched(x))  # is_grads_batched=True: neither value nor memory can be read
+    """Return True if a single custom op must be visible: to the compiler (traced), a tensor subclass or a dispatch mode."""
+    return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode()
 
 
 class _Fused(torch.autograd.Function):

@@ -144,7 +144,7 @@ def run_on_meta(strategy: Strategy, x: Inputs) -> None:
     if isinstance(strategy, Filtered):
         upstream[2:] = [None] * len(upstream[2:])  # the gradient of an entropy is not filtered
     if any(needs) and strategy.backward(x, saved, upstream, needs) is None:
-        grads = strategy.token_grads(saved, upstream, True)
+        grads = strategy.token_grads(saved, upstream)
         recompute(x, strategy.spec, saved.in_token_order(), saved.entropy, grads, True)
 
 
@@ -177,11 +177,15 @@ class Strategy:
         """Drop the cache before the gradients are recomputed."""
         self.cache = None
 
-    def token_grads(self, saved: Saved, upstream: Upstream, triton: bool) -> TokenGrads:
+    def token_grads(self, saved: Saved, upstream: Upstream) -> TokenGrads:
         """Convert upstream gradients to gradients of the statistics, as ``recompute`` takes them."""
+        return self.loss_grads(saved, upstream, saved.in_token_order())
+
+    def loss_grads(self, saved: Saved, upstream: Upstream, lse: Tensor) -> TokenGrads:
+        """Return the gradients of the statistics for a scalar loss, in the order of ``lse``."""
         grad, factor = upstream[0], saved.factor
         assert grad is not None and factor is not None
-        return implementation(triton).token_gradients(grad, factor, saved.in_token_order(), self.spec)
+        return reference.token_gradients(grad, factor, lse, self.spec)
 
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         return []
@@ -285,7 +289,7 @@ class Exact(Recompute):
         spec = self.spec._replace(needs=needs)
         if isinstance(cache, kernels.PrecomputedGradients):
             return kernels.scale_precomputed_gradients(cache, x, spec, upstream[0])
-        grads = self.token_grads(saved, upstream, True)
+        grads = self.token_grads(saved, upstream)
         return kernels.logit_stats_backward(x, spec, saved.lse, None, grads, cache)
 
 
@@ -351,7 +355,7 @@ class Filtered(Strategy):
 
     def sorted_grads(self, cache: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
         """Convert upstream gradients to gradients of the statistics, in the row order of the filter."""
-        return kernels_module().token_gradients(upstream[0], saved.factor, cache.lse, self.spec)
+        return self.loss_grads(saved, upstream, cache.lse)
 
     def warm_up_strategies(self) -> list[Strategy]:
         found = self.unfiltered.warm_up_strategies()
@@ -373,7 +377,7 @@ class Filtered(Strategy):
             return None
         spec = self.spec._replace(needs=needs)
         return lambda: recompute(
-            x, spec, saved.in_token_order(), saved.entropy, self.token_grads(saved, upstream, True), True
+            x, spec, saved.in_token_order(), saved.entropy, self.token_grads(saved, upstream), True
         )
 
 
@@ -394,7 +398,7 @@ class Statistics(Strategy):
     def without_kernels(self) -> Strategy:
         return Statistics(self.spec, self.wanted, False)
 
-    def token_grads(self, saved: Saved, upstream: Upstream, triton: bool) -> TokenGrads:
+    def token_grads(self, saved: Saved, upstream: Upstream) -> TokenGrads:
         return stats_grads(saved.lse, upstream)
 
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -441,8 +445,8 @@ class FilteredStatistics(Filtered):
         tokens, grads = cache.order.token_perm, stats_grads(saved.lse, upstream)
         return TokenGrads(grads.lse.index_select(0, tokens), grads.label.index_select(0, tokens))
 
-    def token_grads(self, saved: Saved, upstream: Upstream, triton: bool) -> TokenGrads:
-        return self.unfiltered.token_grads(saved, upstream, triton)
+    def token_grads(self, saved: Saved, upstream: Upstream) -> TokenGrads:
+        return self.unfiltered.token_grads(saved, upstream)
 
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         return self.unfiltered.non_differentiable_outputs(outputs)

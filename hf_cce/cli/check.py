@@ -14,12 +14,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model_name_or_path",
         metavar="MODEL",
-        nargs="?",
         help="a folder, a name on the Hub, or a model type such as llama",
     )
-    parser.add_argument("--curve", action="store_true", help="train a small model for 64 steps instead")
     parser.add_argument("--tiny", action="store_true", help="use a small random model (always done for a model type)")
-    add_device(parser, default="cpu; with --curve a GPU if there is one")
+    add_device(parser, default="cpu")
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
@@ -28,19 +26,12 @@ def run(options: argparse.Namespace, out: Output) -> int:
     The command compares loss, gradients and evaluation logits on random text in float32, on the CPU or on --device. It needs
     memory for the weights and two sets of gradients. --tiny uses a small random model instead.
 
-    --curve needs no MODEL: it trains a small model for 64 steps on --device, by default the best one, and compares the losses
-    with full logits in float64, computed here and stored in the package.
-
     Exit codes: 0 if the results agree up to rounding and no full logits were materialized, 1 if they differ or full logits
     were materialized, 2 if the model could not be checked.
     """
     from hf_cce.diagnostics import check
     from hf_cce.diagnostics.machine import checked_device
 
-    if (options.model_name_or_path is None) != options.curve:
-        raise ValueError("pass either MODEL or --curve")
-    if options.curve:
-        return _curve(options, out)
     model, random = check.load(options.model_name_or_path, options.tiny, checked_device(options.device or "cpu"))
     report = check.check(model, out.progress)
     out.progress("")
@@ -53,24 +44,12 @@ def run(options: argparse.Namespace, out: Output) -> int:
         f"Logits in evaluation: {'identical' if report['evaluation_same'] else 'different'}\n",
     )
     rows = sorted(report["differences"], key=lambda row: -row["error"] / row["allowed"])[:SHOWN_ROWS]
-    out.print(_table(rows, "loss, or gradient of"))
+    out.print(_table(rows))
     out.print(f"The {len(rows)} results closest to their limit, of {len(report['differences'])}; --json writes all.")
     out.save(report)
     return int(not (report["same"] and report["saves"]))
 
 
-def _curve(options: argparse.Namespace, out: Output) -> int:
-    from hf_cce.diagnostics import curve
-    from hf_cce.diagnostics.machine import checked_device
-
-    report = curve.compare(checked_device(options.device), out.progress)
-    out.progress("")
-    out.verdict(curve.verdict(report))
-    out.print(f"A GPT-2 of 2 layers, {report['device']}\n", _table(report["rows"], "largest difference of a loss"))
-    out.save(report)
-    return int(not report["same"])
-
-
-def _table(rows: list[dict[str, Any]], title: str) -> str:
+def _table(rows: list[dict[str, Any]]) -> str:
     cells = [(x["name"], f"{x['error']:.1e}", f"{x['allowed']:.1e}", "ok" if x["ok"] else "differs") for x in rows]
-    return table([(title, "error", "allowed", ""), *cells])
+    return table([("loss, or gradient of", "error", "allowed", ""), *cells])

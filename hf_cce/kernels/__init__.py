@@ -22,7 +22,7 @@ from hf_cce.kernels.filter.workspace import BackwardRequest
 from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.labels import validate_labels
 from hf_cce.kernels.launcher import compiling, when_cold
-from hf_cce.kernels.loss import cross_entropy, exact_cross_entropy, token_gradients
+from hf_cce.kernels.loss import cross_entropy, exact_cross_entropy
 from hf_cce.kernels.materialized import compute_logits as materialized_logits
 from hf_cce.kernels.materialized import cross_entropy as materialized_cross_entropy
 from hf_cce.kernels.materialized import gradients as materialized_gradients
@@ -43,7 +43,6 @@ __all__ = [
     "materialized_gradients",
     "materialized_logits",
     "scale_precomputed_gradients",
-    "token_gradients",
     "validate_labels",
     "when_cold",
 ]

@@ -123,9 +123,9 @@ def compiling(device: torch.device) -> Iterator[bool]:
     # The slowest to compile come first: those in Gluon, then those with the longest source.
     recorded.sort(key=lambda launch: (not launch[0].is_gluon(), -len(launch[0].src)))
     with _Compiler(device) as compiler, mode(compiler, ignore_errors=True):
-        for _, compile in recorded:
+        for _, start in recorded:
             with suppress(Exception):
-                compile()
+                start()
 
 
 class _Compiler(ThreadPoolExecutor):
@@ -136,14 +136,14 @@ class _Compiler(ThreadPoolExecutor):
         # Kernels are loaded onto the current device, which is set per thread.
         super().__init__(min(MAX_COMPILE_THREADS, processors), initializer=partial(_set_device, device))
 
-    def submit(self, compile: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        def compile_and_load() -> Any:
-            kernel = compile(*args, **kwargs)
+    def submit(self, build: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def build_and_load() -> Any:
+            kernel = build(*args, **kwargs)
             with suppress(Exception):
                 kernel.run  # noqa: B018 (a property that is made when first read)
             return kernel
 
-        return super().submit(compile_and_load)
+        return super().submit(build_and_load)
 
 
 def _set_device(device: torch.device) -> None:

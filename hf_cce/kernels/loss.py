@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce import reference
 from hf_cce.kernels.exp_cache import ExpCache, Slab, allocate_cache, plan_cache
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
@@ -16,7 +17,7 @@ from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.token_groups import PrecomputedGradients, group_gradients, group_size
-from hf_cce.spec import Inputs, LossSpec, TokenGrads, WantedStats
+from hf_cce.spec import Inputs, LossSpec, WantedStats
 
 
 @Kernel
@@ -47,47 +48,6 @@ def _total_loss_kernel(
             row += z_loss * row_lse * row_lse
         total += row
     tl.store(loss, tl.sum(total) * tl.load(factor))
-
-
-@Kernel
-@triton.jit(do_not_specialize=["num_tokens"])
-def _token_gradients_kernel(
-    grad,  # scalar
-    factor,  # scalar
-    lse,  # [N]
-    grad_lse,  # [N]
-    grad_label,  # [N]
-    grad_mean,  # [N], if SMOOTH
-    num_tokens,
-    label_smoothing,
-    z_loss,
-    SMOOTH: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < num_tokens
-    g = tl.load(grad).to(tl.float32) * tl.load(factor) + tl.zeros((BLOCK,), tl.float32)
-    row_grad_lse = g
-    if Z_LOSS:
-        row_grad_lse = g * (1.0 + 2.0 * z_loss * tl.load(lse + at, mask=mask, other=0.0))
-    tl.store(grad_lse + at, row_grad_lse, mask=mask)
-    tl.store(grad_label + at, g * (label_smoothing - 1.0), mask=mask)
-    if SMOOTH:
-        tl.store(grad_mean + at, -g * label_smoothing, mask=mask)
-
-
-def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -> TokenGrads:
-    """Compute the same as ``hf_cce.reference.token_gradients`` in one launch."""
-    n, smooth = lse.numel(), spec.label_smoothing > 0
-    vectors = empty_slab(lse, 3 if smooth else 2, n)
-    grad_lse, grad_label, grad_mean = vectors[0], vectors[1], vectors[2] if smooth else None
-    if n:
-        _token_gradients_kernel[(ceil_div(n, 1024),)](
-            grad, factor, lse, grad_lse, grad_label, grad_mean, n, spec.label_smoothing, spec.z_loss,
-            SMOOTH=smooth, Z_LOSS=spec.z_loss > 0, BLOCK=1024,
-        )  # fmt: skip
-    return TokenGrads(grad_lse, grad_label, grad_mean)
 
 
 def total_loss(
@@ -175,6 +135,6 @@ def _gradients_by_groups(
         group, group_label = inputs.tokens(rows), label.tokens(rows, plan.block_m)
         slab = Slab(0, v, values[: group.shape.n])
         _compute_lse_and_cache(group, [slab], group_label, lse[rows], plan)
-        grads = GradInputs.from_grads(lse[rows], None, token_gradients(one, factor, lse[rows], spec))
+        grads = GradInputs.from_grads(lse[rows], None, reference.token_gradients(one, factor, lse[rows], spec))
         group_gradients(group, slab, group_label.logit, grads, backward_plan, out.tokens(rows), start == 0)
     return out

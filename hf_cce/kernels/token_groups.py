@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from hf_cce import reference
 from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.exp_cache import Slab, exp_factors
 from hf_cce.kernels.exp_products import (
@@ -26,7 +25,6 @@ from hf_cce.kernels.exp_products import (
 )
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
 from hf_cce.kernels.launch_config import Plan, ceil_div, row_major
-from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.matmul import multiply_add
 from hf_cce.spec import Inputs, LossSpec
 
@@ -34,19 +32,6 @@ MIN_GROUP_TOKENS = 512  # smaller groups leave the GPU idle
 # Measured on an H200. The product for dW of each group costs as much as ADDING more tokens, because it reads and writes the sums.
 # Per token, groups save SAVED of one product; a cache of all columns would save SAVED_BY_CACHE of that.
 ADDING, SAVED, SAVED_BY_CACHE = 1150, 0.95, 0.7
-
-
-@Kernel
-@triton.jit
-def _multiply_kernel(x, by, size, BLOCK: tl.constexpr):
-    """Multiply x by the scalar ``by``. Zero stays zero: without tokens, ``by`` may be non-finite (division by zero)."""
-    factor = tl.load(by).to(tl.float32)
-    if factor != 1.0:
-        step = tl.num_programs(0).to(tl.int64) * BLOCK
-        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
-            at = first + tl.arange(0, BLOCK)
-            value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
-            tl.store(x + at, tl.where(value == 0, 0.0, value * factor).to(x.dtype.element_ty), mask=at < size)
 
 
 class PrecomputedGradients(NamedTuple):
@@ -119,6 +104,5 @@ def scale_precomputed_gradients(
         addends = label_addends(x.labels, label_entry, len(sums))
         finish(sums, 0, row_major(x.hidden), addends, grad_weight, grad=grad)
     if need_hidden:
-        size = grad_hidden.numel()
-        _multiply_kernel[(min(1024, ceil_div(size, 4096)),)](grad_hidden, grad, size, BLOCK=4096, num_warps=8)
+        grad_hidden.mul_(reference.zero_if_all_ignored(grad, x.labels, spec))
     return grad_hidden if need_hidden else None, grad_weight, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ from command import Result, hf_cce
 from models import module_state, tiny_llama
 from torch import nn
 
-from hf_cce import apply_cce
 from hf_cce.diagnostics import check as bench
-from hf_cce.diagnostics import curve
-from hf_cce.dispatch import explain_dispatch
 
 
 def run(*arguments: str) -> Result:
@@ -96,60 +92,3 @@ def test_missing_weights_are_an_error(tmp_path: Path) -> None:
         assert done.exit_code == 2 and "no weights found" in done.stderr and "--tiny" in done.stderr, done
         tiny = run(str(target), "--tiny", "--quiet")
         assert tiny.exit_code == 0 and tiny.stdout.count("\n") == 1
-
-
-def test_curve_matches_stored_curve(tmp_path: Path) -> None:
-    done = run("--curve", "--json", str(tmp_path / "found.json"))
-    assert done.exit_code == 0 and "64 steps with hf_cce give the same losses as full logits" in done.stdout, done
-    found = json.loads((tmp_path / "found.json").read_text("utf-8"))
-    golden = found["curves"]["golden"]
-    assert len(golden) == 64 and golden[-1] < 0.25 * golden[0] and len(found["rows"]) == 3
-    sizes = curve.ROWS * curve.LENGTH, 64, curve.VOCABULARY
-    config = bench.computes_no_logits(torch.device("cpu"))
-    assert explain_dispatch(*sizes, torch.float32, "cpu", config).strategy != "full_logits"
-
-
-@pytest.fixture(scope="module")
-def full_logits() -> Any:
-    """Return the curve of full logits, cached per dtype."""
-    return cache(curve.train)
-
-
-@pytest.mark.parametrize("fault", ["loss", "gradient", "shift", "package"])
-def test_curve_difference_is_reported(
-    fault: str, full_logits: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Faults: loss 1% too large; gradient 0.1% too large; labels not shifted; other numbers in the packaged curve."""
-
-    def patched(model: Any, config: Any) -> None:
-        apply_cce(model, config)
-        forward = model.forward
-
-        def wrong(input_ids: Any, labels: Any) -> Any:
-            given = labels.roll(1, 1) if fault == "shift" else labels
-            out = forward(input_ids=input_ids, labels=given)
-            out.loss = out.loss * 1.01 if fault == "loss" else out.loss
-            if fault == "gradient":
-                out.loss.register_hook(lambda gradient: gradient * 1.001)
-            return out
-
-        model.forward = wrong
-
-    if fault == "package":
-        golden = json.loads(curve.GOLDEN.read_text("utf-8"))
-        golden[40] *= 1 + 1e-12
-        (tmp_path / "curve.json").write_text(json.dumps(golden), "utf-8")
-        monkeypatch.setattr(curve, "GOLDEN", tmp_path / "curve.json")
-    else:
-        monkeypatch.setattr(curve, "apply_cce", patched)
-    real = curve.train
-    monkeypatch.setattr(curve, "train", lambda *args: real(*args) if len(args) == 3 else full_logits(*args))
-    done = run("--curve")
-    assert done.exit_code == 1 and " give other losses " in done.stdout, done
-    assert ("with the versions" in done.stdout) == (fault == "package")
-
-
-@pytest.mark.parametrize("arguments", [[], ["llama", "--curve"]])
-def test_takes_either_model_or_curve(arguments: list[str]) -> None:
-    done = run(*arguments)
-    assert done.exit_code == 2 and "pass either MODEL or --curve" in done.stderr, done

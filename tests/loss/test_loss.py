@@ -214,19 +214,6 @@ def test_double_backward_is_refused(reduction: str) -> None:
         gradient.square().sum().backward()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_batched_upstream_gradients(reduction: str) -> None:
-    """``is_grads_batched=True``, which ``torch.autograd.functional.jacobian(vectorize=True)`` uses, equals one call each."""
-    inputs, labels = make_inputs(9, 8, 11, torch.float64)
-    leaves = [x.requires_grad_() for x in inputs[:2]]
-    loss = linear_cross_entropy(*leaves, labels, reduction=reduction)
-    upstream = torch.randn(3, *loss.shape, dtype=loss.dtype)
-    batched = torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True, retain_graph=True)
-    single = [torch.autograd.grad(loss, leaves, each, retain_graph=True) for each in upstream]
-    for a, b, name in zip(batched, zip(*single, strict=True), ("hidden", "weight"), strict=True):
-        assert_accurate(a, torch.stack(b), torch.stack(b), name)
-
-
 def test_frozen_inputs_get_no_gradient_work(monkeypatch: pytest.MonkeyPatch) -> None:
     (hidden, weight, _), labels = make_inputs(40, 16, 99, torch.float32)
     hidden.requires_grad_()

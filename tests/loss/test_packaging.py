@@ -88,7 +88,7 @@ def test_both_wheels_contain_only_hf_cce(wheels: dict[str, Path]) -> None:
     assert {name for name in names if name.endswith(".py") and "patches" in name} == PATCHES
     assert "hf_cce/py.typed" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    known = {"hf_cce/py.typed", "hf_cce/diagnostics/curve.json", *PATCHES} | {
+    known = {"hf_cce/py.typed", *PATCHES} | {
         str(path.relative_to(ROOT)) for path in (ROOT / "hf_cce").rglob("*.py") if "patches" not in path.parts
     }
     assert {name for name in names if name.startswith("hf_cce/")} == known
