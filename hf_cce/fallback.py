@@ -253,7 +253,7 @@ class GradSums:
         if self.rest is not None:
             torch.mul(self.rest, multiplier, out=self.grad_weight[rows:])
             return [grad_hidden, self.grad_weight, grad_bias]
-        grads = reference.token_gradients(grad, factor, lse, spec)
+        grads = TokenGrads.of_loss(grad, factor, lse, spec)
         _later_rows(x, spec, lse, grads, self.grad_weight, rows)
         return [grad_hidden, self.grad_weight, grad_bias]
 

@@ -304,7 +304,7 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
         gradients = [(g.to(grad.dtype) * grad).to(g.dtype) for g in ctx.gradients]
     else:
         # With create_graph=True, this operator's backward raises on a second derivative.
-        grads = reference.token_gradients(grad, factor, lse, spec)
+        grads = TokenGrads.of_loss(grad, factor, lse, spec)
         gradients = recompute_by_operator(x, spec, lse, None, grads)
     return (*_only(needs, gradients), *[None] * 17)
 

@@ -86,15 +86,6 @@ def zero_if_all_ignored(grad: Tensor, labels: Tensor, spec: LossSpec) -> Tensor:
     return torch.where((labels == spec.ignore_index).all(), 0.0, grad)
 
 
-def token_gradients(grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -> TokenGrads:
-    """Return the gradients of ``grad`` · ``factor`` · Σ loss with respect to the statistics."""
-    g = (grad * factor).to(lse.dtype).expand_as(lse)
-    grad_lse = g * (1 + 2 * spec.z_loss * lse) if spec.z_loss else g.contiguous()
-    smoothing = spec.label_smoothing
-    grad_label = (g * (smoothing - 1)).contiguous()
-    return TokenGrads(grad_lse, grad_label, (g * -smoothing).contiguous() if smoothing else None)
-
-
 def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
     """Compute the statistics in one pass over slabs of logits, as in online softmax (Milakov & Gimelshein, 2018)."""
     n_all, v = x.labels.numel(), x.weight.shape[0]

@@ -88,6 +88,15 @@ class TokenGrads(NamedTuple):
     mean: Tensor | None = None
     entropy: Tensor | None = None
 
+    @classmethod
+    def of_loss(cls, grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -> TokenGrads:
+        """Return the gradients of ``grad`` · ``factor`` · Σ loss with respect to the statistics."""
+        g = (grad * factor).to(lse.dtype).expand_as(lse)
+        grad_lse = g * (1 + 2 * spec.z_loss * lse) if spec.z_loss else g.contiguous()
+        smoothing = spec.label_smoothing
+        grad_label = (g * (smoothing - 1)).contiguous()
+        return cls(grad_lse, grad_label, (g * -smoothing).contiguous() if smoothing else None)
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return float64 for float64, float32 for all narrower dtypes."""

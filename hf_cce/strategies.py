@@ -185,7 +185,7 @@ class Strategy:
         """Return the gradients of the statistics for a scalar loss, in the order of ``lse``."""
         grad, factor = upstream[0], saved.factor
         assert grad is not None and factor is not None
-        return reference.token_gradients(grad, factor, lse, self.spec)
+        return TokenGrads.of_loss(grad, factor, lse, self.spec)
 
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         return []
@@ -288,7 +288,9 @@ class Exact(Recompute):
             return None
         spec = self.spec._replace(needs=needs)
         if isinstance(cache, kernels.PrecomputedGradients):
-            return kernels.scale_precomputed_gradients(cache, x, spec, upstream[0])
+            assert upstream[0] is not None
+            grad = reference.zero_if_all_ignored(upstream[0], x.labels, spec)
+            return kernels.scale_precomputed_gradients(cache, x, spec, grad)
         grads = self.token_grads(saved, upstream)
         return kernels.logit_stats_backward(x, spec, saved.lse, None, grads, cache)
 

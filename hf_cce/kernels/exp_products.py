@@ -75,8 +75,8 @@ def _finish_kernel(
         )
         c = tl.where(target[None, :] == rows[:, None], c[None, :], 0.0)
         x = tl.dot(c, y.to(tl.float32), x, input_precision="ieee")
-    if HAS_GRAD:  # zero stays zero: without tokens, `grad` may be non-finite (division by zero)
-        x = tl.where(x == 0, 0.0, x * tl.load(grad).to(tl.float32))
+    if HAS_GRAD:
+        x *= tl.load(grad).to(tl.float32)
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
 
 

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce import reference
 from hf_cce.kernels.exp_cache import ExpCache, Slab, allocate_cache, plan_cache
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
@@ -17,7 +16,7 @@ from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.token_groups import PrecomputedGradients, group_gradients, group_size
-from hf_cce.spec import Inputs, LossSpec, WantedStats
+from hf_cce.spec import Inputs, LossSpec, TokenGrads, WantedStats
 
 
 @Kernel
@@ -135,6 +134,6 @@ def _gradients_by_groups(
         group, group_label = inputs.tokens(rows), label.tokens(rows, plan.block_m)
         slab = Slab(0, v, values[: group.shape.n])
         _compute_lse_and_cache(group, [slab], group_label, lse[rows], plan)
-        grads = GradInputs.from_grads(lse[rows], None, reference.token_gradients(one, factor, lse[rows], spec))
+        grads = GradInputs.from_grads(lse[rows], None, TokenGrads.of_loss(one, factor, lse[rows], spec))
         group_gradients(group, slab, group_label.logit, grads, backward_plan, out.tokens(rows), start == 0)
     return out

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_cce import reference
 from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.exp_cache import Slab, exp_factors
 from hf_cce.kernels.exp_products import (
@@ -104,5 +103,5 @@ def scale_precomputed_gradients(
         addends = label_addends(x.labels, label_entry, len(sums))
         finish(sums, 0, row_major(x.hidden), addends, grad_weight, grad=grad)
     if need_hidden:
-        grad_hidden.mul_(reference.zero_if_all_ignored(grad, x.labels, spec))
+        grad_hidden.mul_(grad)
     return grad_hidden if need_hidden else None, grad_weight, None
