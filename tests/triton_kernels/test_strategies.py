@@ -343,7 +343,8 @@ def test_16_bit_logits_are_as_accurate_as_those_of_pytorch(
 
     def compute_logits(*given: Any) -> Tensor:
         logits = real(*given)
-        made.append((logits.dtype, logits.data_ptr() % 16, logits.stride(0) % 16))
+        if not logits.is_meta:  # the warm-up of a GPU with an empty cache
+            made.append((logits.dtype, logits.data_ptr() % 16, logits.stride(0) % 16))
         return logits
 
     monkeypatch.setattr(kernels, "materialized_logits", compute_logits)
