@@ -130,7 +130,7 @@ def _exp_to_dlogits_kernel(
 
 
 def plan_cache(
-    shape: Shape, num_tiles: int, block_n: int, dw_block_n: int, need_weight: bool, budget: int
+    shape: Shape, num_tiles: int, block_n: int, dw_block_n: int, in_dw_buffer: bool, budget: int
 ) -> CachePlan | None:
     """Return how many columns to cache, or None if the budget does not have room for enough of them.
 
@@ -138,11 +138,12 @@ def plan_cache(
         num_tiles: column blocks of the forward pass; their statistics also take memory.
         block_n: the number of columns in scratch memory is a multiple of this, or all of V.
         dw_block_n: the number of columns in the dW buffer is a multiple of this.
+        in_dw_buffer: the buffer of dW may hold the first columns, which saves scratch memory.
     """
     width = _scratch_columns(shape, num_tiles, block_n, budget)
     if width == 0:
         return None
-    if need_weight and width < shape.v:
+    if in_dw_buffer:
         first = _dw_buffer_columns(shape, dw_block_n)
         later = _scratch_columns(shape._replace(v=shape.v - first), num_tiles, block_n, budget, first > 0)
         if later:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.exp_cache import ExpCache, Slab, allocate_cache, plan_cache
+from hf_cce.kernels.exp_products import pays_and_fits
 from hf_cce.kernels.forward import combine, logit_stats, tile_stats
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
@@ -98,7 +99,8 @@ def exact_cross_entropy(
     num_tiles, block_m = ceil_div(inputs.shape.v, plan.block_n), max(plan.block_m, backward_plan.block_m)
     block_n = max(plan.block_n, backward_plan.block_n)
     dw_block_n = block_n * (2 if uses_hopper(plan, x.bias, spec.softcap) else 1)  # a multiple of every kernel's BLOCK_N
-    in_dw_buffer = spec.needs[1] and not spec.needs[2]
+    multiplies_whole = pays_and_fits(inputs.shape, num_tiles, spec.needs, spec.memory_budget)
+    in_dw_buffer = spec.needs[1] and not spec.needs[2] and not multiplies_whole
     columns = plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, in_dw_buffer, spec.memory_budget)
     size = group_size(inputs.shape, num_tiles, block_m, spec.needs, sum(columns or ()), spec.memory_budget)
     if not size and columns is None:

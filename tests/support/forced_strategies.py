@@ -102,7 +102,8 @@ def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[st
     monkeypatch.setattr(exp_products, "PRODUCT_BYTES", 4 << 20 if torch.cuda.is_available() else 1 << 12)
     pays_and_fits = exp_products.pays_and_fits
     monkeypatch.setattr(exp_products, "TOKENS_PER_WIDTH", 0)
-    monkeypatch.setattr(backward, "pays_and_fits", lambda *args: strategy == "exp_products" and pays_and_fits(*args))
+    for module in (backward, loss):
+        monkeypatch.setattr(module, "pays_and_fits", lambda *args: strategy == "exp_products" and pays_and_fits(*args))
     if strategy in ("partial_exp_cache", "exact", "token_groups"):
         # a whole tile of every plan, on a GPU and in the interpreter
         width = (256 if torch.cuda.is_available() else 32) if strategy == "partial_exp_cache" else 0
