@@ -38,6 +38,11 @@ _states: WeakValueDictionary[int, FilterState] = WeakValueDictionary()
 _handles = itertools.count(1)
 
 
+def _capturing() -> bool:
+    """Return True during CUDA graph capture, when nothing can be read and new allocations must not be kept."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class _PendingCount(NamedTuple):
     """The number of kept tiles of one step, while it is copied to the host."""
 
@@ -69,6 +74,7 @@ class FilterState:
         self._paused = 0  # remaining unfiltered steps
         self._probing = True  # "auto" drops nothing until the share of tiles that it would keep is known
         self._pending: _PendingCount | None = None
+        self._pinned: list[Tensor] = []  # tensors that replays of captured graphs read at their old address
         self._vocabulary: tuple[Any, Any] | None = None  # ((shape, device, dtype) of the weight, order)
         self._device: torch.device | None = None
         self._per_device: dict[torch.device, FilterState] = {}
@@ -103,20 +109,21 @@ class FilterState:
         return state
 
     def threshold(self, gradient_filter: str | float, hidden: Tensor) -> Tensor | None:
-        """Return τ as a scalar on the device of ``hidden``, or None for an unfiltered step.
-
-        A step captured in a CUDA graph is unfiltered: its replays would repeat the decisions made for one batch.
-        """
-        if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
+        """Return τ as a scalar on the device of ``hidden``, or None for an unfiltered step."""
         self._read_pending()
         if self._paused > 0:
             self._paused -= 1
             return None
         if self._tau is None or self._gradient_filter != gradient_filter or self._tau.device != hidden.device:
             tau = AUTO_TAU if gradient_filter == "auto" else float(gradient_filter) / ERROR_PER_TAU
-            self._tau = torch.full((), tau, dtype=torch.float32, device=hidden.device)
-            self._gradient_filter = gradient_filter
+            first = torch.full((), tau, dtype=torch.float32, device=hidden.device)
+            if _capturing():
+                return first  # in the graph's memory, which replays overwrite
+            self._tau, self._gradient_filter = first, gradient_filter
+        if _capturing():
+            self._pinned.append(self._tau)
+            if gradient_filter == "auto":  # replays never estimate the error, so τ must suit any data
+                return self._tau.clamp_max(AUTO_TAU)
         return self._tau
 
     def probe_only(self) -> bool:
@@ -129,13 +136,15 @@ class FilterState:
 
     def vocabulary(self, weight: Tensor) -> Any | None:
         """Return the cached order for a weight of this shape, device and dtype; None if there is none or it is stale."""
-        if self._vocabulary is None or self._calls % SORT_EVERY == 0:
+        if self._vocabulary is None or _capturing() or self._calls % SORT_EVERY == 0:
             return None
         key, vocabulary = self._vocabulary
         return vocabulary if key == (weight.shape, weight.device, weight.dtype) else None
 
     def keep_vocabulary(self, weight: Tensor, vocabulary: Any) -> None:
         """Cache ``vocabulary`` (hf_cce.kernels.filter.order) for later steps; reuse the previous covariance while fresh."""
+        if _capturing():
+            return
         key = weight.shape, weight.device, weight.dtype  # tile sizes and padding depend on the dtype
         known = self._vocabulary
         if known is not None and known[0] == key and self._calls % COVARIANCE_EVERY and vocabulary.covariance is None:
@@ -145,7 +154,7 @@ class FilterState:
     def measure(self) -> bool:
         """Return True if the error of this step should be estimated."""
         fresh = self._calls - self._first_call < MEASURE_FIRST
-        return fresh or self._calls % MEASURE_EVERY == 0
+        return (fresh or self._calls % MEASURE_EVERY == 0) and not _capturing()
 
     def report(self, report: Any) -> None:
         """Store the report of a backward pass (kernels.filter.workspace.FilterReport) and update τ. Does not synchronize."""
@@ -154,7 +163,7 @@ class FilterState:
         if tau is not None:
             self._error, self._weight_error, self._tau = report.error, report.weight_error, tau
         due = self._pending is None and (self.probe_only() or self._calls % READ_EVERY == 0)
-        if due:
+        if due and not _capturing():
             kept, event = report.kept, None
             if kept.is_cuda:
                 host = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
@@ -191,7 +200,7 @@ class FilterState:
     def _read_pending(self) -> None:
         """Read the pending count, and pause the filter for some steps if it kept too many tiles."""
         pending = self._pending
-        if pending is None or self._calls < pending.due:
+        if pending is None or _capturing() or self._calls < pending.due:
             return
         if pending.event is not None:
             pending.event.synchronize()

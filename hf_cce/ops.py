@@ -174,12 +174,17 @@ def _(
     return _fake_gradients(hidden, weight, others[7:10])
 
 
+def _form(spec: LossSpec) -> tuple[int, float, float]:
+    """Return the options that affect the logits and their statistics."""
+    return spec.ignore_index, spec.logit_scale, spec.softcap
+
+
 def recompute_by_operator(
     x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the inputs' gradients from those of the statistics in one operator, whose own backward raises."""
     return torch.ops.hf_cce.logit_stats_backward(
-        *grads, *x, lse, entropy, *spec.form, *spec.needs, spec.memory_budget, spec.implementation
+        *grads, *x, lse, entropy, *_form(spec), *spec.needs, spec.memory_budget, spec.implementation
     )
 
 
@@ -262,7 +267,7 @@ def cross_entropy_op(
 def _options_of(spec: LossSpec) -> tuple[Any, ...]:
     gradient_filter = AUTO if spec.gradient_filter == "auto" else spec.gradient_filter or 0.0
     return (
-        *spec.form, spec.label_smoothing, spec.z_loss, *spec.needs, spec.memory_budget, spec.implementation, gradient_filter,
+        *_form(spec), spec.label_smoothing, spec.z_loss, *spec.needs, spec.memory_budget, spec.implementation, gradient_filter,
         spec.auto_budget,
     )  # fmt: skip
 
@@ -363,7 +368,7 @@ def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterStat
 def statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: FilterState | None = None) -> LogitStats:
     """Return per-token statistics, through the custom operator if traced. A ``state`` enables the gradient filter."""
     if needs_custom_op(x.hidden):
-        outputs = torch.ops.hf_cce.logit_stats(*x, *spec.form, *wanted, spec.memory_budget, spec.implementation)
+        outputs = torch.ops.hf_cce.logit_stats(*x, *_form(spec), *wanted, spec.memory_budget, spec.implementation)
     else:
         outputs = _Fused.apply(dispatch_statistics(x, spec, wanted, state), *x)
     return LogitStats(*outputs)

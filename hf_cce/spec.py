@@ -38,11 +38,6 @@ class LossSpec(NamedTuple):
             config.gradient_filter, config.memory_budget == "auto",
         )  # fmt: skip
 
-    @property
-    def form(self) -> tuple[int, float, float]:
-        """The options that affect the logits and their statistics: (ignore_index, logit_scale, softcap)."""
-        return self.ignore_index, self.logit_scale, self.softcap
-
 
 class Inputs(NamedTuple):
     """The tensors of one loss, checked and flattened."""

@@ -210,10 +210,7 @@ class _Backward:
         if self.cache is not None:
             factors = exp_factors(self.cache.label.logit, inputs, grads, self.plan.block_m)
         for number, slab in enumerate(slabs):
-            flags = None
-            if factors is not None and number < cached:
-                exp_to_dlogits_(slab, factors, inputs.labels)
-                flags = factors.flags
+            flags = None if factors is None or number >= cached else exp_to_dlogits_(slab, factors, inputs.labels)
             write_logit_gradient(slab, inputs, grads, self.plan, flags, label)
             start, stop, values = slab
             gradient = values[:, : stop - start]  # [tokens, slab]

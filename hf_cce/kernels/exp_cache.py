@@ -160,7 +160,7 @@ def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, ha
     if dtype == torch.float16 or n == 0:  # the range of float16 is too small for the exponentials
         return 0
     element = dtype.itemsize
-    left = budget - 4 * padded(n) * num_tiles - 8 * n
+    left = budget - 4 * padded(n) * num_tiles - 16 * n
     accumulator = 4 * n * d if element < 4 else 0
     if element * n * padded(v) + (accumulator if v % ALIGNED or has_earlier_slab else 0) <= left:
         return v
@@ -211,10 +211,11 @@ def exp_factors(
     return Factors(scale, label_entry, flags)
 
 
-def exp_to_dlogits_(slab: Slab, factors: Factors, labels: Tensor) -> None:
-    """Turn the cached exponentials of a slab into the gradient of the logits, in place."""
+def exp_to_dlogits_(slab: Slab, factors: Factors, labels: Tensor) -> Tensor:
+    """Turn the cached exponentials of a slab into the gradient of the logits, in place; return ``factors.flags``."""
     n, width = slab.values.shape
     _exp_to_dlogits_kernel[(ceil_div(n, 4), ceil_div(width, 2048))](
         slab.values, factors.scale, factors.label_entry, labels, n, slab.start, slab.values.stride(0),
         BLOCK_R=4, BLOCK=2048, num_warps=8,
     )  # fmt: skip
+    return factors.flags

@@ -44,7 +44,7 @@ class LogitInputs(NamedTuple):
 
     @classmethod
     def from_spec(cls, x: Inputs, spec: LossSpec) -> LogitInputs:
-        return cls(*x, *spec.form)
+        return cls(*x, spec.ignore_index, spec.logit_scale, spec.softcap)
 
     @property
     def shape(self) -> Shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ OPTIONS = {"enable_fp_fusion": True}
 MAX_COMPILE_THREADS = 16
 
 _recorded: ContextVar[list[tuple[Any, Callable[[], Any]]] | None] = ContextVar("hf_cce_recorded_launches", default=None)
+_listener_lock = threading.RLock()  # of Triton's compilation listener, which all threads share
 _when_cold: ContextVar[Callable[[], None] | None] = ContextVar("hf_cce_when_cold", default=None)
 
 
@@ -88,18 +90,19 @@ def _warming_up_if_missing() -> Iterator[None]:
     if warm_up is None:
         yield
         return
-    users_listener = knobs.listener
+    with _listener_lock:
+        users_listener = knobs.listener
 
-    def listener(**event: Any) -> None:
-        missing.append(not event["cache_hit"])
-        if users_listener is not None:
-            users_listener(**event)
+        def listener(**event: Any) -> None:
+            missing.append(not event["cache_hit"])
+            if users_listener is not None:
+                users_listener(**event)
 
-    knobs.listener = listener
-    try:
-        yield
-    finally:
-        knobs.listener = users_listener
+        knobs.listener = listener
+        try:
+            yield
+        finally:
+            knobs.listener = users_listener
     if any(missing):
         warm_up()
 
@@ -134,7 +137,8 @@ class _Compiler(ThreadPoolExecutor):
     def __init__(self, device: torch.device) -> None:
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # Kernels are loaded onto the current device, which is set per thread.
-        super().__init__(min(MAX_COMPILE_THREADS, processors), initializer=partial(_set_device, device))
+        set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        super().__init__(min(MAX_COMPILE_THREADS, processors), initializer=set_device)
 
     def submit(self, build: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         def build_and_load() -> Any:
@@ -144,8 +148,3 @@ class _Compiler(ThreadPoolExecutor):
             return kernel
 
         return super().submit(build_and_load)
-
-
-def _set_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

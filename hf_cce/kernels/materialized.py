@@ -156,7 +156,7 @@ def cross_entropy(
     (n, v), (bias, labels) = logits.shape, _bias_and_labels(x, logits)
     lse, label_logit = torch.empty((2, padded(n)), device=logits.device, dtype=torch.float32)[:, :n].unbind()
     _row_stats_kernel[(n,)](
-        logits, bias, labels, lse, label_logit, v, logits.stride(0), *spec.form[:2], spec.softcap or 1.0,
+        logits, bias, labels, lse, label_logit, v, logits.stride(0), spec.ignore_index, spec.logit_scale, spec.softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     return total_loss(lse, label_logit, factor, spec), SavedLogits(logits, lse)
@@ -182,8 +182,9 @@ def gradients(
     else:
         dlogits = logits.view(x.hidden.dtype)  # in place
     _row_gradient_kernel[(n,)](
-        logits, dlogits, bias, labels, saved.lse, grad, factor, v, logits.stride(0), dlogits.stride(0), *spec.form[:2],
-        spec.softcap or 1.0, spec.z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0, BLOCK=2048, num_warps=8,
+        logits, dlogits, bias, labels, saved.lse, grad, factor, v, logits.stride(0), dlogits.stride(0), spec.ignore_index,
+        spec.logit_scale, spec.softcap or 1.0, spec.z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0,
+        BLOCK=2048, num_warps=8,
     )  # fmt: skip
     del logits
     gradient = dlogits[:, :v]

@@ -103,5 +103,5 @@ def scale_precomputed_gradients(
         addends = label_addends(x.labels, label_entry, len(sums))
         finish(sums, 0, row_major(x.hidden), addends, grad_weight, grad=grad)
     if need_hidden:
-        grad_hidden.mul_(grad)
+        grad_hidden.mul_(grad.view(1, 1))  # a scalar would be rounded to the dtype of grad_hidden
     return grad_hidden if need_hidden else None, grad_weight, None

@@ -177,6 +177,22 @@ def test_the_worse_of_both_errors_counts(worse: str, gradient_filter: Any) -> No
     assert state.stats()["weight_error"] == 1.0
 
 
+def test_the_threshold_of_a_captured_graph_is_at_most_the_initial_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graph replays measure nothing for new data. A threshold requested as a number is unaffected."""
+    for gradient_filter, bold in (("auto", False), (0.02, True)):
+        state = FilterState()
+        for _ in range(5):
+            next_tau(state, gradient_filter)
+            state.report(make_report(1e-6))
+        found = next_tau(state, gradient_filter)
+        assert found > 2 * state_module.AUTO_TAU
+        with monkeypatch.context() as patch:
+            patch.setattr(state_module, "_capturing", lambda: True)
+            captured = next_tau(state, gradient_filter)
+        assert_near(captured, found if bold else state_module.AUTO_TAU, "captured")
+        assert next_tau(state, gradient_filter) == found
+
+
 def test_measurement_schedule() -> None:
     state, measured = FilterState(), []
     for number in range(70):

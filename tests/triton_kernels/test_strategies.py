@@ -26,6 +26,7 @@ from peak_memory import PeakMemory
 from torch import Tensor
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs
+from hf_cce import filter_state as state_module
 from hf_cce.spec import Inputs, LossSpec
 
 pytest.importorskip("triton")
@@ -244,6 +245,24 @@ def test_upstream_gradients_of_ignored_tokens_are_ignored(
         found.append([x.grad for x in leaves])
     for quiet, loud in zip(*found, strict=True):
         assert quiet.any() and torch.equal(quiet, loud)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="pretends to capture")
+def test_tensors_read_by_a_cuda_graph_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    force_strategy(monkeypatch, "filtered")
+    (hidden, weight, _), labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
+    leaves, state = [x.requires_grad_() for x in (hidden, weight)], FilterState()
+
+    def step() -> None:
+        linear_cross_entropy(*leaves, labels, config=config_for("filtered"), filter_state=state).backward()
+
+    for _ in range(3):
+        step()
+    order, tau = state._vocabulary, state._tau
+    monkeypatch.setattr(state_module, "_capturing", lambda: True)
+    assert state.vocabulary(weight) is None and not state.measure()
+    step()
+    assert state._vocabulary is order and any(x is tau for x in state._pinned)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
