@@ -4,8 +4,8 @@ For a logit z, the cache holds exp(z − z_label), times (1 − (z/softcap)²) w
 the gradient of the logit, multiply by one factor per token; only the label's entry is computed separately. The values fit
 bfloat16's range while the token's loss is below LOSS_LIMIT. Row blocks with a token above it are recomputed in the backward pass.
 
-This module caches the first columns for all tokens. If those are all columns, hf_cce.kernels.exp_products computes the gradients
-from them. hf_cce.kernels.token_groups stores all columns for one group of tokens at a time instead, if that is faster.
+This module caches the first columns for all tokens, in the buffer of dW and in scratch memory. If that is faster, all columns are
+cached in scratch memory for hf_cce.kernels.exp_products, or, in hf_cce.kernels.token_groups, for one group of tokens at a time.
 """
 
 from __future__ import annotations

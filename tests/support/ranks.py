@@ -379,6 +379,7 @@ def main(path: Path, device: str = "", dtype: str = "", *engines: str) -> None:
         results["vocab_parallel"] = sharded_vocabulary_results()
     if dist.get_rank() == 0:
         path.write_text(json.dumps(results), "utf-8")
+    dist.barrier()  # no rank closes its connections while another one uses them
     dist.destroy_process_group()
 
 
