@@ -138,7 +138,7 @@ def plan_cache(
         num_tiles: column blocks of the forward pass; their statistics also take memory.
         block_n: the number of columns in scratch memory is a multiple of this, or all of V.
         dw_block_n: the number of columns in the dW buffer is a multiple of this.
-        in_dw_buffer: the buffer of dW may hold the first columns, which saves scratch memory.
+        in_dw_buffer: the buffer of dW may hold the first columns, if that saves scratch memory.
     """
     width = _scratch_columns(shape, num_tiles, block_n, budget)
     if width == 0:
@@ -146,7 +146,8 @@ def plan_cache(
     if in_dw_buffer:
         first = _dw_buffer_columns(shape, dw_block_n)
         later = _scratch_columns(shape._replace(v=shape.v - first), num_tiles, block_n, budget, first > 0)
-        if later:
+        # With two slabs, dh is summed in float32, which takes as much memory as 2 · D columns.
+        if later and (width < shape.v or first > 2 * shape.d):
             return CachePlan(first, later)
     return CachePlan(0, width)
 

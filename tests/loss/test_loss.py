@@ -214,6 +214,15 @@ def test_double_backward_is_refused(reduction: str) -> None:
         gradient.square().sum().backward()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_batched_upstream_gradients_raise(reduction: str) -> None:
+    inputs, labels = make_inputs(9, 8, 11, torch.float32)
+    leaves = [x.requires_grad_() for x in inputs[:2]]
+    loss = linear_cross_entropy(*leaves, labels, reduction=reduction)
+    with pytest.raises(RuntimeError, match=r"Batching rule|vmap"):
+        torch.autograd.grad(loss, leaves, torch.randn(3, *loss.shape), is_grads_batched=True)
+
+
 def test_frozen_inputs_get_no_gradient_work(monkeypatch: pytest.MonkeyPatch) -> None:
     (hidden, weight, _), labels = make_inputs(40, 16, 99, torch.float32)
     hidden.requires_grad_()

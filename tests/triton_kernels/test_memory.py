@@ -84,6 +84,24 @@ def test_the_cache_is_not_wider_than_the_vocabulary() -> None:
     assert {sum(plan) for plan in plans if plan} == {128, 157}
 
 
+@given(
+    n=st.integers(64, 40_000), d=st.integers(64, 8192), v=st.integers(8000, 300_000), budget=st.integers(MIB, 1 << 32)
+)  # fmt: skip
+@example(n=39_088, d=8192, v=36_000, budget=2918 * MIB)  # the sum of dh takes more than the buffer of dW saves
+def test_the_buffer_of_dw_costs_neither_columns_nor_memory(n: int, d: int, v: int, budget: int) -> None:
+    from hf_cce.kernels.exp_cache import plan_cache
+    from hf_cce.kernels.inputs import Shape
+
+    shape, tiles = Shape(n, d, v, torch.bfloat16), -(-v // 256)
+    plan, scratch_only = (plan_cache(shape, tiles, 256, 512, allowed, budget) for allowed in (True, False))
+    assert (plan is None) == (scratch_only is None)
+    if plan is None or scratch_only is None:
+        return
+    assert sum(plan) >= sum(scratch_only)
+    if scratch_only.in_scratch == v and plan.in_dw_buffer:
+        assert 2 * plan.in_scratch + 4 * d <= 2 * v
+
+
 def test_groups_need_dh_and_no_bias_gradient() -> None:
     from hf_cce.kernels.inputs import Shape
     from hf_cce.kernels.token_groups import group_size
