@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -40,30 +40,41 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        launch, last = self._find(grid, args, constants)
+        launch(*args, *last)
+
+    def prepare(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> Callable[[int], None]:
+        """Return a function of the kernel's first argument, an unspecialized number, that launches it with the other ``args``."""
+        launch, last = self._find(grid, args, constants)
+        return lambda first: launch(first, *args[1:], *last)
+
+    def _find(
+        self, grid: tuple[int, ...], args: Any, constants: dict[str, Any]
+    ) -> tuple[Callable[..., None], Sequence[Any]]:
+        """Return (function that launches the kernel, its arguments after ``args``)."""
         function = self.function
         if not isinstance(function, JITFunction):  # Triton's interpreter
-            function[grid](*args, **constants)
-            return
+            return partial(function[grid], **constants), ()
         recorded = _recorded.get()
         if recorded is not None:
             recorded.append((function, partial(function.warmup, *args, grid=grid, **constants, **OPTIONS)))
-            return
+            return lambda *args: None, ()
         key = (*constants.items(), *map(_specialization, args))
         compiled = self._compiled.get(key)
         if compiled is None:
             with _warming_up_if_missing():
                 compiled = self._compiled[key] = function.warmup(*args, grid=grid, **constants, **OPTIONS)
         x, y, z = (*grid, 1, 1)[:3]
-        compiled[x, y, z](*args, *[constants[name] for name in function.arg_names[len(args) :]])
+        return compiled[x, y, z], [constants[name] for name in function.arg_names[len(args) :]]
 
 
 def _specialization(arg: Any) -> Any:
     """Return the properties of a runtime argument that select the compiled kernel and its device."""
     if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0, arg.get_device()
-    if isinstance(arg, int):
-        return type(arg), arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31
-    if arg is None or isinstance(arg, float):
+        return arg.dtype, arg.data_ptr() % 16, arg.get_device()
+    if type(arg) is int:
+        return 1 if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31)
+    if arg is None or isinstance(arg, (float, bool)):
         return type(arg)
     return type(arg), arg.base.dtype, arg.base.get_device(), *arg.block_shape, getattr(arg, "layout", None)
 

@@ -110,16 +110,17 @@ def _count_kernel(energy, counts, num_tiles, BLOCK: tl.constexpr):
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
+@triton.jit(do_not_specialize=["num_row_blocks", "num_programs", "num_histograms"])
 def _choose_tiles_kernel(
     energy,  # [T, row blocks]
     reference_sums,  # [programs of _tile_energy_kernel]
-    histogram,  # [BINS]: number of tiles by energy
+    histograms,  # [programs of _count_kernel, BINS]
     tau,  # scalar
     kept_slot,  # [T, row blocks] int32, written: see Kept
     kept_counts,  # [T] int32, written: see Kept
     num_row_blocks,
     num_programs,
+    num_histograms,
     ROWS: tl.constexpr,  # at least the number of row blocks
     BLOCK: tl.constexpr,
 ):
@@ -128,8 +129,11 @@ def _choose_tiles_kernel(
         at = first + tl.arange(0, BLOCK)
         total += tl.load(reference_sums + at, mask=at < num_programs, other=0.0)
     bins = tl.arange(0, BINS)
+    histogram = tl.zeros((BINS,), tl.int32)
+    for program in range(num_histograms):
+        histogram += tl.load(histograms + program * BINS + bins)
     # The upper edge of a bin is used for all of its energies, so that the sum is never too small.
-    below = tl.cumsum(tl.load(histogram + bins).to(tl.float32) * tl.exp2((bins - 399).to(tl.float32) / 4.0), 0)
+    below = tl.cumsum(histogram.to(tl.float32) * tl.exp2((bins - 399).to(tl.float32) / 4.0), 0)
     threshold, reference = tl.load(tau), tl.sum(total)
     # If the reference is zero, for example without any label, the tiles with zero energy (the first bin) are still dropped.
     empty = tl.where(reference == 0.0, 1, 0)
@@ -146,68 +150,58 @@ def _choose_tiles_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["tiles_per_pass", "PASSES"])
-def _divide_passes_kernel(
-    kept_counts,  # [T]
-    first_kept,  # [T + 1], written: see Kept
-    pass_of,  # [T], written: the pass of each column block
-    pass_block,  # [P + 1], written: see Kept
-    pass_start,  # [P + 1], written: see Kept
-    num_col_blocks,
-    tiles_per_pass,
-    PASSES,
-    COLS: tl.constexpr,  # at least the number of column blocks
-):
-    cols = tl.arange(0, COLS)
-    inside = cols < num_col_blocks
-    counts = tl.load(kept_counts + cols, mask=inside, other=0)
-    upto = tl.cumsum(counts, 0)
-    pass_number = (upto - counts) // tiles_per_pass
-    tl.store(first_kept + cols, upto - counts, mask=inside)
-    tl.store(first_kept + num_col_blocks, tl.sum(counts))
-    tl.store(pass_of + cols, pass_number, mask=inside)
-    for p in range(PASSES + 1):
-        earlier = inside & (pass_number < p)
-        tl.store(pass_block + p, tl.sum(earlier.to(tl.int32)))
-        tl.store(pass_start + p, tl.sum(tl.where(earlier, counts, 0)))
-
-
-@Kernel
-@triton.jit(do_not_specialize=["num_row_blocks", "PASSES"])
+@triton.jit(do_not_specialize=["num_row_blocks", "tiles_per_pass", "PASSES"])
 def _list_tiles_kernel(
     kept_slot,  # [T, row blocks]
-    first_kept,  # [T + 1]
-    pass_of,  # [T]
-    pass_start,  # [P + 1]
+    kept_counts,  # [T]
+    first_kept,  # [T + 1], written: see Kept
+    pass_block,  # [P + 1], written: see Kept
+    pass_start,  # [P + 1], written: see Kept
     tiles,  # [kept], written: see Kept
     tile_rows,  # [kept], written: see Kept
     row_tiles,  # [row blocks, T] int64, written: see Kept
     row_pass,  # [row blocks, P + 1], written: see Kept
     num_row_blocks,
     num_col_blocks,
+    tiles_per_pass,
     PASSES,
     PASSES_2: tl.constexpr,  # at least PASSES + 1
     BLOCK: tl.constexpr,
 ):
     row_block = tl.program_id(0)
     passes = tl.arange(0, PASSES_2)
-    before = tl.zeros((PASSES_2,), tl.int32)
-    done = 0
+    # Of each pass: column blocks in earlier passes, their kept tiles, and those of them in this row block
+    blocks_before = tl.zeros((PASSES_2,), tl.int32)
+    kept_before = tl.zeros((PASSES_2,), tl.int32)
+    own_before = tl.zeros((PASSES_2,), tl.int32)
+    total, own = 0, 0
     for first in range(0, num_col_blocks, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         inside = cols < num_col_blocks
+        counts = tl.load(kept_counts + cols, mask=inside, other=0)
+        first_of = total + tl.cumsum(counts, 0) - counts
+        pass_number = first_of // tiles_per_pass
+        earlier = inside[:, None] & (pass_number[:, None] < passes[None, :])
+        blocks_before += tl.sum(earlier.to(tl.int32), 0)
+        kept_before += tl.sum(tl.where(earlier, counts[:, None], 0), 0)
+        # Passes are in the order of columns, so ``kept_before`` is complete for those of this loop step.
+        pass_first = tl.sum(tl.where(pass_number[:, None] == passes[None, :], kept_before[None, :], 0), 1)
         index = tl.load(kept_slot + cols * num_row_blocks + row_block, mask=inside, other=-1)
-        kept = index >= 0
-        pass_number = tl.load(pass_of + cols, mask=inside, other=0)
-        slot = tl.load(first_kept + cols, mask=inside, other=0) + index
-        at = row_block * num_col_blocks + done + tl.cumsum(kept.to(tl.int32), 0) - 1
+        kept, slot = index >= 0, first_of + index
+        at = row_block * num_col_blocks + own + tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(tiles + slot, cols * num_row_blocks + row_block, mask=kept)
         tl.store(tile_rows + slot, row_block + tl.zeros((BLOCK,), tl.int32), mask=kept)
-        in_pass = slot - tl.load(pass_start + pass_number, mask=inside, other=0)
-        tl.store(row_tiles + at, in_pass.to(tl.int64) * 4294967296 + cols, mask=kept)
-        before += tl.sum((kept[:, None] & (pass_number[:, None] < passes[None, :])).to(tl.int32), 0)
-        done += tl.sum(kept.to(tl.int32))
-    tl.store(row_pass + row_block * (PASSES + 1) + passes, before, mask=passes <= PASSES)
+        tl.store(row_tiles + at, (slot - pass_first).to(tl.int64) * 4294967296 + cols, mask=kept)
+        if row_block == 0:
+            tl.store(first_kept + cols, first_of, mask=inside)
+        own_before += tl.sum((kept[:, None] & earlier).to(tl.int32), 0)
+        total += tl.sum(counts)
+        own += tl.sum(kept.to(tl.int32))
+    tl.store(row_pass + row_block * (PASSES + 1) + passes, own_before, mask=passes <= PASSES)
+    if row_block == 0:
+        tl.store(first_kept + num_col_blocks, total)
+        tl.store(pass_block + passes, blocks_before, mask=passes <= PASSES)
+        tl.store(pass_start + passes, kept_before, mask=passes <= PASSES)
 
 
 @Kernel
@@ -298,7 +292,7 @@ def select(saved: SavedForward, tau: Tensor, by_rounding: bool) -> Kept:
     In a pass, at most ``tiles_per_pass`` tiles precede its last column block.
     """
     (rows, cols), passes = saved.tile_grid, saved.workspace.passes
-    energy, reference_sums, histogram = _tile_energies(saved, by_rounding)
+    energy, reference_sums, histograms = _tile_energies(saved, by_rounding)
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=tau.device)
@@ -309,26 +303,22 @@ def select(saved: SavedForward, tau: Tensor, by_rounding: bool) -> Kept:
         row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=tau.device), row_pass=ints(rows, passes + 1),
         row_order=ints(passes, rows),
     )  # fmt: skip
-    pass_of = ints(cols)
     rows_2 = max(16, power_of_2(rows))
     _choose_tiles_kernel[(cols,)](
-        energy, reference_sums, histogram, tau, kept.kept_slot, kept.kept_counts, rows, len(reference_sums),
+        energy, reference_sums, histograms, tau, kept.kept_slot, kept.kept_counts, rows, len(reference_sums), len(histograms),
         ROWS=rows_2, BLOCK=1024,
     )  # fmt: skip
-    _divide_passes_kernel[(1,)](
-        kept.kept_counts, kept.first_kept, pass_of, kept.pass_block, kept.pass_start, cols, saved.workspace.tiles_per_pass,
-        PASSES=passes, COLS=max(16, power_of_2(cols)),
-    )  # fmt: skip
     _list_tiles_kernel[(rows,)](
-        kept.kept_slot, kept.first_kept, pass_of, kept.pass_start, kept.tiles, kept.tile_rows, kept.row_tiles, kept.row_pass,
-        rows, cols, PASSES=passes, PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128,
+        kept.kept_slot, kept.kept_counts, kept.first_kept, kept.pass_block, kept.pass_start, kept.tiles, kept.tile_rows,
+        kept.row_tiles, kept.row_pass, rows, cols, saved.workspace.tiles_per_pass, passes,
+        PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128,
     )  # fmt: skip
-    _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, PASSES=passes, ROWS=rows_2, num_warps=1)
+    _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, passes, ROWS=rows_2, num_warps=1)
     return kept
 
 
 def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tiles' energies [T, row blocks], partial sums of the reference, and a histogram of tiles by energy."""
+    """Return the tiles' energies [T, row blocks], partial sums of the reference, and histograms of parts of the tiles."""
     plan, (rows, cols), n, v = saved.plan, saved.tile_grid, saved.lse.numel(), saved.vocabulary.inv_vocab_perm.numel()
     device = saved.lse.device
     span = ceil_div(max(32, ceil_div(rows * cols, 2048)), 16) * 16  # gives a few hundred programs
@@ -343,7 +333,7 @@ def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tens
     counting = ceil_div(rows * cols, 2048)
     counts = torch.empty((counting, BINS.value), dtype=torch.int32, device=device)
     _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
-    return energy, reference_sums, counts.sum(0, dtype=torch.int32)
+    return energy, reference_sums, counts
 
 
 class DroppedMass(NamedTuple):

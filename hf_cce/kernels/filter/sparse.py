@@ -9,8 +9,8 @@ rows, so dW can be written over these rows. After the last pass, the rows of dW 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ def _add_dropped(
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number"])
 def _kept_tiles_kernel(
+    pass_number,
     hidden,  # [N, D] in the order of rows
     weight,  # [V, D] in the order of columns; in the order of the vocabulary if GATHER
     bias,  # [V] in the order of columns
@@ -62,7 +63,6 @@ def _kept_tiles_kernel(
     tiles,  # [kept]: see hf_cce.kernels.filter.select.Kept
     pass_start,  # [P + 1], likewise
     scratch,  # [slots · BLOCK_M, BLOCK_N], written
-    pass_number,
     num_tokens,
     num_row_blocks,
     vocab_size,
@@ -116,6 +116,7 @@ def _kept_tiles_kernel(
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks", "pass_number", "PASSES"])
 def _hidden_gradient_kernel(
+    pass_number,
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_M, BLOCK_K]
     weight,  # [V, D] pointer, or TMA descriptor [BLOCK_K, BLOCK_D] of the sorted weight
     vocab_perm,  # [V padded], if GATHER
@@ -125,7 +126,6 @@ def _hidden_gradient_kernel(
     total,  # [N, D] float32: sum of dropped tiles and earlier passes; updated for row blocks with tiles in later passes
     token_perm,  # [N] int64
     out,  # [N, D] in the original order of tokens, written when all tiles of a row block are added
-    pass_number,
     num_tokens,
     num_row_blocks,
     num_col_blocks,
@@ -194,6 +194,7 @@ def _stays_in_column_order(pass_block, vocab_size, BLOCK_N: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "pass_number"])
 def _weight_gradient_kernel(
+    pass_number,
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_K, BLOCK_N]
     hidden,  # [N, D] pointer or TMA descriptor [BLOCK_K, BLOCK_D]
     vocab_perm,  # [V padded]
@@ -206,7 +207,6 @@ def _weight_gradient_kernel(
     row_coeffs,  # [V, 16], if CORRECTED: see hf_cce.kernels.filter.corrections.WeightCorrection
     basis,  # [16, D], likewise
     out,  # [V, D], written in the order of the vocabulary; in the order of columns if IN_PLACE and ``_stays_in_column_order``
-    pass_number,
     num_tokens,
     vocab_size,
     hidden_size,
@@ -317,71 +317,70 @@ def multiply_kept(
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     else:
         grad_weight = weight.new_empty(0)
-    launches = _Launches(saved, request, kept, parts, source, gather, scratch)
+    launches = [_prepare_tiles(saved, request, kept, source, gather, scratch)]
+    if request.need_hidden:
+        launches.append(_prepare_hidden_gradient(saved, kept, parts, source, gather, scratch, grad_hidden))
+    reorder = in_place and workspace.passes > 1
+    if request.need_weight:
+        launches.append(_prepare_weight_gradient(saved, kept, parts, scratch, grad_weight, reorder))
     for number in range(workspace.passes):
-        launches.compute_tiles(number)
-        if request.need_hidden:
-            launches.multiply_by_weight(number, grad_hidden)
-        if request.need_weight:
-            launches.multiply_by_hidden(number, grad_weight, in_place and workspace.passes > 1)
-    if in_place and workspace.passes > 1:
+        for launch in launches:
+            launch(number)
+    if reorder:
         _reorder_rows(grad_weight, saved.vocabulary.vocab_perm, scratch, kept.pass_block, plan.block_n)
     return grad_hidden, grad_weight
 
 
-@dataclass(frozen=True)
-class _Launches:
-    """Launches of the three kernels of a pass."""
+def _prepare_tiles(
+    saved: SavedForward, request: BackwardRequest, kept: Kept, source: Tensor, gather: bool, scratch: Tensor
+) -> Callable[[int], None]:
+    """Return the launch that writes the kept tiles of a pass to the scratch buffer."""
+    plan, (n, d), (rows, cols) = saved.plan, saved.hidden.shape, saved.tile_grid
+    weight = source if gather else operand(source, plan.block_n, plan)
+    return _kept_tiles_kernel.prepare(
+        (min(plan.programs, rows * cols),), 0, operand(saved.hidden, plan.block_m, plan), weight, saved.bias,
+        saved.vocabulary.vocab_perm, saved.order.labels, saved.lse, request.grad_lse, request.grad_label, kept.tiles,
+        kept.pass_start, scratch, n, rows, len(source), d, saved.hidden.stride(0), source.stride(0), saved.logit_scale,
+        saved.softcap or 1.0, **logit_flags(saved), FLATTEN=plan.flatten, TMA=plan.use_tma, GATHER=gather,
+        PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
+        num_warps=plan.tile_warps, num_stages=plan.num_stages,
+    )  # fmt: skip
 
-    saved: SavedForward
-    request: BackwardRequest
-    kept: Kept
-    parts: DroppedParts
-    source: Tensor  # [V, D]: the weight in the order of columns; in the order of the vocabulary if ``gather``
-    gather: bool
-    scratch: Tensor  # [slots · BLOCK_M, BLOCK_N]
 
-    @cached_property
-    def sizes(self) -> tuple[int, int, int]:
-        """(N, V, D)."""
-        return self.saved.hidden.shape[0], *self.source.shape
+def _prepare_hidden_gradient(
+    saved: SavedForward,
+    kept: Kept,
+    parts: DroppedParts,
+    source: Tensor,
+    gather: bool,
+    scratch: Tensor,
+    grad_hidden: Tensor,
+) -> Callable[[int], None]:
+    """Return the launch that adds tiles · weight to dh."""
+    plan, (n, d), (rows, cols) = saved.plan, saved.hidden.shape, saved.tile_grid
+    weight = source if gather else operand(source, plan.sparse_block_k, plan, plan.block_d)
+    return _hidden_gradient_kernel.prepare(
+        (rows * ceil_div(d, plan.block_d),), 0, operand(scratch, plan.block_m, plan, plan.sparse_block_k), weight,
+        saved.vocabulary.vocab_perm, kept.row_tiles, kept.row_pass, kept.row_order, parts.dh, saved.order.token_perm,
+        grad_hidden, n, rows, cols, len(source), d, source.stride(0), saved.workspace.passes, GATHER=gather,
+        BLOCK_D=plan.block_d, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages, **_product_constants(plan),
+    )  # fmt: skip
 
-    def compute_tiles(self, number: int) -> None:
-        """Write the kept tiles of a pass to the scratch buffer."""
-        saved, plan, (n, v, d), (rows, cols) = self.saved, self.saved.plan, self.sizes, self.saved.tile_grid
-        source = self.source if self.gather else operand(self.source, plan.block_n, plan)
-        _kept_tiles_kernel[(min(plan.programs, rows * cols),)](
-            operand(saved.hidden, plan.block_m, plan), source, saved.bias, saved.vocabulary.vocab_perm, saved.order.labels,
-            saved.lse, self.request.grad_lse, self.request.grad_label, self.kept.tiles, self.kept.pass_start, self.scratch,
-            number, n, rows, v, d, saved.hidden.stride(0), self.source.stride(0), saved.logit_scale, saved.softcap or 1.0,
-            **logit_flags(saved), FLATTEN=plan.flatten, TMA=plan.use_tma, GATHER=self.gather, PRECISION=plan.precision,
-            UPCAST=plan.upcast, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, num_warps=plan.tile_warps,
-            num_stages=plan.num_stages,
-        )  # fmt: skip
 
-    def multiply_by_weight(self, number: int, grad_hidden: Tensor) -> None:
-        """Add tiles · weight to dh."""
-        saved, kept, plan, (n, v, d) = self.saved, self.kept, self.saved.plan, self.sizes
-        rows, cols = saved.tile_grid
-        source = self.source if self.gather else operand(self.source, plan.sparse_block_k, plan, plan.block_d)
-        _hidden_gradient_kernel[(rows * ceil_div(d, plan.block_d),)](
-            operand(self.scratch, plan.block_m, plan, plan.sparse_block_k), source, saved.vocabulary.vocab_perm, kept.row_tiles,
-            kept.row_pass, kept.row_order, self.parts.dh, saved.order.token_perm, grad_hidden, number, n, rows, cols, v, d,
-            self.source.stride(0), PASSES=saved.workspace.passes, GATHER=self.gather,
-            BLOCK_D=plan.block_d, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages, **_product_constants(plan),
-        )  # fmt: skip
-
-    def multiply_by_hidden(self, number: int, grad_weight: Tensor, in_place: bool) -> None:
-        """Write tilesᵀ · hidden plus the contribution of dropped tiles to the rows of dW in the pass's column blocks."""
-        saved, kept, parts, plan, (n, v, d) = self.saved, self.kept, self.parts, self.saved.plan, self.sizes
-        _weight_gradient_kernel[(min(plan.programs, saved.tile_grid[1] * ceil_div(d, plan.weight_block_d)),)](
-            operand(self.scratch, plan.sparse_block_k, plan, plan.block_n),
-            operand(saved.hidden, plan.sparse_block_k, plan, plan.weight_block_d), saved.vocabulary.vocab_perm, kept.tile_rows,
-            kept.first_kept, kept.pass_block, kept.pass_start, parts.dw_block_sums, parts.block_mass,
-            *(parts.correction or (None, None)), grad_weight, number, n, v, d, saved.hidden.stride(0), IN_PLACE=in_place,
-            CORRECTED=parts.correction is not None, RANK=RANK.value, BLOCK_D=plan.weight_block_d,
-            num_warps=plan.weight_warps, num_stages=plan.weight_stages, **_product_constants(plan),
-        )  # fmt: skip
+def _prepare_weight_gradient(
+    saved: SavedForward, kept: Kept, parts: DroppedParts, scratch: Tensor, grad_weight: Tensor, in_place: bool
+) -> Callable[[int], None]:
+    """Return the launch that writes tilesᵀ · hidden plus the contribution of dropped tiles to the pass's rows of dW."""
+    plan, (n, d), cols = saved.plan, saved.hidden.shape, saved.tile_grid[1]
+    return _weight_gradient_kernel.prepare(
+        (min(plan.programs, cols * ceil_div(d, plan.weight_block_d)),), 0,
+        operand(scratch, plan.sparse_block_k, plan, plan.block_n),
+        operand(saved.hidden, plan.sparse_block_k, plan, plan.weight_block_d), saved.vocabulary.vocab_perm, kept.tile_rows,
+        kept.first_kept, kept.pass_block, kept.pass_start, parts.dw_block_sums, parts.block_mass,
+        *(parts.correction or (None, None)), grad_weight, n, len(grad_weight), d, saved.hidden.stride(0), IN_PLACE=in_place,
+        CORRECTED=parts.correction is not None, RANK=RANK.value, BLOCK_D=plan.weight_block_d,
+        num_warps=plan.weight_warps, num_stages=plan.weight_stages, **_product_constants(plan),
+    )  # fmt: skip
 
 
 def _product_constants(plan: Plan) -> dict[str, Any]:
