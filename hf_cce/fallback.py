@@ -1,11 +1,10 @@
 """PyTorch fallback for the scalar loss: loss and gradients in one pass with three GEMMs, as many as full logits need.
 
 The upstream gradient of the loss is one scalar, so the gradients of a block of tokens can be computed while its logits exist, up
-to a factor that the backward pass applies. There are three loops:
+to a factor that the backward pass applies. There are two loops:
 
 - ``one_block``: all logits fit the budget in the inputs' dtype and are overwritten with their gradient.
 - ``token_blocks``: blocks of tokens with the whole vocabulary, sums in float32. Never synchronizes with a GPU.
-- ``column_blocks``: the same for float32 and float64 on a CPU, with logits [V, tokens], which suits its GEMMs.
 
 GEMMs of 16-bit inputs run in that dtype and accumulate in float32; the head is never copied to float32.
 """
@@ -22,13 +21,14 @@ from torch import Tensor
 
 from hf_cce import reference
 from hf_cce.config import MIB
-from hf_cce.reference import FP16_SCALE, add_product, matmul_acc, matmul_supports_fp32_out, scratch_bytes
+from hf_cce.reference import FP16_SCALE, add_product, labeled_rows, matmul_acc, matmul_supports_fp32_out, scratch_bytes
 from hf_cce.spec import Inputs, LossSpec, TokenGrads, accumulation_dtype
 
 # Minimum tokens per block: with fewer, adding a block's product to the weight's gradient costs more than the product.
 MIN_BLOCK_TOKENS = 128
 # Up to this size a CPU stores all 16-bit logits at once: blocks would save little memory and cost a fourth GEMM.
 ONE_BLOCK_BYTES_CPU = 64 * MIB
+MIN_ROWS_CPU = 16  # with fewer rows, MKL sums over the vocabulary naively: ten times the rounding error
 # Bytes of logits converted to float32 at a time: enough rows to keep a GPU busy, few enough for a CPU's cache.
 CHUNK_BYTES, CHUNK_BYTES_CPU = 64 * MIB, 4 * MIB
 PRODUCT_BYTES = 32 * MIB  # bytes of a float32 product that is rounded at a time; fits a GPU's cache
@@ -141,22 +141,6 @@ def _general_chunks(
 def _without_ignored(x: Inputs, spec: LossSpec) -> Tensor:
     """Return the hidden states with ignored rows zeroed, so that NaN there cannot reach the weight's gradient."""
     return torch.where((x.labels != spec.ignore_index)[:, None], x.hidden, 0)
-
-
-@dataclass
-class UnitGrads:
-    """Gradients of hidden, weight and bias for an upstream gradient of one; None where not needed."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
-        """Multiply by ``grad`` in place: a copy would hold the weight's gradient twice."""
-        found = [self.hidden, self.weight, self.bias]
-        if x.hidden.device.type == "cpu" and float(grad) == 1.0:
-            return found
-        return [None if g is None else g.mul_(grad.to(g.dtype)) for g in found]
 
 
 @dataclass
@@ -310,17 +294,21 @@ def token_blocks(
         if rest and matmul_supports_fp32_out(hidden) and room - rest >= least:
             sums.rest, room = torch.zeros((v - fit, d), dtype=acc_dtype, device=device), room - rest
     spec = spec._replace(memory_budget=room)
+    losses, lse = (torch.zeros(n, dtype=acc_dtype, device=device) for _ in range(2))
+    valid, factor = x.labels != spec.ignore_index, make_factor()
+    labeled = labeled_rows(valid)
+    if labeled is not None and len(labeled) < MIN_ROWS_CPU:
+        labeled = None
+    n = n if labeled is None else len(labeled)
     block = _token_block(n, v, dtype, on_cpu, room)
     slab = _logits(hidden, v, min(block, n))
-    losses, lse = (torch.empty(n, dtype=acc_dtype, device=device) for _ in range(2))
-    valid, factor = (x.labels != spec.ignore_index)[:, None], make_factor()
     for start in range(0, n, block):
-        rows = slice(start, min(n, start + block))
+        rows = slice(start, min(n, start + block)) if labeled is None else labeled[start : start + block]
         h = hidden[rows]
         z = torch.mm(h, x.weight.t(), out=slab[: h.shape[0]])
         losses[rows], lse[rows] = _logits_to_gradients(z, x.bias, x.labels[rows], spec, sums.scale)
         if sums.hidden is not None:
-            torch.mul(matmul_acc(z, x.weight, rounded=True), valid[rows], out=sums.hidden[rows])
+            sums.hidden[rows] = matmul_acc(z, x.weight, rounded=True).mul_(valid[rows, None])
         if sums.weight is not None:
             fit = sums.weight.shape[0]
             add_product(sums.weight, z[:, :fit].t(), h)
@@ -332,98 +320,13 @@ def token_blocks(
 
 
 def _token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:
-    """Return the tokens per block of ``token_blocks``: if possible a multiple of 128, with blocks of about equal size."""
+    """Return the tokens per block of ``token_blocks``: blocks of about equal size, on a GPU if possible multiples of 128."""
     room = scratch_bytes(n, v, dtype.itemsize, memory_budget) if on_cpu else memory_budget
     room -= min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room // 2)
     least = min(memory_budget // 2, MIN_BLOCK_TOKENS * v * dtype.itemsize)
     most = max(16, max(room, least) // (v * dtype.itemsize))
     if most < 128:
         return most
-    blocks = -(-n // (most - most % 128))
-    return -(-n // (128 * max(1, blocks))) * 128
-
-
-def column_blocks(
-    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
-) -> tuple[Tensor, Tensor, Tensor, UnitGrads]:
-    """Return (factor · Σ loss, lse [N], factor, gradients of factor · Σ loss), for float32 and float64 on a CPU."""
-    factor = make_factor()
-    (hidden, weight, _, labels), (need_hidden, need_weight, need_bias) = x, spec.needs
-    n_all, v, acc_dtype = labels.numel(), weight.shape[0], accumulation_dtype(hidden.dtype)
-    labeled = (labels != spec.ignore_index).nonzero().squeeze(1)
-    n = labeled.numel()
-    lse_all = torch.zeros(n_all, dtype=acc_dtype, device=hidden.device)
-    total = torch.zeros((), dtype=acc_dtype, device=hidden.device)
-    grads = UnitGrads(
-        hidden.new_zeros(hidden.shape) if need_hidden else None,
-        (weight.new_empty if n else weight.new_zeros)(weight.shape) if need_weight else None,
-        weight.new_zeros(v) if need_bias else None,
-    )
-    block = _column_block(
-        n, v, hidden.dtype.itemsize * (2 if spec.softcap and any(spec.needs) else 1), spec.memory_budget
-    )
-    # [V, tokens], not [tokens, V]: the three GEMMs take 25 % less time, measured on two cores with 96 tokens.
-    scratch = hidden.new_empty(v * max(16, min(block, n)) if n else 0)
-    scale = float(factor) * spec.logit_scale
-    for start in range(0, n, block):
-        stop = min(n, start + block)
-        rows = slice(start, stop) if n == n_all else labeled[start:stop]
-        h, y, size = hidden[rows], labels[rows], stop - start
-        if size < 16:  # with fewer columns MKL sums over V naively: ten times the rounding error, measured
-            h, y, size = F.pad(h, (0, 0, 0, 16 - size)), F.pad(y, (0, 16 - size)), 16
-        z = torch.mm(weight, h.t(), out=scratch[: v * size].view(v, size))
-        loss, lse, norm = _column_gradients(z, x.bias, y, spec)
-        lse_all[rows] = lse[: stop - start]
-        total += loss[: stop - start].sum()
-        # Dividing h and grad_hidden by norm is cheaper than dividing the larger z.
-        weights = scale / norm
-        weights[stop - start :] = 0
-        if grads.hidden is not None:
-            grads.hidden[rows] = torch.mm(weight.t(), z).mul_(weights).t()[: stop - start]
-        if grads.weight is not None:
-            # beta=0 ignores the uninitialized contents of the buffer
-            grads.weight.addmm_(z, h * weights[:, None], beta=0.0 if start == 0 else 1.0)
-        if grads.bias is not None:
-            grads.bias.add_(torch.mv(z, weights))
-    return total * factor, lse_all, factor, grads
-
-
-def _column_block(n: int, v: int, bytes_per_logit: int, memory_budget: int) -> int:
-    """Return the tokens per block: a multiple of 32 if possible, for fast GEMMs and a fast softmax over dim 0."""
-    wanted = max(scratch_bytes(n, v, bytes_per_logit, memory_budget), MIN_BLOCK_TOKENS * v * bytes_per_logit)
-    block = min(wanted, memory_budget) // (v * bytes_per_logit)
-    return max(16, block if block < 32 else block - block % 32)  # below 16 the rounding error grows
-
-
-def _column_gradients(z: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (loss [n], lse [n], norm [n]); overwrite the products ``z`` [V, n] with norm · ∂loss/∂z if a gradient is needed."""
-    v, need_any, smoothing = z.shape[0], any(spec.needs), spec.label_smoothing
-    if bias is not None:
-        z.add_(bias[:, None])
-    if spec.logit_scale != 1.0:
-        z.mul_(spec.logit_scale)
-    jacobian = None
-    if spec.softcap:
-        z.div_(spec.softcap).tanh_()
-        # From tanh directly: recomputing it as z / softcap would round again.
-        jacobian = z.square().neg_().add_(1) if need_any else None
-        z.mul_(spec.softcap)
-    top, at_label = z.amax(0), z.gather(0, labels[None])[0]
-    mean = z.mean(0) if smoothing else None
-    # Not torch.softmax, which sums naively over dim 0, with an error that grows with V.
-    norm = z.sub_(top).exp_().sum(0)
-    lse = top + norm.log()
-    loss = lse - at_label
-    if mean is not None:
-        loss = loss + smoothing * (at_label - mean)
-    if spec.z_loss:
-        loss = loss + spec.z_loss * lse.square()
-    if need_any:
-        if spec.z_loss:
-            z.mul_(1 + 2 * spec.z_loss * lse)
-        z.scatter_add_(0, labels[None], (norm * (smoothing - 1))[None])
-        if smoothing:
-            z.sub_(norm * (smoothing / v))
-        if jacobian is not None:
-            z.mul_(jacobian)
-    return loss, lse, norm
+    blocks = -(-max(n, 1) // (most - most % 128))
+    unit = 1 if on_cpu else 128  # without a much smaller last block on a CPU
+    return -(-max(n, 1) // (unit * blocks)) * unit

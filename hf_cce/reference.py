@@ -90,7 +90,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
     """Compute the statistics in one pass over slabs of logits, as in online softmax (Milakov & Gimelshein, 2018)."""
     n_all, v = x.labels.numel(), x.weight.shape[0]
     valid = x.labels != spec.ignore_index
-    rows = _labeled_rows(valid)
+    rows = labeled_rows(valid)
     hidden, labels = (x.hidden, x.labels) if rows is None else (x.hidden[rows], x.labels[rows])
     n, acc_dtype = labels.numel(), accumulation_dtype(hidden.dtype)
 
@@ -154,7 +154,7 @@ def logit_stats_backward(
     (hidden, weight, _, labels), (need_hidden, need_weight, need_bias) = x, spec.needs
     v, acc_dtype = weight.shape[0], accumulation_dtype(hidden.dtype)
     valid = labels != spec.ignore_index
-    rows = _labeled_rows(valid)
+    rows = labeled_rows(valid)
     if rows is not None:
         hidden, labels, lse = (tensor[rows] for tensor in (hidden, labels, lse))
         entropy = None if entropy is None else entropy[rows]
@@ -199,7 +199,7 @@ def _would_sync(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def _labeled_rows(valid: Tensor) -> Tensor | None:
+def labeled_rows(valid: Tensor) -> Tensor | None:
     """Return the indices of tokens with a label; None if all have one, or if finding them would synchronize."""
     if _would_sync(valid):
         return None
