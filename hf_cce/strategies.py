@@ -233,11 +233,12 @@ class OnePass(Strategy):
     """PyTorch fallback that computes gradients in the forward pass, up to a factor."""
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        spec, (n, _), on_cpu = self.spec, x.hidden.shape, x.hidden.device.type == "cpu"
+        spec, (n, d), on_cpu = self.spec, x.hidden.shape, x.hidden.device.type == "cpu"
         dtype = x.hidden.dtype
         one = fallback.fits_one_block(n, x.weight.shape[0], dtype, on_cpu, spec.memory_budget)
-        # On a CPU, blocks of float32 logits are faster, because they stay in its cache.
-        one &= any(spec.needs) and not (on_cpu and dtype in fallback.FULL_PRECISION)
+        # On a CPU, blocks of float32 logits are faster, because they stay in its cache. Their result, dW, takes more memory
+        # than the logits of fewer tokens than D; a loop over losses would keep one dW for each.
+        one &= any(spec.needs) and not (on_cpu and dtype in fallback.FULL_PRECISION and n > d)
         loop: Any = fallback.one_block if one else fallback.token_blocks
         # The factor is a callback, so that a GPU gets its first GEMM before the host checks the labels.
         loss, lse, factor, self.cache = loop(x, spec, lambda: self.factor(x).to(accumulation_dtype(dtype)))

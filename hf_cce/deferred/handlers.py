@@ -81,7 +81,7 @@ for _name, _dtype in _CASTS.items():
     HANDLERS[_name] = functools.partial(_cast, target=_dtype)
 HANDLERS["type_as"] = lambda x, other: _to(x, dtype=other.dtype, device=other.device)
 HANDLERS["contiguous"] = lambda x, *args, **kwargs: NotImplemented if args or kwargs else x
-HANDLERS["clone"] = lambda x, **kwargs: NotImplemented if kwargs else x._derive(torch.clone, lambda r: r.with_ops())
+HANDLERS["clone"] = lambda x: x._derive(torch.clone, lambda r: r.with_ops())
 HANDLERS["detach"] = HANDLERS["data"] = lambda x: x._detached()
 
 
@@ -123,10 +123,17 @@ def _class_first(x: Any, *dims: Any) -> Any:
 @implements("__getitem__")
 def _index(x: Any, key: Any) -> Any:
     if isinstance(key, tuple) and len(key) == x.ndim and all(map(_is_ids, key)):
-        *tokens, ids = torch.broadcast_tensors(*(torch.as_tensor(each, device=x.device) for each in key))
+        *tokens, ids = (torch.as_tensor(each, device=x.device) for each in key)
         ids = torch.where(ids < 0, ids + x.shape[-1], ids).long()
-        found = _gather(_apply_to_token_dims(x, lambda z: z[tuple(tokens)]), -1, ids.unsqueeze(-1))
-        return found if found is NotImplemented else found.squeeze(-1)
+        several = ids.dim() > 0 and all(
+            each.dim() > 0 and each.shape[-1] == 1 for each in tokens
+        )  # [rows[:, None], ids]
+        if not several:
+            *tokens, ids = (each.unsqueeze(-1) for each in torch.broadcast_tensors(*tokens, ids))
+        shape = torch.broadcast_shapes(*(each.shape[:-1] for each in (*tokens, ids)))
+        rows = tuple(each.squeeze(-1).expand(shape) for each in tokens)
+        found = _gather(_apply_to_token_dims(x, lambda z: z[rows]), -1, ids.expand(*shape, -1))
+        return found if several or found is NotImplemented else found.squeeze(-1)
     split = split_index(key, x.ndim)
     if split is None:
         return NotImplemented
@@ -149,8 +156,7 @@ def _is_ids(key: Any) -> bool:
 
 def _split_tokens(name: str, x: Any, *sizes: Any, dim: int = 0) -> Any:
     """Split along a token dimension, into views."""
-    dim %= x.ndim
-    if dim == x.ndim - 1:
+    if dim not in range(-x.ndim, x.ndim - 1) or dim == -1:
         return NotImplemented
     cut = lambda z: getattr(z, name)(*sizes, dim=dim)  # noqa: E731
     with torch.enable_grad():
@@ -170,6 +176,7 @@ HANDLERS["unbind"] = lambda x, dim=0: _split_tokens("unbind", x, dim=dim)
 def _mask(x: Any, key: Any, value: Any) -> Any:
     """Record vocabulary entries set to finfo.min at every token (Chameleon's image tokens): their probability is zero."""
     known = not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.shared_storage.values is None
+    known = known and not x.has_results  # these were computed from the logits before
     known = known and all(name in ("to", "mask") for name, _ in x.recipe.ops) and not is_dtensor(x.recipe.weight)
     ids = masked_ids(key, value, x.shape, x.dtype) if known else None
     if ids is None:
@@ -191,8 +198,8 @@ def _mul(x: Any, other: Any) -> Any:
 
 
 @implements("div", "divide", "true_divide", "__truediv__")
-def _div(x: Any, other: Any, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else _scale(x, "div", other)
+def _div(x: Any, other: Any) -> Any:
+    return _scale(x, "div", other)
 
 
 def _scale(x: Any, name: str, value: Any) -> Any:
@@ -225,8 +232,12 @@ def _add(x: Any, other: Any, **kwargs: Any) -> Any:
 # Recorded distributions
 
 
-def _normalize(name: str, x: Any, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
+def _normalize(name: str, x: Any, dim: Any = None, _stacklevel: Any = 3, dtype: torch.dtype | None = None) -> Any:
     """Record softmax or log_softmax over the vocabulary; under autocast, cast the logits to float32 first, as torch does."""
+    if isinstance(
+        _stacklevel, torch.dtype
+    ):  # ``torch.softmax`` and the method have ``dtype`` where ``F.softmax`` has this
+        dtype = _stacklevel
     vocabulary = 1 if x.recipe.class_first else x.ndim - 1
     if dim not in (vocabulary, vocabulary - x.ndim) or x.recipe.meaning.kind != "z" or x.recipe.mask_ops():
         return NotImplemented
@@ -254,7 +265,12 @@ def _product(x: Any, other: Any) -> Any:
     """Record p · log p, as in entropies, or p · z, of the same logits."""
     base = x.base if x.base is not None else getattr(other, "base", None)
     same = all(each is base or getattr(each, "base", None) is base for each in (x, other))
-    if base is None or base._is_stale or not same:
+    if (
+        base is None
+        or base._is_stale
+        or not same
+        or not all(base.recipe.is_start_of(each.recipe) for each in (x, other))
+    ):
         return NotImplemented
     before = len(base.recipe.ops)
     op = ("product", (x.recipe.ops[before:], other.recipe.ops[before:]))
@@ -443,11 +459,11 @@ def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
 
 
 @implements("gather")
-def _gather(x: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
+def _gather(x: Any, dim: Any, index: Any) -> Any:
     """Return the logits, log-probabilities or probabilities of the token ids ``index`` [..., K]."""
     found = _meaning_of(x, "z", "p", "log p")
     known = dim in (-1, x.ndim - 1) and isinstance(index, Tensor) and index.shape[:-1] == x.shape[:-1]
-    if found is None or not known or index.dim() != x.ndim or kwargs or x.recipe.mask_ops():
+    if found is None or not known or index.dim() != x.ndim or x.recipe.mask_ops():
         return NotImplemented
     native = lambda z: (z.gather(-1, index.to(z.device)),)  # noqa: E731
     if found.kind != "z" and index.shape[-1] == 1:
@@ -473,7 +489,7 @@ def _gather_logits(r: Recipe, index: Tensor) -> Tensor:
         return (_upcast(F.embedding(ids, weight)) @ _upcast(hidden).unsqueeze(-1)).squeeze(-1)
 
     rows = max(1, _scratch_bytes(r) // (8 * max(1, ids.shape[-1]) * hidden.shape[-1]))
-    blocks = zip(hidden.reshape(len(ids), -1).split(rows), ids.split(rows), strict=True)
+    blocks = zip(hidden.reshape(-1, hidden.shape[-1]).split(rows), ids.split(rows), strict=True)
     found = torch.cat([checkpoint(product, h, weight, part, use_reentrant=False) for h, part in blocks])
     found = scale * (found if bias is None else found + _upcast(bias)[ids])
     return (found if cap is None else cap * (found / cap).tanh()).view(index.shape)

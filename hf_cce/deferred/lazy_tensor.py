@@ -12,6 +12,7 @@ runs the fused backward. Reading a ``LazyGrad`` computes the dense gradient.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_map
 from hf_cce.sharded import as_replicated, full_logits, is_dtensor
 
 _COMMUTATIVE = {"add", "mul", "multiply"}
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # other names that torch accepts
 # Properties that read the values of a tensor. All other properties, and the methods in _METADATA_METHODS, need only metadata.
 _VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _METADATA_METHODS = {
@@ -49,12 +51,17 @@ class LazyTensor:
 
     def _call_handler(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         handler = self.HANDLERS.get(name)
+        kwargs = {_NUMPY_NAMES.get(key, key): value for key, value in kwargs.items()}
         if handler is None or self._is_stale or "out" in kwargs:
+            return NotImplemented
+        if not torch.compiler.is_compiling() and not _accepts(handler, frozenset(kwargs)):
             return NotImplemented
         return handler(self, *args, **kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if issubclass(cls, Tensor) and torch.compiler.is_compiling():
+            return _call_in_eager(func, args, kwargs or {})
         kwargs = kwargs or {}
         if "input" in kwargs and len(args) == 0:
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
@@ -65,6 +72,10 @@ class LazyTensor:
         is_wrapper = isinstance(first, LazyTensor) and isinstance(first, Tensor) and not first._is_stale
         if (is_wrapper and _is_metadata_query(func)) or func in _AUTOGRAD:
             return call_as_tensors(func, args, kwargs)
+        if is_wrapper and name in ("detach_", "__set__"):
+            raise NotImplementedError(
+                "deferred logits cannot be changed by detach_() or .data = …; use logits.materialize()"
+            )
         result = NotImplemented
         if isinstance(first, LazyTensor):
             result = first._call_handler(name, args[1:], kwargs)
@@ -73,6 +84,18 @@ class LazyTensor:
         if result is NotImplemented:
             result = func(*materialize_all(args, name), **materialize_all(kwargs, name))
         return result
+
+
+@functools.cache
+def _accepts(handler: Callable[..., Any], keywords: frozenset[str]) -> bool:
+    parameters = inspect.signature(handler).parameters
+    return keywords <= parameters.keys() or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+@torch.compiler.disable
+def _call_in_eager(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``func`` outside of the graph: a compiled function that takes eager logits would lose their gradient."""
+    return func(*args, **kwargs)
 
 
 def _undo_matmul_swap(args: Any) -> Any:
@@ -200,7 +223,8 @@ def _unpack_unmodified(saved: tuple[Tensor, int | None]) -> Tensor:
 
 
 def version_of(x: Tensor | None) -> int | None:
-    return None if x is None or x.is_inference() else x._version
+    """Return the version counter of ``x``; None for lazy tensors, which are computed anew from what was recorded."""
+    return None if x is None or isinstance(x, LazyTensor) or x.is_inference() else x._version
 
 
 def is_alias(func: Any, args: Any) -> bool:
@@ -300,9 +324,19 @@ class LazyGrad(Tensor):
             copied = first.dense is not None and func is _ATEN.clone.default
             dense = first.dense.clone() if copied else first.dense  # type: ignore[union-attr]
             return LazyGrad.create(first.meta, first.losses, dense, first.call)
+        if (
+            func is _ATEN.isnan.default and first.losses
+        ):  # detect_anomaly: the gradients of the head are checked instead
+            return torch.zeros((), dtype=torch.bool, device=first.device)
         alike = all(isinstance(x, Tensor) and x.shape == first.shape for x in args)
-        if func is _ATEN.add.Tensor and not kwargs and alike:
-            return first.plus(args[1]) if isinstance(first, LazyGrad) else args[1].plus(first)
+        if func in (_ATEN.add.Tensor, _ATEN.add_.Tensor) and not kwargs and alike:
+            if not isinstance(first, LazyGrad):
+                return args[1].plus(first) if func is _ATEN.add.Tensor else NotImplemented
+            both = first.plus(args[1])
+            if func is _ATEN.add.Tensor:
+                return both
+            first.losses, first.dense = both.losses, both.dense
+            return first
         if all(not isinstance(x, LazyGrad) or not x.losses for x in args):
             return func(*(x.dense if isinstance(x, LazyGrad) else x for x in args), **(kwargs or {}))
         raise NotImplementedError(
@@ -425,7 +459,9 @@ class FusedResult(torch.autograd.Function):
         recipe = ctx.recipe
 
         def dense_grad() -> Tensor:
-            logits = recipe.with_operands(*operands).build().detach().requires_grad_()
+            whole = recipe.with_operands(*operands)._replace(leaves=leaves)
+            whole.check_fresh()
+            logits = whole.build().detach().requires_grad_()
             results = native(logits)
             upstream = [grads[i].to(results[i].dtype) for i in used]
             return torch.autograd.grad([results[i] for i in used], logits, upstream)[0]

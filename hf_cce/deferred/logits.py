@@ -69,6 +69,7 @@ class LazyLogits(LazyTensor):
     recipe: Recipe
     shared_storage: SharedStorage
     base: Any = None  # of a distribution: the logits that softmax was applied to
+    has_results = False  # something was computed from these logits, which a later change in place must not affect
 
     # Defined by both subclasses
     shape: Any
@@ -132,6 +133,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     def _derive(self, op: Any, change: Any, nonlinear: bool = False, other: Tensor | None = None) -> Any:
         """Return the result of ``op`` as deferred logits; ``change`` records the operation in the recipe."""
         self._check_fresh()
+        self.has_results = True
         with private_saved_tensors():
             with torch.enable_grad():
                 recipe = change(self.recipe)
@@ -142,11 +144,12 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     ) -> Any:
         """Return ``compute(recipe)``, differentiable like ``native(logits)``, which computes the same from full logits."""
         self._check_fresh()
+        self.has_results = True
         recipe = self.recipe
         with recipe.call.unsharded_weight(recipe.weight), recipe.without_autocast(), private_saved_tensors():
             if not (self.requires_grad and torch.is_grad_enabled()):
                 with torch.no_grad():
-                    return compute(recipe)
+                    return tuple(None if x is None else x.detach() for x in compute(recipe))
             if any(x is not None and x.requires_grad for x in recipe.leaves):
                 return FusedResult.apply(self, compute, native)
         return native(self._materialize("their gradient"))  # only the logits themselves require a gradient
@@ -158,7 +161,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         storage, base = self.shared_storage, self.base
         if storage.values is None:
             with torch.inference_mode(False), torch.no_grad():
-                if base is None or base._is_stale:
+                if base is None or base._is_stale or not base.recipe.is_start_of(self.recipe):
                     self.recipe.call.note_materialized(why)
                     made = self.recipe.build()
                     # torch rejects writes into a view created under no_grad; F.linear with a bias may return one

@@ -103,6 +103,8 @@ def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:
     dots = len([each for each in keys if each is Ellipsis])
     if used > ndim or dots > 1:
         return None
+    if used == ndim and dots:  # it stands for no dimension
+        keys, dots = tuple(each for each in keys if each is not Ellipsis), 0
     if not keys or keys[-1] is Ellipsis or (dots == 0 and used < ndim):
         return keys, None
     last = keys[-1]

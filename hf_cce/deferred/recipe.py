@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,10 @@ class Recipe(NamedTuple):
             made = apply_ops(self.ops, multiply(*self.operands, self.cast))
         return made.transpose(1, 2) if self.class_first else made
 
+    def is_start_of(self, other: Recipe) -> bool:
+        """Return True if ``other`` has the same operations, and possibly more after them."""
+        return len(self.ops) <= len(other.ops) and all(map(operator.is_, self.ops, other.ops))
+
     def mask_ops(self) -> list[Op]:
         return [op for op in self.ops if op[0] == "mask"]
 
@@ -98,7 +103,7 @@ class Recipe(NamedTuple):
         return torch.autocast(self.hidden_states.device.type, enabled=False)
 
     def check_fresh(self) -> None:
-        if self.versions and self.versions != versions_of(*self.leaves[:3]):
+        if self.versions and self.versions != versions_of(*self.leaves):
             raise RuntimeError(CHANGED)
 
 
