@@ -85,32 +85,45 @@ def _backward(
         return with_fallback(compute, strategy.triton, strategy.spec, inputs.hidden.device)
 
 
-@torch.library.custom_op("hf_cce::logit_stats", mutates_args=())
-def logit_stats(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    want_mean: bool,
-    want_entropy: bool,
-    want_log_sum_sq: bool,
-    want_top1: bool,
-    memory_budget: int,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+# The fields of a LossSpec, in the schemas of the operators; see _options_of
+_OPTIONS = (
+    "SymInt ignore_index, float logit_scale, float softcap, float label_smoothing, float z_loss, bool need_hidden, "
+    "bool need_weight, bool need_bias, SymInt memory_budget, str implementation, float gradient_filter, bool auto_budget"
+)
+
+
+def _options_of(spec: LossSpec) -> tuple[Any, ...]:
+    """Return the fields of ``spec``, with ``gradient_filter`` 0 for None and AUTO for "auto"."""
+    gradient_filter = AUTO if spec.gradient_filter == "auto" else spec.gradient_filter or 0.0
+    return (
+        spec.ignore_index, spec.logit_scale, spec.softcap, spec.label_smoothing, spec.z_loss, *spec.needs, spec.memory_budget,
+        spec.implementation, gradient_filter, spec.auto_budget,
+    )  # fmt: skip
+
+
+def _spec_of(options: tuple[Any, ...]) -> LossSpec:
+    index, scale, softcap, smoothing, z_loss, *needs, budget, implementation, gradient_filter, auto_budget = options
+    allowed: Any = "auto" if gradient_filter == AUTO else gradient_filter or None
+    return LossSpec(
+        index, scale, softcap, smoothing, z_loss, tuple(needs), budget, implementation, allowed, auto_budget
+    )
+
+
+@torch.library.custom_op(
+    "hf_cce::logit_stats",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, bool want_mean, bool want_entropy, "
+    f"bool want_log_sum_sq, bool want_top1, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def logit_stats(*arguments: Any) -> tuple[Tensor, ...]:
     """Return (lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty if not requested."""
-    x = Inputs(hidden, weight, bias, labels)
-    spec = LossSpec(ignore_index, logit_scale, softcap, memory_budget=memory_budget, implementation=implementation)
-    strategy = dispatch_statistics(x, spec, WantedStats(want_mean, want_entropy, want_log_sum_sq, want_top1), None)
-    return tuple(_forward(strategy, x)[1])  # type: ignore[return-value]
+    x, wanted, spec = Inputs(*arguments[:4]), WantedStats(*arguments[4:8]), _spec_of(arguments[8:])
+    return tuple(_forward(dispatch_statistics(x, spec, wanted, None), x)[1])
 
 
 @logit_stats.register_fake
 def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    want_mean, want_entropy, want_log_sum_sq, want_top1 = others[6:10]
+    want_mean, want_entropy, want_log_sum_sq, want_top1 = others[3:7]
     n, acc_dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
 
     def vector(wanted: bool = True, dtype: torch.dtype = acc_dtype) -> Tensor:
@@ -126,36 +139,19 @@ def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
     )
 
 
-@torch.library.custom_op("hf_cce::logit_stats_backward", mutates_args=())
-def logit_stats_backward(
-    grad_lse: Tensor,
-    grad_label: Tensor,
-    grad_mean: Tensor | None,
-    grad_entropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    lse: Tensor,
-    entropy: Tensor | None,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    memory_budget: int,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "hf_cce::logit_stats_backward",
+    mutates_args=(),
+    schema="(Tensor grad_lse, Tensor grad_label, Tensor? grad_mean, Tensor? grad_entropy, Tensor hidden, Tensor weight, "
+    f"Tensor? bias, Tensor labels, Tensor lse, Tensor? entropy, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+def logit_stats_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of hidden [N, D], weight [V, D] and bias [V] in the inputs' dtypes; empty where not needed."""
-    needs = (need_hidden, need_weight, need_bias)
-    spec = LossSpec(ignore_index, logit_scale, softcap, 0.0, 0.0, needs, memory_budget, implementation)
-    triton = choose_implementation(hidden.device, hidden.dtype, implementation) == "triton"
-    x, grads = Inputs(hidden, weight, bias, labels), TokenGrads(grad_lse, grad_label, grad_mean, grad_entropy)
-    with compute_context(hidden):
-        return with_fallback(
-            lambda triton: recompute(x, spec, lse, entropy, grads, triton), triton, spec, hidden.device
-        )
+    grads, x, (lse, entropy) = TokenGrads(*arguments[:4]), Inputs(*arguments[4:8]), arguments[8:10]
+    spec, device = _spec_of(arguments[10:]), x.hidden.device
+    triton = choose_implementation(device, x.hidden.dtype, spec.implementation) == "triton"
+    with compute_context(x.hidden):
+        return with_fallback(lambda triton: recompute(x, spec, lse, entropy, grads, triton), triton, spec, device)
 
 
 def _fake_gradients(hidden: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,24 +164,15 @@ def _fake_gradients(hidden: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> 
 
 
 @logit_stats_backward.register_fake
-def _(
-    g1: Tensor, g2: Tensor, g3: Tensor, g4: Tensor, hidden: Tensor, weight: Tensor, *others: Any
-) -> tuple[Tensor, ...]:
-    return _fake_gradients(hidden, weight, others[7:10])
-
-
-def _form(spec: LossSpec) -> tuple[int, float, float]:
-    """Return the options that affect the logits and their statistics."""
-    return spec.ignore_index, spec.logit_scale, spec.softcap
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    return _fake_gradients(arguments[4], arguments[5], _spec_of(arguments[10:]).needs)
 
 
 def recompute_by_operator(
     x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the inputs' gradients from those of the statistics in one operator, whose own backward raises."""
-    return torch.ops.hf_cce.logit_stats_backward(
-        *grads, *x, lse, entropy, *_form(spec), *spec.needs, spec.memory_budget, spec.implementation
-    )
+    return torch.ops.hf_cce.logit_stats_backward(*grads, *x, lse, entropy, *_options_of(spec))
 
 
 def _only(needs: tuple[bool, ...], gradients: Any) -> tuple[Tensor | None, ...]:
@@ -193,9 +180,7 @@ def _only(needs: tuple[bool, ...], gradients: Any) -> tuple[Tensor | None, ...]:
 
 
 def _save_stats(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    wanted = WantedStats(*inputs[7:11])
-    index, scale, softcap, *_ = inputs[4:]
-    ctx.spec = LossSpec(index, scale, softcap, memory_budget=inputs[11], implementation=inputs[12])
+    wanted, ctx.spec = WantedStats(*inputs[4:8]), _spec_of(inputs[8:])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*Statistics(ctx.spec, wanted, False).non_differentiable_outputs(output))
     ctx.save_for_backward(*inputs[:4], output[0], output[3] if wanted.entropy else None)
@@ -206,7 +191,7 @@ def _stats_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad[:3]
     spec = ctx.spec._replace(needs=needs)
     gradients = recompute_by_operator(Inputs(*inputs), spec, lse, entropy, stats_grads(lse, grads))
-    return (*_only(needs, gradients), *[None] * 10)
+    return (*_only(needs, gradients), *[None] * 17)
 
 
 logit_stats.register_autograd(_stats_gradients, setup_context=_save_stats)
@@ -228,9 +213,7 @@ logit_stats_backward.register_autograd(_refuse_second_derivative)
     mutates_args=(),
     tags=(torch.Tag.cudagraph_unsafe,),
     schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? num_items, float divisor, SymInt filter_state, "
-    "bool counted, SymInt ignore_index, float logit_scale, float softcap, float label_smoothing, float z_loss, "
-    "bool need_hidden, bool need_weight, bool need_bias, SymInt memory_budget, str implementation, float gradient_filter, "
-    "bool auto_budget) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"bool counted, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def cross_entropy_op(
     hidden: Tensor,
@@ -247,8 +230,7 @@ def cross_entropy_op(
 
     The loss is the sum over the tokens times ``factor``: 1 / ``divisor`` if that is positive, else 1 / ``num_items`` if given
     (0 if ``num_items`` is 0), else 1 / the number of labels that are not ignored. ``filter_state`` is the handle of a
-    FilterState, or 0; ``counted`` increments the counters of its model. ``options`` are the fields of a LossSpec, with
-    ``gradient_filter`` 0 for None and AUTO for "auto".
+    FilterState, or 0; ``counted`` increments the counters of its model.
     """
     x, spec = Inputs(hidden, weight, bias, labels), _spec_of(options)
     state = FilterState.of(filter_state)
@@ -264,26 +246,10 @@ def cross_entropy_op(
     return loss, saved.in_token_order(), saved.factor, *precomputed
 
 
-def _options_of(spec: LossSpec) -> tuple[Any, ...]:
-    gradient_filter = AUTO if spec.gradient_filter == "auto" else spec.gradient_filter or 0.0
-    return (
-        *_form(spec), spec.label_smoothing, spec.z_loss, *spec.needs, spec.memory_budget, spec.implementation, gradient_filter,
-        spec.auto_budget,
-    )  # fmt: skip
-
-
-def _spec_of(options: tuple[Any, ...]) -> LossSpec:
-    index, scale, softcap, smoothing, z_loss, *needs, budget, implementation, gradient_filter, auto_budget = options
-    allowed: Any = "auto" if gradient_filter == AUTO else gradient_filter or None
-    return LossSpec(
-        index, scale, softcap, smoothing, z_loss, tuple(needs), budget, implementation, allowed, auto_budget
-    )
-
-
 @cross_entropy_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     acc_dtype = accumulation_dtype(hidden.dtype)
-    needs = others[11:14] if grads_in_forward(hidden.dtype) else (False, False, False)
+    needs = _spec_of(others[6:]).needs if grads_in_forward(hidden.dtype) else (False, False, False)
     loss, factor = (hidden.new_empty((), dtype=acc_dtype) for _ in range(2))
     return loss, hidden.new_empty(hidden.shape[0], dtype=acc_dtype), factor, *_fake_gradients(hidden, weight, needs)
 
@@ -368,7 +334,7 @@ def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterStat
 def statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: FilterState | None = None) -> LogitStats:
     """Return per-token statistics, through the custom operator if traced. A ``state`` enables the gradient filter."""
     if needs_custom_op(x.hidden):
-        outputs = torch.ops.hf_cce.logit_stats(*x, *_form(spec), *wanted, spec.memory_budget, spec.implementation)
+        outputs = torch.ops.hf_cce.logit_stats(*x, *wanted, *_options_of(spec))
     else:
         outputs = _Fused.apply(dispatch_statistics(x, spec, wanted, state), *x)
     return LogitStats(*outputs)

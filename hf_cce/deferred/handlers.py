@@ -29,7 +29,7 @@ from hf_cce.deferred.operations import (
     masked_ids,
     split_index,
 )
-from hf_cce.deferred.recipe import Recipe, SharedStorage, leaf_of
+from hf_cce.deferred.recipe import Recipe, SharedStorage
 from hf_cce.loss import LogProbs, linear_cross_entropy, linear_log_probs
 from hf_cce.sharded import is_dtensor
 from hf_cce.spec import accumulation_dtype
@@ -211,22 +211,20 @@ implements("neg", "negative", "__neg__")(lambda x: _scale(x, "mul", -1))
 
 @implements("add", "__add__", "__radd__")
 def _add(x: Any, other: Any, **kwargs: Any) -> Any:
-    """Add a bias [V] or [1, V] of the same dtype to the head's own; anything else needs full logits."""
+    """Add a frozen bias [V] or [1, V] of the same dtype to the head's own, as in Bart; anything else needs full logits."""
     bias = as_vocab_vector(other, x)
-    if bias is None or kwargs or x.recipe.ops or is_dtensor(x.recipe.weight):
+    if bias is None or bias.requires_grad or kwargs or x.recipe.ops or is_dtensor(x.recipe.weight):
         return NotImplemented
     # Under autocast, Bart's bias is more precise than the logits and promotes them
     dtype = x.dtype if x.recipe.cast is None else torch.promote_types(x.dtype, bias.dtype)
     if bias.dtype != dtype:
         return NotImplemented
-    leaf = leaf_of(bias)
+    cast_ops = () if dtype == x.dtype else (("to", dtype),)
 
     def join(r: Recipe) -> Recipe:
-        joined = leaf if r.bias is None else r.bias + leaf
-        cast_ops = () if dtype == x.dtype else (("to", dtype),)
-        return r._replace(bias=joined, leaves=(*r.leaves, leaf)).with_ops(*cast_ops)
+        return r._replace(bias=bias if r.bias is None else r.bias + bias).with_ops(*cast_ops)
 
-    return x._derive(lambda z: z.to(dtype), join, other=bias)
+    return x._derive(lambda z: z.to(dtype), join)
 
 
 # Recorded distributions

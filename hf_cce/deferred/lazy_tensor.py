@@ -239,32 +239,24 @@ def multiply(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: t
     return full_logits(F.linear(as_replicated(hidden_states, weight), weight, bias))
 
 
-class Losses:
-    """Results of the fused loss with their upstream gradients. The gradients of ``leaves`` are computed once."""
+class Losses(NamedTuple):
+    """Results of the fused loss with their upstream gradients, and the leaves of the graph behind the results."""
 
-    def __init__(self, results: Any, upstream: Any, leaves: tuple[Tensor | None, ...], call: Any) -> None:
-        self.results, self.upstream, self.leaves, self.call = results, upstream, leaves, call
-        self.leaf_grads: list[Tensor | None] | None = None
-
-    def gradients(self) -> list[Tensor | None]:
-        if self.leaf_grads is None:
-            wanted = [x for x in self.leaves if x is not None and x.requires_grad]
-            # retain_graph: autograd frees this graph together with the tensors that ``FusedResult`` saved
-            with self.call.unsharded_weight(self.leaves[1]):
-                grads = torch.autograd.grad(self.results, wanted, self.upstream, retain_graph=True, allow_unused=True)
-            remaining = iter(grads)
-            self.leaf_grads = [next(remaining) if x is not None and x.requires_grad else None for x in self.leaves]
-        return self.leaf_grads
+    results: list[Tensor]
+    upstream: list[Tensor]
+    leaves: tuple[Tensor | None, ...]
+    call: Any
 
 
-def _merge_pending(losses: list[Losses]) -> list[Losses]:
-    """Merge those of ``losses`` that have no gradients yet, so that one backward pass computes what they share."""
-    pending = [each for each in losses if each.leaf_grads is None]
-    if len(pending) < 2:
-        return losses
-    results, upstream = ([x for each in pending for x in getattr(each, name)] for name in ("results", "upstream"))
-    done = [each for each in losses if each.leaf_grads is not None]
-    return [*done, Losses(results, upstream, pending[0].leaves[:3], pending[0].call)]
+def _leaf_gradients(losses: list[Losses]) -> list[Tensor | None]:
+    """Return the gradients of the leaves, which all ``losses`` share. One backward pass computes what they have in common."""
+    results, upstream = ([x for each in losses for x in getattr(each, name)] for name in ("results", "upstream"))
+    _, _, leaves, call = losses[0]
+    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    # retain_graph: autograd frees this graph together with the tensors that ``FusedResult`` saved
+    with call.unsharded_weight(leaves[1]):
+        grads = iter(torch.autograd.grad(results, wanted, upstream, retain_graph=True, allow_unused=True))
+    return [next(grads) if x is not None and x.requires_grad else None for x in leaves]
 
 
 class TensorMeta(NamedTuple):
@@ -366,10 +358,9 @@ class HeadOutput(torch.autograd.Function):
         grads: list[Tensor | None] = [None] * len(operands)
         if dense is not None:
             grads = _head_gradients(dense, operands, needed, ctx.cast)
-        for each in _merge_pending([each for each, _ in losses]):
-            pairs = zip(grads, each.gradients(), strict=False)  # ``RecordedOp`` returns the gradient of an added bias
+        if losses:
+            pairs = zip(grads, _leaf_gradients([each for each, _ in losses]), strict=True)
             grads = [y if x is None else x if y is None else x + y for x, y in pairs]
-            each.leaf_grads = None  # without other references, autograd reuses the memory instead of copying it
         return None, None, *(x if need else None for x, need in zip(grads, needed, strict=True))
 
 
@@ -391,17 +382,17 @@ def _head_gradients(grad: Tensor, operands: Any, needed: Any, cast: torch.dtype 
 
 
 class RecordedOp(torch.autograd.Function):
-    """Apply ``op`` to lazy logits, which gives other lazy logits. ``other`` [V], if given, is a bias added to them."""
+    """Apply ``op`` to lazy logits, which gives other lazy logits."""
 
     @staticmethod
-    def forward(ctx: Any, source: Any, recipe: Any, op: Any, nonlinear: bool, other: Tensor | None) -> Any:
-        ctx.meta, ctx.op, ctx.call, ctx.leaf_index = source.recipe.meta, op, recipe.call, len(source.recipe.leaves)
-        ctx.save_for_backward(source if nonlinear else None, other)
+    def forward(ctx: Any, source: Any, recipe: Any, op: Any, nonlinear: bool) -> Any:
+        ctx.meta, ctx.op, ctx.call = source.recipe.meta, op, recipe.call
+        ctx.save_for_backward(source if nonlinear else None)
         return type(source)(recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (source, other), meta, create_graph = ctx.saved_tensors, ctx.meta, torch.is_grad_enabled()
+        (source,), meta, create_graph = ctx.saved_tensors, ctx.meta, torch.is_grad_enabled()
 
         def vjp(grad: Tensor) -> Tensor:
             with torch.enable_grad():
@@ -415,16 +406,11 @@ class RecordedOp(torch.autograd.Function):
                 return torch.autograd.grad(ctx.op(x), x, grad, create_graph=create_graph)[0]
 
         losses, dense = _split(grad)
-        grad_other = None
-        if ctx.needs_input_grad[4]:
-            parts = [] if dense is None else [dense.reshape(-1, dense.shape[-1]).sum(0)]
-            parts += [each.gradients()[ctx.leaf_index] for each, _ in losses]
-            grad_other = sum(parts[1:], parts[0]).view(other.shape).to(other.dtype)
         grad_source = None if dense is None else vjp(dense)
         if isinstance(grad, LazyGrad):
             losses = tuple((each, functools.partial(lambda make: vjp(make()), make)) for each, make in losses)
             grad_source = LazyGrad.create(meta, losses, grad_source, ctx.call)
-        return grad_source, None, None, None, grad_other
+        return grad_source, None, None, None
 
 
 class FusedResult(torch.autograd.Function):
@@ -438,7 +424,6 @@ class FusedResult(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results if x is not None and not x.requires_grad))
         # Autograd frees saved tensors after the backward pass, and with them the graph behind the results
-        ctx.count = len(results), len(recipe.leaves)
         ctx.save_for_backward(*results, *recipe.leaves, *recipe.operands)
         ctx.meta, ctx.recipe, ctx.native = recipe.meta, recipe.without_operands(), native
         # Cloned, because Mixtral adds to its loss in place, which must not change the saved tensors
@@ -453,8 +438,8 @@ class FusedResult(torch.autograd.Function):
             )
         if all(grad is None for grad in grads):
             return None, None, None
-        saved, (count, leaves), native = ctx.saved_tensors, ctx.count, ctx.native
-        results, leaves, operands = saved[:count], saved[count : count + leaves], saved[count + leaves :]
+        saved, native = ctx.saved_tensors, ctx.native
+        results, leaves, operands = saved[:-6], saved[-6:-3], saved[-3:]
         used = [i for i, grad in enumerate(grads) if grad is not None]
         recipe = ctx.recipe
 

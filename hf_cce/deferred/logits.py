@@ -130,14 +130,14 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         new.shared_storage, new.base = self.shared_storage, self.base
         return new
 
-    def _derive(self, op: Any, change: Any, nonlinear: bool = False, other: Tensor | None = None) -> Any:
+    def _derive(self, op: Any, change: Any, nonlinear: bool = False) -> Any:
         """Return the result of ``op`` as deferred logits; ``change`` records the operation in the recipe."""
         self._check_fresh()
         self.has_results = True
         with private_saved_tensors():
             with torch.enable_grad():
                 recipe = change(self.recipe)
-            return RecordedOp.apply(self, recipe, op, nonlinear, other)
+            return RecordedOp.apply(self, recipe, op, nonlinear)
 
     def _compute_fused(
         self, compute: Callable[[Recipe], tuple[Any, ...]], native: Callable[[Tensor], tuple[Any, ...]]
@@ -219,7 +219,7 @@ class LazyLogitsInGraph(LazyLogits, TensorProxy):
         operands = (None if x is None else x.detach() for x in self.recipe.operands)
         return LazyLogitsInGraph(self.recipe.with_operands(*operands))
 
-    def _derive(self, op: Any, change: Any, nonlinear: bool = False, other: Tensor | None = None) -> Any:
+    def _derive(self, op: Any, change: Any, nonlinear: bool = False) -> Any:
         self._check_fresh()
         new = LazyLogitsInGraph(change(self.recipe))
         return new if torch.is_grad_enabled() else new._detached()

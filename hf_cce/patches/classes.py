@@ -7,45 +7,29 @@ Versions: any. Can be removed when users need only the patch of instances.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from hf_cce.config import CCEConfig
 from hf_cce.patches.causal_lm import patch
+from hf_cce.patches.marking import replace
 
 CONFIG = "_hf_cce_config"
 
 
 def patch_class(cls: type, config: CCEConfig) -> None:
     """Patch instances of ``cls`` created from now on with ``config``; on a patched class, only replace the options."""
-    if CONFIG not in vars(cls):
-        cls.__init__ = _wrap_init(cls.__init__)  # type: ignore[misc]
+    replace(cls, "__init__", _initialize)
     setattr(cls, CONFIG, config)
 
 
 def unpatch_class(cls: type) -> None:
-    """Stop patching new instances of ``cls``."""
-    if CONFIG not in vars(cls):
-        return
-    delattr(cls, CONFIG)
-    ours: Any = vars(cls)["__init__"]
-    if getattr(ours, "__code__", None) is not _CODE:  # it was wrapped since; without CONFIG ours does nothing
-        return
-    init = ours.__wrapped__
-    del cls.__init__  # type: ignore[misc]
-    if cls.__init__ is not init:  # type: ignore[misc]  # it was the class's own, not an inherited one
-        cls.__init__ = init  # type: ignore[misc]
+    """Stop patching new instances of ``cls``. Its ``__init__`` stays wrapped, because others may have wrapped it since."""
+    if CONFIG in vars(cls):
+        delattr(cls, CONFIG)
 
 
-def _wrap_init(init: Any) -> Any:
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        config = getattr(type(self), CONFIG, None)  # of the nearest patched class
-        if config is not None:  # None: unpatched, but still inside another wrapper
-            patch(self, config)
-
-    return __init__
-
-
-_CODE = _wrap_init(object.__init__).__code__
+def _initialize(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    config = getattr(type(self), CONFIG, None)  # of the nearest patched class
+    if config is not None:
+        patch(self, config)

@@ -149,8 +149,8 @@ def softcapped(model: Any) -> Any:
 
 
 def biased(model: Any) -> Any:
-    """Add a trainable bias after the head, as in ESM; its gradient is the logits' gradient summed over the tokens."""
-    model.bias = nn.Parameter(torch.linspace(-1, 1, 99))
+    """Add a bias after the head, frozen as in BART."""
+    model.bias = nn.Parameter(torch.linspace(-1, 1, 99), requires_grad=False)
     model.lm_head.register_forward_hook(lambda module, args, x: x + model.bias)
     return model
 
@@ -255,6 +255,18 @@ def test_lazy_logits_match_real_logits(name: str) -> None:
     with logits_made(model=ours) as seen:
         step(ours, prepare, loss_of)
     assert bool(seen) == (stats(ours).materialized > 0) == made
+
+
+def test_trainable_bias_after_head_needs_full_logits() -> None:
+    """As in ESM's masked LM; no supported class has one."""
+
+    def prepare(model: Any) -> Any:
+        biased(model).bias.requires_grad_()
+        return model
+
+    with cce_warnings() as messages:
+        check_equal(prepare, output_loss)
+    assert len(messages) == 1 and "fell back to full logits: add needs the full logits" in messages[0]
 
 
 def test_model_in_reentrant_checkpoint() -> None:

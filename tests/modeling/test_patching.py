@@ -373,11 +373,11 @@ def test_classes_and_names(target: Any, tmp_path: Path) -> None:
     existing = tiny_llama()
     existing.save_pretrained(tmp_path)
     cls = LlamaForCausalLM
-    init, attributes = cls.__init__, sorted(vars(cls))
+    signature, attributes = inspect.signature(cls.__init__), sorted(vars(cls))
     try:
         assert apply_cce(target, memory_budget=2 * MIB) is target
         apply_cce(target, memory_budget=3 * MIB)
-        assert inspect.signature(cls.__init__) == inspect.signature(init)
+        assert inspect.signature(cls.__init__) == signature
 
         class Mine(cls):
             pass
@@ -396,20 +396,41 @@ def test_classes_and_names(target: Any, tmp_path: Path) -> None:
         assert patch_of(existing) is None
     finally:
         assert remove_cce(target) is target
-    assert cls.__init__ is init and sorted(vars(cls)) == attributes
+    assert inspect.signature(cls.__init__) == signature and sorted(vars(cls)) == attributes
     assert patch_of(cls(existing.config)) is None
     remove_cce(made[0])
     assert patch_of(made[0]) is None
 
 
-def test_removal_restores_inherited_init() -> None:
-    class Mine(LlamaForCausalLM):
+@pytest.mark.parametrize("child_first", [True, False])
+@pytest.mark.parametrize("own_init", [True, False])
+def test_class_and_subclass(own_init: bool, child_first: bool) -> None:
+    """An instance gets the options of the nearest patched class, in whatever order the classes are patched."""
+
+    class Parent(LlamaForCausalLM):
         pass
 
-    apply_cce(Mine)
-    assert patch_of(Mine(tiny_llama().config)) is not None and patch_of(tiny_llama()) is None
-    remove_cce(Mine)
-    assert "__init__" not in vars(Mine) and Mine.__init__ is LlamaForCausalLM.__init__
+    class Child(Parent):
+        if own_init:
+
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+
+    def budgets() -> list[int | None]:
+        patches = [patch_of(cls(tiny_llama().config)) for cls in (Parent, Child)]
+        return [None if each is None else each.config.memory_budget // MIB for each in patches]
+
+    order = [(Parent, 2), (Child, 3)]
+    for cls, budget in reversed(order) if child_first else order:
+        apply_cce(cls, memory_budget=budget * MIB)
+    assert budgets() == [2, 3] and patch_of(tiny_llama()) is None
+    remove_cce(Parent)
+    assert budgets() == [None, 3]
+    apply_cce(Parent, memory_budget=4 * MIB)
+    remove_cce(Child)
+    assert budgets() == [4, 4]
+    remove_cce(Parent)
+    assert budgets() == [None, None]
 
 
 def test_class_wrapped_after_patching() -> None:

@@ -14,6 +14,7 @@ from losses import EVERYTHING, PLAIN, Options, check_against_plain, fused_loss, 
 from numerics import assert_accurate
 
 from hf_cce import CCEConfig, CCEWarning, FilterState, dispatch, linear_log_probs, ops, strategies
+from hf_cce.spec import LossSpec, WantedStats
 
 pytest.importorskip("triton")
 AUTO = CCEConfig("auto", gradient_filter=None)
@@ -67,10 +68,9 @@ def test_statistics_and_operators_fall_back_too(broken: Any) -> None:
     with pytest.warns(CCEWarning, match="fell back"):
         found = compute(AUTO)
     strategies._compile_failures.clear()
+    options = ops._options_of(LossSpec(-100, 1.0, 0.0, memory_budget=1 << 24))
     with pytest.warns(CCEWarning, match="fell back"):
-        traced = torch.ops.hf_cce.logit_stats(
-            hidden, weight, None, labels, -100, 1.0, 0.0, False, False, False, False, 1 << 24, "auto"
-        )
+        traced = torch.ops.hf_cce.logit_stats(hidden, weight, None, labels, *WantedStats(), *options)
     baseline, exact = compute(CCEConfig("portable")), compute(CCEConfig("portable"), torch.float64)
     assert_accurate(found, baseline, exact, "log probabilities")
     assert_accurate(traced[1] - traced[0], baseline, exact, "by the operator")
