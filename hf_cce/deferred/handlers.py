@@ -210,19 +210,20 @@ implements("neg", "negative", "__neg__")(lambda x: _scale(x, "mul", -1))
 
 
 @implements("add", "__add__", "__radd__")
-def _add(x: Any, other: Any, **kwargs: Any) -> Any:
+def _add(x: Any, other: Any) -> Any:
     """Add a frozen bias [V] or [1, V] of the same dtype to the head's own, as in Bart; anything else needs full logits."""
     bias = as_vocab_vector(other, x)
-    if bias is None or bias.requires_grad or kwargs or x.recipe.ops or is_dtensor(x.recipe.weight):
+    if bias is None or bias.requires_grad or x.recipe.ops or is_dtensor(x.recipe.weight):
         return NotImplemented
     # Under autocast, Bart's bias is more precise than the logits and promotes them
     dtype = x.dtype if x.recipe.cast is None else torch.promote_types(x.dtype, bias.dtype)
     if bias.dtype != dtype:
         return NotImplemented
     cast_ops = () if dtype == x.dtype else (("to", dtype),)
+    added = bias.clone()  # as in torch, the bias may change after the addition
 
     def join(r: Recipe) -> Recipe:
-        return r._replace(bias=bias if r.bias is None else r.bias + bias).with_ops(*cast_ops)
+        return r._replace(bias=added if r.bias is None else r.bias + added).with_ops(*cast_ops)
 
     return x._derive(lambda z: z.to(dtype), join)
 
@@ -232,9 +233,7 @@ def _add(x: Any, other: Any, **kwargs: Any) -> Any:
 
 def _normalize(name: str, x: Any, dim: Any = None, _stacklevel: Any = 3, dtype: torch.dtype | None = None) -> Any:
     """Record softmax or log_softmax over the vocabulary; under autocast, cast the logits to float32 first, as torch does."""
-    if isinstance(
-        _stacklevel, torch.dtype
-    ):  # ``torch.softmax`` and the method have ``dtype`` where ``F.softmax`` has this
+    if isinstance(_stacklevel, torch.dtype):  # third argument of torch.softmax and of the method, unlike F.softmax
         dtype = _stacklevel
     vocabulary = 1 if x.recipe.class_first else x.ndim - 1
     if dim not in (vocabulary, vocabulary - x.ndim) or x.recipe.meaning.kind != "z" or x.recipe.mask_ops():
