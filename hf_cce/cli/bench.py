@@ -29,7 +29,6 @@ def run(options: argparse.Namespace, out: Output) -> int:
     import torch
 
     from hf_cce.diagnostics import bench
-    from hf_cce.diagnostics.files import whole_file
     from hf_cce.diagnostics.machine import checked_device, default_dtype
 
     given = (options.tokens, options.hidden_size, options.vocab_size)
@@ -44,8 +43,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
         numbers = (
             f"<details><summary>All numbers</summary>\n\n```json\n{json.dumps(report, indent=1)}\n```\n\n</details>\n"
         )
-        with whole_file(options.report) as temporary:
-            temporary.write_text(f"# hf-cce bench on {report['device']}\n\n{tables}\n{numbers}", "utf-8")
+        options.report.parent.mkdir(parents=True, exist_ok=True)
+        options.report.write_text(f"# hf-cce bench on {report['device']}\n\n{tables}\n{numbers}", "utf-8")
         out.print(f"Report: {options.report}")
     out.save(report)
     failed = any("failed" in row for result in report["results"].values() for row in result["rows"].values())

@@ -7,14 +7,13 @@ Exit codes: 0, the result is good; 1, it is not; 2, there is no result (wrong ar
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from hf_cce.diagnostics.files import write_json
 
 DTYPES = ("bfloat16", "float16", "float32")
 PROGRESS_SECONDS = 15  # between two lines of progress, without a terminal
@@ -85,12 +84,17 @@ class Output:
             print(text, file=sys.stderr, flush=True)
 
     def save(self, report: Any) -> None:
-        """Write ``report`` to the JSON file, if one was given; add the command line to a dict."""
+        """Write ``report`` to the JSON file, or to standard output for "-"; add the command line to a dict."""
         if self.json_path is None:
             return
         if isinstance(report, dict):
             report = {"command": "", **report} | {"command": command()}
-        write_json(self.json_path, report)
+        text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+        if str(self.json_path) == "-":
+            sys.stdout.write(text)
+            return
+        self.json_path.parent.mkdir(parents=True, exist_ok=True)
+        self.json_path.write_text(text, "utf-8")
         self.print(f"Numbers: {self.json_path}")
 
 

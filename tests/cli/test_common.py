@@ -1,4 +1,4 @@
-"""Behavior shared by all sub-commands: --json, --quiet, atomic output files, one-sentence errors and exit codes."""
+"""Behavior shared by all sub-commands: --json, --quiet, output files, one-sentence errors and exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hf_cce import CCEConfig, apply_cce, supported_models
 from hf_cce.cli import app, common
 from hf_cce.cli.common import size
 from hf_cce.diagnostics import demo, gradcheck
-from hf_cce.diagnostics.files import whole_file, write_json
 from hf_cce.patches.refused import REFUSED
 
 ROOT = Path(__file__).parents[2]
@@ -102,22 +101,6 @@ def test_output_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = hf_cce("models", "--json", str(tmp_path / "file/a.json"))
     assert done.exit_code == 2 and done.stderr.startswith("Error: ") and str(tmp_path / "file") in done.stderr
-
-
-def test_output_files_are_written_atomically(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), whole_file(path) as temporary:  # noqa: PT012
-        temporary.write_text("ne")
-        raise KeyboardInterrupt
-    assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and path.read_text() == "old"
-
-
-def test_json_keeps_lists_of_numbers_on_one_line(tmp_path: Path) -> None:
-    value = {"a": [1.5, -2e-09, 3], "b": {"c": ["x, y", "[ ]"], "d": []}, "e": [[1, 2], [3]], "f": None, "g": "ü"}
-    write_json(tmp_path / "a.json", value)
-    written = (tmp_path / "a.json").read_text("utf-8")
-    assert json.loads(written) == value and "[ 1.5, -2e-09, 3 ]" in written
 
 
 def test_size_units() -> None:
