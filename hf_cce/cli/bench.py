@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
-from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, command, size
+from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, size
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +12,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU (float16 on a T4), else float32")
     parser.add_argument("--memory-budget", type=size, metavar="SIZE", help="as in CCEConfig, such as 256MiB")
     add_device(parser)
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a Markdown report to attach to an issue")
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
@@ -35,17 +32,9 @@ def run(options: argparse.Namespace, out: Output) -> int:
     shapes = ((given[0] or 8192, given[1] or 1024, given[2] or 49_152),) if any(given) else ()
     device = checked_device(options.device)
     dtype = getattr(torch, options.dtype) if options.dtype else default_dtype(device)
-    report = bench.bench(shapes, device, dtype, options.memory_budget, out.progress) | {"command": command()}
-    tables = bench.markdown(report)
+    report = bench.bench(shapes, device, dtype, options.memory_budget, out.progress)
     out.progress("")
-    out.print(tables)
-    if options.report:
-        numbers = (
-            f"<details><summary>All numbers</summary>\n\n```json\n{json.dumps(report, indent=1)}\n```\n\n</details>\n"
-        )
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        options.report.write_text(f"# hf-cce bench on {report['device']}\n\n{tables}\n{numbers}", "utf-8")
-        out.print(f"Report: {options.report}")
+    out.print(bench.markdown(report))
     out.save(report)
     failed = any("failed" in row for result in report["results"].values() for row in result["rows"].values())
     return int(failed)

@@ -88,7 +88,7 @@ class Output:
         if self.json_path is None:
             return
         if isinstance(report, dict):
-            report = {"command": "", **report} | {"command": command()}
+            report = {"command": shlex.join(["hf-cce", *sys.argv[1:]]), **report}
         text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
         if str(self.json_path) == "-":
             sys.stdout.write(text)
@@ -96,11 +96,6 @@ class Output:
         self.json_path.parent.mkdir(parents=True, exist_ok=True)
         self.json_path.write_text(text, "utf-8")
         self.print(f"Numbers: {self.json_path}")
-
-
-def command() -> str:
-    """Return the command line of this process."""
-    return shlex.join(["hf-cce", *sys.argv[1:]])
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
