@@ -1,4 +1,4 @@
-"""``hf-cce bench``: measure time, memory and gradient error of the loss on this machine, compared with full logits."""
+"""``hf-cce bench``: measure time and memory of the loss on this machine, compared with full logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
-    """Measure time, memory and gradient error of the loss on random data.
+    """Measure time and memory of the loss on random data.
 
     All losses take turns in one process: hf_cce with and without the gradient filter, full logits and, on a GPU, torch.compile
     of full logits. Random data are the worst case: the gradient filter drops nothing, as at the start of pretraining.
