@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from benchmarks import tables, trainers
+from benchmarks.files import write_json
 from benchmarks.job import Job, token_ids
 from benchmarks.onestep import build
 from benchmarks.steps import header, job_of
 from hf_cce import apply_cce, remove_cce
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.shapes import SHAPES
 
 # By loss name: what is applied to the model for the steps of a round and removed afterwards (None: nothing).

@@ -34,11 +34,11 @@ from torch import Tensor
 
 from benchmarks import tables, text
 from benchmarks.curves_plot import draw
+from benchmarks.files import whole_file, write_json
 from benchmarks.installed import Missing, install
 from benchmarks.origin import origin
 from benchmarks.plots import require_matplotlib
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.files import whole_file, write_json
 from hf_cce.diagnostics.shapes import Shape, config_of
 from hf_cce.dispatch import explain_dispatch
 

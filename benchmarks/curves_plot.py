@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.files import whole_file
 from benchmarks.plots import CCE, FAINT, INK, LINE, PLAIN, STATE, quiet
-from hf_cce.diagnostics.files import whole_file
 
 EXACT = "#7a4f9a"
 STYLE: dict[str, dict[str, Any]] = {  # in drawing order: wide, pale lines first, so that they lie below

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.files import write_json
 from hf_cce import CCEConfig, TeacherHead, linear_divergence
 from hf_cce.config import MIB
-from hf_cce.diagnostics.files import write_json
 
 SHAPES = "8192,896,1536,151936 4096,896,1536,151936 4096,2048,4096,128256"
 MIXED = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}

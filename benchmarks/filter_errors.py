@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.files import write_json
 from benchmarks.heads import Head, HeadSpec, train_head
+from benchmarks.measure import exact_results
 from benchmarks.origin import origin
 from benchmarks.peers import FusedLoss, filter_stats
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.bench import Loss, exact_results, full_logits
-from hf_cce.diagnostics.files import write_json
+from hf_cce.diagnostics.bench import Loss, full_logits
 from hf_cce.diagnostics.gradcheck import Inputs, relative_error
 
 # Vocabulary, hidden size, layers, seconds of training. Includes odd vocabulary sizes and a barely trained head.

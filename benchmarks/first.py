@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.files import write_json
 from benchmarks.installed import LOSSES, Missing, install
 from benchmarks.origin import origin
 from benchmarks.peers import BUILDERS, PACKAGES, make_peers
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.files import write_json
 
 DEFAULT_PEERS = ["hf_cce", "hf_cce exact", "torch.compile", "liger", "apple cce"]
 DEFAULT_STEP_LOSSES = ["eager", "hf_cce", "hf_cce-exact"]

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import tables
+from benchmarks.files import write_json
 from benchmarks.installed import LOSSES
 from benchmarks.largest import CONTEXT
 from benchmarks.steps import header, job_of, run_and_store
-from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.shapes import SHAPES
 
 

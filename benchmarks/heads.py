@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.files import whole_file
 from benchmarks.text import Corpus, cache_folder, prepare
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.bench import full_logits
-from hf_cce.diagnostics.files import whole_file
 from hf_cce.diagnostics.machine import Progress
 from hf_cce.diagnostics.shapes import config_of, smollm2_like
 

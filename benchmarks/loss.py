@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from benchmarks import measure as instrument
+from benchmarks.files import write_json
 from benchmarks.heads import HEADS, MAX_TOKENS, Head, train_head
 from benchmarks.peers import BUILDERS, PACKAGES, make_peers
 from hf_cce.cli.common import DTYPES
 from hf_cce.diagnostics import bench
-from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.gradcheck import Inputs
 from hf_cce.diagnostics.machine import Progress
 

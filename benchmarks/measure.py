@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks.origin import origin
 from benchmarks.peers import FusedLoss, filter_stats
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.bench import WARM_UP, Loss, exact_results, extra_mib, reference_dtype, time_interleaved
-from hf_cce.diagnostics.gradcheck import LOSS_SCALE, Inputs, relative_error
+from hf_cce.diagnostics.bench import WARM_UP, Loss, extra_mib, time_interleaved
+from hf_cce.diagnostics.gradcheck import LOSS_SCALE, PLAIN, Inputs, relative_error, with_full_logits
 from hf_cce.diagnostics.machine import Progress, dtype_name
 
 # For each mode: the prefix of its keys in a row, and the number of matrix products that full logits need.
@@ -38,6 +38,19 @@ class Plan:
     dtype: torch.dtype
     repeats: int
     modes: tuple[str, ...] = tuple(PREFIX)
+
+
+def reference_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of exact gradients: float64, or float32 where float64 is missing or 64 times slower."""
+    if device.type == "cuda" and dtype.itemsize == 2:
+        fast = torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
+        return torch.float64 if fast else torch.float32
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def exact_results(problem: Inputs) -> dict[str, Tensor]:
+    """Return the loss and its gradients in ``reference_dtype``, with the same keys as ``gradcheck``."""
+    return with_full_logits(problem, PLAIN, reference_dtype(problem.hidden.device, problem.hidden.dtype))
 
 
 def matrix_products(problem: Inputs, modes: Iterable[str]) -> dict[str, Callable[[], None]]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import names, tables
+from benchmarks.files import whole_file
 from benchmarks.peers import BUILDERS
-from hf_cce.diagnostics.files import whole_file
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from benchmarks import tables, text
+from benchmarks.files import write_json
 from benchmarks.installed import LOSSES
 from benchmarks.job import Job
 from benchmarks.origin import origin
 from benchmarks.trainers import LOOPS
-from hf_cce.diagnostics.files import write_json
 from hf_cce.diagnostics.shapes import SHAPES
 
 MAX_ENTRIES = 49_152  # the local text is too short for a larger tokenizer

@@ -19,7 +19,7 @@ import platformdirs
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from hf_cce.diagnostics.files import whole_file
+from benchmarks.files import whole_file
 from hf_cce.diagnostics.machine import Progress
 
 END_OF_TEXT = "<|endoftext|>"

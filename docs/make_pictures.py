@@ -17,9 +17,9 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))  # this checkout, not an installed hf_cce
 
 from benchmarks.curves_plot import draw  # noqa: E402
+from benchmarks.files import whole_file  # noqa: E402
 from benchmarks.plots import CCE, FAINT, INK, PLAIN, quiet  # noqa: E402
 from benchmarks.report import RESULTS, read  # noqa: E402
-from hf_cce.diagnostics.files import whole_file  # noqa: E402
 
 HEADS, CURVES = "heads", "curves"  # result files
 NOTEBOOK = FOLDER.parent / "notebooks" / "kernel.ipynb"

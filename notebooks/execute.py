@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))  # this checkout, not an installed hf_cce
-from hf_cce.diagnostics.files import whole_file  # noqa: E402
+from benchmarks.files import whole_file  # noqa: E402
 
 TIMEOUT = 300  # seconds per cell
 

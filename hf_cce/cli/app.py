@@ -30,7 +30,6 @@ def parser() -> argparse.ArgumentParser:
         subparser.add_argument(
             "--json", type=Path, metavar="FILE", help="write all numbers as JSON (-: standard output)"
         )
-        subparser.add_argument("-q", "--quiet", action="store_true", help="print only the verdict, if any")
         subparser.set_defaults(run=module.run)
     return root
 
@@ -41,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?" instead of failing
     options = parser().parse_args(arguments)
-    out = Output(options.quiet, options.json)
+    out = Output(options.json)
     try:
         return options.run(options, out)
     except KeyboardInterrupt:

@@ -1,12 +1,10 @@
-"""``hf-cce bench``: measure time, memory and gradient error of the loss on this machine, compared with full logits."""
+"""``hf-cce bench``: measure time and memory of the loss on this machine, compared with full logits."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
-from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, command, size
+from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, size
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -14,11 +12,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU (float16 on a T4), else float32")
     parser.add_argument("--memory-budget", type=size, metavar="SIZE", help="as in CCEConfig, such as 256MiB")
     add_device(parser)
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a Markdown report to attach to an issue")
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
-    """Measure time, memory and gradient error of the loss on random data.
+    """Measure time and memory of the loss on random data.
 
     All losses take turns in one process: hf_cce with and without the gradient filter, full logits and, on a GPU, torch.compile
     of full logits. Random data are the worst case: the gradient filter drops nothing, as at the start of pretraining.
@@ -29,24 +26,15 @@ def run(options: argparse.Namespace, out: Output) -> int:
     import torch
 
     from hf_cce.diagnostics import bench
-    from hf_cce.diagnostics.files import whole_file
     from hf_cce.diagnostics.machine import checked_device, default_dtype
 
     given = (options.tokens, options.hidden_size, options.vocab_size)
     shapes = ((given[0] or 8192, given[1] or 1024, given[2] or 49_152),) if any(given) else ()
     device = checked_device(options.device)
     dtype = getattr(torch, options.dtype) if options.dtype else default_dtype(device)
-    report = bench.bench(shapes, device, dtype, options.memory_budget, out.progress) | {"command": command()}
-    tables = bench.markdown(report)
+    report = bench.bench(shapes, device, dtype, options.memory_budget, out.progress)
     out.progress("")
-    out.print(tables)
-    if options.report:
-        numbers = (
-            f"<details><summary>All numbers</summary>\n\n```json\n{json.dumps(report, indent=1)}\n```\n\n</details>\n"
-        )
-        with whole_file(options.report) as temporary:
-            temporary.write_text(f"# hf-cce bench on {report['device']}\n\n{tables}\n{numbers}", "utf-8")
-        out.print(f"Report: {options.report}")
+    out.print(bench.markdown(report))
     out.save(report)
     failed = any("failed" in row for result in report["results"].values() for row in result["rows"].values())
     return int(failed)

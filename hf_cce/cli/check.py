@@ -35,10 +35,10 @@ def run(options: argparse.Namespace, out: Output) -> int:
     model, random = check.load(options.model_name_or_path, options.tiny, checked_device(options.device or "cpu"))
     report = check.check(model, out.progress)
     out.progress("")
-    out.verdict(check.verdict(report))
     without, with_cce = report["losses"]
     weights = "a tiny model with random weights" if random else "its own weights"
     out.print(
+        check.verdict(report),
         f"{report['model']}, {weights}, {report['parameters']:,} parameters, {report['device']}, float32",
         f"Loss: {without:.7f} without hf_cce, {with_cce:.7f} with hf_cce",
         f"Logits in evaluation: {'identical' if report['evaluation_same'] else 'different'}\n",

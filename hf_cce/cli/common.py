@@ -7,14 +7,13 @@ Exit codes: 0, the result is good; 1, it is not; 2, there is no result (wrong ar
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from hf_cce.diagnostics.files import write_json
 
 DTYPES = ("bfloat16", "float16", "float32")
 PROGRESS_SECONDS = 15  # between two lines of progress, without a terminal
@@ -59,24 +58,19 @@ def add_device(parser: argparse.ArgumentParser, default: str = "a GPU if there i
 class Output:
     """Output of a command: its result to standard output, progress to standard error, numbers to a JSON file."""
 
-    def __init__(self, quiet: bool, json_path: Path | None) -> None:
-        self.json_path, self.quiet = json_path, quiet
-        self.silent = quiet or str(json_path) == "-"
+    def __init__(self, json_path: Path | None) -> None:
+        self.json_path = json_path
+        self.only_json = str(json_path) == "-"
         self.last_progress = time.monotonic()
 
     def print(self, *lines: str) -> None:
-        """Print unless ``--quiet`` or ``--json -`` was given."""
-        if lines and not self.silent:
+        """Print unless ``--json -`` was given."""
+        if lines and not self.only_json:
             print(*lines, sep="\n", flush=True)  # pipes are not line-buffered
-
-    def verdict(self, text: str) -> None:
-        """Print the one-sentence result, also with ``--quiet``."""
-        if str(self.json_path) != "-":
-            print(text)
 
     def progress(self, text: str) -> None:
         """Show ``text`` in one line of the terminal; an empty text clears it. Without a terminal, print a line now and then."""
-        if self.silent:
+        if self.only_json:
             return
         if sys.stderr.isatty():
             print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
@@ -85,18 +79,18 @@ class Output:
             print(text, file=sys.stderr, flush=True)
 
     def save(self, report: Any) -> None:
-        """Write ``report`` to the JSON file, if one was given; add the command line to a dict."""
+        """Write ``report`` to the JSON file, or to standard output for "-"; add the command line to a dict."""
         if self.json_path is None:
             return
         if isinstance(report, dict):
-            report = {"command": "", **report} | {"command": command()}
-        write_json(self.json_path, report)
+            report = {"command": shlex.join(["hf-cce", *sys.argv[1:]]), **report}
+        text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+        if self.only_json:
+            sys.stdout.write(text)
+            return
+        self.json_path.parent.mkdir(parents=True, exist_ok=True)
+        self.json_path.write_text(text, "utf-8")
         self.print(f"Numbers: {self.json_path}")
-
-
-def command() -> str:
-    """Return the command line of this process."""
-    return shlex.join(["hf-cce", *sys.argv[1:]])
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:

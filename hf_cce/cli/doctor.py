@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from hf_cce.cli.common import Output, table
 from hf_cce.diagnostics.machine import TITLE
@@ -35,7 +34,4 @@ def run(options: argparse.Namespace, out: Output) -> int:
         if fixes:
             out.print("", title, *fixes)
     out.save(found)
-    if out.quiet:
-        for check in wrong:
-            print(f"{check['name']}: {check['found']}; {check['fix'] or ''}", file=sys.stderr)
     return int(bool(wrong))

@@ -62,9 +62,9 @@ def run(options: argparse.Namespace, out: Output) -> int:
         lora=estimate.LoRA(options.lora_rank, options.qlora) if options.lora or options.qlora else None,
     )
     out.progress("")
-    out.verdict(estimate.verdict(found))
     model = found.model
     out.print(
+        estimate.verdict(found),
         "",
         f"{model.name}: {model.architecture}, {model.parameters / 1e6:,.0f} million parameters, vocabulary "
         f"{model.vocabulary:,}, hidden size {model.hidden:,}, {model.layers} layers; {found.dtype}",

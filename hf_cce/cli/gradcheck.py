@@ -30,10 +30,10 @@ def run(options: argparse.Namespace, out: Output) -> int:
     problem = gradcheck.default_problem(device)
     report = gradcheck.gradcheck(problem, device, tuple(options.dtype or gradcheck.DTYPES), out.progress)
     out.progress("")
-    out.verdict(gradcheck.verdict(report))
     out.print(
+        gradcheck.verdict(report),
         f"{report['device']}; {problem.tokens:,} tokens, hidden size {problem.hidden_size:,}, vocabulary "
-        f"{problem.vocab_size:,}; errors relative to float64\n"
+        f"{problem.vocab_size:,}; errors relative to float64\n",
     )
     closest: dict[tuple[str, str], dict[str, Any]] = {}
     for row in report["rows"]:

@@ -29,8 +29,6 @@ def run(options: argparse.Namespace, out: Output) -> int:
     known = families()
     by_status = {status: [family for family in known if family.status == status] for status in MEANING}
     supported = [family.model_type for family in by_status["supported"]]
-    if out.quiet:
-        out.verdict("\n".join(supported))
     out.print(f"Supported by hf_cce, in transformers {transformers.__version__}: {len(supported)} model types")
     out.print(textwrap.fill(", ".join(supported), 118, initial_indent="  ", subsequent_indent="  "))
     for status in ("special", "refused"):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from command import hf_cce
-from numerics import budget
 
 from hf_cce.diagnostics import bench
 
@@ -19,11 +18,10 @@ PROBLEM = bench.random_problem((96, 32, 300), CPU, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_time_memory_and_errors_of_each_loss(dtype: str, tmp_path: Path) -> None:
-    path, report_path = tmp_path / "b.json", tmp_path / "report.md"
+def test_time_and_memory_of_each_loss(dtype: str, tmp_path: Path) -> None:
+    path = tmp_path / "b.json"
     shape = ["--tokens", "128", "--hidden-size", "64", "--vocab-size", "4096", "--device", "cpu"]
-    files = ["--json", str(path), "--report", str(report_path)]
-    done = hf_cce("bench", *shape, "--dtype", dtype, *files)
+    done = hf_cce("bench", *shape, "--dtype", dtype, "--json", str(path))
     assert done.exit_code == 0, done
     report = json.loads(path.read_text("utf-8"))
     assert report["dtype"] == dtype and report["versions"]["torch"] and report["date"]
@@ -32,17 +30,10 @@ def test_time_memory_and_errors_of_each_loss(dtype: str, tmp_path: Path) -> None
     for row in result["rows"].values():
         least, most = row["ms_spread"]
         assert 0 < least <= row["ms"] <= most
-    for error in ("loss_error", "grad_hidden_error", "grad_weight_error"):
-        theirs = result["rows"]["full logits"][error]
-        assert result["rows"]["hf_cce"][error] <= budget(theirs, getattr(torch, dtype)), error
     if sys.platform == "linux" and dtype == "float32":
         logits = 128 * 4096 * 4 / bench.MIB
         assert logits <= result["rows"]["full logits"]["extra_mib"] <= 20 * logits
-    # The file to attach to an issue has the tables, all numbers, and the implementation that computed the loss.
-    written = report_path.read_text("utf-8")
-    assert bench.markdown(report) in written and "| hf_cce exact |" in done.stdout
-    attached = json.loads(written.split("```json\n")[1].split("```")[0])
-    assert attached["results"] == report["results"]
+    assert bench.markdown(report) in done.stdout and "| hf_cce exact |" in done.stdout
 
 
 def test_other_losses_run_after_one_raises(monkeypatch: pytest.MonkeyPatch) -> None:

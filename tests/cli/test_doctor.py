@@ -73,8 +73,6 @@ def test_wrong_gradients_fail_self_test(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.exit_code == 1
     assert "self-test cpu" in found.stdout and "less accurate than allowed" in found.stdout and "∂" in found.stdout
     assert "hf-cce gradcheck --device cpu" in found.stdout and "1 problem found" in found.stdout
-    quiet = command("--quiet")
-    assert quiet.exit_code == 1 and not quiet.stdout and "hf-cce gradcheck --device cpu" in quiet.stderr
 
 
 def test_kernel_compile_failure_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +118,10 @@ def test_gpu_invisible_to_torch(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\necho 'Tesla T4, 550.54'\n")
     program.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    done = process("sys.modules.update(trl=None)", "--quiet", PATH=path)
-    assert done.returncode == 1 and not done.stdout
-    assert "Tesla T4, 550.54" in done.stderr and "built without CUDA" in done.stderr
-    assert f"pip install --force-reinstall torch --index-url {doctor.CUDA_WHEELS}" in done.stderr
+    done = process("sys.modules.update(trl=None)", PATH=path)
+    assert done.returncode == 1 and not done.stderr
+    assert "Tesla T4, 550.54" in done.stdout and "built without CUDA" in done.stdout
+    assert f"pip install --force-reinstall torch --index-url {doctor.CUDA_WHEELS}" in done.stdout
 
 
 def test_triton_is_required_only_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

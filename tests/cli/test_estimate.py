@@ -210,8 +210,7 @@ def test_folder_file_and_json(tmp_path: Path) -> None:
     same = diagnostics.estimate("smollm2-135m", 4, 2048, gpu_memory=24 * GIB).to_json()
     for key in ("steps", "optimizer", "logits", "verdict"):
         assert report[key] == json.loads(json.dumps(same))[key], key
-    quiet = command(str(tmp_path), "--quiet", "--batch-size", "4", "--json", str(tmp_path / "out.json"))
-    assert quiet.stdout.strip() == json.loads((tmp_path / "out.json").read_text("utf-8"))["verdict"]
+    assert shown.stdout.startswith(report["verdict"] + "\n")
 
 
 def test_documented_output_is_current() -> None:

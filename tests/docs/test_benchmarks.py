@@ -30,6 +30,7 @@ from benchmarks import (
     tables,
     text,
 )
+from benchmarks.files import whole_file, write_json
 from hf_cce.diagnostics import bench
 from hf_cce.diagnostics.shapes import SHAPES, config_of
 from hf_cce.dispatch import explain_dispatch
@@ -373,3 +374,19 @@ def test_never_slower() -> None:
     drawn = never_slower.draw("cuda", 120, 0)
     assert drawn == never_slower.draw("cuda", 120, 0) and len(set(drawn)) == 120
     assert {case.dtype for case in drawn} == set(never_slower.DTYPES)
+
+
+def test_output_files_are_written_atomically(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), whole_file(path) as temporary:  # noqa: PT012
+        temporary.write_text("ne")
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and path.read_text() == "old"
+
+
+def test_json_keeps_lists_of_numbers_on_one_line(tmp_path: Path) -> None:
+    value = {"a": [1.5, -2e-09, 3], "b": {"c": ["x, y", "[ ]"], "d": []}, "e": [[1, 2], [3]], "f": None, "g": "ü"}
+    write_json(tmp_path / "a.json", value)
+    written = (tmp_path / "a.json").read_text("utf-8")
+    assert json.loads(written) == value and "[ 1.5, -2e-09, 3 ]" in written

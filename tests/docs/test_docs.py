@@ -166,7 +166,7 @@ def shell_of(text: str) -> str:
 def test_commands_parse(page: Path) -> None:
     from hf_cce.cli.app import parser
 
-    for name, arguments in re.findall(r"^hf-cce (\w+) ?([^#\n]*)", shell_of(page.read_text("utf-8")), re.MULTILINE):
+    for name, arguments in re.findall(r"^hf-cce (\w+) ?([^#>\n]*)", shell_of(page.read_text("utf-8")), re.MULTILINE):
         parser().parse_args([name, *(word for word in shlex.split(arguments) if word != "--help")])  # or SystemExit
 
 
