@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,7 +34,11 @@ _METADATA_METHODS = {
     "element_size", "__len__", "get_device", "is_inference", "storage_offset", "__hash__", "is_same_size", "is_neg",
     "is_conj", "register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook", "_is_view",
 }  # fmt: skip
-_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)  # these follow the graph and read no values
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: the hidden states or the "
+    "weight of the LM head, or its logits"
+)
+_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)  # these follow the graph and read no values
 _ATEN = torch.ops.aten
 _ALIASING_OPS = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.view_as.default}
 
@@ -215,10 +220,7 @@ def private_saved_tensors() -> Any:
 
 def _unpack_unmodified(saved: tuple[Tensor, int | None]) -> Tensor:
     if saved[1] != version_of(saved[0]):
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: the hidden states "
-            "or the weight of the LM head"
-        )
+        raise RuntimeError(MODIFIED)
     return saved[0]
 
 
@@ -387,22 +389,31 @@ class RecordedOp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Any, recipe: Any, op: Any, nonlinear: bool) -> Any:
         ctx.meta, ctx.op, ctx.call = source.recipe.meta, op, recipe.call
-        ctx.save_for_backward(source if nonlinear else None)
+        # The source's values may be modified in place. Autograd frees the saved operands after the backward pass.
+        ctx.recipe, ctx.storage = source.recipe.without_operands(), weakref.ref(source.shared_storage)
+        ctx.save_for_backward(*((source, *source.recipe.operands) if nonlinear else ()))
         return type(source)(recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (source,), meta, create_graph = ctx.saved_tensors, ctx.meta, torch.is_grad_enabled()
+        saved, meta, create_graph = ctx.saved_tensors, ctx.meta, torch.is_grad_enabled()
+        recipe, storage = ctx.recipe, ctx.storage()
 
         def vjp(grad: Tensor) -> Tensor:
             with torch.enable_grad():
-                if source is None:  # linear: the same gradient at every point
+                if not saved:  # linear: the same gradient at every point
                     x = torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape).requires_grad_()
                 elif create_graph:
-                    x = source._materialize("a second derivative")
+                    if not isinstance(saved[0], LazyTensor):  # modified in place, so autograd returns the real tensor
+                        raise RuntimeError(MODIFIED)
+                    x = saved[0]._materialize("a second derivative")
                 else:
-                    known = source.shared_storage.values is not None and not source._is_stale
-                    x = (source.shared_storage.values if known else source.recipe.build()).detach().requires_grad_()
+                    known = storage is not None and storage.values is not None and not storage.is_modified
+                    x = (
+                        (storage.values if known else recipe.with_operands(*saved[1:]).build())
+                        .detach()
+                        .requires_grad_()
+                    )
                 return torch.autograd.grad(ctx.op(x), x, grad, create_graph=create_graph)[0]
 
         losses, dense = _split(grad)

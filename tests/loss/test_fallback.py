@@ -165,3 +165,15 @@ def test_t4_uses_the_fallback_unless_triton_is_requested(monkeypatch: pytest.Mon
     monkeypatch.setattr(dispatch, "_capability", lambda _: (7, 0))
     with pytest.raises(RuntimeError, match=r"compute capability 7.0, but the kernels need 7.5"):
         dispatch.choose_implementation(device, torch.float16, "triton")
+
+
+def test_a_loop_over_losses_of_few_tokens_keeps_no_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, blocks of float32 logits would keep the gradient of the whole weight for each loss until its backward pass."""
+    monkeypatch.setattr(fallback, "token_blocks", lambda *_: pytest.fail("keeps the weight's gradient"))
+    (hidden, weight, _), labels = make_inputs(60, 32, 99, torch.float32)
+    losses = [
+        linear_cross_entropy(h, weight.requires_grad_(), y)
+        for h, y in zip(hidden.split(4), labels.split(4), strict=True)
+    ]
+    exact = plain_loss(hidden, weight, None, labels, PLAIN)
+    assert torch.isfinite(sum(losses)) and torch.isfinite(exact)

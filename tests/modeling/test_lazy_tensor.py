@@ -134,6 +134,64 @@ def backward_twice(outputs: Any) -> Tensor:
     return outputs.loss
 
 
+def compiled(loss_of_logits: Callable[[Tensor], Tensor]) -> Loss:
+    """Compile only a function of the logits; the model runs in eager mode."""
+
+    def loss_of(outputs: Any) -> Tensor:
+        torch._dynamo.reset()
+        return outputs.loss + torch.compile(loss_of_logits, backend="eager")(outputs.logits)
+
+    return loss_of
+
+
+def divergence(logits: Tensor) -> Tensor:
+    return F.kl_div(logits.log_softmax(-1), torch.full_like(logits, 1 / 99), reduction="batchmean")
+
+
+def masked_after_softmax(outputs: Any) -> Tensor:
+    log_p = outputs.logits.log_softmax(-1)
+    outputs.logits[..., :4] = torch.finfo(torch.float32).min
+    return outputs.loss + log_p.exp().square().sum() + outputs.logits.logsumexp(-1).sum()
+
+
+def read_then_written(outputs: Any) -> Tensor:
+    value = divergence(outputs.logits)
+    outputs.logits[..., :4] = torch.finfo(torch.float32).min
+    return outputs.loss + value
+
+
+def in_anomaly_mode(outputs: Any) -> Tensor:
+    with torch.autograd.detect_anomaly():
+        outputs.loss.backward(retain_graph=True)
+    return outputs.loss
+
+
+def parts_of_a_detached_leaf(outputs: Any) -> Tensor:
+    leaf, labels = outputs.logits.detach().requires_grad_(), batch()["labels"]
+    for row, target in zip(leaf, labels, strict=True):
+        F.cross_entropy(row, target).backward()
+    outputs.logits.backward(leaf.grad, retain_graph=True)
+    return outputs.loss
+
+
+def weighted_without_gradient(outputs: Any) -> Tensor:
+    log_p = outputs.logits.log_softmax(-1).gather(-1, batch()["labels"].clamp(min=0).unsqueeze(-1))
+    return outputs.loss + (outputs.logits.detach().logsumexp(-1) * log_p[..., 0]).mean()
+
+
+def reused_bias(outputs: Any) -> Tensor:
+    bias = torch.linspace(-1, 1, 99)
+    moved = outputs.logits + bias
+    bias.zero_()
+    return outputs.loss + moved.logsumexp(-1).sum() + moved.detach().logsumexp(-1).sum() * outputs.loss
+
+
+def ids_by_index(outputs: Any) -> Tensor:
+    logits = outputs.logits.flatten(0, 1)
+    rows, ids = torch.arange(len(logits))[:, None], torch.stack([batch()["labels"].flatten().clamp(min=0)] * 5, 1)
+    return outputs.loss + logits[rows, ids].square().sum() + logits[:0][rows[:0], ids[:0]].sum()
+
+
 def hook_on_logits(hook: Callable[[Tensor], Any]) -> Loss:
     def loss_of(outputs: Any) -> Tensor:
         outputs.logits.register_hook(hook)
@@ -223,6 +281,23 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "target without gradient": (unchanged, target_without_gradient, True),
     "part without gradient": (unchanged, part_without_gradient, True),
     "read in inference mode": (unchanged, read_in_inference_mode, True),
+    "compiled loss": (unchanged, compiled(divergence), True),
+    "compiled loss without logits": (unchanged, compiled(lambda x: x.logsumexp(-1).sum() + x.mean()), False),
+    "compiled loss of both": (unchanged, compiled(lambda x: x.logsumexp(-1).sum() + divergence(x)), True),
+    "masked after softmax": (unchanged, masked_after_softmax, True),
+    "read, then written": (unchanged, read_then_written, True),
+    "anomaly mode": (unchanged, in_anomaly_mode, False),
+    "parts of a detached leaf": (unchanged, parts_of_a_detached_leaf, False),
+    "weighted without gradient": (unchanged, weighted_without_gradient, False),
+    "reused bias": (unchanged, reused_bias, False),
+    "ids by index": (unchanged, ids_by_index, False),
+    "log-probabilities of ids by index": (
+        unchanged, lambda o: o.loss + o.logits.log_softmax(-1)[0][torch.arange(9)[:, None], torch.arange(20)].sum(), True,
+    ),
+    "an ellipsis at the end": (unchanged, lambda o: o.loss + o.logits[:, 1:, :10, ...].logsumexp(-1).square().mean(), False),
+    "names of NumPy": (
+        unchanged, lambda o: o.loss + torch.logsumexp(o.logits, axis=-1, keepdims=True).sum() + o.logits.amax(axis=1).sum(), True,
+    ),
     "bias": (biased, output_loss, False),
     "bias, and a loss on the logits": (biased, mean_in(lambda x: x), True),
     "bias, and a hook on the gradient": (biased, hook_on_logits(lambda grad: 2 * grad), True),
@@ -316,6 +391,25 @@ def test_weight_changed_before_backward_raises() -> None:
         ours.lm_head.weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_weight_changed_before_reading_a_kept_gradient_raises() -> None:
+    ours = apply_cce(tiny_llama())
+    outputs = ours(**batch())
+    outputs.logits.retain_grad()
+    outputs.loss.backward()
+    with torch.no_grad():
+        ours.lm_head.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="have changed since"):
+        outputs.logits.grad.norm()
+
+
+def test_changes_past_autograd_raise() -> None:
+    logits = apply_cce(tiny_llama())(**batch()).logits
+    with pytest.raises(NotImplementedError, match=r"detach_\(\) or \.data"):
+        logits.detach_()
+    with pytest.raises(NotImplementedError, match=r"detach_\(\) or \.data"):
+        logits.data = torch.zeros(logits.shape)
 
 
 def test_backward_frees_graph() -> None:
