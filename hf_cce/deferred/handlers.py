@@ -480,7 +480,7 @@ def _gather_logits(r: Recipe, index: Tensor) -> Tensor:
     arguments = r.loss_arguments()
     hidden, weight, bias = arguments["hidden_states"], arguments["weight"], arguments["bias"]
     scale, cap = arguments["logit_scale"], arguments["softcap"]
-    ids = index.to(hidden.device).reshape(-1, index.shape[-1])
+    ids = index.to(hidden.device).reshape(math.prod(index.shape[:-1]), index.shape[-1])
 
     def product(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         return (_upcast(F.embedding(ids, weight)) @ _upcast(hidden).unsqueeze(-1)).squeeze(-1)

@@ -93,8 +93,9 @@ class LazyTensor:
 
 @functools.cache
 def _accepts(handler: Callable[..., Any], keywords: frozenset[str]) -> bool:
-    parameters = inspect.signature(handler).parameters
-    return keywords <= parameters.keys() or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    kinds = {name: parameter.kind for name, parameter in inspect.signature(handler).parameters.items()}
+    named = {name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return keywords <= named or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
 @torch.compiler.disable
