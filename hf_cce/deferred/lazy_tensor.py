@@ -78,9 +78,7 @@ class LazyTensor:
         if (is_wrapper and _is_metadata_query(func)) or func in _AUTOGRAD:
             return call_as_tensors(func, args, kwargs)
         if is_wrapper and name in ("detach_", "__set__"):
-            raise NotImplementedError(
-                "deferred logits cannot be changed by detach_() or .data = …; use logits.materialize()"
-            )
+            raise RuntimeError("deferred logits cannot be changed by detach_() or .data = …; use logits.materialize()")
         result = NotImplemented
         if isinstance(first, LazyTensor):
             result = first._call_handler(name, args[1:], kwargs)
