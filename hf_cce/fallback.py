@@ -77,6 +77,11 @@ def _logits_to_gradients(
     return loss[:, 0].masked_fill_(ignored, 0.0), lse[:, 0].masked_fill_(ignored, 0.0)
 
 
+def _fp16_scale(spec: LossSpec) -> float:
+    """Return the factor of logit gradients in float16, a power of two. They contain ``logit_scale`` and must not overflow."""
+    return FP16_SCALE / 2.0 ** max(0, math.frexp(spec.logit_scale)[1])
+
+
 def _is_plain(spec: LossSpec) -> bool:
     return spec.logit_scale == 1.0 and not (spec.softcap or spec.label_smoothing or spec.z_loss)
 
@@ -193,7 +198,7 @@ def one_block(
     hidden = _without_ignored(x, spec)
     z = torch.mm(hidden, x.weight.t(), out=_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
-    scale: Tensor | float = FP16_SCALE if hidden.dtype == torch.float16 else 1.0
+    scale: Tensor | float = _fp16_scale(spec) if hidden.dtype == torch.float16 else 1.0
     if hidden.device.type == "cpu" and hidden.dtype not in FULL_PRECISION:
         # 16-bit products are rounded. With the factor's mantissa in ``scale``, the remaining multiplier is usually a power of
         # two, which adds no rounding.
@@ -283,7 +288,7 @@ def token_blocks(
         None,
         torch.zeros(v, dtype=acc_dtype, device=device) if need_bias else None,
         torch.empty_like(x.weight, memory_format=torch.contiguous_format) if need_weight else None,
-        FP16_SCALE if dtype == torch.float16 and matmul_supports_fp32_out(hidden) else 1.0,
+        _fp16_scale(spec) if dtype == torch.float16 and matmul_supports_fp32_out(hidden) else 1.0,
     )
     room = spec.memory_budget
     if sums.grad_weight is not None:

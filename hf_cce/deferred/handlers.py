@@ -457,19 +457,33 @@ def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
 
 @implements("gather")
 def _gather(x: Any, dim: Any, index: Any) -> Any:
-    """Return the logits, log-probabilities or probabilities of the token ids ``index`` [..., K]."""
+    """Return the logits, log-probabilities or probabilities of the token ids ``index`` [..., K]; logits keep their dtype.
+
+    If the full logits were computed, they are used. If they are computed later, they get the values that are returned here:
+    code that compares the two, as for the rank of a label, must find equal numbers.
+    """
     found = _meaning_of(x, "z", "p", "log p")
     known = dim in (-1, x.ndim - 1) and isinstance(index, Tensor) and index.shape[:-1] == x.shape[:-1]
-    if found is None or not known or index.dim() != x.ndim or x.recipe.mask_ops():
+    if (
+        found is None
+        or not known
+        or index.dim() != x.ndim
+        or x.recipe.mask_ops()
+        or x.shared_storage.values is not None
+    ):
         return NotImplemented
     native = lambda z: (z.gather(-1, index.to(z.device)),)  # noqa: E731
     if found.kind != "z" and index.shape[-1] == 1:
         scaled = lambda log_p: found.factor * (log_p.exp() if found.kind == "p" else log_p)  # noqa: E731
         result = lambda each: (scaled(each.log_probs).unsqueeze(-1),)  # noqa: E731
-        return _compute_statistics(x, index.squeeze(-1), result, native, logsumexp=True)[0]
-    if found.kind != "z" or torch.compiler.is_compiling() or is_dtensor(x.recipe.weight):
+        values = _compute_statistics(x, index.squeeze(-1), result, native, logsumexp=True)[0]
+    elif found.kind != "z" or torch.compiler.is_compiling() or is_dtensor(x.recipe.weight):
         return NotImplemented
-    return x._compute_fused(lambda r: (_gather_logits(r, index),), native)[0].to(x.device)
+    else:
+        values = x._compute_fused(lambda r: (_gather_logits(r, index),), native)[0].to(x.device, x.dtype)
+    if not torch.compiler.is_compiling():
+        x.shared_storage.known.append((index, values.detach()))
+    return values
 
 
 HANDLERS["take_along_dim"] = lambda x, indices, dim=None: _gather(x, dim, indices)
@@ -535,7 +549,7 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
 
 @implements("topk")
 def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """Return the k largest of each token, computed on blocks of full logits; their gradient is that of ``_gather``."""
+    """Return the k largest of each token, found in blocks of full logits; their values are those of ``_gather``."""
     if (
         dim not in (-1, x.ndim - 1)
         or not largest
@@ -543,9 +557,8 @@ def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = Tr
         or not _can_block(x)
     ):
         return NotImplemented
-    values, ids = _apply_by_blocks(x, lambda z: tuple(z.topk(k, -1)), (k,))
-    if x.requires_grad and torch.is_grad_enabled():
-        values = _gather(x, -1, ids)
+    (ids,) = _apply_by_blocks(x, lambda z: (z.topk(k, -1).indices,), (k,))
+    values = _gather(x, -1, ids)
     return NotImplemented if values is NotImplemented else torch.return_types.topk((values, ids))
 
 

@@ -163,12 +163,15 @@ class LazyLogitsTensor(LazyLogits, Tensor):
             with torch.inference_mode(False), torch.no_grad():
                 if base is None or base._is_stale or not base.recipe.is_start_of(self.recipe):
                     self.recipe.call.note_materialized(why)
-                    made = self.recipe.build()
+                    values = self.recipe.build()
                     # torch rejects writes into a view created under no_grad; F.linear with a bias may return one
-                    storage.set_values(made.data if made._is_view() else made, self.recipe.aliases)
+                    values = values.data if values._is_view() else values
                 else:
                     since = self.recipe.ops[len(base.recipe.ops) :]
-                    storage.set_values(apply_ops(since, base._materialize_values(why)), self.recipe.aliases)
+                    values = apply_ops(since, base._materialize_values(why))
+                for index, known in storage.known:  # so that they equal entries that code compares them with
+                    values.scatter_(-1, index.to(values.device), known.to(values.device, values.dtype))
+                storage.set_values(values, self.recipe.aliases)
         assert storage.values is not None
         return storage.values
 

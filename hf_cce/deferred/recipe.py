@@ -21,6 +21,7 @@ class SharedStorage:
         self.values = values
         self.version = version  # of ``values`` when they were computed
         self.in_graph = in_graph
+        self.known: list[tuple[Tensor, Tensor]] = []  # (token ids [..., K], values that were returned for them)
 
     def set_values(self, values: Tensor, aliases: list[SharedStorage]) -> None:
         self.values, self.version = values, values._version

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from losses import (
@@ -107,6 +109,17 @@ def test_float16_with_a_grad_scaler(frozen: bool, loop: str, fp32_out: bool, mon
     ):
         assert not a.isfinite().all() and not baseline.isfinite().all()
     assert calls == [loop] * 3
+
+
+@pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
+def test_float16_with_a_low_temperature(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a logit before the scale is up to ``logit_scale``, which leaves less room in float16."""
+    force_loop(monkeypatch, loop, True)
+    (hidden, weight, _), labels = make_inputs(60, 16, 99, torch.float16)
+    options = replace(PLAIN, logit_scale=100.0)
+    found = loss_and_gradients(fused_loss(SMALL_BUDGET), (hidden, weight, None), labels, options, torch.float16)
+    assert all(value.isfinite().all() for value in found.values())
+    check_against_plain(fused_loss(SMALL_BUDGET), (hidden, weight, None), labels, options, torch.float16, loop)
 
 
 def test_a_grad_scaler_skips_the_step_that_overflows() -> None:

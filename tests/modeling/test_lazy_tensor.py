@@ -333,6 +333,30 @@ def test_lazy_logits_match_real_logits(name: str) -> None:
     assert bool(seen) == (stats(ours).materialized > 0) == made
 
 
+# Each is true at every token of real logits, whatever their values
+COMPARISONS: dict[str, Callable[[Any], Any]] = {
+    "a label against all logits": lambda z: (z >= z.gather(-1, batch()["labels"].clamp(min=0)[..., None])).any(-1),
+    "a log-probability against all": lambda z: (lambda p: (p >= p.gather(-1, p.argmax(-1, keepdim=True))).any(-1))(
+        z.float().log_softmax(-1)
+    ),
+    "the maximum": lambda z: (z == z.max(-1, keepdim=True).values).any(-1),
+    "the maximum by its id": lambda z: z.gather(-1, z.argmax(-1, keepdim=True))[..., 0] == z.amax(-1),
+    "five largest": lambda z: (z >= z.topk(5).values[..., -1:]).sum(-1) >= 5,
+    "of a part": lambda z: (lambda part: (part == part.amax(-1, keepdim=True)).any(-1))(z[:, :-1]),
+    "the maximum of computed logits": lambda z: (z.abs() >= 0).all(-1) & (z == z.amax(-1, keepdim=True)).any(-1),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_single_logits_equal_full_logits(name: str, dtype: torch.dtype, training: bool) -> None:
+    model = apply_cce(tiny_llama().to(dtype)).train(training)
+    with torch.set_grad_enabled(training):
+        assert COMPARISONS[name](model(**batch()).logits).all()
+
+
 def test_trainable_bias_after_head_needs_full_logits() -> None:
     """As in ESM's masked LM; no supported class has one."""
 
