@@ -79,7 +79,7 @@ def _logits_to_gradients(
 
 def _fp16_scale(spec: LossSpec) -> float:
     """Return the factor of logit gradients in float16, a power of two. They contain ``logit_scale`` and must not overflow."""
-    return FP16_SCALE / 2.0 ** max(0, math.frexp(spec.logit_scale)[1])
+    return FP16_SCALE / 2.0 ** max(0, math.frexp(spec.logit_scale)[1] - 1)
 
 
 def _is_plain(spec: LossSpec) -> bool:
@@ -148,12 +148,22 @@ def _without_ignored(x: Inputs, spec: LossSpec) -> Tensor:
     return torch.where((x.labels != spec.ignore_index)[:, None], x.hidden, 0)
 
 
+def _rows_to_compute(x: Inputs, spec: LossSpec) -> Tensor | None:
+    """Return the indices of the rows with a label, and of others if they are few; None: all rows, as always on a GPU."""
+    valid = x.labels != spec.ignore_index
+    rows = labeled_rows(valid)
+    if rows is None or len(rows) >= MIN_ROWS_CPU:
+        return rows
+    return torch.cat((rows, (~valid).nonzero()[: MIN_ROWS_CPU - len(rows), 0]))
+
+
 @dataclass
 class LogitGrads:
-    """Result of ``one_block``: ``scale`` times the logits' gradient [N, V], and the hidden states with ignored rows zeroed."""
+    """Result of ``one_block``: ``scale`` times the logits' gradient [n, V], and the hidden states with ignored rows zeroed."""
 
     logits: Tensor
-    hidden: Tensor
+    hidden: Tensor  # [n, D]
+    rows: Tensor | None  # [n], indices of these rows; None: all
     scale: Tensor | float
 
     def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
@@ -168,10 +178,12 @@ class LogitGrads:
         grad_weight = self._grad_weight(x.weight, multiplier) if need_weight else None
         del self.hidden  # before the gradient of hidden is allocated
         if need_hidden:
-            valid = torch.where(x.labels != spec.ignore_index, multiplier, 0)[:, None]
+            labels = x.labels if self.rows is None else x.labels[self.rows]
             total = matmul_acc(g, x.weight, rounded=True)
             grad_hidden = total if total.dtype == g.dtype else torch.empty_like(total, dtype=g.dtype)
-            torch.mul(total, valid, out=grad_hidden)
+            torch.mul(total, torch.where(labels != spec.ignore_index, multiplier, 0)[:, None], out=grad_hidden)
+            if self.rows is not None:
+                grad_hidden = grad_hidden.new_zeros(x.hidden.shape).index_copy_(0, self.rows, grad_hidden)
         if need_bias:
             grad_bias = torch.mul(g.sum(0, dtype=multiplier.dtype), multiplier).to(g.dtype)
         return [grad_hidden, grad_weight, grad_bias]
@@ -195,7 +207,9 @@ def one_block(
     x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
     """Return (factor · Σ loss, lse [N], factor, logits' gradient), with the logits of all tokens at once."""
-    hidden = _without_ignored(x, spec)
+    hidden, labels, rows = _without_ignored(x, spec), x.labels, _rows_to_compute(x, spec)
+    if rows is not None:
+        hidden, labels = hidden[rows], labels[rows]
     z = torch.mm(hidden, x.weight.t(), out=_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
     scale: Tensor | float = _fp16_scale(spec) if hidden.dtype == torch.float16 else 1.0
@@ -204,8 +218,9 @@ def one_block(
         # two, which adds no rounding.
         mantissa = torch.frexp(factor).mantissa
         scale = torch.where(mantissa == 0, 1.0, mantissa) * scale
-    loss, lse = _logits_to_gradients(z, x.bias, x.labels, spec, scale)
-    return loss.sum() * factor, lse, factor, LogitGrads(z, hidden, scale)
+    loss, lse = _logits_to_gradients(z, x.bias, labels, spec, scale)
+    all_lse = lse if rows is None else lse.new_zeros(x.labels.shape).index_copy_(0, rows, lse)
+    return loss.sum() * factor, all_lse, factor, LogitGrads(z, hidden, rows, scale)
 
 
 @dataclass
@@ -281,6 +296,7 @@ def token_blocks(
     hidden, (n, d), v = _without_ignored(x, spec), x.hidden.shape, x.weight.shape[0]
     need_hidden, need_weight, need_bias = spec.needs
     dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
+    fp16_scale = _fp16_scale(spec) if matmul_supports_fp32_out(hidden) else min(1.0, _fp16_scale(spec))
     acc_dtype = accumulation_dtype(dtype)
     sums = GradSums(
         torch.zeros((n, d), dtype=acc_dtype, device=device) if need_hidden else None,
@@ -288,7 +304,7 @@ def token_blocks(
         None,
         torch.zeros(v, dtype=acc_dtype, device=device) if need_bias else None,
         torch.empty_like(x.weight, memory_format=torch.contiguous_format) if need_weight else None,
-        _fp16_scale(spec) if dtype == torch.float16 and matmul_supports_fp32_out(hidden) else 1.0,
+        fp16_scale if dtype == torch.float16 else 1.0,
     )
     room = spec.memory_budget
     if sums.grad_weight is not None:
@@ -301,14 +317,12 @@ def token_blocks(
     spec = spec._replace(memory_budget=room)
     losses, lse = (torch.zeros(n, dtype=acc_dtype, device=device) for _ in range(2))
     valid, factor = x.labels != spec.ignore_index, make_factor()
-    labeled = labeled_rows(valid)
-    if labeled is not None and len(labeled) < MIN_ROWS_CPU:
-        labeled = None
-    n = n if labeled is None else len(labeled)
+    chosen = _rows_to_compute(x, spec)
+    n = n if chosen is None else len(chosen)
     block = _token_block(n, v, dtype, on_cpu, room)
     slab = _logits(hidden, v, min(block, n))
     for start in range(0, n, block):
-        rows = slice(start, min(n, start + block)) if labeled is None else labeled[start : start + block]
+        rows = slice(start, min(n, start + block)) if chosen is None else chosen[start : start + block]
         h = hidden[rows]
         z = torch.mm(h, x.weight.t(), out=slab[: h.shape[0]])
         losses[rows], lse[rows] = _logits_to_gradients(z, x.bias, x.labels[rows], spec, sums.scale)

@@ -122,7 +122,7 @@ def _class_first(x: Any, *dims: Any) -> Any:
 
 @implements("__getitem__")
 def _index(x: Any, key: Any) -> Any:
-    if isinstance(key, tuple) and len(key) == x.ndim and all(map(_is_ids, key)):
+    if isinstance(key, tuple) and len(key) == x.ndim and all(map(_is_ids, key)) and x.shared_storage.values is None:
         *tokens, ids = (torch.as_tensor(each, device=x.device) for each in key)
         ids = torch.where(ids < 0, ids + x.shape[-1], ids).long()
         several = ids.dim() > 0 and all(
@@ -482,8 +482,13 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
     else:
         values = x._compute_fused(lambda r: (_gather_logits(r, index),), native)[0].to(x.device, x.dtype)
     if not torch.compiler.is_compiling():
-        x.shared_storage.known.append((index, values.detach()))
+        _note_known(x, index, values)
     return values
+
+
+def _note_known(x: Any, ids: Tensor, values: Tensor) -> None:
+    """Note which values were returned, in copies that the caller cannot change."""
+    x.shared_storage.known.append((ids.clone(), values.detach().clone()))
 
 
 HANDLERS["take_along_dim"] = lambda x, indices, dim=None: _gather(x, dim, indices)
@@ -549,17 +554,18 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
 
 @implements("topk")
 def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """Return the k largest of each token, found in blocks of full logits; their values are those of ``_gather``."""
-    if (
-        dim not in (-1, x.ndim - 1)
-        or not largest
-        or not 0 < k <= min(LARGEST_TOPK, x.shape[-1] // 2)
-        or not _can_block(x)
-    ):
+    """Return the k largest of each token, found in blocks of full logits; their gradient is that of ``_gather``."""
+    known = dim in (-1, x.ndim - 1) and largest and 0 < k <= min(LARGEST_TOPK, x.shape[-1] // 2)
+    if not known or not _can_block(x) or x.shared_storage.values is not None:
         return NotImplemented
-    (ids,) = _apply_by_blocks(x, lambda z: (z.topk(k, -1).indices,), (k,))
-    values = _gather(x, -1, ids)
-    return NotImplemented if values is NotImplemented else torch.return_types.topk((values, ids))
+    values, ids = _apply_by_blocks(x, lambda z: tuple(z.topk(k, -1)), (k,))
+    if x.requires_grad and torch.is_grad_enabled():
+        gathered = _gather(x, -1, ids)
+        if gathered is NotImplemented:
+            return NotImplemented
+        values = values + (gathered - gathered.detach())
+    _note_known(x, ids, values)
+    return torch.return_types.topk((values, ids))
 
 
 @implements("max")

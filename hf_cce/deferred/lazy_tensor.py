@@ -65,7 +65,7 @@ class LazyTensor:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if issubclass(cls, Tensor) and torch.compiler.is_compiling():
+        if issubclass(cls, Tensor) and torch.compiler.is_dynamo_compiling():
             return _call_in_eager(func, args, kwargs or {})
         kwargs = kwargs or {}
         if "input" in kwargs and len(args) == 0:
@@ -96,10 +96,15 @@ def _accepts(handler: Callable[..., Any], keywords: frozenset[str]) -> bool:
     return keywords <= named or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
-@torch.compiler.disable
 def _call_in_eager(func: Any, args: Any, kwargs: Any) -> Any:
     """Call ``func`` outside of the graph: a compiled function that takes eager logits would lose their gradient."""
     return func(*args, **kwargs)
+
+
+@functools.cache
+def keep_out_of_graphs() -> None:
+    """Keep operations on eager logits out of graphs. Not done at import, as it loads Dynamo, which takes a second."""
+    globals()["_call_in_eager"] = torch.compiler.disable(_call_in_eager)
 
 
 def _undo_matmul_swap(args: Any) -> Any:

@@ -26,6 +26,7 @@ from hf_cce.deferred.lazy_tensor import (
     TensorProxy,
     call_as_tensors,
     is_alias,
+    keep_out_of_graphs,
     private_saved_tensors,
 )
 from hf_cce.deferred.operations import apply_ops
@@ -56,6 +57,7 @@ def lazy_logits(
 
 def to_wrapper(recipe: Recipe) -> Any:
     """Return deferred logits for eager code, given a recipe whose tensors are part of the model's autograd graph."""
+    keep_out_of_graphs()
     leaves = tuple(None if x is None else leaf_of(x) for x in recipe.operands)
     own = recipe.with_operands(*leaves)._replace(leaves=leaves, versions=versions_of(*leaves), aliases=[])
     with private_saved_tensors():

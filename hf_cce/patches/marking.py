@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-STATE = "_hf_cce"  # on models and heads: their state; on functions: True
+STATE = "_hf_cce"  # on models and heads: their state; on functions: the function
 
 
 @functools.cache  # training calls without labels ask for it each time
@@ -19,7 +19,7 @@ def signature(function: Any) -> inspect.Signature:
 def replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
     """Replace a function of a module or class, once, by ``ours``, which takes the original before the arguments of a call."""
     original = getattr(owner, name)
-    if hasattr(original, STATE):
+    if getattr(original, STATE, None) is original:
         return
 
     # Not a functools.partial, which would not bind to an instance
@@ -27,6 +27,6 @@ def replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return ours(original, *args, **kwargs)
 
-    setattr(wrapper, STATE, True)
+    setattr(wrapper, STATE, wrapper)  # itself, because functools.wraps copies attributes to functions of others
     binds = not isinstance(inspect.getattr_static(owner, name), (staticmethod, classmethod))
     setattr(owner, name, wrapper if binds else staticmethod(wrapper))

@@ -330,9 +330,9 @@ def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tens
         reference_sums, padded(n), n, rows, cols, span, v, saved.softcap or 1.0, BY_ROUNDING=by_rounding,
         HAS_SOFTCAP=saved.softcap > 0, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
-    counting = ceil_div(rows * cols, 2048)
-    counts = torch.empty((counting, BINS.value), dtype=torch.int32, device=device)
-    _count_kernel[(counting,)](energy, counts, rows * cols, BLOCK=2048, num_warps=4)
+    block = max(2048, power_of_2(rows * cols // 128))  # each program of _choose_tiles_kernel reads all histograms
+    counts = torch.empty((ceil_div(rows * cols, block), BINS.value), dtype=torch.int32, device=device)
+    _count_kernel[(len(counts),)](energy, counts, rows * cols, BLOCK=block, num_warps=4)
     return energy, reference_sums, counts
 
 
