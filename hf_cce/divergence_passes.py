@@ -137,6 +137,11 @@ class PartialStats(NamedTuple):
     gap: Tensor  # mean of z_t − z_s under p_t (forward KL), of z_s − z_t under p_s (reverse KL)
     expectation: Tensor  # mean of z_s under p_s, for the entropy
 
+    def write(self, index: int, part: PartialStats) -> None:
+        """Set the statistics of part ``index``."""
+        for target, values in zip(self, part, strict=True):
+            target[index] = values
+
 
 def refuse_second_derivative() -> None:
     """Raise in a backward pass with ``create_graph=True``, where autograd would treat the result as a constant."""
@@ -195,10 +200,10 @@ def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec
         lse, entropy = divergence_kernels().row_lse(student, tokens.num_valid, spec.entropy, spec.memory_budget)
         teacher_lse = _teacher_lse(teacher, tokens, spec, slabs)
     else:
-        found = _fold(
-            _stack([_slab_parts(*_slab_heads(student, teacher, tokens, slab), tokens, spec) for slab in slabs]), spec
-        )
-        lse, teacher_lse, gap, expectation = found
+        parts = _empty_parts(len(slabs), student, spec)
+        for index, slab in enumerate(slabs):
+            parts.write(index, _slab_parts(*_slab_heads(student, teacher, tokens, slab), tokens, spec))
+        lse, teacher_lse, gap, expectation = _fold(parts, spec)
         entropy = lse - expectation if spec.entropy else expectation
     if spec.kl:
         divergence = gap + (lse - teacher_lse if spec.beta == 0.0 else teacher_lse - lse)
@@ -233,8 +238,15 @@ def _slab_parts(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSp
     return _fold(PartialStats(lse, teacher_lse, gap, more[0] if more else lse.new_empty(0)), spec)
 
 
-def _stack(parts: list[PartialStats]) -> PartialStats:
-    return PartialStats(*map(torch.stack, zip(*parts, strict=True)))
+def _empty_parts(count: int, student: Head, spec: DivergenceSpec) -> PartialStats:
+    """Allocate the statistics of ``count`` slabs, [count, N].
+
+    This is done before the loop over slabs. Small tensors of each slab would lie between its large temporaries, and a CPU's heap
+    could then neither reuse the gaps for the next slab nor return them.
+    """
+    n, dtype = student.hidden.shape[0], accumulation_dtype(student.hidden.dtype)
+    sizes = n, n, n if spec.kl else 0, n if spec.entropy else 0
+    return PartialStats(*(student.hidden.new_empty((count, size), dtype=dtype) for size in sizes))
 
 
 def _fold(parts: PartialStats, spec: DivergenceSpec) -> PartialStats:

@@ -218,3 +218,18 @@ def test_memory_stays_within_the_budget(case: Case, form: str) -> None:
     gradients_bytes = sum(4 * leaf.numel() for leaf in leaves)
     logits = 4 * 256 * 20_000
     assert memory.peak - gradients_bytes <= 5 * MIB < logits / 3
+
+
+@pytest.mark.parametrize("case", [Case(form="head"), Case("jsd", form="logits"), Case(form="lump")], ids=str)
+def test_no_tensor_is_kept_for_each_slab(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors between the large ones of a slab would keep a CPU's heap from reusing their memory."""
+    x = make_inputs(case, torch.float32)
+    most_live = []
+    for count in (20, 60):
+        slabs = [slice(131 * i // count, 131 * (i + 1) // count) for i in range(count)]
+        for name in ("divergence_passes", "divergence_topk"):
+            monkeypatch.setattr(f"hf_cce.{name}.make_slabs", lambda *_, slabs=slabs: slabs)
+        with PeakMemory(set()) as memory:
+            fused_divergence(x, x.student(torch.float32), case)
+        most_live.append(memory.most_live)
+    assert most_live[0] == most_live[1]
