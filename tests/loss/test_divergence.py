@@ -21,6 +21,7 @@ from divergences import (
     gradients,
     make_inputs,
     plain_divergence,
+    top_k,
 )
 from numerics import assert_accurate
 from peak_memory import PeakMemory
@@ -150,6 +151,26 @@ def test_teacher_logits_of_minus_infinity() -> None:
         loss = linear_divergence(*leaves, logits, kind=kind)  # type: ignore[arg-type]
         for exact, baseline, actual in zip(*found, [loss, *gradients(loss, leaves, x)], strict=True):
             assert_accurate(actual, baseline, exact, kind)
+
+
+@pytest.mark.parametrize("tail", ["lump", "renormalize"])
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str) -> None:
+    x = make_inputs(case, torch.float32)
+    ids, log_probs, _ = top_k(x, replace(case, form=tail))
+    more = torch.cat((ids[..., 1:2], torch.full_like(ids[..., :2], -100)), -1)  # a repeated id, and invalid ones
+    nothing = torch.full(more.shape, -torch.inf)
+    short = TeacherTopK(ids, log_probs, tail)  # type: ignore[arg-type]
+    padded = short._replace(ids=torch.cat((ids, more), -1), log_probs=torch.cat((log_probs, nothing), -1))
+    empty = short._replace(ids=more, log_probs=nothing)
+    found = []
+    for dtype, teacher in zip((torch.float64, *[torch.float32] * 3), (short, short, padded, empty), strict=True):
+        leaves = x.student(dtype)
+        loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta)  # type: ignore[arg-type]
+        found.append([loss, *gradients(loss, leaves, x)])
+    for exact, baseline, actual, zero in zip(*found, strict=True):
+        assert_accurate(actual, baseline, exact, f"{case} {tail}")
+        assert not zero.any()
 
 
 def test_gradient_of_one_input_alone() -> None:
