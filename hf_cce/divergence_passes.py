@@ -400,7 +400,10 @@ class Divergence(torch.autograd.Function):
         s, t = _prepare_heads(student, teacher, v, tokens, spec)
         with compute_context(hidden):
             stats = row_stats(s, t, tokens, spec)
-        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *tokens, stats.lse, stats.teacher_lse, stats.offset)
+        # save_for_backward refuses tensors made in inference mode; ctx may hold them, since they get no gradients.
+        ctx.teacher = teacher if any(x is not None and x.is_inference() for x in teacher[:3]) else None
+        given = (None, None, None) if ctx.teacher else teacher[:3]
+        ctx.save_for_backward(hidden, weight, bias, *given, *tokens, stats.lse, stats.teacher_lse, stats.offset)
         ctx.rest = student[3:], teacher[3:], v, spec
         ctx.set_materialize_grads(False)
         entropy = tokens.scatter(stats.entropy, n) if spec.entropy else stats.entropy
@@ -416,7 +419,7 @@ class Divergence(torch.autograd.Function):
         student_form, teacher_form, v, spec = ctx.rest
         student, teacher, tokens = (
             Head(*saved[:3], *student_form),
-            Head(*saved[3:6], *teacher_form),
+            ctx.teacher or Head(*saved[3:6], *teacher_form),
             Tokens(*saved[6:8]),
         )
         s, t = _prepare_heads(student, teacher, v, tokens, spec)

@@ -21,6 +21,7 @@ from divergences import (
     gradients,
     make_inputs,
     plain_divergence,
+    teacher_logits,
     top_k,
 )
 from numerics import assert_accurate
@@ -212,6 +213,20 @@ def test_the_teacher_gets_no_gradient() -> None:
     loss = linear_divergence(*x.student(torch.float32), TeacherHead(hidden, weight))
     loss.backward()
     assert hidden.grad is None and weight.grad is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_teacher_made_in_inference_mode(form: str) -> None:
+    for case in (Case(form=form, masked=True), Case("jsd", form=form)):
+        x = make_inputs(case, torch.float32)
+        with torch.inference_mode():
+            made = replace(x, teacher_hidden=x.teacher_hidden.clone(), teacher_weight=x.teacher_weight.clone())
+            teacher: Any = TeacherHead(made.teacher_hidden, made.teacher_weight, torch.zeros(131))
+            if form != "head":
+                teacher = teacher_logits(made) if form == "logits" else top_k(made, case)
+        leaves = x.student(torch.float32)
+        loss = linear_divergence(*leaves, teacher, kind=case.kind, mask=x.mask)  # type: ignore[arg-type]
+        assert all(map(torch.equal, [loss, *gradients(loss, leaves, x)], outcome(x, case)))
 
 
 def test_a_second_derivative_is_refused() -> None:
