@@ -39,11 +39,13 @@ class Head(NamedTuple):
         bias = None if self.bias is None else self.bias[start:stop]
         return self._replace(weight=self.weight[start:stop], bias=bias)
 
-    def logits(self) -> Tensor:
-        """Return the logits [N, V] in the accumulation dtype."""
-        acc_dtype = accumulation_dtype(self.hidden.dtype)
+    def logits(self, at_least: torch.dtype = torch.float32) -> Tensor:
+        """Return the logits [N, V] in the accumulation dtype, or in ``at_least`` if that is wider."""
+        acc_dtype = torch.promote_types(accumulation_dtype(self.hidden.dtype), at_least)
         if self.weight is None:
             z = self.hidden.to(acc_dtype, copy=True)
+        elif acc_dtype == torch.float64:
+            z = self.hidden.to(acc_dtype) @ self.weight.t().to(acc_dtype)
         else:
             z = matmul_acc(self.hidden, self.weight.t())
         return self.apply_scale_and_softcap_(z if self.bias is None else z.add_(self.bias))
@@ -215,7 +217,7 @@ def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec
             tiles = divergence_kernels().pair_stats(s, t, tokens.num_valid, spec.beta, False, (lse, teacher_lse))
             student_kl, jsd = (x.sum(0) for x in tiles)
         else:
-            student_kl, jsd = _mixture_sums(s.logits(), t.logits(), lse, teacher_lse, spec.beta)
+            student_kl, jsd = _mixture_sums(s.logits(), t.logits(lse.dtype), lse, teacher_lse, spec.beta)
         divergence += jsd
         offset += student_kl
     return RowStats(lse, teacher_lse, divergence, offset, entropy)
@@ -231,7 +233,8 @@ def _teacher_lse(teacher: Head, tokens: Tokens, spec: DivergenceSpec, slabs: lis
 def _slab_parts(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> PartialStats:
     """Return the statistics of one slab's part of each row."""
     if not spec.triton:
-        return _logits_parts(student.logits(), teacher.logits(), spec)
+        zs = student.logits()
+        return _logits_parts(zs, teacher.logits(zs.dtype), spec)
     lse, teacher_lse, gap, *more = divergence_kernels().pair_stats(
         student, teacher, tokens.num_valid, spec.beta, spec.entropy
     )
@@ -299,7 +302,7 @@ def _slab_gradient(
     lse, teacher_lse, offset = (x[:, None] for x in rows)
     zs = student.logits()
     derivative = student.logit_derivative(zs)
-    log_ps, log_pt = zs.sub_(lse), teacher.logits().sub_(teacher_lse)
+    log_ps, log_pt = zs.sub_(lse), teacher.logits(zs.dtype).sub_(teacher_lse)
     p = log_ps.exp()
     if beta == 0.0:
         g = p.sub_(log_pt.exp_())

@@ -229,6 +229,24 @@ def test_a_teacher_made_in_inference_mode(form: str) -> None:
         assert all(map(torch.equal, [loss, *gradients(loss, leaves, x)], outcome(x, case)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("form", ["head", "logits"])
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_a_narrow_teacher_of_a_float64_student(case: Case, form: str, dtype: torch.dtype) -> None:
+    """The accumulation dtype follows the student: the result is that for the same teacher in float64."""
+    x = make_inputs(replace(case, masked=True), dtype)
+    found = []
+    for wide in (True, False):
+        hidden, weight = (t.double() if wide else t for t in (x.teacher_hidden, x.teacher_weight))
+        logits = teacher_logits(x)
+        teacher = TeacherHead(hidden, weight) if form == "head" else logits.double() if wide else logits
+        leaves = x.student(torch.float64)
+        loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta, mask=x.mask)  # type: ignore[arg-type]
+        found.append([loss, *gradients(loss, leaves, x)])
+    for expected, actual in zip(*found, strict=True):
+        assert_accurate(actual, expected, expected, f"{case} {form}")
+
+
 def test_a_second_derivative_is_refused() -> None:
     for case in (Case(), Case(form="lump")):
         x = make_inputs(case, torch.float32)
