@@ -49,7 +49,8 @@ class TeacherTopK(NamedTuple):
 
     Attributes:
         ids: [..., k], all different within a position.
-        log_probs: [..., k], at the temperature of the call.
+        log_probs: [..., k], at the temperature of the call. Entries of minus infinity are padding: they are left out, whatever
+            their ids are. A position with padding only has a divergence of 0.
         tail: ``"lump"`` treats all other tokens as one more event; ``"renormalize"`` divides both distributions by their sums
             over the k tokens.
     """
@@ -206,6 +207,11 @@ def _top_k_divergence(student: Head, teacher: TeacherTopK, mask: Tensor | None, 
         student = student._replace(hidden=torch.where(mask[:, None], student.hidden, 0))
         ids = torch.where(mask[:, None], ids, 0)
         log_pt = torch.where(mask[:, None], log_pt, -math.log(2 * ids.shape[1]))
+    padding = log_pt == -math.inf
+    ids = torch.where(padding, 0, ids)
+    # Both models get a probability of exactly 0 there. Minus infinity itself would give NaN gradients.
+    lowest = torch.finfo(log_pt.dtype).min / 4
+    log_pt = torch.where(padding, lowest, log_pt)
     ok = ((ids >= 0) & (ids < v)).all()
     if ok.is_cuda:
         torch._assert_async(ok, f"hf_cce: ids must lie in [0, {v})")
@@ -215,10 +221,8 @@ def _top_k_divergence(student: Head, teacher: TeacherTopK, mask: Tensor | None, 
         )
     lump = teacher.tail == "lump"
     z, lse = SupportLogits.apply(*student[:3], student, ids, lump, spec)
-    if lump:
-        log_ps, log_pt = with_tail(z - lse[:, None]), with_tail(log_pt)
-    else:
-        log_ps, log_pt = z.log_softmax(1), log_pt.log_softmax(1)
+    log_ps = torch.where(padding, lowest, z - lse[:, None] if lump else z)
+    log_ps, log_pt = (with_tail(x) if lump else x.log_softmax(1) for x in (log_ps, log_pt))
     losses = divergence_on_support(log_ps, log_pt, spec.beta)
     return losses if mask is None else torch.where(mask, losses, 0)
 

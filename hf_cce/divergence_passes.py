@@ -39,11 +39,13 @@ class Head(NamedTuple):
         bias = None if self.bias is None else self.bias[start:stop]
         return self._replace(weight=self.weight[start:stop], bias=bias)
 
-    def logits(self) -> Tensor:
-        """Return the logits [N, V] in the accumulation dtype."""
-        acc_dtype = accumulation_dtype(self.hidden.dtype)
+    def logits(self, at_least: torch.dtype = torch.float32) -> Tensor:
+        """Return the logits [N, V] in the accumulation dtype, or in ``at_least`` if that is wider."""
+        acc_dtype = torch.promote_types(accumulation_dtype(self.hidden.dtype), at_least)
         if self.weight is None:
             z = self.hidden.to(acc_dtype, copy=True)
+        elif acc_dtype == torch.float64:
+            z = self.hidden.to(acc_dtype) @ self.weight.t().to(acc_dtype)
         else:
             z = matmul_acc(self.hidden, self.weight.t())
         return self.apply_scale_and_softcap_(z if self.bias is None else z.add_(self.bias))
@@ -137,6 +139,11 @@ class PartialStats(NamedTuple):
     gap: Tensor  # mean of z_t − z_s under p_t (forward KL), of z_s − z_t under p_s (reverse KL)
     expectation: Tensor  # mean of z_s under p_s, for the entropy
 
+    def write(self, index: int, part: PartialStats) -> None:
+        """Set the statistics of part ``index``."""
+        for target, values in zip(self, part, strict=True):
+            target[index] = values
+
 
 def refuse_second_derivative() -> None:
     """Raise in a backward pass with ``create_graph=True``, where autograd would treat the result as a constant."""
@@ -195,10 +202,10 @@ def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec
         lse, entropy = divergence_kernels().row_lse(student, tokens.num_valid, spec.entropy, spec.memory_budget)
         teacher_lse = _teacher_lse(teacher, tokens, spec, slabs)
     else:
-        found = _fold(
-            _stack([_slab_parts(*_slab_heads(student, teacher, tokens, slab), tokens, spec) for slab in slabs]), spec
-        )
-        lse, teacher_lse, gap, expectation = found
+        parts = _empty_parts(len(slabs), student, spec)
+        for index, slab in enumerate(slabs):
+            parts.write(index, _slab_parts(*_slab_heads(student, teacher, tokens, slab), tokens, spec))
+        lse, teacher_lse, gap, expectation = _fold(parts, spec)
         entropy = lse - expectation if spec.entropy else expectation
     if spec.kl:
         divergence = gap + (lse - teacher_lse if spec.beta == 0.0 else teacher_lse - lse)
@@ -210,7 +217,7 @@ def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec
             tiles = divergence_kernels().pair_stats(s, t, tokens.num_valid, spec.beta, False, (lse, teacher_lse))
             student_kl, jsd = (x.sum(0) for x in tiles)
         else:
-            student_kl, jsd = _mixture_sums(s.logits(), t.logits(), lse, teacher_lse, spec.beta)
+            student_kl, jsd = _mixture_sums(s.logits(), t.logits(lse.dtype), lse, teacher_lse, spec.beta)
         divergence += jsd
         offset += student_kl
     return RowStats(lse, teacher_lse, divergence, offset, entropy)
@@ -226,15 +233,23 @@ def _teacher_lse(teacher: Head, tokens: Tokens, spec: DivergenceSpec, slabs: lis
 def _slab_parts(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> PartialStats:
     """Return the statistics of one slab's part of each row."""
     if not spec.triton:
-        return _logits_parts(student.logits(), teacher.logits(), spec)
+        zs = student.logits()
+        return _logits_parts(zs, teacher.logits(zs.dtype), spec)
     lse, teacher_lse, gap, *more = divergence_kernels().pair_stats(
         student, teacher, tokens.num_valid, spec.beta, spec.entropy
     )
     return _fold(PartialStats(lse, teacher_lse, gap, more[0] if more else lse.new_empty(0)), spec)
 
 
-def _stack(parts: list[PartialStats]) -> PartialStats:
-    return PartialStats(*map(torch.stack, zip(*parts, strict=True)))
+def _empty_parts(count: int, student: Head, spec: DivergenceSpec) -> PartialStats:
+    """Allocate the statistics of ``count`` slabs, [count, N].
+
+    This is done before the loop over slabs. Small tensors of each slab would lie between its large temporaries, and a CPU's heap
+    could then neither reuse the gaps for the next slab nor return them.
+    """
+    n, dtype = student.hidden.shape[0], accumulation_dtype(student.hidden.dtype)
+    sizes = n, n, n if spec.kl else 0, n if spec.entropy else 0
+    return PartialStats(*(student.hidden.new_empty((count, size), dtype=dtype) for size in sizes))
 
 
 def _fold(parts: PartialStats, spec: DivergenceSpec) -> PartialStats:
@@ -287,7 +302,7 @@ def _slab_gradient(
     lse, teacher_lse, offset = (x[:, None] for x in rows)
     zs = student.logits()
     derivative = student.logit_derivative(zs)
-    log_ps, log_pt = zs.sub_(lse), teacher.logits().sub_(teacher_lse)
+    log_ps, log_pt = zs.sub_(lse), teacher.logits(zs.dtype).sub_(teacher_lse)
     p = log_ps.exp()
     if beta == 0.0:
         g = p.sub_(log_pt.exp_())
@@ -388,7 +403,10 @@ class Divergence(torch.autograd.Function):
         s, t = _prepare_heads(student, teacher, v, tokens, spec)
         with compute_context(hidden):
             stats = row_stats(s, t, tokens, spec)
-        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *tokens, stats.lse, stats.teacher_lse, stats.offset)
+        # save_for_backward refuses tensors made in inference mode; ctx may hold them, since they get no gradients.
+        ctx.teacher = teacher if any(x is not None and x.is_inference() for x in teacher[:3]) else None
+        given = (None, None, None) if ctx.teacher else teacher[:3]
+        ctx.save_for_backward(hidden, weight, bias, *given, *tokens, stats.lse, stats.teacher_lse, stats.offset)
         ctx.rest = student[3:], teacher[3:], v, spec
         ctx.set_materialize_grads(False)
         entropy = tokens.scatter(stats.entropy, n) if spec.entropy else stats.entropy
@@ -404,7 +422,7 @@ class Divergence(torch.autograd.Function):
         student_form, teacher_form, v, spec = ctx.rest
         student, teacher, tokens = (
             Head(*saved[:3], *student_form),
-            Head(*saved[3:6], *teacher_form),
+            ctx.teacher or Head(*saved[3:6], *teacher_form),
             Tokens(*saved[6:8]),
         )
         s, t = _prepare_heads(student, teacher, v, tokens, spec)

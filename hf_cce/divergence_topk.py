@@ -104,7 +104,10 @@ def _logsumexp(student: Head, spec: DivergenceSpec) -> Tensor:
             spec.memory_budget,
         )[0]
     slabs = make_slabs(student, spec, portable_column_bytes(student))
-    return torch.stack([student.columns(x.start, x.stop).logits().logsumexp(1) for x in slabs]).logsumexp(0)
+    parts = student.hidden.new_empty((len(slabs), n), dtype=accumulation_dtype(student.hidden.dtype))
+    for part, x in zip(parts, slabs, strict=True):  # allocated before the loop, as in ``divergence_passes``
+        torch.logsumexp(student.columns(x.start, x.stop).logits(), 1, out=part)
+    return parts.logsumexp(0)
 
 
 def _logits_of(ids: Tensor, student: Head, spec: DivergenceSpec) -> Tensor:

@@ -21,6 +21,8 @@ from divergences import (
     gradients,
     make_inputs,
     plain_divergence,
+    teacher_logits,
+    top_k,
 )
 from numerics import assert_accurate
 from peak_memory import PeakMemory
@@ -152,6 +154,26 @@ def test_teacher_logits_of_minus_infinity() -> None:
             assert_accurate(actual, baseline, exact, kind)
 
 
+@pytest.mark.parametrize("tail", ["lump", "renormalize"])
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str) -> None:
+    x = make_inputs(case, torch.float32)
+    ids, log_probs, _ = top_k(x, replace(case, form=tail))
+    more = torch.cat((ids[..., 1:2], torch.full_like(ids[..., :2], -100)), -1)  # a repeated id, and invalid ones
+    nothing = torch.full(more.shape, -torch.inf)
+    short = TeacherTopK(ids, log_probs, tail)  # type: ignore[arg-type]
+    padded = short._replace(ids=torch.cat((ids, more), -1), log_probs=torch.cat((log_probs, nothing), -1))
+    empty = short._replace(ids=more, log_probs=nothing)
+    found = []
+    for dtype, teacher in zip((torch.float64, *[torch.float32] * 3), (short, short, padded, empty), strict=True):
+        leaves = x.student(dtype)
+        loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta)  # type: ignore[arg-type]
+        found.append([loss, *gradients(loss, leaves, x)])
+    for exact, baseline, actual, zero in zip(*found, strict=True):
+        assert_accurate(actual, baseline, exact, f"{case} {tail}")
+        assert not zero.any()
+
+
 def test_gradient_of_one_input_alone() -> None:
     case = Case(bias=True)
     x = make_inputs(case, torch.float32)
@@ -193,6 +215,38 @@ def test_the_teacher_gets_no_gradient() -> None:
     assert hidden.grad is None and weight.grad is None
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_teacher_made_in_inference_mode(form: str) -> None:
+    for case in (Case(form=form, masked=True), Case("jsd", form=form)):
+        x = make_inputs(case, torch.float32)
+        with torch.inference_mode():
+            made = replace(x, teacher_hidden=x.teacher_hidden.clone(), teacher_weight=x.teacher_weight.clone())
+            teacher: Any = TeacherHead(made.teacher_hidden, made.teacher_weight, torch.zeros(131))
+            if form != "head":
+                teacher = teacher_logits(made) if form == "logits" else top_k(made, case)
+        leaves = x.student(torch.float32)
+        loss = linear_divergence(*leaves, teacher, kind=case.kind, mask=x.mask)  # type: ignore[arg-type]
+        assert all(map(torch.equal, [loss, *gradients(loss, leaves, x)], outcome(x, case)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("form", ["head", "logits"])
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_a_narrow_teacher_of_a_float64_student(case: Case, form: str, dtype: torch.dtype) -> None:
+    """The accumulation dtype follows the student: the result is that for the same teacher in float64."""
+    x = make_inputs(replace(case, masked=True), dtype)
+    found = []
+    for wide in (True, False):
+        hidden, weight = (t.double() if wide else t for t in (x.teacher_hidden, x.teacher_weight))
+        logits = teacher_logits(x)
+        teacher = TeacherHead(hidden, weight) if form == "head" else logits.double() if wide else logits
+        leaves = x.student(torch.float64)
+        loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta, mask=x.mask)  # type: ignore[arg-type]
+        found.append([loss, *gradients(loss, leaves, x)])
+    for expected, actual in zip(*found, strict=True):
+        assert_accurate(actual, expected, expected, f"{case} {form}")
+
+
 def test_a_second_derivative_is_refused() -> None:
     for case in (Case(), Case(form="lump")):
         x = make_inputs(case, torch.float32)
@@ -218,3 +272,18 @@ def test_memory_stays_within_the_budget(case: Case, form: str) -> None:
     gradients_bytes = sum(4 * leaf.numel() for leaf in leaves)
     logits = 4 * 256 * 20_000
     assert memory.peak - gradients_bytes <= 5 * MIB < logits / 3
+
+
+@pytest.mark.parametrize("case", [Case(form="head"), Case("jsd", form="logits"), Case(form="lump")], ids=str)
+def test_no_tensor_is_kept_for_each_slab(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors between the large ones of a slab would keep a CPU's heap from reusing their memory."""
+    x = make_inputs(case, torch.float32)
+    most_live = []
+    for count in (20, 60):
+        slabs = [slice(131 * i // count, 131 * (i + 1) // count) for i in range(count)]
+        for name in ("divergence_passes", "divergence_topk"):
+            monkeypatch.setattr(f"hf_cce.{name}.make_slabs", lambda *_, slabs=slabs: slabs)
+        with PeakMemory(set()) as memory:
+            fused_divergence(x, x.student(torch.float32), case)
+        most_live.append(memory.most_live)
+    assert most_live[0] == most_live[1]
