@@ -105,9 +105,9 @@ for _name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 HANDLERS["view_as"] = lambda x, other: _reshape("view", x, other.shape)
 
 
-def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``op`` to the token dimensions, which hidden states and logits share; the result counts as a view."""
-    return x._derive(op, lambda r: r._replace(hidden_states=op(r.hidden_states)))
+def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = False) -> Any:
+    """Apply ``op`` to the token dimensions, which hidden states and logits share; the result is a view unless ``op`` copies."""
+    return x._derive(op, lambda r: (r.with_ops() if copies else r)._replace(hidden_states=op(r.hidden_states)))
 
 
 @implements("transpose", "permute")
@@ -139,7 +139,8 @@ def _index(x: Any, key: Any) -> Any:
         return NotImplemented
     tokens, part = split
     if part is None:
-        return _apply_to_token_dims(x, lambda z: z[tokens])
+        copies = any(isinstance(each, Tensor) for each in tokens)
+        return _apply_to_token_dims(x, lambda z: z[tokens], copies)
     if x.recipe.mask_ops() or is_dtensor(x.recipe.weight) or x.recipe.meaning.kind != "z":
         return NotImplemented  # masked ids, shards and a softmax refer to all of V
     return x._derive(

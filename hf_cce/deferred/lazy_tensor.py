@@ -36,7 +36,7 @@ _METADATA_METHODS = {
 }  # fmt: skip
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: the hidden states or the "
-    "weight of the LM head, or its logits"
+    "weight of the LM head, its logits, or the labels"
 )
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)  # these follow the graph and read no values
 _ATEN = torch.ops.aten
@@ -219,7 +219,12 @@ for _name in _SPECIAL_METHODS:
 
 def private_saved_tensors() -> Any:
     """Return a context that saves tensors without calling outer hooks (a checkpoint counts calls) and rejects modified ones."""
-    return saved_tensors_hooks(lambda x: (x, version_of(x)), _unpack_unmodified)
+    return saved_tensors_hooks(_pack, _unpack_unmodified)
+
+
+def _pack(x: Tensor) -> tuple[Tensor, int | None]:
+    """Return what to save. A saved output that refers to its own ``grad_fn`` would be a cycle that is never freed."""
+    return x if x.grad_fn is None else x.detach(), version_of(x)
 
 
 def _unpack_unmodified(saved: tuple[Tensor, int | None]) -> Tensor:
@@ -477,12 +482,13 @@ class FullLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: Any, values: Tensor) -> Tensor:
         ctx.meta, ctx.call = logits.recipe.meta, logits.recipe.call
         ctx.masked_ids = [ids.to(values.device) for _, (ids, _) in logits.recipe.mask_ops()]
+        ctx.vocabulary = 1 if logits.recipe.class_first else -1
         return values.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         for ids in ctx.masked_ids:  # these logits are constants
-            grad = grad.index_fill(-1, ids, 0.0)
+            grad = grad.index_fill(ctx.vocabulary, ids, 0.0)
         # A LazyGrad can be added to others; with create_graph=True the gradient has a graph of its own and is returned as it is
         lazy = grad if torch.is_grad_enabled() else LazyGrad.create(ctx.meta, (), grad, ctx.call)
         return lazy, None

@@ -154,6 +154,18 @@ def masked_after_softmax(outputs: Any) -> Tensor:
     return outputs.loss + log_p.exp().square().sum() + outputs.logits.logsumexp(-1).sum()
 
 
+def class_first_after_mask(outputs: Any) -> Tensor:
+    outputs.logits[..., [1, 60]] = torch.finfo(torch.float32).min
+    logits = outputs.logits.transpose(1, 2)
+    return outputs.loss + F.nll_loss(logits.log_softmax(1), batch()["labels"]) + logits[:, 4:50].square().mean()
+
+
+def written_copy(outputs: Any) -> Tensor:
+    part = outputs.logits[batch()["labels"] != -100]
+    part /= 2.0
+    return outputs.loss + part.logsumexp(-1).sum() + outputs.logits.logsumexp(-1).sum()
+
+
 def read_then_written(outputs: Any) -> Tensor:
     value = divergence(outputs.logits)
     outputs.logits[..., :4] = torch.finfo(torch.float32).min
@@ -288,6 +300,8 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     ),
     "compiled loss of both": (unchanged, compiled(lambda x: x.logsumexp(-1).sum() + divergence(x)), True),
     "masked after softmax": (unchanged, masked_after_softmax, True),
+    "class-first after a mask": (unchanged, class_first_after_mask, True),
+    "a copy that is written to": (unchanged, written_copy, True),
     "read, then written": (unchanged, read_then_written, True),
     "anomaly mode": (unchanged, in_anomaly_mode, False),
     "parts of a detached leaf": (unchanged, parts_of_a_detached_leaf, False),
@@ -476,10 +490,22 @@ def test_changes_past_autograd_raise() -> None:
         logits.data = torch.zeros(logits.shape)
 
 
-def test_backward_frees_graph() -> None:
-    ours = apply_cce(tiny_llama())
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        output_loss,
+        lambda outputs: outputs.logits.logsumexp(-1).mean(),
+        lambda outputs: outputs.logits.log_softmax(-1).gather(-1, INDEX).mean(),
+        lambda outputs: (outputs.logits.softmax(-1) * outputs.logits.log_softmax(-1)).sum(-1).mean(),
+        lambda outputs: outputs.logits.topk(3).values.mean(),
+    ],
+    ids=["loss", "logsumexp", "log-probabilities", "entropy", "topk"],
+)
+@pytest.mark.parametrize("token_stats", [False, True])
+def test_backward_frees_graph(loss_of: Loss, token_stats: bool) -> None:
+    ours = apply_cce(tiny_llama(), token_stats=token_stats)
     outputs = ours(**batch())
-    loss, kept = outputs.loss, weakref.ref(outputs.logits.recipe.hidden_states.untyped_storage())
+    loss, kept = loss_of(outputs), weakref.ref(outputs.logits.recipe.hidden_states.untyped_storage())
     del outputs
     loss.backward()
     assert kept() is None
