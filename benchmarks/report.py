@@ -201,7 +201,6 @@ TABLES: dict[str, Table] = {
     "not-compared": not_compared,
     "steps-31gib": steps("steps_31gib"),
     "steps-trained": steps(*of_loops("trained")),
-    "steps-earlier": steps(*of_loops("earlier")),
     "steps-random": steps(*of_loops("random")),
     "steps-images": steps("steps_recipe_images"),
     "steps-qlora": steps("steps_recipe_qlora", "steps_recipe_qlora_offload"),
