@@ -145,7 +145,7 @@ def write_logit_gradient(
     if label is not None and flags is None:
         from hf_cce.kernels import hopper
 
-        hopper.write_logit_gradient(slab, inputs, grads, label)
+        hopper.launch(inputs, label, start, stop, out, grads)
         _label_entries_kernel[(ceil_div(n, 256),)](
             labels, grads.lse, grads.grad_lse, grads.grad_label, label.logit, out, start, stop - start, out.stride(0), n,
             ignore_index, logit_scale, BLOCK=256, num_warps=4,

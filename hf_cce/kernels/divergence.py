@@ -1,7 +1,7 @@
 """Divergence of a student's distribution from a teacher's: each tile computes both models' logits, which stay on chip.
 
-``_pair_stats_kernel`` writes a few numbers per row and tile for ``hf_cce.divergence_passes``. ``_pair_gradient_kernel`` writes
-the gradient of a slab of the student's logits. No atomics are used, so results are bitwise reproducible.
+``_pair_kernel`` writes a few numbers per row and tile for ``hf_cce.divergence_passes`` or, if GRADIENT, the gradient of a slab of
+the student's logits. No atomics are used, so results are bitwise reproducible.
 
 Legend: z logits after scale, softcap and temperature; p = exp(z − lse); m = (1 − β) p_student + β p_teacher.
 """
@@ -92,7 +92,7 @@ def _slope(log_ps, log_pt, offset, beta, KIND: tl.constexpr):
 # do_not_specialize: values that change between steps must not trigger recompilation.
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
-def _pair_stats_kernel(
+def _pair_kernel(
     hidden,  # [N, D]
     weight,  # [V, D]; here, V is the width of the slab
     bias,  # [V]
@@ -100,14 +100,18 @@ def _pair_stats_kernel(
     teacher_weight,  # [V, D_t]
     teacher_bias,  # [V]
     num_valid,  # scalar int64: rows from here on are ignored
-    lse,  # [N], if KIND is 2
-    teacher_lse,  # [N], if KIND is 2
+    lse,  # [N], if GRADIENT or KIND is 2
+    teacher_lse,  # [N], likewise
+    offset,  # [N], if GRADIENT; makes the gradient of a row sum to zero: the reverse KL, or KL(p_s ‖ m)
+    grad,  # [N], if GRADIENT: upstream gradient of each token's divergence
+    out,  # [N, V], written if GRADIENT: gradient w.r.t. the student's h Wᵀ + b; zero where ignored
+    # The others are written unless GRADIENT.
     tile_lse,  # [T, N] logsumexp of the tile, unless KIND is 2
     tile_teacher_lse,  # [T, N], likewise
     tile_gap,  # [T, N] KIND 0: mean of z_t − z_s under the tile's p_t; 1: of z_s − z_t under p_s; 2: Σ p_s log(p_s / m)
     tile_expectation,  # [T, N] mean of z_s under the tile's p_s, if WANT_ENTROPY
     tile_divergence,  # [T, N] Σ (1 − β) p_s log(p_s / m) + β p_t log(p_t / m), if KIND is 2
-    tile_stride,
+    out_stride,  # between rows of ``out``, or between tiles
     num_tokens,
     vocab_size,
     hidden_size,
@@ -122,6 +126,7 @@ def _pair_stats_kernel(
     teacher_softcap,
     beta,
     KIND: tl.constexpr,
+    GRADIENT: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     GIVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -141,100 +146,25 @@ def _pair_stats_kernel(
     num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(vocab_size, BLOCK_N)
     row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
     row, col = row_block * BLOCK_M, col_block * BLOCK_N
-    if row >= tl.load(num_valid):
+    valid_rows = tl.load(num_valid)
+    # Skip the products if all tokens of the tile are ignored.
+    depth, teacher_depth = hidden_size, teacher_hidden_size
+    if GRADIENT:
+        depth = tl.where(row < valid_rows, hidden_size, 0)
+        teacher_depth = tl.where(row < valid_rows, teacher_hidden_size, 0)
+    elif row >= valid_rows:
         return
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
     in_rows, in_cols = rows < num_tokens, (cols < vocab_size)[None, :]
-    if KIND == 2:  # loaded before the products, which hide the latency
-        row_lse = tl.load(lse + rows, mask=in_rows, other=0.0)
-        row_teacher_lse = tl.load(teacher_lse + rows, mask=in_rows, other=0.0)
-    zt = _teacher_tile(
-        teacher_hidden, teacher_weight, teacher_bias, row, col, num_tokens, vocab_size, teacher_hidden_size,
-        teacher_hidden_stride, teacher_weight_stride, teacher_logit_scale, teacher_softcap, GIVEN, TEACHER_HAS_BIAS,
-        TEACHER_HAS_SCALE, TEACHER_HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    zs = tile_logits(
-        hidden, weight, bias, None, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride, logit_scale,
-        softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    out = col_block.to(tl.int64) * tile_stride + rows
-    if col + BLOCK_N > vocab_size:
-        zs = tl.where(in_cols, zs, float("-inf"))
-        zt = tl.where(in_cols, zt, float("-inf"))
-    if KIND == 2:
-        log_ps, log_pt = zs - row_lse[:, None], zt - row_teacher_lse[:, None]
-        ps, pt = tl.exp(log_ps), tl.exp(log_pt)
-        log_m = tl.log((1.0 - beta) * ps + beta * pt)
-        student = tl.sum(tl.where(ps > 0, ps * (log_ps - log_m), 0.0), 1)
-        teacher = tl.sum(tl.where(pt > 0, pt * (log_pt - log_m), 0.0), 1)
-        tl.store(tile_divergence + out, (1.0 - beta) * student + beta * teacher, mask=in_rows)
-        tl.store(tile_gap + out, student, mask=in_rows)
-    else:
-        _store_means(zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation, KIND, WANT_ENTROPY)
-
-
-@Kernel
-@triton.jit(do_not_specialize=["num_tokens"])
-def _pair_gradient_kernel(
-    hidden,  # as in _pair_stats_kernel
-    weight,
-    bias,
-    teacher_hidden,
-    teacher_weight,
-    teacher_bias,
-    num_valid,
-    lse,  # [N]
-    teacher_lse,  # [N]
-    offset,  # [N], makes the gradient of a row sum to zero: the reverse KL, or KL(p_s ‖ m)
-    grad,  # [N] upstream gradient of each token's divergence
-    out,  # [N, V], written: gradient w.r.t. the student's h Wᵀ + b; zero where ignored
-    out_stride,
-    num_tokens,
-    vocab_size,
-    hidden_size,
-    teacher_hidden_size,
-    hidden_stride,
-    weight_stride,
-    teacher_hidden_stride,
-    teacher_weight_stride,
-    logit_scale,
-    softcap,
-    teacher_logit_scale,
-    teacher_softcap,
-    beta,
-    KIND: tl.constexpr,
-    GIVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    TEACHER_HAS_BIAS: tl.constexpr,
-    TEACHER_HAS_SCALE: tl.constexpr,
-    TEACHER_HAS_SOFTCAP: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(vocab_size, BLOCK_N)
-    row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
-    row, col = row_block * BLOCK_M, col_block * BLOCK_N
-    rows = row + tl.arange(0, BLOCK_M)
-    cols = col + tl.arange(0, BLOCK_N)
-    in_rows = rows < num_tokens
-    valid_rows = tl.load(num_valid)
     valid = in_rows & (rows < valid_rows)
-    # Skip the products if all tokens of the tile are ignored.
-    depth = tl.where(row < valid_rows, hidden_size, 0)
-    teacher_depth = tl.where(row < valid_rows, teacher_hidden_size, 0)
     # Loaded before the products, which hide the latency. Infinite logsumexps give p = 0.
-    row_lse = tl.load(lse + rows, mask=valid, other=float("inf"))
-    row_teacher_lse = tl.load(teacher_lse + rows, mask=valid, other=float("inf"))
-    g = tl.load(grad + rows, mask=valid, other=0.0)
-    row_offset = tl.load(offset + rows, mask=valid, other=0.0)
+    if GRADIENT or KIND == 2:
+        row_lse = tl.load(lse + rows, mask=valid, other=float("inf"))
+        row_teacher_lse = tl.load(teacher_lse + rows, mask=valid, other=float("inf"))
+    if GRADIENT:
+        g = tl.load(grad + rows, mask=valid, other=0.0)
+        row_offset = tl.load(offset + rows, mask=valid, other=0.0)
     zt = _teacher_tile(
         teacher_hidden, teacher_weight, teacher_bias, row, col, num_tokens, vocab_size, teacher_depth, teacher_hidden_stride,
         teacher_weight_stride, teacher_logit_scale, teacher_softcap, GIVEN, TEACHER_HAS_BIAS, TEACHER_HAS_SCALE,
@@ -244,15 +174,33 @@ def _pair_gradient_kernel(
         hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride, logit_scale, softcap,
         HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    gradient = _slope(zs - row_lse[:, None], zt - row_teacher_lse[:, None], row_offset, beta, KIND)
-    gradient = tl.where(valid[:, None], gradient * g[:, None], 0.0)
-    if HAS_SOFTCAP:
-        gradient *= softcap_slope(zs, softcap)
-    if HAS_SCALE:
-        gradient *= logit_scale
-    at = out + row.to(tl.int64) * out_stride
-    here = tl.arange(0, BLOCK_M)[:, None] * out_stride + cols[None, :]
-    tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (cols < vocab_size)[None, :])
+    if GRADIENT:
+        gradient = _slope(zs - row_lse[:, None], zt - row_teacher_lse[:, None], row_offset, beta, KIND)
+        gradient = tl.where(valid[:, None], gradient * g[:, None], 0.0)
+        if HAS_SOFTCAP:
+            gradient *= softcap_slope(zs, softcap)
+        if HAS_SCALE:
+            gradient *= logit_scale
+        at = out + row.to(tl.int64) * out_stride
+        here = tl.arange(0, BLOCK_M)[:, None] * out_stride + cols[None, :]
+        tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & in_cols)
+    else:
+        tile = col_block.to(tl.int64) * out_stride + rows
+        if col + BLOCK_N > vocab_size:
+            zs = tl.where(in_cols, zs, float("-inf"))
+            zt = tl.where(in_cols, zt, float("-inf"))
+        if KIND == 2:
+            log_ps, log_pt = zs - row_lse[:, None], zt - row_teacher_lse[:, None]
+            ps, pt = tl.exp(log_ps), tl.exp(log_pt)
+            log_m = tl.log((1.0 - beta) * ps + beta * pt)
+            student = tl.sum(tl.where(ps > 0, ps * (log_ps - log_m), 0.0), 1)
+            teacher = tl.sum(tl.where(pt > 0, pt * (log_pt - log_m), 0.0), 1)
+            tl.store(tile_divergence + tile, (1.0 - beta) * student + beta * teacher, mask=in_rows)
+            tl.store(tile_gap + tile, student, mask=in_rows)
+        else:
+            _store_means(
+                zs, zt, tile, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation, KIND, WANT_ENTROPY
+            )
 
 
 def _plan(student: Any, teacher: Any) -> Plan:
@@ -266,34 +214,22 @@ def _plan(student: Any, teacher: Any) -> Plan:
     return replace(plan, num_stages=4) if plan.use_tma else plan
 
 
-def _operands(student: Any, teacher: Any, plan: Plan) -> tuple[Any, ...]:
-    """Return the first six arguments of both kernels."""
-    given = teacher.weight is None
-    return (
+def _launch(
+    student: Any, teacher: Any, plan: Plan, beta: float, *rest: Any, gradient: bool = False, entropy: bool = False
+) -> None:
+    """Launch ``_pair_kernel``; ``rest`` are its arguments from ``num_valid`` to ``out_stride``."""
+    (n, d), v, given = student.hidden.shape, student.weight.shape[0], teacher.weight is None
+    _pair_kernel[(ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n),)](
         operand(student.hidden, plan.block_m, plan), operand(student.weight, plan.block_n, plan), student.bias,
         teacher.hidden if given else operand(teacher.hidden, plan.block_m, plan),
-        None if given else operand(teacher.weight, plan.block_n, plan), teacher.bias,
+        None if given else operand(teacher.weight, plan.block_n, plan), teacher.bias, *rest,
+        n, v, d, 0 if given else teacher.hidden.shape[1], student.hidden.stride(0), student.weight.stride(0),
+        teacher.hidden.stride(0), 0 if given else teacher.weight.stride(0), student.logit_scale, student.softcap or 1.0,
+        teacher.logit_scale, teacher.softcap or 1.0, beta,
+        KIND=FORWARD_KL if beta == 0.0 else REVERSE_KL if beta == 1.0 else JSD, GRADIENT=gradient,
+        WANT_ENTROPY=entropy, GIVEN=given, **logit_flags(student),
+        **{f"TEACHER_{name}": flag for name, flag in logit_flags(teacher).items()}, **plan.constants(),
     )  # fmt: skip
-
-
-def _sizes(student: Any, teacher: Any, beta: float) -> tuple[Any, ...]:
-    """Return the arguments of both kernels from ``num_tokens`` to ``beta``."""
-    (n, d), given = student.hidden.shape, teacher.weight is None
-    return (
-        n, student.weight.shape[0], d, 0 if given else teacher.hidden.shape[1], student.hidden.stride(0),
-        student.weight.stride(0), teacher.hidden.stride(0), 0 if given else teacher.weight.stride(0), student.logit_scale,
-        student.softcap or 1.0, teacher.logit_scale, teacher.softcap or 1.0, beta,
-    )  # fmt: skip
-
-
-def _flags(student: Any, teacher: Any, beta: float, plan: Plan) -> dict[str, Any]:
-    return {
-        "KIND": FORWARD_KL if beta == 0.0 else REVERSE_KL if beta == 1.0 else JSD,
-        "GIVEN": teacher.weight is None,
-        **logit_flags(student),
-        **{f"TEACHER_{name}": flag for name, flag in logit_flags(teacher).items()},
-        **plan.constants(),
-    }
 
 
 def tile_width(student: Any, teacher: Any) -> int:
@@ -318,7 +254,7 @@ def pair_stats(
     entropy: bool,
     lse: tuple[Tensor, Tensor] | None = None,  # for the JSD: logsumexps [N] of student and teacher
 ) -> list[Tensor]:
-    """Return the outputs of ``_pair_stats_kernel``, [T, N] each."""
+    """Return the statistics of ``_pair_kernel``, [T, N] each."""
     n, plan = student.hidden.shape[0], _plan(student, teacher)
     tiles, kl = ceil_div(student.weight.shape[0], plan.block_n), lse is None
     # Zeros rather than uninitialized memory: rows of ignored tokens are not written, and NaN times zero is NaN.
@@ -326,10 +262,8 @@ def pair_stats(
         torch.zeros((tiles, padded(n)), dtype=torch.float32, device=student.hidden.device)[:, :n] if want else None
         for want in (kl, kl, True, kl and entropy, not kl)
     ]
-    _pair_stats_kernel[(ceil_div(n, plan.block_m) * tiles,)](
-        *_operands(student, teacher, plan), num_valid, *(lse or (None, None)), *parts, padded(n),
-        *_sizes(student, teacher, beta), WANT_ENTROPY=kl and entropy, **_flags(student, teacher, beta, plan),
-    )  # fmt: skip
+    rest = (num_valid, *(lse or (None, None)), None, None, None, *parts, padded(n))
+    _launch(student, teacher, plan, beta, *rest, entropy=kl and entropy)
     return [part for part in parts if part is not None]
 
 
@@ -341,11 +275,7 @@ def pair_gradient(
     grad: Tensor,  # [N] float32
     beta: float,
 ) -> Tensor:
-    """Return the output of ``_pair_gradient_kernel``, [N, V] in the dtype of the student's hidden states."""
-    n, width, plan = student.hidden.shape[0], student.weight.shape[0], _plan(student, teacher)
-    out = empty_slab(student.hidden, n, width)
-    _pair_gradient_kernel[(ceil_div(n, plan.block_m) * ceil_div(width, plan.block_n),)](
-        *_operands(student, teacher, plan), num_valid, *rows, grad, out, out.stride(0), *_sizes(student, teacher, beta),
-        **_flags(student, teacher, beta, plan),
-    )  # fmt: skip
+    """Return the gradient of ``_pair_kernel``, [N, V] in the dtype of the student's hidden states."""
+    plan, out = _plan(student, teacher), empty_slab(student.hidden, student.hidden.shape[0], student.weight.shape[0])
+    _launch(student, teacher, plan, beta, num_valid, *rows, grad, out, *(None,) * 5, out.stride(0), gradient=True)
     return out

@@ -251,7 +251,7 @@ def tile_stats(
     if label.active is not None:
         from hf_cce.kernels import hopper
 
-        hopper.tile_stats(inputs, tiles, label, exp_cache, plan.block_n)
+        hopper.launch(inputs, label, 0, inputs.shape.v, exp_cache, tiles=tiles, stat_n=plan.block_n)
         return
     hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
     n, d, v, _ = inputs.shape

@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hf_cce.kernels.exp_cache import Slab
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits
 from hf_cce.kernels.launch_config import ceil_div, num_sms, padded
@@ -321,17 +320,19 @@ def tma_descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [rows, cols], _shared_layout(min(128, cols * x.itemsize), 8 * x.itemsize))
 
 
-def _launch(
+def launch(
     inputs: LogitInputs,
     label: LabelLogits,
     start: int,  # first column of the vocabulary
     stop: int,
     out: Tensor | None,  # [N, ·], written: the gradient of the logits if ``grads`` is given, else exponentials
     grads: GradInputs | None = None,
-    tiles: TileStats | None = None,
-    stat_n: int = BLOCK_N,
+    tiles: TileStats | None = None,  # written
+    stat_n: int = BLOCK_N,  # columns of one of ``tiles``: 128 or 256
 ) -> None:
+    """Compute ``forward.tile_stats``, or with ``grads`` ``backward.write_logit_gradient`` without the label term."""
     (n, d, v, _), shapes = inputs.shape, constants()
+    assert BLOCK_N % stat_n == 0
     assert label.active is not None and label.active.numel() >= ceil_div(n, BLOCK_M)
     label_logit = None if out is None or grads is not None else label.logit
     lse, grad_lse = (None, None) if grads is None else (grads.lse, grads.grad_lse)
@@ -345,25 +346,3 @@ def _launch(
         inputs.ignore_index, inputs.logit_scale, WANT_RATIO=ratio is not None, STORE=label_logit is not None,
         GRADIENT=grads is not None, HAS_SCALE=inputs.logit_scale != 1.0, STAT_N=stat_n, **shapes, num_warps=4,
     )  # fmt: skip
-
-
-def tile_stats(
-    inputs: LogitInputs,
-    tiles: TileStats,
-    label: LabelLogits,
-    exp_cache: Tensor | None,
-    block_n: int,
-) -> None:
-    """Compute the same as ``hf_cce.kernels.forward.tile_stats`` for tiles of ``block_n`` columns, 128 or 256."""
-    assert BLOCK_N % block_n == 0
-    _launch(inputs, label, 0, inputs.shape.v, exp_cache, tiles=tiles, stat_n=block_n)
-
-
-def write_logit_gradient(
-    slab: Slab,  # its values are written
-    inputs: LogitInputs,
-    grads: GradInputs,
-    label: LabelLogits,
-) -> None:
-    """Compute the same as ``hf_cce.kernels.backward.write_logit_gradient`` without the label term."""
-    _launch(inputs, label, *slab, grads)

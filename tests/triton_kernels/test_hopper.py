@@ -130,8 +130,8 @@ def test_losses_with_and_without_the_hopper_kernels(
     elif hopper_runs():
         from hf_cce.kernels import hopper
 
-        launch = hopper._launch
-        monkeypatch.setattr(hopper, "_launch", lambda *args, **of: launched.append(1) or launch(*args, **of))
+        launch = hopper.launch
+        monkeypatch.setattr(hopper, "launch", lambda *args, **of: launched.append(1) or launch(*args, **of))
     force_strategy(monkeypatch, strategy)
     for n, d, v in ((1000, 576, 32001), (128, 1000, 50257), (2304, 3072, 4099)):
         inputs, labels = make_inputs(n, d, v, dtype, "cuda")

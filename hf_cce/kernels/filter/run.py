@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from hf_cce.kernels.filter.corrections import (
 from hf_cce.kernels.filter.error import estimate_errors, relative_errors
 from hf_cce.kernels.filter.order import Vocabulary, permute_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.filter.select import DroppedMass, Kept, dropped_mass, select
-from hf_cce.kernels.filter.sparse import DroppedParts, multiply_kept
+from hf_cce.kernels.filter.sparse import multiply_kept
 from hf_cce.kernels.filter.workspace import BackwardRequest, FilterReport, SavedForward, plan_workspace
 from hf_cce.kernels.forward import combine, tile_stats
 from hf_cce.kernels.inputs import LogitInputs, TileStats
@@ -140,17 +139,13 @@ def _forward(
     )  # fmt: skip
 
 
-class _Selection(NamedTuple):
-    """Kept tiles, the approximation of the dropped tiles, and its estimated error."""
+def _select_tiles(
+    saved: SavedForward, weight: Tensor, request: BackwardRequest
+) -> tuple[Kept, DroppedMass, Tensor | None, WeightCorrection | None, FilterReport]:
+    """Return (kept tiles, mass of the dropped tiles, covariance [D, D], correction of dW, report).
 
-    kept: Kept
-    mass: DroppedMass
-    covariance: Tensor | None  # [D, D]
-    correction: WeightCorrection | None
-    report: FilterReport  # its errors are absolute until ``relative_errors`` divides them
-
-
-def _select_tiles(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> _Selection:
+    The report's errors are absolute until ``relative_errors`` divides them.
+    """
     plan, vocabulary, vocab_perm = saved.plan, saved.vocabulary, saved.vocabulary.vocab_perm
     kept = select(saved, request.tau, request.by_rounding)
     # The range of float16 is too small for the corrections.
@@ -171,7 +166,7 @@ def _select_tiles(saved: SavedForward, weight: Tensor, request: BackwardRequest)
     report = FilterReport(kept.first_kept[-1], rows * cols, mass.probability, saved.hidden.shape[0], request.tau)
     if request.measure:
         report = report._replace(**estimate_errors(saved, weight, request, kept, mass, covariance, correction))
-    return _Selection(kept, mass, covariance, correction, report)
+    return kept, mass, covariance, correction, report
 
 
 def _probe(
@@ -184,10 +179,10 @@ def _probe(
 
     The first threshold is a guess. If ``next_tau`` derives another one from the estimated errors, report what that would keep.
     """
-    report = _select_tiles(saved, weight, request).report
+    report = _select_tiles(saved, weight, request)[-1]
     tau = next_tau(report)
     if tau is not None:
-        report_at_tau = _select_tiles(saved, weight, replace(request, tau=tau, measure=False)).report
+        report_at_tau = _select_tiles(saved, weight, replace(request, tau=tau, measure=False))[-1]
         report = report._replace(kept=report_at_tau.kept, dropped=report_at_tau.dropped, tau=tau)
     vars(saved).clear()
     return report._replace(dropped=report.dropped.sum())
@@ -207,8 +202,9 @@ def _backward(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> 
         multiply_add(dropped_blocks, mass.per_row, saved.hidden, first=True)
     block_mass = None if correction is None else mass.per_tile.sum(1) * saved.logit_scale
     del mass
-    parts = DroppedParts(dropped_hidden, dropped_blocks, block_mass, correction)
-    grad_hidden, grad_weight = multiply_kept(saved, weight, request, kept, parts)
+    grad_hidden, grad_weight = multiply_kept(
+        saved, weight, request, kept, dropped_hidden, dropped_blocks, block_mass, correction
+    )
     return grad_hidden, grad_weight, relative_errors(report, grad_hidden, grad_weight)
 
 

@@ -9,10 +9,6 @@ rows, so dW can be written over these rows. After the last pass, the rows of dW 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +18,7 @@ from hf_cce.kernels.filter.corrections import RANK, WeightCorrection
 from hf_cce.kernels.filter.select import Kept
 from hf_cce.kernels.filter.workspace import BackwardRequest, SavedForward
 from hf_cce.kernels.inputs import logit_flags
-from hf_cce.kernels.launch_config import Plan, ceil_div, operand
+from hf_cce.kernels.launch_config import ceil_div, operand
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import tile_gradient, tile_logits
 
@@ -291,25 +287,23 @@ def _reorder_rows_kernel(
             tl.store(here, tl.load(there, mask=mask), mask=mask)
 
 
-@dataclass(frozen=True)
-class DroppedParts:
-    """Contributions of dropped tiles to the gradients."""
-
-    dh: Tensor  # [N, D] float32: contribution to dh
-    dw_block_sums: Tensor  # [T, D] float32: contribution to dW, summed over the rows of each column block
-    block_mass: Tensor | None  # [T] float32: factor of ``correction`` for each column block
-    correction: WeightCorrection | None
-
-
 def multiply_kept(
-    saved: SavedForward, weight: Tensor, request: BackwardRequest, kept: Kept, parts: DroppedParts
+    saved: SavedForward,
+    weight: Tensor,  # [V, D]
+    request: BackwardRequest,
+    kept: Kept,
+    dropped_hidden: Tensor,  # [N, D] float32: contribution of dropped tiles to dh, overwritten
+    dropped_blocks: Tensor,  # [T, D] float32: contribution to dW, summed over the rows of each column block
+    block_mass: Tensor | None,  # [T] float32: factor of ``correction`` for each column block
+    correction: WeightCorrection | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dh [N, D] and dW [V, D] from kept tiles and ``parts``; empty if not needed. Overwrites ``parts.dh``."""
-    plan, workspace = saved.plan, saved.workspace
+    """Return dh [N, D] and dW [V, D] from kept tiles and the contributions of dropped tiles; empty if not needed."""
+    plan, workspace, hidden, vocab_perm = saved.plan, saved.workspace, saved.hidden, saved.vocabulary.vocab_perm
+    (n, d), v, (rows, cols) = hidden.shape, len(weight), saved.tile_grid
     gather = saved.weight is None
     source = weight if saved.weight is None else saved.weight
-    scratch = saved.hidden.new_empty((workspace.num_slots * plan.block_m, plan.block_n))
-    grad_hidden = torch.empty_like(saved.hidden) if request.need_hidden else saved.hidden.new_empty(0)
+    scratch = hidden.new_empty((workspace.num_slots * plan.block_m, plan.block_n))
+    grad_hidden = torch.empty_like(hidden) if request.need_hidden else hidden.new_empty(0)
     in_place = request.need_weight and not gather
     if in_place:
         grad_weight = source
@@ -317,81 +311,46 @@ def multiply_kept(
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     else:
         grad_weight = weight.new_empty(0)
-    launches = [_prepare_tiles(saved, request, kept, source, gather, scratch)]
-    if request.need_hidden:
-        launches.append(_prepare_hidden_gradient(saved, kept, parts, source, gather, scratch, grad_hidden))
     reorder = in_place and workspace.passes > 1
-    if request.need_weight:
-        launches.append(_prepare_weight_gradient(saved, kept, parts, scratch, grad_weight, reorder))
-    for number in range(workspace.passes):
-        for launch in launches:
-            launch(number)
-    if reorder:
-        _reorder_rows(grad_weight, saved.vocabulary.vocab_perm, scratch, kept.pass_block, plan.block_n)
-    return grad_hidden, grad_weight
-
-
-def _prepare_tiles(
-    saved: SavedForward, request: BackwardRequest, kept: Kept, source: Tensor, gather: bool, scratch: Tensor
-) -> Callable[[int], None]:
-    """Return the launch that writes the kept tiles of a pass to the scratch buffer."""
-    plan, (n, d), (rows, cols) = saved.plan, saved.hidden.shape, saved.tile_grid
-    weight = source if gather else operand(source, plan.block_n, plan)
-    return _kept_tiles_kernel.prepare(
-        (min(plan.programs, rows * cols),), 0, operand(saved.hidden, plan.block_m, plan), weight, saved.bias,
-        saved.vocabulary.vocab_perm, saved.order.labels, saved.lse, request.grad_lse, request.grad_label, kept.tiles,
-        kept.pass_start, scratch, n, rows, len(source), d, saved.hidden.stride(0), source.stride(0), saved.logit_scale,
-        saved.softcap or 1.0, **logit_flags(saved), FLATTEN=plan.flatten, TMA=plan.use_tma, GATHER=gather,
-        PRECISION=plan.precision, UPCAST=plan.upcast, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
-        num_warps=plan.tile_warps, num_stages=plan.num_stages,
-    )  # fmt: skip
-
-
-def _prepare_hidden_gradient(
-    saved: SavedForward,
-    kept: Kept,
-    parts: DroppedParts,
-    source: Tensor,
-    gather: bool,
-    scratch: Tensor,
-    grad_hidden: Tensor,
-) -> Callable[[int], None]:
-    """Return the launch that adds tiles · weight to dh."""
-    plan, (n, d), (rows, cols) = saved.plan, saved.hidden.shape, saved.tile_grid
-    weight = source if gather else operand(source, plan.sparse_block_k, plan, plan.block_d)
-    return _hidden_gradient_kernel.prepare(
-        (rows * ceil_div(d, plan.block_d),), 0, operand(scratch, plan.block_m, plan, plan.sparse_block_k), weight,
-        saved.vocabulary.vocab_perm, kept.row_tiles, kept.row_pass, kept.row_order, parts.dh, saved.order.token_perm,
-        grad_hidden, n, rows, cols, len(source), d, source.stride(0), saved.workspace.passes, GATHER=gather,
-        BLOCK_D=plan.block_d, num_warps=plan.sparse_warps, num_stages=plan.hidden_stages, **_product_constants(plan),
-    )  # fmt: skip
-
-
-def _prepare_weight_gradient(
-    saved: SavedForward, kept: Kept, parts: DroppedParts, scratch: Tensor, grad_weight: Tensor, in_place: bool
-) -> Callable[[int], None]:
-    """Return the launch that writes tilesᵀ · hidden plus the contribution of dropped tiles to the pass's rows of dW."""
-    plan, (n, d), cols = saved.plan, saved.hidden.shape, saved.tile_grid[1]
-    return _weight_gradient_kernel.prepare(
-        (min(plan.programs, cols * ceil_div(d, plan.weight_block_d)),), 0,
-        operand(scratch, plan.sparse_block_k, plan, plan.block_n),
-        operand(saved.hidden, plan.sparse_block_k, plan, plan.weight_block_d), saved.vocabulary.vocab_perm, kept.tile_rows,
-        kept.first_kept, kept.pass_block, kept.pass_start, parts.dw_block_sums, parts.block_mass,
-        *(parts.correction or (None, None)), grad_weight, n, len(grad_weight), d, saved.hidden.stride(0), IN_PLACE=in_place,
-        CORRECTED=parts.correction is not None, RANK=RANK.value, BLOCK_D=plan.weight_block_d,
-        num_warps=plan.weight_warps, num_stages=plan.weight_stages, **_product_constants(plan),
-    )  # fmt: skip
-
-
-def _product_constants(plan: Plan) -> dict[str, Any]:
-    return {
+    constants = {
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
-        "BLOCK_K": plan.sparse_block_k,
         "TMA": plan.use_tma,
         "PRECISION": plan.precision,
         "UPCAST": plan.upcast,
     }
+    # The kept tiles of a pass, written to the scratch buffer
+    launches = [_kept_tiles_kernel.prepare(
+        (min(plan.programs, rows * cols),), 0, operand(hidden, plan.block_m, plan),
+        source if gather else operand(source, plan.block_n, plan), saved.bias, vocab_perm, saved.order.labels, saved.lse,
+        request.grad_lse, request.grad_label, kept.tiles, kept.pass_start, scratch, n, rows, v, d, hidden.stride(0),
+        source.stride(0), saved.logit_scale, saved.softcap or 1.0, **logit_flags(saved), FLATTEN=plan.flatten, GATHER=gather,
+        BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages, **constants,
+    )]  # fmt: skip
+    if request.need_hidden:  # tiles · weight, added to dh
+        launches.append(_hidden_gradient_kernel.prepare(
+            (rows * ceil_div(d, plan.block_d),), 0, operand(scratch, plan.block_m, plan, plan.sparse_block_k),
+            source if gather else operand(source, plan.sparse_block_k, plan, plan.block_d), vocab_perm, kept.row_tiles,
+            kept.row_pass, kept.row_order, dropped_hidden, saved.order.token_perm, grad_hidden, n, rows, cols, v, d,
+            source.stride(0), workspace.passes, GATHER=gather, BLOCK_K=plan.sparse_block_k, BLOCK_D=plan.block_d,
+            num_warps=plan.sparse_warps, num_stages=plan.hidden_stages, **constants,
+        ))  # fmt: skip
+    if request.need_weight:  # tilesᵀ · hidden plus the contribution of dropped tiles: the pass's rows of dW
+        launches.append(_weight_gradient_kernel.prepare(
+            (min(plan.programs, cols * ceil_div(d, plan.weight_block_d)),), 0,
+            operand(scratch, plan.sparse_block_k, plan, plan.block_n),
+            operand(hidden, plan.sparse_block_k, plan, plan.weight_block_d), vocab_perm, kept.tile_rows, kept.first_kept,
+            kept.pass_block, kept.pass_start, dropped_blocks, block_mass, *(correction or (None, None)), grad_weight, n, v, d,
+            hidden.stride(0), IN_PLACE=reorder, CORRECTED=correction is not None, RANK=RANK.value,
+            BLOCK_K=plan.sparse_block_k, BLOCK_D=plan.weight_block_d, num_warps=plan.weight_warps,
+            num_stages=plan.weight_stages, **constants,
+        ))  # fmt: skip
+    for number in range(workspace.passes):
+        for launch in launches:
+            launch(number)
+    if reorder:
+        _reorder_rows(grad_weight, vocab_perm, scratch, kept.pass_block, plan.block_n)
+    return grad_hidden, grad_weight
 
 
 def _reorder_rows(gradient: Tensor, vocab_perm: Tensor, scratch: Tensor, pass_block: Tensor, block_n: int) -> None:

@@ -40,121 +40,57 @@ def plan_workspace(shape: Shape, plan: Plan, softcap: bool, need_weight: bool, b
     The sorted weight is saved, and corrections are used, if there is room for them.
     """
     for keep_weight, corrected in product((True, False), (True, False)):
-        needs = _Needs(shape, plan, softcap, need_weight, keep_weight, corrected)
-        workspace = _divide(needs, budget)
+        workspace = _divide(shape, plan, softcap, need_weight, keep_weight, corrected, budget)
         if workspace is not None:
             return workspace
     return None
 
 
-@dataclass(frozen=True)
-class _Needs:
-    """Bytes needed by one choice of ``keep_weight`` and ``corrected``, by purpose."""
-
-    shape: Shape
-    plan: Plan
-    softcap: bool
-    need_weight: bool
-    keep_weight: bool
-    corrected: bool
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes per element of the inputs."""
-        return self.shape.dtype.itemsize
-
-    @property
-    def rows(self) -> int:
-        """Number of row blocks."""
-        return ceil_div(self.shape.n, self.plan.block_m)
-
-    @property
-    def cols(self) -> int:
-        """Number of column blocks."""
-        return ceil_div(self.shape.v, self.plan.block_n)
-
-    @property
-    def tile_bytes(self) -> int:
-        return self.element_bytes * self.plan.block_m * self.plan.block_n
-
-    @property
-    def correction_bytes(self) -> int:
-        return correction_bytes(self.shape, self.need_weight) * self.corrected
-
-    @property
-    def correction_scratch_bytes(self) -> int:
-        return correction_scratch_bytes(self.shape, self.plan.block_n, self.need_weight) * self.corrected
-
-    @property
-    def persistent_bytes(self) -> int:
-        """From the forward pass to the end: permutations, means of column blocks, sorted hidden states and weight."""
-        n, d, v, _ = self.shape
-        permutations = 4 * (3 * v + 5 * n)
-        means = (self.element_bytes + 4) * self.cols * d
-        # If dW is needed, its buffer holds the sorted weight until dW is written.
-        weight = self.element_bytes * v * d if self.keep_weight and not self.need_weight else 0
-        return permutations + means + self.element_bytes * n * d + weight + self.correction_bytes
-
-    @property
-    def tile_stats_bytes(self) -> int:
-        """Statistics of tiles, until kept tiles are chosen."""
-        return (4 + 2 + 2 * self.softcap) * self.cols * padded(self.shape.n)
-
-    @property
-    def tile_list_bytes(self) -> int:
-        """Lists of kept tiles."""
-        return 4 * (7 * self.rows * self.cols + 8 * self.cols)
-
-    @property
-    def mass_bytes(self) -> int:
-        """Mass of dropped tiles, see ``DroppedMass``."""
-        per_token = self.element_bytes * (self.cols + self.shape.d * self.corrected) + 4 * ceil_div(
-            self.cols, MASS_GROUP
-        )
-        return per_token * padded(self.shape.n) + 8 * self.cols * self.rows
-
-    @property
-    def selection_peak_bytes(self) -> int:
-        """Total while kept tiles are chosen and errors are estimated."""
-        return self.persistent_bytes + self.tile_stats_bytes + self.mass_bytes + self.tile_list_bytes
-
-    @property
-    def multiply_bytes(self) -> int:
-        """Total while kept tiles are multiplied, without the tiles themselves."""
-        return self.persistent_bytes + self.tile_list_bytes + 4 * self.shape.n * self.shape.d
-
-
-def _divide(needs: _Needs, budget: int) -> Workspace | None:
-    (n, d, v, _), plan, rows, tiles = needs.shape, needs.plan, needs.rows, needs.rows * needs.cols
-    left = budget - needs.persistent_bytes - needs.tile_stats_bytes
-    slab = v
-    if not needs.keep_weight:
-        slab = min(v, left // (needs.element_bytes * d) // plan.block_n * plan.block_n)
-    # The product with the mass of dropped tiles has a second copy of the covariance.
-    dropped_product = needs.multiply_bytes + needs.mass_bytes + needs.element_bytes * d**2 * needs.corrected
-    num_slots = (budget - needs.multiply_bytes) // needs.tile_bytes
+def _divide(
+    shape: Shape, plan: Plan, softcap: bool, need_weight: bool, keep_weight: bool, corrected: bool, budget: int
+) -> Workspace | None:
+    """Divide ``budget`` with one choice of ``keep_weight`` and ``corrected``. All needs below are in bytes."""
+    (n, d, v, _), element = shape, shape.dtype.itemsize
+    rows, cols = ceil_div(n, plan.block_m), ceil_div(v, plan.block_n)
+    tiles = rows * cols
+    corrections = correction_bytes(shape, need_weight) * corrected
+    # From the forward pass to the end: permutations, means of column blocks, sorted hidden states and weight.
+    persistent = 4 * (3 * v + 5 * n) + (element + 4) * cols * d + element * n * d + corrections
+    if keep_weight and not need_weight:  # if dW is needed, its buffer holds the sorted weight until dW is written
+        persistent += element * v * d
+    tile_stats = (4 + 2 + 2 * softcap) * cols * padded(n)  # until kept tiles are chosen
+    tile_lists = 4 * (7 * tiles + 8 * cols)  # of kept tiles
+    # Mass of dropped tiles, see ``DroppedMass``
+    mass = (element * (cols + d * corrected) + 4 * ceil_div(cols, MASS_GROUP)) * padded(n) + 8 * tiles
+    selection_peak = persistent + tile_stats + mass + tile_lists  # while kept tiles are chosen and errors estimated
+    multiply = persistent + tile_lists + 4 * n * d  # while kept tiles are multiplied, without the tiles themselves
+    left, slab = budget - persistent - tile_stats, v
+    if not keep_weight:
+        slab = min(v, left // (element * d) // plan.block_n * plan.block_n)
+    num_slots = (budget - multiply) // (element * plan.block_m * plan.block_n)
     if (
         left < 0
         or slab < min(v, 32 * plan.block_n)
         or num_slots < max(2 * rows, 4 * plan.programs)
-        or dropped_product > budget
-        or 8 * needs.correction_bytes > budget
-        or needs.selection_peak_bytes + needs.correction_scratch_bytes > budget
+        # The product with the mass of dropped tiles has a second copy of the covariance.
+        or multiply + mass + element * d**2 * corrected > budget
+        or 8 * corrections > budget
+        or selection_peak + correction_scratch_bytes(shape, plan.block_n, need_weight) * corrected > budget
     ):
         return None
     # The error estimate's logits and temporaries: in float32, and once in the dtype of the inputs
-    per_token = ((24 if needs.softcap else 16) + needs.element_bytes) * v
-    measured_at_once = min(n, MEASURED_TOKENS, (budget - needs.selection_peak_bytes) // per_token)
+    per_token = ((24 if softcap else 16) + element) * v
+    measured_at_once = min(n, MEASURED_TOKENS, (budget - selection_peak) // per_token)
     if measured_at_once < min(n, MIN_MEASURED_AT_ONCE):
         return None
     num_slots = min(num_slots, tiles)
     tiles_per_pass = num_slots if num_slots == tiles else num_slots - rows
     passes = ceil_div(tiles, tiles_per_pass)
-    if passes > (MAX_PASSES_IN_ORDER if needs.keep_weight else MAX_PASSES):
+    if passes > (MAX_PASSES_IN_ORDER if keep_weight else MAX_PASSES):
         return None
     if passes > 1 and num_slots * plan.block_m * plan.block_n < v:  # too small to reorder the rows of dW
         return None
-    return Workspace(slab, needs.keep_weight, num_slots, tiles_per_pass, passes, measured_at_once, needs.corrected)
+    return Workspace(slab, keep_weight, num_slots, tiles_per_pass, passes, measured_at_once, corrected)
 
 
 class FilterReport(NamedTuple):
