@@ -32,9 +32,9 @@ from hf_cce.spec import Inputs, LossSpec
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strided_labels_and_inputs(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Options(bias=strategy not in ("filtered", *PRODUCT_STRATEGIES))
+@pytest.mark.parametrize(("strategy", "reduction"), [*((name, "mean") for name in STRATEGIES), ("exact", "none")])
+def test_strided_labels_and_inputs(strategy: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(bias=strategy not in ("filtered", *PRODUCT_STRATEGIES), reduction=reduction)
     dtype = dtype_for(strategy)
     assert applies(strategy, options, dtype)
     counts = force_strategy(monkeypatch, strategy)
@@ -53,7 +53,7 @@ def test_strided_labels_and_inputs(strategy: str, monkeypatch: pytest.MonkeyPatc
         return fused_loss(config_for(strategy))(hidden, weight, bias, labels, options)
 
     check_against_plain(loss, inputs, labels, options, dtype, f"strided, {strategy}")
-    assert counts[forward_counter(strategy)] == 1
+    assert counts[forward_counter(strategy)] == (1 if reduction == "mean" else 0)  # one loss per token is not counted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
