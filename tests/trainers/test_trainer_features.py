@@ -80,6 +80,17 @@ def assert_same_run(patched: Any, plain: Any, steps: int) -> None:
     assert_same(dict(patched.model.named_parameters()), dict(plain.model.named_parameters()), "weights")
 
 
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
+def test_run_matches_unpatched(options: dict[str, Any], tmp_path: Path) -> None:
+    """Includes accumulation, rows of different lengths and num_items_in_batch; no step materializes logits."""
+    plain = trained("plain", tmp_path, **options)
+    with logits_made(tokens=40) as seen:
+        patched = trained("callback", tmp_path, calls=6, **options)
+    assert seen == [] and patched.model_accepts_loss_kwargs and len(history(patched)) == 3
+    assert getattr(patched, "_loss_shifts_labels", None) == getattr(plain, "_loss_shifts_labels", None)
+    assert_same_run(patched, plain, 3)
+
+
 class Stop(TrainerCallback):
     """Save a checkpoint and stop, like a preempted machine."""
 
